@@ -1,0 +1,71 @@
+"""The error hierarchy: every error that this project raises on purpose is a `FuserError`.
+
+An error names the op, the tensor, the numbers (expected and found) and, where it is known, the line
+of the user's program. `assert` is kept for our own bugs.
+"""
+
+from __future__ import annotations
+
+
+class FuserError(RuntimeError):
+    """Base of all errors raised on purpose by `fuser`, `multidevice` and `hostir`."""
+
+
+class UnsupportedError(FuserError):
+    """The request is meaningful, but this version does not implement it."""
+
+
+class DefinitionError(FuserError, ValueError):
+    """A fusion or a schedule is ill-formed: shapes, axes, arguments of an op."""
+
+
+class DtypeError(FuserError, TypeError):
+    """An operand has a dtype that the op does not accept."""
+
+
+class InputError(FuserError, ValueError):
+    """The runtime inputs do not fit the program: count, rank, dtype, device, extent."""
+
+
+class ShardingError(FuserError, ValueError):
+    """A mesh, a sharding or a resharding is impossible or inconsistent."""
+
+
+class VerifyError(FuserError):
+    """A program in one of our IRs breaks an invariant; the text marks the line."""
+
+
+class ParseError(FuserError, ValueError):
+    """A program text does not follow the grammar; the message marks line and column."""
+
+
+class OptionError(FuserError, ValueError):
+    """An option or environment variable has an unknown name or an impossible value."""
+
+
+class CompileError(FuserError):
+    """A generated kernel was refused by the kernel compiler; the message holds its log."""
+
+
+class KernelError(FuserError):
+    """A kernel failed while running: a checked-mode finding or a device error."""
+
+
+class CommunicationError(FuserError):
+    """A communication could not be carried out."""
+
+
+class CommunicationTimeout(CommunicationError, TimeoutError):
+    """A communication did not complete within its deadline."""
+
+
+class DeadlockError(CommunicationError):
+    """No rank can run any more; the message shows the position of every rank."""
+
+
+class PeerError(CommunicationError):
+    """Another rank failed; the message names the rank and its error."""
+
+
+class ProgramMismatchError(CommunicationError):
+    """The ranks were about to run different programs; the message shows the first difference."""

@@ -1,0 +1,160 @@
+"""The axis graph: which axes of a fusion are the same axis.
+
+Nodes are axis numbers. Two relations are kept apart:
+- *exact*: axes that an op maps onto each other and that both are concrete (or both broadcast),
+  closed under congruence: equal transforms of mapped inputs have mapped outputs, and, where inner
+  and input extents agree, mapped outputs have mapped inputs;
+- *concretization*: a directed edge per producer-consumer pair, from a broadcast axis to the
+  concrete axis that the consumer iterates.
+
+Build it from a fusion when needed; it does not follow later changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuser.ir.domain import IterDomain, Merge, Resize, Split, Swizzle1D, Transform
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+
+AxisPair = tuple[IterDomain, IterDomain]
+
+
+def mapped_axes(
+    op: TensorOp, operand_index: int, out: TensorView | None = None
+) -> tuple[AxisPair, ...]:
+    """Return the (producer logical axis, consumer root axis) pairs of one tensor operand.
+
+    Pairs of a broadcast and a concrete axis are included; `is_exact_pair` tells them apart.
+    """
+    producer = op.inputs[operand_index]
+    assert isinstance(producer, TensorView)
+    consumer = out if out is not None else op.out_tensor
+    sources = producer.domain.no_reductions
+    return tuple(
+        (sources[source], target)
+        for target, source in zip(
+            consumer.domain.maybe_root, op.axis_map(operand_index), strict=True
+        )
+        if source is not None
+    )
+
+
+def is_exact_pair(pair: AxisPair) -> bool:
+    """Whether neither or both axes of the pair are broadcasts."""
+    return pair[0].is_broadcast == pair[1].is_broadcast
+
+
+def tensor_operands(op: TensorOp) -> Iterator[tuple[int, TensorView]]:
+    """Yield (operand index, tensor) for the tensor operands of an op."""
+    for index, value in enumerate(op.inputs):
+        if isinstance(value, TensorView):
+            yield index, value
+
+
+class AxisGraph:
+    """Union-find over the axes of a fusion, with congruence over transforms."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._parent: dict[int, int] = {}
+        self._concrete: dict[int, set[int]] = {}
+        self._transforms: list[Transform] = []
+        for tv in fusion.tensors():
+            for axis in tv.domain.all_axes():
+                self._parent.setdefault(axis.number, axis.number)
+            self._transforms.extend(tv.domain.transforms)
+        for op in fusion.exprs:
+            for out in op.outputs:
+                for index, _ in tensor_operands(op):
+                    for pair in mapped_axes(op, index, out):
+                        self._relate(pair)
+            # Sibling outputs share their axes position by position.
+            for out in op.outputs[1:]:
+                for a, b in zip(
+                    op.out_tensor.domain.logical, out.domain.logical, strict=True
+                ):
+                    self._union(a.number, b.number)
+        self._close()
+
+    def find(self, axis: IterDomain) -> int:
+        """Return the representative number of the axis's exact class."""
+        return self._find(axis.number)
+
+    def mapped(self, a: IterDomain, b: IterDomain) -> bool:
+        """Whether two axes are provably the same axis."""
+        return self._find(a.number) == self._find(b.number)
+
+    def concretized(self, axis: IterDomain) -> frozenset[int]:
+        """Return the classes of concrete axes that a broadcast axis becomes downstream."""
+        seen: set[int] = set()
+        todo = [self._find(axis.number)]
+        edges: dict[int, set[int]] = {}
+        for source, targets in self._concrete.items():
+            edges.setdefault(self._find(source), set()).update(self._find(t) for t in targets)
+        while todo:
+            for target in edges.get(todo.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+        return frozenset(seen)
+
+    # ------------------------------------------------------------ construction
+    def _relate(self, pair: AxisPair) -> None:
+        producer, consumer = pair
+        if is_exact_pair(pair):
+            self._union(producer.number, consumer.number)
+        else:
+            self._concrete.setdefault(producer.number, set()).add(consumer.number)
+
+    def _find(self, n: int) -> int:
+        while self._parent[n] != n:
+            self._parent[n] = self._parent[self._parent[n]]
+            n = self._parent[n]
+        return n
+
+    def _union(self, a: int, b: int) -> bool:
+        a, b = self._find(a), self._find(b)
+        if a == b:
+            return False
+        self._parent[max(a, b)] = min(a, b)
+        return True
+
+    def _extent(self, x: Scalar) -> Scalar:
+        return self._fusion.canonical(x)
+
+    def _key(self, t: Transform) -> tuple[object, ...]:
+        """Everything about a transform but its axes."""
+        match t:
+            case Split():
+                return ("split", self._extent(t.inner.size), self._extent(t.outer.size))
+            case Merge():
+                return ("merge", self._extent(t.inner.size))
+            case Resize():
+                return ("resize", self._extent(t.left), self._extent(t.right))
+            case Swizzle1D():
+                return ("swizzle", t.ptype)
+
+    def _close(self) -> None:
+        """Forward and backward congruence, to a fixed point."""
+        keyed = [(self._key(t), t) for t in self._transforms]
+        changed = True
+        while changed:
+            changed = False
+            forward: dict[object, Transform] = {}
+            backward: dict[object, Transform] = {}
+            for key, t in keyed:
+                ins = tuple(self._find(i.number) for i in t.inputs)
+                twin = forward.setdefault((key, ins), t)
+                for a, b in zip(twin.outputs, t.outputs, strict=True):
+                    changed |= self._union(a.number, b.number)
+                # Outputs determine inputs only when the input extents agree as well: a
+                # non-divisible split of 10 and of 12 by 4 has the same outputs.
+                outs = tuple(self._find(o.number) for o in t.outputs)
+                extents = tuple(self._extent(i.size) for i in t.inputs)
+                twin = backward.setdefault((key, outs, extents), t)
+                for a, b in zip(twin.inputs, t.inputs, strict=True):
+                    changed |= self._union(a.number, b.number)

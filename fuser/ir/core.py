@@ -1,0 +1,140 @@
+"""Op declarations: a node is declared once, and printing, copying and verification derive from it.
+
+An op class lists its fields in order with `operand()`, `operands()`, `result()`, `results()`,
+`attr()` and `region()`, and gives a text template whose placeholders are field names:
+
+    class SqueezeOp(Op):
+        out: TensorView = result()
+        inp: TensorView = operand()
+        flags: tuple[bool, ...] = attr()
+        TEXT = "{out}\n   = squeeze( {inp}, flags = {flags} )"
+
+Nodes are compared by identity; `equal_ops` is structural.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
+
+Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
+
+
+def operand() -> Any:
+    """Declare a value that the op reads (None is allowed for an optional one)."""
+    return field(metadata={"kind": "operand"})
+
+
+def operands() -> Any:
+    """Declare a tuple of values that the op reads."""
+    return field(metadata={"kind": "operands"})
+
+
+def result() -> Any:
+    """Declare a value that the op defines or writes."""
+    return field(metadata={"kind": "result"})
+
+
+def results() -> Any:
+    """Declare a tuple of values that the op defines or writes."""
+    return field(metadata={"kind": "results"})
+
+
+def attr(**default: Any) -> Any:
+    """Declare a constant property."""
+    return field(metadata={"kind": "attr"}, kw_only=True, **default)
+
+
+def region() -> Any:
+    """Declare a nested tuple of ops."""
+    return field(metadata={"kind": "region"})
+
+
+@dataclass_transform(
+    frozen_default=True,
+    eq_default=False,
+    field_specifiers=(operand, operands, result, results, attr, region, field),
+)
+class Op:
+    """Base of all IR nodes. Subclasses become frozen dataclasses and are registered by name."""
+
+    TEXT: ClassVar[str] = ""
+    REGISTRY: ClassVar[dict[str, type[Op]]] = {}
+
+    # Where the user wrote the op ("file.py:12"); not part of its meaning or its text.
+    where: str = field(default="", kw_only=True, metadata={"kind": "where"})
+
+    def __init_subclass__(cls) -> None:
+        cls.__annotations__ = {**cls.__annotations__}
+        if "where" not in cls.__annotations__:
+            cls.__annotations__["where"] = "str"
+            cls.where = field(default="", kw_only=True, metadata={"kind": "where"})
+        dataclass(frozen=True, eq=False)(cls)
+        assert cls.__name__ not in Op.REGISTRY, f"op {cls.__name__} is declared twice"
+        Op.REGISTRY[cls.__name__] = cls
+
+    @classmethod
+    def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
+        """Return the names of the fields of these kinds, in declaration order."""
+        return tuple(
+            f.name
+            for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+            if f.metadata.get("kind") in kinds
+        )
+
+    def _values(self, one: Kind, many: Kind) -> Iterator[Any]:
+        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            kind = f.metadata.get("kind")
+            if kind == one and (value := getattr(self, f.name)) is not None:
+                yield value
+            elif kind == many:
+                yield from getattr(self, f.name)
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The values read, in declaration order (absent optional ones left out)."""
+        return tuple(self._values("operand", "operands"))
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return tuple(self._values("result", "results"))
+
+    @property
+    def regions(self) -> tuple[tuple[Op, ...], ...]:
+        return tuple(getattr(self, name) for name in self.fields_of("region"))
+
+    @property
+    def name(self) -> str:
+        """What errors call the op; classes with a `kind` attribute use it."""
+        return str(getattr(self, "kind", type(self).__name__))
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    def map_values(self, fn: Callable[[Any], Any]) -> Self:
+        """Return the op with `fn` applied to every operand and result (not inside regions)."""
+        changes: dict[str, Any] = {}
+        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            kind, value = f.metadata.get("kind"), getattr(self, f.name)
+            if kind in ("operand", "result") and value is not None:
+                changes[f.name] = fn(value)
+            elif kind in ("operands", "results"):
+                changes[f.name] = tuple(fn(v) for v in value)
+        return self.replace(**changes)
+
+    # nvFuser's `Expr` accessors.
+    def input(self, index: int) -> Any:
+        return self.inputs[index]
+
+    def output(self, index: int) -> Any:
+        return self.outputs[index]
+
+    def verify(self) -> None:
+        """Raise `VerifyError` when an invariant beyond field types fails."""
+
+    def __str__(self) -> str:
+        from fuser.ir.text import op_text
+
+        return op_text(self)

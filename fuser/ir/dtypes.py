@@ -1,0 +1,199 @@
+"""Data types: the nvFuser names, their CUDA and torch counterparts, and the promotion rules."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fuser.errors import DtypeError, UnsupportedError
+
+
+class DataType(enum.Enum):
+    """Element type of a tensor or scalar; values follow nvFuser's numbering."""
+
+    Double = 0
+    Float = 1
+    Half = 2
+    BFloat16 = 3
+    Float8_e4m3fn = 4
+    Float8_e5m2 = 5
+    Float8_e8m0fnu = 6
+    Float4_e2m1fn = 7
+    Float4_e2m1fn_x2 = 8
+    Int32 = 11
+    Int = 12
+    UInt64 = 16
+    Index = 17
+    Bool = 18
+    ComplexDouble = 19
+    ComplexFloat = 20
+    Null = 23
+
+    def __repr__(self) -> str:
+        return f"<DataType.{self.name}: {self.value}>"
+
+
+Category = Literal["bool", "int", "float", "complex"]
+
+
+@dataclass(frozen=True)
+class DtypeInfo:
+    """Facts about one dtype: IR/CUDA text, bytes, category and torch dtype (None: no tensor)."""
+
+    text: str
+    nbytes: int
+    category: Category
+    torch: torch.dtype | None
+
+
+D = DataType
+INFO: dict[DataType, DtypeInfo] = {
+    D.Double: DtypeInfo("double", 8, "float", torch.float64),
+    D.Float: DtypeInfo("float", 4, "float", torch.float32),
+    D.Half: DtypeInfo("__half", 2, "float", torch.float16),
+    D.BFloat16: DtypeInfo("__bfloat", 2, "float", torch.bfloat16),
+    D.Int32: DtypeInfo("int", 4, "int", torch.int32),
+    D.Int: DtypeInfo("int64_t", 8, "int", torch.int64),
+    D.Index: DtypeInfo("nvfuser_index_t", 8, "int", torch.int64),
+    D.Bool: DtypeInfo("bool", 1, "bool", torch.bool),
+}
+# Known names that no layer implements yet: text only, so that errors can print them.
+_UNSUPPORTED_TEXT = {
+    D.Float8_e4m3fn: "__e4m3",
+    D.Float8_e5m2: "__e5m2",
+    D.Float8_e8m0fnu: "__e8m0",
+    D.Float4_e2m1fn: "__e2m1",
+    D.Float4_e2m1fn_x2: "__e2m1_x2",
+    D.UInt64: "uint64_t",
+    D.ComplexDouble: "std::complex<double>",
+    D.ComplexFloat: "std::complex<float>",
+    D.Null: "null_type",
+}
+FROM_TEXT = {info.text: dtype for dtype, info in INFO.items()}
+FROM_TORCH = {
+    info.torch: dtype
+    for dtype, info in INFO.items()
+    if info.torch is not None and dtype is not D.Index
+}
+HALF_LIKE = frozenset({D.Half, D.BFloat16})
+
+
+def check_supported(dtype: DataType, what: str) -> DataType:
+    """Return `dtype`, or raise `UnsupportedError` naming `what` when no layer implements it."""
+    if dtype not in INFO:
+        raise UnsupportedError(f"{what}: dtype {dtype_text(dtype)} is not supported yet")
+    return dtype
+
+
+def dtype_text(dtype: DataType) -> str:
+    """Return the C++ style name used in IR text (`float`, `__bfloat`, `int64_t`)."""
+    return INFO[dtype].text if dtype in INFO else _UNSUPPORTED_TEXT[dtype]
+
+
+def nbytes_of(dtype: DataType) -> int:
+    """Return the size of one element in bytes."""
+    return INFO[dtype].nbytes
+
+
+def to_torch(dtype: DataType) -> torch.dtype:
+    """Return the torch dtype of tensors with this IR dtype."""
+    found = INFO[check_supported(dtype, "conversion to torch")].torch
+    assert found is not None, f"{dtype} has no torch dtype"
+    return found
+
+
+def from_torch(dtype: torch.dtype) -> DataType:
+    """Return the IR dtype of a torch dtype; raises `DtypeError` for one that has none."""
+    found = FROM_TORCH.get(dtype)
+    if found is None:
+        raise DtypeError(f"torch dtype {dtype} has no supported counterpart")
+    return found
+
+
+def category(dtype: DataType) -> Category:
+    """Return bool, int, float or complex."""
+    if dtype in (D.ComplexDouble, D.ComplexFloat):
+        return "complex"
+    return INFO[check_supported(dtype, "category")].category
+
+
+def is_floating(dtype: DataType) -> bool:
+    return category(dtype) == "float"
+
+
+def is_integral(dtype: DataType) -> bool:
+    return category(dtype) == "int"
+
+
+def dtype_of_python(value: bool | int | float) -> DataType:
+    """Return the dtype that nvFuser infers for a Python number: Int, Double (bools: Bool)."""
+    if isinstance(value, bool):
+        return D.Bool
+    return D.Int if isinstance(value, int) else D.Double
+
+
+# ------------------------------------------------------------------ promotion
+Rank = Literal["dim", "zero_dim", "scalar"]
+Config = Literal["default", "float", "float_only", "comparison"]
+
+
+def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
+    """Combine two dtypes of the same rank class as torch does; None is absent."""
+    if a is None or b is None:
+        return a if b is None else b
+    if a is b:
+        return a
+    if a is D.Index:
+        a = D.Int
+    if b is D.Index:
+        b = D.Int
+    return from_torch(torch.promote_types(to_torch(a), to_torch(b)))
+
+
+def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
+    """Combine a higher rank class with a lower one: the lower wins only by category."""
+    if hi is None or lo is None:
+        return hi if lo is None else lo
+    if is_floating(hi):
+        return hi
+    return _promote(hi, lo) if hi is D.Bool or is_floating(lo) else hi
+
+
+def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> DataType:
+    """Return the compute dtype of an op.
+
+    `operands` are (dtype, rank class) pairs. Dimensioned tensors outrank zero-dim tensors, which
+    outrank scalars; a lower class wins only with a higher category. Half-like results become Float
+    (the caller skips this step for `where`, with `promote_operands`).
+
+    Source: torch type promotion, with nvFuser's rule that half-like computation is Float.
+    """
+    dtype = promote_operands(operands)
+    if config in ("float", "float_only") and not is_floating(dtype):
+        dtype = D.Float
+    if config == "float_only" and dtype not in (D.Float, D.Double):
+        raise DtypeError(
+            "Promoted type must be single or double precision float but found "
+            f"{dtype_text(dtype)}"
+        )
+    return D.Float if dtype in HALF_LIKE else dtype
+
+
+def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
+    """Return the promoted dtype before the half-to-Float rule."""
+    assert operands, "promotion needs an operand"
+    first = operands[0][0]
+    if all(dtype is first for dtype, _ in operands):
+        return first
+    by_rank: dict[Rank, DataType | None] = {"dim": None, "zero_dim": None, "scalar": None}
+    for dtype, rank in operands:
+        seen = D.Float if rank == "scalar" and dtype in HALF_LIKE else dtype
+        by_rank[rank] = _promote(by_rank[rank], seen)
+    low = _combine(by_rank["zero_dim"], by_rank["scalar"])
+    result = _combine(by_rank["dim"], low)
+    assert result is not None
+    return result

@@ -1,0 +1,312 @@
+"""Fusion: the SSA graph of tensor ops, with its inputs, outputs and extents.
+
+Ops are kept in topological order: an op stands after the ops that define its operands. Later stages
+never change the user's fusion; they work on `Fusion.copy()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from fuser.errors import DefinitionError
+from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
+from fuser.ir.dtypes import DataType, category
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType, MemoryType
+
+Value = TensorView | Scalar
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Output `out` is written into the buffer of input `into`; hidden ones are not returned."""
+
+    out: TensorView
+    into: TensorView
+    hidden: bool = True
+
+
+class Fusion:
+    """A graph of tensor ops over symbolic extents."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Value] = []
+        # Every output once per add_output call, hidden aliases included.
+        self.outputs: list[TensorView] = []
+        self.aliases: list[Alias] = []
+        self._exprs: tuple[TensorOp, ...] = ()
+        self._definitions: dict[TensorView, TensorOp] | None = None
+        self._uses: dict[TensorView, list[TensorOp]] | None = None
+        self._next_tensor = 0
+        self._next_axis = 0
+        self._next_scalar = 0
+        self._zero_is_numbered = False
+        # Symbol -> an equal scalar: extents of mapped axes are one class (checked at binding).
+        self._equal_extents: dict[Scalar, Scalar] = {}
+
+    # ------------------------------------------------------------ making values
+    def next_axis(self) -> int:
+        """Hand out an axis number; the cached zero scalar takes a scalar number with the first."""
+        if not self._zero_is_numbered:
+            self._zero_is_numbered = True
+            self._next_scalar += 1
+        self._next_axis += 1
+        return self._next_axis - 1
+
+    def next_scalar(self) -> int:
+        """Hand out a scalar number; constants made by the user consume one too."""
+        self._next_scalar += 1
+        return self._next_scalar - 1
+
+    def new_symbol(self, dtype: DataType = DataType.Index) -> Symbol:
+        """Create a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`."""
+        prefix = {"bool": "b", "int": "i", "float": "f", "complex": "c"}[category(dtype)]
+        prefix = "d" if dtype is DataType.Double else prefix
+        return Symbol(f"{prefix}{self.next_scalar()}", dtype)
+
+    def new_axis(
+        self,
+        extent: Scalar,
+        kind: IterType = IterType.iteration,
+        *,
+        expanded: Scalar | None = None,
+        rfactor: bool = False,
+    ) -> IterDomain:
+        return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
+
+    def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
+        """Return a serial copy of an axis under a new number."""
+        from fuser.ir.types import ParallelType
+
+        fresh = replace(
+            axis, number=self.next_axis(), ptype=ParallelType.serial, rfactor=False, owner=None
+        )
+        return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]
+
+    def new_tensor(
+        self,
+        domain: TensorDomain | Sequence[IterDomain],
+        dtype: DataType,
+        *,
+        memory: MemoryType = MemoryType.local,
+        mesh: DeviceMesh | None = None,
+        number: int | None = None,
+    ) -> TensorView:
+        """Create a tensor; a sequence of axes becomes a contiguous domain with logical = loop."""
+        if not isinstance(domain, TensorDomain):
+            axes = tuple(domain)
+            domain = TensorDomain(axes, axes, contiguity=contiguity_for(axes))
+        if number is None:
+            number = self._next_tensor
+        self._next_tensor = max(self._next_tensor, number + 1)
+        return TensorView(self, number, domain, dtype, memory=memory, mesh=mesh)
+
+    # ------------------------------------------------------------ ops
+    @property
+    def exprs(self) -> tuple[TensorOp, ...]:
+        """All ops in topological order."""
+        return self._exprs
+
+    @exprs.setter
+    def exprs(self, exprs: Iterable[TensorOp]) -> None:
+        self._exprs = tuple(exprs)
+        self._definitions = self._uses = None
+
+    def add(self, op: TensorOp) -> TensorOp:
+        """Append an op."""
+        self.exprs = (*self._exprs, op)
+        return op
+
+    def definition(self, tv: TensorView) -> TensorOp | None:
+        """Return the op that defines `tv`, None for an input."""
+        if self._definitions is None:
+            self._definitions = {o: e for e in self._exprs for o in e.outputs}
+        return self._definitions.get(tv)
+
+    def uses(self, tv: TensorView) -> list[TensorOp]:
+        """Return the ops that read `tv`, in order."""
+        if self._uses is None:
+            uses: dict[TensorView, list[TensorOp]] = {}
+            for e in self._exprs:
+                for v in dict.fromkeys(e.inputs):
+                    if isinstance(v, TensorView):
+                        uses.setdefault(v, []).append(e)
+            self._uses = uses
+        return list(self._uses.get(tv, ()))
+
+    def used_exprs(self) -> tuple[TensorOp, ...]:
+        """Return the ops that some output depends on, in order."""
+        needed = set(self.outputs)
+        kept: list[TensorOp] = []
+        for e in reversed(self._exprs):
+            if any(o in needed for o in e.outputs):
+                kept.append(e)
+                needed.update(v for v in e.inputs if isinstance(v, TensorView))
+        return tuple(reversed(kept))
+
+    def tensors(self) -> tuple[TensorView, ...]:
+        """Return every tensor: inputs, then op results and operands in program order."""
+        seen: dict[TensorView, None] = {}
+        for v in (*self.inputs, *(v for e in self._exprs for v in (*e.inputs, *e.outputs))):
+            if isinstance(v, TensorView):
+                seen[v] = None
+        seen.update(dict.fromkeys(self.outputs))
+        return tuple(seen)
+
+    def vals(self) -> list[Value]:
+        """Return inputs, tensors and the scalar operands of ops."""
+        seen: dict[Value, None] = dict.fromkeys(self.inputs)
+        for e in self._exprs:
+            seen.update(dict.fromkeys((*e.inputs, *e.outputs)))
+        return list(seen)
+
+    def replace_uses(
+        self, old: TensorView, new: TensorView, *, where: Callable[[TensorOp], bool] | None = None
+    ) -> None:
+        """Make the ops (that `where` accepts) read `new` instead of `old`. Outputs stay."""
+        self.exprs = tuple(
+            _with_operand(e, old, new)
+            if old in e.inputs and (where is None or where(e))
+            else e
+            for e in self._exprs
+        )
+
+    def insert_after(self, anchor: TensorOp | None, ops: Sequence[TensorOp]) -> None:
+        """Insert ops after `anchor` (None: at the front)."""
+        at = 0 if anchor is None else self._exprs.index(anchor) + 1
+        self.exprs = (*self._exprs[:at], *ops, *self._exprs[at:])
+
+    def insert_before(self, anchor: TensorOp, ops: Sequence[TensorOp]) -> None:
+        at = self._exprs.index(anchor)
+        self.exprs = (*self._exprs[:at], *ops, *self._exprs[at:])
+
+    def replace_expr(self, old: TensorOp, new: Sequence[TensorOp]) -> None:
+        """Put `new` where `old` stood."""
+        at = self._exprs.index(old)
+        self.exprs = (*self._exprs[:at], *new, *self._exprs[at + 1 :])
+
+    # ------------------------------------------------------------ inputs and outputs
+    def add_input(self, value: Value) -> None:
+        if value in self.inputs:
+            raise DefinitionError(
+                f"{value} is already registered as input, duplicated inputs is not allowed"
+            )
+        if isinstance(value, TensorView):
+            if value.memory is not MemoryType.symmetric:
+                value.memory = MemoryType.global_
+        elif not isinstance(value, Symbol):
+            raise DefinitionError(f"Immediate scalar value cannot be added as an input: {value}")
+        self.inputs.append(value)
+
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+        """Register an output; with `alias_input` the result is written into that input's buffer and
+        hidden unless it is also added plainly."""
+        if not isinstance(output, TensorView):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DefinitionError(
+                f"Non-TensorView outputs are not supported at this point: {output}"
+            )
+        if output.memory is not MemoryType.symmetric:
+            output.memory = MemoryType.global_
+        hidden = next((a for a in self.aliases if a.out is output and a.hidden), None)
+        if alias_input is None:
+            if hidden is not None:
+                # The plain add decides the position of an output that was hidden before.
+                self.outputs.remove(output)
+                self.aliases[self.aliases.index(hidden)] = replace(hidden, hidden=False)
+            self.outputs.append(output)
+            return
+        if alias_input not in self.inputs:
+            raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")
+        is_visible = output in self.outputs
+        self.aliases.append(Alias(output, alias_input, hidden=not is_visible))
+        if not is_visible:
+            self.outputs.append(output)
+
+    def alias_of(self, out: TensorView) -> TensorView | None:
+        """Return the input whose buffer `out` is written into, None for a fresh output."""
+        return next((a.into for a in self.aliases if a.out is out), None)
+
+    def is_hidden(self, out: TensorView) -> bool:
+        return any(a.out is out and a.hidden for a in self.aliases)
+
+    # ------------------------------------------------------------ extents
+    def extent(self, x: Scalar) -> Scalar:
+        """Return the representative of x's class of equal extents."""
+        while x in self._equal_extents:
+            x = self._equal_extents[x]
+        return x
+
+    def unify_extents(self, a: Scalar, b: Scalar) -> None:
+        """State that two extents are equal. A constant, then the lower symbol, represents them."""
+        a, b = self.extent(a), self.extent(b)
+        if a == b:
+            return
+        if isinstance(b, Symbol) and not (isinstance(a, Symbol) and _later(a, b)):
+            self._equal_extents[b] = a
+        elif isinstance(a, Symbol):
+            self._equal_extents[a] = b
+
+    def canonical(self, x: Scalar) -> Scalar:
+        """Rewrite a scalar over class representatives."""
+        from fuser.ir.scalar import substitute, symbols
+
+        return substitute(x, {s: self.extent(s) for s in symbols(x) if self.extent(s) != s})
+
+    def equal_extents(self) -> tuple[tuple[Symbol, Scalar], ...]:
+        """Return (symbol, representative) for every symbol that has another representative."""
+        return tuple((cast(Symbol, s), self.extent(s)) for s in self._equal_extents)
+
+    # ------------------------------------------------------------ copying, comparing, printing
+    def copy(self) -> tuple[Fusion, dict[TensorView, TensorView]]:
+        """Return a copy that keeps all numbers, and the map from old to new tensors."""
+        new = Fusion()
+        for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
+            setattr(new, name, getattr(self, name))
+        new._equal_extents = dict(self._equal_extents)
+        mapping: dict[TensorView, TensorView] = {}
+        for tv in self.tensors():
+            twin = TensorView(
+                new,
+                tv.number,
+                tv.domain,
+                tv.dtype(),
+                memory=tv.memory,
+                mesh=tv.mesh,
+                mesh_is_user_set=tv.mesh_is_user_set,
+                is_cpu_scalar=tv.is_cpu_scalar,
+            )
+            twin.compute_at = tv.compute_at
+            mapping[tv] = twin
+
+        def twin_of(v: Value) -> Value:
+            return mapping[v] if isinstance(v, TensorView) else v
+
+        new.inputs = [twin_of(v) for v in self.inputs]
+        new.outputs = [mapping[v] for v in self.outputs]
+        new.aliases = [Alias(mapping[a.out], mapping[a.into], a.hidden) for a in self.aliases]
+        new.exprs = tuple(e.map_values(twin_of) for e in self._exprs)
+        return new, mapping
+
+    def print_math(self, from_outputs_only: bool = True) -> str:
+        """Return nvFuser's math text; False also prints ops that reach no output."""
+        from fuser.ir.text import fusion_math
+
+        return fusion_math(self, used_only=from_outputs_only)
+
+    def __str__(self) -> str:
+        return self.print_math(False)
+
+
+def _later(a: Symbol, b: Symbol) -> bool:
+    return a.key > b.key  # pyright: ignore[reportOperatorIssue]
+
+
+def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:
+    """Return the op with operand `old` replaced; results stay."""
+    results = set(op.outputs)
+    return op.map_values(lambda v: new if v is old and v not in results else v)

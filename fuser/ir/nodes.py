@@ -1,0 +1,480 @@
+"""The tensor ops of the fusion IR: declarations, text variants and axis maps.
+
+An axis map says, per tensor operand, which operand axis (a position among the operand's
+non-reduction logical axes) each root axis of the output iterates; None where the operand does not
+depend on that axis. Everything that relates two tensors (indices, sharding, inlining) reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from fuser.errors import VerifyError
+from fuser.ir.core import Op, attr, operand, operands, result
+from fuser.ir.dtypes import INFO, DataType, category
+from fuser.ir.scalar import Scalar
+from fuser.ir.types import CacheOp, IterType, LoadStoreOpType
+
+if TYPE_CHECKING:
+    from fuser.ir.tensor import TensorView
+
+AxisMap = tuple[int | None, ...]
+Variant = tuple[dict[str, object], str]
+
+
+class TensorOp(Op):
+    """Base of ops whose outputs are tensors."""
+
+    def template(self) -> str:
+        """Return the text template of this instance."""
+        return self.TEXT
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        """Yield (attribute values, template) for every spelling; the parser reads these."""
+        yield {}, cls.TEXT
+
+    @property
+    def out_tensor(self) -> TensorView:
+        return self.outputs[0]
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        """Return, per root axis of the output, the axis of `inputs[operand_index]` or None.
+
+        The default is position by position: output and operand have equal rank.
+        """
+        del operand_index
+        return tuple(range(len(self.out_tensor.domain.maybe_root)))
+
+
+# ------------------------------------------------------------------ elementwise
+INLINE_UNARY = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
+UNARY_KINDS = tuple(
+    "abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfcinv erfinv exp exp2 expm1 floor "
+    "frac isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 neg logical_not "
+    "bitwise_not reciprocal relu round rsqrt sigmoid signbit silu sin sinh sqrt tan tanh trunc".split()
+)
+_SPELLED = {"round": "nearbyint"}
+# Kinds whose printed function has the suffix f when the result is Float.
+_SUFFIXED = frozenset(
+    "acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfcinv erfinv exp exp2 expm1 floor "
+    "lgamma log log10 log1p log2 round rsqrt sin sinh sqrt tan tanh trunc".split()
+)
+INLINE_BINARY = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "mod": "%",
+    "bitwise_left_shift": "<<",
+    "bitwise_right_shift": ">>",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "logical_and": "&&",
+    "logical_or": "||",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
+    "bitwise_xor": "^",
+}
+FUNCTION_BINARY = {
+    "maximum": ("max", "fmax"),
+    "minimum": ("min", "fmin"),
+    "pow": ("pow", "pow"),
+    "atan2": ("atan2", "atan2f"),
+    "fmod": ("fmod", "fmodf"),
+    "remainder": ("remainder", "remainder"),
+    "nextafter": ("nextafter", "nextafter"),
+    "gcd": ("gcd", "gcd"),
+}
+BINARY_KINDS = (*INLINE_BINARY, *FUNCTION_BINARY)
+TERNARY_KINDS = ("where", "clamp", "lerp", "threshold")
+
+
+class UnaryOp(TensorOp):
+    """out = kind(inp), element by element."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    kind: str = attr()
+
+    def template(self) -> str:
+        suffix = self.out.dtype() is DataType.Float and self.kind in _SUFFIXED
+        return _unary_template(self.kind, "f" if suffix else "")
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for kind in UNARY_KINDS:
+            yield {"kind": kind}, _unary_template(kind, "")
+            if kind in _SUFFIXED:
+                yield {"kind": kind}, _unary_template(kind, "f")
+
+
+def _unary_template(kind: str, suffix: str) -> str:
+    if kind in INLINE_UNARY:
+        return "{out}\n   = " + INLINE_UNARY[kind] + "{inp};"
+    return "{out}\n   = " + _SPELLED.get(kind, kind) + suffix + "({inp});"
+
+
+_CAST_NAMES = {"float": "float", "double": "double", "__half": "half", "__bfloat": "bfloat"}
+_CAST_TO = {
+    "float": "__to_float",
+    "double": "__to_double",
+    "int": "__to_int32",
+    "int64_t": "__to_int64",
+    "nvfuser_index_t": "__to_index",
+    "bool": "__to_bool",
+}
+
+
+def cast_spelling(src: DataType, dst: DataType) -> str:
+    """Return nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
+    s, d = INFO[src].text, INFO[dst].text
+    half = ("__half", "__bfloat")
+    if d in half or (s in half and d in ("float", "double")):
+        return f"__{_CAST_NAMES.get(s, 'bool' if s == 'bool' else 'int')}2{_CAST_NAMES[d]}"
+    return _CAST_TO[d]
+
+
+class CastOp(TensorOp):
+    """out = inp converted to out's dtype."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+
+    @property
+    def name(self) -> str:
+        return "cast"
+
+    def template(self) -> str:
+        return "{out}\n   = " + cast_spelling(self.inp.dtype(), self.out.dtype()) + "({inp});"
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        spellings = {cast_spelling(s, d): None for s in INFO for d in INFO}
+        for spelling in spellings:
+            yield {}, "{out}\n   = " + spelling + "({inp});"
+
+
+class BinaryOp(TensorOp):
+    """out = lhs kind rhs, element by element; an operand may be a scalar."""
+
+    out: TensorView = result()
+    lhs: TensorView | Scalar = operand()
+    rhs: TensorView | Scalar = operand()
+    kind: str = attr()
+
+    def template(self) -> str:
+        return _binary_template(self.kind, category(self.out.dtype()) == "float")
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for kind in BINARY_KINDS:
+            for is_float in (False, True):
+                yield {"kind": kind}, _binary_template(kind, is_float)
+
+
+def _binary_template(kind: str, is_float: bool) -> str:
+    if kind in INLINE_BINARY:
+        return "{out}\n   = {lhs}\n   " + INLINE_BINARY[kind] + " {rhs};"
+    return "{out}\n   = " + FUNCTION_BINARY[kind][is_float] + "({lhs}\n  , {rhs});"
+
+
+class TernaryOp(TensorOp):
+    """out = kind(a, b, c), element by element; operands may be scalars."""
+
+    out: TensorView = result()
+    a: TensorView | Scalar = operand()
+    b: TensorView | Scalar = operand()
+    c: TensorView | Scalar = operand()
+    kind: str = attr()
+
+    def template(self) -> str:
+        return "{out}\n   = " + self.kind + "({a}\n  , {b}\n  , {c});"
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for kind in TERNARY_KINDS:
+            yield {"kind": kind}, "{out}\n   = " + kind + "({a}\n  , {b}\n  , {c});"
+
+
+class FullOp(TensorOp):
+    """out = value everywhere; out's logical extents are the shape."""
+
+    out: TensorView = result()
+    shape: tuple[Scalar, ...] = operands()
+    value: Scalar = operand()
+    TEXT = "{out}\n   = full({shape}, {value});"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        return (None,) * len(self.out.domain.maybe_root)
+
+
+class IotaOp(TensorOp):
+    """out[i] = start + i * step."""
+
+    out: TensorView = result()
+    length: Scalar = operand()
+    start: Scalar = operand()
+    step: Scalar = operand()
+    TEXT = "{out}\n   = iota({length}, {start}, {step}, {out.dtype});"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        return (None,)
+
+
+# ------------------------------------------------------------------ copies and views
+class LoadStoreOp(TensorOp):
+    """out = inp, a copy; a permutation when out has a root domain (its logical is permuted root)."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    kind: LoadStoreOpType = attr(default=LoadStoreOpType.set)
+    cache_op: CacheOp = attr(default=CacheOp.unspecified)
+
+    @property
+    def name(self) -> str:
+        return "permute" if self.out.domain.root else "set"
+
+    def template(self) -> str:
+        permute = ".Permute" if self.out.domain.root else ""
+        hint = "" if self.cache_op is CacheOp.unspecified else f", cache_op={self.cache_op.value}"
+        return "{out}\n   = " + self.kind.value + permute + "( {inp}" + hint + " )"
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for kind in LoadStoreOpType:
+            for cache_op in CacheOp:
+                hint = "" if cache_op is CacheOp.unspecified else f", cache_op={cache_op.value}"
+                for permute in ("", ".Permute"):
+                    text = "{out}\n   = " + kind.value + permute + "( {inp}" + hint + " )"
+                    yield {"kind": kind, "cache_op": cache_op}, text
+
+
+class BroadcastOp(TensorOp):
+    """Insert broadcast axes: flags has one entry per output axis, True for a new one."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    flags: tuple[bool, ...] = attr()
+    TEXT = "{out}\n   = broadcast( {inp}, flags = {flags} )"
+
+    @property
+    def name(self) -> str:
+        return "broadcast"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        source = iter(range(len(self.flags)))
+        return tuple(None if new else next(source) for new in self.flags)
+
+    def verify(self) -> None:
+        kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
+        if kept != have:
+            raise VerifyError(f"broadcast keeps {kept} axes, but {self.inp} has {have}")
+
+
+class SqueezeOp(TensorOp):
+    """Drop broadcast axes: flags has one entry per input axis, True for a dropped one."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    flags: tuple[bool, ...] = attr()
+    TEXT = "{out}\n   = squeeze( {inp}, flags = {flags} )"
+
+    @property
+    def name(self) -> str:
+        return "squeeze"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        return tuple(i for i, gone in enumerate(self.flags) if not gone)
+
+
+class ExpandOp(TensorOp):
+    """Give broadcast axes an expanded extent (or state the extent of a concrete axis)."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    shape: tuple[Scalar, ...] = operands()
+    TEXT = "{out} = expand( {inp}, {shape} )"
+
+    @property
+    def name(self) -> str:
+        return "expand"
+
+
+class ReshapeOp(TensorOp):
+    """out.logical is derived from out.root (mapped to inp) by splits and merges."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    TEXT = "{out} = reshape( {inp} )"
+
+    @property
+    def name(self) -> str:
+        return "reshape"
+
+
+class SliceOp(TensorOp):
+    """out = inp[start:stop] per axis, step 1; out.logical = Resize(out.root)."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    starts: tuple[Scalar, ...] = operands()
+    stops: tuple[Scalar, ...] = operands()
+    TEXT = "{out}\n   = slice( {inp}, {starts}, {stops} )"
+
+    @property
+    def name(self) -> str:
+        return "slice"
+
+
+class PadOp(TensorOp):
+    """out = inp with `left[i]` and `right[i]` elements of `value` around axis i (negative: crop)."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    left: tuple[Scalar, ...] = operands()
+    right: tuple[Scalar, ...] = operands()
+    value: Scalar = operand()
+    TEXT = "{out}\n   = pad( {inp}, {left}, {right}, {value} )"
+
+    @property
+    def name(self) -> str:
+        return "pad"
+
+
+class CatOp(TensorOp):
+    """out = the pieces along `dim`; each input is already padded to out's extent.
+
+    `ends[k]` is where piece k ends along `dim`.
+    """
+
+    out: TensorView = result()
+    pieces: tuple[TensorView, ...] = operands()
+    ends: tuple[Scalar, ...] = operands()
+    dim: int = attr()
+    TEXT = "{out}\n   = cat( {pieces}, {ends}, {dim} )"
+
+    @property
+    def name(self) -> str:
+        return "cat"
+
+
+# ------------------------------------------------------------------ reductions
+class ReductionOp(TensorOp):
+    """out reduces inp over out's reduction axes. kind: add, mul, max, min."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    init: Scalar = operand()
+    kind: str = attr()
+    KINDS: ClassVar[tuple[str, ...]] = ("add", "mul", "max", "min")
+
+    @property
+    def name(self) -> str:
+        return {"add": "sum", "mul": "prod"}.get(self.kind, self.kind)
+
+    def template(self) -> str:
+        return (
+            "{out}\n   = reduction( {inp}, op = "
+            + self.kind
+            + ", initial value = {init}, allreduce = false )"
+        )
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for kind in cls.KINDS:
+            yield (
+                {"kind": kind},
+                "{out}\n   = reduction( {inp}, op = "
+                + kind
+                + ", initial value = {init}, allreduce = false )",
+            )
+
+
+class WelfordOp(TensorOp):
+    """avg, var (sum of squared deviations) and n (count, Index) over the reduction axes."""
+
+    avg: TensorView = result()
+    var: TensorView = result()
+    n: TensorView = result()
+    inp: TensorView = operand()
+    TEXT = (
+        "{avg}(Avg),\n{var}(Var),\n{n}(Count)\n = Welford ( {inp}(Avg), \n"
+        "  initial value = 0(Avg)\n  0(Var)\n  0(N)\n  allreduce = false )"
+    )
+
+    @property
+    def name(self) -> str:
+        return "welford"
+
+
+# ------------------------------------------------------------------ contractions
+class MatmulOp(TensorOp):
+    """out[..., m, n] = sum_k a[..., m, k] b[..., k, n]; 1-D operands as in torch.matmul.
+
+    out.logical is [batch..., M, N, rK]; rK is absent when K is a broadcast axis.
+    """
+
+    out: TensorView = result()
+    a: TensorView = operand()
+    b: TensorView = operand()
+    TEXT = "{out}\n   = matmul({a},\n            {b})"
+
+    @property
+    def name(self) -> str:
+        return "matmul"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        axes = self.out.domain.maybe_root
+        has_k = bool(axes) and axes[-1].kind is IterType.reduction
+        rank = len(axes) - has_k
+        na, nb = len(self.a.domain.no_reductions), len(self.b.domain.no_reductions)
+        has_m, has_n = na > 1, nb > 1
+        nbatch = rank - has_m - has_n
+        mine = na if operand_index == 0 else nb
+        offset = nbatch - max(mine - 2, 0)
+        batch: list[int | None] = [i - offset if i >= offset else None for i in range(nbatch)]
+        m = [na - 2 if operand_index == 0 else None] if has_m else []
+        n = [nb - 1 if operand_index == 1 else None] if has_n else []
+        k = ([na - 1] if operand_index == 0 else [max(nb - 2, 0)]) if has_k else []
+        return (*batch, *m, *n, *k)
+
+
+class LinearOp(TensorOp):
+    """out = x @ weight.T (+ bias). x [*i, K], weight [N, K], bias [N] -> out.logical [*i, N, rK]."""
+
+    out: TensorView = result()
+    x: TensorView = operand()
+    weight: TensorView = operand()
+    bias: TensorView | None = operand()
+
+    @property
+    def name(self) -> str:
+        return "linear"
+
+    def template(self) -> str:
+        tail = ",\n            {bias}" if self.bias is not None else ""
+        return "{out}\n   = linear({x},\n            {weight}" + tail + ")"
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
+        yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        axes = self.out.domain.maybe_root
+        has_k = bool(axes) and axes[-1].kind is IterType.reduction
+        nx = len(self.x.domain.no_reductions)
+        leading = nx - 1
+        n_axis = len(axes) - has_k - 1
+        assert n_axis == leading, "linear with batched weights is not declared"
+        if operand_index == 0:
+            return (*range(leading), None, *([nx - 1] if has_k else []))
+        if operand_index == 1:
+            return (*(None,) * leading, 0, *([1] if has_k else []))
+        return (*(None,) * leading, 0, *([None] if has_k else []))

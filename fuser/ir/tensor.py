@@ -1,0 +1,350 @@
+"""TensorView: the user's mutable handle on one tensor of a fusion.
+
+The handle keeps its identity while scheduling rebinds its frozen `TensorDomain`. `axis`, `split`,
+`merge`, `reorder` and `rfactor` index the *loop* domain, which includes reduction axes; `ndim`,
+`size` and `shape` describe the *logical* domain without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fuser.errors import DefinitionError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import (
+    IterDomain,
+    Merge,
+    Split,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+    contiguity_for,
+)
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.scalar import Scalar, ScalarLike
+from fuser.ir.types import IterType, MemoryType, ParallelType
+
+if TYPE_CHECKING:
+    from fuser.ir.fusion import Fusion
+    from fuser.ir.nodes import TensorOp
+
+_CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
+
+
+class TensorView:
+    """A tensor of a fusion; made by `Fusion.new_tensor`."""
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        number: int,
+        domain: TensorDomain,
+        dtype: DataType,
+        *,
+        memory: MemoryType = MemoryType.local,
+        mesh: DeviceMesh | None = None,
+        mesh_is_user_set: bool = False,
+        is_cpu_scalar: bool = False,
+    ) -> None:
+        self.fusion = fusion
+        self.number = number
+        self._dtype = dtype
+        self.memory = memory
+        self.mesh = mesh
+        # Only an explicit set_device_mesh freezes a tensor for propagation; a mesh that an op
+        # copied is provenance.
+        self.mesh_is_user_set = mesh_is_user_set
+        self.is_cpu_scalar = is_cpu_scalar
+        # How many loop axes, from the outside, are shared with the consumers.
+        self.compute_at = 0
+        self.domain = domain
+
+    # ------------------------------------------------------------ queries
+    @property
+    def domain(self) -> TensorDomain:
+        return self._domain
+
+    @domain.setter
+    def domain(self, domain: TensorDomain) -> None:
+        self._domain = domain.map_axes(lambda a: a if a.owner is self else replace(a, owner=self))
+
+    @property
+    def label(self) -> str:
+        """`T0_g_float`: number, memory, dtype."""
+        return f"T{self.number}_{self.memory.value}_{dtype_text(self._dtype)}"
+
+    @property
+    def ndim(self) -> int:
+        """Number of logical axes without reductions."""
+        return len(self.domain.no_reductions)
+
+    def dtype(self) -> DataType:
+        return self._dtype
+
+    def is_tensor(self) -> bool:
+        return True
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def definition(self) -> TensorOp | None:
+        return self.fusion.definition(self)
+
+    def uses(self) -> list[TensorOp]:
+        return self.fusion.uses(self)
+
+    def size(self, dim: int) -> Scalar:
+        """Return the (expanded) extent of logical axis `dim`."""
+        axes = self.domain.no_reductions
+        return axes[self._wrap(dim, len(axes))].size
+
+    def shape(self) -> list[Scalar]:
+        return [a.size for a in self.domain.no_reductions]
+
+    def has_root(self) -> bool:
+        return bool(self.domain.root)
+
+    def get_root_domain(self) -> list[IterDomain]:
+        return list(self.domain.root)
+
+    def get_logical_domain(self) -> list[IterDomain]:
+        return list(self.domain.logical)
+
+    def get_loop_domain(self) -> list[IterDomain]:
+        return list(self.domain.loop)
+
+    def axis(self, index: int) -> IterDomain:
+        """Return loop axis `index` (negative counts from the end)."""
+        if not self.domain.loop:
+            raise DefinitionError(f"Tried to access an axis in a 0-dim TensorView: {self}")
+        return self.domain.loop[self._wrap(index, len(self.domain.loop))]
+
+    def _wrap(self, index: int, length: int) -> int:
+        wrapped = index + length if index < 0 else index
+        if not 0 <= wrapped < length:
+            raise DefinitionError(
+                f"Tried to access out of boundary index {index}. total index: {length} in {self}"
+            )
+        return wrapped
+
+    # ------------------------------------------------------------ loop transforms
+    def split(self, axis: int, factor: ScalarLike, inner_split: bool = True) -> TensorView:
+        """Replace a loop axis by (outer, inner).
+
+        Inner split: inner extent = factor, outer = ceilDiv(extent, factor); outer split the other
+        way round. The axis must be serial. Raises `DefinitionError`.
+        """
+        position = self._wrap(axis, len(self.domain.loop))
+        inp = self.domain.loop[position]
+        factor = sc.as_scalar(factor)
+        value = sc.int_value(factor)
+        if value is not None and value <= 0:
+            raise DefinitionError(f"Invalid factor for split of {inp} in {self}: {value}")
+        if inp.ptype is not ParallelType.serial:
+            raise DefinitionError(
+                f"Splitting an axis of non-Serial parallel type is not supported at this time: "
+                f"{inp} in {self}"
+            )
+        if position < self.compute_at:
+            raise DefinitionError(f"split of {inp}, which is inside the compute-at of {self}")
+        transform = make_split(self.fusion, inp, factor, inner_split=inner_split)
+        loop = self.domain.loop
+        self._set_loop(
+            (*loop[:position], transform.outer, transform.inner, *loop[position + 1 :]), transform
+        )
+        return self
+
+    def inner_split(self, axis: int, factor: ScalarLike) -> TensorView:
+        """Split with inner extent = factor."""
+        return self.split(axis, factor)
+
+    def outer_split(self, axis: int, factor: ScalarLike) -> TensorView:
+        """Split with outer extent = factor."""
+        return self.split(axis, factor, inner_split=False)
+
+    def merge(self, axis_o: int, axis_i: int | None = None) -> TensorView:
+        """Merge two loop axes (axis_i defaults to axis_o + 1); the result sits at the smaller
+        position, and axis_o is the outer factor."""
+        loop = self.domain.loop
+        o = self._wrap(axis_o, len(loop))
+        i = self._wrap(o + 1 if axis_i is None else axis_i, len(loop))
+        if o == i:
+            raise DefinitionError(f"merge of axis {o} with itself in {self}")
+        outer, inner = loop[o], loop[i]
+        if outer.is_reduction() != inner.is_reduction():
+            raise DefinitionError(f"merge of a reduction with another axis: {outer}, {inner}")
+        if ParallelType.serial not in (outer.ptype, inner.ptype):
+            raise DefinitionError(f"merge of two parallel axes: {outer}, {inner} in {self}")
+        transform = make_merge(self.fusion, outer, inner)
+        rest = [a for k, a in enumerate(loop) if k not in (o, i)]
+        rest.insert(min(o, i), transform.out)
+        self._set_loop(tuple(rest), transform)
+        return self
+
+    def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
+        """Move loop axes: {old position: new position}; the others keep their order."""
+        loop = self.domain.loop
+        n = len(loop)
+        moves = {self._wrap(o, n): self._wrap(w, n) for o, w in (old2new or {}).items()}
+        if len(set(moves.values())) != len(old2new or {}):
+            raise DefinitionError(f"reorder {old2new}: repeated positions for {self}")
+        placed = {new: loop[old] for old, new in moves.items()}
+        rest = iter(a for k, a in enumerate(loop) if k not in moves)
+        self._set_loop(tuple(placed[k] if k in placed else next(rest) for k in range(n)))
+        return self
+
+    def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
+        """Rotate loop axis `axis` by my coordinate along a device type (for ring schedules)."""
+        if not parallel_type.is_device:
+            raise DefinitionError(f"swizzle1d takes a device type, got {parallel_type.text}")
+        position = self._wrap(axis, len(self.domain.loop))
+        inp = self.domain.loop[position]
+        out = replace(inp, number=self.fusion.next_axis())
+        loop = self.domain.loop
+        self._set_loop(
+            (*loop[:position], out, *loop[position + 1 :]), Swizzle1D(inp, out, parallel_type)
+        )
+        return self
+
+    def _set_loop(self, loop: tuple[IterDomain, ...], *transforms: Transform) -> None:
+        self.domain = replace(
+            self.domain, loop=loop, transforms=(*self.domain.transforms, *transforms)
+        )
+
+    def parallelize_axis(self, axis: IterDomain, ptype: ParallelType) -> None:
+        """Give the axis with this number a parallel type (see `IterDomain.parallelize`)."""
+        if ptype in _CONSTANT_EXTENT and sc.int_value(axis.extent) is None:
+            raise DefinitionError(
+                f"{ptype.text} needs a constant extent, but {axis} of {self} is symbolic"
+            )
+        current = next((a for a in self.domain.all_axes() if a.number == axis.number), None)
+        if current is None:
+            raise DefinitionError(f"{axis} is not an axis of {self}")
+        self.domain = self.domain.replace_axis(replace(current, ptype=ptype))
+
+    # ------------------------------------------------------------ facts that the user sets
+    def set_device_mesh(self, mesh: object) -> None:
+        """Attach a mesh (a DeviceMesh or whatever its constructor takes). Parallelizes nothing."""
+        self.mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
+        self.mesh_is_user_set = True
+
+    def set_memory_type(self, memory_type: MemoryType) -> None:
+        """Move the tensor; fusion inputs and outputs accept global and symmetric only."""
+        is_io = self in self.fusion.inputs or self in self.fusion.outputs
+        if is_io and memory_type not in (MemoryType.global_, MemoryType.symmetric):
+            raise DefinitionError(f"{self} is a fusion input or output: global or symmetric only")
+        self.memory = memory_type
+
+    def set_allocation_domain(
+        self, new_allocation_domain: Sequence[IterDomain], new_contiguity: bool | Sequence[bool | None]
+    ) -> None:
+        """Declare memory order with axes reachable from logical or loop; contiguity as one flag or
+        one per axis. Broadcast and reduction axes get None."""
+        known = {a.number: a for a in self.domain.all_axes()}
+        for a in new_allocation_domain:
+            if a.number not in known:
+                raise DefinitionError(f"{a} is not an axis of {self}")
+        axes = tuple(known[a.number] for a in new_allocation_domain)
+        flags = (
+            contiguity_for(axes, new_contiguity)
+            if isinstance(new_contiguity, bool)
+            else tuple(new_contiguity)
+        )
+        self.domain = replace(self.domain, allocation=axes, contiguity=flags)
+
+    # Caching and rfactor rewrite the fusion; they live beside the other schedule primitives.
+    def rfactor(self, axes: Sequence[int]) -> TensorView:
+        """Split a reduction in two: a new producer reduces the listed loop axes."""
+        from fuser.schedule import primitives
+
+        return primitives.rfactor(self, axes)
+
+    def cache_after(self, *args: object, **kwargs: object) -> TensorView:
+        """Insert a copy between this tensor and its uses; return the copy."""
+        from fuser.schedule import primitives
+
+        return primitives.cache_after(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    def cache_before(self, *args: object, **kwargs: object) -> TensorView:
+        """Give the definition to a new tensor, of which this one becomes a copy; return the new."""
+        from fuser.schedule import primitives
+
+        return primitives.cache_before(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    def cache_fork(self) -> TensorView:
+        """For an output with uses: the uses read the value, the output becomes a copy."""
+        from fuser.schedule import primitives
+
+        return primitives.cache_fork(self)
+
+    def __str__(self) -> str:
+        from fuser.ir.text import tensor_text
+
+        return tensor_text(self)
+
+
+# ------------------------------------------------------------------ transform makers
+def _kind_after(*axes: IterDomain) -> IterType:
+    """Iteration wins over broadcast; reductions stay reductions."""
+    kinds = [a.kind for a in axes]
+    return next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
+
+
+def make_split(
+    fusion: Fusion,
+    inp: IterDomain,
+    factor: Scalar,
+    *,
+    inner_split: bool = True,
+    rfactor: bool = False,
+) -> Split:
+    """Create the outer and inner axes of a split; kind and parallel type are inherited.
+
+    An expanded broadcast keeps extent 1 on both sides and splits its expanded size.
+    """
+
+    def sizes(extent: Scalar) -> tuple[Scalar, Scalar]:
+        rest = sc.ceildiv(extent, factor)
+        return (rest, factor) if inner_split else (factor, rest)
+
+    plain = (sc.ONE, sc.ONE) if inp.is_broadcast else sizes(inp.extent)
+    expanded = sizes(inp.expanded) if inp.expanded is not None else (None, None)
+    outer, inner = (
+        replace(
+            inp,
+            number=fusion.next_axis(),
+            extent=plain[k],
+            expanded=expanded[k],
+            rfactor=rfactor,
+            owner=None,
+        )
+        for k in range(2)
+    )
+    return Split(inp, outer, inner, factor, inner_split)
+
+
+def make_merge(
+    fusion: Fusion, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False
+) -> Merge:
+    """Create the merged axis: extent outer * inner, outer's parallel type."""
+    kind = _kind_after(outer, inner)
+    has_expanded = outer.expanded is not None or inner.expanded is not None
+    if kind is IterType.broadcast:
+        extent: Scalar = sc.ONE
+        expanded = sc.mul(outer.size, inner.size) if has_expanded else None
+    else:
+        # An expanded broadcast merged with a concrete axis iterates its expanded size.
+        extent, expanded = sc.mul(outer.size, inner.size), None
+    out = replace(
+        outer,
+        number=fusion.next_axis(),
+        kind=kind,
+        extent=extent,
+        expanded=expanded,
+        rfactor=rfactor,
+        owner=None,
+    )
+    return Merge(outer, inner, out)

@@ -1,0 +1,99 @@
+"""Printing of nodes, tensors and fusions in nvFuser's notation."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op
+from fuser.ir.domain import TensorDomain
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.scalar import Scalar
+
+if TYPE_CHECKING:
+    from fuser.ir.fusion import Fusion
+    from fuser.ir.tensor import TensorView
+
+_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
+
+
+def value_text(value: object) -> str:
+    """Return the print form of a field value: tensors, scalars, tuples `{a, b}`, numbers, names."""
+    if isinstance(value, tuple):
+        return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, DataType):
+        return dtype_text(value)
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, Scalar):
+        return sc.scalar_text(value)
+    return str(value)
+
+
+def fill_template(op: Op, template: str) -> str:
+    """Replace `{field}` and `{field.method}` placeholders by the op's values."""
+
+    def one(match: re.Match[str]) -> str:
+        name, _, method = match[1].partition(".")
+        value = getattr(op, name)
+        return value_text(getattr(value, method)() if method else value)
+
+    return _PLACEHOLDER.sub(one, template)
+
+
+def op_text(op: Op) -> str:
+    """Return the text of one op, without indentation or a final newline."""
+    template = getattr(op, "template", None)
+    return fill_template(op, template() if template is not None else op.TEXT)
+
+
+def tensor_text(tv: TensorView) -> str:
+    """Return `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
+    suffix = f" ca_pos( {tv.compute_at} )" if tv.compute_at else ""
+    mesh = f" ({tv.mesh})" if tv.mesh is not None else ""
+    return f"{tv.label}{tv.domain}{suffix}{mesh}"
+
+
+def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
+    """Return nvFuser's `print_math` text.
+
+    `used_only` leaves out ops that reach no output.
+    """
+    lines = ["Inputs:"]
+    lines += [f"  {value_text(v)}" for v in fusion.inputs]
+    lines += ["Outputs:"]
+    lines += [f"  {value_text(v)}" for v in fusion.outputs]
+    lines += ["", "%kernel_math {"]
+    lines += [op_text(op) for op in (fusion.used_exprs() if used_only else fusion.exprs)]
+    return "\n".join(lines) + "\n} // %kernel_math \n\n"
+
+
+def domain_text(tv: TensorView, indent: str = "") -> str:
+    """Return the domain section of one tensor: root, logical, allocation, contiguity, transforms,
+    loop."""
+    domain: TensorDomain = tv.domain
+    lines = [f"{indent}{tensor_text(tv)}"]
+
+    def axes(title: str, group: tuple[object, ...]) -> str:
+        return f"{indent} {title} domain: ({', '.join(map(str, group))})"
+
+    if domain.root:
+        lines.append(axes("root", domain.root))
+    lines.append(axes("logical", domain.logical))
+    if domain.allocation:
+        lines.append(axes("allocation", domain.allocation))
+    flags = " ".join("n" if c is None else "t" if c else "f" for c in domain.contiguity)
+    lines.append(f"{indent} contiguity: {flags}".rstrip())
+    lines += [f"{indent}  {t}" for t in domain.transforms]
+    lines.append(axes("loop", domain.loop))
+    return "\n".join(lines)
+
+
+def fusion_text(fusion: Fusion) -> str:
+    """Return the full form: math, then the domain section of every tensor."""
+    transforms = "\n".join(domain_text(tv, "  ") for tv in fusion.tensors())
+    return fusion_math(fusion, used_only=False).rstrip("\n") + f"\nTransformPrinter : \n{transforms}\n"

@@ -1,0 +1,122 @@
+"""Enumerations of the IR, with the names and the print forms that nvFuser's users know."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ParallelType(enum.Enum):
+    """Who executes an axis. Values follow nvFuser's order, so `int(ptype.value)` is comparable."""
+
+    mesh_x = 0
+    mesh_y = 1
+    mesh_z = 2
+    grid_z = 3
+    grid_y = 4
+    grid_x = 5
+    block_z = 6
+    block_y = 7
+    block_x = 8
+    stream = 9
+    vectorize = 10
+    unroll = 11
+    unswitch = 12
+    mma = 13
+    group = 14
+    tma = 15
+    serial = 16
+
+    @property
+    def text(self) -> str:
+        """Return the print form: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
+        return _PTYPE_TEXT[self]
+
+    @property
+    def is_device(self) -> bool:
+        return self in DEVICE_TYPES
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the axis is spread over the blocks of a grid."""
+        return self in GRID_TYPES
+
+    @property
+    def is_thread(self) -> bool:
+        """Whether the axis is spread over the threads of a block."""
+        return self in BLOCK_TYPES
+
+
+_PTYPE_TEXT = {
+    ParallelType.mesh_x: "deviceIdx.x",
+    ParallelType.mesh_y: "deviceIdx.y",
+    ParallelType.mesh_z: "deviceIdx.z",
+    ParallelType.grid_x: "blockIdx.x",
+    ParallelType.grid_y: "blockIdx.y",
+    ParallelType.grid_z: "blockIdx.z",
+    ParallelType.block_x: "threadIdx.x",
+    ParallelType.block_y: "threadIdx.y",
+    ParallelType.block_z: "threadIdx.z",
+    ParallelType.stream: "streamIdx",
+    ParallelType.vectorize: "V",
+    ParallelType.unroll: "UR",
+    ParallelType.unswitch: "US",
+    ParallelType.mma: "MMA",
+    ParallelType.group: "G",
+    ParallelType.tma: "B",
+    ParallelType.serial: "S",
+}
+PTYPE_FROM_TEXT = {text: ptype for ptype, text in _PTYPE_TEXT.items()}
+
+DEVICE_TYPES = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
+GRID_TYPES = (ParallelType.grid_x, ParallelType.grid_y, ParallelType.grid_z)
+BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
+
+
+class IterType(enum.Enum):
+    """What an axis does in its tensor; the value is the print letter."""
+
+    iteration = "i"
+    reduction = "r"
+    broadcast = "b"
+    symbolic = "?"
+    gather_scatter = "n"
+
+
+class MemoryType(enum.Enum):
+    """Where a tensor lives; the value is the letter in a tensor's name."""
+
+    local = "l"
+    shared = "s"
+    global_ = "g"
+    tensor = "t"
+    symmetric = "sym"
+
+    @property
+    def text(self) -> str:
+        """Return the word used by ALLOCATE (`register`, `shared`, `global`, ...)."""
+        return {"l": "register", "s": "shared", "g": "global", "t": "tensor"}.get(
+            self.value, "symmetric"
+        )
+
+
+# `global` is a Python keyword: users reach the member with getattr(MemoryType, "global").
+setattr(MemoryType, "global", MemoryType.global_)
+
+
+class LoadStoreOpType(enum.Enum):
+    """How a copy is carried out."""
+
+    set = "Set"
+    segmenter_set = "SegmenterSet"
+    cp_async = "CpAsync"
+    load_matrix = "LdMatrix"
+    tma = "CpAsyncBulkTensorTile"
+
+
+class CacheOp(enum.Enum):
+    """The cache hint of a global load or store."""
+
+    unspecified = "Unspecified"
+    all_levels = "AllLevels"
+    streaming = "Streaming"
+    global_ = "Global"

@@ -1,0 +1,66 @@
+"""Invariants of a fusion, checked after every pass."""
+
+from __future__ import annotations
+
+from fuser.errors import VerifyError
+from fuser.ir.domain import TensorDomain
+from fuser.ir.fusion import Fusion
+from fuser.ir.tensor import TensorView
+from fuser.ir.text import op_text
+from fuser.ir.types import IterType, ParallelType
+
+
+def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
+    """Raise `VerifyError` naming the pass, the op and the broken invariant.
+
+    Checked: single definition; definition before use; inputs undefined, outputs defined or inputs;
+    contiguity parallel to allocation with None exactly at broadcasts and reductions; loop and
+    allocation derived from logical; at most one axis per device or stream type.
+    """
+    known = {v for v in fusion.inputs if isinstance(v, TensorView)}
+    for op in fusion.exprs:
+        for value in op.inputs:
+            if isinstance(value, TensorView) and value not in known:
+                raise VerifyError(f"after {after}: {value} is used before it is defined in\n{op_text(op)}")
+        for out in op.outputs:
+            if out in known:
+                raise VerifyError(f"after {after}: {out} is defined twice, again by\n{op_text(op)}")
+            known.add(out)
+        op.verify()
+    for out in fusion.outputs:
+        if out not in known:
+            raise VerifyError(f"after {after}: output {out} has no definition")
+    for tv in fusion.tensors():
+        problem = domain_problem(tv.domain)
+        if problem:
+            raise VerifyError(f"after {after}: {tv}: {problem}")
+
+
+def domain_problem(domain: TensorDomain) -> str | None:
+    """Return what is wrong with a domain, None when nothing is."""
+    axes = domain.maybe_allocation
+    if len(domain.contiguity) != len(axes):
+        return f"contiguity has {len(domain.contiguity)} entries for {len(axes)} axes"
+    for axis, flag in zip(axes, domain.contiguity, strict=True):
+        skipped = axis.kind in (IterType.broadcast, IterType.reduction)
+        if skipped != (flag is None):
+            return f"contiguity {flag} of {axis}"
+    derived = {a.number for a in domain.logical}
+    for t in domain.transforms:
+        if all(i.number in derived for i in t.inputs):
+            derived.update(o.number for o in t.outputs)
+    for title, group in (("loop", domain.loop), ("allocation", domain.allocation)):
+        for axis in group:
+            if axis.number not in derived:
+                return f"{title} axis {axis} is not derived from the logical domain"
+    seen: dict[ParallelType, str] = {}
+    for axis in domain.loop:
+        if axis.is_reduction() or not (axis.is_device or axis.is_stream):
+            continue
+        if axis.ptype in seen:
+            return (
+                "Found multiple loop IterDomains with the same parallel type: "
+                f"{seen[axis.ptype]} and {axis}"
+            )
+        seen[axis.ptype] = str(axis)
+    return None
