@@ -1,0 +1,101 @@
+"""A compiler for tensor programs on a device mesh: one import gives the public names.
+
+Nothing is imported until a name is asked for, so `import fuser` needs neither CUDA nor MPI and
+takes no time. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are public modules.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fuser import multidevice, ops, schedule
+    from fuser.errors import (
+        CommunicationError,
+        CommunicationTimeout,
+        CompileError,
+        DefinitionError,
+        DtypeError,
+        FuserError,
+        InputError,
+        KernelError,
+        OptionError,
+        ParseError,
+        PeerError,
+        ProgramMismatchError,
+        ShardingError,
+        UnsupportedError,
+        VerifyError,
+    )
+    from fuser.frontend.definition import FusionDefinition
+    from fuser.ir.domain import IterDomain, TensorDomain
+    from fuser.ir.dtypes import DataType
+    from fuser.ir.fusion import Fusion
+    from fuser.ir.mesh import DeviceMesh
+    from fuser.ir.tensor import TensorView
+    from fuser.ir.types import IterType, MemoryType, ParallelType
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FusionDefinition",
+    "DataType",
+    "ParallelType",
+    "MemoryType",
+    "IterType",
+    "Fusion",
+    "TensorView",
+    "IterDomain",
+    "TensorDomain",
+    "DeviceMesh",
+    "ops",
+    "schedule",
+    "multidevice",
+    "FuserError",
+    "UnsupportedError",
+    "DefinitionError",
+    "DtypeError",
+    "InputError",
+    "ShardingError",
+    "VerifyError",
+    "ParseError",
+    "OptionError",
+    "CompileError",
+    "KernelError",
+    "CommunicationError",
+    "CommunicationTimeout",
+    "PeerError",
+    "ProgramMismatchError",
+]
+
+_MODULES = frozenset({"ops", "schedule", "multidevice"})
+
+_DEFINED_IN: dict[str, str] = {
+    "FusionDefinition": "fuser.frontend.definition",
+    "DataType": "fuser.ir.dtypes",
+    "ParallelType": "fuser.ir.types",
+    "MemoryType": "fuser.ir.types",
+    "IterType": "fuser.ir.types",
+    "Fusion": "fuser.ir.fusion",
+    "TensorView": "fuser.ir.tensor",
+    "IterDomain": "fuser.ir.domain",
+    "TensorDomain": "fuser.ir.domain",
+    "DeviceMesh": "fuser.ir.mesh",
+}
+"""Public name -> the module that defines it; every other name of `__all__` is an error type."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fuser' has no attribute {name!r}")
+    if name in _MODULES:
+        value = import_module(f"fuser.{name}")
+    else:
+        value = getattr(import_module(_DEFINED_IN.get(name, "fuser.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

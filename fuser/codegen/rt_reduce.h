@@ -1,0 +1,328 @@
+// Reductions over threads and blocks. All threads of the block call them, convergently; they may be called in loops.
+//
+//   combine functors   SumOp<T> ProdOp<T> MaxOp<T> MinOp<T> (NaN wins) AndOp<T> OrOp<T> (bool); any struct with
+//                      `T operator()(T earlier, T later) const` and `static constexpr bool commutative`
+//                      WelfordOp<T, N> on Welford<T, N> {avg, m2, n}; welford_add(w, x) adds one value
+//   block_reduce<X, Y, Z>(value, combine, identity, smem) -> T
+//       combines over the thread axes whose flag is true; every thread gets the result of its group. `smem` is FUSER_SMEM's
+//       buffer (or `smem + offset`, 16-byte aligned), sizeof(T) bytes for each thread of the block. Any block shape.
+//   block_reduce_array<X, Y, Z, N>(array, combine, identity, smem)
+//       the same for N values at once with shared barriers, in place; N * sizeof(T) bytes for each thread.
+//   block_broadcast<X, Y, Z>(value, smem) -> T
+//       the value of the thread at coordinate 0 of the flagged axes; sizeof(T) bytes for each thread.
+//   grid_reduce<BX, BY, BZ, TX, TY, TZ>(value, combine, identity, work, semaphore, smem) -> bool
+//       combines over the block axes with a true B flag. The T flags name the thread axes over which `value` (by reference)
+//       is already the same (the block_reduce before it). The last block to arrive gets true and, in every thread, the
+//       result; the others get false. Nobody waits. `work`: FUSER_PTR(T), blocks * threads elements (threads: product of
+//       the block's extents along axes that are not reduced); `semaphore`: FUSER_PTR(int), one per group of blocks, zero
+//       before the first launch and zero again after it. smem: as block_reduce, and at least 16 bytes.
+//   grid_reduce_array<BX, BY, BZ, TX, TY, TZ, N>(array, combine, identity, work, semaphore, smem) -> bool
+//       work: N times as much; smem as block_reduce_array.
+//
+// The order of combination depends only on the shape of grid and block, never on timing.
+
+template <class T>
+struct SumOp {
+  static constexpr bool commutative = true;
+  FUSER_METHOD T operator()(T a, T b) const { return a + b; }
+};
+template <class T>
+struct ProdOp {
+  static constexpr bool commutative = true;
+  FUSER_METHOD T operator()(T a, T b) const { return a * b; }
+};
+template <class T>
+struct MaxOp {
+  static constexpr bool commutative = true;
+  FUSER_METHOD T operator()(T a, T b) const { return fm_maximum(a, b); }
+};
+template <class T>
+struct MinOp {
+  static constexpr bool commutative = true;
+  FUSER_METHOD T operator()(T a, T b) const { return fm_minimum(a, b); }
+};
+template <class T>
+struct AndOp {
+  static constexpr bool commutative = true;
+  FUSER_METHOD T operator()(T a, T b) const { return a && b; }
+};
+template <class T>
+struct OrOp {
+  static constexpr bool commutative = true;
+  FUSER_METHOD T operator()(T a, T b) const { return a || b; }
+};
+
+// Running mean, sum of squared differences from it, and count. The identity is {0, 0, 0}.
+template <class T, class N = int64_t>
+struct Welford {
+  T avg;
+  T m2;
+  N n;
+};
+template <class T, class N = int64_t>
+struct WelfordOp {
+  static constexpr bool commutative = false;
+  FUSER_METHOD Welford<T, N> operator()(Welford<T, N> a, Welford<T, N> b) const {
+    const N n = a.n + b.n;
+    const T share = n == N(0) ? T(0) : T(b.n) / T(n);
+    const T delta = b.avg - a.avg;
+    return Welford<T, N>{a.avg + delta * share, a.m2 + b.m2 + delta * delta * T(a.n) * share, n};
+  }
+};
+template <class T, class N>
+FUSER_DEVICE void welford_add(Welford<T, N>& w, T x) {
+  w.n += N(1);
+  const T delta = x - w.avg;
+  w.avg += delta / T(w.n);
+  w.m2 += delta * (x - w.avg);
+}
+
+// ---- lanes -----------------------------------------------------------------------------------------------------------
+FUSER_DEVICE unsigned fuser_block_threads() { return blockDim.x * blockDim.y * blockDim.z; }
+FUSER_DEVICE unsigned fuser_linear_thread() {
+  return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+}
+// The lanes of this thread's warp that exist: the last warp of a block may be partial.
+FUSER_DEVICE unsigned fuser_warp_lanes() {
+  const unsigned rest = fuser_block_threads() - (fuser_linear_thread() & ~31u);
+  return rest < 32u ? rest : 32u;
+}
+FUSER_DEVICE unsigned fuser_warp_mask() {
+  const unsigned lanes = fuser_warp_lanes();
+  return lanes == 32u ? 0xffffffffu : (1u << lanes) - 1u;
+}
+
+// Shuffles of any trivially copyable type, as 32-bit words. `FROM` is the source lane.
+template <class T>
+FUSER_DEVICE T fuser_shfl(unsigned mask, T value, unsigned from) {
+  constexpr int words = (sizeof(T) + 3) / 4;
+  uint32_t buffer[words] = {};
+  memcpy(buffer, &value, sizeof(T));
+  FUSER_UNROLL
+  for (int i = 0; i < words; ++i) buffer[i] = __shfl_sync(mask, buffer[i], from);
+  memcpy(&value, buffer, sizeof(T));
+  return value;
+}
+FUSER_DEVICE float fuser_shfl(unsigned mask, float value, unsigned from) { return __shfl_sync(mask, value, from); }
+FUSER_DEVICE int fuser_shfl(unsigned mask, int value, unsigned from) { return __shfl_sync(mask, value, from); }
+
+// One step of a butterfly: combines with the lane at distance `offset`, the lower lane's value first.
+template <class T, class Op>
+FUSER_DEVICE T fuser_butterfly(unsigned mask, T value, unsigned lane, unsigned offset, Op combine) {
+  const T other = fuser_shfl(mask, value, lane ^ offset);
+  if (Op::commutative) return combine(value, other);
+  const bool upper = (lane & offset) != 0;
+  return combine(upper ? other : value, upper ? value : other);
+}
+
+// Combines the `lanes` first lanes of a warp (32 unless it is the block's last one); every lane gets the result.
+template <class T, class Op>
+FUSER_DEVICE T fuser_warp_reduce(T value, Op combine, unsigned lane, unsigned lanes, unsigned mask) {
+  if (lanes == 32u) {
+    FUSER_UNROLL
+    for (unsigned offset = 1; offset < 32u; offset *= 2) value = fuser_butterfly(mask, value, lane, offset, combine);
+    return value;
+  }
+  for (unsigned offset = 1; offset < lanes; offset *= 2) {
+    const T other = fuser_shfl(mask, value, lane + offset < lanes ? lane + offset : lane);
+    // Lanes that are a multiple of 2 * offset hold the combination of a full interval; the others are not read again.
+    if (lane % (2 * offset) == 0 && lane + offset < lanes) value = combine(value, other);
+  }
+  return fuser_shfl(mask, value, 0u);
+}
+
+// ---- blocks ----------------------------------------------------------------------------------------------------------
+// A thread's place: `position` of `count` along the reduced axes, in group `group` of `groups`.
+struct FuserPlace {
+  unsigned position, count, group, groups;
+};
+FUSER_DEVICE void fuser_place_axis(FuserPlace& place, bool reduced, unsigned index, unsigned extent) {
+  if (reduced) {
+    place.position += index * place.count;
+    place.count *= extent;
+  } else {
+    place.group += index * place.groups;
+    place.groups *= extent;
+  }
+}
+template <bool X, bool Y, bool Z>
+FUSER_DEVICE FuserPlace fuser_thread_place() {
+  FuserPlace place = {0, 1, 0, 1};
+  fuser_place_axis(place, X, threadIdx.x, blockDim.x);
+  fuser_place_axis(place, Y, threadIdx.y, blockDim.y);
+  fuser_place_axis(place, Z, threadIdx.z, blockDim.z);
+  return place;
+}
+template <bool X, bool Y, bool Z>
+FUSER_DEVICE FuserPlace fuser_block_place() {
+  FuserPlace place = {0, 1, 0, 1};
+  fuser_place_axis(place, X, blockIdx.x, gridDim.x);
+  fuser_place_axis(place, Y, blockIdx.y, gridDim.y);
+  fuser_place_axis(place, Z, blockIdx.z, gridDim.z);
+  return place;
+}
+
+// The element type of a register array: Array<T, N> or T[N].
+template <class A>
+struct FuserArrayElement;
+template <class T, int N>
+struct FuserArrayElement<Array<T, N>> {
+  typedef T type;
+};
+template <class T, int N>
+struct FuserArrayElement<T[N]> {
+  typedef T type;
+};
+
+// The one implementation behind the public forms.
+template <bool X, bool Y, bool Z, int N, class A, class Op, class S>
+FUSER_DEVICE void fuser_block_reduce(A& values, Op combine, S smem) {
+  typedef typename FuserArrayElement<A>::type T;
+  const FuserPlace place = fuser_thread_place<X, Y, Z>();
+  const unsigned count = place.count;
+  if (count == 1u) return;
+  FUSER_SHARED(T) slots = FUSER_SHARED_AT(T, smem, 0, N * fuser_block_threads());
+  // Reduced axes innermost: a group is a run of consecutive linear thread ids, so warps can do the first part.
+  constexpr bool contiguous = X && (Y || !Z);
+  const unsigned lane = fuser_linear_thread() & 31u;
+  if (contiguous && count < 32u && place.groups != 1u && (count & (count - 1u)) == 0u) {
+    const unsigned mask = fuser_warp_mask();
+    for (unsigned offset = 1; offset < count; offset *= 2) {
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i) values[i] = fuser_butterfly(mask, values[i], lane, offset, combine);
+    }
+    return;
+  }
+  if (contiguous && (place.groups == 1u || count % 32u == 0u)) {
+    const unsigned lanes = fuser_warp_lanes();
+    const unsigned mask = fuser_warp_mask();
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = fuser_warp_reduce(T(values[i]), combine, lane, lanes, mask);
+    const unsigned warps = (count + 31u) / 32u;
+    if (warps == 1u) return;
+    const unsigned first = place.group * warps * N;
+    if (lane == 0u) {
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i) slots[first + (place.position / 32u) * N + i] = values[i];
+    }
+    __syncthreads();
+    // Every thread combines the few partials itself: broadcast reads, the same order everywhere, no second exchange.
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = slots[first + i];
+    for (unsigned w = 1; w < warps; ++w) {
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i) values[i] = combine(T(values[i]), T(slots[first + w * N + i]));
+    }
+    __syncthreads();
+    return;
+  }
+  // A tree in shared memory over the positions, slot [i][position][group] so that neighbouring groups are neighbours.
+  const unsigned plane = fuser_block_threads();
+  const unsigned own = place.position * place.groups + place.group;
+  FUSER_UNROLL
+  for (int i = 0; i < N; ++i) slots[i * plane + own] = values[i];
+  __syncthreads();
+  unsigned stride = 1;
+  while (stride * 2u < count) stride *= 2u;
+  for (; stride > 0u; stride /= 2u) {
+    if (place.position < stride && place.position + stride < count) {
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i) {
+        const T earlier = slots[i * plane + own];
+        const T later = slots[i * plane + own + stride * place.groups];
+        slots[i * plane + own] = combine(earlier, later);
+      }
+    }
+    __syncthreads();
+  }
+  FUSER_UNROLL
+  for (int i = 0; i < N; ++i) values[i] = slots[i * plane + place.group];
+  __syncthreads();
+}
+
+template <bool X, bool Y, bool Z, class T, class Op, class I, class S>
+FUSER_DEVICE T block_reduce(T value, Op combine, I, S smem) {
+  T values[1] = {value};
+  fuser_block_reduce<X, Y, Z, 1>(values, combine, smem);
+  return values[0];
+}
+template <bool X, bool Y, bool Z, int N, class A, class Op, class I, class S>
+FUSER_DEVICE void block_reduce_array(A& values, Op combine, I, S smem) {
+  fuser_block_reduce<X, Y, Z, N>(values, combine, smem);
+}
+
+template <bool X, bool Y, bool Z, class T, class S>
+FUSER_DEVICE T block_broadcast(T value, S smem) {
+  const FuserPlace place = fuser_thread_place<X, Y, Z>();
+  FUSER_SHARED(T) slots = FUSER_SHARED_AT(T, smem, 0, place.groups);
+  if (place.position == 0u) slots[place.group] = value;
+  __syncthreads();
+  const T result = slots[place.group];
+  __syncthreads();
+  return result;
+}
+
+// ---- grids -----------------------------------------------------------------------------------------------------------
+// Reads past the L1 cache, which is not coherent between the blocks of a running kernel.
+template <class P, class I>
+FUSER_DEVICE typename FuserElement<P>::type fuser_load_coherent(P src, I index) {
+#ifdef FUSER_SIMT
+  return src[index];
+#else
+  typedef typename FuserElement<P>::type T;
+  constexpr int word = sizeof(T) % 16 == 0 ? 16 : sizeof(T) % 8 == 0 ? 8 : sizeof(T) % 4 == 0 ? 4 : sizeof(T) % 2 == 0 ? 2 : 1;
+  typedef typename FuserWord<(word > (int)alignof(T) ? (int)alignof(T) : word)>::type W;
+  T value;
+  FUSER_UNROLL
+  for (int i = 0; i < (int)(sizeof(T) / sizeof(W)); ++i) {
+    const W part = __ldcg(reinterpret_cast<const W*>(src + index) + i);
+    memcpy(reinterpret_cast<char*>(&value) + i * sizeof(W), &part, sizeof(W));
+  }
+  return value;
+#endif
+}
+
+template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, int N, class A, class Op, class I, class P, class Q, class S>
+FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q semaphore, S smem) {
+  typedef typename FuserArrayElement<A>::type T;
+  const FuserPlace block = fuser_block_place<BX, BY, BZ>();
+  const FuserPlace thread = fuser_thread_place<TX, TY, TZ>();
+  if (block.count == 1u) return true;
+  // work[group of blocks][block in the group][i][group of threads]
+  const int64_t pitch = static_cast<int64_t>(N) * thread.groups;
+  const int64_t base = static_cast<int64_t>(block.group) * block.count * pitch + thread.group;
+  if (thread.position == 0u) {
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i) work[base + block.position * pitch + i * static_cast<int64_t>(thread.groups)] = values[i];
+  }
+  __threadfence();
+  __syncthreads();
+  int arrived = 0;
+  if (fuser_linear_thread() == 0u) arrived = atomicAdd(semaphore + block.group, 1);
+  const bool last = block_broadcast<true, true, true>(arrived, smem) == static_cast<int>(block.count) - 1;
+  if (!last) return false;
+  // Nobody else touches the semaphore any more: leave it as the next launch needs it.
+  if (fuser_linear_thread() == 0u) semaphore[block.group] = 0;
+  __threadfence();
+  FUSER_UNROLL
+  for (int i = 0; i < N; ++i) values[i] = T(identity);
+  // The threads along reduced axes share the partials: consecutive runs, so that the order stays that of the blocks.
+  const unsigned run = (block.count + thread.count - 1u) / thread.count;
+  const unsigned begin = thread.position * run;
+  const unsigned end = begin + run < block.count ? begin + run : block.count;
+  for (unsigned b = begin; b < end; ++b) {
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i)
+      values[i] = combine(T(values[i]), fuser_load_coherent(work, base + b * pitch + i * static_cast<int64_t>(thread.groups)));
+  }
+  fuser_block_reduce<TX, TY, TZ, N>(values, combine, smem);
+  return true;
+}
+
+template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, class T, class Op, class I, class P, class Q, class S>
+FUSER_DEVICE bool grid_reduce(T& value, Op combine, I identity, P work, Q semaphore, S smem) {
+  T values[1] = {value};
+  const bool last = grid_reduce_array<BX, BY, BZ, TX, TY, TZ, 1>(values, combine, identity, work, semaphore, smem);
+  value = values[0];
+  return last;
+}

@@ -1,0 +1,1 @@
+"""What a user's program touches first: FusionDefinition, caches and entry points."""

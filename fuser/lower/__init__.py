@@ -1,0 +1,1 @@
+"""From a scheduled fusion to kernel loop nests: indices, predicates, allocations, barriers."""

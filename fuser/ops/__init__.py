@@ -1,0 +1,1 @@
+"""The op table and the functions that build ops: one row per op, views, composites."""

@@ -1,0 +1,1 @@
+"""Passes over a fusion before it is cut into segments."""

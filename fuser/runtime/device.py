@@ -1,0 +1,98 @@
+"""What the heuristics of the schedulers know of a device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fuser.errors import InputError
+from fuser.runtime.kernel import device_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The numbers of one device that decide about schedules.
+
+    `preferred_threads_per_block` is 1 on the CPU: its everyday kernels are plain loops, which the compiler vectorises.
+    `max_smem_per_block` counts bytes, including what a kernel must ask for (opt-in).
+    """
+
+    kind: str
+    name: str
+    sm_count: int
+    warp_size: int
+    max_threads_per_block: int
+    preferred_threads_per_block: int
+    max_threads_per_sm: int
+    registers_per_sm: int
+    max_smem_per_block: int
+    l2_bytes: int
+
+
+CPU = DeviceInfo(
+    kind="cpu",
+    name="CPU",
+    sm_count=1,
+    warp_size=32,
+    max_threads_per_block=1024,
+    preferred_threads_per_block=1,
+    max_threads_per_sm=1024,
+    registers_per_sm=65536,
+    max_smem_per_block=232448,
+    l2_bytes=1 << 20,
+)
+
+# For heuristics tests on machines without a GPU.
+H200 = DeviceInfo(
+    kind="cuda",
+    name="NVIDIA H200",
+    sm_count=132,
+    warp_size=32,
+    max_threads_per_block=1024,
+    preferred_threads_per_block=128,
+    max_threads_per_sm=2048,
+    registers_per_sm=65536,
+    max_smem_per_block=232448,
+    l2_bytes=60 * (1 << 20),
+)
+
+
+@functools.cache
+def _describe_cuda(index: int | None) -> DeviceInfo:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("a CUDA device was asked for, but torch sees none")
+    properties = torch.cuda.get_device_properties(
+        torch.cuda.current_device() if index is None else index
+    )
+    return DeviceInfo(
+        kind="cuda",
+        name=properties.name,
+        sm_count=properties.multi_processor_count,
+        warp_size=properties.warp_size,
+        max_threads_per_block=properties.max_threads_per_block,
+        preferred_threads_per_block=128,
+        max_threads_per_sm=properties.max_threads_per_multi_processor,
+        registers_per_sm=properties.regs_per_multiprocessor,
+        max_smem_per_block=properties.shared_memory_per_block_optin,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def describe_device(device: torch.device | str) -> DeviceInfo:
+    """Describes a device; `cuda` without an index is torch's current one.
+
+    Raises:
+        InputError: no such device, or of another kind than cpu and cuda.
+    """
+    kind, index = device_of(device)
+    if kind == "cpu":
+        return CPU
+    if kind == "cuda":
+        return _describe_cuda(index)
+    raise InputError(f"kernels run on cpu and cuda devices, not on {device}")

@@ -1,0 +1,211 @@
+"""Kernels from their text to something that can be launched: the types, and the entrance for both devices."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from fuser.errors import KernelError
+
+if TYPE_CHECKING:
+    import torch
+
+Dim3: TypeAlias = tuple[int, int, int]
+
+
+class TensorLike(Protocol):
+    """What a launch needs of a tensor; `torch.Tensor` has it."""
+
+    def data_ptr(self) -> int: ...
+
+
+# A pointer parameter takes a tensor or an address; a checked CPU kernel needs a tensor or (address, nbytes).
+Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
+
+
+@dataclass(frozen=True)
+class KernelParam:
+    """One parameter of a kernel: for a pointer, `ctype` is the element type (`const __bfloat`)."""
+
+    name: str
+    ctype: str
+    is_pointer: bool
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
+
+    `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the reduction templates.
+    """
+
+    name: str
+    text: str
+    params: tuple[KernelParam, ...]
+    uses_barriers: bool
+
+
+class PreparedLaunch(ABC):
+    """A launch with packed arguments, for a runner that repeats it; not to be shared between threads.
+
+    `pointer_slots[i]` is the index of parameter `i` for `set_pointer`; scalars and shape stay as they were packed.
+    """
+
+    @abstractmethod
+    def set_pointer(self, param: int, address: int) -> None:
+        """Replaces the address of pointer parameter number `param`."""
+
+    @abstractmethod
+    def run(self, stream: int | None = None) -> None:
+        """Launches; `stream` is a raw CUDA stream handle (None: torch's current stream), ignored on the CPU."""
+
+
+class CompiledKernel(ABC):
+    """A kernel that is ready to run on one device."""
+
+    def __init__(self, source: KernelSource) -> None:
+        self.source = source
+        self.name = source.name
+
+    @abstractmethod
+    def launch(
+        self,
+        args: Sequence[Argument],
+        *,
+        grid: Dim3,
+        block: Dim3,
+        smem_bytes: int = 0,
+        stream: int | None = None,
+    ) -> None:
+        """Runs the kernel (on CUDA: enqueues it) with one argument for each parameter.
+
+        Raises:
+            KernelError: wrong arguments, an impossible shape, a device error, or a finding of checked mode.
+        """
+
+    @abstractmethod
+    def prepare(
+        self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
+    ) -> PreparedLaunch:
+        """Packs the arguments once, for repeated launches."""
+
+    def _argument_error(self, args: Sequence[Argument], cause: Exception) -> KernelError:
+        """Explains why `args` could not be packed."""
+        expected = len(self.source.params)
+        if len(args) != expected:
+            return KernelError(
+                f"kernel {self.name} takes {expected} arguments, {len(args)} were given"
+            )
+        given = ", ".join(
+            f"{param.name}: {param.ctype}{'*' if param.is_pointer else ''} = {type(arg).__name__}"
+            for param, arg in zip(self.source.params, args, strict=True)
+        )
+        return KernelError(f"kernel {self.name}: cannot pack its arguments ({cause}): {given}")
+
+
+class _Statistics:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.compilations = 0
+        self.requests = 0
+
+
+_statistics = _Statistics()
+_memory: dict[tuple[str, str], CompiledKernel] = {}
+_compile_lock = threading.RLock()
+
+
+def compilations() -> int:
+    """How many kernels a compiler has compiled in this process; hits of either cache do not count."""
+    return _statistics.compilations
+
+
+def kernel_requests() -> int:
+    """How many kernels `compile_kernels` and `compile_cubin` have been asked for in this process."""
+    return _statistics.requests
+
+
+def count_compilations(kernels: int) -> None:
+    """Adds to `compilations()`; called by the compiler drivers of this package."""
+    with _statistics.lock:
+        _statistics.compilations += kernels
+
+
+def count_requests(kernels: int) -> None:
+    """Adds to `kernel_requests()`; called by the entrances of this package."""
+    with _statistics.lock:
+        _statistics.requests += kernels
+
+
+def clear_memory_cache() -> None:
+    """Forgets all compiled kernels of this process, so that the next request goes to the disk cache."""
+    with _compile_lock:
+        _memory.clear()
+
+
+def device_of(device: torch.device | str) -> tuple[str, int | None]:
+    """Splits a device into its type and index: `cuda:1` -> ("cuda", 1), `cpu` -> ("cpu", None)."""
+    kind, _, index = str(device).partition(":")
+    return kind, int(index) if index else None
+
+
+def compile_kernels(
+    sources: Sequence[KernelSource], device: torch.device | str, *, checked: bool = False
+) -> list[CompiledKernel]:
+    """Compiles kernels for a device, or takes them from the memory or disk cache, in the order of `sources`.
+
+    On the CPU, all kernels that are missing go into one translation unit; on CUDA they compile in parallel threads.
+    `checked` (CPU only) makes kernels that check bounds, alignment, shared-memory initialisation, races and barriers.
+
+    Raises:
+        CompileError: the compiler is missing or refuses a kernel.
+    """
+    kind, index = device_of(device)
+    count_requests(len(sources))
+    compile_missing: Callable[[Sequence[KernelSource]], list[CompiledKernel]]
+    if kind == "cpu":
+        from fuser.runtime import simt
+
+        variant = "cpu-checked" if checked else "cpu"
+        compile_missing = simt.compile_checked if checked else simt.compile_unchecked
+        key_of = simt.kernel_key_checked if checked else simt.kernel_key_unchecked
+    elif kind == "cuda":
+        if checked:
+            raise KernelError("checked kernels run on the CPU only")
+        from fuser.runtime import launch, nvrtc
+
+        arch = launch.architecture(index)
+        variant = f"cuda:{arch}"
+
+        def compile_cuda(missing: Sequence[KernelSource]) -> list[CompiledKernel]:
+            return launch.compile_for_device(missing, arch)
+
+        compile_missing = compile_cuda
+
+        def key_of(source: KernelSource) -> str:
+            return nvrtc.kernel_key(source, arch)
+    else:
+        raise KernelError(f"kernels run on cpu and cuda devices, not on {device}")
+    with _compile_lock:
+        keys = [(variant, key_of(source)) for source in sources]
+        missing = {
+            key: source for key, source in zip(keys, sources, strict=True) if key not in _memory
+        }
+        if missing:
+            _memory.update(zip(missing, compile_missing(list(missing.values())), strict=True))
+        return [_memory[key] for key in keys]
+
+
+def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:
+    """Compiles kernels for sm_90a with NVRTC; needs no GPU and no driver.
+
+    Raises:
+        CompileError: NVRTC is not installed, or refuses a kernel.
+    """
+    from fuser.runtime import nvrtc
+
+    count_requests(len(sources))
+    return nvrtc.cubins(sources, nvrtc.HOPPER)

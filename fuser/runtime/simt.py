@@ -1,0 +1,529 @@
+"""Kernels on the CPU: g++ compiles the CUDA text against `simt.h`, ctypes calls it.
+
+A kernel's library exports `SYMBOL(const simt::Launch*)`; the record's layout is in `fuser/codegen/simt_abi.h` and is packed
+here: 3+3 uint32 grid and block, uint32 shared bytes, uint32 order seed, the engine's and the report's address, 8 bytes for
+each parameter and, for a checked kernel, 8 bytes for the extent in bytes of each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fuser.errors import CompileError, KernelError
+from fuser.runtime.kernel import (
+    Argument,
+    CompiledKernel,
+    Dim3,
+    KernelParam,
+    KernelSource,
+    PreparedLaunch,
+    count_compilations,
+)
+from fuser.runtime.kernel_cache import CachedKernel, KernelCache, digest
+from fuser.runtime.sources import (
+    ENGINE_FILE,
+    RT_FILES,
+    SIMT_FILES,
+    codegen_text,
+    explain,
+    preamble,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_COMMON_FLAGS = (
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-semantic-interposition",
+    "-march=native",
+    "-w",
+)
+# Vectorise, but keep the meaning of NaN and Inf: see the CPU device's notes in docs/architecture.md.
+_FAST_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+_CHECKED_FLAGS = ("-O1", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
+_ENGINE_FLAGS = ("-O2", "-fno-exceptions")
+
+# struct codes of an 8-byte slot. Integers of any width go as 64 bits: the low bytes come first on every CPU served.
+_SLOT_CODES = {"bool": "q", "int": "q", "int64_t": "q", "nvfuser_index_t": "q"} | {
+    "float": "f4x",
+    "double": "d",
+    "uint64_t": "Q",
+    "unsigned": "q",
+}
+_HEADER = "=8I2Q"
+_NUMBERS = frozenset((int, float, bool))
+
+
+# ---- the compiler ----------------------------------------------------------------------------------------------------
+def _compiler() -> str:
+    name = os.environ.get("CXX") or "g++"
+    path = shutil.which(name)
+    if path is None:
+        raise CompileError(
+            f"kernels for the CPU need a C++ compiler, and {name!r} was not found: install g++"
+            " (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), or set CXX"
+        )
+    return path
+
+
+@functools.cache
+def _compiler_identity(compiler: str) -> str:
+    """The compiler's version and what `-march=native` means to it on this machine."""
+    try:
+        answer = subprocess.run(
+            [compiler, "-march=native", "-###", "-E", "-x", "c++", "-"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except OSError as error:
+        raise CompileError(f"the C++ compiler {compiler} cannot be started: {error}") from error
+    lines = answer.stderr.splitlines()
+    version = next((line for line in lines if " version " in line), "unknown version")
+    # Of the command lines shown, keep code generation options; paths and temporary names would only disturb.
+    features = sorted(
+        {
+            word.strip('"')
+            for line in lines
+            for word in line.split()
+            if word.strip('"').startswith("-m") or "cache" in word
+        }
+    )
+    return "\n".join([version, *features])
+
+
+def _run_compiler(flags: Sequence[str], text: str, texts: dict[str, str]) -> bytes:
+    """Compiles one translation unit to a shared library.
+
+    Raises:
+        CompileError: with the log and the lines around the first error.
+    """
+    compiler = _compiler()
+    with tempfile.TemporaryDirectory(prefix="fuser-") as folder:
+        source, library = Path(folder, "unit.cpp"), Path(folder, "unit.so")
+        source.write_text(text)
+        command = [compiler, *_COMMON_FLAGS, *flags, "-o", str(library), str(source), "-lm"]
+        environment = os.environ | {"LC_ALL": "C"}
+        try:
+            answer = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=environment,
+                check=False,
+            )
+        except OSError as error:
+            raise CompileError(f"the C++ compiler {compiler} cannot be started: {error}") from error
+        if answer.returncode != 0:
+            raise CompileError(
+                f"{compiler} refused a generated kernel:\n{explain(answer.stderr, texts)}"
+            )
+        return library.read_bytes()
+
+
+# ---- the translation unit --------------------------------------------------------------------------------------------
+def _argument(param: KernelParam, slot: int, slots: int) -> str:
+    if param.is_pointer:
+        return f'simt::pointer<{param.ctype}>(launch, {slot}, {slots}, "{param.name}")'
+    return f"simt::scalar<{param.ctype}>(launch, {slot})"
+
+
+def _unit(source: KernelSource, symbol: str, *, checked: bool) -> str:
+    """The text of one kernel in its namespace, with the function that unpacks a launch record."""
+    count = len(source.params)
+    arguments = ",\n      ".join(
+        _argument(param, slot, count) for slot, param in enumerate(source.params)
+    )
+    if checked or source.uses_barriers:
+        body = f"""\
+static void {symbol}_thread(const simt::Launch* launch, const simt::Thread* thread) {{
+  simt::enter(launch, thread);
+  {symbol}_kernel({arguments});
+}}
+FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
+  return launch->engine->run(launch, {symbol}_thread, {int(checked)});
+}}
+"""
+    else:
+        names = ", ".join(f"p{i}" for i in range(count))
+        unpack = "".join(
+            f"  const auto p{slot} = {_argument(param, slot, count)};\n"
+            for slot, param in enumerate(source.params)
+        )
+        body = f"""\
+FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
+{unpack}  simt::run_loops(launch, [=] {{ {symbol}_kernel({names}); }});
+  return 0;
+}}
+"""
+    return f"""
+namespace {symbol}_unit {{
+#define {source.name} {symbol}_kernel
+#line 1 "{source.name}"
+{source.text}
+#undef {source.name}
+#line 1 "{source.name}.launcher"
+{body}
+#ifdef nvfuser_index_t
+#undef nvfuser_index_t
+#endif
+}}
+"""
+
+
+@functools.cache
+def _key_prefix(checked: bool) -> str:
+    flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS)
+    return digest(
+        preamble(SIMT_FILES + RT_FILES), " ".join(flags), _compiler_identity(_compiler())
+    )
+
+
+def _kernel_key(source: KernelSource, *, checked: bool) -> str:
+    # The launcher is part of the text, so a change of its template changes the key.
+    return digest(_key_prefix(checked), _unit(source, "k", checked=checked))
+
+
+def kernel_key_unchecked(source: KernelSource) -> str:
+    """The cache key of a kernel for the CPU."""
+    return _kernel_key(source, checked=False)
+
+
+def kernel_key_checked(source: KernelSource) -> str:
+    """The cache key of a kernel for the CPU in checked mode."""
+    return _kernel_key(source, checked=True)
+
+
+def _load_or_compile(
+    cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
+) -> dict[str, CachedKernel]:
+    """Finds each key on disk; compiles the missing ones together, in one compiler process."""
+    found = {key: entry for key in sources if (entry := cache.find(key))}
+    missing = [key for key in sources if key not in found]
+    if not missing:
+        return found
+    with cache.lock(missing[0]):
+        # Another rank may have compiled them while this one waited.
+        found |= {key: entry for key in missing if (entry := cache.find(key))}
+        missing = [key for key in missing if key not in found]
+        if missing:
+            symbols = {key: f"fuser_{key[:32]}" for key in missing}
+            units = [_unit(sources[key], symbols[key], checked=checked) for key in missing]
+            text = preamble(SIMT_FILES + RT_FILES) + "".join(units)
+            texts = {name: codegen_text(name) for name in SIMT_FILES + RT_FILES}
+            texts |= {sources[key].name: sources[key].text for key in missing}
+            library = _run_compiler(_CHECKED_FLAGS if checked else _FAST_FLAGS, text, texts)
+            count_compilations(len(missing))
+            found |= cache.store(symbols, library, "so")
+    return found
+
+
+def _compile(sources: Sequence[KernelSource], *, checked: bool) -> list[CompiledKernel]:
+    by_key = {_kernel_key(source, checked=checked): source for source in sources}
+    entries = _load_or_compile(KernelCache(), by_key, checked=checked)
+    kernels: dict[str, CompiledKernel] = {}
+    for key, source in by_key.items():
+        function = _function(entries[key])
+        engine = _engine_address() if checked or source.uses_barriers else 0
+        make = CheckedCpuKernel if checked else CpuKernel
+        kernels[key] = make(source, function, engine)
+    return [kernels[_kernel_key(source, checked=checked)] for source in sources]
+
+
+def compile_unchecked(sources: Sequence[KernelSource]) -> list[CompiledKernel]:
+    """Compiles kernels for the CPU."""
+    return _compile(sources, checked=False)
+
+
+def compile_checked(sources: Sequence[KernelSource]) -> list[CompiledKernel]:
+    """Compiles kernels for the CPU in checked mode."""
+    return _compile(sources, checked=True)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+_libraries: dict[str, ctypes.CDLL] = {}
+_Function = Callable[[Any], int]
+
+
+def _library(path: Path) -> ctypes.CDLL:
+    # Named by content: one path is one library for good, also when a damaged file was replaced on disk.
+    loaded = _libraries.get(path.name)
+    if loaded is None:
+        loaded = _libraries[path.name] = ctypes.CDLL(str(path))
+    return loaded
+
+
+def _function(entry: CachedKernel) -> _Function:
+    function = getattr(_library(entry.path), entry.symbol)
+    function.argtypes = [ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return cast("_Function", function)
+
+
+@functools.cache
+def _engine_address() -> int:
+    """Loads the SIMT engine, compiling it on first use, and returns the address of its function table."""
+    text = preamble((SIMT_FILES[0],)) + preamble((ENGINE_FILE,)).replace(
+        '#include "simt_abi.h"', ""
+    )
+    key = digest(
+        text, " ".join(_COMMON_FLAGS + _ENGINE_FLAGS), _compiler_identity(_compiler()), "engine"
+    )
+    cache = KernelCache()
+    entry = cache.find(key)
+    if entry is None:
+        with cache.lock(key):
+            entry = cache.find(key)
+            if entry is None:
+                texts = {name: codegen_text(name) for name in (SIMT_FILES[0], ENGINE_FILE)}
+                library = _run_compiler(_ENGINE_FLAGS, text, texts)
+                entry = cache.store({key: "fuser_simt_engine"}, library, "so")[key]
+    function = getattr(_library(entry.path), entry.symbol)
+    function.restype = ctypes.c_void_p
+    return int(function())
+
+
+# ---- launching -------------------------------------------------------------------------------------------------------
+class _Report(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("reserved", ctypes.c_int),
+        ("message", ctypes.c_char * 1016),
+        ("counters", ctypes.c_uint64 * 24),
+    )
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a launch did: accesses by width in bytes (1, 2, 4, 8, 16), and events over all blocks."""
+
+    global_loads: dict[int, int]
+    global_stores: dict[int, int]
+    shared_loads: dict[int, int]
+    shared_stores: dict[int, int]
+    block_barriers: int
+    warp_exchanges: int
+    atomics: int
+
+    @staticmethod
+    def _from(report: _Report) -> Counters:
+        values = list(report.counters)
+
+        def widths(first: int) -> dict[int, int]:
+            return {1 << i: values[first + i] for i in range(5) if values[first + i]}
+
+        return Counters(widths(0), widths(5), widths(10), widths(15), *values[20:23])
+
+
+def span_nbytes(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to the end of its last one in memory."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.element_size()
+
+
+def _slot_code(param: KernelParam) -> str:
+    if param.is_pointer:
+        return "Q"
+    code = _SLOT_CODES.get(param.ctype)
+    if code is None:
+        known = ", ".join(_SLOT_CODES)
+        raise KernelError(
+            f"parameter {param.name}: {param.ctype} is not a scalar type of kernels ({known})"
+        )
+    return code
+
+
+class CpuKernel(CompiledKernel):
+    """A kernel compiled for the CPU, without checks."""
+
+    def __init__(self, source: KernelSource, function: _Function, engine: int) -> None:
+        super().__init__(source)
+        self._function = function
+        self._engine = engine
+        self._report = _Report()
+        self._report_address = ctypes.addressof(self._report)
+        self._pack = struct.Struct(_HEADER + "".join(map(_slot_code, source.params))).pack
+
+    def _record(
+        self, args: Sequence[Argument], grid: Dim3, block: Dim3, smem_bytes: int, order_seed: int
+    ) -> bytes:
+        values = [a if a.__class__ in _NUMBERS else cast("torch.Tensor", a).data_ptr() for a in args]
+        return self._pack(
+            *grid, *block, smem_bytes, order_seed, self._engine, self._report_address, *values
+        )
+
+    def launch(
+        self,
+        args: Sequence[Argument],
+        *,
+        grid: Dim3,
+        block: Dim3,
+        smem_bytes: int = 0,
+        stream: int | None = None,
+    ) -> None:
+        if smem_bytes and not self.source.uses_barriers:
+            raise self._smem_error(smem_bytes)
+        try:
+            record = self._record(args, grid, block, smem_bytes, 0)
+        except (struct.error, AttributeError, TypeError) as error:
+            raise self._argument_error(args, error) from error
+        if self._function(record):
+            raise self._finding(grid, block)
+
+    def prepare(
+        self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
+    ) -> PreparedLaunch:
+        if smem_bytes and not self.source.uses_barriers:
+            raise self._smem_error(smem_bytes)
+        try:
+            record = self._record(args, grid, block, smem_bytes, 0)
+        except (struct.error, AttributeError, TypeError) as error:
+            raise self._argument_error(args, error) from error
+        return PreparedCpuLaunch(self, record, grid, block)
+
+    def _smem_error(self, smem_bytes: int) -> KernelError:
+        return KernelError(
+            f"kernel {self.name} was declared without barriers, but is launched with {smem_bytes} bytes of shared memory"
+        )
+
+    def _finding(self, grid: Dim3, block: Dim3) -> KernelError:
+        message = self._report.message.decode(errors="replace")
+        return KernelError(f"kernel {self.name}, grid {grid}, block {block}: {message}")
+
+
+class PreparedCpuLaunch(PreparedLaunch):
+    """A packed launch record; `address` and `entry` serve runners written in C."""
+
+    def __init__(self, kernel: CpuKernel, record: bytes, grid: Dim3, block: Dim3) -> None:
+        self._kernel = kernel
+        self._function = kernel._function
+        self._shape = grid, block
+        words = len(record) // 8
+        self._words = (ctypes.c_uint64 * words).from_buffer_copy(record)
+        self._first = words - len(kernel.source.params)
+        self.address = ctypes.addressof(self._words)
+
+    @property
+    def entry(self) -> int:
+        """The address of the C function `int (*)(const simt::Launch*)` that runs the record at `address`."""
+        return ctypes.cast(cast("Any", self._function), ctypes.c_void_p).value or 0
+
+    def set_pointer(self, param: int, address: int) -> None:
+        self._words[self._first + param] = address
+
+    def run(self, stream: int | None = None) -> None:
+        if self._function(self.address):
+            raise self._kernel._finding(*self._shape)
+
+
+class CheckedCpuKernel(CpuKernel):
+    """A kernel compiled for the CPU with all checks; `counters` tells what its last launch did.
+
+    `order_seed` chooses the order in which blocks and threads run: 0 in order, 1 reversed, else shuffled by that seed.
+    """
+
+    def __init__(self, source: KernelSource, function: _Function, engine: int) -> None:
+        super().__init__(source, function, engine)
+        self.order_seed = 0
+        self._lock = threading.Lock()
+        self._extents = struct.Struct(f"={len(source.params)}q")
+
+    @property
+    def counters(self) -> Counters:
+        """The counters of the last launch."""
+        return Counters._from(self._report)
+
+    def _checked_record(
+        self, args: Sequence[Argument], grid: Dim3, block: Dim3, smem_bytes: int, order_seed: int
+    ) -> bytes:
+        values: list[Argument] = []
+        extents: list[int] = []
+        for index, arg in enumerate(args):
+            param = self.source.params[index] if index < len(self.source.params) else None
+            if param is None or not param.is_pointer:
+                values.append(arg)
+                extents.append(0)
+            elif isinstance(arg, tuple):
+                values.append(arg[0])
+                extents.append(arg[1])
+            elif isinstance(arg, (int, float)):
+                raise TypeError(
+                    f"{param.name}: a checked kernel needs a tensor or (address, nbytes)"
+                )
+            else:
+                values.append(arg)
+                extents.append(span_nbytes(cast("torch.Tensor", arg)))
+        record = self._record(values, grid, block, smem_bytes, order_seed)
+        return record + self._extents.pack(*extents)
+
+    def launch(
+        self,
+        args: Sequence[Argument],
+        *,
+        grid: Dim3,
+        block: Dim3,
+        smem_bytes: int = 0,
+        stream: int | None = None,
+    ) -> None:
+        if smem_bytes and not self.source.uses_barriers:
+            raise self._smem_error(smem_bytes)
+        try:
+            record = self._checked_record(args, grid, block, smem_bytes, self.order_seed)
+        except (struct.error, AttributeError, TypeError) as error:
+            raise self._argument_error(args, error) from error
+        with self._lock:
+            ctypes.memset(self._report_address, 0, ctypes.sizeof(_Report))
+            if self._function(record):
+                raise self._finding(grid, block)
+
+    def prepare(
+        self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
+    ) -> PreparedLaunch:
+        return _CheckedPreparedLaunch(self, args, grid=grid, block=block, smem_bytes=smem_bytes)
+
+
+class _CheckedPreparedLaunch(PreparedLaunch):
+    """Repeats a checked launch; a replaced pointer keeps the extent of the tensor that it replaces."""
+
+    def __init__(
+        self,
+        kernel: CheckedCpuKernel,
+        args: Sequence[Argument],
+        *,
+        grid: Dim3,
+        block: Dim3,
+        smem_bytes: int,
+    ) -> None:
+        self._kernel = kernel
+        self._args = list(args)
+        self._shape = grid, block, smem_bytes
+
+    def set_pointer(self, param: int, address: int) -> None:
+        old = self._args[param]
+        extent = old[1] if isinstance(old, tuple) else span_nbytes(cast("torch.Tensor", old))
+        self._args[param] = (address, extent)
+
+    def run(self, stream: int | None = None) -> None:
+        grid, block, smem_bytes = self._shape
+        self._kernel.launch(self._args, grid=grid, block=block, smem_bytes=smem_bytes)

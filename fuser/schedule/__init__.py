@@ -1,0 +1,1 @@
+"""Scheduling primitives and the automatic schedulers that use them."""

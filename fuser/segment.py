@@ -1,0 +1,512 @@
+"""Segmentation: cut a fusion into library ops, views, communications and generated kernels.
+
+A tensor is *materialised* when memory must hold it: fusion inputs and outputs, operands and results
+of library ops and communications, and the last tensors of a reduction's own iteration space. A
+kernel computes one materialised tensor from other materialised tensors; the pointwise ops between
+are recomputed by every kernel that needs them, which costs reads of inputs that are read anyway and
+saves a write. Kernels that share work are then merged while a scheduler accepts the union.
+
+Source: the acyclic-partition view of fusion (Herrmann et al. 2017) reduced to cones; nvFuser's
+forwarding of cheap producer chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fuser.errors import UnsupportedError
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain, Merge, Split, TensorDomain, contiguity_for
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType, MemoryType
+
+SegmentKind = Literal["kernel", "library", "alias", "communication"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One step of the program: ops in order, and the tensors that cross its border."""
+
+    number: int
+    kind: SegmentKind
+    exprs: tuple[TensorOp, ...]
+    inputs: tuple[TensorView | Scalar, ...]
+    outputs: tuple[TensorView, ...]
+    scheduler: str = ""
+    # The kernel's own fusion (global form); None for other kinds.
+    fusion: Fusion | None = None
+
+
+@dataclass(frozen=True)
+class SegmentedFusion:
+    """A fusion and its segments in run order."""
+
+    fusion: Fusion
+    segments: tuple[Segment, ...]
+
+
+LIBRARY_OPS = (nodes.MatmulOp, nodes.LinearOp)
+VIEW_OPS = (
+    nodes.LoadStoreOp,
+    nodes.ReshapeOp,
+    nodes.BroadcastOp,
+    nodes.SqueezeOp,
+    nodes.ExpandOp,
+    nodes.SliceOp,
+)
+REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
+# A tensor whose recomputation would read more full-size tensors than this is stored instead.
+MAX_RECOMPUTED_INPUTS = 3
+
+
+def segment_fusion(
+    fusion: Fusion,
+    *,
+    is_resharding: Callable[[TensorOp], bool],
+    find_scheduler: Callable[[Fusion], str | None],
+    local_shape: Callable[[TensorView], Sequence[Scalar]],
+) -> SegmentedFusion:
+    """Cut `fusion` into segments in run order.
+
+    `is_resharding` knows communications, `find_scheduler` names a scheduler that accepts a kernel's
+    fusion, and `local_shape` gives the extents of a tensor's local shard. Raises `UnsupportedError`
+    naming an op that no scheduler accepts even alone.
+    """
+    return _Segmenter(fusion, is_resharding, find_scheduler, local_shape).run()
+
+
+class _Segmenter:
+    def __init__(
+        self,
+        fusion: Fusion,
+        is_resharding: Callable[[TensorOp], bool],
+        find_scheduler: Callable[[Fusion], str | None],
+        local_shape: Callable[[TensorView], Sequence[Scalar]],
+    ) -> None:
+        self.fusion = fusion
+        self.exprs = fusion.used_exprs()
+        self.find_scheduler = find_scheduler
+        self.local_shape = local_shape
+        self.position = {e: i for i, e in enumerate(self.exprs)}
+        self.kind: dict[TensorOp, SegmentKind] = {}
+        for e in self.exprs:
+            if is_resharding(e):
+                self.kind[e] = "communication"
+            else:
+                self.kind[e] = "library" if isinstance(e, LIBRARY_OPS) else "kernel"
+        self.strides: dict[TensorView, tuple[Scalar, ...]] = {}
+
+    def run(self) -> SegmentedFusion:
+        self._mark_aliases()
+        stored = self._materialised()
+        groups = self._merge(self._cones(stored))
+        return SegmentedFusion(self.fusion, tuple(self._order(groups, stored)))
+
+    # ------------------------------------------------------------ views
+    def _mark_aliases(self) -> None:
+        """Turn view ops into aliases where their input is stored anyway and torch can view it.
+
+        A view is worth an alias when its input is held by memory already, or when a library op or
+        communication needs its output; a chain of views between two kernel ops stays in the kernel.
+        """
+        needs_memory = self._views_wanted_in_memory()
+        for e in self.exprs:
+            for out in e.outputs:
+                self.strides[out] = self._dense(out)
+            if self.kind[e] != "kernel" or not isinstance(e, VIEW_OPS):
+                continue
+            # An identity copy is the user's wish for a separate tensor: never an alias.
+            if isinstance(e, nodes.LoadStoreOp) and not e.out.domain.root:
+                continue
+            if e.out in self.fusion.outputs or not (self._is_stored(e.inp) or e in needs_memory):
+                continue
+            only_shape_ops = isinstance(e, nodes.BroadcastOp | nodes.ExpandOp | nodes.SqueezeOp)
+            if only_shape_ops and e not in needs_memory:
+                continue  # kernels broadcast for free
+            strides = self._view_strides(e)
+            if strides is not None:
+                self.kind[e] = "alias"
+                self.strides[e.out] = strides
+
+    def _views_wanted_in_memory(self) -> set[TensorOp]:
+        """Return the view ops from which only views lead to a library op or communication."""
+        wanted: set[TensorOp] = set()
+        for e in reversed(self.exprs):
+            if self.kind[e] in ("library", "communication") or e in wanted:
+                for v in e.inputs:
+                    d = self.fusion.definition(v) if isinstance(v, TensorView) else None
+                    if d is not None and self.kind[d] == "kernel" and isinstance(d, VIEW_OPS):
+                        wanted.add(d)
+        return wanted
+
+    def _is_stored(self, tv: TensorView) -> bool:
+        definition = self.fusion.definition(tv)
+        return definition is None or self.kind[definition] != "kernel"
+
+    def _dense(self, tv: TensorView) -> tuple[Scalar, ...]:
+        """Return the strides of a freshly allocated local tensor, per logical axis."""
+        shape = self.local_shape(tv)
+        order = memory_order(tv.domain)
+        strides: list[Scalar] = [sc.ONE] * len(shape)
+        step: Scalar = sc.ONE
+        for position in reversed(order):
+            strides[position] = step
+            step = sc.mul(step, shape[position])
+        return tuple(strides)
+
+    def _input_strides(self, tv: TensorView) -> tuple[Scalar, ...] | None:
+        """Return the strides of a fusion input; None when it is not dense."""
+        if any(flag is False for flag in tv.domain.contiguity):
+            return None
+        return self._dense(tv)
+
+    def _view_strides(self, e: TensorOp) -> tuple[Scalar, ...] | None:
+        """Return the strides of a view op's output, None when torch would have to copy."""
+        source: TensorView = e.inputs[0]
+        known = self.strides.get(source) or self._input_strides(source)
+        if isinstance(e, nodes.ReshapeOp):
+            return None if known is None else self._reshape_strides(e, known)
+        if known is None:
+            # Any other view fits any strides; only a later reshape asks for them.
+            known = tuple(
+                sc.Symbol(f"stride{source.number}_{i}", sc.ONE.dtype) for i in range(source.ndim)
+            )
+        picked = [None if i is None else known[i] for i in e.axis_map(0)]
+        if isinstance(e, nodes.LoadStoreOp):
+            root = [a.number for a in e.out.domain.root]
+            picked = [picked[root.index(a.number)] for a in e.out.domain.logical]
+        return tuple(sc.ZERO if p is None else p for p in picked)
+
+    def _reshape_strides(
+        self, e: nodes.ReshapeOp, known: tuple[Scalar, ...]
+    ) -> tuple[Scalar, ...] | None:
+        extents = dict(
+            zip((a.number for a in e.out.domain.root), self.local_shape(e.inp), strict=True)
+        )
+        logical_sizes = dict(
+            zip((a.number for a in e.out.domain.logical), self.local_shape(e.out), strict=True)
+        )
+        strides = dict(zip((a.number for a in e.out.domain.root), known, strict=True))
+        logical = {a.number for a in e.out.domain.logical}
+        for t in e.out.domain.transforms:
+            if not all(i.number in strides for i in t.inputs):
+                continue
+            if isinstance(t, Split):
+                inner = logical_sizes.get(t.inner.number, t.inner.extent)
+                strides[t.inner.number] = strides[t.inp.number]
+                strides[t.outer.number] = sc.mul(strides[t.inp.number], inner)
+                extents[t.inner.number] = inner
+                extents[t.outer.number] = logical_sizes.get(t.outer.number, t.outer.extent)
+            elif isinstance(t, Merge):
+                inner = extents[t.inner.number]
+                if strides[t.outer.number] != sc.mul(strides[t.inner.number], inner):
+                    return None
+                strides[t.out.number] = strides[t.inner.number]
+                extents[t.out.number] = sc.mul(extents[t.outer.number], inner)
+            if logical <= strides.keys():
+                break
+        return tuple(strides.get(a.number, sc.ZERO) for a in e.out.domain.logical)
+
+    # ------------------------------------------------------------ what memory holds
+    def _materialised(self) -> dict[TensorView, None]:
+        stored: dict[TensorView, None] = {
+            v: None for v in self.fusion.inputs if isinstance(v, TensorView)
+        }
+        stored.update(dict.fromkeys(self.fusion.outputs))
+        for e in self.exprs:
+            if self.kind[e] != "kernel":
+                stored.update({v: None for v in e.inputs if isinstance(v, TensorView)})
+                stored.update(dict.fromkeys(e.outputs))
+        reduced = self._reduced_space()
+        for tv in reduced:
+            uses = [u for u in self.fusion.uses(tv) if u in self.position]
+            if any(not all(o in reduced for o in u.outputs) for u in uses):
+                stored[tv] = None
+        self._store_expensive(stored)
+        return stored
+
+    def _reduced_space(self) -> dict[TensorView, None]:
+        """Return reduction results and what is computed from them alone, in their own space."""
+        reduced: dict[TensorView, None] = {}
+        for e in self.exprs:
+            if self.kind[e] != "kernel":
+                continue
+            if isinstance(e, REDUCTION_OPS):
+                reduced.update(dict.fromkeys(e.outputs))
+                continue
+            tensors = [v for v in e.inputs if isinstance(v, TensorView)]
+            if not tensors or not all(t in reduced for t in tensors):
+                continue
+            biggest = {_elements(t) for t in tensors}
+            if all(_elements(o) in biggest for o in e.outputs) and len(biggest) == 1:
+                reduced.update(dict.fromkeys(e.outputs))
+        return reduced
+
+    def _store_expensive(self, stored: dict[TensorView, None]) -> None:
+        """Store pointwise tensors that several kernels would recompute from many tensors."""
+        for e in self.exprs:
+            if self.kind[e] != "kernel":
+                continue
+            for out in e.outputs:
+                uses = [u for u in self.fusion.uses(out) if u in self.position]
+                if out in stored or len(uses) < 2:
+                    continue
+                ops, inputs = self._cone([out], stored)
+                full = sum(_elements(t) == _elements(out) for t in inputs)
+                if full > MAX_RECOMPUTED_INPUTS and ops:
+                    stored[out] = None
+
+    # ------------------------------------------------------------ kernels
+    def _cone(
+        self, targets: Iterable[TensorView], stored: dict[TensorView, None]
+    ) -> tuple[set[TensorOp], dict[TensorView, None]]:
+        """Return the kernel ops that compute `targets` from stored tensors, and those tensors."""
+        ops: set[TensorOp] = set()
+        inputs: dict[TensorView, None] = {}
+        todo = [self.fusion.definition(t) for t in targets]
+        while todo:
+            op = todo.pop()
+            if op is None or op in ops:
+                continue
+            ops.add(op)
+            for v in op.inputs:
+                if not isinstance(v, TensorView):
+                    continue
+                if v in stored:
+                    inputs[v] = None
+                else:
+                    todo.append(self.fusion.definition(v))
+        return ops, inputs
+
+    def _cones(self, stored: dict[TensorView, None]) -> list[_Group]:
+        groups: list[_Group] = []
+        seen: set[TensorView] = set()
+        for e in self.exprs:
+            if self.kind[e] != "kernel":
+                continue
+            targets = [o for o in e.outputs if o in stored and o not in seen]
+            if not targets:
+                continue
+            seen.update(targets)
+            ops, inputs = self._cone(targets, stored)
+            groups.append(_Group(frozenset(ops), tuple(targets), tuple(inputs)))
+        return groups
+
+    def _merge(self, groups: list[_Group]) -> list[_Group]:
+        """Merge groups that share inputs or feed one another while a scheduler accepts them."""
+        groups = [self._scheduled(g, must=True) for g in groups]
+        merged = True
+        while merged:
+            merged = False
+            for i in range(len(groups)):
+                for j in range(i + 1, len(groups)):
+                    union = self._try_merge(groups, i, j)
+                    if union is not None:
+                        groups[i] = union
+                        del groups[j]
+                        merged = True
+                        break
+                if merged:
+                    break
+        return groups
+
+    def _try_merge(self, groups: list[_Group], i: int, j: int) -> _Group | None:
+        a, b = groups[i], groups[j]
+        feeds = bool(set(a.outputs) & set(b.inputs)) or bool(set(b.outputs) & set(a.inputs))
+        if not feeds and not set(a.inputs) & set(b.inputs):
+            return None
+        if _space(a) != _space(b) or self._path_outside(groups, i, j):
+            return None
+        outputs = (*a.outputs, *(o for o in b.outputs if o not in a.outputs))
+        inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in outputs)
+        return self._scheduled(_Group(a.ops | b.ops, outputs, inputs), must=False)
+
+    def _path_outside(self, groups: list[_Group], i: int, j: int) -> bool:
+        """Whether a path between two groups runs through a third step (merging would cycle)."""
+        producers: dict[TensorView, object] = {}
+        reads: dict[object, tuple[TensorView, ...]] = {}
+        for k, g in enumerate(groups):
+            reads[k] = g.inputs
+            producers.update(dict.fromkeys(g.outputs, k))
+        for e in self.exprs:
+            if self.kind[e] != "kernel":
+                reads[e] = tuple(v for v in e.inputs if isinstance(v, TensorView))
+                producers.update(dict.fromkeys(e.outputs, e))
+
+        def reaches(start: int, goal: int) -> bool:
+            todo = [producers[t] for t in reads[start] if t in producers]
+            todo = [step for step in todo if step != goal]
+            seen: set[object] = set()
+            while todo:
+                step = todo.pop()
+                if step == goal:
+                    return True
+                if step not in seen:
+                    seen.add(step)
+                    todo += [producers[t] for t in reads[step] if t in producers]
+            return False
+
+        return reaches(i, j) or reaches(j, i)
+
+    def _scheduled(self, group: _Group, *, must: bool) -> _Group | None:  # pyright: ignore[reportReturnType]
+        ops = tuple(sorted(group.ops, key=self.position.__getitem__))
+        fusion = extract(self.fusion, ops, group.inputs, group.outputs)
+        scheduler = self.find_scheduler(fusion)
+        if scheduler is not None:
+            return replace(group, scheduler=scheduler, fusion=fusion)
+        if must:
+            raise UnsupportedError(
+                "no scheduler accepts the kernel that computes "
+                f"{', '.join(map(str, group.outputs))} (user code at {ops[-1].where or 'unknown'}):\n"
+                f"{fusion.print_math()}"
+            )
+        return None
+
+    # ------------------------------------------------------------ order
+    def _order(self, groups: list[_Group], stored: dict[TensorView, None]) -> list[Segment]:
+        """Return segments in run order: as early as their inputs allow, in program order."""
+        del stored
+        steps: list[tuple[int, Segment]] = []
+        for g in groups:
+            ops = tuple(sorted(g.ops, key=self.position.__getitem__))
+            first_use = min(self.position[self.fusion.definition(o)] for o in g.outputs)  # pyright: ignore[reportArgumentType]
+            assert g.fusion is not None
+            scalars = tuple(v for v in g.fusion.inputs if isinstance(v, Scalar))
+            steps.append(
+                (
+                    first_use,
+                    Segment(
+                        0, "kernel", ops, (*g.inputs, *scalars), g.outputs, g.scheduler, g.fusion
+                    ),
+                )
+            )
+        for e in self.exprs:
+            if self.kind[e] != "kernel":
+                steps.append((self.position[e], Segment(0, self.kind[e], (e,), e.inputs, e.outputs)))
+        steps.sort(key=lambda s: s[0])
+        ready: set[TensorView] = {v for v in self.fusion.inputs if isinstance(v, TensorView)}
+        ordered: list[Segment] = []
+        waiting = [s for _, s in steps]
+        while waiting:
+            nxt = next(
+                s
+                for s in waiting
+                if all(v in ready for v in s.inputs if isinstance(v, TensorView))
+            )
+            waiting.remove(nxt)
+            ready.update(nxt.outputs)
+            ordered.append(replace(nxt, number=len(ordered)))
+        return ordered
+
+
+@dataclass(frozen=True)
+class _Group:
+    ops: frozenset[TensorOp]
+    outputs: tuple[TensorView, ...]
+    inputs: tuple[TensorView, ...]
+    scheduler: str = ""
+    fusion: Fusion | None = None
+
+
+def _elements(tv: TensorView) -> Scalar:
+    """Return the number of elements that memory holds (broadcast axes count once)."""
+    fusion = tv.fusion
+    return fusion.canonical(
+        sc.product(a.extent for a in tv.domain.no_reductions if not a.is_broadcast)
+    )
+
+
+def _space(group: _Group) -> tuple[object, ...]:
+    """Return what two groups must share to be merged: pointwise or reduction, and its size."""
+    reductions = [e for e in group.ops if isinstance(e, REDUCTION_OPS)]
+    if reductions:
+        shapes = {
+            tuple((a.kind, str(a.extent)) for a in e.out_tensor.domain.logical) for e in reductions
+        }
+        return ("reduction", tuple(sorted(map(str, shapes))))
+    return ("pointwise", max(str(_elements(o)) for o in group.outputs))
+
+
+def memory_order(domain: TensorDomain) -> tuple[int, ...]:
+    """Return the positions of the logical (non-reduction) axes in memory order, outermost first.
+
+    A transformed allocation axis counts for the logical axis it comes from.
+    """
+    axes = domain.no_reductions
+    if not domain.allocation:
+        return tuple(range(len(axes)))
+    from fuser.ir.domain import ancestors
+
+    order: dict[int, None] = {}
+    numbers = [a.number for a in axes]
+    for a in domain.allocation:
+        if a.is_device:
+            continue
+        for n in ancestors(domain, a, axes):
+            order.pop(numbers.index(n), None)
+            order[numbers.index(n)] = None
+    order.update({i: None for i in range(len(axes)) if i not in order})
+    return tuple(order)
+
+
+def extract(
+    fusion: Fusion,
+    ops: Sequence[TensorOp],
+    inputs: Sequence[TensorView],
+    outputs: Sequence[TensorView],
+) -> Fusion:
+    """Return a fusion of its own for some ops; numbers, extents and sharding are kept.
+
+    Inputs forget how they were made: their logical axes become the roots, reductions are dropped.
+    Scalar inputs of the whole fusion that the ops use become inputs too.
+    """
+    whole, mapping = fusion.copy()
+    used = {s for e in ops for v in e.inputs if isinstance(v, Scalar) for s in sc.symbols(v)}
+    whole.exprs = tuple(
+        e.map_values(lambda v: mapping[v] if isinstance(v, TensorView) else v) for e in ops
+    )
+    scalars = [v for v in fusion.inputs if isinstance(v, Scalar) and v in used]
+    whole.inputs = [*(mapping[t] for t in inputs), *scalars]
+    whole.outputs = [mapping[t] for t in dict.fromkeys(outputs)]
+    whole.aliases = []
+    for t in inputs:
+        twin = mapping[t]
+        twin.domain = as_input_domain(twin.domain)
+        twin.memory = MemoryType.global_
+    for t in whole.outputs:
+        t.memory = MemoryType.global_
+    return whole
+
+
+def as_input_domain(domain: TensorDomain) -> TensorDomain:
+    """Return the domain of a tensor that a segment reads: no root, no reductions, no rf marks."""
+    gone = {a.number for a in domain.logical if a.kind is IterType.reduction}
+    known = {a.number for a in domain.no_reductions}
+    transforms = []
+    for t in domain.transforms:
+        if any(i.number in gone for i in t.inputs):
+            gone.update(o.number for o in t.outputs)
+        elif all(i.number in known for i in t.inputs):
+            known.update(o.number for o in t.outputs)
+            transforms.append(t)
+
+    def keep(axes: Iterable[IterDomain]) -> tuple[IterDomain, ...]:
+        return tuple(a for a in axes if a.number in known)
+
+    allocation = keep(domain.allocation)
+    pairs = zip(domain.maybe_allocation, domain.contiguity, strict=True)
+    contiguity = tuple(flag for a, flag in pairs if a.number in known)
+    out = TensorDomain(
+        domain.no_reductions,
+        keep(domain.loop),
+        allocation=allocation,
+        contiguity=contiguity or contiguity_for(allocation or domain.no_reductions),
+        transforms=tuple(transforms),
+    )
+    return out.map_axes(lambda a: replace(a, rfactor=False) if a.rfactor else a)

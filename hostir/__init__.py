@@ -1,0 +1,1 @@
+"""The host program: its ops, the one lowering, passes, verification and execution."""

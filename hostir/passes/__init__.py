@@ -1,0 +1,1 @@
+"""Passes over a host program, each with a before and an after."""

@@ -1,0 +1,34 @@
+"""Sharding on the fusion IR, communication, and the ranks that carry it out.
+
+Nothing is imported until a name is used: neither CUDA nor MPI is needed to import this package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multidevice.communicator import Communicator as Communicator
+    from multidevice.simulation import World as World
+    from multidevice.simulation import simulate as simulate
+
+# Public name -> the module that defines it.
+_EXPORTS = {
+    "Communicator": "multidevice.communicator",
+    "World": "multidevice.simulation",
+    "simulate": "multidevice.simulation",
+}
+
+__all__ = ["Communicator", "World", "simulate"]
+
+
+def __getattr__(name: str) -> object:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_EXPORTS)

@@ -1,0 +1,461 @@
+"""Argument checks, staging and bookkeeping that all backends share.
+
+A backend derives from `CheckedBackend` and moves data in `_start`, which gets a `Call` whose arguments
+are known to fit: members only, contiguous buffers of one dtype and the right sizes, no harmful overlap,
+and a reduction that the transport knows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from fuser.errors import CommunicationError, DtypeError, InputError, ShardingError, UnsupportedError
+from multidevice.backends.protocol import BUFFERS, REDUCE_OPS, ReduceOp, Team, Transfer, Work
+from multidevice.waiting import Ledger, Need, team_text
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_FLOATING = _HALF | {torch.float32, torch.float64}
+REDUCIBLE = _FLOATING | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
+
+# torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
+_BOOL_OPS: dict[str, ReduceOp] = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, with checked arguments; `index` and `root_index` count within the team."""
+
+    op: str
+    team: Team
+    index: int
+    out: torch.Tensor | None
+    inp: torch.Tensor | None
+    reduce: ReduceOp | None
+    root: int | None
+    stream: object
+    key: str
+    seq: int
+
+    @property
+    def root_index(self) -> int:
+        """The root's position in the team."""
+        assert self.root is not None, "only rooted collectives ask for the root"
+        return self.team.index(self.root)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return self.team[self.index] == self.root
+
+    def describe(self) -> str:
+        """Returns op, operand, team and sequence number as text, for errors."""
+        tensor = self.inp if self.inp is not None else self.out
+        detail = f"({self.reduce})" if self.reduce else ""
+        detail += f" from root {self.root}" if self.root is not None else ""
+        detail += f" of {tensor_text(tensor)}" if tensor is not None else ""
+        return f"{self.op}{detail} over team {team_text(self.team)}, sequence number {self.seq}"
+
+    def needs(self) -> list[Need]:
+        """Returns what this call needs of its peers."""
+        me = self.team[self.index]
+        return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != me]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A batch of point-to-point transfers with their sequence numbers."""
+
+    team: Team
+    index: int
+    transfers: tuple[Transfer, ...]
+    sequence: tuple[int, ...]
+    stream: object
+
+    def describe(self) -> str:
+        """Returns every transfer as text, for errors."""
+        parts = [
+            f"{t.kind} {'to' if t.kind == 'send' else 'from'} rank {t.peer} of "
+            f"{tensor_text(t.tensor)}, sequence number {seq}"
+            for t, seq in zip(self.transfers, self.sequence, strict=True)
+        ]
+        return f"{'; '.join(parts)} in team {team_text(self.team)}"
+
+    def needs(self) -> list[Need]:
+        """Returns the transfers that the peers must enter."""
+        me = self.team[self.index]
+        return [
+            Need(t.peer, transfer_key(t, me, self.team, mirrored=True), seq + 1)
+            for t, seq in zip(self.transfers, self.sequence, strict=True)
+        ]
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Returns dtype and shape as text: `float32[2, 3]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> str:
+    """Returns the ledger key of a transfer, or of the peer's half of it."""
+    sends = (transfer.kind == "send") != mirrored
+    source, target = (me, transfer.peer) if transfer.kind == "send" else (transfer.peer, me)
+    return f"{'send' if sends else 'recv'} {source}->{target} {team_text(team)}"
+
+
+class DoneWork:
+    """A communication that needs no wait."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+DONE = DoneWork()
+
+
+class _FinishingWork:
+    """Runs a local step, once, after the communication: the copy out of a staging buffer."""
+
+    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def synchronize(self) -> None:
+        self.wait()
+        self._work.synchronize()
+
+
+class CheckedBackend(ABC):
+    """The `Backend` protocol, reduced to two methods that move data."""
+
+    name = ""
+    # Reductions of 16-bit floats run in float32 and are rounded once (MPI knows no 16-bit floats).
+    stages_half = True
+    has_avg = False
+    # Collectives whose input may be this rank's own part of the output.
+    in_place_parts: frozenset[str] = frozenset()
+
+    def __init__(self, rank: int, size: int, ledger: Ledger) -> None:
+        self.rank = rank
+        self.size = size
+        self._ledger = ledger
+        self._closed = False
+
+    @abstractmethod
+    def _start(self, call: Call) -> Work:
+        """Starts a collective of a team of two or more."""
+
+    @abstractmethod
+    def _start_batch(self, batch: Exchange) -> Work:
+        """Starts all transfers of a batch."""
+
+    @abstractmethod
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        """Raises InputError when the backend cannot reach this tensor."""
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        """Returns a context in which torch ops go to the stream."""
+        del stream
+        return nullcontext()
+
+    def drain(self) -> None:
+        """See `Backend.drain`; CPU backends have nothing in flight behind the host's back."""
+
+    def close(self) -> None:
+        """Releases what the backend holds."""
+        self._closed = True
+
+    # The collectives
+
+    def allgather(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """See `Backend.allgather`."""
+        return self._collective("allgather", out, inp, team, stream)
+
+    def allreduce(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: ReduceOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.allreduce`."""
+        return self._collective("allreduce", out, inp, team, stream, reduce=op)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: ReduceOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.reduce_scatter`."""
+        return self._collective("reduce_scatter", out, inp, team, stream, reduce=op)
+
+    def alltoall(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """See `Backend.alltoall`."""
+        return self._collective("alltoall", out, inp, team, stream)
+
+    def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
+        """See `Backend.broadcast`."""
+        self._check_tensor("broadcast", "buf", buf)
+        call = self._call("broadcast", buf, buf, team, stream, root=root)
+        return DONE if len(team) == 1 else self._start(call)
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.gather`."""
+        return self._collective("gather", out, inp, team, stream, root=root)
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor | None,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.scatter`."""
+        return self._collective("scatter", out, inp, team, stream, root=root)
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        op: ReduceOp,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """See `Backend.reduce`."""
+        return self._collective("reduce", out, inp, team, stream, reduce=op, root=root)
+
+    def barrier(self, *, team: Team, stream: object = None) -> None:
+        """See `Backend.barrier`."""
+        call = self._call("barrier", None, None, team, stream)
+        if len(team) > 1:
+            self._start(call).synchronize()
+
+    # Point-to-point
+
+    def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """See `Backend.send`."""
+        return self.batch((Transfer("send", buf, peer),), team=team, stream=stream)
+
+    def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """See `Backend.recv`."""
+        return self.batch((Transfer("recv", buf, peer),), team=team, stream=stream)
+
+    def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
+        """See `Backend.batch`."""
+        index = self._index("batch", team)
+        for transfer in transfers:
+            self._check_tensor(transfer.kind, "buf", transfer.tensor)
+            if transfer.peer not in team or transfer.peer == self.rank:
+                raise ShardingError(
+                    f"{transfer.kind}: peer {transfer.peer} is not another member of team "
+                    f"{team_text(team)} (this is rank {self.rank})"
+                )
+        if not transfers:
+            return DONE
+        sequence = tuple(
+            self._ledger.enter(transfer_key(t, self.rank, team, mirrored=False)) for t in transfers
+        )
+        return self._start_batch(Exchange(team, index, tuple(transfers), sequence, stream))
+
+    # Checks and staging
+
+    def _collective(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        team: Team,
+        stream: object,
+        *,
+        reduce: ReduceOp | None = None,
+        root: int | None = None,
+    ) -> Work:
+        self._index(op, team)
+        self._check_root(op, root, team)
+        sides = BUFFERS[op]
+        is_root = root is None or root == self.rank
+        out = out if sides[0][1] == "all" or is_root else None
+        inp = inp if sides[1][1] == "all" or is_root else None
+        self._check_buffers(op, out, inp, len(team), is_root)
+        if reduce is not None:
+            assert inp is not None, "every member of a reduction has an input"
+            _check_reduction(op, reduce, inp.dtype)
+        call = self._call(op, out, inp, team, stream, reduce=reduce, root=root)
+        if len(team) == 1:
+            assert out is not None and inp is not None, "the only member is the root"
+            with self._on(stream):
+                out.view(-1).copy_(inp.view(-1))
+            return DONE
+        call = self._separate(call)
+        if reduce is None:
+            return self._start(call)
+        return self._start_reduction(call)
+
+    def _call(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        team: Team,
+        stream: object,
+        *,
+        reduce: ReduceOp | None = None,
+        root: int | None = None,
+    ) -> Call:
+        index = self._index(op, team)
+        self._check_root(op, root, team)
+        key = f"{self.name} {team_text(team)}"
+        return Call(op, team, index, out, inp, reduce, root, stream, key, self._ledger.enter(key))
+
+    def _start_reduction(self, call: Call) -> Work:
+        inp, out = call.inp, call.out
+        assert inp is not None, "every member of a reduction has an input"
+        if inp.dtype == torch.bool:
+            assert call.reduce is not None, "a reduction has an op"
+            byte_out = None if out is None else out.view(torch.uint8)
+            as_bytes = replace(
+                call, reduce=_BOOL_OPS[call.reduce], inp=inp.view(torch.uint8), out=byte_out
+            )
+            return self._start(as_bytes)
+        count = len(call.team)
+        average = call.reduce == "avg" and not self.has_avg
+        op: ReduceOp | None = "sum" if average else call.reduce
+        if inp.dtype in _HALF and self.stages_half:
+            wide_inp = inp.float()
+            in_place = call.op != "reduce_scatter"
+            wide = wide_inp if in_place else torch.empty_like(out, dtype=torch.float32)
+            work = self._start(
+                replace(call, reduce=op, inp=wide_inp, out=None if out is None else wide)
+            )
+
+            def narrow() -> None:
+                if out is not None:
+                    out.view(-1).copy_((wide.div_(count) if average else wide).view(-1))
+
+            return _FinishingWork(work, narrow)
+        work = self._start(replace(call, reduce=op))
+        if not average or out is None:
+            return work
+        return _FinishingWork(work, lambda: _divide(out, count))
+
+    def _separate(self, call: Call) -> Call:
+        """Copies the input when it shares memory with the output in a way that is not allowed."""
+        out, inp = call.out, call.inp
+        if out is None or inp is None or not _overlap(out, inp):
+            return call
+        if out.data_ptr() == inp.data_ptr() and call.op in ("allreduce", "reduce"):
+            return call
+        if call.op in self.in_place_parts:
+            small, large = (inp, out) if inp.numel() < out.numel() else (out, inp)
+            offset = call.index * small.numel() * small.element_size()
+            if small.data_ptr() == large.data_ptr() + offset:
+                return call
+        with self._on(call.stream):
+            return replace(call, inp=inp.clone())
+
+    def _index(self, op: str, team: Team) -> int:
+        if self._closed:
+            raise CommunicationError(f"{op}: backend {self.name} is closed")
+        if self.rank not in team:
+            raise ShardingError(f"{op}: rank {self.rank} is not in team {team_text(team)}")
+        if len(set(team)) != len(team) or min(team) < 0 or max(team) >= self.size:
+            raise ShardingError(
+                f"{op}: team {team_text(team)} needs distinct ranks below {self.size}"
+            )
+        return team.index(self.rank)
+
+    def _check_root(self, op: str, root: int | None, team: Team) -> None:
+        if root is not None and root not in team:
+            raise ShardingError(f"{op}: root {root} is not in team {team_text(team)}")
+
+    def _check_tensor(self, op: str, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise InputError(
+                f"{op}: {name} {tensor_text(tensor)} with strides {list(tensor.stride())} "
+                "is not contiguous"
+            )
+        self._check_device(tensor)
+
+    def _check_buffers(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        count: int,
+        is_root: bool,
+    ) -> None:
+        sides = zip(("out", "inp"), (out, inp), BUFFERS[op], strict=True)
+        for name, tensor, (_, where) in sides:
+            if tensor is not None:
+                self._check_tensor(op, name, tensor)
+            elif where == "all" or is_root:
+                raise InputError(f"{op}: {name} is missing on rank {self.rank}")
+        out_parts, inp_parts = (count if parts == "n" else 1 for parts, _ in BUFFERS[op])
+        for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
+            if tensor is not None and tensor.numel() % parts:
+                raise InputError(
+                    f"{op}: {name} {tensor_text(tensor)} does not split into {parts} equal parts"
+                )
+        if out is None or inp is None:
+            return
+        if out.dtype != inp.dtype:
+            raise InputError(f"{op}: out is {out.dtype}, inp is {inp.dtype}")
+        if out.numel() * inp_parts != inp.numel() * out_parts:
+            raise InputError(
+                f"{op}: out {tensor_text(out)} and inp {tensor_text(inp)} do not fit a team of "
+                f"{count}: expected {out_parts} and {inp_parts} parts of one size"
+            )
+
+
+def _check_reduction(op: str, reduce: ReduceOp, dtype: torch.dtype) -> None:
+    if reduce not in REDUCE_OPS:
+        raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {REDUCE_OPS}")
+    if dtype not in REDUCIBLE:
+        raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
+    if reduce == "avg" and dtype not in _FLOATING:
+        raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
+
+
+def _divide(tensor: torch.Tensor, count: int) -> None:
+    tensor.div_(count)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    a_stop = a_start + a.numel() * a.element_size()
+    b_stop = b_start + b.numel() * b.element_size()
+    return a_start < b_stop and b_start < a_stop

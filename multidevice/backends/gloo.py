@@ -1,0 +1,412 @@
+"""Gloo on torch's TCP store: control and CPU data of jobs that torchrun or Slurm started.
+
+One torch process group per team is built directly, so torch's default group stays the user's. The
+control channel is the store alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from fuser import options
+from fuser.errors import CommunicationError, InputError, PeerError
+from multidevice.backends.base import Call, CheckedBackend, Exchange
+from multidevice.backends.protocol import Team
+from multidevice.control import Control, Step
+from multidevice.launch import Launch, store_address, uses_agent_store
+from multidevice.waiting import Event, poll_until, team_text
+
+# The store's own wait is cut into slices, between which the peers are looked at.
+_SLICE = timedelta(milliseconds=200)
+_FINISH_SLEEP_S = 0.01
+# After a transport error, how long to listen for the peer's own account of what happened.
+_LISTEN_S = 1.5
+
+
+class StoreControl(Control):
+    """The control channel over a TCP store: rank 0's own, or the one of torchrun's agent.
+
+    Raises:
+        CommunicationError: the store cannot be reached or its port is taken; names host and port.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch.rank, launch.size)
+        self.launch = launch
+        self.store = _open_store(launch)
+        self._heard = 0
+        self._stale: dict[str, list[str]] = {}
+
+    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+        return self._through_store(record, step, "record")
+
+    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+        return self._through_store(payload, step, "payload")
+
+    def _through_store(self, payload: bytes, step: Step, part: str) -> list[bytes]:
+        keys = [f"{step.key}/{step.seq}/{part}/{rank}" for rank in step.team]
+        mine = keys[step.team.index(self.rank)]
+        try:
+            # A leading byte, because the store cannot tell an empty value from none.
+            self.store.set(mine, b"+" + payload)
+            waiting = self.wait_keys(keys)
+            self.poll_until(waiting, what=step.describe, needs=step.needs)
+            values = [value[1:] for value in self.store.multi_get(keys)]
+        except torch.distributed.DistError as error:
+            raise PeerError(f"the job's store is gone in {step.describe()}: {error}") from error
+        # Whoever enters operation n has left n - 2 behind, on every rank.
+        stale = self._stale.setdefault(step.key, [])
+        stale.append(mine)
+        if len(stale) > 4:
+            self.store.delete_key(stale.pop(0))
+        return values
+
+    def wait_keys(self, keys: list[str]) -> Callable[[], bool]:
+        """Returns a poll that is true once all keys are set, and blocks for a slice of time otherwise."""
+
+        def done() -> bool:
+            try:
+                self.store.wait(keys, _SLICE)
+            except torch.distributed.DistStoreError:
+                return self.store.check(keys)
+            return True
+
+        return done
+
+    def listen(self) -> None:
+        """Takes in the announcements that have arrived."""
+        count = self.store.add("events", 0)
+        while self._heard < count:
+            self._heard += 1
+            key = f"event/{self._heard}"
+            if not self.store.check([key]):
+                self._heard -= 1
+                return
+            event = Event.decode(self.store.get(key))
+            if event.rank != self.rank:
+                self.peers.record(event)
+
+    def announce(self, event: Event) -> None:
+        """Puts the event into the store."""
+        try:
+            self.store.set(f"event/{self._claim()}", event.encode())
+        except torch.distributed.DistError:
+            return  # Rank 0 served the store and is gone: nobody is left to hear.
+
+    def _claim(self) -> int:
+        # The number is claimed before the event is written: a reader waits for the gap to fill.
+        return self.store.add("events", 1)
+
+    def finish(self) -> None:
+        """Waits until all peers have announced too: rank 0 may serve the store and leaves last."""
+        stop = time.monotonic() + options.timeout_s()
+        try:
+            while len(self.peers.events) < self.size - 1:
+                self.listen()
+                if time.monotonic() > stop:
+                    print(
+                        f"[fuser] rank {self.rank}: leaving, though not all ranks have finished "
+                        f"{options.timeout_s():g} s after this rank",
+                        file=sys.stderr,
+                    )
+                    return
+                time.sleep(_FINISH_SLEEP_S)
+            self._leave_store()
+        except torch.distributed.DistError:
+            return  # Rank 0 served the store and has left after all others announced.
+
+    def _leave_store(self) -> None:
+        """Lets the rank that serves the store wait for the last reader."""
+        gone = self.store.add("gone", 1)
+        if self.rank != 0 or uses_agent_store():
+            return
+        stop = time.monotonic() + options.timeout_s()
+        while gone < self.size and time.monotonic() < stop:
+            time.sleep(_FINISH_SLEEP_S / 5)
+            gone = self.store.add("gone", 0)
+
+    def abort(self, code: int) -> None:
+        """Ends this process; its supervisor ends the others, and waiting peers read the announcement."""
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _open_store(launch: Launch) -> torch.distributed.Store:
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=options.timeout_s())
+    shared = uses_agent_store()
+    if shared:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    else:
+        host, port = store_address(launch)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            None,
+            is_master=launch.rank == 0 and not shared,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {launch.rank} cannot reach the job's store at {host}:{port}: {error} "
+            "(FUSER_MASTER_ADDR and FUSER_MASTER_PORT choose another)"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"fuser/{attempt}", store)
+
+
+class _GlooWork:
+    """Torch works in flight; torch holds their buffers."""
+
+    def __init__(self, backend: GlooBackend, works: list[Any], call: Call | Exchange) -> None:
+        self._backend = backend
+        self._works = works
+        self._call = call
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        control = self._backend.control
+        for work in self._works:
+            try:
+                control.poll_until(
+                    work.is_completed, what=self._call.describe, needs=self._call.needs
+                )
+                work.wait()
+            except RuntimeError as error:
+                if isinstance(error, CommunicationError):
+                    raise
+                raise self._backend.explain(error, self._call) from error
+        self._works = []
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+        self.wait()
+
+
+class _Transfer:
+    """A gloo send or receive: its only completion test is a blocking wait, which a thread performs."""
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work, timeout), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Any, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Returns whether the blocking wait has ended."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raises the transfer's error, if it has one."""
+        if self._error is not None:
+            raise self._error
+
+
+class GlooBackend(CheckedBackend):
+    """Collectives on CPU tensors over gloo."""
+
+    name = "gloo"
+
+    def __init__(self, control: StoreControl) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self._groups: dict[Team, Any] = {}
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise InputError(f"backend gloo takes CPU tensors, found one on {tensor.device}")
+
+    def _timeout(self) -> timedelta:
+        # Longer than our own deadline, so that the error is ours and names the operation.
+        return timedelta(seconds=options.timeout_s() + 10)
+
+    def _group(self, team: Team) -> Any:
+        """Returns the team's process group; collective over the team at first use."""
+        group = self._groups.get(team)
+        if group is None:
+            import torch.distributed as dist
+
+            # Gloo's own rendezvous blocks: the members meet first, where peers are watched.
+            self.control.exchange(b"gloo", team=team)
+            store = dist.PrefixStore(f"gloo {team_text(team)}", self.control.store)
+            # The option class has no public name, but it is the only way to choose the interface.
+            opts = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            opts._timeout = self._timeout()
+            launch = self.control.launch
+            local = launch.local_size == launch.size and "GLOO_SOCKET_IFNAME" not in os.environ
+            opts._devices = [
+                dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+                if local
+                else dist.ProcessGroupGloo.create_default_device()
+            ]
+            try:
+                group = dist.ProcessGroupGloo(store, team.index(self.rank), len(team), opts)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"gloo cannot connect team {team_text(team)} on rank {self.rank}: {error}"
+                ) from error
+            self._groups[team] = group
+        return group
+
+    def explain(self, error: RuntimeError, call: Call | Exchange) -> CommunicationError:
+        """Returns the peer's announced failure behind a transport error, or the error itself."""
+        stop = time.monotonic() + _LISTEN_S
+        try:
+            poll_until(
+                lambda: bool(self.control.peers.events) or time.monotonic() > stop,
+                what=call.describe,
+                look=self.control.listen,
+                rank=self.rank,
+            )
+            self.control.peers.check(call.describe(), call.needs())
+        except CommunicationError as found:
+            return found
+        except RuntimeError as lost:
+            return PeerError(f"the job's store is gone in {call.describe()}: {lost}")
+        return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
+
+    def _start(self, call: Call) -> _GlooWork:
+        group = self._group(call.team)
+        try:
+            return _GlooWork(self, _COLLECTIVES[call.op](group, call), call)
+        except RuntimeError as error:
+            raise self.explain(error, call) from error
+
+    def _start_batch(self, batch: Exchange) -> _GlooWork:
+        group = self._group(batch.team)
+        works: list[Any] = []
+        for transfer in batch.transfers:
+            post = group.send if transfer.kind == "send" else group.recv
+            try:
+                work = post([_bytes(transfer.tensor)], batch.team.index(transfer.peer), 0)
+            except RuntimeError as error:
+                raise self.explain(error, batch) from error
+            works.append(_Transfer(work, self._timeout()))
+        return _GlooWork(self, works, batch)
+
+    def close(self) -> None:
+        """Drops the process groups."""
+        super().close()
+        self._groups.clear()
+
+
+def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "this member has a buffer"
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _parts(tensor: torch.Tensor | None, count: int) -> list[torch.Tensor]:
+    return list(_bytes(tensor).view(count, -1).unbind(0))
+
+
+def _reduction(call: Call) -> Any:
+    import torch.distributed as dist
+
+    return {
+        "sum": dist.ReduceOp.SUM,
+        "prod": dist.ReduceOp.PRODUCT,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+    }[call.reduce or ""]
+
+
+def _in_place(call: Call) -> torch.Tensor:
+    """Returns the output filled with the input: gloo's allreduce works in place."""
+    assert call.inp is not None, "every member of a reduction has an input"
+    if call.out is None:
+        return call.inp.clone()
+    if call.out.data_ptr() != call.inp.data_ptr():
+        call.out.view(-1).copy_(call.inp.view(-1))
+    return call.out
+
+
+def _allgather(group: Any, call: Call) -> list[Any]:
+    return [group._allgather_base(_bytes(call.out), _bytes(call.inp))]
+
+
+def _allreduce(group: Any, call: Call) -> list[Any]:
+    import torch.distributed as dist
+
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = _reduction(call)
+    return [group.allreduce([_in_place(call)], opts)]
+
+
+def _reduce(group: Any, call: Call) -> list[Any]:
+    import torch.distributed as dist
+
+    opts = dist.ReduceOptions()
+    opts.reduceOp = _reduction(call)
+    opts.rootRank = call.root_index
+    return [group.reduce([_in_place(call)], opts)]
+
+
+def _reduce_scatter(group: Any, call: Call) -> list[Any]:
+    import torch.distributed as dist
+
+    assert call.out is not None and call.inp is not None, "checked"
+    opts = dist.ReduceScatterOptions()
+    opts.reduceOp = _reduction(call)
+    return [group._reduce_scatter_base(call.out.view(-1), call.inp.view(-1), opts)]
+
+
+def _broadcast(group: Any, call: Call) -> list[Any]:
+    return [group.broadcast(_bytes(call.out), call.root_index)]
+
+
+def _gather(group: Any, call: Call) -> list[Any]:
+    import torch.distributed as dist
+
+    opts = dist.GatherOptions()
+    opts.rootRank = call.root_index
+    outs = [_parts(call.out, len(call.team))] if call.is_root else []
+    return [group.gather(outs, [_bytes(call.inp)], opts)]
+
+
+def _scatter(group: Any, call: Call) -> list[Any]:
+    import torch.distributed as dist
+
+    opts = dist.ScatterOptions()
+    opts.rootRank = call.root_index
+    inps = [_parts(call.inp, len(call.team))] if call.is_root else []
+    return [group.scatter([_bytes(call.out)], inps, opts)]
+
+
+def _alltoall(group: Any, call: Call) -> list[Any]:
+    import torch.distributed as dist
+
+    return [group.alltoall_base(_bytes(call.out), _bytes(call.inp), [], [], dist.AllToAllOptions())]
+
+
+def _barrier(group: Any, call: Call) -> list[Any]:
+    del call
+    return [group.allreduce([torch.zeros(1)])]
+
+
+_COLLECTIVES: dict[str, Callable[[Any, Call], list[Any]]] = {
+    "allgather": _allgather,
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "alltoall": _alltoall,
+    "barrier": _barrier,
+}

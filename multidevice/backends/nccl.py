@@ -1,0 +1,305 @@
+"""NCCL on the current CUDA stream, or on the stream that the caller gives.
+
+A collective is enqueued and ordered by its stream alone, so `wait` does nothing: the host program's
+stream switches are the whole truth, and collectives can be captured in a CUDA graph. Communicators are
+made per team at first use; use a team once before capturing it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fuser.errors import CommunicationError, InputError
+from multidevice.backends.base import Call, CheckedBackend, Exchange
+from multidevice.backends.nccl_binding import (
+    DTYPES,
+    REDUCE_OPS,
+    UINT8,
+    NcclBinding,
+    NcclComm,
+    load_binding,
+)
+from multidevice.backends.protocol import Team
+from multidevice.control import Control
+from multidevice.waiting import Need, team_text
+
+
+class _StreamWork:
+    """Work on a stream; the stream orders everything that follows it."""
+
+    def __init__(
+        self, backend: NcclBackend, comm: NcclComm, stream: int, call: Call | Exchange
+    ) -> None:
+        self._backend = backend
+        self._comm = comm
+        self._stream = stream
+        self._call = call
+
+    def wait(self) -> None:
+        """Returns at once: later work on the stream comes after the communication."""
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`; polls the stream under the deadline."""
+        stream = torch.cuda.ExternalStream(self._stream, device=self._backend.device)
+
+        def done() -> bool:
+            self._comm.check()
+            return stream.query()
+
+        self._backend.poll(done, self._call.describe, self._call.needs)
+
+
+class NcclBackend(CheckedBackend):
+    """Collectives on the tensors of one CUDA device over NCCL."""
+
+    name = "nccl"
+    stages_half = False
+    has_avg = True
+    in_place_parts = frozenset({"allgather", "reduce_scatter"})
+
+    def __init__(
+        self, control: Control, device: torch.device, binding: NcclBinding | None = None
+    ) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self.device = device
+        self.binding = load_binding() if binding is None else binding
+        self._comms: dict[Team, NcclComm] = {}
+
+    def poll(
+        self,
+        done: Callable[[], bool],
+        what: Callable[[], str],
+        needs: Callable[[], list[Need]],
+    ) -> None:
+        """Waits under the deadline; NCCL's own errors become `CommunicationError`."""
+        try:
+            self.control.poll_until(done, what=what, needs=needs)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(f"{what()} failed on rank {self.rank}: {error}") from error
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.device != self.device:
+            raise InputError(
+                f"backend nccl of {self.device} takes tensors there, found one on {tensor.device}"
+            )
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        handle = self._handle(stream)
+        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))
+
+    def _handle(self, stream: object) -> int:
+        if stream is None:
+            return torch.cuda.current_stream(self.device).cuda_stream
+        if isinstance(stream, int):
+            return stream
+        return int(stream.cuda_stream)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _comm(self, team: Team) -> NcclComm:
+        """Returns the team's communicator; collective over the team at first use."""
+        comm = self._comms.get(team)
+        if comm is None:
+            comm = self._connect(team)
+            self._comms[team] = comm
+        return comm
+
+    def _connect(self, team: Team) -> NcclComm:
+        unique_id = self.binding.unique_id() if team[0] == self.rank else b""
+        hello = json.dumps([unique_id.hex(), _device_name(self.device)]).encode()
+        answers = [json.loads(answer) for answer in self.control.exchange(hello, team=team)]
+        names = [name for _, name in answers]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise CommunicationError(
+                    f"ranks {team[names.index(name)]} and {team[index]} use the same GPU ({name}): "
+                    "NCCL needs one GPU per rank"
+                )
+        index = team.index(self.rank)
+        result: list[NcclComm] = []
+        failure: list[BaseException] = []
+
+        def connect() -> None:
+            try:
+                torch.cuda.set_device(self.device)
+                unique = bytes.fromhex(answers[0][0])
+                result.append(self.binding.connect(len(team), unique, index))
+            except Exception as error:  # noqa: BLE001 - re-raised by the waiting thread
+                failure.append(error)
+
+        # ncclCommInitRank blocks until every member calls it: a thread lets this one keep the deadline.
+        thread = threading.Thread(target=connect, name="nccl-connect", daemon=True)
+        thread.start()
+        self.poll(
+            lambda: not thread.is_alive(),
+            lambda: f"connection of NCCL team {team_text(team)}",
+            lambda: [],
+        )
+        if failure:
+            raise CommunicationError(
+                f"NCCL ({self.binding.name}) cannot connect team {team_text(team)} on rank "
+                f"{self.rank}: {failure[0]}"
+            ) from failure[0]
+        return result[0]
+
+    def _start(self, call: Call) -> _StreamWork:
+        comm = self._comm(call.team)
+        stream = self._handle(call.stream)
+        try:
+            _COLLECTIVES[call.op](self, comm, call, stream)
+        except RuntimeError as error:
+            raise self._explain(error, call) from error
+        return _StreamWork(self, comm, stream, call)
+
+    def _start_batch(self, batch: Exchange) -> _StreamWork:
+        comm = self._comm(batch.team)
+        stream = self._handle(batch.stream)
+        copies = [
+            (t.kind, t.tensor.data_ptr(), _nbytes(t.tensor), batch.team.index(t.peer))
+            for t in batch.transfers
+        ]
+        try:
+            self.post_copies(comm, copies, stream)
+        except RuntimeError as error:
+            raise self._explain(error, batch) from error
+        return _StreamWork(self, comm, stream, batch)
+
+    def _explain(self, error: RuntimeError, call: Call | Exchange) -> CommunicationError:
+        if isinstance(error, CommunicationError):
+            return error
+        return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
+
+    def drain(self) -> None:
+        """Waits for the device under the deadline; a hopeless wait is reported by the guard's thread."""
+        if self._closed or not self._comms or not torch.cuda.is_initialized():
+            return
+        thread = threading.Thread(
+            target=torch.cuda.synchronize, args=(self.device,), name="nccl-drain", daemon=True
+        )
+        thread.start()
+        try:
+            self.poll(lambda: not thread.is_alive(), lambda: "the device's last work", lambda: [])
+        except CommunicationError:
+            return
+
+    def close(self) -> None:
+        """Frees the communicators, in a fixed order."""
+        super().close()
+        for team in sorted(self._comms):
+            self._comms[team].abort()
+        self._comms.clear()
+
+    def post_copies(
+        self, comm: NcclComm, copies: list[tuple[str, int, int, int]], stream: int
+    ) -> None:
+        """Enqueues sends and receives (kind, address, bytes, team index) as one group."""
+        self.binding.group_start()
+        try:
+            for kind, address, nbytes, index in copies:
+                post = comm.send if kind == "send" else comm.recv
+                post(address, nbytes, UINT8, index, stream)
+        finally:
+            self.binding.group_end()
+
+
+def _device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _nbytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _reduction(call: Call) -> tuple[int, int]:
+    """Returns NCCL's numbers of dtype and op."""
+    assert call.inp is not None and call.reduce is not None, "checked"
+    return DTYPES[str(call.inp.dtype).removeprefix("torch.")], REDUCE_OPS[call.reduce]
+
+
+def _allgather(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    comm.allgather(_address(call.inp), _address(call.out), _nbytes(call.inp), UINT8, stream)
+
+
+def _allreduce(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    assert call.inp is not None, "checked"
+    dtype, op = _reduction(call)
+    comm.allreduce(_address(call.inp), _address(call.out), call.inp.numel(), dtype, op, stream)
+
+
+def _reduce(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    assert call.inp is not None, "checked"
+    dtype, op = _reduction(call)
+    count, root = call.inp.numel(), call.root_index
+    comm.reduce(_address(call.inp), _address(call.out), count, dtype, op, root, stream)
+
+
+def _reduce_scatter(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    assert call.out is not None, "checked"
+    dtype, op = _reduction(call)
+    count = call.out.numel()
+    comm.reduce_scatter(_address(call.inp), _address(call.out), count, dtype, op, stream)
+
+
+def _broadcast(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    address = _address(call.out)
+    comm.broadcast(address, address, _nbytes(call.out), UINT8, call.root_index, stream)
+
+
+def _gather(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    nbytes = _nbytes(call.inp)
+    copies = [("send", _address(call.inp), nbytes, call.root_index)]
+    if call.is_root:
+        start = _address(call.out)
+        copies += [("recv", start + i * nbytes, nbytes, i) for i in range(len(call.team))]
+    backend.post_copies(comm, copies, stream)
+
+
+def _scatter(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    nbytes = _nbytes(call.out)
+    copies = [("recv", _address(call.out), nbytes, call.root_index)]
+    if call.is_root:
+        start = _address(call.inp)
+        copies += [("send", start + i * nbytes, nbytes, i) for i in range(len(call.team))]
+    backend.post_copies(comm, copies, stream)
+
+
+def _alltoall(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    count = len(call.team)
+    nbytes = _nbytes(call.inp) // count
+    inp, out = _address(call.inp), _address(call.out)
+    if comm.has_alltoall:
+        comm.alltoall(inp, out, nbytes, UINT8, stream)
+        return
+    sends = [("send", inp + i * nbytes, nbytes, i) for i in range(count)]
+    recvs = [("recv", out + i * nbytes, nbytes, i) for i in range(count)]
+    backend.post_copies(comm, sends + recvs, stream)
+
+
+def _barrier(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+    with backend._on(stream):  # pyright: ignore[reportPrivateUsage]
+        token = torch.zeros(1, dtype=torch.uint8, device=backend.device)
+    comm.allreduce(token.data_ptr(), token.data_ptr(), 1, UINT8, REDUCE_OPS["max"], stream)
+
+
+_COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, Call, int], Any]] = {
+    "allgather": _allgather,
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "alltoall": _alltoall,
+    "barrier": _barrier,
+}

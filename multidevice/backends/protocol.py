@@ -1,0 +1,169 @@
+"""What every communication backend offers.
+
+A team is an ordered tuple of global ranks; roots and peers are global ranks too. All tensors are
+contiguous. Part `i` of a buffer with `len(team)` equal parts belongs to `team[i]`. A call enters a
+collective that every member of the team must enter, in the same order; it returns at once with a
+`Work`, and the buffers belong to the backend until `Work.wait()` has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Team = tuple[int, ...]
+ReduceOp = Literal["sum", "prod", "min", "max", "avg"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "prod", "min", "max", "avg")
+
+# The first buffer of a call is what the op writes, the second what it reads. Each entry is the number
+# of parts that the buffer holds: "n" is one part per team member. A buffer marked "root" exists
+# on the root only.
+BUFFERS: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "allgather": (("n", "all"), ("1", "all")),
+    "allreduce": (("1", "all"), ("1", "all")),
+    "reduce_scatter": (("1", "all"), ("n", "all")),
+    "alltoall": (("n", "all"), ("n", "all")),
+    "gather": (("n", "root"), ("1", "all")),
+    "scatter": (("1", "all"), ("n", "root")),
+    "reduce": (("1", "root"), ("1", "all")),
+}
+
+
+class Work(Protocol):
+    """A communication that was started."""
+
+    def wait(self) -> None:
+        """Returns when later work may use the buffers: on CPU the data is there; on CUDA the order is the stream's.
+
+        Raises:
+            CommunicationTimeout: the deadline passed.
+            PeerError: a peer failed, or left before it entered this communication.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when the data is there, seen from the host; same errors as `wait`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank `peer`."""
+
+    kind: Literal["send", "recv"]
+    tensor: torch.Tensor
+    peer: int
+
+
+class Backend(Protocol):
+    """Collectives and point-to-point copies among the ranks of a team."""
+
+    @property
+    def name(self) -> str:
+        """The backend's short name: mpi, gloo, nccl, simulated."""
+        ...
+
+    def allgather(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """Writes the parts `inp` of all members, in team order, to `out` [n parts]."""
+        ...
+
+    def allreduce(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: ReduceOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the elementwise reduction of all `inp` to `out` on every member; may be in place."""
+        ...
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: ReduceOp,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes this member's part of the reduction of all `inp` [n parts] to `out`."""
+        ...
+
+    def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
+        """Overwrites `buf` on every member with the root's."""
+        ...
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the parts `inp` of all members to `out` [n parts] on the root; `out` is None elsewhere."""
+        ...
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor | None,
+        *,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes part i of the root's `inp` [n parts] to `out` on member i; `inp` is None elsewhere."""
+        ...
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *,
+        op: ReduceOp,
+        root: int,
+        team: Team,
+        stream: object = None,
+    ) -> Work:
+        """Writes the reduction of all `inp` to `out` on the root; `out` is ignored elsewhere."""
+        ...
+
+    def alltoall(
+        self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
+    ) -> Work:
+        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have one size."""
+        ...
+
+    def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """Sends `buf` to the member `peer`, which must post a matching `recv`."""
+        ...
+
+    def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
+        """Receives `buf` from the member `peer`."""
+        ...
+
+    def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
+        """Starts all transfers at once, so that a ring of sends and receives cannot block itself."""
+        ...
+
+    def barrier(self, *, team: Team, stream: object = None) -> None:
+        """Returns when every member has entered the barrier and, on CUDA, the stream has reached it."""
+        ...
+
+    def drain(self) -> None:
+        """Returns when the device has done all communications, or when that is hopeless."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the backend holds; later calls are errors."""
+        ...

@@ -1,0 +1,431 @@
+"""N ranks as threads of one process that pass one baton: exactly one runs at any time.
+
+A switch happens only when a rank waits in a communicator call, and the next rank is the one that has been
+ready longest, so a run is deterministic. When no rank can run, every rank raises `DeadlockError`, which
+tells where each of them stands. Ranks that meet in a collective with different arguments raise
+an error that shows both sides. Tensors may be on the CPU or, all ranks sharing one device, on CUDA.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from fuser.errors import CommunicationError, DeadlockError, PeerError
+from multidevice.backends.base import Call, CheckedBackend, Exchange, tensor_text
+from multidevice.backends.protocol import Team, Transfer
+from multidevice.control import Control, Step
+from multidevice.waiting import Need
+
+
+class _Position(Protocol):
+    def describe(self) -> str: ...
+
+    def needs(self) -> Iterable[Need]: ...
+
+
+class Baton:
+    """The scheduler of the simulated ranks of one run."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._gates = [threading.Semaphore(0) for _ in range(size)]
+        self._ready: deque[int] = deque(range(size))
+        self._waiting: dict[int, _Position] = {}
+        self._ended: dict[int, str] = {}
+        self._failure: Callable[[], CommunicationError] | None = None
+        self.meetings: dict[tuple[str, int], Meeting] = {}
+        self.mailboxes: dict[str, deque[_Letter]] = {}
+
+    def start(self) -> None:
+        """Lets the first rank run."""
+        self._pass_on()
+
+    def begin(self, rank: int) -> None:
+        """Blocks the thread of a rank until it is its turn."""
+        self._gates[rank].acquire()
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        """Records that a rank has finished, and passes the baton on."""
+        if error is None:
+            self._ended[rank] = "finished"
+        else:
+            text = f"{type(error).__name__}: {error}"
+            self._ended[rank] = f"failed with {text}"
+            if self._failure is None:
+                self.fail(lambda: PeerError(f"rank {rank} failed: {text}"))
+        self._pass_on()
+
+    def fail(self, failure: Callable[[], CommunicationError]) -> None:
+        """Makes every waiting rank, and every later call, raise."""
+        self._failure = failure
+        for rank in sorted(self._waiting):
+            self._ready.append(rank)
+        self._waiting.clear()
+
+    def check(self) -> None:
+        """Raises when the run has failed."""
+        if self._failure is not None:
+            raise self._failure()
+
+    def wait(self, rank: int, done: Callable[[], bool], position: _Position) -> None:
+        """Blocks a rank until `done()`; other ranks run meanwhile.
+
+        Raises:
+            DeadlockError: no rank can run.
+            PeerError: another rank failed.
+        """
+        while not done():
+            self.check()
+            self._waiting[rank] = position
+            self._pass_on()
+            self._gates[rank].acquire()
+
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Makes waiting ranks ready, in the given order."""
+        for rank in ranks:
+            if self._waiting.pop(rank, None) is not None:
+                self._ready.append(rank)
+
+    def _pass_on(self) -> None:
+        if not self._ready and self._waiting:
+            report = self._report()
+            self.fail(lambda: DeadlockError(report))
+        if self._ready:
+            self._gates[self._ready.popleft()].release()
+
+    def _report(self) -> str:
+        lines = ["deadlock: no simulated rank can run"]
+        for rank in range(self.size):
+            position = self._waiting.get(rank)
+            if position is None:
+                lines.append(f"  rank {rank}: {self._ended.get(rank, 'not started')}")
+                continue
+            lines.append(f"  rank {rank}: waits in {position.describe()}")
+        return "\n".join(lines)
+
+
+class Meeting:
+    """The members of a team that have entered one collective so far."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Any] = {}
+        self.arrivals: dict[int, Any] = {}
+        self.left = 0
+        self.done = False
+        self.error: str | None = None
+        self.result: Any = None
+        self.finished: Any = None
+
+
+def meet(
+    baton: Baton,
+    position: _Position,
+    *,
+    key: str,
+    seq: int,
+    team: Team,
+    index: int,
+    entry: Any,
+    arrival: Any,
+    complete: Callable[[Meeting], None],
+) -> Meeting:
+    """Enters a collective; the last member to arrive runs `complete` for all."""
+    baton.check()
+    meeting = baton.meetings.setdefault((key, seq), Meeting())
+    meeting.entries[index] = entry
+    meeting.arrivals[index] = arrival
+    if len(meeting.entries) == len(team):
+        del baton.meetings[key, seq]
+        complete(meeting)
+        meeting.done = True
+        baton.wake(team)
+    return meeting
+
+
+class SimulatedControl(Control):
+    """The control channel of one simulated rank."""
+
+    def __init__(self, rank: int, size: int, baton: Baton) -> None:
+        super().__init__(rank, size)
+        self.baton = baton
+
+    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+        return self._collect(record, step, "record")
+
+    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+        return self._collect(payload, step, "payload")
+
+    def _collect(self, payload: bytes, step: Step, part: str) -> list[bytes]:
+        meeting = meet(
+            self.baton,
+            step,
+            key=f"{step.key} {part}",
+            seq=step.seq,
+            team=step.team,
+            index=step.team.index(self.rank),
+            entry=payload,
+            arrival=None,
+            complete=lambda _: None,
+        )
+        self.baton.wait(self.rank, lambda: meeting.done, step)
+        return [meeting.entries[i] for i in range(len(step.team))]
+
+
+class _Letter:
+    """A transfer that waits for its other half."""
+
+    def __init__(self, transfer: Transfer, rank: int, stream: object, arrival: Any) -> None:
+        self.transfer = transfer
+        self.rank = rank
+        self.stream = stream
+        self.arrival = arrival
+        self.done = False
+        self.error: str | None = None
+        self.finished: Any = None
+
+
+class _SimulatedWork:
+    """Meetings or letters that must be done."""
+
+    def __init__(
+        self, backend: SimulatedBackend, parts: Sequence[Meeting | _Letter], call: Call | Exchange
+    ) -> None:
+        self._backend = backend
+        self._parts = parts
+        self._call = call
+
+    def wait(self) -> None:
+        """See `Work.wait`; blocks the rank until the data has moved, also on CUDA."""
+        backend = self._backend
+        backend.baton.wait(backend.rank, lambda: all(part.done for part in self._parts), self._call)
+        for part in self._parts:
+            if part.error is not None:
+                raise CommunicationError(part.error)
+            if part.finished is not None:
+                _current_stream(self._call.stream).wait_event(part.finished)
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+        self.wait()
+        for part in self._parts:
+            if part.finished is not None:
+                part.finished.synchronize()
+
+
+class SimulatedBackend(CheckedBackend):
+    """Collectives among simulated ranks; half-precision reductions accumulate in float32, in team order."""
+
+    name = "simulated"
+
+    def __init__(self, control: SimulatedControl) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self.baton = control.baton
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        del tensor
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        if stream is None:
+            return nullcontext()
+        return torch.cuda.stream(_current_stream(stream))
+
+    def _start(self, call: Call) -> _SimulatedWork:
+        arrival = _record_event(call.inp if call.inp is not None else call.out, call.stream)
+        meeting = meet(
+            self.baton,
+            call,
+            key=call.key,
+            seq=call.seq,
+            team=call.team,
+            index=call.index,
+            entry=call,
+            arrival=arrival,
+            complete=_complete,
+        )
+        return _SimulatedWork(self, [meeting], call)
+
+    def _start_batch(self, batch: Exchange) -> _SimulatedWork:
+        self.baton.check()
+        letters = [self._post(transfer, batch) for transfer in batch.transfers]
+        return _SimulatedWork(self, letters, batch)
+
+    def _post(self, transfer: Transfer, batch: Exchange) -> _Letter:
+        sends = transfer.kind == "send"
+        source, target = (self.rank, transfer.peer) if sends else (transfer.peer, self.rank)
+        box = self.baton.mailboxes.setdefault(f"{source}->{target} {batch.team}", deque())
+        arrival = _record_event(transfer.tensor, batch.stream)
+        letter = _Letter(transfer, self.rank, batch.stream, arrival)
+        if not box or box[0].transfer.kind == transfer.kind:
+            box.append(letter)
+            return letter
+        other = box.popleft()
+        send, recv = (letter, other) if sends else (other, letter)
+        self._deliver(send, recv)
+        for one in (send, recv):
+            one.done = True
+        self.baton.wake([other.rank])
+        return letter
+
+    def _deliver(self, send: _Letter, recv: _Letter) -> None:
+        source, target = send.transfer.tensor, recv.transfer.tensor
+        if source.dtype != target.dtype or source.numel() != target.numel():
+            text = (
+                f"rank {send.rank} sends {tensor_text(source)} to rank {recv.rank}, "
+                f"which receives {tensor_text(target)}"
+            )
+            send.error = recv.error = text
+            return
+        with _after([send.arrival, recv.arrival], send.stream):
+            target.view(-1).copy_(source.view(-1))
+            send.finished = recv.finished = _record_event(target, send.stream)
+
+
+def _current_stream(stream: object) -> torch.cuda.Stream:
+    if isinstance(stream, torch.cuda.Stream):
+        return stream
+    if isinstance(stream, int):
+        return torch.cuda.ExternalStream(stream)
+    return torch.cuda.current_stream()
+
+
+def _record_event(tensor: torch.Tensor | None, stream: object) -> Any:
+    """Returns an event on the rank's stream, or None for CPU tensors."""
+    if tensor is None or tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(_current_stream(stream))
+    return event
+
+
+def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[object]:
+    """Returns a context whose work runs on `stream` after the events."""
+    real = [event for event in events if event is not None]
+    if not real:
+        return nullcontext()
+    current = _current_stream(stream)
+    for event in real:
+        current.wait_event(event)
+    return torch.cuda.stream(current)
+
+
+def _complete(meeting: Meeting) -> None:
+    """Moves the data of a collective whose members have all arrived."""
+    calls: list[Call] = [meeting.entries[i] for i in range(len(meeting.entries))]
+    signatures = [_signature(call) for call in calls]
+    for call, signature in zip(calls, signatures, strict=True):
+        if signature != signatures[0]:
+            meeting.error = (
+                f"ranks of team {calls[0].team} disagree: rank {calls[0].team[0]} calls "
+                f"{calls[0].describe()}; rank {call.team[call.index]} calls {call.describe()}"
+            )
+            return
+    last = next(reversed(meeting.entries))
+    stream = calls[last].stream
+    with _after(meeting.arrivals.values(), stream), torch.no_grad():
+        _MOVES[calls[0].op](calls)
+        meeting.finished = _record_event(_any_tensor(calls[last]), stream)
+
+
+def _any_tensor(call: Call) -> torch.Tensor | None:
+    return call.out if call.out is not None else call.inp
+
+
+def _signature(call: Call) -> tuple[object, ...]:
+    """Returns what must be equal on all members: op, dtype, elements per part, reduction, root."""
+    tensor = _any_tensor(call)
+    if tensor is None:
+        return (call.op, call.reduce, call.root)
+    many_out = call.op in ("allgather", "alltoall", "gather") and call.out is not None
+    many_inp = call.op == "scatter" and call.out is None
+    count = tensor.numel() // (len(call.team) if many_out or many_inp else 1)
+    return (call.op, call.reduce, call.root, tensor.dtype, count)
+
+
+def _inputs(calls: Sequence[Call]) -> list[torch.Tensor]:
+    return [call.inp.view(-1) for call in calls if call.inp is not None]
+
+
+def _write(call: Call, value: torch.Tensor) -> None:
+    if call.out is not None:
+        call.out.view(-1).copy_(value.view(-1))
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def _reduced(calls: Sequence[Call]) -> torch.Tensor:
+    inputs = _inputs(calls)
+    total = inputs[0].clone()
+    for value in inputs[1:]:
+        total = _REDUCE[calls[0].reduce or ""](total, value)
+    return total
+
+
+def _move_allgather(calls: Sequence[Call]) -> None:
+    everything = torch.cat(_inputs(calls))
+    for call in calls:
+        _write(call, everything)
+
+
+def _move_allreduce(calls: Sequence[Call]) -> None:
+    total = _reduced(calls)
+    for call in calls:
+        _write(call, total)
+
+
+def _move_reduce_scatter(calls: Sequence[Call]) -> None:
+    parts = _reduced(calls).view(len(calls), -1)
+    for call, part in zip(calls, parts, strict=True):
+        _write(call, part)
+
+
+def _move_alltoall(calls: Sequence[Call]) -> None:
+    count = len(calls)
+    parts = torch.stack([inp.view(count, -1) for inp in _inputs(calls)])
+    for index, call in enumerate(calls):
+        _write(call, parts[:, index].contiguous())
+
+
+def _move_broadcast(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].root_index]
+    assert root.inp is not None, "a broadcast has one buffer on every member"
+    for call in calls:
+        if call is not root:
+            _write(call, root.inp)
+
+
+def _move_scatter(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].root_index]
+    assert root.inp is not None, "the root of a scatter has the input"
+    parts = root.inp.clone().view(len(calls), -1)
+    for call, part in zip(calls, parts, strict=True):
+        _write(call, part)
+
+
+def _move_nothing(calls: Sequence[Call]) -> None:
+    del calls
+
+
+_MOVES: dict[str, Callable[[Sequence[Call]], None]] = {
+    "allgather": _move_allgather,
+    "gather": _move_allgather,
+    "allreduce": _move_allreduce,
+    "reduce": _move_allreduce,
+    "reduce_scatter": _move_reduce_scatter,
+    "alltoall": _move_alltoall,
+    "broadcast": _move_broadcast,
+    "scatter": _move_scatter,
+    "barrier": _move_nothing,
+}

@@ -1,0 +1,207 @@
+"""`Communicator`: this process's rank, its peers, and the backend for each kind of device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser import options
+from fuser.errors import CommunicationError, UnsupportedError
+from multidevice.backends.protocol import Backend, Team
+from multidevice.control import Control, LocalControl
+from multidevice.faults import Guard
+from multidevice.launch import ALONE, Launch, read_launch
+
+if TYPE_CHECKING:
+    from multidevice.backends.gloo import StoreControl
+    from multidevice.backends.mpi import MpiControl
+
+# The communicator of the simulated rank that runs in this context, if any.
+current_communicator: ContextVar[Communicator | None] = ContextVar(
+    "current_communicator", default=None
+)
+_lock = threading.Lock()
+_singleton: list[Communicator] = []
+
+
+class Communicator:
+    """The ranks of a job; `instance()` makes it from the launcher's environment at first use.
+
+    Raises:
+        CommunicationError: the environment is inconsistent, or the ranks cannot be connected.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        control: Control,
+        make_backend: Callable[[torch.device], Backend],
+    ) -> None:
+        self._launch = launch
+        self._control = control
+        self._make_backend = make_backend
+        self._backends: dict[tuple[str, int], Backend] = {}
+
+    @classmethod
+    def instance(cls) -> Communicator:
+        """Returns the communicator of the simulated rank that runs here, else the one of this process."""
+        simulated = current_communicator.get()
+        if simulated is not None:
+            return simulated
+        if not _singleton:
+            with _lock:
+                if not _singleton:
+                    _singleton.append(_create())
+        return _singleton[0]
+
+    def size(self) -> int:
+        """Returns the number of ranks of the job."""
+        return self._launch.size
+
+    def rank(self) -> int:
+        """Returns the global rank of this process, which is its device id in meshes."""
+        return self._launch.rank
+
+    def local_size(self) -> int:
+        """Returns the number of ranks on this host."""
+        return self._launch.local_size
+
+    def local_rank(self) -> int:
+        """Returns the rank of this process among those of its host."""
+        return self._launch.local_rank
+
+    def is_available(self) -> bool:
+        """Returns whether a launcher started this process as a rank of a job."""
+        return self._launch.launcher != "none"
+
+    def barrier(self) -> None:
+        """Returns when every rank has entered the barrier.
+
+        Raises:
+            CommunicationError: there is no launcher.
+        """
+        if not self.is_available():
+            raise CommunicationError(
+                "The singleton Communicator isn't available. This is most likely because the "
+                "program was started without a launcher: use mpirun or torchrun."
+            )
+        if self.size() > 1:
+            self._control.agree(None)
+
+    def backend_for(self, device: torch.device | str) -> Backend:
+        """Returns the backend that moves tensors of a device."""
+        device = torch.device(device)
+        index = device.index
+        if device.type == "cuda" and index is None:
+            index = torch.cuda.current_device()
+        key = (device.type, index or 0)
+        backend = self._backends.get(key)
+        if backend is None:
+            backend = self._make_backend(torch.device(*key) if key[0] == "cuda" else device)
+            self._backends[key] = backend
+        return backend
+
+    def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
+        """Returns the payloads of all members (of the world by default), in team order."""
+        return self._control.exchange(payload, team=team)
+
+    def agree(
+        self, error: BaseException | None, digest: bytes = b"", *, team: Team | None = None
+    ) -> None:
+        """Returns when no member has an error and all digests (at most 16 bytes) are equal.
+
+        Raises:
+            error: this rank's own, if it has one.
+            PeerError: another member has an error; names rank, type and message.
+            ProgramMismatchError: the digests differ; `compare_texts` then tells where.
+        """
+        self._control.agree(error, digest=digest, team=team)
+
+    def compare_texts(self, text: str, *, team: Team | None = None) -> None:
+        """Raises ProgramMismatchError, on every member, with the first line that differs."""
+        self._control.compare_texts(text, team=team)
+
+    def agree_on_text(
+        self,
+        text: str,
+        *,
+        digest: bytes,
+        error: BaseException | None = None,
+        team: Team | None = None,
+    ) -> None:
+        """`agree` on the digest of `text`, then `compare_texts` if the digests differ."""
+        self._control.agree_on_text(text, digest=digest, error=error, team=team)
+
+    def drain(self) -> None:
+        """Waits, within the deadline, for communications that devices still carry out."""
+        for key in sorted(self._backends):
+            self._backends[key].drain()
+
+    def close(self) -> None:
+        """Closes the backends, in a fixed order."""
+        for key in sorted(self._backends):
+            self._backends[key].close()
+
+
+def _create() -> Communicator:
+    """Makes the process's communicator from the launcher's environment."""
+    options.check_environment()
+    launch = read_launch()
+    if launch is ALONE or launch.size == 1:
+        alone = replace(launch, local_rank=0, local_size=1)
+        control = LocalControl()
+        return Communicator(alone, control, _local_backend)
+    return _connect(launch)
+
+
+def _local_backend(device: torch.device) -> Backend:
+    """Returns a backend for teams of one, which needs no transport."""
+    from multidevice.backends.simulated import Baton, SimulatedBackend, SimulatedControl
+
+    del device
+    return SimulatedBackend(SimulatedControl(0, 1, Baton(1)))
+
+
+def _connect(launch: Launch) -> Communicator:
+    choice = options.backend()
+    uses_mpi = launch.launcher == "mpi" if choice == "auto" else choice == "mpi"
+    control: MpiControl | StoreControl
+    if uses_mpi:
+        from multidevice.backends.mpi import MpiBackend, MpiControl, local_layout
+
+        control = mpi = MpiControl(launch.rank, launch.size)
+        if launch.local_rank < 0 or launch.local_size < 0:
+            local_rank, local_size = local_layout(launch.rank, launch.size)
+            launch = replace(launch, local_rank=local_rank, local_size=local_size)
+        on_cpu: Callable[[], Backend] = lambda: MpiBackend(mpi)  # noqa: E731
+    else:
+        from multidevice.backends.gloo import GlooBackend, StoreControl
+
+        if launch.local_rank < 0 or launch.local_size < 0:
+            launch = replace(launch, local_rank=launch.rank, local_size=launch.size)
+        control = store = StoreControl(launch)
+        on_cpu = lambda: GlooBackend(store)  # noqa: E731
+    if torch.cuda.is_available() and launch.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(launch.local_rank)
+    guard = Guard(control)
+
+    def make_backend(device: torch.device) -> Backend:
+        if device.type == "cpu":
+            return on_cpu()
+        if device.type == "cuda":
+            from multidevice.backends.nccl import NcclBackend
+
+            guard.watch()
+            return NcclBackend(control, device)
+        raise UnsupportedError(f"no communication backend for device {device}")
+
+    communicator = Communicator(launch, control, make_backend)
+    guard.on_exit.append(communicator.drain)
+    guard.after_exit.append(communicator.close)
+    guard.install()
+    return communicator

@@ -1,0 +1,224 @@
+"""The control channel: small messages among the ranks, separate from the data.
+
+It carries errors, digests and program texts, and the announcements of ranks that fail or leave. Each
+operation is collective over its team. After an agreed error every member has taken the same steps, so
+the channel and the data communicators stay usable.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from fuser.errors import CommunicationError, PeerError, ProgramMismatchError
+from multidevice.backends.protocol import Team
+from multidevice.waiting import Event, Ledger, Need, Peers, poll_until, team_text
+
+# kind, status (1: this rank has an error), size of the text that follows, digest
+_RECORD = struct.Struct("<BBxxI16s")
+RECORD_NBYTES = _RECORD.size
+_KINDS = ("agree", "exchange")
+_NO_DIGEST = bytes(16)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of the control channel: what it is, in which team, and its sequence number."""
+
+    kind: str
+    team: Team
+    rank: int
+    key: str
+    seq: int
+
+    def describe(self) -> str:
+        """Returns the operation as text, for errors."""
+        return f"control {self.kind} over team {team_text(self.team)}, sequence number {self.seq}"
+
+    def needs(self) -> list[Need]:
+        """Returns what this step needs of its peers."""
+        return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != self.rank]
+
+
+class Control(ABC):
+    """Collective operations on bytes; a launcher's transport implements the two gathers."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.ledger = Ledger()
+        self.peers = Peers(rank)
+        self.world: Team = tuple(range(size))
+
+    @abstractmethod
+    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+        """Gathers records of one size from all members, in team order."""
+
+    @abstractmethod
+    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+        """Gathers payloads of the given sizes from all members, in team order."""
+
+    def listen(self) -> None:
+        """Takes in what the peers have announced so far."""
+
+    def announce(self, event: Event) -> None:
+        """Tells all peers that this rank failed or leaves; never raises and never waits."""
+
+    def finish(self) -> None:
+        """Waits, with a deadline, until every peer has announced that it leaves too."""
+
+    def abort(self, code: int) -> None:
+        """Ends this process, and the job as far as the launcher allows, with an exit code."""
+
+    def poll_until(
+        self,
+        done: Callable[[], bool],
+        *,
+        what: Callable[[], str],
+        needs: Callable[[], Iterable[Need]],
+    ) -> None:
+        """Waits for `done()` with the deadline, watching the peers that the wait needs."""
+
+        def look() -> None:
+            self.listen()
+            if self.peers.events and not done():
+                self.peers.check(what(), needs())
+
+        poll_until(done, what=what, look=look, rank=self.rank)
+
+    # Collective operations
+
+    def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
+        """Returns the payloads of all members, in team order."""
+        team = self._members(team, "exchange")
+        if len(team) == 1:
+            return [payload]
+        step = self._step("exchange", team)
+        records = self._records(step, 0, len(payload), _NO_DIGEST)
+        return self._gather_varied(payload, [size for _, size, _ in records], step)
+
+    def agree(
+        self, error: BaseException | None, *, digest: bytes = b"", team: Team | None = None
+    ) -> None:
+        """Returns when no member has an error and all digests are equal.
+
+        Raises:
+            error: this rank's own, if it has one.
+            PeerError: another member has an error; names rank, type and message.
+            ProgramMismatchError: the digests differ; `compare_texts` then tells where.
+        """
+        team = self._members(team, "agree")
+        if len(digest) > 16:
+            raise CommunicationError(f"a digest has at most 16 bytes, found {len(digest)}")
+        if len(team) == 1:
+            if error is not None:
+                raise error
+            return
+        text = f"{type(error).__name__}: {error}".encode() if error is not None else b""
+        step = self._step("agree", team)
+        records = self._records(step, int(error is not None), len(text), digest.ljust(16, b"\0"))
+        if any(status for status, _, _ in records):
+            texts = self._gather_varied(text, [size for _, size, _ in records], step)
+            if error is not None:
+                raise error
+            failed = [i for i, (status, _, _) in enumerate(records) if status]
+            raise PeerError(_failures_text([(team[i], texts[i].decode()) for i in failed]))
+        if len({digest for _, _, digest in records}) > 1:
+            groups = _groups(team, [digest.hex() for _, _, digest in records])
+            raise ProgramMismatchError(
+                "the ranks are about to run different programs: "
+                + ", ".join(f"ranks {team_text(ranks)} have {value}" for value, ranks in groups)
+            )
+
+    def compare_texts(self, text: str, *, team: Team | None = None) -> None:
+        """Returns when all members gave the same text.
+
+        Raises:
+            ProgramMismatchError: on every member, with the first differing line and who has which.
+        """
+        team = self._members(team, "exchange")
+        texts = [part.decode() for part in self.exchange(text.encode(), team=team)]
+        if len(set(texts)) == 1:
+            return
+        columns = [one.splitlines() for one in texts]
+        for number in range(max(map(len, columns)) + 1):
+            lines = [lines[number] if number < len(lines) else "<end>" for lines in columns]
+            if len(set(lines)) > 1:
+                shown = [
+                    f"  ranks {team_text(ranks)}: {line}" for line, ranks in _groups(team, lines)
+                ]
+                raise ProgramMismatchError(
+                    f"the programs of the ranks differ at line {number + 1}:\n" + "\n".join(shown)
+                )
+        raise ProgramMismatchError("the programs of the ranks differ in their line endings")
+
+    def agree_on_text(
+        self,
+        text: str,
+        *,
+        digest: bytes,
+        error: BaseException | None = None,
+        team: Team | None = None,
+    ) -> None:
+        """Agrees on the digest of a text, and shows the first differing line if it differs."""
+        try:
+            self.agree(error, digest=digest, team=team)
+        except ProgramMismatchError:
+            self.compare_texts(text, team=team)
+            raise
+
+    def _members(self, team: Team | None, kind: str) -> Team:
+        team = self.world if team is None else team
+        if self.rank not in team:
+            raise CommunicationError(f"{kind}: rank {self.rank} is not in team {team_text(team)}")
+        return team
+
+    def _step(self, kind: str, team: Team) -> Step:
+        key = f"control {team_text(team)}"
+        return Step(kind, team, self.rank, key, self.ledger.enter(key))
+
+    def _records(
+        self, step: Step, status: int, nbytes: int, digest: bytes
+    ) -> list[tuple[int, int, bytes]]:
+        """Gathers (status, size, digest) of all members, and checks that all do the same step."""
+        mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
+        rows = [_RECORD.unpack(record) for record in self._gather(mine, step)]
+        kinds = [_KINDS[row[0]] for row in rows]
+        if len(set(kinds)) > 1:
+            groups = _groups(step.team, kinds)
+            raise CommunicationError(
+                f"the ranks are at different control operations (sequence number {step.seq}): "
+                + ", ".join(f"ranks {team_text(ranks)} in {kind}" for kind, ranks in groups)
+            )
+        return [(status, size, digest) for _, status, size, digest in rows]
+
+
+class LocalControl(Control):
+    """The control channel of a job with one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def _gather(self, record: bytes, step: Step) -> list[bytes]:
+        return [record]
+
+    def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
+        return [payload]
+
+
+def _groups(team: Team, values: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Groups the ranks by value, in order of first appearance."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in zip(team, values, strict=True):
+        groups.setdefault(value, []).append(rank)
+    return list(groups.items())
+
+
+def _failures_text(failures: list[tuple[int, str]]) -> str:
+    rank, text = failures[0]
+    if len(failures) == 1:
+        return f"rank {rank} failed: {text}"
+    others = ", ".join(str(rank) for rank, _ in failures[1:])
+    return f"rank {rank} failed: {text} (and rank {others} failed too)"

@@ -1,0 +1,168 @@
+"""Ends the whole job when one rank fails or leaves early, instead of leaving its peers waiting.
+
+`guard(control)` installs the hooks: an uncaught exception, in any thread, prints rank and error and aborts the
+job; a rank that exits announces how far it came, so that a peer that waits for more raises `PeerError`
+at once; an exit with a non-zero code ends the job even if the peers never wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fuser.errors import PeerError
+
+if TYPE_CHECKING:
+    from multidevice.control import Control
+from multidevice.waiting import Event
+
+# The job ends within 5 s of a failure: after this time the process leaves without the launcher's help.
+_ABORT_LIMIT_S = 3.0
+# Ranks that exit with an error code at about the same time need no abort.
+_EXIT_GRACE_S = 1.0
+_WATCH_EVERY_S = 0.5
+
+
+class _ExitRequest(SystemExit):
+    """A SystemExit that knows, when it is destroyed, whether it ended the interpreter.
+
+    One that user code catches dies inside some frame; one that ends the program dies in the interpreter's
+    own exit code, below no frame at all.
+    """
+
+    def __init__(self, code: object, record: Callable[[object], None]) -> None:
+        super().__init__(code)
+        self._record = record
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:
+            self._record(self.code)
+
+
+class Guard:
+    """The hooks of one process; `close` hooks of the communicator run before the last handshake."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._previous_hook = sys.excepthook
+        self._previous_thread_hook = threading.excepthook
+        self._exit_code: object = None
+        self._ending = threading.Lock()
+        self._watching = False
+        self.on_exit: list[Callable[[], None]] = []
+        self.after_exit: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Installs the hooks; the previous hooks still run."""
+        sys.excepthook = self._uncaught
+        threading.excepthook = self._uncaught_in_thread
+        sys.exit = self._exit
+        atexit.register(self._leave)
+
+    def watch(self) -> None:
+        """Starts a thread that ends the job when a peer left work behind that this rank is in.
+
+        For devices: a rank that waits in the driver for a collective cannot look around itself.
+        """
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch, name="fuser-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        control = self._control
+        while True:
+            time.sleep(_WATCH_EVERY_S)
+            control.listen()
+            for rank, event in sorted(control.peers.events.items()):
+                entered = control.ledger.entered
+                ahead = [
+                    key
+                    for key, count in sorted(entered.items())
+                    if key.startswith("nccl ")
+                    and str(rank) in key.removeprefix("nccl ").strip("()").split()
+                    and event.entered.get(key, 0) < count
+                ]
+                if event.kind == "failed" or ahead:
+                    where = f" while this rank is ahead of it in {ahead[0]}" if ahead else ""
+                    self._end(f"rank {rank} {event.kind}: {event.text}{where}", 1)
+
+    def _uncaught(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        self._previous_hook(kind, error, trace)
+        self._end(_error_text(kind, error, trace), 130 if kind is KeyboardInterrupt else 1)
+
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        self._previous_thread_hook(args)
+        if args.exc_type is SystemExit or args.exc_value is None:
+            return
+        name = args.thread.name if args.thread is not None else "unknown"
+        text = _error_text(args.exc_type, args.exc_value, args.exc_traceback)
+        self._end(f"{text} in thread {name}", 1)
+
+    def _end(self, text: str, code: int) -> None:
+        """Prints and announces the failure, and aborts the job."""
+        if not self._ending.acquire(blocking=False):
+            return
+        control = self._control
+        timer = threading.Timer(_ABORT_LIMIT_S, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+        sys.stdout.flush()
+        sys.stderr.write(f"[fuser] rank {control.rank}: {text}; ending the job\n")
+        sys.stderr.flush()
+        control.announce(Event(control.rank, "failed", text))
+        control.abort(code)
+
+    def _exit(self, status: object = None) -> None:
+        """Stands in for sys.exit, and remembers the code of the exit that ends the program."""
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit(status)
+
+        def record(code: object) -> None:
+            self._exit_code = code
+
+        raise _ExitRequest(status, record)
+
+    def _leave(self) -> None:
+        """Runs at exit: announces how far this rank came, and waits for the peers."""
+        control = self._control
+        code = self._exit_code
+        text = "it has exited" if code in (None, 0) else f"it has exited with code {code!r}"
+        for hook in self.on_exit:
+            hook()
+        control.announce(Event(control.rank, "left", text, dict(control.ledger.entered)))
+        if code not in (None, 0):
+            stop = time.monotonic() + _EXIT_GRACE_S
+            while len(control.peers.events) < control.size - 1 and time.monotonic() < stop:
+                control.listen()
+                time.sleep(0.01)
+            if len(control.peers.events) < control.size - 1:
+                self._end(f"exited with code {code!r}", code if isinstance(code, int) else 1)
+        try:
+            control.finish()
+        except PeerError as error:
+            self._end(str(error), 1)
+        for hook in self.after_exit:
+            hook()
+
+
+def _error_text(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> str:
+    """Returns type, message and the last user line of an error."""
+    frames = traceback.extract_tb(trace)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"uncaught {kind.__name__}: {error}{where}"

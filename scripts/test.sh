@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Makes .venv with the test tools, then runs the tests: plain, on 2 ranks and on 4 ranks.
+#
+# Needs Python >= 3.11, a C++ compiler and a package index. Safe to run again; arguments go to
+# every pytest (for example: bash scripts/test.sh -k sharding).
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+setup_venv test
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
+
+status=0
+selection=$#
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+# step NAME SECONDS COMMAND...: a failing step is noted and the next one still runs.
+step() {
+  local name="$1" limit_s="$2" rc=0
+  shift 2
+  say "$name"
+  timeout --kill-after=10 "$limit_s" "$@" </dev/null 2>&1 | tee "$log" || rc=$?
+  case "$rc" in
+    0) # mpirun returns 0 when a rank leaves with exit code 0 in the middle and takes the job along
+      grep -Eq ' in [0-9.]+s' "$log" || { say "$name: ended without pytest's closing line" && status=1; } ;;
+    5) # fine for a selection like -k, not for the whole suite
+      say "$name: no test was selected"
+      [ "$selection" -gt 0 ] || status=1 ;;
+    124 | 137) say "$name: stopped after $limit_s s" && status=1 ;;
+    *) say "$name: failed (exit code $rc)" && status=1 ;;
+  esac
+}
+
+ranks() {
+  step "tests on $1 ranks" 300 "$MPIRUN" -np "$1" "$PY" -m pytest \
+    -p tests.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}"
+}
+
+step "tests in one process" 900 "$PY" -m pytest -q "$@"
+ranks 2 "$@"
+ranks 4 "$@"
+exit "$status"

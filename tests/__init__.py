@@ -1,0 +1,1 @@
+"""Tests, one folder per layer; `tests/gpu` needs a CUDA device."""

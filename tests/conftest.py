@@ -1,0 +1,97 @@
+"""What all tests share: rank-aware selection, the communicator, printed seeds.
+
+Marks: `mpi` tests run on every rank under mpirun, and nowhere else; `gpu` tests need a CUDA device
+and everything under `tests/gpu` carries that mark. A failing rank ends the job (`mpi_abort`).
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import mpi_abort
+
+if TYPE_CHECKING:
+    from multidevice import Communicator
+
+_GPU_FOLDER = Path(__file__).parent / "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    mpi_abort.register(config.pluginmanager)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if _GPU_FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    _select_for_ranks(config, items)
+    if any("gpu" in item.keywords for item in items) and not _has_cuda():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _select_for_ranks(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what does not belong here, so that the counts speak of tests that ran."""
+    size = mpi_abort.world_size()
+    only_mpi = size > 1 and config.getoption("only_mpi", default=False)
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("mpi")
+        if mark is None:
+            fits = not only_mpi
+        else:
+            fits = size > 1 and size >= mark.kwargs.get("min_size", 1)
+        (kept if fits else dropped).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture
+def comm() -> Iterator[Communicator]:
+    """The communicator of this process; a barrier before and after keeps the ranks in one test."""
+    from multidevice import Communicator
+
+    communicator = Communicator.instance()
+    if communicator.size() > 1:
+        communicator.barrier()
+    yield communicator
+    if communicator.size() > 1:
+        communicator.barrier()
+
+
+@pytest.fixture
+def seeded(request: pytest.FixtureRequest) -> int:
+    """Seed random, numpy and torch from the test's name, the same on every rank; printed."""
+    import numpy
+    import torch
+
+    seed = zlib.crc32(request.node.nodeid.encode())
+    print(f"seed {seed}")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+@pytest.fixture
+def kernel_cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty on-disk kernel cache, for tests that count compilations."""
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv("FUSER_CACHE_DIR", str(folder))
+    return folder

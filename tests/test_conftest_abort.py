@@ -1,0 +1,130 @@
+"""One failing rank ends the whole job at once, and the output names the rank and the failure."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+LIMIT_S = 10.0
+
+pytestmark = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpirun and mpi4py",
+)
+
+# Rank 0 waits in a barrier, so only an abort can end the job in time.
+TEST_FILE = """\
+from mpi4py import MPI
+import os, sys, threading
+import pytest
+
+RANK = MPI.COMM_WORLD.rank
+{at_import}
+
+@pytest.fixture
+def thing():
+    if RANK == 1:
+        {in_fixture}
+    yield
+    if RANK == 1:
+        {in_teardown}
+
+@pytest.mark.mpi
+def test_barrier(thing):
+    if RANK == 1:
+        {in_test}
+    MPI.COMM_WORLD.Barrier()
+
+@pytest.mark.mpi
+def test_second_barrier():
+    MPI.COMM_WORLD.Barrier()
+"""
+CONFTEST_FILE = """\
+from mpi4py import MPI
+import pytest
+RANK = MPI.COMM_WORLD.rank
+{conftest}
+"""
+PLACES = ("at_import", "in_fixture", "in_teardown", "in_test", "conftest")
+
+CASES = {
+    "test": ({"in_test": "assert 2 + 2 == 5"}, "assert (2 + 2) == 5"),
+    "fixture": ({"in_fixture": "raise ValueError('no thing')"}, "no thing"),
+    "teardown": ({"in_teardown": "raise ValueError('not undone')"}, "not undone"),
+    "collection": ({"at_import": "if RANK == 1: import no_such_module"}, "no_such_module"),
+    "conftest": ({"conftest": "if RANK == 1: raise KeyError('early')"}, "KeyError"),
+    "usage": (
+        {
+            "conftest": "def pytest_configure(config):\n"
+            "    if RANK == 1: raise pytest.UsageError('not so')"
+        },
+        "ends before its tests do",
+    ),
+    "internal": (
+        {
+            "conftest": "def pytest_collection_modifyitems(items):\n"
+            "    if RANK == 1: raise OSError('inside')"
+        },
+        "inside",
+    ),
+    "stop": ({"in_test": "pytest.exit('enough', returncode=0)"}, "enough"),
+    "exit": ({"in_test": "sys.exit(0)"}, "SystemExit"),
+    "timeout": ({"in_test": "threading.Event().wait()"}, "TIMEOUT test_it.py::test_barrier"),
+}
+
+
+def run_two_ranks(
+    folder: Path, sources: dict[str, str], *options: str
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run the two-rank session that `sources` describes; returns it with its seconds."""
+    filled = {place: sources.get(place, "pass") for place in PLACES}
+    (folder / "test_it.py").write_text(TEST_FILE.format(**filled))
+    (folder / "conftest.py").write_text(CONFTEST_FILE.format(**filled))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = mpi\n")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    command = [MPIRUN or "mpirun", "-np", "2", sys.executable, "-m", "pytest", "-q"]
+    command += ["-p", "no:cacheprovider", "--with-mpi", *options]
+    started = time.monotonic()
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return done, time.monotonic() - started
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_failing_rank_ends_the_job(case: str, tmp_path: Path) -> None:
+    sources, expected = CASES[case]
+    limit = ["-o", "timeout=1", "-o", "timeout_method=thread"] if case == "timeout" else []
+    done, seconds = run_two_ranks(tmp_path, sources, "-p", "tests.mpi_abort", *limit)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0, output
+    assert seconds < LIMIT_S, f"took {seconds:.1f} s\n{output}"
+    assert "[rank 1]" in output, output
+    assert expected in output, output
+
+
+def test_passing_ranks_report_once(tmp_path: Path) -> None:
+    done, _ = run_two_ranks(tmp_path, {}, "-p", "tests.mpi_abort")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 passed") == 1, done.stdout

@@ -1,0 +1,141 @@
+"""The import direction, read from the source, and imports without CUDA and without MPI."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import check_imports
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def test_source_follows_the_import_direction() -> None:
+    assert check_imports.check(REPOSITORY) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fuser.ir.fusion", "import multidevice"),
+        ("fuser.ir.fusion", "from hostir.ops import Wait"),
+        ("fuser.segment", "from fuser import frontend"),
+        ("fuser.segment", "from .frontend import definition"),
+        ("fuser.ops.table", "from ..frontend.definition import FusionDefinition"),
+        ("fuser.passes.x", "def f():\n    import hostir.ops"),
+        ("fuser.passes.x", "if TYPE_CHECKING:\n    from multidevice import Communicator"),
+        ("fuser.passes.x", "from importlib import import_module\nimport_module('multidevice')"),
+        ("multidevice.sharding", "import hostir"),
+        ("multidevice.backends.gloo", "from fuser.ir import mesh"),
+        ("hostir.executor", "from fuser.frontend.definition import FusionDefinition"),
+        ("multidevice.backends.nccl", "import cupy"),
+        ("multidevice.backends.mpi", "try:\n    from mpi4py import MPI\nexcept ImportError: ..."),
+        ("multidevice.backends.gloo", "from torch import distributed"),
+        ("fuser.runtime.nvrtc", "class A:\n    from cuda.core import Program"),
+        ("fuser.runtime.nvrtc", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import cuda.core"),
+    ],
+)
+def test_wrong_imports_are_found(module: str, source: str) -> None:
+    assert len(check_imports.violations_of(source, module=module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("multidevice.sharding", "from fuser.ir.tensor import TensorView"),
+        ("hostir.lower", "import multidevice.communication\nimport fuser.segment"),
+        ("fuser.frontend.definition", "import hostir, multidevice, fuser.ir"),
+        ("multidevice.backends.gloo", "from fuser.errors import CommunicationError"),
+        ("multidevice.backends.mpi", "def f():\n    from mpi4py import MPI"),
+        ("multidevice.backends.mpi", "if TYPE_CHECKING:\n    from mpi4py import MPI"),
+        ("hostir.executor", "import fuserish, hostirx, cudax"),
+    ],
+)
+def test_right_imports_pass(module: str, source: str) -> None:
+    assert check_imports.violations_of(source, module=module) == []
+
+
+def test_relative_imports_of_a_package_start_at_itself() -> None:
+    wrong = check_imports.violations_of("from .frontend import x", module="fuser", is_package=True)
+    assert len(wrong) == 1
+
+
+IMPORT_ALL = """
+import importlib, importlib.abc, pathlib, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in {"mpi4py", "cupy", "cuda", "nccl", "transformers", "tokenizers"}:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+root = pathlib.Path(sys.argv[1])
+names = []
+for package in ("fuser", "multidevice", "hostir"):
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(names))
+"""
+
+
+def run_python(program: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_module_imports_without_cuda_and_mpi() -> None:
+    assert int(run_python(IMPORT_ALL, str(REPOSITORY))) > 10
+
+
+def test_import_fuser_imports_nothing_else() -> None:
+    program = """
+import sys
+import fuser
+assert "torch" not in sys.modules, "fuser imported torch"
+assert not [name for name in sys.modules if name.startswith(("fuser.", "multidevice", "hostir"))]
+assert set(fuser.__all__) <= set(dir(fuser))
+"""
+    run_python(program)
+
+
+def test_every_public_name_resolves() -> None:
+    run_python("import fuser\nfor name in fuser.__all__: getattr(fuser, name)")
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    import fuser
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        fuser.no_such_name  # noqa: B018
+
+
+def test_multidevice_has_one_module_under_two_names() -> None:
+    program = """
+import importlib, pathlib, sys
+import fuser.multidevice as first
+from fuser import multidevice as second
+import multidevice
+assert first is second is multidevice
+import fuser
+assert fuser.multidevice is multidevice
+for path in sorted((pathlib.Path("multidevice")).glob("*.py")):
+    if path.stem != "__init__":
+        alias = importlib.import_module(f"fuser.multidevice.{path.stem}")
+        assert alias is importlib.import_module(f"multidevice.{path.stem}"), path
+assert multidevice.__name__ == "multidevice" and multidevice.__spec__.name == "multidevice"
+"""
+    run_python(program)
