@@ -1,9 +1,9 @@
 """Every option that comes from the environment or from one call, in one typed table.
 
-`FUSER_X` is the name of a variable; the rows that have an alias also accept `NVFUSER_X`, and the first
-name wins where both are set. An unknown `FUSER_` variable, an unknown name inside a list, or an
-impossible value raises `OptionError` with the nearest known name. Values are read at each call, so a
-test may set a variable and see it at once; parsing a list is cached by its text.
+`FUSER_X` is the name of a variable; the rows that have an alias also accept `NVFUSER_X`, and the
+first name wins where both are set. An unknown `FUSER_` variable, an unknown name inside a list,
+or an impossible value raises `OptionError` with the nearest known name. Values are read at each
+call, so a test may set a variable and see it at once; parsing a list is cached by its text.
 """
 
 from __future__ import annotations
@@ -62,38 +62,43 @@ _VARIABLES = (
 )
 VARIABLES: Mapping[str, Variable] = {row.name: row for row in _VARIABLES}
 
-DUMP_NAMES = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+DUMP_NAMES = _names(
     """
     host_ir host_ir_lowering host_ir_jit communication fusion_ir_preseg pre_segmenter_logging
     segmented_fusion fusion_ir_concretized fusion_ir_presched fusion_ir fusion_ir_math
     fusion_ir_original python_definition fusion_args kernel_args launch_param compile_params
     cuda_kernel cuda_full cuda_to_file kernel_ir ptx cubin sass sass_to_file ptxas_verbose
     perf_debug_verbose scheduler_params scheduler_verbose segmenter_logging fusion_ir_graph
-    draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose index_type sync_map
-    parallel_dimensions predicate_elimination lower_verbose expr_simplify expr_sort
+    draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose index_type
+    sync_map parallel_dimensions predicate_elimination lower_verbose expr_simplify expr_sort
     expr_sort_verbose bank_conflict buffer_reuse_verbose dynamic_shared_memory
     global_zeroed_memory occupancy ftrace cutlass_compile
-    """.split()
+    """
 )
 
-ENABLE_NAMES = frozenset(
+ENABLE_NAMES = _names(
     """
     host_ir_lowering host_ir_jit insert_resharding_after p2p_protocol p2p_transport
     multicast_protocol wait_debugger fuse_matmul fuse_multiple_matmuls cutlass_scheduler
-    kernel_profile kernel_debug kernel_lineinfo kernel_db static_fusion_count warn_register_spill
-    fast_math reuse_zeroed_memory memory_promotion io_to_lower_precision id_model_extra_validation
-    tma_pointwise tma_inner_persistent tma_reduction ws_normalization
-    """.split()
+    kernel_profile kernel_debug kernel_lineinfo kernel_db static_fusion_count
+    warn_register_spill fast_math reuse_zeroed_memory memory_promotion io_to_lower_precision
+    id_model_extra_validation tma_pointwise tma_inner_persistent tma_reduction ws_normalization
+    """
 )
 
-DISABLE_NAMES = frozenset(
+DISABLE_NAMES = _names(
     """
     multidevice infer_contiguity resize_scheduler greedy_scheduler matmul_expr_eval kernel_reuse
-    parallel_compile nvrtc_caching compile_to_sass fallback nvtx contig_indexing expr_simplify fma
-    grouped_grid_welford_outer_opt index_hoist magic_zero predicate_elimination
+    parallel_compile nvrtc_caching compile_to_sass fallback nvtx contig_indexing expr_simplify
+    fma grouped_grid_welford_outer_opt index_hoist magic_zero predicate_elimination
     reuse_mismatched_type_registers var_name_remapping welford_vectorization
     python_inline_definitions
-    """.split()
+    """
 )
 
 PROF_NAMES = frozenset({"enable", "enable.nocupti", "print", "print.nocupti", "print.verbose"})

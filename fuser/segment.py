@@ -388,16 +388,16 @@ class _Segmenter:
             )
         for e in self.exprs:
             if self.kind[e] != "kernel":
-                steps.append((self.position[e], Segment(0, self.kind[e], (e,), e.inputs, e.outputs)))
+                steps.append(
+                    (self.position[e], Segment(0, self.kind[e], (e,), e.inputs, e.outputs))
+                )
         steps.sort(key=lambda s: s[0])
         ready: set[TensorView] = {v for v in self.fusion.inputs if isinstance(v, TensorView)}
         ordered: list[Segment] = []
         waiting = [s for _, s in steps]
         while waiting:
             nxt = next(
-                s
-                for s in waiting
-                if all(v in ready for v in s.inputs if isinstance(v, TensorView))
+                s for s in waiting if all(v in ready for v in s.inputs if isinstance(v, TensorView))
             )
             waiting.remove(nxt)
             ready.update(nxt.outputs)

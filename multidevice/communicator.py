@@ -49,7 +49,9 @@ class Communicator:
 
     @classmethod
     def instance(cls) -> Communicator:
-        """Returns the communicator of the simulated rank that runs here, else the one of this process."""
+        """Returns the communicator of the simulated rank that runs here, else the one of this
+        process.
+        """
         simulated = current_communicator.get()
         if simulated is not None:
             return simulated
@@ -96,8 +98,8 @@ class Communicator:
     def backend_for(self, device: torch.device | str) -> Backend:
         """Returns the backend that moves tensors of a device."""
         device = torch.device(device)
-        index = device.index
-        if device.type == "cuda" and index is None:
+        index: int | None = device.index
+        if device.type == "cuda" and index is None:  # pyright: ignore[reportUnnecessaryComparison]
             index = torch.cuda.current_device()
         key = (device.type, index or 0)
         backend = self._backends.get(key)

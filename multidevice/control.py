@@ -1,8 +1,8 @@
 """The control channel: small messages among the ranks, separate from the data.
 
-It carries errors, digests and program texts, and the announcements of ranks that fail or leave. Each
-operation is collective over its team. After an agreed error every member has taken the same steps, so
-the channel and the data communicators stay usable.
+It carries errors, digests and program texts, and the announcements of ranks that fail or leave.
+Each operation is collective over its team. After an agreed error every member has taken the same
+steps, so the channel and the data communicators stay usable.
 """
 
 from __future__ import annotations
@@ -61,16 +61,8 @@ class Control(ABC):
         """Gathers payloads of the given sizes from all members, in team order."""
 
     def listen(self) -> None:
-        """Takes in what the peers have announced so far."""
-
-    def announce(self, event: Event) -> None:
-        """Tells all peers that this rank failed or leaves; never raises and never waits."""
-
-    def finish(self) -> None:
-        """Waits, with a deadline, until every peer has announced that it leaves too."""
-
-    def abort(self, code: int) -> None:
-        """Ends this process, and the job as far as the launcher allows, with an exit code."""
+        """Takes in what the peers have announced so far; without peers there is nothing."""
+        return
 
     def poll_until(
         self,
@@ -184,7 +176,9 @@ class Control(ABC):
     ) -> list[tuple[int, int, bytes]]:
         """Gathers (status, size, digest) of all members, and checks that all do the same step."""
         mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
-        rows = [_RECORD.unpack(record) for record in self._gather(mine, step)]
+        rows: list[tuple[int, int, int, bytes]] = [
+            _RECORD.unpack(record) for record in self._gather(mine, step)
+        ]
         kinds = [_KINDS[row[0]] for row in rows]
         if len(set(kinds)) > 1:
             groups = _groups(step.team, kinds)
@@ -193,6 +187,22 @@ class Control(ABC):
                 + ", ".join(f"ranks {team_text(ranks)} in {kind}" for kind, ranks in groups)
             )
         return [(status, size, digest) for _, status, size, digest in rows]
+
+
+class JobControl(Control):
+    """The control channel of a real job, whose ranks may fail and leave."""
+
+    @abstractmethod
+    def announce(self, event: Event) -> None:
+        """Tells all peers that this rank failed or leaves; never raises and never waits."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits, with a deadline, until every peer has announced that it leaves too."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """Ends this process, and the job as far as the launcher allows, with an exit code."""
 
 
 class LocalControl(Control):

@@ -1,8 +1,9 @@
 """Ends the whole job when one rank fails or leaves early, instead of leaving its peers waiting.
 
-`guard(control)` installs the hooks: an uncaught exception, in any thread, prints rank and error and aborts the
-job; a rank that exits announces how far it came, so that a peer that waits for more raises `PeerError`
-at once; an exit with a non-zero code ends the job even if the peers never wait.
+`Guard.install` sets the hooks: an uncaught exception, in any thread, prints rank and error and
+aborts the job; a rank that exits announces how far it came, so that a peer that waits for more
+raises `PeerError` at once; an exit with a non-zero code ends the job even if the peers never
+wait.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING
 from fuser.errors import PeerError
 
 if TYPE_CHECKING:
-    from multidevice.control import Control
+    from multidevice.control import JobControl
 from multidevice.waiting import Event
 
-# The job ends within 5 s of a failure: after this time the process leaves without the launcher's help.
+# The job ends within 5 s of a failure: after this time the process leaves without the launcher's
+# help.
 _ABORT_LIMIT_S = 3.0
 # Ranks that exit with an error code at about the same time need no abort.
 _EXIT_GRACE_S = 1.0
@@ -33,8 +35,8 @@ _WATCH_EVERY_S = 0.5
 class _ExitRequest(SystemExit):
     """A SystemExit that knows, when it is destroyed, whether it ended the interpreter.
 
-    One that user code catches dies inside some frame; one that ends the program dies in the interpreter's
-    own exit code, below no frame at all.
+    One that user code catches dies inside some frame; one that ends the program dies in the
+    interpreter's own exit code, below no frame at all.
     """
 
     def __init__(self, code: object, record: Callable[[object], None]) -> None:
@@ -43,7 +45,7 @@ class _ExitRequest(SystemExit):
 
     def __del__(self) -> None:
         try:
-            sys._getframe(1)
+            sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         except ValueError:
             self._record(self.code)
 
@@ -51,7 +53,7 @@ class _ExitRequest(SystemExit):
 class Guard:
     """The hooks of one process; `close` hooks of the communicator run before the last handshake."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: JobControl) -> None:
         self._control = control
         self._previous_hook = sys.excepthook
         self._previous_thread_hook = threading.excepthook

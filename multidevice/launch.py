@@ -1,4 +1,6 @@
-"""What the launcher says about this process: rank, size, local rank, local size, and which launcher."""
+"""What the launcher says about this process: rank, size, local rank, local size, and which
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ class Launch:
 
 ALONE = Launch("none", 0, 1, 0, 1)
 
-# launcher -> the variables of rank, size, local rank, local size. The first launcher whose rank is set wins;
-# RANK is also exported by scripts under mpirun, so torchrun comes first only where its agent says so.
+# launcher -> the variables of rank, size, local rank, local size. The first launcher whose rank
+# is set wins; RANK is also exported by scripts under mpirun, so torchrun comes first only where
+# its agent says so.
 _LAUNCHERS = (
     (
         "mpi",

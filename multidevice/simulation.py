@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
@@ -38,7 +38,8 @@ class World:
         self._closed = False
 
     def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Calls `fn` on every rank, in threads of which one runs at a time, and returns their results by rank.
+        """Calls `fn` on every rank, in threads of which one runs at a time, and returns their
+        results by rank.
 
         Grad mode, the CUDA device and the context variables are those of the caller.
 
@@ -64,7 +65,7 @@ class World:
                 current_communicator.set(self._communicator(rank, baton))
                 baton.check()
                 results[rank] = fn(*args, **kwargs)
-            except BaseException as caught:  # noqa: BLE001 - re-raised by the caller of `run`
+            except BaseException as caught:
                 error = caught
                 errors.append(caught)
             finally:
@@ -104,7 +105,7 @@ class World:
 
 
 @contextmanager
-def simulate(size: int) -> Iterator[World]:
+def simulate(size: int) -> Generator[World, None, None]:
     """Yields a `World` of `size` simulated ranks."""
     world = World(size)
     try:

@@ -1,8 +1,9 @@
 """The one bounded wait of the package, and what is known about the peers while waiting.
 
-Every wait on another rank goes through `poll_until`: it yields the processor, looks at what the peers
-announced, and ends at a deadline. A `Ledger` counts what this rank has entered, so that a rank that
-leaves can tell the others how far it came: a peer that left after entering a collective is no error.
+Every wait on another rank goes through `poll_until`: it yields the processor, looks at what the
+peers announced, and ends at a deadline. A `Ledger` counts what this rank has entered, so that a
+rank that leaves can tell the others how far it came: a peer that left after entering a collective
+is no error.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Literal
 from fuser import options
 from fuser.errors import CommunicationTimeout, PeerError
 
-# A short wait spins (a small collective takes tens of microseconds), a longer one yields, and one that
-# has lasted SLEEP_AFTER_S leaves the core to whoever still computes.
+# A short wait spins (a small collective takes tens of microseconds), a longer one yields, and one
+# that has lasted SLEEP_AFTER_S leaves the core to whoever still computes.
 SPINS = 20
 SLEEP_AFTER_S = 0.02
 SLEEP_S = 0.0002
@@ -27,7 +28,9 @@ LOOK_EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class Need:
-    """A wait depends on `rank` having entered at least `count` calls of the stream of calls `key`."""
+    """A wait depends on `rank` having entered at least `count` calls of the stream of calls
+    `key`.
+    """
 
     rank: int
     key: str
@@ -36,7 +39,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank announced: that it failed, or that it left after the entered calls in `entered`."""
+    """What a rank announced: that it failed, or that it left after the entered calls in
+    `entered`.
+    """
 
     rank: int
     kind: Literal["failed", "left"]
@@ -112,10 +117,12 @@ def poll_until(
 ) -> None:
     """Returns when `done()` is true.
 
-    `look()` runs every few milliseconds of a longer wait and raises when a peer makes the wait hopeless.
+    `look()` runs every few milliseconds of a longer wait and raises when a peer makes the wait
+    hopeless.
 
     Raises:
-        CommunicationTimeout: `done()` stayed false for `FUSER_TIMEOUT_S`; the message holds `what()`.
+        CommunicationTimeout: `done()` stayed false for `FUSER_TIMEOUT_S`; the message holds
+            `what()`.
         PeerError: from `look()`.
     """
     for _ in range(SPINS):

@@ -40,6 +40,7 @@
 // ----------------------------------------------------------------------------------------------------------------------
 #ifdef FUSER_SIMT
 #define FUSER_DEVICE static inline __attribute__((always_inline))
+#define FUSER_CONSTEXPR static constexpr
 #define FUSER_METHOD inline __attribute__((always_inline))
 #define FUSER_UNROLL _Pragma("GCC unroll 32")
 #define FUSER_PRAGMA(text) _Pragma(#text)
@@ -50,6 +51,7 @@
 #define FUSER_SIMD_MIN(x) FUSER_PRAGMA(omp simd reduction(min : x))
 #else
 #define FUSER_DEVICE static __device__ __forceinline__
+#define FUSER_CONSTEXPR static __host__ __device__ constexpr
 #define FUSER_METHOD __device__ __forceinline__
 #define FUSER_UNROLL _Pragma("unroll")
 #define FUSER_SIMD
@@ -74,7 +76,7 @@ struct alignas(2) __bfloat {
 #ifndef FUSER_SIMT
 #define FUSER_PTR(T) T* __restrict__
 #define FUSER_ALIASED_PTR(T) T*
-#define FUSER_SMEM(name) extern __shared__ alignas(16) char name[]
+#define FUSER_SMEM(name) extern __shared__ __align__(16) char name[]
 #define FUSER_SHARED(T) T*
 #define FUSER_SHARED_AT(T, smem, offset, count) reinterpret_cast<T*>((smem) + (offset))
 #endif
@@ -109,10 +111,10 @@ struct FuserElement<T*> {
 
 // ---- register arrays -------------------------------------------------------------------------------------------------
 // The alignment is the largest power of two that divides the size, at most 16 bytes: no padding, vector access allowed.
-constexpr int fuser_array_alignment(int nbytes) {
+FUSER_CONSTEXPR int fuser_array_alignment(int nbytes) {
   return nbytes % 16 == 0 ? 16 : nbytes % 8 == 0 ? 8 : nbytes % 4 == 0 ? 4 : nbytes % 2 == 0 ? 2 : 1;
 }
-constexpr int fuser_max(int a, int b) { return a > b ? a : b; }
+FUSER_CONSTEXPR int fuser_max(int a, int b) { return a > b ? a : b; }
 
 template <class T, int N>
 struct alignas(fuser_max(alignof(T), fuser_array_alignment(N * (int)sizeof(T)))) Array {

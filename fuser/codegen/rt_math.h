@@ -263,8 +263,11 @@ FUSER_DEVICE double fm_abs(double x) { return ::fabs(x); }
   FUSER_DEVICE T fm_relu(T x) { return x <= T(0) ? T(0) : x; }                                                        \
   FUSER_DEVICE T fm_frac(T x) { return x - fm_trunc(x); }                                                             \
   FUSER_DEVICE T fm_reciprocal(T x) { return T(1) / x; }                                                              \
-  FUSER_DEVICE T fm_sigmoid(T x) { return T(1) / (T(1) + fm_exp(-x)); }                                               \
-  FUSER_DEVICE T fm_silu(T x) { return x / (T(1) + fm_exp(-x)); }                                                     \
+  FUSER_DEVICE T fm_sigmoid(T x) {                                                                                    \
+    const T e = fm_exp(-fm_abs(x)); /* never overflows, so small results keep their digits */                         \
+    return (x >= T(0) ? T(1) : e) / (T(1) + e);                                                                       \
+  }                                                                                                                   \
+  FUSER_DEVICE T fm_silu(T x) { return x * fm_sigmoid(x); }                                                           \
   FUSER_DEVICE T fm_div(T x, T y) { return x / y; }                                                                   \
   FUSER_DEVICE T fm_maximum(T x, T y) { return x > y || x != x ? x : y; }                                             \
   FUSER_DEVICE T fm_minimum(T x, T y) { return x < y || x != x ? x : y; }                                             \

@@ -222,10 +222,9 @@ FUSER_DEVICE void fuser_block_reduce(A& values, Op combine, S smem) {
   FUSER_UNROLL
   for (int i = 0; i < N; ++i) slots[i * plane + own] = values[i];
   __syncthreads();
-  unsigned stride = 1;
-  while (stride * 2u < count) stride *= 2u;
-  for (; stride > 0u; stride /= 2u) {
-    if (place.position < stride && place.position + stride < count) {
+  // Neighbours first: the combined runs stay consecutive, which a combine that does not commute needs.
+  for (unsigned stride = 1; stride < count; stride *= 2u) {
+    if (place.position % (2u * stride) == 0u && place.position + stride < count) {
       FUSER_UNROLL
       for (int i = 0; i < N; ++i) {
         const T earlier = slots[i * plane + own];

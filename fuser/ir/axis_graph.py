@@ -74,9 +74,7 @@ class AxisGraph:
                         self._relate(pair)
             # Sibling outputs share their axes position by position.
             for out in op.outputs[1:]:
-                for a, b in zip(
-                    op.out_tensor.domain.logical, out.domain.logical, strict=True
-                ):
+                for a, b in zip(op.out_tensor.domain.logical, out.domain.logical, strict=True):
                     self._union(a.number, b.number)
         self._close()
 

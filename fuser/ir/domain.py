@@ -249,9 +249,7 @@ def map_transform(t: Transform, fn: Callable[[IterDomain], IterDomain]) -> Trans
             return replace(t, inp=fn(t.inp), out=fn(t.out))
 
 
-def contiguity_for(
-    axes: Iterable[IterDomain], flag: bool = True
-) -> tuple[bool | None, ...]:
+def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool | None, ...]:
     """Return `flag` for every axis, None at broadcast and reduction axes."""
     none = (IterType.broadcast, IterType.reduction)
     return tuple(None if a.kind in none else flag for a in axes)
@@ -282,9 +280,7 @@ def indices_forward(
                 known.setdefault(t.outer.number, sc.floordiv(idx, inner_extent))
                 known.setdefault(t.inner.number, sc.mod(idx, inner_extent))
             case Merge():
-                idx = sc.add(
-                    sc.mul(known[t.outer.number], t.inner.size), known[t.inner.number]
-                )
+                idx = sc.add(sc.mul(known[t.outer.number], t.inner.size), known[t.inner.number])
                 known.setdefault(t.out.number, idx)
             case Resize():
                 known.setdefault(t.out.number, sc.add(known[t.inp.number], t.left))
@@ -308,9 +304,7 @@ def indices_backward(
             continue
         match t:
             case Split():
-                idx = sc.add(
-                    sc.mul(known[t.outer.number], t.inner.size), known[t.inner.number]
-                )
+                idx = sc.add(sc.mul(known[t.outer.number], t.inner.size), known[t.inner.number])
                 known.setdefault(t.inp.number, idx)
             case Merge():
                 idx, inner_extent = known[t.out.number], t.inner.size
@@ -339,7 +333,9 @@ def transforms_between(
     return tuple(reversed(picked))
 
 
-def ancestors(domain: TensorDomain, axis: IterDomain, among: Iterable[IterDomain]) -> tuple[int, ...]:
+def ancestors(
+    domain: TensorDomain, axis: IterDomain, among: Iterable[IterDomain]
+) -> tuple[int, ...]:
     """Return the numbers of the axes in `among` that `axis` is derived from."""
     stop = {a.number for a in among}
     found: dict[int, None] = {}

@@ -63,6 +63,12 @@ class Fusion:
         self._next_scalar += 1
         return self._next_scalar - 1
 
+    def reserve(self, *, axis: int = -1, scalar: int = -1) -> None:
+        """Keep these numbers from being handed out again (a parsed text uses them)."""
+        self._zero_is_numbered = True
+        self._next_axis = max(self._next_axis, axis + 1)
+        self._next_scalar = max(self._next_scalar, scalar + 1)
+
     def new_symbol(self, dtype: DataType = DataType.Index) -> Symbol:
         """Create a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`."""
         prefix = {"bool": "b", "int": "i", "float": "f", "complex": "c"}[category(dtype)]
@@ -170,9 +176,7 @@ class Fusion:
     ) -> None:
         """Make the ops (that `where` accepts) read `new` instead of `old`. Outputs stay."""
         self.exprs = tuple(
-            _with_operand(e, old, new)
-            if old in e.inputs and (where is None or where(e))
-            else e
+            _with_operand(e, old, new) if old in e.inputs and (where is None or where(e)) else e
             for e in self._exprs
         )
 
@@ -250,6 +254,10 @@ class Fusion:
             self._equal_extents[b] = a
         elif isinstance(a, Symbol):
             self._equal_extents[a] = b
+
+    def set_equal(self, x: Scalar, representative: Scalar) -> None:
+        """State an equality that was decided before (a parsed text, another fusion's classes)."""
+        self._equal_extents[x] = representative
 
     def canonical(self, x: Scalar) -> Scalar:
         """Rewrite a scalar over class representatives."""

@@ -82,9 +82,7 @@ class DeviceMesh:
         """
         fixed = [p for p in DEVICE_TYPES if p not in ptypes]
         mine = [self.coordinate(rank, p) for p in fixed]
-        return tuple(
-            d for d in self.devices if [self.coordinate(d, p) for p in fixed] == mine
-        )
+        return tuple(d for d in self.devices if [self.coordinate(d, p) for p in fixed] == mine)
 
     def __eq__(self, other: object) -> bool:
         return (

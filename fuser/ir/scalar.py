@@ -79,7 +79,10 @@ class Symbol(Scalar):
     def __init__(self, name: str, dtype: DataType, *, extent: Scalar | None = None) -> None:
         self.name = name
         self.extent = extent
-        super().__init__(dtype, ("sym", _natural(name), dtype.name))
+        # The extent is part of the identity: simplifications that rely on it are cached.
+        super().__init__(
+            dtype, ("sym", _natural(name), dtype.name, None if extent is None else extent.key)
+        )
 
 
 class Apply(Scalar):
@@ -182,9 +185,7 @@ def _build(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
             return Const(coef, dtype)
         if coef == 1 and len(mono) == 1:
             return mono[0]
-    ordered = sorted(
-        terms.items(), key=lambda t: (-len(t[0]), [_sort_key(a) for a in t[0]])
-    )
+    ordered = sorted(terms.items(), key=lambda t: (-len(t[0]), [_sort_key(a) for a in t[0]]))
     return Poly(tuple(ordered), dtype)
 
 
@@ -319,7 +320,7 @@ def _constant_floor(x: Scalar) -> int | None:
 
 def _atom_floor(atom: Scalar) -> int:
     if isinstance(atom, Symbol):
-        return 1
+        return 1 if atom.extent is None else 0
     return 1 if isinstance(atom, Apply) and atom.op == "ceilDiv" else 0
 
 
@@ -332,16 +333,7 @@ def is_nonnegative(x: ScalarLike) -> bool:
 
 def is_less(a: ScalarLike, b: ScalarLike) -> bool:
     """Return whether a < b is provable."""
-    a, b = as_scalar(a), as_scalar(b)
-    return is_nonnegative(sub(sub(b, a), 1)) or _bounded_less(a, b)
-
-
-def _bounded_less(a: Scalar, b: Scalar) -> bool:
-    high = _extreme(a, largest=True)
-    if high is None:
-        return False
-    floor = _constant_floor(sub(sub(b, high), 1))
-    return floor is not None and floor >= 0
+    return is_nonnegative(sub(sub(b, a), 1))
 
 
 # ---------------------------------------------------------------- division

@@ -239,7 +239,9 @@ class TensorView:
         self.memory = memory_type
 
     def set_allocation_domain(
-        self, new_allocation_domain: Sequence[IterDomain], new_contiguity: bool | Sequence[bool | None]
+        self,
+        new_allocation_domain: Sequence[IterDomain],
+        new_contiguity: bool | Sequence[bool | None],
     ) -> None:
         """Declare memory order with axes reachable from logical or loop; contiguity as one flag or
         one per axis. Broadcast and reduction axes get None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from fuser.ir.core import Op
 from fuser.ir.domain import TensorDomain
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.scalar import Scalar
+from fuser.ir.types import ParallelType
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
@@ -27,6 +29,8 @@ def value_text(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, DataType):
         return dtype_text(value)
+    if isinstance(value, ParallelType):
+        return value.text
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, Scalar):
@@ -90,10 +94,76 @@ def domain_text(tv: TensorView, indent: str = "") -> str:
     lines.append(f"{indent} contiguity: {flags}".rstrip())
     lines += [f"{indent}  {t}" for t in domain.transforms]
     lines.append(axes("loop", domain.loop))
+    if tv.is_cpu_scalar:
+        lines.append(f"{indent} cpu scalar")
+    if tv.mesh_is_user_set:
+        lines.append(f"{indent} mesh set by user")
     return "\n".join(lines)
 
 
 def fusion_text(fusion: Fusion) -> str:
-    """Return the full form: math, then the domain section of every tensor."""
-    transforms = "\n".join(domain_text(tv, "  ") for tv in fusion.tensors())
-    return fusion_math(fusion, used_only=False).rstrip("\n") + f"\nTransformPrinter : \n{transforms}\n"
+    """Return the full form, which `parse_fusion` reads back: math, then the sections."""
+    math = fusion_math(fusion, used_only=False).rstrip("\n")
+    return f"{math}\n{sections_text(fusion, fusion.tensors(), fusion.exprs)}"
+
+
+def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
+    """Return what a program's math does not say: aliases, equal extents, the dtypes of symbols that
+    their names do not tell, and the domain section of every tensor."""
+    parts = {
+        "Aliases": [
+            f"  T{a.out.number} -> T{a.into.number}" + (" hidden" if a.hidden else "")
+            for a in fusion.aliases
+        ],
+        "Equal extents": [f"  {symbol} = {x}" for symbol, x in fusion.equal_extents()],
+        "Symbols": [
+            f"  {s.name} : {dtype_text(s.dtype)}"
+            for s in program_symbols(fusion, tensors, ops)
+            if default_dtype(s.name) is not s.dtype
+        ],
+        "TransformPrinter": [domain_text(tv, "  ") for tv in tensors],
+    }
+    return "".join(
+        f"{title} : \n" + "\n".join(rows) + "\n" for title, rows in parts.items() if rows
+    )
+
+
+_PREFIX_DTYPE = {
+    "b": DataType.Bool,
+    "i": DataType.Index,
+    "f": DataType.Float,
+    "d": DataType.Double,
+}
+
+
+def default_dtype(name: str) -> DataType:
+    """Return the dtype that a symbol's name tells: `i3` Index, `d2` Double, `f4` Float, `b5` Bool."""
+    return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
+
+
+def program_symbols(
+    fusion: Fusion, tensors: Iterable[TensorView], ops: Iterable[Op]
+) -> tuple[sc.Symbol, ...]:
+    """Return every symbol of inputs, domains, ops and extent classes, in order of appearance."""
+    found: dict[sc.Symbol, None] = {}
+
+    def add(value: object) -> None:
+        if isinstance(value, Scalar):
+            found.update(dict.fromkeys(sc.symbols(value)))
+
+    for value in fusion.inputs:
+        add(value)
+    for tv in tensors:
+        for axis in tv.domain.all_axes():
+            add(axis.extent)
+            add(axis.expanded)
+        for t in tv.domain.transforms:
+            for value in (getattr(t, name, None) for name in ("factor", "left", "right")):
+                add(value)
+    for op in ops:
+        for value in op.inputs:
+            add(value)
+    for symbol, x in fusion.equal_extents():
+        add(symbol)
+        add(x)
+    return tuple(found)

@@ -21,7 +21,9 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
     for op in fusion.exprs:
         for value in op.inputs:
             if isinstance(value, TensorView) and value not in known:
-                raise VerifyError(f"after {after}: {value} is used before it is defined in\n{op_text(op)}")
+                raise VerifyError(
+                    f"after {after}: {value} is used before it is defined in\n{op_text(op)}"
+                )
         for out in op.outputs:
             if out in known:
                 raise VerifyError(f"after {after}: {out} is defined twice, again by\n{op_text(op)}")

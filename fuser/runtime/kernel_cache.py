@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuser.errors import OptionError
+from fuser.options import cache_dir
 
 _VERSION = "1"
 _LOCK_DEADLINE_S = 120.0
@@ -47,13 +48,8 @@ def digest(*parts: str | bytes) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of the cache: FUSER_CACHE_DIR, else `fuser-hostir` in the user's cache folder (XDG)."""
-    chosen = os.environ.get("FUSER_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser() / f"kernels-v{_VERSION}"
-    home = os.environ.get("XDG_CACHE_HOME")
-    base = Path(home) if home else Path.home() / ".cache"
-    return base / "fuser-hostir" / f"kernels-v{_VERSION}"
+    """The folder of compiled kernels, a subfolder of `fuser.options.cache_dir()`."""
+    return cache_dir() / f"kernels-v{_VERSION}"
 
 
 @functools.cache
@@ -106,7 +102,9 @@ class KernelCache:
             # Missing, torn or foreign: the caller compiles again and overwrites it.
             return None
 
-    def store(self, symbols: dict[str, str], data: bytes, extension: str) -> dict[str, CachedKernel]:
+    def store(
+        self, symbols: dict[str, str], data: bytes, extension: str
+    ) -> dict[str, CachedKernel]:
         """Stores an object and an entry for each of its kernels (key -> symbol)."""
         path = self.folder / "objects" / f"{hashlib.sha256(data).hexdigest()}.{extension}"
         _write_atomically(path, data)

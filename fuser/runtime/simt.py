@@ -31,6 +31,7 @@ from fuser.runtime.kernel import (
     count_compilations,
 )
 from fuser.runtime.kernel_cache import CachedKernel, KernelCache, digest
+from fuser.runtime.slots import NUMBERS, slot_code
 from fuser.runtime.sources import (
     ENGINE_FILE,
     RT_FILES,
@@ -57,15 +58,7 @@ _FAST_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 _CHECKED_FLAGS = ("-O1", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
 _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
 
-# struct codes of an 8-byte slot. Integers of any width go as 64 bits: the low bytes come first on every CPU served.
-_SLOT_CODES = {"bool": "q", "int": "q", "int64_t": "q", "nvfuser_index_t": "q"} | {
-    "float": "f4x",
-    "double": "d",
-    "uint64_t": "Q",
-    "unsigned": "q",
-}
 _HEADER = "=8I2Q"
-_NUMBERS = frozenset((int, float, bool))
 
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------
@@ -191,9 +184,7 @@ namespace {symbol}_unit {{
 @functools.cache
 def _key_prefix(checked: bool) -> str:
     flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS)
-    return digest(
-        preamble(SIMT_FILES + RT_FILES), " ".join(flags), _compiler_identity(_compiler())
-    )
+    return digest(preamble(SIMT_FILES + RT_FILES), " ".join(flags), _compiler_identity(_compiler()))
 
 
 def _kernel_key(source: KernelSource, *, checked: bool) -> str:
@@ -342,18 +333,6 @@ def span_nbytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _slot_code(param: KernelParam) -> str:
-    if param.is_pointer:
-        return "Q"
-    code = _SLOT_CODES.get(param.ctype)
-    if code is None:
-        known = ", ".join(_SLOT_CODES)
-        raise KernelError(
-            f"parameter {param.name}: {param.ctype} is not a scalar type of kernels ({known})"
-        )
-    return code
-
-
 class CpuKernel(CompiledKernel):
     """A kernel compiled for the CPU, without checks."""
 
@@ -363,12 +342,12 @@ class CpuKernel(CompiledKernel):
         self._engine = engine
         self._report = _Report()
         self._report_address = ctypes.addressof(self._report)
-        self._pack = struct.Struct(_HEADER + "".join(map(_slot_code, source.params))).pack
+        self._pack = struct.Struct(_HEADER + "".join(map(slot_code, source.params))).pack
 
     def _record(
         self, args: Sequence[Argument], grid: Dim3, block: Dim3, smem_bytes: int, order_seed: int
     ) -> bytes:
-        values = [a if a.__class__ in _NUMBERS else cast("torch.Tensor", a).data_ptr() for a in args]
+        values = [a if a.__class__ in NUMBERS else cast("torch.Tensor", a).data_ptr() for a in args]
         return self._pack(
             *grid, *block, smem_bytes, order_seed, self._engine, self._report_address, *values
         )

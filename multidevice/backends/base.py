@@ -1,8 +1,8 @@
 """Argument checks, staging and bookkeeping that all backends share.
 
-A backend derives from `CheckedBackend` and moves data in `_start`, which gets a `Call` whose arguments
-are known to fit: members only, contiguous buffers of one dtype and the right sizes, no harmful overlap,
-and a reduction that the transport knows.
+A backend derives from `CheckedBackend` and moves data in `_start`, which gets a `Call` whose
+arguments are known to fit: members only, contiguous buffers of one dtype and the right sizes, no
+harmful overlap, and a reduction that the transport knows.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ class CheckedBackend(ABC):
 
     def drain(self) -> None:
         """See `Backend.drain`; CPU backends have nothing in flight behind the host's back."""
+        return
 
     def close(self) -> None:
         """Releases what the backend holds."""
@@ -356,8 +357,9 @@ class CheckedBackend(ABC):
         op: ReduceOp | None = "sum" if average else call.reduce
         if inp.dtype in _HALF and self.stages_half:
             wide_inp = inp.float()
-            in_place = call.op != "reduce_scatter"
-            wide = wide_inp if in_place else torch.empty_like(out, dtype=torch.float32)
+            wide = wide_inp
+            if call.op == "reduce_scatter" and out is not None:
+                wide = torch.empty_like(out, dtype=torch.float32)
             work = self._start(
                 replace(call, reduce=op, inp=wide_inp, out=None if out is None else wide)
             )

@@ -12,26 +12,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from fuser import options
 from fuser.errors import CommunicationError, InputError, PeerError
-from multidevice.backends.base import Call, CheckedBackend, Exchange
-from multidevice.backends.protocol import Team
-from multidevice.control import Control, Step
+from multidevice.backends.base import DONE, Call, CheckedBackend, Exchange
+from multidevice.backends.protocol import Team, Work
+from multidevice.control import JobControl, Step
 from multidevice.launch import Launch, store_address, uses_agent_store
 from multidevice.waiting import Event, poll_until, team_text
 
-# The store's own wait is cut into slices, between which the peers are looked at.
-_SLICE = timedelta(milliseconds=200)
+# Gloo's own wait is cut into slices, between which the peers are looked at.
+_WORK_SLICE = timedelta(milliseconds=10)
 _FINISH_SLEEP_S = 0.01
 # After a transport error, how long to listen for the peer's own account of what happened.
 _LISTEN_S = 1.5
 
 
-class StoreControl(Control):
+class StoreControl(JobControl):
     """The control channel over a TCP store: rank 0's own, or the one of torchrun's agent.
 
     Raises:
@@ -41,7 +42,7 @@ class StoreControl(Control):
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch.rank, launch.size)
         self.launch = launch
-        self.store = _open_store(launch)
+        self.store: Any = _open_store(launch)
         self._heard = 0
         self._stale: dict[str, list[str]] = {}
 
@@ -57,8 +58,7 @@ class StoreControl(Control):
         try:
             # A leading byte, because the store cannot tell an empty value from none.
             self.store.set(mine, b"+" + payload)
-            waiting = self.wait_keys(keys)
-            self.poll_until(waiting, what=step.describe, needs=step.needs)
+            self.poll_until(lambda: self.store.check(keys), what=step.describe, needs=step.needs)
             values = [value[1:] for value in self.store.multi_get(keys)]
         except torch.distributed.DistError as error:
             raise PeerError(f"the job's store is gone in {step.describe()}: {error}") from error
@@ -68,18 +68,6 @@ class StoreControl(Control):
         if len(stale) > 4:
             self.store.delete_key(stale.pop(0))
         return values
-
-    def wait_keys(self, keys: list[str]) -> Callable[[], bool]:
-        """Returns a poll that is true once all keys are set, and blocks for a slice of time otherwise."""
-
-        def done() -> bool:
-            try:
-                self.store.wait(keys, _SLICE)
-            except torch.distributed.DistStoreError:
-                return self.store.check(keys)
-            return True
-
-        return done
 
     def listen(self) -> None:
         """Takes in the announcements that have arrived."""
@@ -134,13 +122,15 @@ class StoreControl(Control):
             gone = self.store.add("gone", 0)
 
     def abort(self, code: int) -> None:
-        """Ends this process; its supervisor ends the others, and waiting peers read the announcement."""
+        """Ends this process; its supervisor ends the others, and waiting peers read the
+        announcement.
+        """
         sys.stderr.flush()
         os._exit(code)
 
 
-def _open_store(launch: Launch) -> torch.distributed.Store:
-    import torch.distributed as dist
+def _open_store(launch: Launch) -> Any:
+    dist: Any = import_module("torch.distributed")
 
     timeout = timedelta(seconds=options.timeout_s())
     shared = uses_agent_store()
@@ -180,9 +170,10 @@ class _GlooWork:
         for work in self._works:
             try:
                 control.poll_until(
-                    work.is_completed, what=self._call.describe, needs=self._call.needs
+                    lambda work=work: _is_done(work),
+                    what=self._call.describe,
+                    needs=self._call.needs,
                 )
-                work.wait()
             except RuntimeError as error:
                 if isinstance(error, CommunicationError):
                     raise
@@ -194,8 +185,21 @@ class _GlooWork:
         self.wait()
 
 
+def _is_done(work: Any) -> bool:
+    """Waits a moment for a torch work, asleep, because gloo's own threads need the core."""
+    try:
+        work.wait(_WORK_SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
 class _Transfer:
-    """A gloo send or receive: its only completion test is a blocking wait, which a thread performs."""
+    """A gloo send or receive: its only completion test is a blocking wait, which a thread
+    performs.
+    """
 
     def __init__(self, work: Any, timeout: timedelta) -> None:
         self._error: BaseException | None = None
@@ -212,8 +216,11 @@ class _Transfer:
         """Returns whether the blocking wait has ended."""
         return not self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Raises the transfer's error, if it has one."""
+    def wait(self, timeout: timedelta) -> None:
+        """Waits; raises the transfer's error, or an error of its own when it is not done."""
+        self._thread.join(timeout.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError("not done yet")
         if self._error is not None:
             raise self._error
 
@@ -240,13 +247,13 @@ class GlooBackend(CheckedBackend):
         """Returns the team's process group; collective over the team at first use."""
         group = self._groups.get(team)
         if group is None:
-            import torch.distributed as dist
+            dist: Any = import_module("torch.distributed")
 
             # Gloo's own rendezvous blocks: the members meet first, where peers are watched.
             self.control.exchange(b"gloo", team=team)
             store = dist.PrefixStore(f"gloo {team_text(team)}", self.control.store)
             # The option class has no public name, but it is the only way to choose the interface.
-            opts = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            opts = dist.ProcessGroupGloo._Options()
             opts._timeout = self._timeout()
             launch = self.control.launch
             local = launch.local_size == launch.size and "GLOO_SOCKET_IFNAME" not in os.environ
@@ -281,7 +288,10 @@ class GlooBackend(CheckedBackend):
             return PeerError(f"the job's store is gone in {call.describe()}: {lost}")
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
-    def _start(self, call: Call) -> _GlooWork:
+    def _start(self, call: Call) -> Work:
+        # Some of gloo's algorithms never complete without data.
+        if call.op != "barrier" and not _has_data(call.inp) and not _has_data(call.out):
+            return DONE
         group = self._group(call.team)
         try:
             return _GlooWork(self, _COLLECTIVES[call.op](group, call), call)
@@ -306,6 +316,10 @@ class GlooBackend(CheckedBackend):
         self._groups.clear()
 
 
+def _has_data(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.numel() > 0
+
+
 def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None, "this member has a buffer"
     return tensor.view(-1).view(torch.uint8)
@@ -316,7 +330,7 @@ def _parts(tensor: torch.Tensor | None, count: int) -> list[torch.Tensor]:
 
 
 def _reduction(call: Call) -> Any:
-    import torch.distributed as dist
+    dist: Any = import_module("torch.distributed")
 
     return {
         "sum": dist.ReduceOp.SUM,
@@ -341,7 +355,7 @@ def _allgather(group: Any, call: Call) -> list[Any]:
 
 
 def _allreduce(group: Any, call: Call) -> list[Any]:
-    import torch.distributed as dist
+    dist: Any = import_module("torch.distributed")
 
     opts = dist.AllreduceOptions()
     opts.reduceOp = _reduction(call)
@@ -349,7 +363,7 @@ def _allreduce(group: Any, call: Call) -> list[Any]:
 
 
 def _reduce(group: Any, call: Call) -> list[Any]:
-    import torch.distributed as dist
+    dist: Any = import_module("torch.distributed")
 
     opts = dist.ReduceOptions()
     opts.reduceOp = _reduction(call)
@@ -357,13 +371,39 @@ def _reduce(group: Any, call: Call) -> list[Any]:
     return [group.reduce([_in_place(call)], opts)]
 
 
-def _reduce_scatter(group: Any, call: Call) -> list[Any]:
-    import torch.distributed as dist
+class _ReduceParts:
+    """An all-to-all followed by the local reduction of the parts: half an allreduce's traffic."""
 
-    assert call.out is not None and call.inp is not None, "checked"
-    opts = dist.ReduceScatterOptions()
-    opts.reduceOp = _reduction(call)
-    return [group._reduce_scatter_base(call.out.view(-1), call.inp.view(-1), opts)]
+    def __init__(self, work: Any, parts: torch.Tensor, call: Call) -> None:
+        self._work = work
+        self._parts = parts
+        self._call = call
+        self.is_completed = work.is_completed
+
+    def wait(self, timeout: timedelta) -> None:
+        """Waits, then reduces the parts in team order."""
+        self._work.wait(timeout)
+        assert self._call.out is not None, "every member of a reduce-scatter has an output"
+        parts = self._parts.view(len(self._call.team), -1)
+        total = parts[0]
+        for part in parts[1:]:
+            total = _FOLDS[self._call.reduce or ""](total, part)
+        self._call.out.view(-1).copy_(total)
+
+
+_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def _reduce_scatter(group: Any, call: Call) -> list[Any]:
+    assert call.inp is not None, "checked"
+    parts = torch.empty_like(call.inp)
+    (work,) = _exchange_parts(group, parts, call.inp)
+    return [_ReduceParts(work, parts, call)]
 
 
 def _broadcast(group: Any, call: Call) -> list[Any]:
@@ -371,7 +411,7 @@ def _broadcast(group: Any, call: Call) -> list[Any]:
 
 
 def _gather(group: Any, call: Call) -> list[Any]:
-    import torch.distributed as dist
+    dist: Any = import_module("torch.distributed")
 
     opts = dist.GatherOptions()
     opts.rootRank = call.root_index
@@ -380,7 +420,7 @@ def _gather(group: Any, call: Call) -> list[Any]:
 
 
 def _scatter(group: Any, call: Call) -> list[Any]:
-    import torch.distributed as dist
+    dist: Any = import_module("torch.distributed")
 
     opts = dist.ScatterOptions()
     opts.rootRank = call.root_index
@@ -389,9 +429,13 @@ def _scatter(group: Any, call: Call) -> list[Any]:
 
 
 def _alltoall(group: Any, call: Call) -> list[Any]:
-    import torch.distributed as dist
+    return _exchange_parts(group, call.out, call.inp)
 
-    return [group.alltoall_base(_bytes(call.out), _bytes(call.inp), [], [], dist.AllToAllOptions())]
+
+def _exchange_parts(group: Any, out: torch.Tensor | None, inp: torch.Tensor | None) -> list[Any]:
+    dist: Any = import_module("torch.distributed")
+
+    return [group.alltoall_base(_bytes(out), _bytes(inp), [], [], dist.AllToAllOptions())]
 
 
 def _barrier(group: Any, call: Call) -> list[Any]:

@@ -1,8 +1,8 @@
 """MPI through mpi4py: the control channel of MPI jobs, and the data backend of their CPU tensors.
 
-All operations are nonblocking and polled, since a blocking MPI call neither ends at a deadline nor shares
-its core. Data and control have communicators of their own, one per team, so that they never mix with
-each other or with the user's traffic on MPI.COMM_WORLD.
+All operations are nonblocking and polled, since a blocking MPI call neither ends at a deadline
+nor shares its core. Data and control have communicators of their own, one per team, so that they
+never mix with each other or with the user's traffic on MPI.COMM_WORLD.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuser import options
 from fuser.errors import CommunicationError, InputError
 from multidevice.backends.base import Call, CheckedBackend, Exchange
 from multidevice.backends.protocol import Team
-from multidevice.control import RECORD_NBYTES, Control, Step
+from multidevice.control import RECORD_NBYTES, JobControl, Step
 from multidevice.waiting import Event, Need, poll_until, team_text
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _DTYPES = {
 }
 
 
-class MpiControl(Control):
+class MpiControl(JobControl):
     """The control channel over MPI; also makes and keeps the communicators of teams.
 
     Raises:
@@ -50,8 +50,8 @@ class MpiControl(Control):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        # MPI_Init runs when mpi4py.MPI is imported, holds the interpreter lock, and waits for all ranks: only
-        # a watchdog in C can end it when a rank never arrives.
+        # MPI_Init runs when mpi4py.MPI is imported, holds the interpreter lock, and waits for all
+        # ranks: only a watchdog in C can end it when a rank never arrives.
         faulthandler.dump_traceback_later(options.timeout_s(), exit=True)
         try:
             from mpi4py import MPI
@@ -78,7 +78,9 @@ class MpiControl(Control):
         return comm
 
     def communicator(self, channel: str, team: Team) -> MPI.Intracomm:
-        """Returns the team's communicator for data or control; collective over the team at first use."""
+        """Returns the team's communicator for data or control; collective over the team at first
+        use.
+        """
         comm = self._comms.get((channel, team))
         if comm is None:
             # MPI_Comm_create_group blocks, so all members meet first, under the deadline.
@@ -223,8 +225,8 @@ class MpiBackend(CheckedBackend):
         return self._track([_COLLECTIVES[call.op](self, comm, call)], call)
 
     def _start_batch(self, batch: Exchange) -> _MpiWork:
-        # Point-to-point messages are matched by source and order, so a team needs no communicator; the
-        # tag keeps equal pairs of different teams apart.
+        # Point-to-point messages are matched by source and order, so a team needs no
+        # communicator; the tag keeps equal pairs of different teams apart.
         comm = self.control.communicator("data", self.control.world)
         tag = zlib.crc32(repr(batch.team).encode()) % 32768
         requests: list[MPI.Request] = []

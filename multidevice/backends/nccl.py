@@ -1,8 +1,8 @@
 """NCCL on the current CUDA stream, or on the stream that the caller gives.
 
-A collective is enqueued and ordered by its stream alone, so `wait` does nothing: the host program's
-stream switches are the whole truth, and collectives can be captured in a CUDA graph. Communicators are
-made per team at first use; use a team once before capturing it.
+A collective is enqueued and ordered by its stream alone, so `wait` does nothing: the host
+program's stream switches are the whole truth, and collectives can be captured in a CUDA graph.
+Communicators are made per team at first use; use a team once before capturing it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class NcclBackend(CheckedBackend):
             return torch.cuda.current_stream(self.device).cuda_stream
         if isinstance(stream, int):
             return stream
-        return int(stream.cuda_stream)  # pyright: ignore[reportAttributeAccessIssue]
+        handle: Any = getattr(stream, "cuda_stream", None)
+        if handle is None:
+            raise InputError(f"a stream is a torch.cuda.Stream, its handle or None, not {stream!r}")
+        return int(handle)
 
     def _comm(self, team: Team) -> NcclComm:
         """Returns the team's communicator; collective over the team at first use."""
@@ -131,16 +134,17 @@ class NcclBackend(CheckedBackend):
                 torch.cuda.set_device(self.device)
                 unique = bytes.fromhex(answers[0][0])
                 result.append(self.binding.connect(len(team), unique, index))
-            except Exception as error:  # noqa: BLE001 - re-raised by the waiting thread
+            except Exception as error:
                 failure.append(error)
 
-        # ncclCommInitRank blocks until every member calls it: a thread lets this one keep the deadline.
+        # ncclCommInitRank blocks until every member calls it: a thread lets this one keep the
+        # deadline.
         thread = threading.Thread(target=connect, name="nccl-connect", daemon=True)
         thread.start()
         self.poll(
             lambda: not thread.is_alive(),
             lambda: f"connection of NCCL team {team_text(team)}",
-            lambda: [],
+            list,
         )
         if failure:
             raise CommunicationError(
@@ -177,7 +181,9 @@ class NcclBackend(CheckedBackend):
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
     def drain(self) -> None:
-        """Waits for the device under the deadline; a hopeless wait is reported by the guard's thread."""
+        """Waits for the device under the deadline; a hopeless wait is reported by the guard's
+        thread.
+        """
         if self._closed or not self._comms or not torch.cuda.is_initialized():
             return
         thread = threading.Thread(
@@ -185,7 +191,7 @@ class NcclBackend(CheckedBackend):
         )
         thread.start()
         try:
-            self.poll(lambda: not thread.is_alive(), lambda: "the device's last work", lambda: [])
+            self.poll(lambda: not thread.is_alive(), lambda: "the device's last work", list)
         except CommunicationError:
             return
 
@@ -210,7 +216,8 @@ class NcclBackend(CheckedBackend):
 
 
 def _device_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+    cuda: Any = torch.cuda
+    return str(cuda.get_device_properties(device).uuid)
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:

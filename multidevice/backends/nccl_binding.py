@@ -107,7 +107,8 @@ class _CupyComm:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        # The order of arguments is NCCL's without the communicator, so most calls are bound as they are.
+        # The order of arguments is NCCL's without the communicator, so most calls are bound as
+        # they are.
         self.allreduce = comm.allReduce
         self.reduce = comm.reduce
         self.reduce_scatter = comm.reduceScatter

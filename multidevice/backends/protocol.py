@@ -19,9 +19,9 @@ Team = tuple[int, ...]
 ReduceOp = Literal["sum", "prod", "min", "max", "avg"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "prod", "min", "max", "avg")
 
-# The first buffer of a call is what the op writes, the second what it reads. Each entry is the number
-# of parts that the buffer holds: "n" is one part per team member. A buffer marked "root" exists
-# on the root only.
+# The first buffer of a call is what the op writes, the second what it reads. Each entry is the
+# number of parts that the buffer holds: "n" is one part per team member. A buffer marked "root"
+# exists on the root only.
 BUFFERS: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
     "allgather": (("n", "all"), ("1", "all")),
     "allreduce": (("1", "all"), ("1", "all")),
@@ -37,7 +37,8 @@ class Work(Protocol):
     """A communication that was started."""
 
     def wait(self) -> None:
-        """Returns when later work may use the buffers: on CPU the data is there; on CUDA the order is the stream's.
+        """Returns when later work may use the buffers: on CPU the data is there; on CUDA the
+        order is the stream's.
 
         Raises:
             CommunicationTimeout: the deadline passed.
@@ -52,7 +53,9 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank `peer`."""
+    """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank
+    `peer`.
+    """
 
     kind: Literal["send", "recv"]
     tensor: torch.Tensor
@@ -82,7 +85,9 @@ class Backend(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the elementwise reduction of all `inp` to `out` on every member; may be in place."""
+        """Writes the elementwise reduction of all `inp` to `out` on every member; may be in
+        place.
+        """
         ...
 
     def reduce_scatter(
@@ -110,7 +115,9 @@ class Backend(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the parts `inp` of all members to `out` [n parts] on the root; `out` is None elsewhere."""
+        """Writes the parts `inp` of all members to `out` [n parts] on the root; `out` is None
+        elsewhere.
+        """
         ...
 
     def scatter(
@@ -122,7 +129,9 @@ class Backend(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes part i of the root's `inp` [n parts] to `out` on member i; `inp` is None elsewhere."""
+        """Writes part i of the root's `inp` [n parts] to `out` on member i; `inp` is None
+        elsewhere.
+        """
         ...
 
     def reduce(
@@ -141,7 +150,9 @@ class Backend(Protocol):
     def alltoall(
         self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
     ) -> Work:
-        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have one size."""
+        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have one
+        size.
+        """
         ...
 
     def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
@@ -157,7 +168,9 @@ class Backend(Protocol):
         ...
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
-        """Returns when every member has entered the barrier and, on CUDA, the stream has reached it."""
+        """Returns when every member has entered the barrier and, on CUDA, the stream has reached
+        it.
+        """
         ...
 
     def drain(self) -> None:

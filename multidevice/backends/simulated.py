@@ -1,9 +1,10 @@
 """N ranks as threads of one process that pass one baton: exactly one runs at any time.
 
-A switch happens only when a rank waits in a communicator call, and the next rank is the one that has been
-ready longest, so a run is deterministic. When no rank can run, every rank raises `DeadlockError`, which
-tells where each of them stands. Ranks that meet in a collective with different arguments raise
-an error that shows both sides. Tensors may be on the CPU or, all ranks sharing one device, on CUDA.
+A switch happens only when a rank waits in a communicator call, and the next rank is the one that
+has been ready longest, so a run is deterministic. When no rank can run, every rank raises
+`DeadlockError`, which tells where each of them stands. Ranks that meet in a collective with
+different arguments raise an error that shows both sides. Tensors may be on the CPU or, all ranks
+sharing one device, on CUDA.
 """
 
 from __future__ import annotations
@@ -219,7 +220,9 @@ class _SimulatedWork:
 
 
 class SimulatedBackend(CheckedBackend):
-    """Collectives among simulated ranks; half-precision reductions accumulate in float32, in team order."""
+    """Collectives among simulated ranks; half-precision reductions accumulate in float32, in team
+    order.
+    """
 
     name = "simulated"
 

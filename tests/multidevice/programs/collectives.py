@@ -1,4 +1,5 @@
-"""Every collective on every dtype against brute force; run on each rank of a job, or on simulated ranks.
+"""Every collective on every dtype against brute force; run on each rank of a job, or on simulated
+ranks.
 
     mpirun -np 4 python tests/multidevice/programs/collectives.py
 
@@ -66,7 +67,9 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str, *, ulps: float 
         eps = torch.finfo(found.dtype).eps
         # Sums of float32 cancel; 16-bit floats are summed in float32 and rounded once.
         scale = expected.double().abs().clamp(min=1.0 if found.dtype.itemsize == 2 else 32.0)
-        error = ((found.double() - expected.double()).abs() / scale).max().item() if len(found) else 0
+        error = (
+            ((found.double() - expected.double()).abs() / scale).max().item() if len(found) else 0
+        )
         assert error <= ulps * eps, f"{what}: error {error} of {found.dtype}"
     else:
         assert torch.equal(found, expected), f"{what}: {found} != {expected}"
@@ -160,7 +163,9 @@ def expect(kind: type[BaseException], text: str, fn: object, *args: object, **kw
 
 
 def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch.device) -> None:
-    """Checks that bad arguments are found on each rank by itself, and agreed errors leave all usable."""
+    """Checks that bad arguments are found on each rank by itself, and agreed errors leave all
+    usable.
+    """
     me, n = comm.rank(), comm.size()
     x = torch.zeros(n, n, device=device)
     expect(InputError, "not contiguous", backend.allreduce, x, x.t(), op="sum", team=team)
@@ -174,7 +179,9 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
 
     bad = n - 1
     mine = ValueError("planted") if me == bad else None
-    kind, text = (ValueError, "planted") if me == bad else (PeerError, f"rank {bad} failed: ValueError")
+    kind, text = (
+        (ValueError, "planted") if me == bad else (PeerError, f"rank {bad} failed: ValueError")
+    )
     expect(kind, text, comm.agree, mine)
     comm.agree(None, b"0123456789abcdef")
     expect(ProgramMismatchError, "different programs", comm.agree, None, b"a" if me else b"b")

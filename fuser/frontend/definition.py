@@ -1,0 +1,189 @@
+"""FusionDefinition: where a user writes a tensor program and runs it.
+
+with FusionDefinition() as fd:
+    x = fd.define_tensor([-1, -1], contiguity=True)
+    y = fd.ops.add(x, 1.0)
+    fd.add_output(y)
+(out,) = fd.execute([torch.ones(2, 3)])
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+import fuser.ops
+import fuser.schedule
+from fuser.errors import InputError, UnsupportedError
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.ir.dtypes import DataType, from_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ops import define
+
+
+class FusionDefinition:
+    """A fusion being defined, then its executor cache.
+
+    `fd.ops` holds the ops, `fd.sched` the schedule primitives. `_fusion` is the definition until
+    the first `execute`, which moves it into `fec`; `fusion` finds it in either place and is never
+    changed by running.
+    """
+
+    def __init__(self) -> None:
+        self.ops: ModuleType = fuser.ops
+        self.sched: ModuleType = fuser.schedule
+        self._fusion: Fusion | None = None
+        self._fusion_guard: FusionGuard | None = None
+        self.fec: FusionExecutorCache
+
+    # ------------------------------------------------------------ the with block
+    def __enter__(self) -> FusionDefinition:
+        self._fusion = Fusion()
+        self._fusion_guard = FusionGuard(self._fusion)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._fusion_guard is not None:
+            self._fusion_guard.close()
+            self._fusion_guard = None
+        if kind is not None:
+            print(f"Exception occurred: {kind.__name__}: {error}")
+            traceback.print_tb(trace)
+
+    @property
+    def fusion(self) -> Fusion:
+        """The fusion as the user defined it."""
+        if hasattr(self, "fec"):
+            return self.fec.fusion()
+        assert self._fusion is not None, "the definition was never entered"
+        return self._fusion
+
+    # ------------------------------------------------------------ definition
+    def define_tensor(self, *args: Any, **kwargs: Any) -> TensorView:
+        """Define a tensor input; see `fuser.ops.define.define_tensor` for the three forms."""
+        tv = define.define_tensor(*args, **kwargs)
+        self.fusion.add_input(tv)
+        return tv
+
+    def define_scalar(self, value: Any = None, dtype: DataType | None = None) -> Scalar:
+        """Define a scalar: symbolic (then an input) without a value, else a constant."""
+        scalar = define.define_scalar(value, dtype)
+        if scalar.is_symbolic():
+            self.fusion.add_input(scalar)
+        return scalar
+
+    def define_vector(self, size: int) -> list[Scalar]:
+        """Define `size` symbolic Int scalars, each an input of its own."""
+        return [self.define_scalar(None, DataType.Int) for _ in range(size)]
+
+    def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
+        """Define a tensor input like `tensor`: sizes (symbolic unless static), strides and dtype."""
+        if tensor.device.type not in ("cuda", "cpu"):
+            raise ValueError(
+                f"Found unsupported device {tensor.device}, only CPU or CUDA tensors are supported"
+            )
+        return self.define_tensor(
+            sizes=list(tensor.size()),
+            strides=list(tensor.stride()),
+            dtype=from_torch(tensor.dtype),
+            static_sizes=static_sizes,
+        )
+
+    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+        """Register an output, or an in-place update of `alias_input` (see `Fusion.add_output`)."""
+        self.fusion.add_output(output, alias_input)
+
+    def validate_definition(self) -> tuple[bool, str | None]:
+        """Return (whether the definition can run, why not)."""
+        if self._fusion is None and not hasattr(self, "fec"):
+            return False, (
+                "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
+            )
+        if not self.fusion.outputs or not self.fusion.vals():
+            return False, "Fusion is empty!"
+        return True, None
+
+    # ------------------------------------------------------------ execution
+    def execute(
+        self,
+        inputs: Iterable[object],
+        *,
+        device: int | str | torch.device | None = None,
+        save_repro_inputs: bool = False,
+        _enable_options: Sequence[str] = (),
+        _disable_options: Sequence[str] = (),
+    ) -> list[torch.Tensor]:
+        """Run the program on `inputs` and return its visible outputs in `add_output` order.
+
+        Tensors are local shards where the program shards them; numbers fill scalar inputs; nested
+        sequences are flattened in place. The options hold for this call only.
+
+        Raises:
+            InputError: count, kind, rank, dtype, device or extent of an input is wrong.
+            PeerError: another rank raised before anything was launched.
+        """
+        if save_repro_inputs:
+            raise UnsupportedError("execute: save_repro_inputs is not supported yet")
+        if not hasattr(self, "fec"):
+            valid, why = self.validate_definition()
+            if not valid:
+                raise NotImplementedError(why)
+            assert self._fusion is not None
+            self.fec = FusionExecutorCache(self._fusion)
+            del self._fusion
+        return self.fec.execute(
+            flatten(inputs),
+            device=device,
+            _enable_options=_enable_options,
+            _disable_options=_disable_options,
+        )
+
+    def validate(
+        self,
+        inputs: Sequence[object],
+        reference_outputs: Sequence[torch.Tensor] | None = None,
+        device: int | str | torch.device | None = None,
+        **execute_kwargs: Any,
+    ) -> list[torch.Tensor]:
+        """Execute and compare with references: float64 torch by default.
+
+        Raises AssertionError naming the first output that differs.
+        """
+        from fuser.ops.torch_meaning import evaluate_fusion
+
+        outputs = self.execute(inputs, device=device, **execute_kwargs)
+        if reference_outputs is None:
+            reference_outputs = evaluate_fusion(self.fusion, flatten(inputs), dtype=torch.float64)
+        assert len(outputs) == len(reference_outputs), (
+            f"{len(outputs)} outputs, {len(reference_outputs)} references"
+        )
+        for out, reference in zip(outputs, reference_outputs, strict=True):
+            torch.testing.assert_close(out, reference.to(out.dtype), equal_nan=True)
+        return outputs
+
+
+def flatten(inputs: Iterable[object]) -> list[torch.Tensor | bool | int | float]:
+    """Return tensors and numbers with nested lists and tuples flattened in place."""
+    flat: list[torch.Tensor | bool | int | float] = []
+    for value in inputs:
+        if isinstance(value, list | tuple):
+            flat.extend(flatten(value))  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, torch.Tensor | bool | int | float):
+            flat.append(value)
+        elif isinstance(value, complex):
+            raise UnsupportedError(f"complex inputs are not supported yet: {value}")
+        else:
+            raise InputError(f"an input is a tensor or a number, got {type(value).__name__}")
+    return flat

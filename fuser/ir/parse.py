@@ -1,0 +1,668 @@
+"""Parsing of what `fuser.ir.text` prints: scalars, axes, tensors, domain sections, ops, fusions.
+
+The grammar of an op is its own text template (`variants()`), so a new op needs no rule here. Whitespace
+between words is free. A tensor that a domain section declared, or that was spelled out before, may be
+written as its bare name `T3`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fuser.errors import FuserError, ParseError
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op
+from fuser.ir.domain import (
+    IterDomain,
+    Merge,
+    Resize,
+    Split,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+    contiguity_for,
+)
+from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
+from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.text import default_dtype, tensor_text, value_text
+from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
+
+_SPACE = re.compile(r"\s+")
+_INT = re.compile(r"-?\d+")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_WORD = re.compile(r"[^\s,(){}]+")
+_INFIX = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>]")
+_CALL = re.compile(
+    "("
+    + "|".join(sorted((re.escape(o) for o in sc.COMPUTE if not _INFIX.fullmatch(o)), reverse=True))
+    + r"|cast_\w+)\("
+)
+_LITERAL = re.compile(r"(double|float|__half|__bfloat)\(([^()\s]*)\)")
+_DTYPES = "|".join(sorted((info.text for info in INFO.values()), key=len, reverse=True))
+_TENSOR = re.compile(rf"T(\d+)_(sym|[gslt])_({_DTYPES})\[")
+_BARE_TENSOR = re.compile(r"T(\d+)(?!\w)")
+_AXIS = re.compile(
+    r"([irb?n])("
+    + "|".join(sorted((re.escape(p) for p in PTYPE_FROM_TEXT), key=len, reverse=True))
+    + r")(\d+)\{"
+)
+_SECTION = re.compile(r"^(Aliases|Equal extents|Symbols|TransformPrinter) :[ ]*$", re.MULTILINE)
+
+
+class Cursor:
+    """A position in a text; every error it makes marks the line."""
+
+    def __init__(self, text: str, pos: int = 0, end: int | None = None) -> None:
+        self.text = text
+        self.pos = pos
+        self.end = len(text) if end is None else end
+
+    def fail(self, message: str, pos: int | None = None) -> ParseError:
+        """Return the error for a position (here by default), with the line and a caret under it."""
+        at = self.pos if pos is None else pos
+        start = self.text.rfind("\n", 0, at) + 1
+        stop = self.text.find("\n", at)
+        line = self.text[start : stop if stop >= 0 else len(self.text)]
+        number = self.text.count("\n", 0, at) + 1
+        error = ParseError(
+            f"line {number}, column {at - start + 1}: {message}\n  {line}\n  {' ' * (at - start)}^"
+        )
+        error.add_note(f"position {at}")
+        return error
+
+    def skip(self) -> None:
+        found = _SPACE.match(self.text, self.pos, self.end)
+        if found:
+            self.pos = found.end()
+
+    def at(self, word: str) -> bool:
+        """Whether `word` comes next, after spaces."""
+        self.skip()
+        return self.text.startswith(word, self.pos) and self.pos + len(word) <= self.end
+
+    def take_if(self, word: str) -> bool:
+        if not self.at(word):
+            return False
+        self.pos += len(word)
+        return True
+
+    def take(self, word: str) -> None:
+        if not self.take_if(word):
+            raise self.fail(f"expected {word!r}")
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Consume what `pattern` matches next, after spaces; None leaves the position there."""
+        self.skip()
+        found = pattern.match(self.text, self.pos, self.end)
+        if found:
+            self.pos = found.end()
+        return found
+
+    def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        found = self.match(pattern)
+        if found is None:
+            raise self.fail(f"expected {what}")
+        return found
+
+    def done(self) -> bool:
+        self.skip()
+        return self.pos >= self.end
+
+    def integer(self) -> int:
+        return int(self.expect(_INT, "an integer")[0])
+
+
+Attribute = Callable[["Parser"], object]
+
+
+class Parser:
+    """Reads values and ops into one fusion; `ops` are the op classes that it knows."""
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        fusion: Fusion,
+        *,
+        ops: tuple[type[Op], ...] = (),
+        attributes: Mapping[str, Attribute] | None = None,
+    ) -> None:
+        self.cursor = cursor
+        self.fusion = fusion
+        self.templates = _templates(ops or tensor_op_classes())
+        self.attributes = {**ATTRIBUTES, **(attributes or {})}
+        self.tensors: dict[int, TensorView] = {}
+        self.symbols: dict[str, Symbol] = {}
+        self._text_of: dict[int, str] = {}
+
+    # ------------------------------------------------------------ scalars
+    def scalar(self) -> Scalar:
+        """Read a scalar through the simplifying constructors."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        try:
+            return self._scalar()
+        except ParseError:
+            raise
+        except FuserError as error:
+            raise c.fail(str(error), start) from error
+
+    def _scalar(self) -> Scalar:
+        c = self.cursor
+        if c.take_if("("):
+            call = c.match(_CALL)
+            if call:
+                value = self._call(call[1], self._until(")", self.scalar))
+            else:
+                value = self.scalar()
+                op = c.match(_INFIX)
+                if op:
+                    value = _apply(op[0], (value, self.scalar()))
+            c.take(")")
+            return value
+        literal = c.match(_LITERAL)
+        if literal:
+            try:
+                return sc.const(float(literal[2]), FROM_TEXT[literal[1]])
+            except ValueError:
+                raise c.fail(f"{literal[2]!r} is not a number", literal.start(2)) from None
+        number = c.match(_INT)
+        if number:
+            return sc.const(int(number[0]))
+        if c.at("T") and (_TENSOR.match(c.text, c.pos) or _BARE_TENSOR.match(c.text, c.pos)):
+            raise c.fail("expected a scalar")
+        name = c.expect(_NAME, "a scalar")[0]
+        if name in ("true", "false"):
+            return sc.const(name == "true")
+        if name not in self.symbols:
+            self.symbols[name] = Symbol(name, default_dtype(name))
+        return self.symbols[name]
+
+    def _call(self, op: str, args: list[Scalar]) -> Scalar:
+        if not op.startswith("cast_"):
+            return _apply(op, tuple(args))
+        dtype = FROM_TEXT.get(op.removeprefix("cast_"))
+        if dtype is None:
+            raise self.cursor.fail(f"unknown dtype in {op}")
+        return sc.cast(args[0], dtype)
+
+    def _until(self, close: str, item: Callable[[], object]) -> list:  # pyright: ignore[reportMissingTypeArgument, reportUnknownParameterType]
+        """Read comma separated items up to and including `close`."""
+        c = self.cursor
+        items: list[object] = []
+        if c.take_if(close):
+            return items
+        while True:
+            items.append(item())
+            if not c.take_if(","):
+                c.take(close)
+                return items
+
+    # ------------------------------------------------------------ axes and tensors
+    def axis(self) -> IterDomain:
+        """Read `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
+        c = self.cursor
+        head = c.expect(_AXIS, "an axis such as iS0{i0}")
+        extent = self.scalar()
+        expanded = self.scalar() if c.take_if("ex ") else None
+        c.take("}")
+        rfactor = c.text.startswith("rf", c.pos)
+        c.pos += 2 * rfactor
+        return IterDomain(
+            int(head[3]),
+            IterType(head[1]),
+            extent,
+            ptype=PTYPE_FROM_TEXT[head[2]],
+            expanded=expanded,
+            rfactor=rfactor,
+        )
+
+    def mesh(self) -> DeviceMesh:
+        """Read `DeviceMesh{{0 1}{2 3}}`."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        c.take("DeviceMesh")
+
+        def nested() -> list[object]:
+            c.take("{")
+            items: list[object] = []
+            while not c.take_if("}"):
+                items.append(nested() if c.at("{") else c.integer())
+            return items
+
+        try:
+            return DeviceMesh(nested())
+        except ParseError:
+            raise
+        except FuserError as error:
+            raise c.fail(str(error), start) from error
+
+    def tensor(self) -> TensorView:
+        """Read a tensor: spelled out (its first time declares it) or as the bare name of a known one."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        bare = c.match(_BARE_TENSOR)
+        if bare:
+            if int(bare[1]) not in self.tensors:
+                raise c.fail(f"T{bare[1]} is not declared", start)
+            return self.tensors[int(bare[1])]
+        head = c.expect(_TENSOR, "a tensor")
+        number = int(head[1])
+        known = self._text_of.get(number)
+        if known is not None and c.text.startswith(known, start) and start + len(known) <= c.end:
+            c.pos = start + len(known)
+            return self.tensors[number]
+        tv = self._new_tensor(head, self._spelled(head))
+        if known is None:
+            return self._declare(tv)
+        if tensor_text(tv) != known:
+            raise c.fail(f"T{number} was declared as {known}", start)
+        return self.tensors[number]
+
+    def _spelled(self, head: re.Match[str]) -> TensorDomain:
+        del head
+        axes: tuple[IterDomain, ...] = tuple(self._until("]", self.axis))
+        return TensorDomain(axes, axes, contiguity=contiguity_for(axes))
+
+    def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
+        """Read the suffixes and return a tensor that the fusion does not know yet."""
+        c = self.cursor
+        compute_at, mesh = 0, None
+        if c.take_if("ca_pos("):
+            compute_at = c.integer()
+            c.take(")")
+        if c.take_if("(DeviceMesh"):
+            c.pos -= len("DeviceMesh")
+            mesh = self.mesh()
+            c.take(")")
+        tv = self.fusion.new_tensor(
+            domain, FROM_TEXT[head[3]], memory=MemoryType(head[2]), mesh=mesh, number=int(head[1])
+        )
+        tv.compute_at = compute_at
+        return tv
+
+    def _declare(self, tv: TensorView) -> TensorView:
+        self.tensors[tv.number] = tv
+        self._text_of[tv.number] = tensor_text(tv)
+        for a in tv.domain.all_axes():
+            self.fusion.reserve(axis=a.number)
+        return tv
+
+    def domain_section(self) -> TensorView:
+        """Read one tensor's domain section: header, root, logical, allocation, transforms, loop."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        head = c.expect(_TENSOR, "a tensor")
+        spelled = self._spelled(head)
+        tv = self._new_tensor(head, spelled)
+        if tv.number in self.tensors:
+            raise c.fail(f"T{tv.number} has two domain sections", start)
+        groups: dict[str, tuple[IterDomain, ...]] = {}
+        for title in ("root", "logical", "allocation"):
+            if c.take_if(f"{title} domain: ("):
+                groups[title] = tuple(self._until(")", self.axis))
+        c.take("contiguity:")
+        flags: list[bool | None] = []
+        while found := c.match(re.compile(r"[tfn]\b")):
+            flags.append({"t": True, "f": False, "n": None}[found[0]])
+        transforms: list[Transform] = []
+        while not c.take_if("loop domain: ("):
+            transforms.append(self._transform())
+        loop = tuple(self._until(")", self.axis))
+        if loop != spelled.loop:
+            raise c.fail(f"the loop domain of {head[0][:-1]} differs from its header", start)
+        tv.is_cpu_scalar = c.take_if("cpu scalar")
+        tv.mesh_is_user_set = c.take_if("mesh set by user")
+        if "logical" not in groups:
+            raise c.fail(f"T{tv.number} has no logical domain", start)
+        tv.domain = TensorDomain(
+            groups["logical"],
+            loop,
+            root=groups.get("root", ()),
+            allocation=groups.get("allocation", ()),
+            contiguity=tuple(flags),
+            transforms=tuple(transforms),
+        )
+        return self._declare(tv)
+
+    def _transform(self) -> Transform:
+        c = self.cursor
+        for title, is_inner in (("Split:", True), ("Outer split:", False)):
+            if c.take_if(title):
+                inp = self.axis()
+                c.take("by factor")
+                factor = self.scalar()
+                c.take("->")
+                outer = self.axis()
+                c.take(",")
+                return Split(inp, outer, self.axis(), factor, is_inner)
+        if c.take_if("Merge:"):
+            outer = self.axis()
+            c.take("and")
+            inner = self.axis()
+            c.take("->")
+            return Merge(outer, inner, self.axis())
+        if c.take_if("Resize:"):
+            inp = self.axis()
+            c.take("by")
+            left = self.scalar()
+            c.take("and")
+            right = self.scalar()
+            c.take("->")
+            return Resize(inp, self.axis(), left, right)
+        out = self.axis()
+        c.take("=")
+        c.take("Swizzle1D(")
+        inp = self.axis()
+        c.take(", parallelType=")
+        ptype = self.ptype()
+        c.take(")")
+        return Swizzle1D(inp, out, ptype)
+
+    def ptype(self) -> ParallelType:
+        """Read the print form of a parallel type: `deviceIdx.x`."""
+        c = self.cursor
+        c.skip()
+        start = c.pos
+        word = c.expect(_WORD, "a parallel type")[0]
+        if word not in PTYPE_FROM_TEXT:
+            raise c.fail(f"unknown parallel type {word!r}", start)
+        return PTYPE_FROM_TEXT[word]
+
+    def value(self) -> TensorView | Scalar:
+        """Read a tensor or a scalar."""
+        c = self.cursor
+        c.skip()
+        is_tensor = _TENSOR.match(c.text, c.pos) or _BARE_TENSOR.match(c.text, c.pos)
+        return self.tensor() if is_tensor else self.scalar()
+
+    def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
+        """Read comma separated tensors and scalars up to and including `close`."""
+        return tuple(self._until(close, self.value))
+
+    # ------------------------------------------------------------ ops
+    def op(self) -> Op:
+        """Read one op: the spelling that fits, else the error that got furthest."""
+        c = self.cursor
+        c.skip()
+        start, key = c.pos, _key(c.text, c.pos)
+        furthest = (start - 1, c.fail(f"unknown op {key}"))
+        # A first operand that is a literal (`double(3)`) looks like a call, too.
+        bucket = "" if _LITERAL.match(f"{key}(0)") else key
+        for template in self.templates.get(bucket, ()):
+            c.pos = start
+            try:
+                return self._fill(template, start)
+            except ParseError as error:
+                at = int(error.__notes__[-1].removeprefix("position "))
+                if at > furthest[0]:
+                    furthest = (at, error)
+        raise furthest[1]
+
+    def _fill(self, template: _Template, start: int) -> Op:
+        c = self.cursor
+        found: dict[str, object] = dict(template.attributes)
+        derived: list[tuple[str, str, int]] = []
+        for is_field, word in template.words:
+            if not is_field:
+                c.take(word)
+                continue
+            c.skip()
+            at = c.pos
+            kind = template.kinds.get(word)
+            if kind is None:
+                self.scalar() if c.at("(") else c.expect(_WORD, "a word")
+                derived.append((word, c.text[at : c.pos], at))
+                continue
+            value = self._field(template, word, kind)
+            if word in found and found[word] != value:
+                raise c.fail(f"expected {value_text(found[word])} again", at)
+            found[word] = value
+        try:
+            op = template.op(**found)
+        except FuserError as error:
+            raise c.fail(str(error), start) from error
+        if not template.is_older and _template_of(op) != template.text:
+            raise c.fail(f"this op prints as\n{op}", start)
+        for name, text, at in derived:
+            field, _, method = name.partition(".")
+            expected = getattr(op, field)
+            expected = value_text(getattr(expected, method)() if method else expected)
+            if _SPACE.sub(" ", text) != expected:
+                raise c.fail(f"expected {expected}", at)
+        return op
+
+    def _field(self, template: _Template, name: str, kind: str) -> object:
+        if kind in ("operand", "result"):
+            return self.value() if kind == "operand" else self.tensor()
+        if kind in ("operands", "results"):
+            self.cursor.take("{")
+            return self.values("}")
+        read = self.attributes.get(template.types[name])
+        assert read is not None, f"no parser for attribute {name}: {template.types[name]}"
+        return read(self)
+
+    # ------------------------------------------------------------ sections and fusions
+    def declarations(self) -> None:
+        """Read the sections in [pos, end) that declare symbols and tensors; the position stays."""
+        c = self.cursor
+        home = c.pos
+        for title, read in (("Symbols", self._symbol), ("TransformPrinter", self.domain_section)):
+            self._section(title, read, home)
+        c.pos = home
+
+    def relations(self) -> None:
+        """Read the sections that relate known values (aliases, equal extents); the position stays."""
+        home = self.cursor.pos
+        for title, read in (("Aliases", self._alias), ("Equal extents", self._equal)):
+            self._section(title, read, home)
+        self.cursor.pos = home
+
+    def _section(self, title: str, read: Callable[[], object], home: int) -> None:
+        c = self.cursor
+        headers = [m for m in _SECTION.finditer(c.text, home, c.end) if m[1] == title]
+        if len(headers) > 1:
+            raise c.fail(f"section {title} appears twice", headers[1].start())
+        for header in headers:
+            c.pos = header.end()
+            while not c.done() and not _SECTION.match(c.text, c.pos):
+                read()
+
+    def _symbol(self) -> None:
+        name = self.cursor.expect(_NAME, "a symbol")[0]
+        self.cursor.take(":")
+        text = self.cursor.expect(_WORD, "a dtype")[0]
+        if text not in FROM_TEXT:
+            raise self.cursor.fail(f"unknown dtype {text}")
+        self.symbols[name] = Symbol(name, FROM_TEXT[text])
+
+    def _alias(self) -> None:
+        out = self.tensor()
+        self.cursor.take("->")
+        into = self.tensor()
+        self.fusion.aliases.append(Alias(out, into, hidden=self.cursor.take_if("hidden")))
+
+    def _equal(self) -> None:
+        symbol = self.scalar()
+        self.cursor.take("=")
+        self.fusion.set_equal(symbol, self.scalar())
+
+    def math(self) -> None:
+        """Read `Inputs: ... Outputs: ... %kernel_math { ... } // %kernel_math` into the fusion."""
+        c = self.cursor
+        c.take("Inputs:")
+        while not c.at("Outputs:"):
+            self.fusion.inputs.append(self.value())
+        c.take("Outputs:")
+        while not c.at("%kernel_math"):
+            self.fusion.outputs.append(self.tensor())
+        c.take("%kernel_math")
+        c.take("{")
+        exprs: list[nodes.TensorOp] = []
+        while not c.take_if("}"):
+            at = c.pos
+            op = self.op()
+            if not isinstance(op, nodes.TensorOp):
+                raise c.fail(f"{op.name} is no tensor op", at)
+            exprs.append(op)
+        c.take("// %kernel_math")
+        self.fusion.exprs = exprs
+
+    def reserve_symbols(self) -> None:
+        """Keep the fusion from handing out the numbers of the symbols that were read."""
+        for name in self.symbols:
+            if name[1:].isdigit():
+                self.fusion.reserve(scalar=int(name[1:]))
+
+
+def parse_scalar(text: str) -> Scalar:
+    """Read one scalar. Raises `ParseError`."""
+    parser = Parser(Cursor(text), Fusion())
+    value = parser.scalar()
+    if not parser.cursor.done():
+        raise parser.cursor.fail("expected the end")
+    return value
+
+
+def parse_fusion(text: str) -> Fusion:
+    """Read what `fusion_text` (or `print_math`, for plain domains) prints. Raises `ParseError`."""
+    return parse_fusion_at(Cursor(text))
+
+
+def parse_fusion_at(cursor: Cursor) -> Fusion:
+    """Read the fusion that [pos, end) of the cursor holds."""
+    fusion = Fusion()
+    parser = Parser(cursor, fusion)
+    parser.declarations()
+    parser.math()
+    parser.relations()
+    parser.reserve_symbols()
+    cursor.skip()
+    if cursor.pos < cursor.end and not _SECTION.match(cursor.text, cursor.pos):
+        raise cursor.fail("expected a section or the end")
+    cursor.pos = cursor.end
+    return fusion
+
+
+# ------------------------------------------------------------------ templates
+@dataclass(frozen=True)
+class _Template:
+    """One spelling of an op: words to match and fields to read, in order."""
+
+    op: type[Op]
+    text: str
+    attributes: Mapping[str, object]
+    words: tuple[tuple[bool, str], ...]
+    kinds: Mapping[str, str]
+    types: Mapping[str, str]
+    is_older: bool
+
+
+_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
+_FUNCTION = re.compile(r"\s*([A-Za-z_][\w.]*)\s*\(")
+_STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
+
+
+def _key(text: str, start: int) -> str:
+    """Return what an op's text starts with: its statement word, or the function after `=`."""
+    word = _STATEMENT.match(text, start)
+    if word:
+        return word[1]
+    equals = text.find("=", start)
+    function = _FUNCTION.match(text, equals + 1) if equals >= 0 else None
+    return function[1] if function else ""
+
+
+@lru_cache(maxsize=16)
+def _templates(ops: tuple[type[Op], ...]) -> Mapping[str, list[_Template]]:
+    """Return the spellings of the op classes by key; operators and literals come under ''."""
+    buckets: dict[str, list[_Template]] = {"": []}
+    for op in ops:
+        seen: set[tuple[str, str]] = set()
+        for attributes, text, is_older in _spellings(op):
+            mark = (text, repr(sorted(attributes.items(), key=lambda kv: kv[0])))
+            if mark in seen:
+                continue
+            seen.add(mark)
+            template = _compile(op, attributes, text, is_older)
+            buckets.setdefault(_key(text, 0), []).append(template)
+    return buckets
+
+
+def _spellings(op: type[Op]) -> Iterable[tuple[dict[str, object], str, bool]]:
+    variants = getattr(op, "variants", None)
+    if variants is None:
+        if op.TEXT:
+            yield {}, op.TEXT, False
+    else:
+        for attributes, text in variants():
+            yield attributes, text, False
+    for text in getattr(op, "OLDER", ()):
+        yield {}, text, True
+
+
+def _compile(
+    op: type[Op], attributes: Mapping[str, object], text: str, is_older: bool
+) -> _Template:
+    words: list[tuple[bool, str]] = []
+    at = 0
+    for field in _PLACEHOLDER.finditer(text):
+        words += [(False, w) for w in text[at : field.start()].split()]
+        words.append((True, field[1]))
+        at = field.end()
+    words += [(False, w) for w in text[at:].split()]
+    fields = dataclasses.fields(op)  # pyright: ignore[reportArgumentType]
+    return _Template(
+        op,
+        text,
+        attributes,
+        tuple(words),
+        {f.name: str(f.metadata["kind"]) for f in fields if "kind" in f.metadata},
+        {f.name: str(f.type) for f in fields},
+        is_older,
+    )
+
+
+def _template_of(op: Op) -> str:
+    template = getattr(op, "template", None)
+    return template() if template is not None else op.TEXT
+
+
+def tensor_op_classes() -> tuple[type[Op], ...]:
+    """Return the declared tensor ops, in declaration order."""
+    base = nodes.TensorOp
+    return tuple(c for c in Op.REGISTRY.values() if issubclass(c, base) and c is not base)
+
+
+def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:
+    return sc.rebuild(sc.Apply(op, args, args[0].dtype), args)
+
+
+def _bool(parser: Parser) -> bool:
+    return parser.cursor.expect(re.compile(r"true|false"), "true or false")[0] == "true"
+
+
+def _bools(parser: Parser) -> tuple[bool, ...]:
+    parser.cursor.take("{")
+    return tuple(parser._until("}", lambda: _bool(parser)))  # pyright: ignore[reportPrivateUsage]
+
+
+# How an attribute is read, by the type in its declaration.
+ATTRIBUTES: dict[str, Attribute] = {
+    "int": lambda parser: parser.cursor.integer(),
+    "bool": _bool,
+    "str": lambda parser: parser.cursor.expect(_WORD, "a word")[0],
+    "tuple[bool, ...]": _bools,
+    "ParallelType": lambda parser: parser.ptype(),
+}

@@ -1,0 +1,417 @@
+"""What lowering makes: the kernel with its launch facts, and the kernel IR that codegen prints.
+
+The kernel IR is a tree of statements over named scalars, register arrays, shared arrays and global
+tensors. Indices and conditions are `Scalar`s over loop symbols; values are `Expr`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from fuser.ir.dtypes import DataType
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.runtime.kernel import KernelSource
+
+
+# ------------------------------------------------------------------ the kernel's interface
+@dataclass(frozen=True)
+class TensorArg:
+    """The address of a fusion input or output."""
+
+    tv: TensorView
+
+
+@dataclass(frozen=True)
+class ScalarArg:
+    """A number that the host computes from sizes and scalar inputs."""
+
+    scalar: Scalar
+
+
+@dataclass(frozen=True)
+class StrideArg:
+    """The stride, in elements, of axis `axis` of the tensor (reduction axes are not counted)."""
+
+    tv: TensorView
+    axis: int
+
+
+@dataclass(frozen=True)
+class WorkspaceArg:
+    """The address of `Kernel.workspaces[index]`."""
+
+    index: int
+
+
+Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory of a launch. `zeroed` memory is zero before the first launch, and the kernel
+    leaves it zero."""
+
+    nbytes: Scalar
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A lowered kernel: text, parameters in order, launch shape, and what it relies on.
+
+    `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a launch;
+    `alignments` are the (tensor, bytes) that pointers must satisfy.
+    """
+
+    name: str
+    source: KernelSource
+    args: tuple[Arg, ...]
+    grid: tuple[Scalar, Scalar, Scalar]
+    block: tuple[Scalar, Scalar, Scalar]
+    smem_bytes: Scalar
+    workspaces: tuple[Workspace, ...] = ()
+    guards: tuple[Scalar, ...] = ()
+    alignments: tuple[tuple[TensorView, int], ...] = ()
+    ir_text: str = field(default="", compare=False)
+
+
+def stride_symbol(tv: TensorView, axis: int) -> Symbol:
+    """Return the symbol of the stride of a non-contiguous axis: `T0_s1`."""
+    return Symbol(f"T{tv.number}_s{axis}", DataType.Index)
+
+
+# ------------------------------------------------------------------ values
+@dataclass(frozen=True)
+class Var:
+    """A named scalar variable, or a field of one (`T5.avg`)."""
+
+    name: str
+    dtype: DataType
+
+
+@dataclass(frozen=True)
+class Element:
+    """`name[index]` of a register or shared array; `member` picks a field of a struct element."""
+
+    name: str
+    index: Scalar
+    dtype: DataType
+    member: str = ""
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class GlobalLoad:
+    """`name[index]` of a global tensor; under `guard` only, zero otherwise."""
+
+    name: str
+    index: Scalar
+    dtype: DataType
+    guard: Scalar
+
+
+@dataclass(frozen=True)
+class ScalarValue:
+    """A `Scalar` (constant, parameter, index) converted to `dtype`."""
+
+    scalar: Scalar
+    dtype: DataType
+
+
+@dataclass(frozen=True)
+class Convert:
+    """`arg` converted to `dtype`, rounding to nearest even."""
+
+    arg: Expr
+    dtype: DataType
+
+
+@dataclass(frozen=True)
+class Compute:
+    """`template` filled with the texts of `args`; `dtype` is the type of the result."""
+
+    template: str
+    args: tuple[Expr, ...]
+    dtype: DataType
+
+
+@dataclass(frozen=True)
+class Select:
+    """`cond ? a : b`, with a condition over indices."""
+
+    cond: Scalar
+    a: Expr
+    b: Expr
+    dtype: DataType
+
+
+Expr: TypeAlias = Var | Element | GlobalLoad | ScalarValue | Convert | Compute | Select
+
+
+# ------------------------------------------------------------------ statements
+@dataclass
+class Body:
+    """A sequence of statements: a scope for names."""
+
+    statements: list[Statement] = field(default_factory=list)
+
+
+@dataclass
+class For:
+    """A loop over `symbol` from 0 to `extent`.
+
+    `role` says who executes the loop; `pragma` is the macro printed before it, "" for none.
+    """
+
+    symbol: Symbol
+    extent: Scalar
+    body: Body
+    unroll: bool = False
+    pragma: str = ""
+    role: str = "all"
+
+
+@dataclass
+class If:
+    """`then` where `cond` holds. A `predicate` guards against work outside of the tensors."""
+
+    cond: Scalar
+    then: Body
+    otherwise: Body | None = None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass
+class Unswitch:
+    """Marks a subtree that is emitted twice: without its predicates, and with them."""
+
+    body: Body
+
+
+@dataclass
+class Let:
+    """`const nvfuser_index_t name = value`."""
+
+    symbol: Symbol
+    value: Scalar
+
+
+@dataclass
+class Define:
+    """`const T name = value`."""
+
+    name: str
+    dtype: DataType
+    value: Expr
+
+
+@dataclass
+class Declare:
+    """A register scalar (`size` None) or array, of `ctype` elements, with an initial value text."""
+
+    name: str
+    ctype: str
+    size: int | None
+    init: str = ""
+
+
+@dataclass
+class DeclareShared:
+    """A shared array of `count` elements at `offset` bytes in the block's buffer."""
+
+    name: str
+    dtype: DataType
+    offset: Scalar
+    count: Scalar
+
+
+@dataclass
+class Assign:
+    """Write `value` to a register or shared array element, or to a register scalar."""
+
+    target: Var | Element
+    value: Expr
+
+
+@dataclass
+class Store:
+    """Write `value` to a global tensor."""
+
+    name: str
+    index: Scalar
+    value: Expr
+
+
+@dataclass
+class VectorLoad:
+    """`width` elements of a global or shared tensor into a register array at `at`."""
+
+    array: str
+    at: Scalar
+    name: str
+    index: Scalar
+    width: int
+    dtype: DataType
+    streaming: bool = False
+    shared: bool = False
+
+
+@dataclass
+class VectorStore:
+    """`width` elements of a register array from `at` into a global or shared tensor."""
+
+    name: str
+    index: Scalar
+    array: str
+    at: Scalar
+    width: int
+    dtype: DataType
+    streaming: bool = False
+    shared: bool = False
+
+
+@dataclass
+class Accumulate:
+    """Combine `value` into an accumulator. `kind` is a ReductionOp kind or `welford`."""
+
+    target: Var | Element
+    value: Expr
+    kind: str
+    functor: str
+
+
+@dataclass
+class ThreadReduce:
+    """Combine accumulators over thread and block axes; `done` names the flag of a grid reduction."""
+
+    name: str
+    size: int | None
+    functor: str
+    identity: str
+    thread_axes: tuple[bool, bool, bool]
+    grid_axes: tuple[bool, bool, bool] = (False, False, False)
+    work: str = ""
+    work_offset: Scalar | None = None
+    semaphore: str = ""
+    semaphore_offset: Scalar | None = None
+    done: str = ""
+
+
+@dataclass
+class Sync:
+    """A block-wide barrier."""
+
+
+Statement: TypeAlias = (
+    For
+    | If
+    | Unswitch
+    | Let
+    | Define
+    | Declare
+    | DeclareShared
+    | Assign
+    | Store
+    | VectorLoad
+    | VectorStore
+    | Accumulate
+    | ThreadReduce
+    | Sync
+)
+Rewrite: TypeAlias = Callable[[Scalar], Scalar]
+
+
+def map_expr(expr: Expr, fn: Rewrite) -> Expr:
+    """Return the value with `fn` applied to every scalar in it."""
+    match expr:
+        case Var():
+            return expr
+        case Element():
+            return replace(expr, index=fn(expr.index))
+        case GlobalLoad():
+            return replace(expr, index=fn(expr.index), guard=fn(expr.guard))
+        case ScalarValue():
+            return replace(expr, scalar=fn(expr.scalar))
+        case Convert():
+            return replace(expr, arg=map_expr(expr.arg, fn))
+        case Compute():
+            return replace(expr, args=tuple(map_expr(a, fn) for a in expr.args))
+        case Select():
+            return replace(
+                expr, cond=fn(expr.cond), a=map_expr(expr.a, fn), b=map_expr(expr.b, fn)
+            )
+
+
+# The scalar and value fields of the statements that hold no other statements.
+_SCALAR_FIELDS: dict[type, tuple[str, ...]] = {
+    Store: ("index",),
+    VectorLoad: ("at", "index"),
+    VectorStore: ("at", "index"),
+    ThreadReduce: ("work_offset", "semaphore_offset"),
+    DeclareShared: ("offset", "count"),
+    Let: ("value",),
+}
+_VALUE_FIELDS: dict[type, tuple[str, ...]] = {
+    Define: ("value",),
+    Assign: ("target", "value"),
+    Store: ("value",),
+    Accumulate: ("target", "value"),
+}
+
+
+def map_statement(statement: Statement, fn: Rewrite) -> Statement:
+    """Return a statement without a body with `fn` applied to every scalar in it."""
+    changes: dict[str, object] = {}
+    for name in _SCALAR_FIELDS.get(type(statement), ()):
+        value = getattr(statement, name)
+        changes[name] = None if value is None else fn(value)
+    for name in _VALUE_FIELDS.get(type(statement), ()):
+        changes[name] = map_expr(getattr(statement, name), fn)
+    return replace(statement, **changes) if changes else statement  # pyright: ignore[reportArgumentType]
+
+
+def bodies(statement: Statement) -> tuple[Body, ...]:
+    """Return the nested bodies of a statement."""
+    match statement:
+        case For() | Unswitch():
+            return (statement.body,)
+        case If():
+            return (statement.then,) if statement.otherwise is None else (
+                statement.then,
+                statement.otherwise,
+            )
+        case _:
+            return ()
+
+
+def walk(body: Body) -> Iterator[Statement]:
+    """Yield every statement, outer before inner."""
+    for statement in body.statements:
+        yield statement
+        for inner in bodies(statement):
+            yield from walk(inner)
+
+
+def expr_parts(expr: Expr) -> Iterator[Expr]:
+    """Yield the value and everything it is made of."""
+    yield expr
+    match expr:
+        case Convert():
+            yield from expr_parts(expr.arg)
+        case Compute():
+            for a in expr.args:
+                yield from expr_parts(a)
+        case Select():
+            yield from expr_parts(expr.a)
+            yield from expr_parts(expr.b)
+        case _:
+            pass
+
+
+def values_of(statement: Statement) -> Iterator[Expr]:
+    """Yield every value that a statement reads or writes, parts included."""
+    for name in _VALUE_FIELDS.get(type(statement), ()):
+        yield from expr_parts(getattr(statement, name))

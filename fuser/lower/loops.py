@@ -1,0 +1,431 @@
+"""Stages, their loop nests, and the tree in which the nests share loops.
+
+A *stage* is an op whose result has storage of its own: a fusion output, a shared tensor, a reduction,
+or a local tensor that its consumers do not inline completely. Everything else is computed where it is
+read. A stage's nest is `loops`; its buffer lives at depth `depth`: inside the outermost `depth` loops,
+which are the same loops in every stage that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fuser.errors import DefinitionError, UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LoadStoreOp, ReductionOp, TensorOp, WelfordOp
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, IterType, MemoryType, ParallelType
+
+REDUCTIONS = (ReductionOp, WelfordOp)
+PARALLEL = (*GRID_TYPES, *BLOCK_TYPES)
+# How the coordinates of threads and blocks are called in kernels.
+COORDINATES = {
+    ParallelType.grid_x: "bx",
+    ParallelType.grid_y: "by",
+    ParallelType.grid_z: "bz",
+    ParallelType.block_x: "tx",
+    ParallelType.block_y: "ty",
+    ParallelType.block_z: "tz",
+}
+Storage = Literal["global", "shared", "local", "reduction"]
+
+
+class Loop:
+    """A loop that one or more stages share. `symbol` is its index: 0 for a loop of extent 1."""
+
+    def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
+        self.extent = extent
+        self.ptype = ptype
+        self.is_reduction = is_reduction
+        self._same: Loop | None = None
+        self.symbol: Scalar = sc.ZERO
+
+    def find(self) -> Loop:
+        loop = self
+        while loop._same is not None:
+            loop = loop._same
+        return loop
+
+    def join(self, other: Loop) -> None:
+        a, b = self.find(), other.find()
+        if a is not b:
+            b._same = a
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.ptype in COORDINATES
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether no loop statement is needed: a coordinate, or a single iteration."""
+        return self.is_parallel or sc.int_value(self.extent) == 1
+
+
+@dataclass(eq=False)
+class Stage:
+    """One op with storage, and its nest. `axis_loops` gives the loop of each own loop axis;
+    `reference` is the stage whose loops replace this one's (a broadcast computed in its consumer's
+    nest)."""
+
+    number: int
+    op: TensorOp
+    storage: Storage
+    compute_at: int
+    reads: tuple[Stage, ...] = ()
+    loops: list[Loop] = field(default_factory=list[Loop])
+    vector: Loop | None = None
+    depth: int = 0
+    positions: list[int] = field(default_factory=list[int])
+    axis_loops: dict[int, Loop] = field(default_factory=dict[int, Loop])
+    reference: Stage | None = None
+
+    @property
+    def tv(self) -> TensorView:
+        return self.op.out_tensor
+
+    @property
+    def axes(self) -> tuple[IterDomain, ...]:
+        return self.tv.domain.loop
+
+    @property
+    def is_reduction(self) -> bool:
+        return isinstance(self.op, REDUCTIONS)
+
+    @property
+    def all_loops(self) -> list[Loop]:
+        """The loops with the vector axis at the end."""
+        return self.loops if self.vector is None else [*self.loops, self.vector]
+
+    @property
+    def own_loops(self) -> list[Loop]:
+        """The loops inside the buffer."""
+        return [loop.find() for loop in self.all_loops[self.depth :]]
+
+
+@dataclass
+class Plan:
+    """The stages of a fusion in program order, with the launch extent of each parallel type."""
+
+    fusion: Fusion
+    stages: list[Stage]
+    stage_of: dict[TensorView, Stage]
+    extents: dict[ParallelType, Scalar] = field(default_factory=dict[ParallelType, Scalar])
+
+
+@dataclass
+class Node:
+    """A place in the loop tree: a loop with its children, or the work of one stage."""
+
+    loop: Loop | None
+    stage: Stage | None
+    children: list[Node]
+    stages: list[Stage]
+
+
+# ------------------------------------------------------------------ stages
+def plan_stages(fusion: Fusion) -> Plan:
+    """Pick the stages of a scheduled fusion and build their nests."""
+    plan = Plan(fusion, [], {})
+    frontier: dict[TensorView, tuple[Stage, ...]] = {}
+    passed: dict[TensorView, dict[Stage, None]] = {}
+    through: dict[TensorView, tuple[TensorView, ...]] = {}
+    for op in fusion.used_exprs():
+        operands = [v for v in op.inputs if isinstance(v, TensorView)]
+        below = tuple(dict.fromkeys(s for v in operands for s in frontier.get(v, ())))
+        inlined = tuple(dict.fromkeys(t for v in operands for t in through.get(v, ())))
+        stage = _stage_for(fusion, op, len(plan.stages))
+        if stage is not None:
+            stage.reads = below
+            plan.stages.append(stage)
+            for out in op.outputs:
+                plan.stage_of[out] = stage
+            for t in inlined:
+                passed.setdefault(t, {})[stage] = None
+        for out in op.outputs:
+            is_buffered = stage is not None and stage.storage != "global"
+            frontier[out] = (stage,) if stage is not None and is_buffered else below
+            through[out] = () if is_buffered else (*inlined, out)
+            if stage is not None and not is_buffered:
+                passed.setdefault(out, {})[stage] = None
+    _build_nests(plan)
+    for tv, stages in passed.items():
+        if tv.compute_at and len(stages) > 1:
+            _fuse_readers(plan, tuple(stages))
+    _assign_symbols(plan)
+    return plan
+
+
+def _stage_for(fusion: Fusion, op: TensorOp, number: int) -> Stage | None:
+    tv = op.out_tensor
+    outputs = [o for o in op.outputs if o in fusion.outputs]
+    used = [o for o in op.outputs if fusion.uses(o)]
+    compute_at = min((o.compute_at for o in used), default=0)
+    storage: Storage
+    if isinstance(op, REDUCTIONS):
+        if outputs and used:
+            raise UnsupportedError(
+                f"{outputs[0]} is an output and is read by another op of its kernel; "
+                "its schedule needs cache_before"
+            )
+        storage = "reduction"
+    elif outputs:
+        storage, compute_at = "global", 0
+    elif tv.memory is MemoryType.shared:
+        storage = "shared"
+    elif tv.memory is MemoryType.local:
+        if compute_at >= len(tv.domain.loop):
+            return None
+        storage = "local"
+    else:
+        raise UnsupportedError(f"{tv} is an intermediate in {tv.memory.text} memory")
+    return Stage(number, op, storage, compute_at)
+
+
+# ------------------------------------------------------------------ nests
+class _Nests:
+    """Builds nests from consumers to producers."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._graph: AxisGraph | None = None
+
+    @property
+    def graph(self) -> AxisGraph:
+        if self._graph is None:
+            self._graph = AxisGraph(self.plan.fusion)
+        return self._graph
+
+    def size(self, axis: IterDomain) -> Scalar:
+        return self.plan.fusion.canonical(axis.size)
+
+    def new_loop(self, axis: IterDomain) -> Loop:
+        return Loop(self.size(axis), axis.ptype, is_reduction=axis.is_reduction())
+
+    def build(self, stage: Stage, readers: Sequence[Stage]) -> None:
+        axes = stage.axes
+        if not readers or stage.storage == "global":
+            stage.loops = [self.new_loop(a) for a in axes]
+            stage.positions = list(range(len(axes)))
+            stage.depth = _leading(axes) if stage.is_reduction else 0
+            stage.axis_loops = {
+                a.number: loop for a, loop in zip(axes, stage.loops, strict=True)
+            }
+            self._take_vector(stage)
+            return
+        if stage.is_reduction and stage.compute_at > _leading(axes):
+            raise DefinitionError(
+                f"{stage.tv} is inlined at {stage.compute_at}, inside its own reduction"
+            )
+        self._nest_in(stage, readers[0])
+        for other in readers[1:]:
+            self._join_prefix(stage, readers[0], other)
+
+    def _nest_in(self, stage: Stage, reader: Stage) -> None:
+        places = self.places(stage, reader)
+        stage.depth = places[-1] + 1 if places else 0
+        if stage.depth > len(reader.loops):
+            raise DefinitionError(f"{stage.tv} is inlined into the vector axis of {reader.tv}")
+        stage.loops = list(reader.loops[: stage.depth])
+        shared, own = stage.axes[: stage.compute_at], stage.axes[stage.compute_at :]
+        fits = all(
+            a.is_broadcast or self.size(a) == reader.loops[p].extent
+            for a, p in zip(shared, places, strict=True)
+        )
+        if fits:
+            for axis, place in zip(shared, places, strict=True):
+                loop = reader.loops[place]
+                if not (axis.is_broadcast and self.size(axis) != loop.extent):
+                    stage.axis_loops[axis.number] = loop
+            rest = [self.new_loop(a) for a in own]
+            stage.axis_loops.update((a.number, loop) for a, loop in zip(own, rest, strict=True))
+        else:
+            rest = self._promote(stage, reader, own)
+        stage.positions = [*places, *range(stage.depth, stage.depth + len(own))]
+        stage.loops.extend(rest)
+        self._take_vector(stage)
+
+    def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
+        """Give a broadcast the loops of its reader: the concrete extents win."""
+        models = reader.all_loops[stage.depth :]
+        if stage.storage != "local" or len(models) != len(own):
+            raise UnsupportedError(
+                f"the loops of {stage.tv} differ from those of {reader.tv} that it is inlined into"
+            )
+        stage.reference = reader
+        return [
+            Loop(m.extent, a.ptype, is_reduction=False) for a, m in zip(own, models, strict=True)
+        ]
+
+    def places(self, stage: Stage, reader: Stage) -> list[int]:
+        """Return the position in the reader's nest of each shared loop axis of the stage."""
+        shared = stage.axes[: stage.compute_at]
+        targets = reader.axes
+        if len(shared) > len(targets):
+            raise DefinitionError(
+                f"{stage.tv} is inlined at {len(shared)}, but {reader.tv} has "
+                f"{len(targets)} loop axes"
+            )
+        picks: list[int] = []
+        for axis in shared:
+            at = picks[-1] + 1 if picks else 0
+            picks.append(self._pick(axis, targets, at))
+        return [reader.positions[p] for p in picks]
+
+    def _pick(self, axis: IterDomain, targets: Sequence[IterDomain], at: int) -> int:
+        if at < len(targets) and self.size(axis) == self.size(targets[at]):
+            return at
+        concrete = self.graph.concretized(axis)
+        for p in range(at, len(targets)):
+            if self.graph.mapped(axis, targets[p]) or self.graph.find(targets[p]) in concrete:
+                return p
+        return at
+
+    def _join_prefix(self, stage: Stage, first: Stage, other: Stage) -> None:
+        places = self.places(stage, other)
+        depth = places[-1] + 1 if places else 0
+        if depth != stage.depth:
+            raise UnsupportedError(
+                f"{stage.tv} is inlined at different depths in {first.tv} and {other.tv}"
+            )
+        for a, b in zip(first.loops[:depth], other.loops[:depth], strict=True):
+            a, b = a.find(), b.find()
+            if a is not b and (a.extent != b.extent or a.ptype is not b.ptype):
+                raise DefinitionError(
+                    f"{first.tv} and {other.tv} share {stage.tv}, but their loops differ: "
+                    f"{a.ptype.text}{{{a.extent}}} and {b.ptype.text}{{{b.extent}}}"
+                )
+            a.join(b)
+
+    def _take_vector(self, stage: Stage) -> None:
+        """Take the innermost vectorize axis out of the nest when it is one memory access."""
+        if not stage.loops or stage.loops[-1].ptype is not ParallelType.vectorize:
+            return
+        is_inner = len(stage.loops) > stage.depth
+        if is_inner and (stage.storage in ("global", "shared") or self._is_load(stage)):
+            width = sc.int_value(stage.loops[-1].extent)
+            if width is not None and width > 1:
+                stage.vector = stage.loops.pop()
+
+    def _is_load(self, stage: Stage) -> bool:
+        if not isinstance(stage.op, LoadStoreOp) or stage.storage != "local":
+            return False
+        source = self.plan.stage_of.get(stage.op.inp)
+        return stage.op.inp in self.plan.fusion.inputs or (
+            source is not None and source.storage == "shared"
+        )
+
+
+def _leading(axes: Sequence[IterDomain]) -> int:
+    """Return the number of axes outside of the first reduction axis."""
+    return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
+
+
+def _build_nests(plan: Plan) -> None:
+    nests = _Nests(plan)
+    readers: dict[Stage, list[Stage]] = {s: [] for s in plan.stages}
+    for s in plan.stages:
+        for read in s.reads:
+            readers[read].append(s)
+    for s in reversed(plan.stages):
+        nests.build(s, readers[s])
+
+
+def _fuse_readers(plan: Plan, stages: tuple[Stage, ...]) -> None:
+    """Share equal outer loops among stages that compute the same inlined tensor."""
+    first = stages[0]
+    for other in stages[1:]:
+        limit = min(_limit(first, other), _limit(other, first))
+        for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
+            a, b = a.find(), b.find()
+            if level >= limit or a.extent != b.extent or a.ptype is not b.ptype:
+                break
+            if a is not b and a.is_reduction != b.is_reduction and not _same_levels(first, other):
+                break
+            a.join(b)
+
+
+def _same_levels(a: Stage, b: Stage) -> bool:
+    return len(a.loops) == len(b.loops)
+
+
+def _limit(source: Stage, target: Stage) -> float:
+    """Return how many loops two stages may share when `target` depends on `source`."""
+    if source is target:
+        return float("inf")
+    if source not in target.reads:
+        deeper = [_limit(source, mid) for mid in target.reads]
+        found = [min(d, m.depth) for d, m in zip(deeper, target.reads, strict=True) if d != float("inf")]
+        return min(found, default=float("inf"))
+    return source.depth
+
+
+def _assign_symbols(plan: Plan) -> None:
+    """Settle launch extents and give every loop its index symbol."""
+    for stage in plan.stages:
+        for loop in stage.all_loops:
+            loop = loop.find()
+            if loop.is_parallel:
+                known = plan.extents.get(loop.ptype, sc.ONE)
+                plan.extents[loop.ptype] = sc.maximum(known, loop.extent)
+            elif loop.ptype in (ParallelType.stream, ParallelType.mma, ParallelType.tma) or (
+                loop.ptype.is_device
+            ):
+                raise UnsupportedError(f"{stage.tv} has a {loop.ptype.text} axis in a kernel")
+    numbered: dict[Loop, None] = {}
+    for stage in plan.stages:
+        for loop in stage.all_loops:
+            loop = loop.find()
+            if sc.int_value(loop.extent) == 1 or loop in numbered:
+                continue
+            if loop.is_parallel:
+                extent = plan.extents[loop.ptype]
+                loop.symbol = Symbol(COORDINATES[loop.ptype], DataType.Index, extent=extent)
+            else:
+                loop.symbol = Symbol(f"k{len(numbered)}", DataType.Index, extent=loop.extent)
+                numbered[loop] = None
+
+
+# ------------------------------------------------------------------ the tree
+def loop_tree(plan: Plan) -> list[Node]:
+    """Order the stages into a tree of shared loops: producers before consumers at every level."""
+    return _order(plan.stages, 0)
+
+
+def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
+    parts: dict[object, list[Stage]] = {}
+    for s in stages:
+        key: object = s if len(s.loops) == depth else s.loops[depth].find()
+        parts.setdefault(key, []).append(s)
+    owner = {s: key for key, members in parts.items() for s in members}
+    needs = {
+        key: {owner[r] for s in members for r in s.reads if r in owner} - {key}
+        for key, members in parts.items()
+    }
+    out: list[Node] = []
+    done: set[object] = set()
+    waiting = list(parts)
+    while waiting:
+        key = next((k for k in waiting if needs[k] <= done), None)
+        if key is None:
+            names = ", ".join(str(s.tv) for k in waiting for s in parts[k])
+            raise DefinitionError(f"the compute-at positions of {names} contradict each other")
+        waiting.remove(key)
+        done.add(key)
+        members = parts[key]
+        if isinstance(key, Loop):
+            out.append(Node(key, None, _order(members, depth + 1), members))
+        else:
+            out.append(Node(None, members[0], [], members))
+    return out
+
+
+def is_expanded_output(axis: IterDomain) -> bool:
+    """Whether an output axis is an expanded broadcast, which is written in full."""
+    return axis.kind is IterType.broadcast and axis.expanded is not None

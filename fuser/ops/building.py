@@ -1,0 +1,276 @@
+"""What all op functions share: operands, promotion, output domains, the user's line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from fuser.errors import DefinitionError, DtypeError, UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.dtypes import (
+    Config,
+    DataType,
+    Rank,
+    category,
+    check_supported,
+    common_dtype,
+    dtype_of_python,
+    promote_operands,
+)
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import active_fusion
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.nodes import BroadcastOp, CastOp, TensorOp
+from fuser.ir.scalar import Const, Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ops.table import operand_dtype
+
+Operand = TensorView | Scalar
+OperandLike = TensorView | Scalar | bool | int | float
+SizeLike = Scalar | int
+OpT = TypeVar("OpT", bound=TensorOp)
+
+_OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice"})
+
+
+def user_line() -> str:
+    """Return `file.py:12` of the innermost frame outside our packages."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def fail(op_name: str, message: str) -> DefinitionError:
+    """Return the error of an ill-formed call, with the op's name and the user's line."""
+    return DefinitionError(f"{op_name}: {message} (at {user_line()})")
+
+
+def unsupported(op_name: str, message: str) -> UnsupportedError:
+    """Return the error of a call that this version does not implement."""
+    return UnsupportedError(f"{op_name}: {message} (at {user_line()})")
+
+
+# ------------------------------------------------------------------ operands
+def as_operand(value: object, op_name: str) -> Operand:
+    """Return a tensor or scalar; a Python number becomes a constant and takes a scalar number.
+
+    Raises `TypeError` for anything else, `UnsupportedError` for complex numbers.
+    """
+    if isinstance(value, TensorView | Scalar):
+        return value
+    if isinstance(value, bool | int | float):
+        active_fusion().next_scalar()
+        return Const(value, dtype_of_python(value))
+    if isinstance(value, complex):
+        raise unsupported(op_name, f"complex number {value}")
+    raise TypeError(
+        f"{op_name}(): incompatible function arguments: expected a tensor, a scalar or a number, "
+        f"got {type(value).__name__}"
+    )
+
+
+def as_tensor(value: object, op_name: str) -> TensorView:
+    """Return `value` as a tensor; raises `TypeError` otherwise."""
+    if not isinstance(value, TensorView):
+        raise TypeError(
+            f"{op_name}(): incompatible function arguments: expected a tensor, "
+            f"got {type(value).__name__}"
+        )
+    return value
+
+
+def as_size(value: object, op_name: str, index: int, *, lowest: int = 0) -> Scalar:
+    """Return a size as an Index scalar; ints must be at least `lowest`."""
+    if isinstance(value, bool) or not isinstance(value, int | Scalar):
+        raise TypeError(
+            f"{op_name}: Unsupported iterable object type for define_vector! Index:{index}"
+        )
+    if isinstance(value, int):
+        if value < lowest:
+            raise fail(op_name, f"size {value} at index {index} is below {lowest}")
+        active_fusion().next_scalar()
+        return sc.const(value)
+    if category(value.dtype) != "int":
+        raise DtypeError(f"{op_name}: size {value} at index {index} is not an integer")
+    # Constants compare equal to our Index constants whatever integer type the user gave them.
+    return sc.const(int(value.value)) if isinstance(value, Const) else value
+
+
+def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
+    """Return a non-negative axis position; raises `DefinitionError` when out of range."""
+    if not -max(rank, 1) <= dim < max(rank, 1):
+        raise fail(
+            op_name, f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}"
+        )
+    return dim + rank if dim < 0 else dim
+
+
+def axes_of(tv: TensorView) -> tuple[IterDomain, ...]:
+    """Return the logical axes that a consumer sees."""
+    return tv.domain.no_reductions
+
+
+# ------------------------------------------------------------------ making ops
+def mesh_of(values: Iterable[object]) -> DeviceMesh | None:
+    """Return the mesh of the first tensor that has one."""
+    return next(
+        (v.mesh for v in values if isinstance(v, TensorView) and v.mesh is not None), None
+    )
+
+
+def new_output(
+    domain: TensorDomain | Sequence[IterDomain], dtype: DataType, values: Iterable[object]
+) -> TensorView:
+    """Create an op's result; the mesh is copied from the first operand that has one."""
+    check_supported(dtype, "op result")
+    return active_fusion().new_tensor(domain, dtype, mesh=mesh_of(values))
+
+
+def add_op(op: OpT) -> OpT:
+    """Append the op to the active fusion."""
+    active_fusion().add(op)
+    return op
+
+
+def clone_axes(tv: TensorView) -> list[IterDomain]:
+    """Return fresh serial copies of a tensor's logical axes, without reductions."""
+    fusion = active_fusion()
+    return [fusion.clone_axis(a) for a in axes_of(tv)]
+
+
+# ------------------------------------------------------------------ casts and promotion
+def rank_class(value: Operand) -> Rank:
+    if isinstance(value, Scalar):
+        return "scalar"
+    return "dim" if value.ndim else "zero_dim"
+
+
+def cast_tensor(tv: TensorView, dtype: DataType) -> TensorView:
+    """Append a cast of `tv`, also when the dtype does not change."""
+    out = new_output(clone_axes(tv), dtype, [tv])
+    add_op(CastOp(out, tv, where=user_line()))
+    return out
+
+
+def convert(value: Operand, dtype: DataType) -> Operand:
+    """Return an operand in `dtype`: a cast tensor, or a scalar that is cast if its category differs."""
+    if isinstance(value, TensorView):
+        return value if value.dtype() is dtype else cast_tensor(value, dtype)
+    is_same_class = category(value.dtype) == category(dtype) and value.dtype is not DataType.Bool
+    return value if is_same_class or value.dtype is dtype else sc.cast(value, dtype)
+
+
+def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], DataType]:
+    """Return the operands converted to their common dtype, and that dtype."""
+    dtype = common_dtype([(operand_dtype(v), rank_class(v)) for v in values], config)
+    return [convert(v, dtype) for v in values], dtype
+
+
+def promote_keeping_half(values: Sequence[Operand]) -> tuple[list[Operand], DataType]:
+    """As `promote` with the default config, but half-like dtypes stay."""
+    dtype = promote_operands([(operand_dtype(v), rank_class(v)) for v in values])
+    return [convert(v, dtype) for v in values], dtype
+
+
+# ------------------------------------------------------------------ pointwise domains
+def align_ranks(values: Sequence[Operand]) -> list[Operand]:
+    """Give shorter tensors leading broadcast axes, through explicit broadcasts."""
+    rank = max((v.ndim for v in values if isinstance(v, TensorView)), default=0)
+    return [
+        prepend_axes(v, rank - v.ndim) if isinstance(v, TensorView) and v.ndim < rank else v
+        for v in values
+    ]
+
+
+def prepend_axes(tv: TensorView, count: int) -> TensorView:
+    """Append a broadcast that adds `count` leading axes."""
+    return broadcast_tensor(tv, (True,) * count + (False,) * tv.ndim)
+
+
+def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
+    """Append a BroadcastOp: one flag per output axis, True for a new one."""
+    fusion = active_fusion()
+    source = iter(axes_of(tv))
+    axes = [
+        fusion.new_axis(sc.ONE, IterType.broadcast) if new else fusion.clone_axis(next(source))
+        for new in flags
+    ]
+    out = new_output(axes, tv.dtype(), [tv])
+    add_op(BroadcastOp(out, tv, flags=flags, where=user_line()))
+    return out
+
+
+def join_axes(fusion: Fusion, pairs: Sequence[tuple[TensorView, IterDomain]], what: str) -> IterDomain:
+    """Return the axis (of no tensor, number of the first) that mapped axes iterate together.
+
+    A concrete axis wins over broadcasts, a constant extent over a symbolic one, and the first
+    symbolic extent is kept; equal extents become one class. A `?` axis may turn out to be a
+    broadcast, so its extent joins no class here.
+
+    Raises `DefinitionError` naming both tensors when two constants differ.
+    """
+    concrete = [(tv, a) for tv, a in pairs if a.kind is not IterType.broadcast]
+    if not concrete:
+        expanded = [(tv, a) for tv, a in pairs if a.expanded is not None]
+        size = _join_sizes(fusion, [(tv, a.size) for tv, a in expanded], what)
+        return _bare(pairs[0][1], IterType.broadcast, sc.ONE, size)
+    known = [(tv, a) for tv, a in concrete if a.kind is not IterType.symbolic]
+    if not known:
+        return _bare(concrete[0][1], IterType.symbolic, concrete[0][1].extent, None)
+    skipped = (IterType.symbolic, IterType.broadcast)
+    sized = [(tv, a.size) for tv, a in pairs if a.kind not in skipped or a.expanded is not None]
+    extent = _join_sizes(fusion, sized, what)
+    assert extent is not None
+    return _bare(known[0][1], IterType.iteration, extent, None)
+
+
+def _bare(like: IterDomain, kind: IterType, extent: Scalar, expanded: Scalar | None) -> IterDomain:
+    return IterDomain(like.number, kind, extent, expanded=expanded)
+
+
+def _join_sizes(
+    fusion: Fusion, sized: Sequence[tuple[TensorView, Scalar]], what: str
+) -> Scalar | None:
+    """Make sizes one class; return the constant among them, else the first."""
+    if not sized:
+        return None
+    chosen_tv, chosen = sized[0]
+    for tv, size in sized[1:]:
+        same_extent(fusion, chosen, size, f"{what}: {chosen_tv} and {tv}")
+        if not isinstance(chosen, Const) and isinstance(size, Const):
+            chosen_tv, chosen = tv, size
+    return chosen
+
+
+def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
+    """State that two extents are equal; raises `DefinitionError` when they are different constants."""
+    x, y = fusion.canonical(a), fusion.canonical(b)
+    if x == y:
+        return
+    if isinstance(x, Const) and isinstance(y, Const):
+        raise DefinitionError(
+            f"Expected sizes to match, but found {x} and {y} in {what} (at {user_line()})"
+        )
+    fusion.unify_extents(a, b)
+
+
+def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> TensorView:
+    """Create the result of an elementwise op over rank-aligned operands."""
+    fusion = active_fusion()
+    tensors = [v for v in values if isinstance(v, TensorView)]
+    columns = zip(*(axes_of(tv) for tv in tensors), strict=True)
+    joined = [join_axes(fusion, list(zip(tensors, c, strict=True)), what) for c in columns]
+    axes = [fusion.new_axis(j.extent, j.kind, expanded=j.expanded) for j in joined]
+    return new_output(axes, dtype, tensors)
+
+
+def axis_of_extent(extent: Scalar) -> IterDomain:
+    """Create an axis of the given size: a broadcast for the constant 1, else an iteration."""
+    kind = IterType.broadcast if sc.int_value(extent) == 1 else IterType.iteration
+    return active_fusion().new_axis(extent, kind)

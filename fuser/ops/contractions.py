@@ -1,0 +1,106 @@
+"""matmul and linear. The result keeps the contracted axis as a trailing reduction axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.errors import DtypeError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import dtype_text
+from fuser.ir.guard import active_fusion
+from fuser.ir.nodes import LinearOp, MatmulOp
+from fuser.ir.scalar import Const
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ops.building import (
+    add_op,
+    as_tensor,
+    axes_of,
+    fail,
+    join_axes,
+    new_output,
+    unsupported,
+    user_line,
+)
+from fuser.ops.elementwise import check_rank_at_least
+from fuser.ops.factories import full_tensor
+
+Mapped = list[tuple[TensorView, IterDomain]]
+
+
+def _same_dtypes(name: str, tensors: Sequence[TensorView]) -> None:
+    if len({t.dtype() for t in tensors}) > 1:
+        found = ", ".join(f"{t.label} is {dtype_text(t.dtype())}" for t in tensors)
+        raise DtypeError(f"{name}: Expected all operands to have one dtype, but {found}")
+
+
+def _axis(name: str, mapped: Mapped) -> IterDomain:
+    """Create the output axis over mapped operand axes."""
+    fusion = active_fusion()
+    joined = join_axes(fusion, mapped, name)
+    return fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
+
+
+def _contracted(name: str, mapped: Mapped) -> list[IterDomain]:
+    """Create the reduction axis; none when the contracted axis is a broadcast in all operands."""
+    fusion = active_fusion()
+    joined = join_axes(fusion, mapped, name)
+    if joined.is_broadcast:
+        return []
+    return [fusion.new_axis(joined.extent, IterType.reduction)]
+
+
+def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
+    """Append torch.matmul: 1-D operands and batch broadcasting as there; dtypes must be equal."""
+    name = "matmul"
+    a, b = as_tensor(arg1, name), as_tensor(arg2, name)
+    for tv in (a, b):
+        check_rank_at_least(name, tv, 1)
+    _same_dtypes(name, (a, b))
+    ax, bx = axes_of(a), axes_of(b)
+    what = f"{name} of {a} and {b}"
+    nbatch = max(a.ndim - 2, b.ndim - 2, 0)
+    axes: list[IterDomain] = []
+    for i in range(nbatch):
+        back = nbatch - i + 2
+        mapped = [(tv, x[-back]) for tv, x in ((a, ax), (b, bx)) if len(x) >= back]
+        axes.append(_axis(what, mapped))
+    if a.ndim > 1:
+        axes.append(_axis(what, [(a, ax[-2])]))
+    if b.ndim > 1:
+        axes.append(_axis(what, [(b, bx[-1])]))
+    k = _contracted(what, [(a, ax[-1]), (b, bx[max(b.ndim - 2, 0)])])
+    if k and sc.int_value(k[0].extent) == 0:
+        return full_tensor([x.size for x in axes], Const(0, a.dtype()), a.dtype())
+    out = new_output([*axes, *k], a.dtype(), [a, b])
+    add_op(MatmulOp(out, a, b, where=user_line()))
+    return out
+
+
+def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
+    """Append x @ weight.T + bias: x [*i, K], weight [N, K], bias [N] -> [*i, N, rK]."""
+    name = "linear"
+    x, weight = as_tensor(arg1, name), as_tensor(arg2, name)
+    check_rank_at_least(name, x, 1)
+    if weight.ndim < 2:
+        raise fail(name, f"Input B must be at least 2D, got {weight}")
+    if weight.ndim > 2:
+        raise unsupported(name, f"weights with batch axes: {weight}")
+    operands = [x, weight]
+    if bias is not None:
+        operands.append(as_tensor(bias, name))
+        if bias.ndim != 1:
+            raise fail(name, f"bias must have 1 axis, got {bias}")
+    _same_dtypes(name, operands)
+    what = f"{name} of {x} and {weight}"
+    axes = [_axis(what, [(x, a)]) for a in axes_of(x)[:-1]]
+    n = [(weight, axes_of(weight)[0])]
+    if bias is not None:
+        n.append((bias, axes_of(bias)[0]))
+    axes.append(_axis(what, n))
+    k = _contracted(what, [(x, axes_of(x)[-1]), (weight, axes_of(weight)[1])])
+    # Only the mesh of x is copied: weights are often sharded on axes that the result lacks.
+    out = new_output([*axes, *k], x.dtype(), [x])
+    add_op(LinearOp(out, x, weight, bias, where=user_line()))
+    return out

@@ -1,0 +1,87 @@
+"""Op functions that create tensors: full, iota; and triu, which is built on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fuser.errors import DtypeError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType, category, check_supported, dtype_text
+from fuser.ir.nodes import FullOp, IotaOp
+from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.tensor import TensorView
+from fuser.ops.building import (
+    SizeLike,
+    add_op,
+    as_operand,
+    as_size,
+    as_tensor,
+    axis_of_extent,
+    broadcast_tensor,
+    fail,
+    new_output,
+    user_line,
+)
+from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
+
+
+def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DataType) -> TensorView:
+    """Append a tensor filled with `fill_value`, cast to `dtype`."""
+    sizes = [as_size(s, "full", i) for i, s in enumerate(shape)]
+    value = as_operand(fill_value, "full")
+    if isinstance(value, TensorView):
+        raise TypeError("full(): incompatible function arguments: fill_value is a tensor")
+    return full_tensor(sizes, value, check_supported(dtype, "full"))
+
+
+def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:
+    """Append a FullOp over sizes that are scalars already."""
+    out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
+    add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype), where=user_line()))
+    return out
+
+
+def iota(
+    length: SizeLike,
+    start: ScalarLike | None = None,
+    step: ScalarLike | None = None,
+    dtype: DataType = DataType.Int,
+) -> TensorView:
+    """Append start + i * step for i < length. Raises for a step that is 0 or not finite."""
+    check_supported(dtype, "iota")
+    if category(dtype) not in ("int", "float"):
+        raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
+    size = as_size(length, "iota", 0)
+    ends = [_iota_scalar(v, default, dtype) for v, default in ((start, 0), (step, 1))]
+    value = ends[1].value if isinstance(ends[1], Const) else 1
+    if value == 0 or not math.isfinite(value):
+        raise fail("iota", f"step must be finite and not 0, got {value}")
+    out = new_output([axis_of_extent(size)], dtype, ())
+    add_op(IotaOp(out, size, ends[0], ends[1], where=user_line()))
+    return out
+
+
+def _iota_scalar(value: ScalarLike | None, default: int, dtype: DataType) -> Scalar:
+    if value is None:
+        return Const(default, dtype)
+    scalar = as_operand(value, "iota")
+    assert isinstance(scalar, Scalar)
+    if category(scalar.dtype) != category(dtype):
+        raise DtypeError(
+            f"iota: {scalar} is {dtype_text(scalar.dtype)}, but the result is {dtype_text(dtype)}"
+        )
+    return sc.cast(scalar, dtype)
+
+
+def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
+    """Append a copy with zeros where column - row < diagonal, over the last two axes."""
+    tv = as_tensor(arg, "triu")
+    check_rank_at_least("triu", tv, 2)
+    row = broadcast_tensor(iota(tv.size(-2)), (False, True))
+    column = iota(tv.size(-1))
+    distance = apply_pointwise("sub", (column, row))
+    kept = apply_pointwise("ge", (distance, as_operand(diagonal, "triu")))
+    out = apply_pointwise("where", (kept, tv, Const(0, tv.dtype())))
+    assert isinstance(out, TensorView)
+    return out

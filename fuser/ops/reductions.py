@@ -1,0 +1,245 @@
+"""Reduction op functions: sum, prod, max, min, welford, var, var_mean.
+
+The result's logical domain keeps the reduced axes, as reduction axes, at their positions. A
+broadcast axis is squeezed instead (an expanded one counts its size for sum and prod), and a
+reduction over an axis of constant size 0 is filled with the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast as typing_cast
+
+from fuser.errors import DtypeError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import HALF_LIKE, DataType, dtype_text, is_floating
+from fuser.ir.guard import active_fusion
+from fuser.ir.nodes import ReductionOp, WelfordOp
+from fuser.ir.scalar import Const, Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ops.building import (
+    add_op,
+    as_tensor,
+    axes_of,
+    broadcast_tensor,
+    convert,
+    fail,
+    new_output,
+    user_line,
+    wrap_dim,
+)
+from fuser.ops.elementwise import apply_pointwise, copy_tensor
+from fuser.ops.factories import full_tensor
+from fuser.ops.table import REDUCTIONS
+from fuser.ops.views import squeeze_axes
+
+
+def sum(
+    arg: TensorView,
+    dim: int | Sequence[int] | DataType | None = None,
+    keepdim: bool = False,
+    dtype: DataType = DataType.Null,
+    *,
+    dims: Sequence[int] | None = None,
+) -> TensorView:
+    """Append a sum over one axis (`dim`), several (`dims`) or all. Integers and Bool sum to Int."""
+    return _reduce("add", arg, dim, dims, keepdim, dtype)
+
+
+def prod(
+    arg: TensorView,
+    dim: int | Sequence[int] | DataType | None = None,
+    keepdim: bool = False,
+    dtype: DataType = DataType.Null,
+    *,
+    dims: Sequence[int] | None = None,
+) -> TensorView:
+    """Append a product over one axis (`dim`), several (`dims`) or all."""
+    return _reduce("mul", arg, dim, dims, keepdim, dtype)
+
+
+def max(
+    arg: TensorView,
+    dim: int | Sequence[int] | DataType | None = None,
+    keepdim: bool = False,
+    dtype: DataType = DataType.Null,
+    *,
+    dims: Sequence[int] | None = None,
+) -> TensorView:
+    """Append a maximum over one axis (`dim`), several (`dims`) or all. NaN wins."""
+    return _reduce("max", arg, dim, dims, keepdim, dtype)
+
+
+def min(
+    arg: TensorView,
+    dim: int | Sequence[int] | DataType | None = None,
+    keepdim: bool = False,
+    dtype: DataType = DataType.Null,
+    *,
+    dims: Sequence[int] | None = None,
+) -> TensorView:
+    """Append a minimum over one axis (`dim`), several (`dims`) or all. NaN wins."""
+    return _reduce("min", arg, dim, dims, keepdim, dtype)
+
+
+def _reduce(
+    kind: str,
+    arg: TensorView,
+    dim: int | Sequence[int] | DataType | None,
+    dims: Sequence[int] | None,
+    keepdim: bool,
+    dtype: DataType,
+) -> TensorView:
+    name = REDUCTIONS[kind].name
+    tv = as_tensor(arg, name)
+    if isinstance(dim, DataType):
+        # nvFuser's first form has the dtype in this place: sum(x, DataType.Float).
+        dim, dtype = None, dim
+    if dim is not None and dims is not None:
+        raise TypeError(f"{name}(): incompatible function arguments: dim and dims are both given")
+    if dtype is not DataType.Null:
+        if kind in ("max", "min"):
+            raise fail(name, "A dtype other than Null is not currently supported.")
+        tv = typing_cast(TensorView, convert(tv, dtype))
+    elif kind in ("add", "mul") and not is_floating(tv.dtype()):
+        tv = typing_cast(TensorView, convert(tv, DataType.Int))
+    if tv.ndim == 0:
+        return copy_tensor(tv)
+    axes = _reduced_axes(name, tv, dim if dims is None else dims)
+    init = Const(REDUCTIONS[kind].identity(tv.dtype()), tv.dtype())
+    active_fusion().next_scalar()
+    out = _reduce_axes(kind, tv, axes, init)
+    return broadcast_tensor(out, tuple(i in axes for i in range(tv.ndim))) if keepdim else out
+
+
+def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:
+    """Return the axis positions; raises `DefinitionError` for none, duplicates or out of range."""
+    if dims is None:
+        return set(range(tv.ndim))
+    given = [dims] if isinstance(dims, int) else list(dims)
+    if not given:
+        raise fail(name, f"No reduction axis specified for {tv}")
+    axes = [wrap_dim(d, tv.ndim, name, tv) for d in given]
+    if len(set(axes)) != len(axes):
+        raise fail(name, f"duplicate reduction axes {given} of {tv}")
+    return set(axes)
+
+
+def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> TensorView:
+    logical = axes_of(tv)
+    if any(sc.int_value(logical[i].size) == 0 for i in axes):
+        kept = [a.size for i, a in enumerate(logical) if i not in axes]
+        return full_tensor(kept, init, tv.dtype())
+    tv, left, repeated = _squeeze_broadcasts(tv, axes)
+    out = _reduction_node(kind, tv, left, init) if left else tv
+    if kind == "add" and repeated != sc.ONE:
+        out = apply_pointwise("mul", (out, repeated))
+    elif kind == "mul" and repeated != sc.ONE:
+        out = apply_pointwise("pow", (out, repeated))
+    return typing_cast(TensorView, convert(out, tv.dtype()))
+
+
+def _squeeze_broadcasts(tv: TensorView, axes: set[int]) -> tuple[TensorView, set[int], Scalar]:
+    """Squeeze the broadcasts among `axes`.
+
+    Returns the tensor, the positions still to be reduced, and how often each element counts.
+    """
+    logical = axes_of(tv)
+    gone = {i for i in axes if logical[i].is_broadcast}
+    if not gone:
+        return tv, axes, sc.ONE
+    repeated = sc.product(logical[i].size for i in sorted(gone))
+    kept = [i for i in range(tv.ndim) if i not in gone]
+    return squeeze_axes(tv, gone), {kept.index(i) for i in axes - gone}, repeated
+
+
+def _output_axes(tv: TensorView, axes: set[int]) -> list[IterDomain]:
+    fusion = active_fusion()
+    return [
+        fusion.clone_axis(a, kind=IterType.reduction) if i in axes else fusion.clone_axis(a)
+        for i, a in enumerate(axes_of(tv))
+    ]
+
+
+def _reduction_node(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> TensorView:
+    out = new_output(_output_axes(tv, axes), tv.dtype(), [tv])
+    add_op(ReductionOp(out, tv, init, kind=kind, where=user_line()))
+    return out
+
+
+# ------------------------------------------------------------------ moments
+def welford(
+    arg: TensorView, dims: int | Sequence[int]
+) -> tuple[TensorView, TensorView, TensorView]:
+    """Append a Welford reduction: average, sum of squared deviations, and count (Index)."""
+    tv = as_tensor(arg, "welford")
+    if not is_floating(tv.dtype()):
+        raise DtypeError(f"welford: a floating operand is needed, got {tv}")
+    axes = _reduced_axes("welford", tv, dims)
+    tv, left, repeated = _squeeze_broadcasts(tv, axes)
+    if not left:
+        # Every element equals the average; x - x keeps NaN and makes one of an infinity.
+        deviation = typing_cast(TensorView, convert(apply_pointwise("sub", (tv, tv)), tv.dtype()))
+        count = full_tensor(tv.shape(), repeated, DataType.Index)
+        return tv, deviation, count
+    outs = [
+        new_output(_output_axes(tv, left), dtype, [tv])
+        for dtype in (tv.dtype(), tv.dtype(), DataType.Index)
+    ]
+    add_op(WelfordOp(outs[0], outs[1], outs[2], tv, where=user_line()))
+    if repeated != sc.ONE:
+        for i in (1, 2):
+            scaled = apply_pointwise("mul", (outs[i], repeated))
+            outs[i] = typing_cast(TensorView, convert(scaled, outs[i].dtype()))
+    return outs[0], outs[1], outs[2]
+
+
+def var_mean(
+    arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
+) -> tuple[TensorView, TensorView]:
+    """Append (variance, mean): squared deviations over max(count - correction, 0)."""
+    tv = as_tensor(arg, "var_mean")
+    if tv.dtype() in HALF_LIKE:
+        raise DtypeError(
+            f"variance_mean is not supported for {dtype_text(tv.dtype())} please upcast to float"
+        )
+    axes, scale = _variance_scale("var_mean", tv, dims, correction)
+    mean, deviation, _ = welford(tv, sorted(axes))
+    variance = typing_cast(TensorView, apply_pointwise("mul", (deviation, scale)))
+    if not keepdim:
+        return variance, mean
+    flags = tuple(i in axes for i in range(tv.ndim))
+    return broadcast_tensor(variance, flags), broadcast_tensor(mean, flags)
+
+
+def var(
+    arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
+) -> TensorView:
+    """Append the variance in two steps: mean, then the squared deviations from it."""
+    tv = as_tensor(arg, "var")
+    axes, scale = _variance_scale("var", tv, dims, correction)
+    order = sorted(axes)
+    count = sc.product(tv.size(i) for i in order)
+    mean = apply_pointwise("div", (sum(tv, dims=order, keepdim=True), count))
+    delta = apply_pointwise("sub", (tv, mean))
+    square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
+    total = sum(square, dims=order, keepdim=keepdim)
+    return typing_cast(TensorView, apply_pointwise("mul", (total, scale)))
+
+
+def _variance_scale(
+    name: str, tv: TensorView, dims: int | Sequence[int], correction: int
+) -> tuple[set[int], Scalar]:
+    """Return the reduced axes and 1 / max(count - correction, 0)."""
+    if correction < 0:
+        raise fail(name, f"correction must be at least 0, got {correction}")
+    axes = _reduced_axes(name, tv, dims)
+    count = sc.product(tv.size(i) for i in sorted(axes))
+    dtype = DataType.Double if tv.dtype() is DataType.Double else DataType.Float
+    free = sc.cast(sc.maximum(sc.sub(count, correction), 0), dtype)
+    return axes, sc.apply("reciprocal", free)
+
+
+__all__ = ["max", "min", "prod", "sum", "var", "var_mean", "welford"]

@@ -1,0 +1,278 @@
+"""Op functions that change extents: slice, pad, cat. Logical axes are Resizes of root axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.errors import DtypeError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain, Resize, TensorDomain, contiguity_for
+from fuser.ir.dtypes import category, dtype_text
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import active_fusion
+from fuser.ir.nodes import CatOp, PadOp, SliceOp
+from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ops.building import (
+    SizeLike,
+    add_op,
+    as_operand,
+    as_tensor,
+    axes_of,
+    clone_axes,
+    fail,
+    join_axes,
+    new_output,
+    unsupported,
+    user_line,
+    wrap_dim,
+)
+from fuser.ops.elementwise import copy_tensor
+from fuser.ops.factories import full_tensor
+
+
+def make_resize(fusion: Fusion, inp: IterDomain, left: Scalar, right: Scalar) -> Resize:
+    """Create the resized axis: a broadcast where its size is the constant 1, else an iteration.
+
+    An expanded broadcast that is only cropped stays one.
+    """
+    extent = sc.add(sc.add(inp.size, left), right)
+    if inp.is_broadcast and inp.expanded is not None and _only_crops(left, right):
+        out = fusion.new_axis(sc.ONE, IterType.broadcast, expanded=extent, rfactor=True)
+    else:
+        kind = IterType.broadcast if sc.int_value(extent) == 1 else IterType.iteration
+        out = fusion.new_axis(extent, kind, rfactor=True)
+    return Resize(inp, out, left, right)
+
+
+def _only_crops(left: Scalar, right: Scalar) -> bool:
+    return all(sc.is_nonnegative(sc.mul(v, -1)) for v in (left, right))
+
+
+def resized_domain(
+    fusion: Fusion, root: Sequence[IterDomain], widths: Sequence[tuple[Scalar, Scalar]]
+) -> TensorDomain:
+    """Return the domain whose logical axes are root axes, resized where the widths are not 0."""
+    transforms: list[Resize] = []
+    logical: list[IterDomain] = []
+    for axis, (left, right) in zip(root, widths, strict=True):
+        if sc.int_value(left) == 0 and sc.int_value(right) == 0:
+            logical.append(axis)
+            continue
+        transforms.append(make_resize(fusion, axis, left, right))
+        logical.append(transforms[-1].out)
+    axes = tuple(logical)
+    return TensorDomain(
+        axes, axes, root=tuple(root), contiguity=contiguity_for(axes), transforms=tuple(transforms)
+    )
+
+
+def _index_scalars(values: Sequence[SizeLike], what: str) -> list[Scalar]:
+    """Return integer scalars; ints may be negative."""
+    out: list[Scalar] = []
+    for i, v in enumerate(values):
+        if isinstance(v, bool) or not isinstance(v, int | Scalar):
+            raise TypeError(
+                f"{what}: Unsupported iterable object type for define_vector! Index:{i}"
+            )
+        if isinstance(v, int):
+            active_fusion().next_scalar()
+        elif category(v.dtype) != "int":
+            raise DtypeError(f"{what}: {v} at index {i} is not an integer")
+        value = sc.int_value(v)
+        out.append(sc.const(value) if value is not None else sc.as_scalar(v))
+    return out
+
+
+# ------------------------------------------------------------------ slice
+def slice(
+    arg: TensorView,
+    start_indices: Sequence[SizeLike],
+    end_indices: Sequence[SizeLike],
+    strides: Sequence[SizeLike] | None = None,
+    manual_normalization: bool = False,
+) -> TensorView:
+    """Take [start, end) of every axis; ends beyond an extent are clamped, as in torch.
+
+    `manual_normalization` promises bounds in range, so that symbolic ones are used as they are. The
+    full range is a `set`, an empty one a `full`.
+    """
+    name = "slice"
+    tv = as_tensor(arg, name)
+    given = [start_indices, end_indices, *([strides] if strides is not None else [])]
+    if not (all(isinstance(g, list) for g in given) or all(isinstance(g, tuple) for g in given)):
+        raise TypeError(f"{name}(): incompatible function arguments: all lists or all tuples")
+    starts, ends = _index_scalars(start_indices, name), _index_scalars(end_indices, name)
+    _check_slice(tv, starts, ends, _index_scalars(strides, name) if strides is not None else None)
+    fusion = active_fusion()
+    bounds: list[tuple[Scalar, Scalar]] = []
+    for axis, start, end in zip(axes_of(tv), starts, ends, strict=True):
+        size = fusion.canonical(axis.size)
+        if not manual_normalization or sc.int_value(size) is not None:
+            end = sc.minimum(end, size)
+            start = sc.minimum(start, end)
+        bounds.append((start, end))
+    sizes = [a.size for a in axes_of(tv)]
+    widths = [
+        (sc.mul(start, -1), sc.sub(end, size))
+        for (start, end), size in zip(bounds, map(fusion.canonical, sizes), strict=True)
+    ]
+    if all(sc.int_value(w) == 0 for pair in widths for w in pair):
+        return copy_tensor(tv)
+    kept = [sc.sub(end, start) for start, end in bounds]
+    if any(sc.int_value(k) == 0 for k in kept):
+        return full_tensor(kept, Const(0, tv.dtype()), tv.dtype())
+    out = new_output(resized_domain(fusion, clone_axes(tv), widths), tv.dtype(), [tv])
+    pairs = tuple(s for s, _ in bounds), tuple(e for _, e in bounds)
+    add_op(SliceOp(out, tv, *pairs, where=user_line()))
+    return out
+
+
+def _check_slice(
+    tv: TensorView, starts: list[Scalar], ends: list[Scalar], strides: list[Scalar] | None
+) -> None:
+    name = "slice"
+    if len(starts) != tv.ndim:
+        raise fail(
+            name,
+            "Number of tensor dimensions does not match slice dimensions! "
+            f"Tensor-dims: {tv.ndim} Slice-dims: {len(starts)} for {tv}",
+        )
+    if len(ends) != len(starts):
+        raise fail(
+            name,
+            "Slice indexing attribute dimensions don't match! "
+            f"Start Indices: {len(starts)} End Indices: {len(ends)}",
+        )
+    if strides is not None and len(strides) != len(starts):
+        raise fail(
+            name,
+            "Slice start_indices and strides don't match! "
+            f"Start Indices: {len(starts)} Strides: {len(strides)}",
+        )
+    for start, end in zip(starts, ends, strict=True):
+        first, last = sc.int_value(start), sc.int_value(end)
+        if first is not None and first < 0:
+            raise fail(
+                name,
+                "Slice operation start_indices must be greater than or equal to 0. "
+                f"Start Indices: {first}",
+            )
+        if last is not None and last < (first or 0):
+            raise fail(
+                name,
+                "Slice operation end_indices must be greater than or equal to start_indices. "
+                f"Start Indices: {start} End Indices: {last}",
+            )
+    if strides is not None and any(sc.int_value(s) != 1 for s in strides):
+        raise fail(
+            name,
+            "nvFuser Limitation: All slice operation strides must be of const size 1. "
+            f"Strides: {', '.join(map(str, strides))}",
+        )
+
+
+# ------------------------------------------------------------------ pad
+def pad(
+    arg: TensorView, pad_widths: Sequence[SizeLike], value: ScalarLike | None = None
+) -> TensorView:
+    """Pad with `value` (default 0) as torch.nn.functional.pad: innermost axis first, pairs of left
+    and right width; negative widths crop."""
+    name = "pad"
+    tv = as_tensor(arg, name)
+    widths = _index_scalars(pad_widths, name)
+    if len(widths) % 2 or len(widths) > 2 * tv.ndim:
+        raise fail(name, f"{len(widths)} pad widths for the {tv.ndim} axes of {tv}")
+    pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+    none = [(sc.ZERO, sc.ZERO)] * (tv.ndim - len(pairs))
+    return pad_tensor(tv, [*none, *pairs], _pad_value(tv, value))
+
+
+def _pad_value(tv: TensorView, value: ScalarLike | None) -> Scalar:
+    if value is None:
+        return Const(0, tv.dtype())
+    scalar = as_operand(value, "pad")
+    assert isinstance(scalar, Scalar), "pad value is a scalar"
+    if category(scalar.dtype) != category(tv.dtype()):
+        raise DtypeError(
+            "pad: Tensor arg and pad value must have the same dtype. "
+            f"{tv} and {scalar} of dtype {dtype_text(scalar.dtype)} (at {user_line()})"
+        )
+    return sc.cast(scalar, tv.dtype())
+
+
+def pad_tensor(
+    tv: TensorView, widths: Sequence[tuple[Scalar, Scalar]], value: Scalar
+) -> TensorView:
+    """Append a PadOp with (left, right) per axis, outermost first; a copy when all are 0."""
+    if all(sc.int_value(w) == 0 for pair in widths for w in pair):
+        return copy_tensor(tv)
+    for axis, pair in zip(axes_of(tv), widths, strict=True):
+        kept = sc.int_value(sc.add(sc.add(axis.size, pair[0]), pair[1]))
+        if kept is not None and kept < 0:
+            raise fail("pad", f"widths {pair[0]}, {pair[1]} leave {kept} elements of {axis} of {tv}")
+    domain = resized_domain(active_fusion(), clone_axes(tv), widths)
+    if any(sc.int_value(a.size) == 0 for a in axes_of(tv)):
+        return full_tensor([a.size for a in domain.logical], value, tv.dtype())
+    out = new_output(domain, tv.dtype(), [tv])
+    left, right = tuple(w[0] for w in widths), tuple(w[1] for w in widths)
+    add_op(PadOp(out, tv, left, right, value, where=user_line()))
+    return out
+
+
+# ------------------------------------------------------------------ cat
+def cat(
+    tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = False
+) -> TensorView:
+    """Concatenate along `dim`: each piece is padded to the result's extent, then they are joined.
+
+    `manual_padding`: the pieces are padded already. One tensor is a `set`; pieces of constant size 0
+    are dropped.
+    """
+    name = "cat"
+    pieces = [as_tensor(t, name) for t in tensors]
+    if not pieces:
+        raise fail(name, "no tensors")
+    first = pieces[0]
+    for piece in pieces[1:]:
+        if piece.dtype() is not first.dtype():
+            raise DtypeError(f"{name}: Expected one dtype, but found {first} and {piece}")
+        if piece.ndim != first.ndim:
+            raise fail(name, f"Expected one rank, but found {first} and {piece}")
+    if first.ndim == 0:
+        raise fail(name, f"rank-0 tensors cannot be concatenated: {first}")
+    axis = wrap_dim(dim, first.ndim, name, first)
+    if manual_padding:
+        return _join(pieces, [_end_of_padded(p, axis) for p in pieces], axis)
+    pieces = [p for p in pieces if sc.int_value(axes_of(p)[axis].size) != 0] or pieces[:1]
+    if len(pieces) == 1:
+        return copy_tensor(pieces[0])
+    ends: list[Scalar] = []
+    for p in pieces:
+        ends.append(sc.add(ends[-1] if ends else sc.ZERO, axes_of(p)[axis].size))
+    starts = [sc.ZERO, *ends[:-1]]
+    padded: list[TensorView] = []
+    for p, start, end in zip(pieces, starts, ends, strict=True):
+        widths = [(sc.ZERO, sc.ZERO)] * p.ndim
+        widths[axis] = (start, sc.sub(ends[-1], end))
+        padded.append(pad_tensor(p, widths, Const(0, p.dtype())))
+    return _join(padded, ends, axis)
+
+
+def _end_of_padded(piece: TensorView, axis: int) -> Scalar:
+    """Return where the data of a padded piece ends along `axis`."""
+    definition = piece.definition()
+    if not isinstance(definition, PadOp):
+        raise unsupported("cat", f"manual_padding of {piece}, which is not the result of a pad")
+    return sc.sub(axes_of(piece)[axis].size, definition.right[axis])
+
+
+def _join(pieces: list[TensorView], ends: list[Scalar], dim: int) -> TensorView:
+    fusion = active_fusion()
+    columns = zip(*(axes_of(p) for p in pieces), strict=True)
+    joined = [join_axes(fusion, list(zip(pieces, c, strict=True)), "cat") for c in columns]
+    axes = [fusion.new_axis(j.extent, j.kind, expanded=j.expanded) for j in joined]
+    out = new_output(axes, pieces[0].dtype(), pieces)
+    add_op(CatOp(out, tuple(pieces), tuple(ends), dim=dim, where=user_line()))
+    return out

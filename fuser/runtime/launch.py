@@ -1,0 +1,211 @@
+"""Kernels on CUDA devices: loading through cuda-core, launching through the driver with packed arguments.
+
+Launches go to a raw stream handle, by default torch's current stream, so that they order with torch's own work and can be
+captured into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from fuser.errors import InputError, KernelError
+from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, KernelSource, PreparedLaunch
+from fuser.runtime.nvrtc import cubins
+from fuser.runtime.slots import NUMBERS, slot_code
+
+if TYPE_CHECKING:
+    import torch
+
+# Above this, a kernel must be told that it may use so much.
+_DEFAULT_SMEM_BYTES = 48 * 1024
+_INVALID_CONTEXT = 201
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise KernelError(
+            f"launching on CUDA devices needs cuda-bindings ({error}): install fuser-hostir[cu12] or [cu13]"
+        ) from error
+    return driver
+
+
+@functools.cache
+def _current_raw_stream() -> Callable[[], int]:
+    """How to ask torch for the handle of its current stream, by the cheapest way that it has."""
+    import torch
+
+    current_device = torch.cuda.current_device
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw is None:
+        return lambda: torch.cuda.current_stream().cuda_stream
+    return lambda: raw(current_device())
+
+
+@functools.cache
+def _architecture(index: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def architecture(index: int | None) -> str:
+    """The architecture to compile for, such as `sm_90a`; None is torch's current device.
+
+    Raises:
+        InputError: there is no CUDA device.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("kernels for a CUDA device were asked for, but torch sees none")
+    return _architecture(torch.cuda.current_device() if index is None else index)
+
+
+def compile_for_device(sources: Sequence[KernelSource], arch: str) -> list[CompiledKernel]:
+    """Compiles or finds kernels, and loads them."""
+    codes = cubins(sources, arch)
+    return [CudaKernel(source, code) for source, code in zip(sources, codes, strict=True)]
+
+
+class _Arguments:
+    """The packed arguments of a launch: 8 bytes each, and the array of their addresses that the driver reads."""
+
+    def __init__(self, params: int) -> None:
+        self.slots = (ctypes.c_uint64 * max(params, 1))()
+        first = ctypes.addressof(self.slots)
+        self.addresses = (ctypes.c_void_p * max(params, 1))(*(first + 8 * i for i in range(params)))
+        self.address = ctypes.addressof(self.addresses)
+
+
+class CudaKernel(CompiledKernel):
+    """A kernel loaded from machine code; usable on every device of its architecture."""
+
+    def __init__(self, source: KernelSource, code: bytes) -> None:
+        from cuda.core import ObjectCode
+
+        super().__init__(source)
+        driver = _driver()
+        self.code = code
+        self._module = ObjectCode.from_cubin(code, name=source.name)
+        self._kernel = self._module.get_kernel(source.name)
+        self._handle = driver.CUkernel(int(cast("Any", self._kernel.handle)))
+        self._launch = driver.cuLaunchKernel
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._pack_into = struct.Struct("=" + "".join(map(slot_code, source.params))).pack_into
+        self._arguments = _Arguments(len(source.params))
+        self._lock = threading.Lock()
+        self._smem_allowed: dict[int, int] = {}
+
+    def _pack(self, arguments: _Arguments, args: Sequence[Argument]) -> None:
+        values = [a if a.__class__ in NUMBERS else cast("torch.Tensor", a).data_ptr() for a in args]
+        self._pack_into(arguments.slots, 0, *values)
+
+    def launch(
+        self,
+        args: Sequence[Argument],
+        *,
+        grid: Dim3,
+        block: Dim3,
+        smem_bytes: int = 0,
+        stream: int | None = None,
+    ) -> None:
+        # One buffer serves all launches: the driver has copied the arguments when it returns.
+        with self._lock:
+            try:
+                self._pack(self._arguments, args)
+            except (struct.error, AttributeError, TypeError) as error:
+                raise self._argument_error(args, error) from error
+            self._enqueue(self._arguments.address, grid, block, smem_bytes, stream)
+
+    def prepare(
+        self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
+    ) -> PreparedLaunch:
+        arguments = _Arguments(len(self.source.params))
+        try:
+            self._pack(arguments, args)
+        except (struct.error, AttributeError, TypeError) as error:
+            raise self._argument_error(args, error) from error
+        return PreparedCudaLaunch(self, arguments, grid, block, smem_bytes)
+
+    def attributes(self) -> dict[str, int]:
+        """Registers, local (spill) and static shared bytes of a thread or block, as the compiler assigned them."""
+        values = self._kernel.attributes
+        return {
+            "registers": int(values.num_regs()),
+            "local_bytes": int(values.local_size_bytes()),
+            "static_smem_bytes": int(values.shared_size_bytes()),
+        }
+
+    def _enqueue(
+        self, arguments: int, grid: Dim3, block: Dim3, smem_bytes: int, stream: int | None
+    ) -> None:
+        if smem_bytes > _DEFAULT_SMEM_BYTES:
+            self._allow_smem(smem_bytes)
+        handle = _current_raw_stream()() if stream is None else stream
+        (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
+        if status == _INVALID_CONTEXT:
+            # This thread has not used CUDA yet, and the default stream takes the thread's context.
+            _bind_primary_context()
+            (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
+        if status != self._success:
+            raise KernelError(
+                f"kernel {self.name}, grid {grid}, block {block}, {smem_bytes} bytes of shared memory:"
+                f" the driver refused the launch ({status})"
+            )
+
+    def _allow_smem(self, smem_bytes: int) -> None:
+        import torch
+
+        index = torch.cuda.current_device()
+        if smem_bytes <= self._smem_allowed.get(index, _DEFAULT_SMEM_BYTES):
+            return
+        driver = _driver()
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        status, device = driver.cuDeviceGet(index)
+        if status == self._success:
+            (status,) = driver.cuKernelSetAttribute(attribute, smem_bytes, self._handle, device)
+        if status != self._success:
+            raise KernelError(
+                f"kernel {self.name} cannot have {smem_bytes} bytes of shared memory: {status}"
+            )
+        self._smem_allowed[index] = smem_bytes
+
+
+class PreparedCudaLaunch(PreparedLaunch):
+    """A launch with its own packed arguments."""
+
+    def __init__(
+        self, kernel: CudaKernel, arguments: _Arguments, grid: Dim3, block: Dim3, smem_bytes: int
+    ) -> None:
+        self._kernel = kernel
+        self._arguments = arguments
+        self._shape = grid, block, smem_bytes
+
+    def set_pointer(self, param: int, address: int) -> None:
+        self._arguments.slots[param] = address
+
+    def run(self, stream: int | None = None) -> None:
+        self._kernel._enqueue(self._arguments.address, *self._shape, stream)
+
+
+def _bind_primary_context() -> None:
+    """Makes the primary context of torch's current device current in this thread."""
+    import torch
+
+    driver = _driver()
+    status, device = driver.cuDeviceGet(torch.cuda.current_device())
+    if status == driver.CUresult.CUDA_SUCCESS:
+        status, context = driver.cuDevicePrimaryCtxRetain(device)
+        if status == driver.CUresult.CUDA_SUCCESS:
+            (status,) = driver.cuCtxSetCurrent(context)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(f"no CUDA context for this thread: {status}")

