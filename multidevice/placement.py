@@ -8,7 +8,7 @@ write them back as splits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fuser.errors import ShardingError, UnsupportedError
@@ -20,13 +20,13 @@ from fuser.ir.domain import (
     Split,
     Swizzle1D,
     TensorDomain,
-    contiguity_for,
+    Transform,
 )
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
-from fuser.ir.tensor import TensorView, make_split
-from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
 
 SPREAD_TYPES = (*DEVICE_TYPES, ParallelType.stream)
 
@@ -226,7 +226,7 @@ def without_root(domain: TensorDomain) -> TensorDomain:
     """Return the domain as that of a copy: no root axes, no reductions."""
     logical = domain.no_reductions
     derived = {a.number for a in logical}
-    kept: list[Split | Merge | Resize | Swizzle1D] = []
+    kept: list[Transform] = []
     for t in domain.transforms:
         if all(i.number in derived for i in t.inputs) and not any(
             o.number in derived for o in t.outputs
@@ -324,21 +324,16 @@ def memory_order(tv: TensorView) -> tuple[tuple[int, bool | None], ...]:
     """
     axes = tv.domain.no_reductions
     positions = {a.number: p for p, a in enumerate(axes)}
-    split_of = {
-        t.inner.number: t.inp.number
+    cut_splits = [
+        t
         for t in tv.domain.transforms
         if isinstance(t, Split) and t.outer.ptype in SPREAD_TYPES
-    }
-    folded = {
-        o.number
-        for t in tv.domain.transforms
-        if isinstance(t, Split) and t.inp.number not in positions or isinstance(t, Split)
-        for o in (t.outer,)
-        if o.ptype in SPREAD_TYPES
-    }
+    ]
+    split_of = {t.inner.number: t.inp.number for t in cut_splits}
+    folded = {t.outer.number for t in cut_splits} - positions.keys()
     order: list[tuple[int, bool | None]] = []
     for axis, flag in zip(tv.domain.maybe_allocation, tv.domain.contiguity, strict=True):
-        if axis.is_reduction() or (axis.number in folded and axis.number not in positions):
+        if axis.is_reduction() or axis.number in folded:
             continue
         number = axis.number
         while number not in positions and number in split_of:
@@ -364,11 +359,3 @@ def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
 
 def is_contiguous(tv: TensorView) -> bool:
     return all(flag is not False for flag in tv.domain.contiguity)
-
-
-def order_text(order: Mapping[int, bool | None]) -> str:
-    """Return a memory order as text, for errors."""
-    return ", ".join(f"{p}{'' if f is not False else ' (strided)'}" for p, f in order.items())
-
-
-__all_kinds__ = (IterType, contiguity_for)

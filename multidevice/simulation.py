@@ -63,7 +63,6 @@ class World:
                 if device is not None:
                     torch.cuda.set_device(device)
                 current_communicator.set(self._communicator(rank, baton))
-                baton.check()
                 results[rank] = fn(*args, **kwargs)
             except BaseException as caught:
                 error = caught

@@ -6,198 +6,86 @@ usually become the same object text. Division and modulo use ranges: an index sy
 `n` satisfies 0 <= v < n, and every other integer symbol (an extent) is at least 1; extents of 0 are
 removed before anything here divides by them.
 
-Constructors (`add`, `mul`, `floordiv`, ...) are the only way to build a non-leaf; nothing simplifies
-later.
+Constructors (`add`, `mul`, `floordiv`, ...) are the only way to build a non-leaf; nothing
+simplifies later.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final
 
 from fuser.errors import DefinitionError
-from fuser.ir.dtypes import DataType, category, common_dtype, dtype_of_python, dtype_text
+from fuser.ir.dtypes import DataType, common_dtype, dtype_text
+from fuser.ir.scalar_compute import COMPUTE
+from fuser.ir.scalar_nodes import (
+    ONE,
+    ZERO,
+    Apply,
+    Const,
+    Monomial,
+    Number,
+    Poly,
+    Scalar,
+    ScalarLike,
+    Symbol,
+    as_scalar,
+    const,
+    from_terms,
+    int_dtype,
+    int_value,
+    is_int,
+    join_monomials,
+    single_term,
+    terms_of,
+    without_factors,
+)
+from fuser.ir.scalar_text import literal_text, scalar_text
 
-Number = bool | int | float
-Key = tuple[object, ...]
-
-
-class Scalar:
-    """Base of all scalars; immutable, compared by structure."""
-
-    __slots__ = ("_hash", "dtype", "key")
-    dtype: DataType
-    key: Key
-
-    def __init__(self, dtype: DataType, key: Key) -> None:
-        self.dtype = dtype
-        self.key = key
-        self._hash = hash(key)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Scalar) and self.key == other.key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __str__(self) -> str:
-        return scalar_text(self)
-
-    __repr__ = __str__
-
-    # nvFuser's `Val` queries.
-    def is_tensor(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        """Return whether the scalar has no constant value."""
-        return not isinstance(self, Const)
-
-
-class Const(Scalar):
-    """A literal."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Number, dtype: DataType) -> None:
-        kind = category(dtype)
-        self.value: Number = (
-            bool(value) if kind == "bool" else int(value) if kind == "int" else float(value)
-        )
-        # repr() separates 0.0 from -0.0 and lets nan equal itself.
-        super().__init__(dtype, ("const", dtype.name, repr(self.value)))
-
-
-class Symbol(Scalar):
-    """A named value. With `extent` it is an index: 0 <= symbol < extent."""
-
-    __slots__ = ("extent", "name")
-
-    def __init__(self, name: str, dtype: DataType, *, extent: Scalar | None = None) -> None:
-        self.name = name
-        self.extent = extent
-        # The extent is part of the identity: simplifications that rely on it are cached.
-        super().__init__(
-            dtype, ("sym", _natural(name), dtype.name, None if extent is None else extent.key)
-        )
-
-
-class Apply(Scalar):
-    """An op on scalars that is not polynomial: `//`, `%`, ceilDiv, comparisons, float math."""
-
-    __slots__ = ("args", "op")
-
-    def __init__(self, op: str, args: tuple[Scalar, ...], dtype: DataType) -> None:
-        self.op = op
-        self.args = args
-        super().__init__(dtype, ("apply", op, dtype.name, *(a.key for a in args)))
-
-
-Monomial = tuple[Scalar, ...]
-
-
-class Poly(Scalar):
-    """An integer polynomial: sorted (monomial, coefficient) terms; () is the constant term."""
-
-    __slots__ = ("terms",)
-
-    def __init__(self, terms: tuple[tuple[Monomial, int], ...], dtype: DataType) -> None:
-        self.terms = terms
-        super().__init__(
-            dtype, ("poly", dtype.name, *((tuple(a.key for a in m), c) for m, c in terms))
-        )
-
-
-def _natural(name: str) -> tuple[object, ...]:
-    """Split a name so that i2 sorts before i10."""
-    return tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in re.split(r"(\d+)", name))
-
-
-def _order(key: object) -> str:
-    return repr(key)
-
-
-@lru_cache(maxsize=100_000)
-def _sort_key(atom: Scalar) -> tuple[object, ...]:
-    kind = 0 if isinstance(atom, Symbol) else 1
-    return (kind, _natural(atom.name) if isinstance(atom, Symbol) else (), _order(atom.key))
-
-
-def const(value: Number, dtype: DataType | None = None) -> Const:
-    """Return a literal; the dtype is inferred from the Python type (int: Index) when not given."""
-    if dtype is None:
-        dtype = DataType.Index if type(value) is int else dtype_of_python(value)
-    return Const(value, dtype)
-
-
-ZERO: Final = const(0)
-ONE: Final = const(1)
-ScalarLike = Scalar | bool | int | float
-
-
-def as_scalar(value: ScalarLike) -> Scalar:
-    """Return `value` itself, or the constant for a Python number."""
-    return value if isinstance(value, Scalar) else const(value)
-
-
-def int_value(x: ScalarLike) -> int | None:
-    """Return the constant integer value, or None for anything symbolic."""
-    if isinstance(x, int):
-        return int(x)
-    return x.value if isinstance(x, Const) and isinstance(x.value, int) else None
-
-
-def is_int(x: Scalar) -> bool:
-    return category(x.dtype) == "int"
-
-
-# ---------------------------------------------------------------- polynomial form
-def _terms(x: Scalar) -> dict[Monomial, int]:
-    if isinstance(x, Const):
-        return {(): int(x.value)} if x.value else {}
-    return dict(x.terms) if isinstance(x, Poly) else {(x,): 1}
-
-
-def _join(a: Monomial, b: Monomial) -> Monomial:
-    return tuple(sorted((*a, *b), key=_sort_key)) if a and b else a or b
-
-
-def _without(mono: Monomial, part: Monomial) -> Monomial | None:
-    """Return mono / part, or None when part does not divide mono."""
-    rest = list(mono)
-    for atom in part:
-        if atom not in rest:
-            return None
-        rest.remove(atom)
-    return tuple(rest)
-
-
-def _build(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
-    terms = {m: c for m, c in terms.items() if c}
-    if not terms:
-        return Const(0, dtype)
-    if len(terms) == 1:
-        ((mono, coef),) = terms.items()
-        if not mono:
-            return Const(coef, dtype)
-        if coef == 1 and len(mono) == 1:
-            return mono[0]
-    ordered = sorted(terms.items(), key=lambda t: (-len(t[0]), [_sort_key(a) for a in t[0]]))
-    return Poly(tuple(ordered), dtype)
-
-
-def _int_dtype(a: Scalar, b: Scalar) -> DataType:
-    if a.dtype is b.dtype:
-        return a.dtype
-    # A literal adapts to the other side; otherwise Index absorbs the fixed-width types.
-    if isinstance(a, Const):
-        return b.dtype
-    if isinstance(b, Const):
-        return a.dtype
-    return DataType.Index if DataType.Index in (a.dtype, b.dtype) else DataType.Int
+__all__ = [
+    "Apply",
+    "COMPUTE",
+    "Const",
+    "Number",
+    "ONE",
+    "Poly",
+    "Scalar",
+    "ScalarLike",
+    "Symbol",
+    "ZERO",
+    "add",
+    "all_of",
+    "apply",
+    "as_scalar",
+    "cast",
+    "ceildiv",
+    "children",
+    "const",
+    "eq",
+    "evaluate",
+    "floordiv",
+    "has_index",
+    "int_value",
+    "is_int",
+    "is_less",
+    "is_nonnegative",
+    "le",
+    "literal_text",
+    "logical_and",
+    "lt",
+    "maximum",
+    "minimum",
+    "mod",
+    "mul",
+    "product",
+    "rebuild",
+    "scalar_text",
+    "sub",
+    "substitute",
+    "symbols",
+    "where",
+]
 
 
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
@@ -207,34 +95,30 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
             if not (isinstance(atom, Apply) and atom.op == "%") or mono not in terms:
                 continue
             x, b = atom.args
-            rest = _without(mono, (atom,))
-            split = _single(b)
+            rest = without_factors(mono, (atom,))
+            split = single_term(b)
             if rest is None or split is None:
                 continue
-            partner_mono = _join(_join(rest, split[0]), (Apply("/", (x, b), atom.dtype),))
+            partner_mono = join_monomials(
+                join_monomials(rest, split[0]), (Apply("/", (x, b), atom.dtype),)
+            )
             if terms.get(partner_mono) == coef * split[1]:
                 del terms[partner_mono], terms[mono]
-                for m, c in _terms(x).items():
-                    full = _join(rest, m)
+                for m, c in terms_of(x).items():
+                    full = join_monomials(rest, m)
                     terms[full] = terms.get(full, 0) + coef * c
                 return _recombine({m: c for m, c in terms.items() if c})
     return terms
-
-
-def _single(x: Scalar) -> tuple[Monomial, int] | None:
-    """Return (monomial, coefficient) of a one-term integer, None for sums."""
-    terms = _terms(x)
-    return next(iter(terms.items())) if len(terms) == 1 else None
 
 
 def add(a: ScalarLike, b: ScalarLike) -> Scalar:
     a, b = as_scalar(a), as_scalar(b)
     if not (is_int(a) and is_int(b)):
         return _float_op("+", a, b)
-    terms = _terms(a)
-    for mono, coef in _terms(b).items():
+    terms = terms_of(a)
+    for mono, coef in terms_of(b).items():
         terms[mono] = terms.get(mono, 0) + coef
-    return _build(_recombine({m: c for m, c in terms.items() if c}), _int_dtype(a, b))
+    return from_terms(_recombine({m: c for m, c in terms.items() if c}), int_dtype(a, b))
 
 
 def mul(a: ScalarLike, b: ScalarLike) -> Scalar:
@@ -242,11 +126,11 @@ def mul(a: ScalarLike, b: ScalarLike) -> Scalar:
     if not (is_int(a) and is_int(b)):
         return _float_op("*", a, b)
     terms: dict[Monomial, int] = {}
-    for ma, ca in _terms(a).items():
-        for mb, cb in _terms(b).items():
-            mono = _join(ma, mb)
+    for ma, ca in terms_of(a).items():
+        for mb, cb in terms_of(b).items():
+            mono = join_monomials(ma, mb)
             terms[mono] = terms.get(mono, 0) + ca * cb
-    return _build(_recombine({m: c for m, c in terms.items() if c}), _int_dtype(a, b))
+    return from_terms(_recombine({m: c for m, c in terms.items() if c}), int_dtype(a, b))
 
 
 def sub(a: ScalarLike, b: ScalarLike) -> Scalar:
@@ -271,7 +155,7 @@ def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
     The result holds no index symbols; None when an atom's range is unknown.
     """
     total: Scalar = Const(0, x.dtype)
-    for mono, coef in _terms(x).items():
+    for mono, coef in terms_of(x).items():
         factors = [_atom_extreme(atom, largest=(coef > 0) == largest) for atom in mono]
         term: Scalar = Const(coef, x.dtype)
         for f in factors:
@@ -308,7 +192,7 @@ def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
 def _constant_floor(x: Scalar) -> int | None:
     """Return a constant lower bound of an index-free integer whose symbols are >= 1."""
     total = 0
-    for mono, coef in _terms(x).items():
+    for mono, coef in terms_of(x).items():
         if mono and coef < 0:
             return None
         low = coef
@@ -339,39 +223,39 @@ def is_less(a: ScalarLike, b: ScalarLike) -> bool:
 # ---------------------------------------------------------------- division
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
     """Write a as q*b + r with every term of q*b a multiple of b; None when b is a sum."""
-    divisor = _single(b)
+    divisor = single_term(b)
     if divisor is None:
         return None
     q: dict[Monomial, int] = {}
     r: dict[Monomial, int] = {}
-    for mono, coef in _terms(a).items():
-        rest = _without(mono, divisor[0])
+    for mono, coef in terms_of(a).items():
+        rest = without_factors(mono, divisor[0])
         if rest is not None and coef % divisor[1] == 0:
             q[rest] = coef // divisor[1]
         else:
             r[mono] = coef
-    return _build(q, a.dtype), _build(r, a.dtype)
+    return from_terms(q, a.dtype), from_terms(r, a.dtype)
 
 
 def _common_factor(a: Scalar, b: Scalar) -> tuple[int, Scalar, Scalar] | None:
     """Find g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low)."""
-    divisor = _single(b)
+    divisor = single_term(b)
     if divisor is None:
         return None
-    for g in sorted({abs(c) for m, c in _terms(a).items() if m}, reverse=True):
+    for g in sorted({abs(c) for m, c in terms_of(a).items() if m}, reverse=True):
         g = math.gcd(g, divisor[1])
         if g <= 1:
             continue
-        high = {m: c // g for m, c in _terms(a).items() if c % g == 0}
-        low = _build({m: c for m, c in _terms(a).items() if c % g}, a.dtype)
+        high = {m: c // g for m, c in terms_of(a).items() if c % g == 0}
+        low = from_terms({m: c for m, c in terms_of(a).items() if c % g}, a.dtype)
         if high and is_nonnegative(low) and is_less(low, g):
-            return g, _build(high, a.dtype), low
+            return g, from_terms(high, a.dtype), low
     return None
 
 
 @lru_cache(maxsize=100_000)
 def _floordiv(a: Scalar, b: Scalar) -> Scalar:
-    dtype = _int_dtype(a, b)
+    dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
         raise DefinitionError(f"division of {a} by zero")
@@ -404,7 +288,7 @@ def _floordiv(a: Scalar, b: Scalar) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def _mod(a: Scalar, b: Scalar) -> Scalar:
-    dtype = _int_dtype(a, b)
+    dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
         raise DefinitionError(f"{a} modulo zero")
@@ -449,13 +333,13 @@ def ceildiv(a: ScalarLike, b: ScalarLike) -> Scalar:
     a, b = as_scalar(a), as_scalar(b)
     av, bv = int_value(a), int_value(b)
     if av is not None and bv is not None:
-        return Const(-(-av // bv), _int_dtype(a, b))
+        return Const(-(-av // bv), int_dtype(a, b))
     if bv == 1:
         return a
     parts = _split_by(a, b)
     if parts is not None and int_value(parts[1]) == 0:
         return parts[0]
-    return Apply("ceilDiv", (a, b), _int_dtype(a, b))
+    return Apply("ceilDiv", (a, b), int_dtype(a, b))
 
 
 # ---------------------------------------------------------------- comparisons, logic, floats
@@ -476,7 +360,7 @@ def _extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
         return a if op == "min" else b
     if is_nonnegative(sub(a, b)):
         return b if op == "min" else a
-    return Apply(op, (a, b), _int_dtype(a, b))
+    return Apply(op, (a, b), int_dtype(a, b))
 
 
 def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
@@ -538,53 +422,6 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
     if op in _BOOL_OPS:
         return DataType.Bool
     return common_dtype([(a.dtype, "scalar") for a in args], "default")
-
-
-def _c_div(a: Number, b: Number) -> Number:
-    if isinstance(a, int) and isinstance(b, int):
-        q = abs(a) // abs(b)
-        return q if (a < 0) == (b < 0) else -q
-    return a / b if b else math.copysign(math.inf, a) if a else math.nan
-
-
-def _where(cond: Number, a: Number, b: Number) -> Number:
-    return a if cond else b
-
-
-def _ceil_div(a: Number, b: Number) -> Number:
-    return -(-int(a) // int(b))
-
-
-# How a scalar op is computed on Python numbers. A one-argument entry is marked by its name in
-# _UNARY; every other takes two (where: three).
-COMPUTE: dict[str, Callable[..., Number]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": _c_div,
-    "%": lambda a, b: int(math.fmod(a, b)) if isinstance(a, int) else math.fmod(a, b),
-    "ceilDiv": _ceil_div,
-    "min": min,
-    "max": max,
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    "&&": lambda a, b: bool(a) and bool(b),
-    "||": lambda a, b: bool(a) or bool(b),
-    "!": lambda a: not a,
-    "neg": lambda a: -a,
-    "abs": abs,
-    "sqrt": math.sqrt,
-    "rsqrt": lambda a: 1.0 / math.sqrt(a),
-    "exp": math.exp,
-    "log": math.log,
-    "reciprocal": lambda a: 1.0 / a,
-    "pow": pow,
-    "where": _where,
-}
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
@@ -681,49 +518,3 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
     if x.op.startswith("cast:"):
         return Const(args[0], x.dtype).value
     return COMPUTE[x.op](*args)
-
-
-# ---------------------------------------------------------------- text
-_INFIX = frozenset({"+", "-", "*", "/", "%", "<", "<=", ">", ">=", "==", "!=", "&&", "||"})
-
-
-def literal_text(value: Number, dtype: DataType) -> str:
-    """Return a literal with round-trip precision: `8`, `true`, `double(3)`, `float(0.5)`."""
-    kind = category(dtype)
-    if kind == "bool":
-        return "true" if value else "false"
-    if kind == "int":
-        return str(int(value))
-    digits = repr(float(value))
-    return f"{dtype_text(dtype)}({digits[:-2] if digits.endswith('.0') else digits})"
-
-
-@lru_cache(maxsize=100_000)
-def scalar_text(x: Scalar) -> str:
-    """Return nvFuser's inline form: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
-    if isinstance(x, Const):
-        return literal_text(x.value, x.dtype)
-    if isinstance(x, Symbol):
-        return x.name
-    if isinstance(x, Apply):
-        args = [scalar_text(a) for a in x.args]
-        if x.op in _INFIX and len(args) == 2:
-            return f"( {args[0]} {x.op} {args[1]} )"
-        op = x.op.replace("cast:", "cast_")
-        return f"( {op}({', '.join(args)}) )"
-    assert isinstance(x, Poly)
-    parts = [_monomial_text(m, abs(c)) for m, c in x.terms]
-    out = parts[0] if x.terms[0][1] > 0 else f"( 0 - {parts[0]} )"
-    for (_, coef), part in zip(x.terms[1:], parts[1:], strict=True):
-        out = f"( {out} {'+' if coef > 0 else '-'} {part} )"
-    return out
-
-
-def _monomial_text(mono: Monomial, coef: int) -> str:
-    factors = [scalar_text(a) for a in mono]
-    if coef != 1 or not factors:
-        factors.append(str(coef))
-    out = factors[0]
-    for f in factors[1:]:
-        out = f"( {out} * {f} )"
-    return out

@@ -8,7 +8,7 @@ which are the same loops in every stage that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -130,8 +130,11 @@ class Node:
 
 
 # ------------------------------------------------------------------ stages
-def plan_stages(fusion: Fusion) -> Plan:
-    """Pick the stages of a scheduled fusion and build their nests."""
+def plan_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Plan:
+    """Pick the stages of a scheduled fusion and build their nests.
+
+    `recomputed` local tensors get no storage although their schedule would allow it.
+    """
     plan = Plan(fusion, [], {})
     frontier: dict[TensorView, tuple[Stage, ...]] = {}
     passed: dict[TensorView, dict[Stage, None]] = {}
@@ -140,7 +143,7 @@ def plan_stages(fusion: Fusion) -> Plan:
         operands = [v for v in op.inputs if isinstance(v, TensorView)]
         below = tuple(dict.fromkeys(s for v in operands for s in frontier.get(v, ())))
         inlined = tuple(dict.fromkeys(t for v in operands for t in through.get(v, ())))
-        stage = _stage_for(fusion, op, len(plan.stages))
+        stage = _stage_for(fusion, op, len(plan.stages), recomputed)
         if stage is not None:
             stage.reads = below
             plan.stages.append(stage)
@@ -162,7 +165,19 @@ def plan_stages(fusion: Fusion) -> Plan:
     return plan
 
 
-def _stage_for(fusion: Fusion, op: TensorOp, number: int) -> Stage | None:
+def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
+    """Whether a local tensor has its own storage: something is left inside its compute-at position,
+    of constant extent, and a schedule asked for it. Without storage it is computed where it is read.
+    """
+    own = tv.domain.loop[compute_at:]
+    is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
+    sizes = [fusion.canonical(a.size) for a in own if a.ptype not in COORDINATES]
+    return bool(own) and is_scheduled and all(sc.int_value(s) is not None for s in sizes)
+
+
+def _stage_for(
+    fusion: Fusion, op: TensorOp, number: int, recomputed: Collection[TensorView]
+) -> Stage | None:
     tv = op.out_tensor
     outputs = [o for o in op.outputs if o in fusion.outputs]
     used = [o for o in op.outputs if fusion.uses(o)]
@@ -180,7 +195,7 @@ def _stage_for(fusion: Fusion, op: TensorOp, number: int) -> Stage | None:
     elif tv.memory is MemoryType.shared:
         storage = "shared"
     elif tv.memory is MemoryType.local:
-        if compute_at >= len(tv.domain.loop):
+        if tv in recomputed or not _fits_registers(fusion, tv, compute_at):
             return None
         storage = "local"
     else:
@@ -357,13 +372,13 @@ def _same_levels(a: Stage, b: Stage) -> bool:
 
 def _limit(source: Stage, target: Stage) -> float:
     """Return how many loops two stages may share when `target` depends on `source`."""
-    if source is target:
-        return float("inf")
-    if source not in target.reads:
-        deeper = [_limit(source, mid) for mid in target.reads]
-        found = [min(d, m.depth) for d, m in zip(deeper, target.reads, strict=True) if d != float("inf")]
-        return min(found, default=float("inf"))
-    return source.depth
+    never = float("inf")
+    limit: float = source.depth if source in target.reads else never
+    for mid in target.reads:
+        through = _limit(source, mid) if mid is not source else never
+        if through != never:
+            limit = min(limit, through, mid.depth)
+    return limit
 
 
 def _assign_symbols(plan: Plan) -> None:
@@ -424,8 +439,3 @@ def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
         else:
             out.append(Node(None, members[0], [], members))
     return out
-
-
-def is_expanded_output(axis: IterDomain) -> bool:
-    """Whether an output axis is an expanded broadcast, which is written in full."""
-    return axis.kind is IterType.broadcast and axis.expanded is not None

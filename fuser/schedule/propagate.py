@@ -104,34 +104,48 @@ def replay(
     return found, made
 
 
-def apply_replay(target: TensorView, reference: TensorDomain, matches: Matches) -> None:
-    """Give `target` the reference's loop order and transforms; axes without a match go last."""
+def apply_replay(
+    target: TensorView,
+    reference: TensorDomain,
+    matches: Matches,
+    types: Mapping[int, ParallelType] | None = None,
+) -> dict[int, IterDomain]:
+    """Give `target` the reference's loop order and transforms; axes without a match go last.
+
+    `types` gives parallel types by the number of a reference loop axis. Returns the match of every
+    reference axis.
+    """
     domain = target.domain
-    serial = {
-        n: a if a.ptype is ParallelType.serial or a.is_device or a.is_stream else None
-        for n, a in matches.items()
-    }
-    plain = {
-        n: matches[n] if a is not None else replace(matches[n], ptype=ParallelType.serial)
-        for n, a in serial.items()
-    }
-    found, made = replay(target.fusion, reference, plain)
+    serial = {n: _unparallelized(a) for n, a in matches.items()}
+    found, made = replay(target.fusion, reference, serial)
     loop: dict[int, IterDomain] = {}
     for axis in reference.loop:
         mine = found.get(axis.number)
-        if mine is not None:
-            loop.setdefault(mine.number, mine)
+        if mine is not None and mine.number not in loop:
+            ptype = types.get(axis.number) if types else None
+            loop[mine.number] = mine if ptype is None else replace(mine, ptype=ptype)
     used = {i.number for t in made for i in t.inputs} | set(loop)
     rest = [a for a in domain.logical if a.number not in used]
-    history = transforms_between(domain, domain.maybe_root, domain.logical)
-    kept = [t for t in domain.transforms if t in history or _reaches_allocation(domain, t)]
+    kept = domain.transforms
+    if kept:
+        kept = (
+            *transforms_between(domain, domain.maybe_root, domain.logical),
+            *(t for t in domain.transforms if _reaches_allocation(domain, t)),
+        )
     target.domain = replace(domain, loop=(*loop.values(), *rest), transforms=(*kept, *made))
+    return found
+
+
+def _unparallelized(axis: IterDomain) -> IterDomain:
+    """Drop a parallel type that belongs to an earlier schedule of one kernel."""
+    if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
+        return axis
+    return replace(axis, ptype=ParallelType.serial)
 
 
 def _reaches_allocation(domain: TensorDomain, t: Transform) -> bool:
-    return bool(domain.allocation) and t in transforms_between(
-        domain, domain.logical, domain.allocation
-    )
+    logical_to = transforms_between(domain, domain.logical, domain.allocation)
+    return bool(domain.allocation) and t in logical_to
 
 
 def follow(

@@ -164,7 +164,7 @@ class Backend(Protocol):
         ...
 
     def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
-        """Starts all transfers at once, so that a ring of sends and receives cannot block itself."""
+        """Starts all transfers at once, so that a ring of sends and receives cannot block."""
         ...
 
     def barrier(self, *, team: Team, stream: object = None) -> None:

@@ -53,6 +53,8 @@ UNARY: dict[str, tuple[Function, float, float]] = {
     "sign": (torch.sign, 0, 0),
     "relu": (torch.relu, 0, 0),
 }
+# Where torch's own float64 function is no oracle (it overflows or flushes early), or the result is subnormal.
+LARGEST = {"sigmoid": 80.0, "silu": 80.0, "cosh": 709.0, "sinh": 709.0, "lgamma": 1e300}
 PREDICATES: dict[str, Function] = {
     "isfinite": torch.isfinite,
     "isinf": torch.isinf,
@@ -164,6 +166,10 @@ def sweep(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([values, near, special, edges])
 
 
+def within(x: torch.Tensor, name: str) -> torch.Tensor:
+    return x[~x.isfinite() | (x.abs() <= LARGEST.get(name, math.inf))]
+
+
 def check_special(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """NaN and Inf must agree exactly; returns where both are finite."""
     assert torch.equal(got.isnan(), expected.isnan())
@@ -183,7 +189,7 @@ def ulp_error(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", UNARY)
 def test_unary_float(name: str) -> None:
     function, limit, _ = UNARY[name]
-    x = sweep(torch.float32)
+    x = within(sweep(torch.float32), name)
     got = evaluate(f"call_{name}_float", x)
     exact = function(x.double())
     finite = check_special(got, exact.float())
@@ -199,7 +205,7 @@ def test_unary_float(name: str) -> None:
 @pytest.mark.parametrize("name", UNARY)
 def test_unary_double(name: str) -> None:
     function, _, limit = UNARY[name]
-    x = sweep(torch.float64)
+    x = within(sweep(torch.float64), name)
     got = evaluate(f"call_{name}_double", x)
     expected = function(x)
     finite = check_special(got, expected)
@@ -240,11 +246,23 @@ def test_binary(name: str, ctype: str) -> None:
     y[:30000] = torch.randn(30000, generator=generator, dtype=x.dtype)
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3.0], dtype=x.dtype)
     pairs = torch.cartesian_prod(special, special)
+    if name in ("fmod", "remainder"):
+        # torch's vectorised fmod gives NaN for enormous quotients; libm's is exact, and tested below.
+        y = torch.where((x / y).abs() > 2.0**20, x * 0.37, y)
     x, y = torch.cat([x, pairs[:, 0]]), torch.cat([y, pairs[:, 1]])
     got, expected = evaluate(f"call_{name}_{ctype}_{ctype}", x, y), BINARY[name](x, y)
     finite = check_special(got, expected)
     tolerance = 0 if name in ("nextafter", "maximum", "minimum", "fmod") else 4 * torch.finfo(x.dtype).eps
-    torch.testing.assert_close(got[finite], expected[finite], rtol=tolerance, atol=0)
+    # Subnormal results of pow have fewer digits.
+    atol = torch.finfo(x.dtype).tiny if name == "pow" else 0
+    torch.testing.assert_close(got[finite], expected[finite], rtol=tolerance, atol=atol)
+
+
+def test_fmod_of_enormous_quotients() -> None:
+    x = torch.tensor([4.0923317300783345e200, -1.7885593052826462e178, 1e308], dtype=torch.float64)
+    y = torch.tensor([7.983286033579449e-226, -2.9381812964501945e-303, 3.0], dtype=torch.float64)
+    got = evaluate("call_fmod_double_double", x, y)
+    assert got.tolist() == [math.fmod(a, b) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
 
 
 def integers(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

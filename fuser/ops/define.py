@@ -1,0 +1,214 @@
+"""Creating inputs: define_tensor, define_scalar and the layout that sizes and strides describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.errors import DefinitionError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.dtypes import DataType, check_supported, dtype_of_python
+from fuser.ir.guard import active_fusion
+from fuser.ir.scalar import Const, Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ops.building import unsupported
+from fuser.ops.views import ordered_axes
+
+Contiguity = Sequence[bool | None]
+_NAME = "define_tensor"
+
+
+def define_tensor(*args: object, **kwargs: object) -> TensorView:
+    """Create a tensor without definition. Three forms:
+
+    1. (shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])
+    2. (shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])
+    3. (sizes, strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)
+
+    Shape entries: -1 symbolic, 0 and > 1 constant, 1 broadcast. Contiguity is listed in allocation
+    order; None marks a broadcast, and with a size other than 1 an expanded one. The form is the
+    third when `sizes` or `strides` are given, or the second argument is a list of ints.
+    """
+    second = args[1] if len(args) > 1 else None
+    is_strides = _is_int_sequence(second) and not _is_flag_sequence(second)
+    if "sizes" in kwargs or "strides" in kwargs or is_strides:
+        return _from_strides(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+    return _from_shape(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+
+def _is_int_sequence(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(type(v) is int for v in value)
+    )
+
+
+def _is_flag_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and all(v is None or isinstance(v, bool) for v in value)
+
+
+def _from_strides(
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    dtype: DataType = DataType.Float,
+    static_sizes: bool = False,
+    is_cpu: bool = False,
+) -> TensorView:
+    contiguity, order = compute_tensor_descriptor(sizes, strides)
+    shape = [s if static_sizes or s == 1 else -1 for s in sizes]
+    return _from_shape(shape, contiguity, dtype, is_cpu, order)
+
+
+def _from_shape(
+    shape: Sequence[int],
+    contiguity: Contiguity | bool = False,
+    dtype: DataType = DataType.Float,
+    is_cpu: bool = False,
+    stride_order: Sequence[int] = (),
+) -> TensorView:
+    shape = [int(s) for s in shape]
+    check_supported(dtype, _NAME)
+    _check_shape(shape)
+    rank = len(shape)
+    if is_cpu and rank:
+        raise DefinitionError(f"{_NAME}: CPU non-scalar tensor is not supported! shape {shape}")
+    if not isinstance(contiguity, bool) and not _is_flag_sequence(contiguity):
+        raise TypeError(
+            f"{_NAME}(): incompatible function arguments: contiguity {contiguity!r} is neither a "
+            "bool nor a list of bools and None"
+        )
+    if stride_order and any(s < 0 for s in stride_order):
+        raise unsupported(_NAME, f"negative stride_order entries {list(stride_order)}")
+    # Allocation positions of the logical axes; checks stride_order before anything is created.
+    positions = _allocation_positions(rank, stride_order)
+    if isinstance(contiguity, bool):
+        flag = contiguity
+        flags: list[bool | None] = [None if s == 1 else flag for s in shape]
+    else:
+        if len(contiguity) != rank:
+            raise DefinitionError(
+                f"{_NAME}: Length of contiguity argument ({len(contiguity)}) must match that of "
+                f"shape argument ({rank})"
+            )
+        flags = [contiguity[p] for p in positions]
+        _check_flags(shape, flags)
+    axes = _make_axes(shape, flags)
+    tv = active_fusion().new_tensor(axes, dtype)
+    tv.is_cpu_scalar = is_cpu
+    _set_layout(tv, axes, positions, flags)
+    return tv
+
+
+def _check_shape(shape: Sequence[int]) -> None:
+    for i, s in enumerate(shape):
+        if s < -1:
+            raise DefinitionError(
+                f"{_NAME}: The value {s} at index {i} was neither symbolic(-1), zero_element(0), "
+                "broadcast(1), or static(>1)."
+            )
+
+
+def _check_flags(shape: Sequence[int], flags: Contiguity) -> None:
+    for i, (s, flag) in enumerate(zip(shape, flags, strict=True)):
+        if s == 1 and flag is not None:
+            raise DefinitionError(
+                f"{_NAME}: the contiguity of the broadcast dimension {i} must be None, got {flag}"
+            )
+
+
+def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
+    """Return the allocation position of each logical axis."""
+    if not stride_order:
+        return list(range(rank))
+    placeholders = [
+        IterDomain(i, IterType.iteration, sc.ONE) for i in range(rank)
+    ]
+    order = [a.number for a in ordered_axes(placeholders, stride_order, _NAME)]
+    return [order.index(i) for i in range(rank)]
+
+
+def _make_axes(shape: Sequence[int], flags: Contiguity) -> list[IterDomain]:
+    """Create the extents of all axes, then the axes (so that scalars are numbered first)."""
+    fusion = active_fusion()
+    sizes: list[Scalar] = [
+        fusion.new_symbol() if s == -1 else sc.const(s) for s in shape
+    ]
+    axes: list[IterDomain] = []
+    for s, size, flag in zip(shape, sizes, flags, strict=True):
+        if flag is not None:
+            axes.append(fusion.new_axis(size))
+        else:
+            expanded = None if s == 1 else size
+            axes.append(fusion.new_axis(sc.ONE, IterType.broadcast, expanded=expanded))
+    return axes
+
+
+def _set_layout(
+    tv: TensorView, axes: Sequence[IterDomain], positions: Sequence[int], flags: Contiguity
+) -> None:
+    placed = sorted(range(len(axes)), key=lambda i: positions[i])
+    logical = tuple(axes)
+    allocation = tuple(axes[i] for i in placed)
+    tv.domain = TensorDomain(
+        logical,
+        logical,
+        allocation=() if allocation == logical else allocation,
+        contiguity=tuple(flags[i] for i in placed),
+    )
+
+
+def compute_tensor_descriptor(
+    sizes: Sequence[int], strides: Sequence[int]
+) -> tuple[list[bool | None], list[int]]:
+    """Return (contiguity in allocation order, stride_order) of a tensor with these strides.
+
+    Axes are sorted by decreasing stride; those with stride 0 stay at their own position.
+    """
+    if len(sizes) != len(strides):
+        raise DefinitionError(
+            f"compute_tensor_descriptor: {len(sizes)} sizes but {len(strides)} strides"
+        )
+    for i, s in enumerate(strides):
+        if s < 0:
+            raise DefinitionError(
+                f"negative stride on tensor is not supported: strides[{i}]={s}"
+            )
+    rank = len(sizes)
+    order = sorted((i for i in range(rank) if strides[i]), key=lambda i: -strides[i])
+    for i in range(rank):
+        if not strides[i]:
+            order.insert(i, i)
+    contiguity: list[bool | None] = []
+    expected = 1
+    for i in reversed(order):
+        if strides[i] == 0 or sizes[i] == 1:
+            contiguity.append(None)
+            continue
+        contiguity.append(strides[i] == expected)
+        expected = strides[i] * sizes[i]
+    positions = {axis: p for p, axis in enumerate(order)}
+    return contiguity[::-1], [rank - 1 - positions[i] for i in range(rank)]
+
+
+def define_scalar(
+    value: bool | int | float | DataType | None = None, dtype: DataType | None = None
+) -> Scalar:
+    """Create a scalar: symbolic without a value (default dtype Double), else a constant."""
+    if isinstance(value, DataType):
+        if dtype is not None:
+            raise TypeError("define_scalar(): incompatible function arguments: two dtypes")
+        value, dtype = None, value
+    if isinstance(value, complex):
+        raise unsupported("define_scalar", f"complex value {value}")
+    fusion = active_fusion()
+    if value is None:
+        return fusion.new_symbol(check_supported(dtype or DataType.Double, "define_scalar"))
+    if not isinstance(value, bool | int | float):
+        raise TypeError(
+            f"define_scalar(): incompatible function arguments: {type(value).__name__} value"
+        )
+    fusion.next_scalar()
+    return Const(value, check_supported(dtype or dtype_of_python(value), "define_scalar"))

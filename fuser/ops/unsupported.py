@@ -1,0 +1,28 @@
+"""Names of the op API that this version does not implement: calling one raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from fuser.ops.building import unsupported
+
+UNSUPPORTED_NAMES = tuple(
+    "argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm embedding_fwd gather "
+    "grouped_mm index_select normal nv_block_quantize nv_grouped_block_quantize "
+    "preprocess_grouped_matmul_input_sf rand_like randn_like scaled_mm scatter sdpfa_bwd sdpfa_fwd "
+    "select take_along_axis topk uniform".split()
+)
+
+
+def _make(name: str) -> Callable[..., NoReturn]:
+    def function(*args: object, **kwargs: object) -> NoReturn:
+        operands = ", ".join(map(str, (*args, *kwargs.values())))
+        raise unsupported(name, f"not implemented yet, called with ({operands})")
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Raise `UnsupportedError`: `{name}` is not implemented yet."
+    return function
+
+
+UNSUPPORTED: dict[str, Callable[..., NoReturn]] = {n: _make(n) for n in UNSUPPORTED_NAMES}

@@ -1,0 +1,299 @@
+"""The pointwise scheduler: fusions without reductions and contractions.
+
+One output is the reference. Its axes are put in memory order and merged where all tensors are
+contiguous; the innermost run is `inner`, the others together are `outer`:
+
+    GPU, one run   [BIDx, US, UR, TIDx, V]
+    GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
+    CPU            [S, ..., S inner], everything inlined into plain loops
+
+On the GPU inputs are loaded into registers right after US, so that all loads of an unrolled step are
+under way before the first is used; everything else is inlined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.runtime.device import DeviceInfo
+from fuser.schedule.facts import Facts
+from fuser.schedule.space import Access, Space, has_self_mapping, iteration_space
+from fuser.schedule.tiling import (
+    Loops,
+    arrange,
+    cache_input,
+    cache_output,
+    intermediates,
+    is_direct_input,
+    parallelize,
+    vectorize_last,
+)
+from fuser.schedule.vectorize import power_of_two_at_least, vector_width
+
+PT = ParallelType
+NOT_POINTWISE = (ReductionOp, WelfordOp, MatmulOp, LinearOp)
+THREADS = 128
+# Loads of 16 bytes that a thread has under way, over all inputs, when there is work for all.
+LOADS_IN_FLIGHT = 4
+MAX_GRID_Y = 65535
+
+
+@dataclass(frozen=True)
+class PointwiseParams:
+    """What the pointwise scheduler decides. Zero threads: plain loops of the CPU.
+
+    `unroll` counts vectors (of `outer` where there is one). `inner_on_x` binds the blocks of the
+    inner run to BIDx and those of outer to BIDy.
+    """
+
+    threads_x: int = 0
+    threads_y: int = 1
+    vector: int = 1
+    unroll: int = 1
+    inner_on_x: bool = False
+
+    def __str__(self) -> str:
+        if not self.threads_x:
+            return "pointwise(loops)"
+        order = ", inner on x" if self.inner_on_x else ""
+        return (
+            f"pointwise(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
+            f"unroll {self.unroll}{order})"
+        )
+
+
+def generic(device: DeviceInfo) -> PointwiseParams:
+    """Return the parameters that rely on nothing."""
+    return PointwiseParams() if device.kind == "cpu" else PointwiseParams(threads_x=THREADS)
+
+
+# ------------------------------------------------------------------ what is accepted
+def accepts(fusion: Fusion) -> str | None:
+    """Return why the fusion is not pointwise, None when it is."""
+    for op in fusion.exprs:
+        if isinstance(op, NOT_POINTWISE):
+            return f"{op.name} of {op.outputs[0]} is not pointwise"
+    return common_rejection(fusion) or _output_rejection(fusion)
+
+
+def common_rejection(fusion: Fusion) -> str | None:
+    """Return why no scheduler of ours takes the fusion, None when one may."""
+    if not fusion.exprs or not fusion.outputs:
+        return "the fusion computes nothing"
+    if any(out in fusion.inputs for out in fusion.outputs):
+        return "an input is an output"
+    repeated = has_self_mapping(AxisGraph(fusion), fusion.tensors())
+    if repeated is not None:
+        return f"two axes of {repeated} are the same axis elsewhere in the fusion"
+    return None
+
+
+def _output_rejection(fusion: Fusion) -> str | None:
+    """All outputs iterate the reference's concrete axes, in any order."""
+    graph = AxisGraph(fusion)
+    reference = reference_output(fusion)
+    wanted = sorted(graph.find(a) for a in reference.domain.logical if not a.is_broadcast)
+    for out in fusion.outputs:
+        have = sorted(graph.find(a) for a in out.domain.logical if not a.is_broadcast)
+        if have != wanted:
+            return f"output {out} does not have the axes of output {reference}"
+    return None
+
+
+def reference_output(fusion: Fusion) -> TensorView:
+    """Return the first output with the most concrete axes."""
+    return max(
+        fusion.outputs, key=lambda tv: sum(not a.is_broadcast for a in tv.domain.logical)
+    )
+
+
+def space_of(fusion: Fusion) -> Space:
+    return iteration_space(fusion, reference_output(fusion))
+
+
+# ------------------------------------------------------------------ heuristics
+def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> PointwiseParams:
+    """Choose vector width, unrolling and thread shape for one input class."""
+    if device.kind == "cpu":
+        return PointwiseParams()
+    space = space_of(fusion)
+    runs = space.runs(space.memory_order())
+    logical = space.reference.domain.logical
+
+    def extent(run: tuple[int, ...]) -> int:
+        return facts.numel(fusion, (logical[p] for p in run))
+
+    inner = extent(runs[-1]) if runs else 1
+    outer = prod(extent(r) for r in runs[:-1])
+    candidates = space.vector_candidates(runs[-1][-1]) if runs else ()
+    vector = vector_width(candidates, [facts.alignment(a.tv.number) for a in candidates], inner)
+    threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
+    unroll = _unroll(space, inner * outer, vector, device)
+    blocks_inner = -(-inner // (vector * threads_x))
+    blocks_outer = -(-outer // (threads_y * unroll))
+    inner_on_x = blocks_outer <= MAX_GRID_Y or blocks_inner > MAX_GRID_Y
+    return PointwiseParams(threads_x, threads_y, vector, unroll, len(runs) > 1 and inner_on_x)
+
+
+def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
+    """Cover the inner run with 8, 32 or 128 threads, so that few shapes of kernels exist."""
+    if one_run or chunks > 32:
+        return THREADS, 1
+    x = 8 if chunks <= 8 else 32
+    return x, THREADS // x
+
+
+def _unroll(space: Space, elements: int, vector: int, device: DeviceInfo) -> int:
+    """Unroll once every thread of the device has that many vectors to work on."""
+    full = sum(
+        1 for a in space.accesses if not a.is_output and (a.order is None or len(a.order) > 1 or vector > 1)
+    )
+    unroll = power_of_two_at_least(-(-LOADS_IN_FLIGHT // max(full, 1)))
+    threads = device.sm_count * device.max_threads_per_sm
+    return unroll if elements >= threads * vector * unroll // 2 else 1
+
+
+# ------------------------------------------------------------------ application
+def apply(fusion: Fusion, params: PointwiseParams) -> None:
+    """Schedule the fusion in place."""
+    space = space_of(fusion)
+    runs = space.runs(space.memory_order())
+    if params.threads_x == 0:
+        _apply_loops(fusion, space, runs)
+    else:
+        _apply_threads(fusion, space, runs, params)
+
+
+def _groups(space: Space, runs: tuple[tuple[int, ...], ...], limit: int) -> list[list[int]]:
+    """Return axis groups, outside in, at most `limit`; broadcast axes join the outermost."""
+    groups = [list(r) for r in runs]
+    while len(groups) > limit:
+        groups[0:2] = [groups[0] + groups[1]]
+    rank = len(space.reference.domain.logical)
+    broadcast = [p for p in range(rank) if p not in space.concrete]
+    if groups:
+        groups[0] = broadcast + groups[0]
+    elif broadcast:
+        groups = [broadcast]
+    return groups
+
+
+def _apply_loops(fusion: Fusion, space: Space, runs: tuple[tuple[int, ...], ...]) -> None:
+    arrange(space.reference, _groups(space, runs, len(runs)))
+    loops = Loops(fusion, space.reference)
+    for out in dict.fromkeys(fusion.outputs):
+        if not loops.repeat(out):
+            raise AssertionError(f"output {out} does not follow {space.reference}")
+    for tv in intermediates(fusion, ()):
+        loops.repeat(tv)
+        loops.inline_whole(tv)
+
+
+def _apply_threads(
+    fusion: Fusion, space: Space, runs: tuple[tuple[int, ...], ...], params: PointwiseParams
+) -> None:
+    groups = _groups(space, runs, 2)
+    vector = params.vector
+    innermost = runs[-1][-1] if runs else -1
+    inner_run = frozenset(runs[-1]) if runs else frozenset()
+    loaded: dict[TensorView, Access] = {}
+    if vector * params.unroll > 1:
+        for access in space.accesses:
+            if is_direct_input(access) and _covers(access, inner_run, len(space.concrete)):
+                loaded[cache_input(access.tv)] = access
+    stored: dict[TensorView, TensorView] = {}
+    wide_outputs: set[TensorView] = set()
+    if vector > 1:
+        for access in space.accesses:
+            if access.is_output and access.is_vector_candidate(innermost):
+                registers, out = cache_output(access.tv)
+                stored[registers] = out
+                wide_outputs.add(out)
+    # An output that is used was replaced by its copy.
+    reference = next(
+        (out for reg, out in stored.items() if reg is space.reference), space.reference
+    )
+    unswitch = _shape(reference, groups, params)
+    loops = Loops(fusion, reference)
+    inner_axes = frozenset(reference.domain.logical[p].number for p in inner_run)
+    outside = {a.number for a in reference.domain.loop[: unswitch + 1]}
+    for out in dict.fromkeys(fusion.outputs):
+        if not loops.repeat(out):
+            raise AssertionError(f"output {out} does not follow {reference}")
+    depth = len(reference.domain.loop)
+    for registers in stored:
+        loops.repeat(registers)
+        registers.compute_at = depth - 1
+    for tv, access in loaded.items():
+        if not loops.repeat(tv):
+            loops.repeat(tv, only=inner_axes)
+        tv.compute_at = _shared(tv, reference, outside)
+        if vector > 1 and access.is_vector_candidate(innermost):
+            vectorize_last(tv)
+    for out in wide_outputs:
+        vectorize_last(out)
+    for tv in intermediates(fusion, {*stored, *loaded}):
+        loops.repeat(tv)
+        loops.inline_whole(tv)
+
+
+def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
+    """Whether the tensor has all axes, or exactly those of the inner run."""
+    axes = frozenset(access.order or ())
+    return len(axes) == rank or axes == inner_run
+
+
+def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
+    """Count tv's loop axes that stand for reference loop axes up to the unswitch axis."""
+    wanted = [a.ptype for a in reference.domain.loop if a.number in outside]
+    count = 0
+    for axis in tv.domain.loop:
+        if axis.ptype not in wanted:
+            break
+        count += 1
+    return count
+
+
+def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> int:
+    """Build the reference's loops; return the position of the unswitch axis."""
+    arrange(tv, groups)
+    if not groups:
+        return -1
+    types = [PT.grid_x, PT.unswitch]
+    if len(groups) == 1:
+        _split_inner(tv, 0, params)
+        if params.unroll > 1:
+            tv.split(0, params.unroll)
+        tv.split(0, 1)
+        types += [PT.unroll] if params.unroll > 1 else []
+        types += [PT.block_x]
+    else:
+        # [outer, inner] -> [outer blocks, inner blocks, US, UR, TIDy, TIDx, V]
+        _split_inner(tv, 1, params)
+        tv.split(1, 1)
+        steps = [f for f in (params.threads_y, params.unroll) if f > 1]
+        for factor in steps:
+            tv.split(0, factor)
+        n = len(steps)
+        tv.reorder({k: k + 2 for k in range(1, n + 1)})
+        x_first = params.inner_on_x
+        types = [PT.grid_y if x_first else PT.grid_x, PT.grid_x if x_first else PT.grid_y]
+        types += [PT.unswitch]
+        types += [PT.unroll] if params.unroll > 1 else []
+        types += [PT.block_y] if params.threads_y > 1 else []
+        types += [PT.block_x]
+    types += [PT.serial] if params.vector > 1 else []
+    parallelize(tv, types)
+    return types.index(PT.unswitch)
+
+
+def _split_inner(tv: TensorView, axis: int, params: PointwiseParams) -> None:
+    if params.vector > 1:
+        tv.split(axis, params.vector)
+    tv.split(axis, params.threads_x)

@@ -1,0 +1,65 @@
+"""The table of schedulers, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fuser.errors import UnsupportedError
+from fuser.ir.fusion import Fusion
+from fuser.runtime.device import DeviceInfo
+from fuser.schedule import pointwise, reduction
+from fuser.schedule.facts import Facts
+
+# Frozen, hashable, with a text form; each scheduler has its own class.
+Params = Any
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """One way to turn a fusion into a kernel.
+
+    `accepts` returns a reason against the fusion or None. `heuristics` depends on sizes and
+    alignments; `apply` schedules in place and depends on the parameters alone. `generic` gives
+    parameters that rely on nothing, for the variant that serves every input.
+    """
+
+    name: str
+    accepts: Callable[[Fusion], str | None]
+    heuristics: Callable[[Fusion, Facts, DeviceInfo], Params]
+    apply: Callable[[Fusion, Params], None]
+    generic: Callable[[DeviceInfo], Params]
+
+
+_ROWS = (
+    Scheduler(
+        "pointwise", pointwise.accepts, pointwise.heuristics, pointwise.apply, pointwise.generic
+    ),
+    Scheduler(
+        "reduction", reduction.accepts, reduction.heuristics, reduction.apply, reduction.generic
+    ),
+)
+SCHEDULERS: Mapping[str, Scheduler] = {row.name: row for row in _ROWS}
+
+
+def find_scheduler(fusion: Fusion) -> str | None:
+    """Return the name of the first scheduler that accepts the fusion, None for none."""
+    return next((s.name for s in _ROWS if s.accepts(fusion) is None), None)
+
+
+def rejections(fusion: Fusion) -> dict[str, str]:
+    """Return why each scheduler that does not accept the fusion refuses it."""
+    found = {s.name: s.accepts(fusion) for s in _ROWS}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def scheduler(name: str) -> Scheduler:
+    """Return a scheduler by name.
+
+    Raises:
+        UnsupportedError: there is none of this name.
+    """
+    if name not in SCHEDULERS:
+        raise UnsupportedError(f"no scheduler {name!r}; there are {', '.join(SCHEDULERS)}")
+    return SCHEDULERS[name]

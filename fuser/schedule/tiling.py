@@ -1,0 +1,120 @@
+"""What all automatic schedules share: caches, loop arrangement, and loops for the other tensors.
+
+A schedule shapes the loops of one reference tensor; every tensor that has the same axes repeats
+them, and every other tensor is inlined whole: it is computed where its value is needed, at an index
+that follows from its consumer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.domain import IterDomain
+from fuser.ir.fusion import Fusion
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.schedule import primitives
+from fuser.schedule.propagate import AxisMatcher, apply_replay, set_parallel_types
+from fuser.schedule.space import Access
+
+PT = ParallelType
+
+
+@dataclass
+class Caches:
+    """The copies around a kernel: of which input, and of which output."""
+
+    inputs: dict[TensorView, TensorView] = field(default_factory=dict)
+    outputs: dict[TensorView, TensorView] = field(default_factory=dict)
+
+
+def cache_input(tv: TensorView) -> TensorView:
+    """Load an input into registers; the copy gets no allocation domain."""
+    return primitives.cache_after(tv, propagate_allocation_domain=False)
+
+
+def cache_output(tv: TensorView) -> tuple[TensorView, TensorView]:
+    """Compute an output in registers first; return (the registers, the output)."""
+    if tv.fusion.uses(tv):
+        return tv, primitives.cache_fork(tv)
+    return primitives.cache_before(tv), tv
+
+
+def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
+    """Order the loop axes by groups of logical positions, then merge each group into one axis.
+
+    `tv [a, b, c]`, groups ((2,), (0, 1))  ->  `[c, a*b]`
+    """
+    numbers = [tv.domain.logical[p].number for group in groups for p in group]
+    places = {a.number: k for k, a in enumerate(tv.domain.loop)}
+    tv.reorder({places[n]: k for k, n in enumerate(numbers)})
+    for k, group in enumerate(groups):
+        for _ in range(len(group) - 1):
+            tv.merge(k)
+
+
+def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
+    """Give the loop axes their parallel types, in order."""
+    set_parallel_types(
+        tv,
+        {a.number: t for a, t in zip(tv.domain.loop, types, strict=True) if t is not PT.serial},
+    )
+
+
+class Loops:
+    """The loops of the reference, and how other tensors repeat them."""
+
+    def __init__(self, fusion: Fusion, reference: TensorView) -> None:
+        self.fusion = fusion
+        self.reference = reference
+        self._matcher = AxisMatcher(AxisGraph(fusion), reference)
+        self._types = {
+            a.number: PT.serial if a.ptype is PT.vectorize else a.ptype
+            for a in reference.domain.loop
+        }
+        self._concrete = {a.number for a in reference.domain.logical if not a.is_broadcast}
+
+    def repeat(self, tv: TensorView, *, only: frozenset[int] | None = None) -> bool:
+        """Give tv the reference's loops; the vector axis becomes serial.
+
+        Without `only`, tv must have all concrete axes of the reference and no others; with `only`
+        (reference logical axes, by number) those must match. Returns False, with tv unchanged,
+        where that does not hold.
+        """
+        if tv is self.reference:
+            return True
+        matches = self._matcher.matches(tv.domain)
+        wanted = self._concrete if only is None else only
+        have = {n for n, a in matches.items() if not a.is_broadcast or n not in self._concrete}
+        mine = {a.number for a in tv.domain.logical if not a.is_broadcast}
+        matched = {matches[n].number for n in wanted if n in matches}
+        if not wanted <= have or not mine <= matched:
+            return False
+        usable = {n: a for n, a in matches.items() if n in wanted or not a.is_broadcast}
+        apply_replay(tv, self.reference.domain, usable if only is None else _only(matches, only), self._types)
+        return True
+
+    def inline_whole(self, tv: TensorView) -> None:
+        tv.compute_at = len(tv.domain.loop)
+
+
+def _only(matches: Mapping[int, IterDomain], only: frozenset[int]) -> dict[int, IterDomain]:
+    return {n: a for n, a in matches.items() if n in only}
+
+
+def vectorize_last(tv: TensorView) -> None:
+    """Make the innermost loop axis one vector access."""
+    tv.parallelize_axis(tv.domain.loop[-1], PT.vectorize)
+
+
+def is_direct_input(access: Access) -> bool:
+    """Whether an input may be loaded ahead of its uses: it is read at the reference's own index."""
+    return not access.is_output and bool(access.order)
+
+
+def intermediates(fusion: Fusion, fixed: Iterable[TensorView]) -> list[TensorView]:
+    """Return the tensors that are neither inputs, outputs nor in `fixed`."""
+    skip = {*fusion.inputs, *fusion.outputs, *fixed}
+    return [tv for tv in fusion.tensors() if tv not in skip]

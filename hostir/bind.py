@@ -1,0 +1,216 @@
+"""Binding of runtime inputs: counts, ranks, dtypes, devices and layouts are checked, symbols get values.
+
+Extents in a program are global; a tensor that a rank passes is its local shard. So an axis that the
+mesh cuts into n blocks binds n times its local size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuser.errors import InputError, ShardingError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import category, dtype_text, from_torch, to_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Const, Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from hostir.layout import parts
+from multidevice.placement import memory_order
+
+Argument = torch.Tensor | bool | int | float
+Values = dict[Symbol, Number]
+
+_ACCEPTS: dict[str, tuple[type, ...]] = {
+    "bool": (bool, int),
+    "int": (bool, int),
+    "float": (bool, int, float),
+}
+
+
+@dataclass(frozen=True)
+class _TensorSpec:
+    """What an input tensor must look like, and which symbols its sizes bind."""
+
+    index: int
+    tv: TensorView
+    dtype: torch.dtype
+    # Per axis: the global extent over class representatives, and how many blocks it has.
+    extents: tuple[Scalar, ...]
+    parts: tuple[int, ...]
+    order: tuple[tuple[int, bool | None], ...]
+
+    @property
+    def where(self) -> str:
+        return f"Expected input {self.index}, {self.tv},"
+
+
+class InputBinder:
+    """Checks the inputs of one program and gives its symbols their values."""
+
+    def __init__(self, values: Fusion) -> None:
+        self._fusion = values
+        self._specs: list[_TensorSpec | Scalar] = [
+            self._spec(i, v) if isinstance(v, TensorView) else v
+            for i, v in enumerate(values.inputs)
+        ]
+        self._equal = values.equal_extents()
+
+    def _spec(self, index: int, tv: TensorView) -> _TensorSpec:
+        extents = tuple(self._fusion.canonical(x) for x in tv.shape())
+        return _TensorSpec(index, tv, to_torch(tv.dtype()), extents, parts(tv), memory_order(tv))
+
+    def bind(self, inputs: Sequence[Argument], device: torch.device) -> Values:
+        """Return the value of every symbol.
+
+        Raises `InputError` naming the input (and the tensor that bound a symbol first), or
+        `ShardingError` when an extent does not fit the mesh.
+        """
+        if len(inputs) < len(self._specs):
+            raise InputError(
+                "KernelArgumentHolder contains less argument than kernel's input. "
+                f"Expected {len(self._specs)}, got {len(inputs)}"
+            )
+        if len(inputs) > len(self._specs):
+            raise InputError(f"Expected {len(self._specs)} inputs, got {len(inputs)}")
+        for i, (spec, value) in enumerate(zip(self._specs, inputs, strict=True)):
+            if isinstance(spec, _TensorSpec):
+                _check_tensor(spec, value, device)
+            else:
+                _check_scalar(i, spec, value)
+        return self._values(inputs)
+
+    def _values(self, inputs: Sequence[Argument]) -> Values:
+        values: Values = {}
+        first: dict[Symbol, str] = {}
+        later: list[tuple[_TensorSpec, int, int]] = []
+        for spec, value in zip(self._specs, inputs, strict=True):
+            if isinstance(spec, Scalar):
+                if isinstance(spec, Symbol):
+                    values[spec] = Const(value, spec.dtype).value  # pyright: ignore[reportArgumentType]
+                    first[spec] = f"input scalar {spec}"
+                continue
+            assert isinstance(value, torch.Tensor)
+            for axis, (extent, n) in enumerate(zip(spec.extents, spec.parts, strict=True)):
+                size = value.size(axis) * n
+                if isinstance(extent, Symbol) and extent not in values:
+                    values[extent] = size
+                    first[extent] = f"axis {axis} of {spec.tv}"
+                else:
+                    later.append((spec, axis, size))
+        for spec, axis, size in later:
+            _check_extent(spec, axis, size, values, first)
+        for symbol, representative in self._equal:
+            if all(s in values for s in sc.symbols(representative)):
+                expected = sc.evaluate(representative, values)
+                if symbol in values and values[symbol] != expected:
+                    raise InputError(
+                        f"{first[symbol]} is {values[symbol]}, but {symbol} = {representative} = "
+                        f"{expected}"
+                    )
+                values[symbol] = expected
+        return values
+
+
+def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{spec.where} to be an at::Tensor but got scalar {value}")
+    tv = spec.tv
+    if value.dim() != tv.ndim:
+        raise InputError(
+            f"{spec.where} to be bound to a tensor of rank {tv.ndim}, but got a tensor of rank "
+            f"{value.dim()}"
+        )
+    if value.dtype != spec.dtype:
+        raise InputError(
+            f"{spec.where} to be bound to a tensor of dtype {dtype_text(tv.dtype())}, but got a "
+            f"tensor of dtype {dtype_text(from_torch(value.dtype))}"
+        )
+    wanted = torch.device("cpu") if tv.is_cpu_scalar else device
+    if value.device != wanted:
+        raise InputError(
+            f"{spec.where} to be bound to a tensor on device {wanted}, but got a tensor on device "
+            f"{value.device}"
+        )
+    _check_layout(spec, value)
+
+
+def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
+    """Check every contiguity flag of the allocation domain against the strides."""
+    if value.is_contiguous() and all(p == i for i, (p, _) in enumerate(spec.order)):
+        return
+    if value.numel() == 0:
+        return
+    expected = 1
+    for position, flag in reversed(spec.order):
+        size, stride = value.size(position), value.stride(position)
+        if flag is None:
+            continue
+        if flag and size > 1 and stride != expected:
+            raise InputError(
+                f"Stride mismatch with contiguity info. {spec.where} to have stride {expected} at "
+                f"axis {position}, but got shape {tuple(value.shape)} with strides "
+                f"{value.stride()}; declare the axis non-contiguous to pass such a tensor"
+            )
+        expected = size * (stride if size > 1 else expected)
+
+
+def _check_scalar(index: int, spec: Scalar, value: Argument) -> None:
+    if isinstance(value, torch.Tensor):
+        raise InputError(
+            f"Expected input {index}, {spec}, to be a scalar but got "
+            f"{dtype_text(from_torch(value.dtype))} tensor of rank {value.dim()}"
+        )
+    if not isinstance(value, _ACCEPTS[category(spec.dtype)]):  # pyright: ignore[reportUnnecessaryIsInstance]
+        shown = f"({value.real:g},{value.imag:g})" if isinstance(value, complex) else value
+        raise InputError(
+            f"Scalar value {shown} is not compatible with the expected data type: "
+            f"{dtype_text(spec.dtype)}."
+        )
+
+
+def _check_extent(
+    spec: _TensorSpec, axis: int, size: int, values: Values, first: dict[Symbol, str]
+) -> None:
+    extent, n = spec.extents[axis], spec.parts[axis]
+    try:
+        expected = sc.evaluate(extent, values)
+    except KeyError as missing:
+        raise InputError(
+            f"{spec.where} whose axis {axis} has extent {extent}: no input binds {missing.args[0]}"
+        ) from None
+    if expected == size:
+        return
+    local = f" (local size {size // n} times {n} ranks)" if n > 1 else ""
+    if n > 1 and int(expected) % n != 0:
+        raise ShardingError(
+            f"axis {axis} of {spec.tv} has extent {extent} = {expected}, which {n} ranks do not "
+            f"divide; got {size}{local}"
+        )
+    if not sc.symbols(extent):
+        raise InputError(
+            f"{spec.where}: Tried to bind to a constant value: {expected} as {size}{local} at axis "
+            f"{axis}"
+        )
+    sources = ", ".join(first[s] for s in sc.symbols(extent) if s in first)
+    raise InputError(
+        f"{spec.where} to have extent {extent} = {expected} (from {sources}) at axis {axis}, but "
+        f"got {size}{local}"
+    )
+
+
+def local_sizes(
+    tv: TensorView, extents: Sequence[Scalar], counts: Sequence[int], values: Values
+) -> tuple[int, ...]:
+    """Return the sizes of the local shard. Raises `ShardingError` when the mesh does not divide them."""
+    sizes: list[int] = []
+    for axis, (extent, n) in enumerate(zip(extents, counts, strict=True)):
+        size = int(sc.evaluate(extent, values))
+        if size % n != 0:
+            raise ShardingError(
+                f"axis {axis} of {tv} has extent {extent} = {size}, which {n} ranks do not divide"
+            )
+        sizes.append(size // n)
+    return tuple(sizes)

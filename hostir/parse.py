@@ -1,0 +1,109 @@
+"""`parse(text)`: a host program from its text, short or full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+from fuser.errors import FuserError
+from fuser.ir.core import Op
+from fuser.ir.fusion import Fusion
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.parse import Attribute, Cursor, Parser, parse_fusion_at, tensor_op_classes
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from hostir.container import HostIrContainer, KernelGroup
+from hostir.ops import COMMUNICATION_TYPES, HOST_OPS, RED_OPS, TeamOf
+
+_GROUP = re.compile(r"^Kernel group (\d+) \(([^()\n]*)\) :[ ]*$", re.MULTILINE)
+_TYPE_NAME = re.compile(r"[a-z]\w*")
+
+
+def parse(text: str) -> HostIrContainer:
+    """Return the program of `str(container)` or `container.full_text()`.
+
+    The short form has no allocation domains, aliases or kernels, so only the full form of a program
+    that has these runs. Raises `ParseError` with line, column and the marked line.
+    """
+    headers = list(_GROUP.finditer(text))
+    cursor = Cursor(text, end=headers[0].start() if headers else None)
+    values = Fusion()
+    ops = (*tensor_op_classes(), *HOST_OPS)
+    parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES)
+    parser.declarations()
+    program = _program(parser, values)
+    parser.relations()
+    parser.reserve_symbols()
+    groups: dict[int, KernelGroup] = {}
+    for i, header in enumerate(headers):
+        end = headers[i + 1].start() if i + 1 < len(headers) else None
+        number = int(header[1])
+        if number in groups:
+            raise cursor.fail(f"kernel group {number} appears twice", header.start())
+        fusion = parse_fusion_at(Cursor(text, header.end(), end))
+        groups[number] = KernelGroup(number, fusion, header[2])
+    return HostIrContainer(values, program, groups)
+
+
+def _program(parser: Parser, values: Fusion) -> tuple[Op, ...]:
+    c = parser.cursor
+    c.take("%HostIrContainer")
+    c.take("{")
+    c.take("(")
+    values.inputs = list(parser.values(")"))
+    c.take("->")
+    c.take("(")
+    at = c.pos
+    for value in parser.values(")"):
+        if not value.is_tensor():
+            raise c.fail(f"output {value} is not a tensor", at)
+        values.outputs.append(value)  # pyright: ignore[reportArgumentType]
+    c.take(":")
+    ops: list[Op] = []
+    while not c.take_if("}"):
+        ops.append(parser.op())
+    c.take("// %HostIrContainer")
+    return tuple(ops)
+
+
+def _team(parser: Parser) -> TeamOf:
+    """Read `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
+    c = parser.cursor
+    if c.take_if("("):
+        at = c.pos
+        ranks: list[int] = []
+        while not c.take_if(")"):
+            ranks.append(c.integer())
+        try:
+            return TeamOf(DeviceMesh(ranks), (ParallelType.mesh_x,))
+        except FuserError as error:
+            raise c.fail(str(error), at) from error
+    names = {p.name: p for p in DEVICE_TYPES}
+    ptypes: list[ParallelType] = []
+    while not c.take_if("of "):
+        word = c.expect(_TYPE_NAME, "a mesh axis")[0]
+        if word not in names:
+            raise c.fail(f"{word!r} is not a mesh axis: {', '.join(names)}")
+        ptypes.append(names[word])
+    return TeamOf(parser.mesh(), tuple(ptypes))
+
+
+def _one_of(names: tuple[str, ...], what: str) -> Attribute:
+    def read(parser: Parser) -> str:
+        c = parser.cursor
+        c.skip()
+        at = c.pos
+        word = c.expect(re.compile(r"\w+"), what)[0]
+        if word not in names:
+            raise c.fail(f"unknown {what} {word!r}: {', '.join(names)}", at)
+        return word
+
+    return read
+
+
+ATTRIBUTES: Mapping[str, Attribute] = {
+    "CommunicationType": _one_of(COMMUNICATION_TYPES, "communication type"),
+    "RedOp": _one_of(RED_OPS, "reduction"),
+    "TeamOf": _team,
+    "int | None": lambda parser: parser.cursor.integer(),
+}

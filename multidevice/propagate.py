@@ -1,0 +1,310 @@
+"""Sharding propagation: from the few tensors that the user annotated to all others.
+
+Before: some tensors have a mesh that the user set, and cuts on it. After: every tensor reachable from
+them has a mesh, and the cuts with which its op needs no communication, as far as its operands agree.
+The user's own tensors keep their placement; only their reduction axes (how they are computed, not where
+they lie) may still take device types. A mesh that an op copied from an operand is dropped first, so
+annotating before or after the ops are defined gives the same program.
+
+    out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
+    out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fuser.errors import ShardingError
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain import IterDomain
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import IotaOp, LinearOp, MatmulOp, TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from multidevice.placement import (
+    SPREAD_TYPES,
+    Cut,
+    Cuts,
+    add_cut,
+    axis_cuts,
+    is_plain_broadcast,
+    origin_root,
+    outermost_logical,
+    spread_axes,
+)
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Why a tensor has a mesh (`cut` None) or a cut: it came from `source`."""
+
+    source: TensorView
+    direction: Direction
+    cut: Cut | None = None
+
+    def __str__(self) -> str:
+        what = "mesh" if self.cut is None else f"{self.cut.ptype.text} x {self.cut.count}"
+        return f"{what} {self.direction} from {self.source.label}"
+
+
+Facts = dict[TensorView, tuple[Fact, ...]]
+# (logical axis, its cuts) of the tensor that receives them
+Transfers = tuple[tuple[IterDomain, Cuts], ...]
+
+
+# ------------------------------------------------------------------ through one op
+def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
+    """Return the operand's cuts as cuts of `out`'s logical axes (reductions included).
+
+    Cuts on axes that the op resizes, or that `out` does not iterate, are left out.
+
+    Raises:
+        ShardingError: a reshape puts the cut axis on the inner side of a merge, or the outermost
+            reshaped axis is not divisible by the cut.
+    """
+    source = op.inputs[operand_index]
+    axes, cuts = source.domain.no_reductions, axis_cuts(source)
+    found: list[tuple[IterDomain, Cuts]] = []
+    for root, position in zip(out.domain.maybe_root, op.axis_map(operand_index), strict=True):
+        if position is None or axes[position].number not in cuts:
+            continue
+        mine = cuts[axes[position].number]
+        # Consumers iterate a broadcast; there is nothing to cut.
+        if is_plain_broadcast(root):
+            continue
+        target = outermost_logical(out, root)
+        if target is None:
+            continue
+        if target.number != root.number:
+            _check_divides(out, target, mine)
+        found.append((target, _resize_cuts(out.fusion, mine, axes[position], target)))
+    return tuple(found)
+
+
+def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
+    """Return `out`'s cuts as cuts of the operand's logical axes, those of reduction axes first.
+
+    Cuts on the inner part of a reshaped axis have no counterpart and are left out: a local slice
+    behind the reshape does the same.
+    """
+    source = op.inputs[operand_index]
+    axes, cuts = source.domain.no_reductions, axis_cuts(out)
+    position_of = {
+        root.number: position
+        for root, position in zip(out.domain.maybe_root, op.axis_map(operand_index), strict=True)
+    }
+    found: dict[int, Cuts] = {}
+    for logical in sorted(out.domain.logical, key=lambda a: not _comes_from_reduction(out, a)):
+        if logical.number not in cuts:
+            continue
+        root = origin_root(out, logical)
+        position = None if root is None else position_of[root.number]
+        if position is None or is_plain_broadcast(axes[position]):
+            continue
+        target = axes[position]
+        mine = _resize_cuts(out.fusion, cuts[logical.number], logical, target)
+        # A partial sum has several device axes from one root axis; they nest in their order.
+        joined = (*found.get(target.number, ()), *mine)
+        if root is not logical and not _divides(source, target, joined):
+            continue
+        found[target.number] = joined
+    by_number = {a.number: a for a in axes}
+    return tuple((by_number[n], mine) for n, mine in found.items())
+
+
+def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
+    root = origin_root(tv, logical)
+    return logical.is_reduction() or (root is not None and root.is_reduction())
+
+
+def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
+    """A whole cut stays whole only on an axis of the same extent; else it becomes a split."""
+    if fusion.canonical(source.size) == fusion.canonical(target.size):
+        return cuts
+    return tuple(replace(c, whole=False) for c in cuts)
+
+
+def _product(cuts: Cuts) -> int:
+    total = 1
+    for cut in cuts:
+        total *= cut.count
+    return total
+
+
+def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
+    """Whether the cuts may divide the axis; a symbolic extent is checked when it is bound."""
+    extent = sc.int_value(tv.fusion.canonical(axis.size))
+    return extent is None or extent % _product(cuts) == 0
+
+
+def _check_divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> None:
+    if not _divides(tv, axis, cuts):
+        raise ShardingError(
+            "Require the sharded ID to be divisible by the split factor: "
+            f"{axis} of {tv} by {_product(cuts)}"
+        )
+
+
+# ------------------------------------------------------------------ one tensor to another
+def apply_transfers(
+    target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
+) -> tuple[Cut, ...]:
+    """Add cuts of the selectable types to a tensor; return those that it took.
+
+    A cut is taken when the mesh has its dimension in the same size, and when the axis has exactly the
+    cuts that belong outside it.
+    """
+    taken: list[Cut] = []
+    for axis, cuts in transfers:
+        for depth, cut in enumerate(cuts):
+            have = axis_cuts(target).get(axis.number, ())
+            if any(c.ptype is cut.ptype for c in have):
+                continue
+            if tuple(c.ptype for c in have) != tuple(c.ptype for c in cuts[:depth]):
+                break
+            if not _is_selectable(target, axis, cut, ptypes):
+                continue
+            if add_cut(target, axis.number, cut):
+                taken.append(cut)
+    return tuple(taken)
+
+
+def _is_selectable(
+    target: TensorView, axis: IterDomain, cut: Cut, ptypes: Collection[ParallelType]
+) -> bool:
+    if cut.ptype not in ptypes:
+        return False
+    if cut.ptype.is_device:
+        mesh = target.mesh
+        if mesh is None or mesh.dim_of(cut.ptype) is None:
+            return False
+        if mesh.size_of(cut.ptype) != cut.count:
+            return False
+    present = [a for a in spread_axes(target) if a.ptype is cut.ptype]
+    if cut.ptype is ParallelType.stream:
+        return not present
+    if axis.is_reduction():
+        return not any(a.is_reduction() for a in present)
+    return not any(not a.is_reduction() for a in present)
+
+
+# ------------------------------------------------------------------ the pass
+def propagate_shardings(fusion: Fusion) -> Facts:
+    """Give every tensor reachable from an annotated one a mesh and cuts; return where they came from.
+
+    Raises `ShardingError` when a sharding cannot pass a reshape.
+    """
+    for tv in fusion.tensors():
+        if not tv.mesh_is_user_set and not any(a.is_device for a in spread_axes(tv)):
+            tv.mesh = None
+    pass_ = _Propagation(fusion)
+    pass_.forward(fusion.exprs)
+    pass_.backward(reversed(fusion.exprs))
+    # A backward step may have reached a tensor whose other consumers had nothing to go by before.
+    pass_.forward(tuple(op for op in fusion.exprs if any(_is_bare(o) for o in op.outputs)))
+    pass_.backward(
+        op
+        for op in reversed(fusion.exprs)
+        if any(_is_bare(tv) for _, tv in tensor_operands(op))
+    )
+    return pass_.facts
+
+
+def _is_bare(tv: TensorView) -> bool:
+    return tv.mesh is None and not tv.is_cpu_scalar
+
+
+def _rank_of(tv: TensorView) -> tuple[int, int]:
+    """More cut axes first, then the mesh of more dimensions."""
+    count = sum(not a.is_reduction() for a in spread_axes(tv))
+    return (-count, -(tv.mesh.ndim if tv.mesh else 0))
+
+
+def reference_operands(op: TensorOp) -> list[int]:
+    """Return the tensor operands (by index) in the order in which their shardings count."""
+    indices = [i for i, _ in tensor_operands(op)]
+    match op:
+        case LinearOp():  # weight, bias, input
+            return [*indices[1:], indices[0]]
+        case MatmulOp():  # b, a
+            return indices[::-1]
+        case _:
+            return sorted(indices, key=lambda i: _rank_of(op.inputs[i]))
+
+
+class _Propagation:
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self.frozen = {tv for tv in fusion.tensors() if tv.mesh_is_user_set}
+        self.facts: Facts = {}
+
+    def forward(self, ops: Iterator[TensorOp] | tuple[TensorOp, ...]) -> None:
+        for op in ops:
+            for index in reference_operands(op):
+                source = op.inputs[index]
+                if source.mesh is None and not spread_axes(source):
+                    continue
+                for out in op.outputs:
+                    self._forward_one(op, index, out)
+
+    def _forward_one(self, op: TensorOp, index: int, out: TensorView) -> None:
+        source = op.inputs[index]
+        if out in self.frozen:
+            # Its placement is the user's; how a reduction is spread is still open.
+            cuts = _reduction_only(op, index, out)
+        else:
+            self._take_mesh(out, source, "forward")
+            cuts = forward_cuts(op, index, out)
+        self._apply(out, source, "forward", cuts, SPREAD_TYPES)
+
+    def backward(self, ops: Iterator[TensorOp]) -> None:
+        inputs = set(self.fusion.inputs)
+        for op in ops:
+            out = min(op.outputs, key=_rank_of)
+            if out.mesh is None and not spread_axes(out):
+                continue
+            for index, target in tensor_operands(op):
+                is_input = target in inputs
+                if target.is_cpu_scalar or (target in self.frozen and not is_input):
+                    continue
+                self._take_mesh(target, out, "backward")
+                # What a fusion input holds is the caller's affair; a stream does not change it.
+                ptypes = (ParallelType.stream,) if is_input else SPREAD_TYPES
+                if isinstance(target.definition(), IotaOp):
+                    ptypes = (ParallelType.stream,)  # its values depend on the place in the axis
+                self._apply(target, out, "backward", backward_cuts(op, index, out), ptypes)
+
+    def _take_mesh(self, target: TensorView, source: TensorView, direction: Direction) -> None:
+        if target.mesh is None and source.mesh is not None and not target.is_cpu_scalar:
+            target.mesh = source.mesh
+            self._record(target, Fact(source, direction))
+
+    def _apply(
+        self,
+        target: TensorView,
+        source: TensorView,
+        direction: Direction,
+        cuts: Transfers,
+        ptypes: Collection[ParallelType],
+    ) -> None:
+        for cut in apply_transfers(target, cuts, ptypes):
+            self._record(target, Fact(source, direction, cut))
+
+    def _record(self, target: TensorView, fact: Fact) -> None:
+        self.facts[target] = (*self.facts.get(target, ()), fact)
+
+
+def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
+    """Return the device cuts that a user's tensor takes over on its reduction axes."""
+    if not any(a.is_reduction() for a in out.domain.logical):
+        return ()
+    return tuple(
+        (axis, tuple(c for c in cuts if c.ptype in DEVICE_TYPES))
+        for axis, cuts in forward_cuts(op, index, out)
+        if axis.is_reduction()
+    )

@@ -1,0 +1,374 @@
+"""Queries about shardings: where a tensor is cut, whether an op reshards, global and local sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from fuser.errors import ShardingError, UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
+from fuser.ir.domain import (
+    IterDomain,
+    Split,
+    TensorDomain,
+    ancestors,
+    indices_forward,
+)
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from multidevice.placement import (
+    SPREAD_TYPES,
+    axis_cuts,
+    is_plain_broadcast,
+    local_extent,
+    placement,
+    spread_axes,
+)
+
+
+# ------------------------------------------------------------------ one tensor
+def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
+    """Return the non-reduction loop axis with a device or stream type, None when there is none."""
+    return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
+
+
+def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
+    """Return which tensor dimension (reductions not counted) `ptype` cuts, -1 for none.
+
+    Raises `UnsupportedError` when the cut is not on the outer side of a split.
+    """
+    for position, cuts in enumerate(placement(tv)):
+        if any(c.ptype is ptype for c in cuts):
+            return position
+    return -1
+
+
+def is_sharded(tv: TensorView) -> bool:
+    """Whether some non-reduction axis is cut along a mesh dimension."""
+    return any(a.is_device and not a.is_reduction() for a in spread_axes(tv))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a tensor lies on its mesh."""
+
+    mesh: DeviceMesh
+    axes: Mapping[ParallelType, int]
+
+    def axis_sharded_on(self, parallel_type: ParallelType) -> int:
+        """Return the logical axis cut along a device type, -1 when the tensor is replicated there."""
+        return self.axes.get(parallel_type, -1)
+
+
+def sharding_of(tv: TensorView) -> Sharding | None:
+    """Return the sharding of a tensor, None when it has no mesh."""
+    if tv.mesh is None:
+        return None
+    found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
+    return Sharding(tv.mesh, {p: axis for p, axis in found.items() if axis >= 0})
+
+
+def rfactor_device_axis(tv: TensorView) -> int | None:
+    """Return the position of the logical axis that is a device axis made by rfactor, if any.
+
+    A partial sum `[M, N, iDIDx{d}rf, r{K/d}]` has one at 2: its local shape is [M, N, 1].
+    """
+    for position, axis in enumerate(tv.domain.no_reductions):
+        if axis.rfactor and axis.is_device:
+            return position
+    return None
+
+
+# ------------------------------------------------------------------ sizes
+def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
+    """Return the symbolic shape of a shard, e.g. `ceilDiv(i0, 2)`, without reductions."""
+    fusion = tv.fusion
+    return tuple(
+        local_extent(fusion.canonical(axis.size), cuts)
+        for axis, cuts in zip(tv.domain.no_reductions, placement(tv), strict=True)
+    )
+
+
+def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the global shape of a tensor whose shards have the shape `sizes`.
+
+    Raises `ShardingError` when the rank is wrong.
+    """
+    _check_rank(tv, sizes)
+    out: list[int] = []
+    for size, cuts in zip(sizes, placement(tv), strict=True):
+        for cut in cuts:
+            size *= cut.count if cut.ptype.is_device else 1
+        out.append(size)
+    return tuple(out)
+
+
+def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a shard of a tensor with global shape `sizes`.
+
+    Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
+    """
+    _check_rank(tv, sizes)
+    out: list[int] = []
+    for axis, size, cuts in zip(tv.domain.no_reductions, sizes, placement(tv), strict=True):
+        for cut in cuts:
+            if not cut.ptype.is_device:
+                continue
+            if size % cut.count != 0 or (cut.whole and size != cut.count):
+                raise ShardingError(
+                    f"the extent {size} of {axis} of {tv} is not divisible by the {cut.count} "
+                    f"devices of {tv.mesh} along {cut.ptype.text}"
+                )
+            size //= cut.count
+        out.append(size)
+    return tuple(out)
+
+
+def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
+    if len(sizes) != tv.ndim:
+        raise ShardingError(f"{tv} has {tv.ndim} axes, but the shape {tuple(sizes)} has {len(sizes)}")
+
+
+# ------------------------------------------------------------------ whole fusions
+def has_mesh(fusion: Fusion) -> bool:
+    return any(tv.mesh is not None for tv in fusion.tensors())
+
+
+def requested_number_of_devices(fusion: Fusion) -> int:
+    """Return 1 + the largest rank that any mesh names (1 without meshes)."""
+    return 1 + max((max(tv.mesh.devices, default=0) for tv in fusion.tensors() if tv.mesh), default=0)
+
+
+def check_world(fusion: Fusion, size: int) -> None:
+    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks does not have."""
+    for tv in fusion.tensors():
+        if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
+            raise ShardingError(
+                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has {size} "
+                f"rank{'s' if size != 1 else ''}; start it with at least "
+                f"{requested_number_of_devices(fusion)}"
+            )
+
+
+def check_annotations(fusion: Fusion) -> None:
+    """Raise `ShardingError` when a device axis does not fit its tensor's mesh."""
+    for tv in fusion.tensors():
+        for axis in tv.domain.loop:
+            if not axis.is_device or is_plain_broadcast(axis):
+                continue
+            if tv.mesh is None:
+                raise ShardingError(
+                    f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
+                    "call set_device_mesh"
+                )
+            if tv.mesh.dim_of(axis.ptype) is None:
+                raise ShardingError(f"{tv.mesh} of {tv} has no dimension {axis.ptype.text}")
+            extent, count = sc.int_value(fusion.canonical(axis.size)), tv.mesh.size_of(axis.ptype)
+            if extent is not None and extent != count:
+                raise ShardingError(
+                    f"{axis} of {tv} has extent {extent}, but {tv.mesh} has {count} devices along "
+                    f"{axis.ptype.text}"
+                )
+        axis_cuts(tv)
+
+
+def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
+    """Raise `ShardingError` naming tensor, extent and mesh when a mesh does not divide an extent.
+
+    `sizes` binds the symbols of (global) extents.
+    """
+    for tv in fusion.tensors():
+        for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
+            axis = next(a for a in tv.domain.logical if a.number == number)
+            extent = int(sc.evaluate(fusion.canonical(axis.size), sizes))
+            rest = extent
+            for cut in cuts:
+                if rest % cut.count != 0 or (cut.whole and rest != cut.count):
+                    raise ShardingError(
+                        f"the extent {extent} of {axis} of {tv} is not divisible by the "
+                        f"{cut.count} devices of {tv.mesh} along {cut.ptype.text}"
+                    )
+                rest //= cut.count
+
+
+# ------------------------------------------------------------------ same sharding?
+def have_different_shardings(
+    op: TensorOp,
+    operand_index: int,
+    ptypes: Collection[ParallelType] = DEVICE_TYPES,
+    *,
+    out: TensorView | None = None,
+) -> bool:
+    """Whether an operand and a result of `op` are spread differently along some of `ptypes`.
+
+    Both loop axes of a type are written as indices over the logical axes that the two tensors share;
+    the shardings agree when these simplify to the same expression. An axis that depends on no shared
+    axis does not count. What cannot be proved equal is different. Extents are taken to be divisible
+    by the meshes that cut them, which is checked when sizes are bound.
+    """
+    producer = op.inputs[operand_index]
+    consumer = out if out is not None else op.out_tensor
+    assert isinstance(producer, TensorView)
+    if producer.is_cpu_scalar or consumer.is_cpu_scalar:
+        return False
+    device = [p for p in ptypes if p.is_device]
+    if producer.mesh != consumer.mesh and device:
+        meshes = [m for m in (producer.mesh, consumer.mesh) if m is not None]
+        if any(m.dim_of(p) is not None for m in meshes for p in device):
+            return True
+    wanted = [p for p in ptypes if sharded_axis(producer, p) or sharded_axis(consumer, p)]
+    if not wanted:
+        return False
+    return _Comparison(op, operand_index, consumer).differs(wanted)
+
+
+class _Comparison:
+    """The loop axes of a producer and a consumer as indices over their shared logical axes."""
+
+    def __init__(self, op: TensorOp, operand_index: int, consumer: TensorView) -> None:
+        producer = op.inputs[operand_index]
+        self._fusion = consumer.fusion
+        pairs = [
+            (p, c)
+            for p, c in mapped_axes(op, operand_index, consumer)
+            if not is_plain_broadcast(p) and not is_plain_broadcast(c)
+        ]
+        self._divisible: dict[Scalar, Scalar] = {}
+        self._collect_divisible(consumer)
+        self._collect_divisible(producer)
+        shared = {
+            c.number: self._index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)
+        }
+        self.consumer = _View(
+            consumer, consumer.domain.maybe_root, shared, self._domain(consumer), self
+        )
+        of_producer = {p.number: shared[c.number] for p, c in pairs}
+        self.producer = _View(
+            producer, producer.domain.no_reductions, of_producer, self._domain(producer), self
+        )
+
+    def differs(self, ptypes: Collection[ParallelType]) -> bool:
+        for ptype in ptypes:
+            p, c = self.producer.index_of(ptype), self.consumer.index_of(ptype)
+            if (p is None) != (c is None) or p != c:
+                return True
+        return False
+
+    def rewrite(self, x: Scalar) -> Scalar:
+        """Write an extent over class representatives and the factors known to divide them."""
+        x = self._fusion.canonical(x)
+        while True:
+            found = {s: self._divisible[s] for s in sc.symbols(x) if s in self._divisible}
+            if not found:
+                return x
+            x = sc.substitute(x, found)
+
+    def _index(self, name: str, extent: Scalar) -> Scalar:
+        extent = self.rewrite(extent)
+        if sc.int_value(extent) == 1:
+            return sc.ZERO
+        return Symbol(name, DataType.Index, extent=extent)
+
+    def fresh_index(self, number: int, extent: Scalar) -> Scalar:
+        return self._index(f"u{number}", extent)
+
+    def _domain(self, tv: TensorView) -> TensorDomain:
+        def rewritten(a: IterDomain) -> IterDomain:
+            return IterDomain(
+                a.number,
+                a.kind,
+                self.rewrite(a.extent),
+                a.ptype,
+                None if a.expanded is None else self.rewrite(a.expanded),
+                a.rfactor,
+            )
+
+        return tv.domain.map_axes(rewritten)
+
+    def _collect_divisible(self, tv: TensorView) -> None:
+        """Learn `s = factor * s'` from the splits of views and of devices, which leave no rest."""
+        for t in tv.domain.transforms:
+            if isinstance(t, Split) and (t.outer.rfactor or t.outer.ptype in SPREAD_TYPES):
+                self._learn(self.rewrite(t.inp.size), self.rewrite(t.factor))
+
+    def _learn(self, extent: Scalar, factor: Scalar) -> None:
+        atoms = sc.symbols(extent)
+        if len(atoms) != 1 or atoms[0] in sc.symbols(factor):
+            return
+        (symbol,) = atoms
+        part = Symbol(f"{symbol.name}'", symbol.dtype)
+        if extent == symbol:
+            self._divisible[symbol] = sc.mul(factor, part)
+            return
+        # d divides c * s, so d / gcd(c, d) divides s.
+        d = sc.int_value(factor)
+        c = sc.int_value(sc.floordiv(extent, symbol))
+        if d is None or c is None or extent != sc.mul(c, symbol):
+            return
+        rest = d
+        while (common := _gcd(c, rest)) > 1:
+            rest, c = rest // common, c // common
+        if rest > 1:
+            self._divisible[symbol] = sc.mul(rest, part)
+
+
+def _gcd(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+class _View:
+    """The loop indices of one tensor, from known indices of some of its source axes."""
+
+    def __init__(
+        self,
+        tv: TensorView,
+        sources: Collection[IterDomain],
+        shared: Mapping[int, Scalar],
+        domain: TensorDomain,
+        comparison: _Comparison,
+    ) -> None:
+        self._tv = tv
+        self._sources = sources
+        self._shared = shared
+        indices = dict(shared)
+        for axis in sources:
+            if axis.number not in indices:
+                indices[axis.number] = comparison.fresh_index(axis.number, axis.size)
+
+        def coordinate(ptype: ParallelType) -> Scalar:
+            count = sc.const(tv.mesh.size_of(ptype) if tv.mesh else 1)
+            return Symbol(f"coordinate of {ptype.text}", DataType.Index, extent=count)
+
+        self._indices = indices_forward(domain.transforms, indices, coordinate=coordinate)
+
+    def index_of(self, ptype: ParallelType) -> Scalar | None:
+        """Return the index of the loop axis with this type; None when there is none that counts."""
+        axis = sharded_axis(self._tv, ptype)
+        if axis is None:
+            return None
+        origins = ancestors(self._tv.domain, axis, self._sources)
+        if not any(n in self._shared for n in origins):
+            return None
+        if axis.number not in self._indices:
+            raise UnsupportedError(f"{axis} of {self._tv} has no index over the logical axes")
+        index = self._indices[axis.number]
+        # A mesh dimension of one device: the index is 0 whatever is cut.
+        is_single = axis.is_device and self._tv.mesh and self._tv.mesh.size_of(ptype) == 1
+        return None if is_single else index
+
+
+def is_resharding(op: TensorOp) -> bool:
+    """Whether the devices must exchange or drop data: some operand and result differ in sharding."""
+    return any(
+        have_different_shardings(op, index, out=out)
+        for out in op.outputs
+        for index, _ in tensor_operands(op)
+    )

@@ -1,0 +1,156 @@
+"""Real jobs under mpirun and torchrun: collectives, and the end of a job in which one rank
+misbehaves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import mpi_abort
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+# mpirun usually stands beside the interpreter, which need not be on PATH.
+MPIRUN = shutil.which(
+    "mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+)
+LIMIT_S = 60
+# The issue's bound: a job ends at most this long after a rank failed or left.
+END_S = 5.0
+
+pytestmark = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs of its own")
+needs_mpi = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpirun and mpi4py"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished job: its exit code, its output, and the time from the line "go" to its end."""
+
+    code: int
+    text: str
+    seconds: float
+
+
+def run_job(launcher: str, size: int, program: str, *args: str, **env: str) -> Job:
+    """Runs a program on `size` ranks; kills the whole job at the limit."""
+    command = {
+        "mpirun": [str(MPIRUN), "-np", str(size), sys.executable],
+        "torchrun": [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(size)),
+        ],
+    }[launcher]
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    process = subprocess.Popen(
+        [*command, str(PROGRAMS / program), *args],
+        env={**os.environ, **settings, **env},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    start = time.monotonic()
+    timer = __import__("threading").Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "go" in line.split():
+                start = time.monotonic()
+        code = process.wait()
+    finally:
+        timer.cancel()
+    return Job(code, "".join(lines), time.monotonic() - start)
+
+
+def check_collectives(launcher: str, size: int, backend: str) -> None:
+    job = run_job(launcher, size, "collectives.py")
+    assert job.code == 0, job.text
+    for rank in range(size):
+        assert f"ok rank {rank} of {size} on {backend}" in job.text, job.text
+    print(job.text)
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_under_mpirun(size: int) -> None:
+    check_collectives("mpirun", size, "mpi")
+
+
+def test_collectives_under_torchrun() -> None:
+    check_collectives("torchrun", 2, "gloo")
+
+
+@needs_mpi
+def test_gloo_on_its_own_store_under_mpirun() -> None:
+    job = run_job("mpirun", 2, "faults.py", "late", FUSER_BACKEND="gloo", FUSER_MASTER_PORT="29763")
+    assert job.code == 0, job.text
+
+
+# kind -> what the output must contain; the last rank of two misbehaves.
+FAULTS = {
+    "exception": "rank 1: uncaught ValueError: planted failure",
+    "thread": "rank 1: uncaught ValueError: planted failure",
+    "exit": "rank 1 left early (it has exited) without entering control agree",
+    "exit_code": "it has exited with code 3",
+    "exit_code_unwaited": "rank 1: exited with code 3; ending the job",
+    "raise_exit": "rank 1 left early",
+}
+
+
+@needs_mpi
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "exit_code"])
+def test_a_fault_ends_an_mpi_job(kind: str) -> None:
+    job = run_job("mpirun", 2, "faults.py", kind)
+    assert job.code != 0, job.text
+    assert FAULTS[kind] in job.text, job.text
+    assert job.seconds < END_S, (job.seconds, job.text)
+
+
+@pytest.mark.parametrize("kind", ["exception", "exit"])
+def test_a_fault_ends_a_torchrun_job(kind: str) -> None:
+    job = run_job("torchrun", 2, "faults.py", kind)
+    assert job.code != 0, job.text
+    assert FAULTS[kind] in job.text, job.text
+    assert job.seconds < END_S, (job.seconds, job.text)
+
+
+@needs_mpi
+@pytest.mark.parametrize("kind", ["clean", "late", "caught_exit"])
+def test_a_normal_end_stays_clean(kind: str) -> None:
+    job = run_job("mpirun", 2, "faults.py", kind)
+    assert job.code == 0, job.text
+    assert "[fuser]" not in job.text, job.text
+    assert job.seconds < END_S, job.seconds
+
+
+@needs_mpi
+def test_an_absent_peer_is_a_timeout_that_names_the_operation() -> None:
+    job = run_job("mpirun", 2, "faults.py", "stall", FUSER_TIMEOUT_S="1")
+    assert job.code != 0, job.text
+    assert (
+        "timeout: rank 0: allreduce(sum) of float32[4] over team (0 1), sequence number 1 "
+        "did not complete within 1 s" in job.text
+    ), job.text
+    assert job.seconds < END_S, job.seconds

@@ -1,0 +1,43 @@
+"""Whole sharded programs: simulated ranks, mpirun, torchrun (gloo)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multidevice import simulate
+from tests.multidevice.programs import mlp
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("case", mlp.CASES, ids=lambda c: c.name)
+def test_mlp_on_simulated_ranks(case: mlp.Case) -> None:
+    with simulate(4) as world:
+        world.run(mlp.check, case)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("case", mlp.CASES, ids=lambda c: c.name)
+def test_mlp_under_mpirun(case: mlp.Case, comm: object) -> None:
+    mlp.check(case)
+
+
+def test_mlp_under_torchrun() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "4", "tests/multidevice/programs/mlp.py"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 programs on 4 ranks: ok" in done.stdout

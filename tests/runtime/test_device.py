@@ -1,0 +1,70 @@
+"""Device descriptions, and the speed of the polynomials on the CPU."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fuser.errors import InputError
+from fuser.runtime import H200, compile_kernels, describe_device
+from tests.runtime import kernels
+
+
+def test_cpu_prefers_one_thread() -> None:
+    info = describe_device(torch.device("cpu"))
+    assert (info.kind, info.sm_count, info.preferred_threads_per_block) == ("cpu", 1, 1)
+    assert info == describe_device("cpu")
+
+
+def test_h200_constants() -> None:
+    assert (H200.kind, H200.sm_count, H200.max_smem_per_block) == ("cuda", 132, 227 * 1024)
+
+
+@pytest.mark.gpu
+def test_cuda_description() -> None:
+    info = describe_device("cuda")
+    assert info.kind == "cuda"
+    assert info.warp_size == 32
+    assert info.max_smem_per_block >= 48 * 1024
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(InputError, match="not on meta"):
+        describe_device("meta")
+
+
+def median_s(function: object) -> float:
+    times: list[float] = []
+    for _ in range(9):
+        start = time.perf_counter()
+        function()  # pyright: ignore[reportCallIssue]
+        times.append(time.perf_counter() - start)
+    return sorted(times)[4]
+
+
+def test_gelu_loop_is_vectorised() -> None:
+    # Not vectorised, the loop takes 20 times as long as torch; the bound leaves room for a busy machine.
+    source = kernels.kernel(
+        "gelu_loop",
+        "const float* T0, float* T1, int64_t n",
+        "  FUSER_SIMD\n  for (int64_t i = 0; i < n; ++i)\n"
+        "    T1[i] = 0.5f * T0[i] * (1.0f + fm_erf(0.70710678f * T0[i]));",
+        threads=1,
+    )
+    (compiled,) = compile_kernels([source], "cpu")
+    x = torch.randn(32 * 64 * 1536)
+    y = torch.empty_like(x)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        compiled.launch([x, y, x.numel()], grid=(1, 1, 1), block=(1, 1, 1))
+        torch.testing.assert_close(y, torch.nn.functional.gelu(x))
+        ours = median_s(
+            lambda: compiled.launch([x, y, x.numel()], grid=(1, 1, 1), block=(1, 1, 1))
+        )
+        theirs = median_s(lambda: torch.nn.functional.gelu(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert ours <= 4 * theirs, (ours, theirs)
