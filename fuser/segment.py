@@ -323,6 +323,8 @@ class _Segmenter:
             return None
         if _space(a) != _space(b) or self._path_outside(groups, i, j):
             return None
+        if feeds and _space(a)[0] == "reduction":
+            return None  # a kernel does not read a reduction that it computes itself
         outputs = (*a.outputs, *(o for o in b.outputs if o not in a.outputs))
         inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in outputs)
         return self._scheduled(_Group(a.ops | b.ops, outputs, inputs), must=False)

@@ -199,18 +199,3 @@ def _check_extent(
         f"{spec.where} to have extent {extent} = {expected} (from {sources}) at axis {axis}, but "
         f"got {size}{local}"
     )
-
-
-def local_sizes(
-    tv: TensorView, extents: Sequence[Scalar], counts: Sequence[int], values: Values
-) -> tuple[int, ...]:
-    """Return the sizes of the local shard. Raises `ShardingError` when the mesh does not divide them."""
-    sizes: list[int] = []
-    for axis, (extent, n) in enumerate(zip(extents, counts, strict=True)):
-        size = int(sc.evaluate(extent, values))
-        if size % n != 0:
-            raise ShardingError(
-                f"axis {axis} of {tv} has extent {extent} = {size}, which {n} ranks do not divide"
-            )
-        sizes.append(size // n)
-    return tuple(sizes)

@@ -1,8 +1,4 @@
-"""What a rank holds of a tensor: the local size and the memory order of each axis.
-
-A device cut divides a logical axis into equal blocks, and a rank holds one of them. Sizes are symbolic
-here and get their values in `hostir.bind`.
-"""
+"""What a rank allocates for a tensor: its local shard, dense in allocation order."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ from fuser.ir import scalar as sc
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES
-from multidevice.placement import local_extent, memory_order, placement
+from multidevice.placement import memory_order, placement
+from multidevice.sharding import local_extents
 
 
 def parts(tv: TensorView) -> tuple[int, ...]:
@@ -22,15 +19,9 @@ def parts(tv: TensorView) -> tuple[int, ...]:
     return tuple(math.prod(cut.count for cut in mine) for mine in cuts)
 
 
-def local_shape(tv: TensorView) -> tuple[Scalar, ...]:
-    """Return the extents of the local shard, per logical axis without reductions."""
-    cuts = placement(tv, DEVICE_TYPES)
-    return tuple(local_extent(x, mine) for x, mine in zip(tv.shape(), cuts, strict=True))
-
-
 def allocated_elements(tv: TensorView) -> Scalar:
     """Return how many elements a rank allocates: expanded broadcasts count once."""
-    sizes = zip(tv.domain.no_reductions, local_shape(tv), strict=True)
+    sizes = zip(tv.domain.no_reductions, local_extents(tv), strict=True)
     return sc.product(sc.ONE if a.is_broadcast else size for a, size in sizes)
 
 
@@ -45,12 +36,3 @@ def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
         strides[i] = step
         step *= max(sizes[i], 1)
     return tuple(strides)
-
-
-def partial_marks(tv: TensorView) -> tuple[int, ...]:
-    """Return the positions of logical axes that only number the ranks of a partial result.
-
-    A contraction over a sharded axis leaves one partial result per rank: `ideviceIdx.x7{2}rf`, of
-    local size 1. Library ops compute the tensor without these axes.
-    """
-    return tuple(i for i, a in enumerate(tv.domain.no_reductions) if a.is_device and a.rfactor)

@@ -58,6 +58,8 @@ class Guard:
         self._previous_hook = sys.excepthook
         self._previous_thread_hook = threading.excepthook
         self._exit_code: object = None
+        # A forked child inherits the hooks, but it is no rank.
+        self._pid = os.getpid()
         self._ending = threading.Lock()
         self._watching = False
         self.on_exit: list[Callable[[], None]] = []
@@ -116,6 +118,8 @@ class Guard:
 
     def _end(self, text: str, code: int) -> None:
         """Prints and announces the failure, and aborts the job."""
+        if os.getpid() != self._pid:
+            return
         if not self._ending.acquire(blocking=False):
             return
         control = self._control
@@ -140,6 +144,8 @@ class Guard:
 
     def _leave(self) -> None:
         """Runs at exit: announces how far this rank came, and waits for the peers."""
+        if os.getpid() != self._pid:
+            return
         control = self._control
         code = self._exit_code
         text = "it has exited" if code in (None, 0) else f"it has exited with code {code!r}"

@@ -156,7 +156,7 @@ def main() -> int:
     from minilm import LAYERS, Encoder, load_weights, make_batches
 
     from fuser.multidevice import Communicator, DeviceMesh
-    from fuser.runtime.kernel_cache import compilations
+    from fuser.runtime.kernel import compilations
 
     comm = Communicator.instance()
     device = "cpu"

@@ -7,29 +7,29 @@ structure), and, below, the kernel executors' own caches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-import multidevice.sharding as sharding
 from fuser import options
-from fuser.errors import FuserError, InputError
+from fuser.errors import FuserError
 from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
 from fuser.passes import pipeline as fusion_passes
 from fuser.passes.concretize import concretize
 from fuser.schedule.registry import find_scheduler
 from fuser.segment import SegmentedFusion, segment_fusion
-from hostir import binding
+from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.digest import digest_of
 from hostir.evaluate import HostIrEvaluator
 from hostir.lower import lower
 from hostir.pipeline import run_passes
+from multidevice import sharding
 from multidevice.communicator import Communicator
+from multidevice.localize import localize
 from multidevice.pipeline import shard_fusion
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class Runtime:
     segmented: SegmentedFusion
     program: HostIrContainer
     evaluator: HostIrEvaluator
+    # The full text and its digest, which the ranks compare before they run.
+    text: str
+    digest: bytes
 
 
 class FusionExecutorCache:
@@ -54,9 +57,11 @@ class FusionExecutorCache:
         self._fusion = fusion
         self._fusion_id = fusion_id
         self._auto_schedule = auto_schedule
+        self._binder = InputBinder(fusion)
+        # Both keys start with the communicator: simulated ranks may share one definition.
         self._by_signature: dict[object, Runtime] = {}
         self._by_class: dict[object, Runtime] = {}
-        self._recent: Runtime | None = None
+        self._recent: dict[Communicator, Runtime] = {}
         self._devices = sharding.requested_number_of_devices(fusion)
 
     def fusion(self) -> Fusion:
@@ -77,17 +82,18 @@ class FusionExecutorCache:
         runtime: Runtime | None = None
         error: FuserError | None = None
         try:
-            options.check_call_options(_enable_options, _disable_options)
-            signature = binding.signature(inputs)
-            runtime = self._by_signature.get(signature)
+            options.check_enable_options(_enable_options)
+            options.check_disable_options(_disable_options)
+            key = (communicator, signature_of(inputs))
+            runtime = self._by_signature.get(key)
             if runtime is None:
                 runtime = self._find_or_build(inputs, device, communicator)
-                self._by_signature[signature] = runtime
+                self._by_signature[key] = runtime
         except FuserError as found:
             error = found
         self._agree(communicator, runtime, error)
         assert runtime is not None
-        self._recent = runtime
+        self._recent[communicator] = runtime
         return runtime.evaluator.run(inputs)
 
     def _agree(
@@ -100,10 +106,8 @@ class FusionExecutorCache:
             return
         if runtime is None:
             communicator.agree(error)
-            return
-        communicator.agree_on_text(
-            runtime.program.full_text_cached(), digest=digest_of(runtime.program), error=error
-        )
+        else:
+            communicator.agree_on_text(runtime.text, digest=runtime.digest, error=error)
 
     def _find_or_build(
         self,
@@ -111,18 +115,15 @@ class FusionExecutorCache:
         device: int | str | torch.device | None,
         communicator: Communicator,
     ) -> Runtime:
-        if self._devices > communicator.size():
-            raise InputError(
-                f"the fusion's meshes name device {self._devices - 1}, but there are only "
-                f"{communicator.size()} rank(s)"
-            )
-        sizes = binding.bind_inputs(self._fusion, inputs)
-        where = binding.device_of(inputs, device)
+        sharding.check_world(self._fusion, communicator.size())
+        where = device_of(inputs, device)
+        sizes = self._binder.bind(inputs, where)
         input_class = classify(self._fusion, inputs, sizes, where)
-        runtime = self._by_class.get(input_class.key)
+        runtime = self._by_class.get((communicator, input_class.key))
         if runtime is None:
             runtime = self._build(input_class, communicator, where)
-            self._by_class[input_class.key] = runtime
+            self._by_class[communicator, input_class.key] = runtime
+        sharding.check_divisible(runtime.segmented.fusion, sizes)
         return runtime
 
     def _build(
@@ -134,9 +135,9 @@ class FusionExecutorCache:
         shard_fusion(fusion)
         segmented = segment_fusion(
             fusion,
-            is_resharding=_is_resharding,
-            find_scheduler=find_scheduler,
-            local_shape=sharding.local_shape,
+            is_resharding=sharding.is_resharding,
+            find_scheduler=_find_scheduler,
+            local_shape=sharding.local_extents,
         )
         program = run_passes(
             lower(segmented, backend_name=communicator.backend_for(device).name.upper())
@@ -144,13 +145,14 @@ class FusionExecutorCache:
         evaluator = HostIrEvaluator(program, communicator, device=device)
         if options.dump_enabled("host_ir") and communicator.rank() == 0:
             print(program)
-        return Runtime(segmented, program, evaluator)
+        text = program.full_text()
+        return Runtime(segmented, program, evaluator, text, digest_of(text))
 
     # ------------------------------------------------------------ looking inside
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Return whether a program for inputs like these exists."""
         del device
-        return binding.signature(inputs) in self._by_signature
+        return (Communicator.instance(), signature_of(inputs)) in self._by_signature
 
     def host_program(self) -> HostIrContainer:
         """Return the program of the most recent run."""
@@ -167,21 +169,42 @@ class FusionExecutorCache:
             "kernels": kinds.count("kernel"),
             "library_calls": kinds.count("library"),
             "aliases": kinds.count("alias"),
-            "collectives": self._last().program.count_communications(),
+            "collectives": len(self._last().program.communications()),
         }
 
     def get_output_shardings(self) -> list[Sharding]:
         """Return the sharding of every visible output; [] when nothing has a mesh."""
         fusion = self._last().segmented.fusion
-        if all(tv.mesh is None for tv in fusion.tensors()):
-            return []
-        return [sharding.Sharding(o) for o in fusion.outputs if not fusion.is_hidden(o)]
+        found = (sharding.sharding_of(o) for o in fusion.outputs if not fusion.is_hidden(o))
+        return [s for s in found if s is not None]
 
     def _last(self) -> Runtime:
-        if self._recent is None:
+        recent = self._recent.get(Communicator.instance())
+        if recent is None:
             raise FuserError("the fusion has not run yet: execute it first")
-        return self._recent
+        return recent
 
 
-def _is_resharding(op: TensorOp) -> bool:
-    return sharding.is_resharding(op)
+def signature_of(inputs: Sequence[Argument]) -> Hashable:
+    """Return what decides how inputs are handled: per tensor shape, strides, dtype, device; per number
+    its type and, since structure may depend on it, its value."""
+    return tuple(
+        (v.shape, v.stride(), v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), v)
+        for v in inputs
+    )
+
+
+def device_of(inputs: Sequence[Argument], device: int | str | torch.device | None) -> torch.device:
+    """Return where the program runs: `device`, else that of the first tensor input (not a 0-dim CPU
+    tensor among CUDA ones), else the CPU."""
+    if device is not None:
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
+    return next((d for d in devices if d.type == "cuda"), devices[0] if devices else _CPU)
+
+
+def _find_scheduler(fusion: Fusion) -> str | None:
+    return find_scheduler(localize(fusion)[0])
+
+
+_CPU = torch.device("cpu")

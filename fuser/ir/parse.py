@@ -455,18 +455,21 @@ class Parser:
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:
-        """Read the sections in [pos, end) that declare symbols and tensors; the position stays."""
+        """Read the sections in [pos, end) about symbols and tensors; the position stays."""
         c = self.cursor
         home = c.pos
-        for title, read in (("Symbols", self._symbol), ("TransformPrinter", self.domain_section)):
+        for title, read in (
+            ("Symbols", self._symbol),
+            ("Equal extents", self._equal),
+            ("TransformPrinter", self.domain_section),
+        ):
             self._section(title, read, home)
         c.pos = home
 
     def relations(self) -> None:
-        """Read the sections that relate known values (aliases, equal extents); the position stays."""
+        """Read the section that relates known tensors, the aliases; the position stays."""
         home = self.cursor.pos
-        for title, read in (("Aliases", self._alias), ("Equal extents", self._equal)):
-            self._section(title, read, home)
+        self._section("Aliases", self._alias, home)
         self.cursor.pos = home
 
     def _section(self, title: str, read: Callable[[], object], home: int) -> None:

@@ -119,9 +119,7 @@ def axes_of(tv: TensorView) -> tuple[IterDomain, ...]:
 # ------------------------------------------------------------------ making ops
 def mesh_of(values: Iterable[object]) -> DeviceMesh | None:
     """Return the mesh of the first tensor that has one."""
-    return next(
-        (v.mesh for v in values if isinstance(v, TensorView) and v.mesh is not None), None
-    )
+    return next((v.mesh for v in values if isinstance(v, TensorView) and v.mesh is not None), None)
 
 
 def new_output(
@@ -133,7 +131,8 @@ def new_output(
 
 
 def add_op(op: OpT) -> OpT:
-    """Append the op to the active fusion."""
+    """Append the op to the active fusion, with the user's line."""
+    op = op.replace(where=user_line())
     active_fusion().add(op)
     return op
 
@@ -154,12 +153,12 @@ def rank_class(value: Operand) -> Rank:
 def cast_tensor(tv: TensorView, dtype: DataType) -> TensorView:
     """Append a cast of `tv`, also when the dtype does not change."""
     out = new_output(clone_axes(tv), dtype, [tv])
-    add_op(CastOp(out, tv, where=user_line()))
+    add_op(CastOp(out, tv))
     return out
 
 
 def convert(value: Operand, dtype: DataType) -> Operand:
-    """Return an operand in `dtype`: a cast tensor, or a scalar that is cast if its category differs."""
+    """Return an operand in `dtype`: a cast tensor; a scalar only if its category differs."""
     if isinstance(value, TensorView):
         return value if value.dtype() is dtype else cast_tensor(value, dtype)
     is_same_class = category(value.dtype) == category(dtype) and value.dtype is not DataType.Bool
@@ -202,11 +201,13 @@ def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
         for new in flags
     ]
     out = new_output(axes, tv.dtype(), [tv])
-    add_op(BroadcastOp(out, tv, flags=flags, where=user_line()))
+    add_op(BroadcastOp(out, tv, flags=flags))
     return out
 
 
-def join_axes(fusion: Fusion, pairs: Sequence[tuple[TensorView, IterDomain]], what: str) -> IterDomain:
+def join_axes(
+    fusion: Fusion, pairs: Sequence[tuple[TensorView, IterDomain]], what: str
+) -> IterDomain:
     """Return the axis (of no tensor, number of the first) that mapped axes iterate together.
 
     A concrete axis wins over broadcasts, a constant extent over a symbolic one, and the first
@@ -249,7 +250,7 @@ def _join_sizes(
 
 
 def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """State that two extents are equal; raises `DefinitionError` when they are different constants."""
+    """State that two extents are equal; raises `DefinitionError` for different constants."""
     x, y = fusion.canonical(a), fusion.canonical(b)
     if x == y:
         return

@@ -21,7 +21,6 @@ from fuser.ops.building import (
     join_axes,
     new_output,
     unsupported,
-    user_line,
 )
 from fuser.ops.elementwise import check_rank_at_least
 from fuser.ops.factories import full_tensor
@@ -74,7 +73,7 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
     if k and sc.int_value(k[0].extent) == 0:
         return full_tensor([x.size for x in axes], Const(0, a.dtype()), a.dtype())
     out = new_output([*axes, *k], a.dtype(), [a, b])
-    add_op(MatmulOp(out, a, b, where=user_line()))
+    add_op(MatmulOp(out, a, b))
     return out
 
 
@@ -102,5 +101,5 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     k = _contracted(what, [(x, axes_of(x)[-1]), (weight, axes_of(weight)[1])])
     # Only the mesh of x is copied: weights are often sharded on axes that the result lacks.
     out = new_output([*axes, *k], x.dtype(), [x])
-    add_op(LinearOp(out, x, weight, bias, where=user_line()))
+    add_op(LinearOp(out, x, weight, bias))
     return out

@@ -123,9 +123,7 @@ def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
     """Return the allocation position of each logical axis."""
     if not stride_order:
         return list(range(rank))
-    placeholders = [
-        IterDomain(i, IterType.iteration, sc.ONE) for i in range(rank)
-    ]
+    placeholders = [IterDomain(i, IterType.iteration, sc.ONE) for i in range(rank)]
     order = [a.number for a in ordered_axes(placeholders, stride_order, _NAME)]
     return [order.index(i) for i in range(rank)]
 
@@ -133,9 +131,7 @@ def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
 def _make_axes(shape: Sequence[int], flags: Contiguity) -> list[IterDomain]:
     """Create the extents of all axes, then the axes (so that scalars are numbered first)."""
     fusion = active_fusion()
-    sizes: list[Scalar] = [
-        fusion.new_symbol() if s == -1 else sc.const(s) for s in shape
-    ]
+    sizes: list[Scalar] = [fusion.new_symbol() if s == -1 else sc.const(s) for s in shape]
     axes: list[IterDomain] = []
     for s, size, flag in zip(shape, sizes, flags, strict=True):
         if flag is not None:
@@ -173,9 +169,7 @@ def compute_tensor_descriptor(
         )
     for i, s in enumerate(strides):
         if s < 0:
-            raise DefinitionError(
-                f"negative stride on tensor is not supported: strides[{i}]={s}"
-            )
+            raise DefinitionError(f"negative stride on tensor is not supported: strides[{i}]={s}")
     rank = len(sizes)
     order = sorted((i for i in range(rank) if strides[i]), key=lambda i: -strides[i])
     for i in range(rank):

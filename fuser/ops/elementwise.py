@@ -119,7 +119,8 @@ def _typed_where(name: str, values: list[Operand]) -> tuple[list[Operand], DataT
     cond = operand_dtype(values[0])
     if cond is not DataType.Bool:
         raise DtypeError(
-            f"{name}: Condition should be of DataType Bool, not {dtype_text(cond)} (at {user_line()})"
+            f"{name}: Condition should be of DataType Bool, not {dtype_text(cond)} "
+            f"(at {user_line()})"
         )
     rest, dtype = promote_keeping_half(values[1:])
     return [values[0], *rest], dtype
@@ -138,7 +139,7 @@ def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
         return _apply_scalar(name, kind, typing_cast(list[Scalar], values), dtype)
     values = align_ranks(values)
     out = pointwise_output(values, dtype, name)
-    add_op(_NODES[len(values)](out, *values, kind=kind, where=user_line()))
+    add_op(_NODES[len(values)](out, *values, kind=kind))
     return out
 
 
@@ -179,7 +180,7 @@ ELEMENTWISE: dict[str, Callable[..., Operand]] = {name: _make(name) for name in 
 def copy_tensor(tv: TensorView, kind: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
     """Append a plain copy."""
     out = new_output(clone_axes(tv), tv.dtype(), [tv])
-    add_op(LoadStoreOp(out, tv, kind=kind, where=user_line()))
+    add_op(LoadStoreOp(out, tv, kind=kind))
     return out
 
 
@@ -215,7 +216,7 @@ def imag(x: OperandLike, /) -> Operand:
     raise DtypeError(f"imag: a complex operand is needed, got {dtype_text(dtype)}")
 
 
-# ------------------------------------------------------------------ ops with optional or fixed slots
+# ------------------------------------------------------------------ optional or fixed slots
 def clamp(x: OperandLike, min: OperandLike | None, max: OperandLike | None, /) -> Operand:
     """Append max(min(x, max), min); None is the end of the dtype's range. Limits are scalars."""
     value = as_operand(x, "clamp")

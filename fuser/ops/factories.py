@@ -21,7 +21,6 @@ from fuser.ops.building import (
     broadcast_tensor,
     fail,
     new_output,
-    user_line,
 )
 from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
 
@@ -38,7 +37,7 @@ def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DataType) -> 
 def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:
     """Append a FullOp over sizes that are scalars already."""
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
-    add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype), where=user_line()))
+    add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype)))
     return out
 
 
@@ -58,7 +57,7 @@ def iota(
     if value == 0 or not math.isfinite(value):
         raise fail("iota", f"step must be finite and not 0, got {value}")
     out = new_output([axis_of_extent(size)], dtype, ())
-    add_op(IotaOp(out, size, ends[0], ends[1], where=user_line()))
+    add_op(IotaOp(out, size, ends[0], ends[1]))
     return out
 
 

@@ -27,7 +27,6 @@ from fuser.ops.building import (
     convert,
     fail,
     new_output,
-    user_line,
     wrap_dim,
 )
 from fuser.ops.elementwise import apply_pointwise, copy_tensor
@@ -165,7 +164,7 @@ def _output_axes(tv: TensorView, axes: set[int]) -> list[IterDomain]:
 
 def _reduction_node(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> TensorView:
     out = new_output(_output_axes(tv, axes), tv.dtype(), [tv])
-    add_op(ReductionOp(out, tv, init, kind=kind, where=user_line()))
+    add_op(ReductionOp(out, tv, init, kind=kind))
     return out
 
 
@@ -188,7 +187,7 @@ def welford(
         new_output(_output_axes(tv, left), dtype, [tv])
         for dtype in (tv.dtype(), tv.dtype(), DataType.Index)
     ]
-    add_op(WelfordOp(outs[0], outs[1], outs[2], tv, where=user_line()))
+    add_op(WelfordOp(outs[0], outs[1], outs[2], tv))
     if repeated != sc.ONE:
         for i in (1, 2):
             scaled = apply_pointwise("mul", (outs[i], repeated))

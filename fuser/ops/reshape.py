@@ -5,9 +5,9 @@ from both ends, so that leading symbolic axes stay untouched:
 
     [i0, i1, 384] -> [i0, i1, 12, 32]      groups (0)->(0) (1)->(1) (2)->(2 3)
 
-A group of one and one is kept as it is; any other is merged, then split from the right (inner splits
-by the inner sizes). Axes of size 1 are squeezed before and broadcast after. Where sizes cannot be
-compared symbolically, the output axes are `?` until `fuser.passes.concretize` knows the sizes.
+A group of one and one is kept as it is; any other is merged, then split from the right (inner
+splits by the inner sizes). Axes of size 1 are squeezed before and broadcast after. Where sizes
+cannot be compared symbolically, the output axes are `?` until `fuser.passes.concretize` knows them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from fuser.ops.building import (
     fail,
     new_output,
     same_extent,
-    user_line,
 )
 from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
@@ -236,9 +235,7 @@ def _split_all(
 ) -> list[IterDomain]:
     """Split `axis` from the right into axes of these sizes; appends the transforms to `made`."""
     if len(sizes) == 1:
-        last = replace(
-            _with_size(axis, sizes[0]), number=numbers[0] if numbers else axis.number
-        )
+        last = replace(_with_size(axis, sizes[0]), number=numbers[0] if numbers else axis.number)
         made[-1] = replace(made[-1], out=last)  # pyright: ignore[reportCallIssue]
         return [last]
     inner_axes: list[IterDomain] = []
@@ -306,9 +303,7 @@ def _output_sizes(
     return outs
 
 
-def _without_common(
-    ins: Sequence[Scalar], outs: Sequence[Scalar]
-) -> tuple[int | None, int | None]:
+def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int | None, int | None]:
     """Return both element counts after cancelling symbols; None for one that keeps symbols."""
     have, want = list(ins), list(outs)
     for size in ins:
@@ -325,9 +320,7 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
     if plan.squeezed:
         tv = squeeze_axes(tv, set(plan.squeezed))
     kept = [p for p in range(source.ndim) if p not in plan.squeezed]
-    groups = [
-        (tuple(kept.index(p) for p in g.ins), [outs[q] for q in g.outs]) for g in plan.groups
-    ]
+    groups = [(tuple(kept.index(p) for p in g.ins), [outs[q] for q in g.outs]) for g in plan.groups]
     axes = axes_of(tv)
     for ins, sizes in groups:
         if len(ins) == len(sizes) == 1:
@@ -335,7 +328,7 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
     if not all(g.is_kept for g in plan.groups):
         domain = transformed_domain(fusion, clone_axes(tv), groups)
         out = new_output(domain, tv.dtype(), [tv])
-        add_op(ReshapeOp(out, tv, where=user_line()))
+        add_op(ReshapeOp(out, tv))
         tv = out
     if plan.added:
         tv = broadcast_tensor(tv, tuple(q in plan.added for q in range(len(outs))))
@@ -351,7 +344,7 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
     logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in outs)
     domain = TensorDomain(logical, logical, root=root, contiguity=contiguity_for(logical))
     out = new_output(domain, tv.dtype(), [tv])
-    add_op(ReshapeOp(out, tv, where=user_line()))
+    add_op(ReshapeOp(out, tv))
     return out
 
 

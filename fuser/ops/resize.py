@@ -125,7 +125,7 @@ def slice(
         return full_tensor(kept, Const(0, tv.dtype()), tv.dtype())
     out = new_output(resized_domain(fusion, clone_axes(tv), widths), tv.dtype(), [tv])
     pairs = tuple(s for s, _ in bounds), tuple(e for _, e in bounds)
-    add_op(SliceOp(out, tv, *pairs, where=user_line()))
+    add_op(SliceOp(out, tv, *pairs))
     return out
 
 
@@ -211,24 +211,22 @@ def pad_tensor(
     for axis, pair in zip(axes_of(tv), widths, strict=True):
         kept = sc.int_value(sc.add(sc.add(axis.size, pair[0]), pair[1]))
         if kept is not None and kept < 0:
-            raise fail("pad", f"widths {pair[0]}, {pair[1]} leave {kept} elements of {axis} of {tv}")
+            raise fail("pad", f"widths {pair[0]}, {pair[1]} leave {kept} of {axis} of {tv}")
     domain = resized_domain(active_fusion(), clone_axes(tv), widths)
     if any(sc.int_value(a.size) == 0 for a in axes_of(tv)):
         return full_tensor([a.size for a in domain.logical], value, tv.dtype())
     out = new_output(domain, tv.dtype(), [tv])
     left, right = tuple(w[0] for w in widths), tuple(w[1] for w in widths)
-    add_op(PadOp(out, tv, left, right, value, where=user_line()))
+    add_op(PadOp(out, tv, left, right, value))
     return out
 
 
 # ------------------------------------------------------------------ cat
-def cat(
-    tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = False
-) -> TensorView:
+def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = False) -> TensorView:
     """Concatenate along `dim`: each piece is padded to the result's extent, then they are joined.
 
-    `manual_padding`: the pieces are padded already. One tensor is a `set`; pieces of constant size 0
-    are dropped.
+    `manual_padding`: the pieces are padded already. One tensor is a `set`; pieces of constant size
+    0 are dropped.
     """
     name = "cat"
     pieces = [as_tensor(t, name) for t in tensors]
@@ -254,7 +252,7 @@ def cat(
     starts = [sc.ZERO, *ends[:-1]]
     padded: list[TensorView] = []
     for p, start, end in zip(pieces, starts, ends, strict=True):
-        widths = [(sc.ZERO, sc.ZERO)] * p.ndim
+        widths: list[tuple[Scalar, Scalar]] = [(sc.ZERO, sc.ZERO)] * p.ndim
         widths[axis] = (start, sc.sub(ends[-1], end))
         padded.append(pad_tensor(p, widths, Const(0, p.dtype())))
     return _join(padded, ends, axis)
@@ -274,5 +272,5 @@ def _join(pieces: list[TensorView], ends: list[Scalar], dim: int) -> TensorView:
     joined = [join_axes(fusion, list(zip(pieces, c, strict=True)), "cat") for c in columns]
     axes = [fusion.new_axis(j.extent, j.kind, expanded=j.expanded) for j in joined]
     out = new_output(axes, pieces[0].dtype(), pieces)
-    add_op(CatOp(out, tuple(pieces), tuple(ends), dim=dim, where=user_line()))
+    add_op(CatOp(out, tuple(pieces), tuple(ends), dim=dim))
     return out

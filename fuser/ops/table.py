@@ -127,10 +127,10 @@ def _fm(name: str, arity: int = 1) -> str:
     return f"fm_{name}(" + ", ".join(f"{{{i}}}" for i in range(arity)) + ")"
 
 
-_TRANSCENDENTAL = (
-    "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 erf erfc erfinv "
-    "lgamma log log10 log1p log2 reciprocal rsqrt sqrt sigmoid"
-).split()
+_TRANSCENDENTAL = """
+    acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 erf erfc erfinv
+    lgamma log log10 log1p log2 reciprocal rsqrt sqrt sigmoid
+"""
 
 
 def _rows() -> dict[str, PointwiseRow]:
@@ -141,7 +141,7 @@ def _rows() -> dict[str, PointwiseRow]:
     ) -> None:
         rows[kind] = PointwiseRow(kind, arity, rule, meaning, cuda, cuda_int)
 
-    for kind in _TRANSCENDENTAL:
+    for kind in _TRANSCENDENTAL.split():
         add(kind, 1, "float", getattr(torch, kind), _fm(kind))
     add("erfcinv", 1, "float", _erfcinv, _fm("erfcinv"))
     add("neg", 1, "default", _neg, "-{0}", _fm("neg"))
@@ -167,9 +167,7 @@ def _rows() -> dict[str, PointwiseRow]:
     fmod = _integer_only(torch.fmod, torch.clone)
     add("mod", 2, "default", fmod, _fm("fmod", 2), _fm("mod", 2))
     add("fmod", 2, "default", fmod, _fm("fmod", 2))
-    add(
-        "remainder", 2, "default", _integer_only(torch.remainder, torch.clone), _fm("remainder", 2)
-    )
+    add("remainder", 2, "default", _integer_only(torch.remainder, torch.clone), _fm("remainder", 2))
     add("pow", 2, "default", _pow, _fm("pow", 2))
     add("maximum", 2, "default", torch.maximum, _fm("maximum", 2))
     add("minimum", 2, "default", torch.minimum, _fm("minimum", 2))

@@ -7,12 +7,12 @@ from typing import NoReturn
 
 from fuser.ops.building import unsupported
 
-UNSUPPORTED_NAMES = tuple(
-    "argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm embedding_fwd gather "
-    "grouped_mm index_select normal nv_block_quantize nv_grouped_block_quantize "
-    "preprocess_grouped_matmul_input_sf rand_like randn_like scaled_mm scatter sdpfa_bwd sdpfa_fwd "
-    "select take_along_axis topk uniform".split()
-)
+_NAMES = """
+    argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm embedding_fwd gather
+    grouped_mm index_select normal nv_block_quantize nv_grouped_block_quantize
+    preprocess_grouped_matmul_input_sf rand_like randn_like scaled_mm scatter sdpfa_bwd sdpfa_fwd
+    select take_along_axis topk uniform
+"""
 
 
 def _make(name: str) -> Callable[..., NoReturn]:
@@ -25,4 +25,4 @@ def _make(name: str) -> Callable[..., NoReturn]:
     return function
 
 
-UNSUPPORTED: dict[str, Callable[..., NoReturn]] = {n: _make(n) for n in UNSUPPORTED_NAMES}
+UNSUPPORTED: dict[str, Callable[..., NoReturn]] = {n: _make(n) for n in _NAMES.split()}

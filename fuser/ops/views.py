@@ -1,4 +1,4 @@
-"""Op functions that only rearrange: broadcast, expand, squeeze, permute, stride_order, size, shape."""
+"""Op functions that only rearrange axes, and those that name sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from fuser.ops.building import (
     new_output,
     prepend_axes,
     same_extent,
-    user_line,
     wrap_dim,
 )
 from fuser.ops.elementwise import copy_tensor
@@ -83,7 +82,7 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
         return copy_tensor(tv)
     out = new_output([fusion.clone_axis(a) for a in planned], tv.dtype(), [tv])
     targets = tuple(a.size for a in axes_of(out))
-    add_op(ExpandOp(out, tv, targets, where=user_line()))
+    add_op(ExpandOp(out, tv, targets))
     return out
 
 
@@ -128,7 +127,7 @@ def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
     kept = [fusion.clone_axis(a) for i, a in enumerate(axes_of(tv)) if i not in gone]
     out = new_output(kept, tv.dtype(), [tv])
     flags = tuple(i in gone for i in range(tv.ndim))
-    add_op(SqueezeOp(out, tv, flags=flags, where=user_line()))
+    add_op(SqueezeOp(out, tv, flags=flags))
     return out
 
 
@@ -144,7 +143,7 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
     logical = tuple(root[d] for d in order)
     domain = TensorDomain(logical, logical, root=root, contiguity=contiguity_for(logical))
     out = new_output(domain, tv.dtype(), [tv])
-    add_op(LoadStoreOp(out, tv, where=user_line()))
+    add_op(LoadStoreOp(out, tv))
     return out
 
 
@@ -155,9 +154,7 @@ def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
     out = copy_tensor(tv)
     if not stride_order:
         return out
-    out.set_allocation_domain(
-        ordered_axes(axes_of(out), stride_order, "stride_order"), True
-    )
+    out.set_allocation_domain(ordered_axes(axes_of(out), stride_order, "stride_order"), True)
     return out
 
 
@@ -180,7 +177,8 @@ def ordered_axes(
         if not 0 <= entry < rank:
             raise fail(op_name, f"{text} [0, {rank}), got {entry}")
     if len(set(stride_order)) != rank:
-        raise fail(op_name, f"defineTensor got duplicated stride_order entries: {list(stride_order)}")
+        found = list(stride_order)
+        raise fail(op_name, f"defineTensor got duplicated stride_order entries: {found}")
     placed = {rank - 1 - entry: axis for axis, entry in zip(axes, stride_order, strict=True)}
     return [placed[i] for i in range(rank)]
 

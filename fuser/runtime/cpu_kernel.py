@@ -21,7 +21,7 @@ from fuser.runtime.slots import NUMBERS, slot_code
 if TYPE_CHECKING:
     import torch
 
-# `int (*)(const simt::Launch*)`: takes the record's bytes or address; not 0 means that the report tells why.
+# `int (*)(const simt::Launch*)`: takes the record's bytes or address; not 0: the report tells why.
 LaunchFunction: TypeAlias = "Callable[[Any], int]"
 
 _HEADER = "=8I2Q"
@@ -38,7 +38,7 @@ class _Report(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counters:
-    """What a launch did: accesses by width in bytes (1, 2, 4, 8, 16), and events over all blocks."""
+    """What a launch did: accesses by width in bytes (1, 2, 4, 8, 16), and events of all blocks."""
 
     global_loads: dict[int, int]
     global_stores: dict[int, int]
@@ -118,7 +118,8 @@ class CpuKernel(CompiledKernel):
 
     def _smem_error(self, smem_bytes: int) -> KernelError:
         return KernelError(
-            f"kernel {self.name} was declared without barriers, but is launched with {smem_bytes} bytes of shared memory"
+            f"kernel {self.name} was declared without barriers, but is launched with {smem_bytes}"
+            " bytes of shared memory"
         )
 
     def _finding(self, grid: Dim3, block: Dim3) -> KernelError:
@@ -140,7 +141,7 @@ class PreparedCpuLaunch(PreparedLaunch):
 
     @property
     def entry(self) -> int:
-        """The address of the C function `int (*)(const simt::Launch*)` that runs the record at `address`."""
+        """The address of the C function `int (*)(const simt::Launch*)` that runs `address`."""
         return ctypes.cast(cast("Any", self._function), ctypes.c_void_p).value or 0
 
     def set_pointer(self, param: int, address: int) -> None:
@@ -154,7 +155,8 @@ class PreparedCpuLaunch(PreparedLaunch):
 class CheckedCpuKernel(CpuKernel):
     """A kernel compiled for the CPU with all checks; `counters` tells what its last launch did.
 
-    `order_seed` chooses the order in which blocks and threads run: 0 in order, 1 reversed, else shuffled by that seed.
+    `order_seed` chooses the order in which blocks and threads run: 0 in order, 1 reversed, else
+    shuffled by that seed.
     """
 
     def __init__(self, source: KernelSource, function: LaunchFunction, engine: int) -> None:
@@ -218,7 +220,7 @@ class CheckedCpuKernel(CpuKernel):
 
 
 class _CheckedPreparedLaunch(PreparedLaunch):
-    """Repeats a checked launch; a replaced pointer keeps the extent of the tensor that it replaces."""
+    """Repeats a checked launch; a replaced pointer keeps the extent of the one that it replaces."""
 
     def __init__(
         self,

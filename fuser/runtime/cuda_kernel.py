@@ -1,13 +1,14 @@
-"""Kernels on CUDA devices: loading through cuda-core, launching through the driver with packed arguments.
+"""Kernels on CUDA devices: loaded through cuda-core, launched through the driver, arguments packed.
 
-Launches go to a raw stream handle, by default torch's current stream, so that they order with torch's own work and can be
-captured into CUDA graphs.
+Launches go to a raw stream handle, by default torch's current stream, so that they order with
+torch's own work and can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -29,12 +30,12 @@ _INVALID_CONTEXT = 201
 @functools.cache
 def _driver() -> Any:
     try:
-        from cuda.bindings import driver
+        return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise KernelError(
-            f"launching on CUDA devices needs cuda-bindings ({error}): install fuser-hostir[cu12] or [cu13]"
+            f"launching on CUDA devices needs cuda-bindings ({error}):"
+            " install fuser-hostir[cu12] or fuser-hostir[cu13]"
         ) from error
-    return driver
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def compile_for_device(sources: Sequence[KernelSource], arch: str) -> list[Compi
 
 
 class _Arguments:
-    """The packed arguments of a launch: 8 bytes each, and the array of their addresses that the driver reads."""
+    """The packed arguments of a launch: 8 bytes each, and the addresses that the driver reads."""
 
     def __init__(self, params: int) -> None:
         self.slots = (ctypes.c_uint64 * max(params, 1))()
@@ -90,12 +91,12 @@ class CudaKernel(CompiledKernel):
     """A kernel loaded from machine code; usable on every device of its architecture."""
 
     def __init__(self, source: KernelSource, code: bytes) -> None:
-        from cuda.core import ObjectCode
-
         super().__init__(source)
         driver = _driver()
         self.code = code
-        self._module = ObjectCode.from_cubin(code, name=source.name)
+        self._module = importlib.import_module("cuda.core").ObjectCode.from_cubin(
+            code, name=source.name
+        )
         self._kernel = self._module.get_kernel(source.name)
         self._handle = driver.CUkernel(int(cast("Any", self._kernel.handle)))
         self._launch = driver.cuLaunchKernel
@@ -137,7 +138,7 @@ class CudaKernel(CompiledKernel):
         return PreparedCudaLaunch(self, arguments, grid, block, smem_bytes)
 
     def attributes(self) -> dict[str, int]:
-        """Registers, local (spill) and static shared bytes of a thread or block, as the compiler assigned them."""
+        """What the compiler assigned: a thread's registers and local bytes (spills), static shared."""
         values = self._kernel.attributes
         return {
             "registers": int(values.num_regs()),
@@ -158,8 +159,8 @@ class CudaKernel(CompiledKernel):
             (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
         if status != self._success:
             raise KernelError(
-                f"kernel {self.name}, grid {grid}, block {block}, {smem_bytes} bytes of shared memory:"
-                f" the driver refused the launch ({status})"
+                f"kernel {self.name}, grid {grid}, block {block}, {smem_bytes} bytes of shared"
+                f" memory: the driver refused the launch ({status})"
             )
 
     def _allow_smem(self, smem_bytes: int) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class DeviceInfo:
     """The numbers of one device that decide about schedules.
 
-    `preferred_threads_per_block` is 1 on the CPU: its everyday kernels are plain loops, which the compiler vectorises.
-    `max_smem_per_block` counts bytes, including what a kernel must ask for (opt-in).
+    `preferred_threads_per_block` is 1 on the CPU: its everyday kernels are plain loops, which the
+    compiler vectorises. `max_smem_per_block` counts bytes, including what a kernel must ask for.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Kernels from their text to something that can be launched: the types, and the entrance for both devices."""
+"""Kernels from their text to something that runs: the types, and the entrance for both devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TensorLike(Protocol):
     def data_ptr(self) -> int: ...
 
 
-# A pointer parameter takes a tensor or an address; a checked CPU kernel needs a tensor or (address, nbytes).
+# For a pointer: a tensor or an address; a checked CPU kernel needs a tensor or (address, nbytes).
 Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
 
 
@@ -39,7 +39,8 @@ class KernelParam:
 class KernelSource:
     """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
 
-    `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the reduction templates.
+    `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the
+    reduction templates.
     """
 
     name: str
@@ -49,9 +50,10 @@ class KernelSource:
 
 
 class PreparedLaunch(ABC):
-    """A launch with packed arguments, for a runner that repeats it; not to be shared between threads.
+    """A launch with packed arguments, for a runner that repeats it.
 
-    `pointer_slots[i]` is the index of parameter `i` for `set_pointer`; scalars and shape stay as they were packed.
+    Only pointers can be replaced; scalars and shape stay as they were packed. Not to be shared
+    between threads. The caller keeps the tensors alive.
     """
 
     @abstractmethod
@@ -60,7 +62,7 @@ class PreparedLaunch(ABC):
 
     @abstractmethod
     def run(self, stream: int | None = None) -> None:
-        """Launches; `stream` is a raw CUDA stream handle (None: torch's current stream), ignored on the CPU."""
+        """Launches; `stream` is a raw CUDA handle (None: torch's current), unused on the CPU."""
 
 
 class CompiledKernel(ABC):
@@ -83,7 +85,8 @@ class CompiledKernel(ABC):
         """Runs the kernel (on CUDA: enqueues it) with one argument for each parameter.
 
         Raises:
-            KernelError: wrong arguments, an impossible shape, a device error, or a finding of checked mode.
+            KernelError: wrong arguments, an impossible shape, a device error, or a finding of
+                checked mode.
         """
 
     @abstractmethod
@@ -119,12 +122,12 @@ _compile_lock = threading.RLock()
 
 
 def compilations() -> int:
-    """How many kernels a compiler has compiled in this process; hits of either cache do not count."""
+    """How many kernels were really compiled in this process; hits of either cache do not count."""
     return _statistics.compilations
 
 
 def kernel_requests() -> int:
-    """How many kernels `compile_kernels` and `compile_cubin` have been asked for in this process."""
+    """How many kernels `compile_kernels` and `compile_cubin` were asked for in this process."""
     return _statistics.requests
 
 
@@ -141,7 +144,7 @@ def count_requests(kernels: int) -> None:
 
 
 def clear_memory_cache() -> None:
-    """Forgets all compiled kernels of this process, so that the next request goes to the disk cache."""
+    """Forgets the compiled kernels of this process: the next request goes to the disk cache."""
     with _compile_lock:
         _memory.clear()
 
@@ -155,10 +158,11 @@ def device_of(device: torch.device | str) -> tuple[str, int | None]:
 def compile_kernels(
     sources: Sequence[KernelSource], device: torch.device | str, *, checked: bool = False
 ) -> list[CompiledKernel]:
-    """Compiles kernels for a device, or takes them from the memory or disk cache, in the order of `sources`.
+    """Compiles kernels for a device, or takes them from the memory or disk cache, in order.
 
-    On the CPU, all kernels that are missing go into one translation unit; on CUDA they compile in parallel threads.
-    `checked` (CPU only) makes kernels that check bounds, alignment, shared-memory initialisation, races and barriers.
+    On the CPU, the kernels that are missing go into one translation unit; on CUDA they compile in
+    parallel threads. `checked` (CPU only) makes kernels that check bounds, alignment, barriers, and
+    shared memory for uninitialised reads and races.
 
     Raises:
         CompileError: the compiler is missing or refuses a kernel.
@@ -175,13 +179,13 @@ def compile_kernels(
     elif kind == "cuda":
         if checked:
             raise KernelError("checked kernels run on the CPU only")
-        from fuser.runtime import launch, nvrtc
+        from fuser.runtime import cuda_kernel, nvrtc
 
-        arch = launch.architecture(index)
+        arch = cuda_kernel.architecture(index)
         variant = f"cuda:{arch}"
 
         def compile_cuda(missing: Sequence[KernelSource]) -> list[CompiledKernel]:
-            return launch.compile_for_device(missing, arch)
+            return cuda_kernel.compile_for_device(missing, arch)
 
         compile_missing = compile_cuda
 

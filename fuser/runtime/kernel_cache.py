@@ -1,10 +1,11 @@
-"""The disk cache of compiled kernels: safe under concurrent ranks, and against torn or damaged files.
+"""The disk cache of compiled kernels: safe under concurrent ranks and against damaged files.
 
 Layout, under one folder of mode 0700:
-    entries/KEY          JSON: the object's digest, and what the compiler driver wants to know again
-    objects/DIGEST.EXT   the compiled object (`.so`, which may hold several kernels, or `.cubin`), named by its SHA-256
+    entries/KEY          JSON: the name of the object, and the symbol of the kernel in it
+    objects/DIGEST.EXT   the object (`.so`, often of several kernels, or `.cubin`); SHA-256 as name
     locks/KEY.lock       held while a process compiles KEY
-Files appear by rename, so a reader sees a whole file or none; a digest that does not fit means recompiling.
+Files appear by rename, so a reader sees a whole file or none; a digest that does not fit means
+recompiling. Nothing is ever evicted: the folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CachedKernel:
 
 
 def digest(*parts: str | bytes) -> str:
-    """SHA-256 over parts, each preceded by its length, so that moving text between parts changes it."""
+    """SHA-256 over parts, each preceded by its length: moving text between parts changes it."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -66,8 +67,9 @@ def _prepared(folder: Path) -> Path:
         ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OptionError(
-            f"the kernel cache folder {folder} belongs to user {status.st_uid} or is writable by others"
-            f" (mode {status.st_mode & 0o777:o}); compiled code is loaded from it, so set FUSER_CACHE_DIR"
+            f"the kernel cache folder {folder} belongs to user {status.st_uid} or is writable by"
+            f" others (mode {status.st_mode & 0o777:o}); compiled code is loaded from it, so set"
+            " FUSER_CACHE_DIR to another"
         )
     return folder
 
@@ -117,8 +119,8 @@ class KernelCache:
     def lock(self, key: str, *, deadline_s: float = _LOCK_DEADLINE_S) -> Iterator[bool]:
         """Holds the lock of a key; yields False when another process kept it past the deadline.
 
-        The lock only avoids double work: without it both processes compile, and either result is right. It belongs to the
-        open file, so it ends with a process that dies.
+        The lock only avoids double work: without it both processes compile, and either result is
+        right. It belongs to the open file, so it ends with a process that dies.
         """
         with (self.folder / "locks" / f"{key}.lock").open("wb") as file:
             expiry = time.monotonic() + deadline_s

@@ -1,8 +1,9 @@
-"""Kernels for CUDA devices: NVRTC, through cuda-core, compiles the CUDA text to machine code. Needs no GPU."""
+"""Kernels for CUDA devices: NVRTC, through cuda-core, compiles the CUDA text; needs no GPU."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +22,11 @@ _MAX_THREADS = 8
 @functools.cache
 def _version() -> str:
     try:
-        from cuda.bindings import nvrtc
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
         raise CompileError(
-            f"kernels for CUDA devices need cuda-core and NVRTC ({error}): install fuser-hostir[nvrtc],"
-            " or one of the extras cu12 and cu13"
+            f"kernels for CUDA devices need cuda-core and NVRTC ({error}):"
+            " install fuser-hostir[nvrtc], or one of the extras cu12 and cu13"
         ) from error
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -39,11 +40,12 @@ def _text(source: KernelSource) -> str:
 
 def kernel_key(source: KernelSource, arch: str) -> str:
     """The cache key of a kernel for one GPU architecture."""
-    return digest(_text(source), arch, _version(), _options_text())
+    return digest(_key_prefix(), arch, source.name, source.text)
 
 
-def _options_text() -> str:
-    return f"c++17 fma diag_suppress={_UNREFERENCED_FUNCTION}"
+@functools.cache
+def _key_prefix() -> str:
+    return digest(preamble(RT_FILES), _version(), f"c++17 fma suppress={_UNREFERENCED_FUNCTION}")
 
 
 def _compile(source: KernelSource, arch: str) -> bytes:
@@ -52,9 +54,8 @@ def _compile(source: KernelSource, arch: str) -> bytes:
     Raises:
         CompileError: with NVRTC's log and the lines around the first error.
     """
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(
+    core = importlib.import_module("cuda.core")
+    options = core.ProgramOptions(
         name=source.name,
         arch=arch,
         std="c++17",
@@ -62,7 +63,7 @@ def _compile(source: KernelSource, arch: str) -> bytes:
         diag_suppress=_UNREFERENCED_FUNCTION,
     )
     try:
-        code = Program(_text(source), "c++", options).compile("cubin").code
+        code = core.Program(_text(source), "c++", options).compile("cubin").code
     except Exception as error:
         # cuda-core keeps its NVRTCError private; whatever it raises here is the compiler's refusal.
         texts = {name: codegen_text(name) for name in RT_FILES} | {source.name: source.text}
@@ -89,7 +90,7 @@ def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: s
 
 
 def cubins(sources: Sequence[KernelSource], arch: str) -> list[bytes]:
-    """Returns the machine code of each kernel, from the disk cache or from NVRTC in parallel threads."""
+    """Returns each kernel's machine code, from the disk cache or from NVRTC in parallel threads."""
     cache = KernelCache()
     by_key = {kernel_key(source, arch): source for source in sources}
 

@@ -1,6 +1,6 @@
-"""Kernels for the CPU: g++ compiles the CUDA text against `simt.h`, many kernels per translation unit.
+"""Kernels for the CPU: g++ compiles the CUDA text against `simt.h`, many kernels at once.
 
-For each kernel a library exports a C function that takes a launch record (`fuser.runtime.cpu_kernel`).
+A library exports, for each kernel, a C function of a launch record (`fuser.runtime.cpu_kernel`).
 """
 
 from __future__ import annotations
@@ -9,27 +9,16 @@ import ctypes
 import functools
 import os
 import shutil
-import struct
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
-from fuser.errors import CompileError, KernelError
-from fuser.runtime.kernel import (
-    Argument,
-    CompiledKernel,
-    Dim3,
-    KernelParam,
-    KernelSource,
-    PreparedLaunch,
-    count_compilations,
-)
+from fuser.errors import CompileError
+from fuser.runtime.cpu_kernel import CheckedCpuKernel, CpuKernel, LaunchFunction
+from fuser.runtime.kernel import CompiledKernel, KernelParam, KernelSource, count_compilations
 from fuser.runtime.kernel_cache import CachedKernel, KernelCache, digest
-from fuser.runtime.slots import NUMBERS, slot_code
 from fuser.runtime.sources import (
     ENGINE_FILE,
     RT_FILES,
@@ -38,9 +27,6 @@ from fuser.runtime.sources import (
     explain,
     preamble,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 _COMMON_FLAGS = (
     "-std=c++17",
@@ -51,14 +37,13 @@ _COMMON_FLAGS = (
     "-march=native",
     "-w",
 )
-# Vectorise, but keep the meaning of NaN and Inf: see the CPU device's notes in docs/architecture.md.
+# Vectorise, but keep the meaning of NaN and Inf: never -ffinite-math-only.
 _FAST_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 _CHECKED_FLAGS = ("-O1", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
 _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
 
 
-
-# ---- the compiler ----------------------------------------------------------------------------------------------------
+# ---- the compiler -------------------------------------------------------------------------------
 def _compiler() -> str:
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
@@ -86,7 +71,7 @@ def _compiler_identity(compiler: str) -> str:
         raise CompileError(f"the C++ compiler {compiler} cannot be started: {error}") from error
     lines = answer.stderr.splitlines()
     version = next((line for line in lines if " version " in line), "unknown version")
-    # Of the command lines shown, keep code generation options; paths and temporary names would only disturb.
+    # Keep the code generation options; paths and temporary names would only disturb.
     features = sorted(
         {
             word.strip('"')
@@ -128,7 +113,7 @@ def _run_compiler(flags: Sequence[str], text: str, texts: dict[str, str]) -> byt
         return library.read_bytes()
 
 
-# ---- the translation unit --------------------------------------------------------------------------------------------
+# ---- the translation unit -----------------------------------------------------------------------
 def _argument(param: KernelParam, slot: int, slots: int) -> str:
     if param.is_pointer:
         return f'simt::pointer<{param.ctype}>(launch, {slot}, {slots}, "{param.name}")'
@@ -245,12 +230,12 @@ def compile_checked(sources: Sequence[KernelSource]) -> list[CompiledKernel]:
     return _compile(sources, checked=True)
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# ---- loading ------------------------------------------------------------------------------------
 _libraries: dict[str, ctypes.CDLL] = {}
 
 
 def _library(path: Path) -> ctypes.CDLL:
-    # Named by content: one path is one library for good, also when a damaged file was replaced on disk.
+    # Named by content: one name is one library for good, also when a damaged file was replaced.
     loaded = _libraries.get(path.name)
     if loaded is None:
         loaded = _libraries[path.name] = ctypes.CDLL(str(path))
@@ -266,7 +251,7 @@ def _function(entry: CachedKernel) -> LaunchFunction:
 
 @functools.cache
 def _engine_address() -> int:
-    """Loads the SIMT engine, compiling it on first use, and returns the address of its function table."""
+    """Loads the SIMT engine, compiled on first use; returns the address of its function table."""
     text = preamble((SIMT_FILES[0],)) + preamble((ENGINE_FILE,)).replace(
         '#include "simt_abi.h"', ""
     )
@@ -285,5 +270,3 @@ def _engine_address() -> int:
     function = getattr(_library(entry.path), entry.symbol)
     function.restype = ctypes.c_void_p
     return int(function())
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuser.errors import KernelError
 from fuser.runtime.kernel import KernelParam
 
-# struct codes of a slot. Integers of any width go as 64 bits: their low bytes come first on every machine served.
+# struct codes of a slot. Integers of any width go as 64 bits: their low bytes come first.
 _SCALARS = {
     "bool": "q",
     "int": "q",
@@ -31,6 +31,7 @@ def slot_code(param: KernelParam) -> str:
     code = _SCALARS.get(param.ctype)
     if code is None:
         raise KernelError(
-            f"parameter {param.name}: {param.ctype!r} is not a scalar type of kernels ({', '.join(_SCALARS)})"
+            f"parameter {param.name}: {param.ctype!r} is not a scalar type of kernels"
+            f" ({', '.join(_SCALARS)})"
         )
     return code

@@ -1,4 +1,4 @@
-"""The texts that precede a kernel's own, and the marked-up excerpt that explains a compiler's refusal."""
+"""The texts that precede a kernel's own, and the excerpt that explains a compiler's refusal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def codegen_text(name: str) -> str:
 
 @functools.cache
 def preamble(names: tuple[str, ...]) -> str:
-    """Concatenates files of `fuser/codegen`; `#line` keeps their names and line numbers in messages."""
+    """Concatenates files of `fuser/codegen`; `#line` keeps their names and lines in messages."""
     parts: list[str] = []
     for name in names:
         text = codegen_text(name).replace("#pragma once\n", "\n")
@@ -33,8 +33,8 @@ def preamble(names: tuple[str, ...]) -> str:
 def explain(log: str, texts: Mapping[str, str]) -> str:
     """Returns the compiler's log, then for its first located error the numbered lines around it.
 
-    `texts` maps the file names of `#line` directives to their texts. Both spellings of a place are understood:
-    `FILE:LINE:COLUMN: error` (g++) and `FILE(LINE): error` (NVRTC).
+    `texts` maps the file names of `#line` directives to their texts. Both spellings of a place are
+    understood: `FILE:LINE:COLUMN: error` (g++) and `FILE(LINE): error` (NVRTC).
     """
     for match in re.finditer(r"^(\S+?)(?::(\d+)(?::\d+)?|\((\d+)\)): (?:fatal )?error", log, re.M):
         text = texts.get(match[1])

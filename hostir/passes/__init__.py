@@ -1,1 +1,1 @@
-"""Passes over a host program, each with a before and an after."""
+"""Passes over host programs: one function per file, container -> container."""

@@ -44,6 +44,8 @@ class StoreControl(JobControl):
         self.launch = launch
         self.store: Any = _open_store(launch)
         self._heard = 0
+        # The guard's thread may listen at the same time.
+        self._listening = threading.Lock()
         self._stale: dict[str, list[str]] = {}
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
@@ -71,16 +73,16 @@ class StoreControl(JobControl):
 
     def listen(self) -> None:
         """Takes in the announcements that have arrived."""
-        count = self.store.add("events", 0)
-        while self._heard < count:
-            self._heard += 1
-            key = f"event/{self._heard}"
-            if not self.store.check([key]):
-                self._heard -= 1
-                return
-            event = Event.decode(self.store.get(key))
-            if event.rank != self.rank:
-                self.peers.record(event)
+        with self._listening:
+            count = self.store.add("events", 0)
+            while self._heard < count:
+                key = f"event/{self._heard + 1}"
+                if not self.store.check([key]):
+                    return
+                self._heard += 1
+                event = Event.decode(self.store.get(key))
+                if event.rank != self.rank:
+                    self.peers.record(event)
 
     def announce(self, event: Event) -> None:
         """Puts the event into the store."""

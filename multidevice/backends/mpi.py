@@ -132,9 +132,10 @@ class MpiControl(JobControl):
     def listen(self) -> None:
         """Takes in the announcements that have arrived."""
         status = self.mpi.Status()
-        while self._events.Iprobe(self.mpi.ANY_SOURCE, _EVENT_TAG, status):
+        # A matched probe, because the guard's thread may listen at the same time.
+        while message := self._events.Improbe(self.mpi.ANY_SOURCE, _EVENT_TAG, status):
             data = bytearray(status.Get_count(self.mpi.BYTE))
-            self._events.Recv([data, self.mpi.BYTE], status.Get_source(), _EVENT_TAG)
+            message.Recv([data, self.mpi.BYTE])
             self.peers.record(Event.decode(bytes(data)))
 
     def announce(self, event: Event) -> None:

@@ -126,7 +126,7 @@ class StandInBackend(nccl.NcclBackend):
         comm: Any = super()._connect(team)
         assert comm.team == (len(team), team.index(self.rank))
         comm.team = team
-        copies: list[tuple[str, torch.Tensor, int]] = []
+        copies: list[tuple[Any, torch.Tensor, int]] = []
 
         def post(kind: str):
             def enqueue(address: int, count: int, dtype: int, index: int, stream: int) -> None:
@@ -139,7 +139,7 @@ class StandInBackend(nccl.NcclBackend):
             own = {kind: t for kind, t, peer in copies if peer == self.rank}
             if own:
                 own["recv"].copy_(own["send"])
-            others: list[Any] = [Transfer(k, t, p) for k, t, p in copies if p != self.rank]
+            others = [Transfer(k, t, p) for k, t, p in copies if p != self.rank]
             copies.clear()
             self.sim.batch(others, team=team).wait()
 

@@ -1,4 +1,4 @@
-"""Handwritten kernels in the form that the code generator emits; the tests of this folder share them."""
+"""Handwritten kernels in the form that the code generator emits, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ BFLOAT_SCALE = kernel(
   store_vec<8>(T1, first, T2);""",
 )
 
-# Affine maps modulo a prime: associative, not commutative, exact. The order of combination shows in the result.
+# Affine maps modulo a prime: associative, exact, and the order of combination shows in the result.
 AFFINE = """\
 struct Affine { int a; int b; };
 struct AffineOp {
@@ -105,7 +105,7 @@ def suffix(axes: tuple[int, int, int]) -> str:
 
 
 def block_reduce_affine(axes: tuple[int, int, int]) -> KernelSource:
-    """Every thread writes its group's result; run twice in a loop, to show that shared memory can be reused."""
+    """Every thread writes its group's result; twice in a loop, as shared memory can be reused."""
     return kernel(
         f"block_reduce_affine_{suffix(axes)}",
         "const int* T0, int* T1",
@@ -133,8 +133,10 @@ def block_reduce_ops(type_name: str, op: str, identity: str) -> KernelSource:
   FUSER_SMEM(smem);
   {type_name} value = {identity};
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
-  for (int i = threadIdx.x; i < columns; i += blockDim.x) value = {op}<{type_name}>()(value, T0[row * columns + i]);
-  value = block_reduce<true, false, false>(value, {op}<{type_name}>(), {type_name}({identity}), smem);
+  const {op}<{type_name}> combine;
+  for (int i = threadIdx.x; i < columns; i += blockDim.x)
+    value = combine(value, T0[row * columns + i]);
+  value = block_reduce<true, false, false>(value, combine, {type_name}({identity}), smem);
   if (threadIdx.x == 0) T1[row] = value;""",
         uses_barriers=True,
     )
@@ -164,9 +166,11 @@ WELFORD_ROW = kernel(
     "const float* T0, float* T1, float* T2, int columns",
     """\
   FUSER_SMEM(smem);
-  Welford<float, int> w{0.0f, 0.0f, 0};
-  for (int i = threadIdx.x; i < columns; i += blockDim.x) welford_add(w, T0[blockIdx.x * columns + i]);
-  w = block_reduce<true, false, false>(w, WelfordOp<float, int>(), Welford<float, int>{0.0f, 0.0f, 0}, smem);
+  const Welford<float, int> none{0.0f, 0.0f, 0};
+  Welford<float, int> w = none;
+  for (int i = threadIdx.x; i < columns; i += blockDim.x)
+    welford_add(w, T0[blockIdx.x * columns + i]);
+  w = block_reduce<true, false, false>(w, WelfordOp<float, int>(), none, smem);
   if (threadIdx.x == 0) {
     T1[blockIdx.x] = w.avg;
     T2[blockIdx.x] = w.m2 / static_cast<float>(w.n);
@@ -175,10 +179,8 @@ WELFORD_ROW = kernel(
 )
 
 
-def grid_reduce_affine(
-    blocks: tuple[int, int, int], threads: tuple[int, int, int]
-) -> KernelSource:
-    """Reduces over block and thread axes; the threads of the last block write the result of their group."""
+def grid_reduce_affine(blocks: tuple[int, int, int], threads: tuple[int, int, int]) -> KernelSource:
+    """Reduces over block and thread axes; the threads of the last block write their results."""
     return kernel(
         f"grid_reduce_affine_{suffix(blocks)}_{suffix(threads)}",
         "const int* T0, int* T1, int* T2, Affine* work, int* semaphore",
@@ -232,8 +234,9 @@ TRANSPOSE = kernel(
   const int column = blockIdx.x * 16 + threadIdx.x, row = blockIdx.y * 16 + threadIdx.y;
   if (row < n && column < n) tile[threadIdx.y * 17 + threadIdx.x] = T0[row * n + column];
   __syncthreads();
-  const int other_column = blockIdx.y * 16 + threadIdx.x, other_row = blockIdx.x * 16 + threadIdx.y;
-  if (other_row < n && other_column < n) T1[other_row * n + other_column] = tile[threadIdx.x * 17 + threadIdx.y];""",
+  const int to_column = blockIdx.y * 16 + threadIdx.x, to_row = blockIdx.x * 16 + threadIdx.y;
+  if (to_row < n && to_column < n)
+    T1[to_row * n + to_column] = tile[threadIdx.x * 17 + threadIdx.y];""",
     uses_barriers=True,
 )
 

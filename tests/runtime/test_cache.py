@@ -73,7 +73,9 @@ def test_checked_and_unchecked_kernels_are_two() -> None:
     assert compilations() - before == 2
 
 
-@pytest.mark.parametrize("damage", ["torn object", "flipped bit", "torn entry", "foreign entry", "no object"])
+@pytest.mark.parametrize(
+    "damage", ["torn object", "flipped bit", "torn entry", "foreign entry", "no object"]
+)
 def test_damage_is_repaired(empty_cache: Path, damage: str) -> None:
     # A value of its own for each case: a library that is loaded stays loaded.
     value = 100 + len(damage) * 7 + ord(damage[0])
@@ -188,8 +190,8 @@ def test_threads_may_compile_and_launch_together() -> None:
 
     def work(x: torch.Tensor) -> None:
         (compiled,) = compile_kernels([source], "cpu")
+        out = torch.zeros(1000)
         for _ in range(200):
-            out = torch.zeros(1000)
             compiled.launch([x, x, out, 1000], grid=(8, 1, 1), block=(128, 1, 1))
         results.append(out)
 

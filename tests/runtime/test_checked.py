@@ -7,7 +7,7 @@ import torch
 
 from fuser.errors import KernelError
 from fuser.runtime import KernelSource, compile_kernels
-from fuser.runtime.simt import CheckedCpuKernel
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from tests.runtime.kernels import kernel
 
 REVERSE = """\
@@ -17,7 +17,7 @@ REVERSE = """\
   __syncthreads();
   T1[threadIdx.x] = tile[63 - threadIdx.x];"""
 
-# A reduction in a loop whose trailing barrier is missing: the next round overwrites slots that others still read.
+# Without its second barrier, the next round would overwrite slots that others still read.
 LOOPED = """\
   FUSER_SMEM(smem);
   FUSER_SHARED(float) tile = FUSER_SHARED_AT(float, smem, 0, 64);
@@ -72,7 +72,7 @@ def test_right_kernels_pass(name: str, body: str, order_seed: int) -> None:
 
 @pytest.mark.parametrize("order_seed", [0, 1, 99])
 def test_missing_barrier_between_write_and_read(order_seed: int) -> None:
-    # In order, thread 0 reads a slot before its writer ran: uninitialised. In other orders, some reads are races.
+    # A read before its writer ran finds nothing initialised; one after it is a race.
     message = finding(
         "no_barrier", REVERSE.replace("  __syncthreads();\n", ""), order_seed=order_seed
     )
@@ -93,7 +93,9 @@ def test_two_threads_write_one_slot() -> None:
     body = REVERSE.replace("tile[threadIdx.x] =", "tile[threadIdx.x / 2] =")
     message = finding("write_write", body)
     assert "race: store of byte 0" in message
-    assert "written by thread 0 since the last barrier; thread (1, 0, 0) of block (0, 0, 0)" in message
+    assert (
+        "written by thread 0 since the last barrier; thread (1, 0, 0) of block (0, 0, 0)" in message
+    )
 
 
 def test_neighbouring_half_words_are_no_race() -> None:
@@ -145,7 +147,10 @@ def test_shared_index_out_of_bounds() -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("T1[threadIdx.x] = T0[threadIdx.x + 1];", "load of 4 bytes at T0[64], which has 64 elements"),
+        (
+            "T1[threadIdx.x] = T0[threadIdx.x + 1];",
+            "load of 4 bytes at T0[64], which has 64 elements",
+        ),
         ("T1[2 * threadIdx.x] = 0.0f;", "store of 4 bytes at T1[64], which has 64 elements"),
         ("T1[static_cast<int>(threadIdx.x) - 1] = 0.0f;", "store of 4 bytes at T1[-1]"),
     ],
@@ -188,7 +193,9 @@ def test_register_index() -> None:
   Array<float, 4> T2;
   load_vec<4>(T2, 1, T0, 0);
   T1[0] = T2[1];"""
-    assert "register index: element 4 of a register array of 4" in finding("register", body, block=1)
+    assert "register index: element 4 of a register array of 4" in finding(
+        "register", body, block=1
+    )
 
 
 def test_divergent_barriers() -> None:
@@ -221,7 +228,9 @@ def test_warp_operation_that_some_lanes_skip() -> None:
 
 def test_lane_outside_its_mask() -> None:
     message = finding("mask", "  T1[0] = __shfl_sync(0x0000ffffu, 1.0f, 0);", block=32)
-    assert "lane 16 takes part in a warp operation whose mask 0x0000ffff does not name it" in message
+    assert (
+        "lane 16 takes part in a warp operation whose mask 0x0000ffff does not name it" in message
+    )
 
 
 def test_waiting_for_another_block() -> None:
@@ -235,7 +244,7 @@ def test_deadlock_is_an_error_without_checks_too() -> None:
     body = "  if (threadIdx.x < 4) __shfl_sync(0xffffffffu, 1.0f, 0); else __syncthreads();"
     (compiled,) = compile_kernels([kernel("unchecked", POINTERS, body, uses_barriers=True)], "cpu")
     x = torch.zeros(64)
-    with pytest.raises(KernelError, match="kernel unchecked.*deadlock"):
+    with pytest.raises(KernelError, match=r"kernel unchecked.*deadlock"):
         compiled.launch([x, x], grid=(1, 1, 1), block=(64, 1, 1))
 
 

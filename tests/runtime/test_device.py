@@ -45,7 +45,7 @@ def median_s(function: object) -> float:
 
 
 def test_gelu_loop_is_vectorised() -> None:
-    # Not vectorised, the loop takes 20 times as long as torch; the bound leaves room for a busy machine.
+    # Not vectorised, it takes 20 times as long as torch; the bound leaves room for a busy machine.
     source = kernels.kernel(
         "gelu_loop",
         "const float* T0, float* T1, int64_t n",
@@ -61,9 +61,7 @@ def test_gelu_loop_is_vectorised() -> None:
     try:
         compiled.launch([x, y, x.numel()], grid=(1, 1, 1), block=(1, 1, 1))
         torch.testing.assert_close(y, torch.nn.functional.gelu(x))
-        ours = median_s(
-            lambda: compiled.launch([x, y, x.numel()], grid=(1, 1, 1), block=(1, 1, 1))
-        )
+        ours = median_s(lambda: compiled.launch([x, y, x.numel()], grid=(1, 1, 1), block=(1, 1, 1)))
         theirs = median_s(lambda: torch.nn.functional.gelu(x))
     finally:
         torch.set_num_threads(threads)

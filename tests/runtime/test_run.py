@@ -1,4 +1,4 @@
-"""Kernels give the right numbers on every device: CPU, checked CPU with several thread orders, CUDA."""
+"""Kernels give the right numbers on the CPU, the checked CPU in several thread orders, and CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import KernelError
 from fuser.runtime import CompiledKernel, KernelSource, compile_cubin, compile_kernels
-from fuser.runtime.simt import CheckedCpuKernel
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from tests.runtime import kernels
 
 Shape = tuple[int, int, int]
@@ -27,22 +27,23 @@ def torch_device(device: str) -> str:
     return "cuda" if device == "cuda" else "cpu"
 
 
-def build(source: KernelSource, device: str) -> list[CompiledKernel]:
-    """The kernel, on the checked device once for each order of threads and blocks; all kernels share a library."""
+def build(source: KernelSource, device: str) -> CompiledKernel:
+    """Compiles the kernel together with all others, so that one library serves all tests."""
     sources = kernels.everything()
     if source not in sources:
         sources = [source]
     built = compile_kernels(sources, torch_device(device), checked=device == "checked")
-    compiled = built[sources.index(source)]
-    return [compiled]
+    return built[sources.index(source)]
 
 
 def run(source: KernelSource, device: str, args: Sequence[object], **shape: object) -> None:
-    for compiled in build(source, device):
-        for order in ORDERS if isinstance(compiled, CheckedCpuKernel) else (0,):
-            if isinstance(compiled, CheckedCpuKernel):
-                compiled.order_seed = order
-            compiled.launch(args, **shape)  # pyright: ignore[reportArgumentType]
+    """Launches; on the checked CPU, once for each order of threads and blocks."""
+    compiled = build(source, device)
+    orders = ORDERS if isinstance(compiled, CheckedCpuKernel) else (0,)
+    for order in orders:
+        if isinstance(compiled, CheckedCpuKernel):
+            compiled.order_seed = order
+        compiled.launch(args, **shape)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 1000])
@@ -76,7 +77,7 @@ def test_vector_copy(
 
 
 def test_vector_width_is_counted() -> None:
-    (compiled,) = build(kernels.vector_copy("__bfloat", 8, streaming=True), "checked")
+    compiled = build(kernels.vector_copy("__bfloat", 8, streaming=True), "checked")
     assert isinstance(compiled, CheckedCpuKernel)
     x = torch.randn(1024).bfloat16()
     compiled.launch([x, torch.zeros_like(x), 1024], grid=(4, 1, 1), block=(32, 1, 1))
@@ -145,13 +146,26 @@ def test_block_reduce_of_every_size(device: str) -> None:
 
 @pytest.mark.parametrize("axes", kernels.AXES)
 def test_block_reduce_over_axes(device: str, axes: Shape) -> None:
-    shapes = [(4, 8, 2), (8, 3, 5), (32, 4, 2), (33, 3, 1), (64, 2, 3), (1, 7, 9), (5, 1, 6), (16, 3, 1)]
+    shapes = [
+        (4, 8, 2),
+        (8, 3, 5),
+        (32, 4, 2),
+        (33, 3, 1),
+        (64, 2, 3),
+        (1, 7, 9),
+        (5, 1, 6),
+        (16, 3, 1),
+    ]
     for shape in shapes:
         check_block_reduce(device, axes, shape)
 
 
 def test_full_block(device: str) -> None:
-    for axes, shape in (((1, 0, 0), (1024, 1, 1)), ((0, 1, 0), (32, 32, 1)), ((1, 1, 0), (32, 32, 1))):
+    for axes, shape in (
+        ((1, 0, 0), (1024, 1, 1)),
+        ((0, 1, 0), (32, 32, 1)),
+        ((1, 1, 0), (32, 32, 1)),
+    ):
         check_block_reduce(device, axes, shape)
 
 
@@ -171,7 +185,14 @@ def test_row_reductions(device: str, block: Shape) -> None:
     }
     for name, (values, expected) in cases.items():
         out = torch.zeros(rows, dtype=values.dtype, device=place)
-        run(by_name[name], device, [values, out, columns], grid=(2, 1, 1), block=block, smem_bytes=8 * threads)
+        run(
+            by_name[name],
+            device,
+            [values, out, columns],
+            grid=(2, 1, 1),
+            block=block,
+            smem_bytes=8 * threads,
+        )
         torch.testing.assert_close(out, expected.to(out.dtype), rtol=1e-5, atol=1e-5)
 
 
@@ -180,7 +201,14 @@ def test_max_propagates_nan(device: str) -> None:
     x = torch.zeros(2, 100, device=torch_device(device))
     x[1, 71] = float("nan")
     out = torch.zeros(2, device=x.device)
-    run(by_name["row_maxop_float"], device, [x, out, 100], grid=(2, 1, 1), block=(32, 1, 1), smem_bytes=128)
+    run(
+        by_name["row_maxop_float"],
+        device,
+        [x, out, 100],
+        grid=(2, 1, 1),
+        block=(32, 1, 1),
+        smem_bytes=128,
+    )
     assert out[0].item() == 0.0
     assert out[1].isnan()
 
@@ -191,7 +219,14 @@ def test_column_sum(device: str, block: Shape) -> None:
     x = torch.randn(rows, columns, device=torch_device(device))
     out = torch.zeros(columns, device=x.device)
     smem = 16 * block[0] * block[1]
-    run(kernels.COLUMN_SUM, device, [x, out, rows, columns], grid=(2, 1, 1), block=block, smem_bytes=smem)
+    run(
+        kernels.COLUMN_SUM,
+        device,
+        [x, out, rows, columns],
+        grid=(2, 1, 1),
+        block=block,
+        smem_bytes=smem,
+    )
     torch.testing.assert_close(out.double(), x.double().sum(0), rtol=1e-5, atol=1e-5)
 
 
@@ -201,7 +236,9 @@ def test_welford(device: str) -> None:
     args = [x, mean, variance, 1003]
     run(kernels.WELFORD_ROW, device, args, grid=(3, 1, 1), block=(96, 1, 1), smem_bytes=12 * 96)
     torch.testing.assert_close(mean.double(), x.double().mean(1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(variance.double(), x.double().var(1, correction=0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        variance.double(), x.double().var(1, correction=0), rtol=1e-4, atol=0
+    )
 
 
 GRID_CASES = [
@@ -218,17 +255,22 @@ GRID_CASES = [
 def test_grid_reduce(device: str, blocks: Shape, threads: Shape, grid: Shape, block: Shape) -> None:
     n_blocks, n_threads = (s[0] * s[1] * s[2] for s in (grid, block))
     generator = torch.Generator().manual_seed(3)
-    values = torch.randint(1, 10007, (n_blocks, n_threads, 2), dtype=torch.int32, generator=generator)
+    values = torch.randint(
+        1, 10007, (n_blocks, n_threads, 2), dtype=torch.int32, generator=generator
+    )
     # Within a block first, then over blocks: all in linear order.
     in_block = [
-        expected_by_group([(int(a), int(b)) for a, b in row], block, threads) for row in values.tolist()
+        expected_by_group([(int(a), int(b)) for a, b in row], block, threads)
+        for row in values.tolist()
     ]
     per_thread = [
-        expected_by_group([in_block[b][t] for b in range(n_blocks)], grid, blocks) for t in range(n_threads)
+        expected_by_group([in_block[b][t] for b in range(n_blocks)], grid, blocks)
+        for t in range(n_threads)
     ]
     names = list(dict.fromkeys(group_of(place, blocks) for place in coordinates(grid)))
     group_index = {
-        name: sum(at * stride for at, stride in _group_strides(name, grid, blocks)) for name in names
+        name: sum(at * stride for at, stride in _group_strides(name, grid, blocks))
+        for name in names
     }
     place = torch_device(device)
     out = torch.zeros(len(names), n_threads, 2, dtype=torch.int32, device=place)
@@ -274,7 +316,14 @@ def test_transpose_through_shared_memory(device: str, n: int) -> None:
     x = torch.randn(n, n, device=torch_device(device))
     y = torch.zeros_like(x)
     tiles = -(-n // 16)
-    run(kernels.TRANSPOSE, device, [x, y, n], grid=(tiles, tiles, 1), block=(16, 16, 1), smem_bytes=4 * 16 * 17)
+    run(
+        kernels.TRANSPOSE,
+        device,
+        [x, y, n],
+        grid=(tiles, tiles, 1),
+        block=(16, 16, 1),
+        smem_bytes=4 * 16 * 17,
+    )
     assert torch.equal(y, x.t())
 
 
@@ -297,7 +346,10 @@ def test_warp_operations(device: str) -> None:
 def test_atomics(device: str) -> None:
     n = 300
     x = torch.arange(n, dtype=torch.float32, device=torch_device(device))
-    sums, count = torch.zeros(3, device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
+    sums, count = (
+        torch.zeros(3, device=x.device),
+        torch.zeros(1, dtype=torch.int32, device=x.device),
+    )
     run(kernels.ATOMICS, device, [x, sums, count, n], grid=(5, 1, 1), block=(64, 1, 1))
     launches = len(ORDERS) if device == "checked" else 1
     assert sums.tolist() == [launches * x[i::3].sum().item() for i in range(3)]
@@ -308,7 +360,7 @@ def test_prepared_launch(device: str) -> None:
     place = torch_device(device)
     a, b = torch.randn(100, device=place), torch.randn(100, device=place)
     c, d = torch.zeros(100, device=place), torch.zeros(100, device=place)
-    (compiled,) = build(kernels.VECTOR_ADD, device)
+    compiled = build(kernels.VECTOR_ADD, device)
     prepared = compiled.prepare([a, b, c, 100], grid=(1, 1, 1), block=(128, 1, 1))
     prepared.run()
     prepared.set_pointer(2, d.data_ptr())
@@ -320,13 +372,13 @@ def test_prepared_launch(device: str) -> None:
 
 def test_addresses_as_arguments() -> None:
     a, b, c = torch.randn(8), torch.randn(8), torch.zeros(8)
-    (compiled,) = build(kernels.VECTOR_ADD, "cpu")
+    compiled = build(kernels.VECTOR_ADD, "cpu")
     compiled.launch([a.data_ptr(), b.data_ptr(), c.data_ptr(), 8], grid=(1, 1, 1), block=(8, 1, 1))
     assert torch.equal(c, a + b)
 
 
 def test_wrong_arguments_are_named(device: str) -> None:
-    (compiled,) = build(kernels.VECTOR_ADD, device)
+    compiled = build(kernels.VECTOR_ADD, device)
     x = torch.zeros(8, device=torch_device(device))
     with pytest.raises(KernelError, match="vector_add takes 4 arguments, 3 were given"):
         compiled.launch([x, x, x], grid=(1, 1, 1), block=(8, 1, 1))
@@ -335,7 +387,7 @@ def test_wrong_arguments_are_named(device: str) -> None:
 
 
 def test_shared_memory_needs_a_kernel_with_barriers() -> None:
-    (compiled,) = build(kernels.VECTOR_ADD, "cpu")
+    compiled = build(kernels.VECTOR_ADD, "cpu")
     with pytest.raises(KernelError, match="without barriers"):
         compiled.launch([0, 0, 0, 0], grid=(1, 1, 1), block=(1, 1, 1), smem_bytes=16)
 
@@ -348,7 +400,8 @@ def test_every_kernel_compiles_for_hopper() -> None:
 
 def test_kernels_of_one_name_share_a_library() -> None:
     sources = [
-        kernels.kernel("same", "int* T0", f"  if (threadIdx.x == 0) T0[0] = {i};") for i in range(20)
+        kernels.kernel("same", "int* T0", f"  if (threadIdx.x == 0) T0[0] = {i};")
+        for i in range(20)
     ]
     results: list[int] = []
     for compiled in compile_kernels(sources, "cpu"):

@@ -1,0 +1,241 @@
+"""Buffers: the storage of stages, and how readers find their elements.
+
+A local buffer holds the loops inside its depth that are not spread over threads; its readers must
+read exactly what the same thread wrote, which the equality of the two index expressions proves. A
+shared buffer is addressed by the logical index, so that any thread of the block may read any element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuser.errors import DefinitionError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, nbytes_of
+from fuser.ir.nodes import ReductionOp, WelfordOp
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import GRID_TYPES, ParallelType
+from fuser.lower.context import Context
+from fuser.lower.index import Index
+from fuser.lower.kernel import Element, Expr, Var
+from fuser.lower.loops import Loop, Stage
+
+# Shared tensors start at multiples of this many bytes.
+SHARED_ALIGNMENT = 128
+
+
+def c_type(dtype: DataType) -> str:
+    """Return the C type of an element: Index tensors hold int64_t."""
+    return "int64_t" if dtype is DataType.Index else INFO[dtype].text
+
+
+def accumulator_dtype(stage: Stage) -> DataType:
+    """Return the dtype in which a reduction accumulates: half-like ones in Float."""
+    assert isinstance(stage.op, ReductionOp | WelfordOp)
+    dtype = stage.op.inp.dtype() if isinstance(stage.op, WelfordOp) else stage.tv.dtype()
+    return DataType.Float if dtype in HALF_LIKE else dtype
+
+
+@dataclass
+class Buffer:
+    """Storage of one stage. `loops` index it, outer to inner; `size` None is a plain scalar.
+
+    `ctype` is the element's C type. `offset` is the place of a shared buffer in bytes.
+    """
+
+    stage: Stage
+    name: str
+    dtype: DataType
+    ctype: str
+    loops: list[Loop]
+    size: int | None = None
+    axes: list[tuple[int, Scalar]] | None = None
+    count: Scalar = sc.ONE
+    offset: Scalar = sc.ZERO
+
+    @property
+    def is_shared(self) -> bool:
+        return self.stage.storage == "shared"
+
+    @property
+    def nbytes(self) -> Scalar:
+        return sc.mul(self.count, nbytes_of(self.dtype))
+
+    # ------------------------------------------------------------ addressing
+    def own_index(self) -> Scalar:
+        """Return the element that the stage itself writes in one iteration."""
+        if self.axes is not None:
+            raise AssertionError("a shared buffer is addressed by its logical index")
+        return self.index_at({})
+
+    def index_at(self, symbols: dict[Scalar, Scalar]) -> Scalar:
+        """Return the element at the given values of the buffer's loop symbols."""
+        total: Scalar = sc.ZERO
+        for loop in self.loops:
+            at = symbols.get(loop.symbol, loop.symbol)
+            total = sc.add(sc.mul(total, loop.extent), at)
+        return total
+
+    def element(self, ctx: Context, index: Scalar, tv: TensorView) -> Var | Element:
+        """Return the element as a value; a Welford result is a field of it."""
+        del ctx
+        member = _member(self.stage, tv)
+        if self.size is None and not self.is_shared:
+            return Var(self.name + (f".{member}" if member else ""), self.value_dtype(tv))
+        return Element(self.name, index, self.value_dtype(tv), member, self.is_shared)
+
+    def value_dtype(self, tv: TensorView) -> DataType:
+        """Return the dtype of what is stored for `tv`: a Welford count is an Int."""
+        if isinstance(self.stage.op, WelfordOp) and tv is self.stage.op.n:
+            return DataType.Int
+        return self.dtype
+
+    def read(self, ctx: Context, tv: TensorView, index: Index, reader: Stage) -> Expr:
+        """Return the element of `tv` at a logical index, as `reader` sees it."""
+        from fuser.lower.values import convert
+
+        at = self.shared_index(ctx, index) if self.is_shared else self.local_index(ctx, index, reader)
+        return convert(self.element(ctx, at, tv), tv.dtype())
+
+    def shared_index(self, ctx: Context, index: Index) -> Scalar:
+        assert self.axes is not None
+        known = ctx.indexer.forward(self.stage.tv, index)
+        total: Scalar = sc.ZERO
+        for number, size in self.axes:
+            total = sc.add(sc.mul(total, size), known[number])
+        return ctx.simplify(total)
+
+    def local_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
+        """Find the register that holds a logical index, or prove that this thread has none."""
+        for candidate in self._paired(reader):
+            written = tuple(
+                ctx.simplify(sc.substitute(i, candidate))
+                for i in ctx.indexer.stage_index(self.stage)
+            )
+            if written == tuple(ctx.simplify(i) for i in index):
+                return self.index_at(candidate)
+        symbols = self._traced(ctx, index)
+        if symbols is not None:
+            return self.index_at(symbols)
+        if self.stage.storage == "local":
+            ctx.facts.recompute(self.stage.tv)
+        raise DefinitionError(
+            f"{reader.tv} reads other elements of {self.stage.tv} than its thread holds"
+        )
+
+    def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
+        """Pair the buffer's loops with the reader's own serial loops, position by position."""
+        theirs = [
+            loop.find()
+            for loop in reader.all_loops[self.stage.depth :]
+            if not loop.find().is_parallel and isinstance(loop.find().symbol, Symbol)
+        ]
+        choices = [theirs, [loop for loop in theirs if not loop.is_reduction]]
+        return [
+            {mine.symbol: loop.symbol for mine, loop in zip(self.loops, chosen, strict=True)}
+            for chosen in choices
+            if len(chosen) == len(self.loops)
+        ] or ([{}] if not self.loops else [])
+
+    def _traced(self, ctx: Context, index: Index) -> dict[Scalar, Scalar] | None:
+        """Follow a logical index to the stage's loops; None unless the shared loops agree."""
+        if self.stage.reference is not None:
+            return None
+        known = ctx.indexer.forward(self.stage.tv, index)
+        own = {id(loop) for loop in self.loops}
+        symbols: dict[Scalar, Scalar] = {}
+        for number, loop in self.stage.axis_loops.items():
+            loop = loop.find()
+            if loop.is_reduction:
+                continue
+            if number not in known:
+                return None
+            at = ctx.simplify(known[number])
+            if id(loop) in own:
+                symbols[loop.symbol] = at
+            elif at != loop.symbol:
+                return None
+        return symbols
+
+
+def _member(stage: Stage, tv: TensorView) -> str:
+    if not isinstance(stage.op, WelfordOp):
+        return ""
+    return {stage.op.avg: "avg", stage.op.var: "m2", stage.op.n: "n"}[tv]
+
+
+def allocate(ctx: Context) -> dict[Stage, Buffer]:
+    """Give every stage that needs storage its buffer; shared ones follow each other."""
+    return {s: _allocate(ctx, s) for s in ctx.plan.stages if s.storage != "global"}
+
+
+def _allocate(ctx: Context, stage: Stage) -> Buffer:
+    name = f"T{stage.tv.number}" if stage.storage != "reduction" else f"r{stage.tv.number}"
+    if stage.storage == "shared":
+        return _allocate_shared(ctx, stage, name)
+    loops = [
+        loop
+        for loop in stage.own_loops
+        if not loop.is_parallel and not loop.is_reduction and isinstance(loop.symbol, Symbol)
+    ]
+    size = 1
+    for loop in loops:
+        extent = sc.int_value(loop.extent)
+        if extent is None:
+            raise DefinitionError(
+                f"{stage.tv} would need a register for each of {loop.extent} iterations; "
+                "inline it deeper, or split the axis by a constant"
+            )
+        size *= extent
+    dtype = stage.tv.dtype()
+    ctype = c_type(dtype)
+    if stage.is_reduction:
+        dtype = accumulator_dtype(stage)
+        ctype = c_type(dtype)
+        if isinstance(stage.op, WelfordOp):
+            ctype = f"Welford<{ctype}>"
+    return Buffer(stage, name, dtype, ctype, loops, size if loops else None)
+
+
+def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
+    """Lay a shared tensor out by its allocation domain, or by its loops.
+
+    Left out are the axes that do not distinguish elements of one block at one time: block axes, and
+    serial loops outside of the buffer.
+    """
+    domain = stage.tv.domain
+    if stage.reference is not None:
+        raise DefinitionError(f"{stage.tv} is shared, but has no loops of its own")
+    outside = {
+        n
+        for n, loop in stage.axis_loops.items()
+        if loop.find().ptype in GRID_TYPES
+        or (not loop.find().is_parallel and _position(stage, loop) < stage.depth)
+    }
+    axes = [
+        (a.number, ctx.plan.fusion.canonical(a.size))
+        for a in (domain.allocation or domain.loop)
+        if a.number not in outside and a.ptype not in GRID_TYPES and not a.is_broadcast
+    ]
+    count = sc.product(size for _, size in axes)
+    return Buffer(stage, name, stage.tv.dtype(), c_type(stage.tv.dtype()), [], axes=axes, count=count)
+
+
+def _position(stage: Stage, loop: Loop) -> int:
+    found = [k for k, mine in enumerate(stage.loops) if mine.find() is loop.find()]
+    return found[0] if found else len(stage.loops)
+
+
+def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
+    """Give shared buffers their offsets after `start` bytes; return the bytes used."""
+    end = start
+    for buffer in buffers.values():
+        if buffer.is_shared:
+            words = sc.ceildiv(end, SHARED_ALIGNMENT)
+            buffer.offset = sc.mul(words, SHARED_ALIGNMENT)
+            end = sc.add(buffer.offset, buffer.nbytes)
+    return end
+
+
+__all__ = ["Buffer", "ParallelType", "accumulator_dtype", "allocate", "c_type", "place_shared"]

@@ -1,0 +1,101 @@
+"""What the lowering functions of one kernel share: the plan, the indexer, and what is assumed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fuser.ir import scalar as sc
+from fuser.ir.domain import Split
+from fuser.ir.dtypes import DataType
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.lower.index import Indexer, partial_splits
+from fuser.lower.kernel import Workspace
+from fuser.lower.loops import Plan, Stage
+
+
+class NewFactError(Exception):
+    """Lowering learned something that earlier decisions lacked; the pipeline starts again."""
+
+
+@dataclass
+class Facts:
+    """What a kernel assumes; grows monotonically between attempts.
+
+    `divisible` sizes and strides are multiples of a number, which a guard checks at launch;
+    `recomputed` tensors get no storage because a reader needs other elements than it would hold.
+    """
+
+    divisible: dict[Symbol, int] = field(default_factory=dict[Symbol, int])
+    recomputed: dict[TensorView, None] = field(default_factory=dict[TensorView, None])
+
+    def assume_divisible(self, symbol: Symbol, by: int) -> None:
+        """Assume that a size or stride is a multiple of `by`; raises `NewFactError`."""
+        self.divisible[symbol] = math.lcm(self.divisible.get(symbol, 1), by)
+        raise NewFactError
+
+    def recompute(self, tv: TensorView) -> None:
+        """Take the storage of a local tensor away; raises `NewFactError`."""
+        self.recomputed[tv] = None
+        raise NewFactError
+
+    def quotients(self) -> dict[Scalar, Scalar]:
+        """Return the replacement of each divisible symbol: the divisor times a quotient symbol."""
+        return {s: sc.mul(by, quotient_symbol(s, by)) for s, by in self.divisible.items()}
+
+    def guards(self) -> list[Scalar]:
+        return [sc.eq(sc.mod(s, by), 0) for s, by in self.divisible.items()]
+
+
+def quotient_symbol(symbol: Symbol, by: int) -> Symbol:
+    return Symbol(f"{symbol.name}_div{by}", DataType.Index)
+
+
+@dataclass
+class Context:
+    """One attempt at lowering a kernel."""
+
+    plan: Plan
+    facts: Facts
+    indexer: Indexer
+    is_cpu: bool
+    guards: dict[Scalar, None] = field(default_factory=dict[Scalar, None])
+    alignments: dict[TensorView, int] = field(default_factory=dict[TensorView, int])
+    workspaces: list[Workspace] = field(default_factory=list[Workspace])
+    workspace_ctypes: list[str] = field(default_factory=list[str])
+    reduction_bytes: Scalar = sc.ZERO
+    _whole: set[tuple[Scalar, Scalar]] = field(default_factory=set[tuple[Scalar, Scalar]])
+    _replacements: dict[Scalar, Scalar] = field(default_factory=dict[Scalar, Scalar])
+    _partial: dict[TensorView, list[Split]] = field(default_factory=dict[TensorView, list[Split]])
+
+    def __post_init__(self) -> None:
+        self._replacements = self.facts.quotients()
+        for stage in self.plan.stages:
+            if stage.vector is not None:
+                self._require_whole_words(stage)
+
+    def _require_whole_words(self, stage: Stage) -> None:
+        """A vector never runs past the end: its split is divisible, or guarded to be."""
+        innermost = stage.axes[-1].number
+        for split in partial_splits(self.indexer.loop_transforms(stage.tv)):
+            if innermost in (split.inner.number, split.outer.number):
+                size = self.plan.fusion.canonical(split.inp.size)
+                self._whole.add((size, split.factor))
+                self.guards[sc.eq(sc.mod(size, split.factor), 0)] = None
+
+    def simplify(self, x: Scalar) -> Scalar:
+        """Rewrite over the quotients of divisible sizes."""
+        return sc.substitute(x, self._replacements) if self._replacements else x
+
+    def partial_splits(self, tv: TensorView) -> list[Split]:
+        """Return the splits whose last part may be incomplete."""
+        found = self._partial.get(tv)
+        if found is None:
+            found = [
+                s
+                for s in partial_splits(self.indexer.loop_transforms(tv))
+                if (self.plan.fusion.canonical(s.inp.size), s.factor) not in self._whole
+            ]
+            self._partial[tv] = found
+        return found

@@ -1,0 +1,134 @@
+"""Predicates: which iterations of a stage do work.
+
+A loop runs past its axis only at a split that does not divide: then the index of the split axis is
+compared with its extent. Merges need no test, so no predicate divides. Threads and blocks that a
+stage does not use, or uses only in part, are tested by their coordinates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
+from fuser.lower.context import Context
+from fuser.lower.loops import COORDINATES, Loop, Plan, Stage
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A condition over indices and the flags (of finished grid reductions) that must be set."""
+
+    cond: Scalar
+    flags: tuple[str, ...] = ()
+
+
+def range_conditions(ctx: Context, stage: Stage) -> list[Scalar]:
+    """Return the tests that keep a stage's iterations inside its tensor."""
+    if stage.reference is not None:
+        renamed: dict[Scalar, Scalar] = {
+            theirs.find().symbol: mine.find().symbol
+            for theirs, mine in zip(stage.reference.all_loops, stage.all_loops, strict=True)
+            if isinstance(theirs.find().symbol, Symbol)
+        }
+        conds = [sc.substitute(c, renamed) for c in range_conditions(ctx, stage.reference)]
+    else:
+        known = ctx.indexer.stage_axes(stage)
+        conds = [
+            sc.lt(
+                ctx.simplify(known[split.inp.number]),
+                ctx.simplify(ctx.plan.fusion.canonical(split.inp.size)),
+            )
+            for split in ctx.partial_splits(stage.tv)
+        ]
+    if stage.vector is not None:
+        width = sc.int_value(stage.vector.extent)
+        assert width is not None
+        last: dict[Scalar, Scalar] = {stage.vector.symbol: sc.const(width - 1)}
+        conds = [sc.substitute(c, last) for c in conds]
+    return [*conds, *_partial_launch(ctx.plan, stage.all_loops)]
+
+
+def _partial_launch(plan: Plan, loops: list[Loop]) -> list[Scalar]:
+    """Test the coordinates of parallel loops that are shorter than the launch."""
+    conds: list[Scalar] = []
+    for loop in loops:
+        loop = loop.find()
+        if loop.is_parallel and isinstance(loop.symbol, Symbol):
+            conds.append(sc.lt(loop.symbol, loop.extent))
+    return conds
+
+
+def stage_predicate(ctx: Context, stage: Stage) -> Predicate:
+    """Return the predicate of a stage's innermost statement."""
+    conds = range_conditions(ctx, stage)
+    if stage.storage not in ("global", "shared"):
+        return Predicate(sc.all_of(conds))
+    return writer_predicate(ctx, stage, stage.all_loops, conds)
+
+
+def writer_predicate(
+    ctx: Context, stage: Stage, loops: list[Loop], conds: list[Scalar]
+) -> Predicate:
+    """Return the predicate of a write to memory that several threads see: one of them writes.
+
+    A thread axis that the writer does not iterate is fixed to 0; of the blocks of a grid reduction,
+    the one that finished it writes.
+    """
+    finished = _grid_reductions(ctx.plan, stage)
+    by_flag = {p for s in finished for p in grid_axes(s)}
+    types = BLOCK_TYPES if stage.storage == "shared" else (*GRID_TYPES, *BLOCK_TYPES)
+    used = {loop.find().ptype for loop in loops if isinstance(loop.find().symbol, Symbol)}
+    extra: list[Scalar] = []
+    for ptype in types:
+        extent = ctx.plan.extents.get(ptype, sc.ONE)
+        if ptype in used or ptype in by_flag or sc.int_value(extent) == 1:
+            continue
+        extra.append(sc.eq(Symbol(COORDINATES[ptype], DataType.Index, extent=extent), 0))
+    flags = tuple(dict.fromkeys(done_flag(s) for s in finished))
+    return Predicate(sc.all_of([*conds, *extra]), flags)
+
+
+def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
+    """Return the block axes over which a reduction combines."""
+    if not stage.is_reduction:
+        return ()
+    return tuple(
+        loop.ptype for loop in stage.own_loops if loop.is_reduction and loop.ptype in GRID_TYPES
+        and sc.int_value(loop.extent) != 1
+    )
+
+
+def done_flag(stage: Stage) -> str:
+    """Name the flag that is true in the block that finished a grid reduction."""
+    return f"done{stage.tv.number}"
+
+
+def _grid_reductions(plan: Plan, stage: Stage) -> list[Stage]:
+    """Return the grid reductions that a stage depends on, itself included."""
+    seen: dict[Stage, None] = {}
+
+    def visit(s: Stage) -> None:
+        if s in seen:
+            return
+        seen[s] = None
+        for r in s.reads:
+            visit(r)
+
+    visit(stage)
+    return [s for s in sorted(seen, key=lambda s: s.number) if grid_axes(s)]
+
+
+def in_range(ctx: Context, operand: TensorView, index: tuple[Scalar, ...]) -> Scalar:
+    """Return the condition that an operand's logical index lies inside it (pads and cats)."""
+    conds: list[Scalar] = []
+    for axis, i in zip(operand.domain.no_reductions, index, strict=True):
+        if axis.is_broadcast:
+            continue
+        size = ctx.plan.fusion.canonical(axis.size)
+        i = ctx.simplify(i)
+        conds += [sc.le(0, i), sc.lt(i, ctx.simplify(size))]
+    return sc.all_of(conds)

@@ -1,0 +1,268 @@
+"""Values: the expression of one element of a tensor, pulled from its reader.
+
+`ValueBuilder.value` walks from a tensor up to what has storage (fusion inputs, buffers), defining a
+scalar per op on the way. Values are remembered per (tensor, index, guard) in the scope where they were
+computed, so an element that several ops read is computed once. Ops with a meaning of their own have a
+row in `_BY_OP`; copies and views only change the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fuser.errors import UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType
+from fuser.ir.nodes import (
+    BinaryOp,
+    BroadcastOp,
+    CastOp,
+    CatOp,
+    ExpandOp,
+    FullOp,
+    IotaOp,
+    LoadStoreOp,
+    PadOp,
+    ReshapeOp,
+    SliceOp,
+    SqueezeOp,
+    TensorOp,
+    TernaryOp,
+    UnaryOp,
+)
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.lower.allocate import Buffer
+from fuser.lower.context import Context
+from fuser.lower.index import Index
+from fuser.lower.kernel import (
+    Body,
+    Compute,
+    Convert,
+    Define,
+    Expr,
+    GlobalLoad,
+    ScalarValue,
+    Select,
+    Var,
+)
+from fuser.lower.loops import Stage
+from fuser.lower.predicate import in_range
+from fuser.ops.table import POINTWISE, compute_dtype
+
+TRUE = sc.const(True)
+Axes: TypeAlias = Mapping[int, Scalar]
+Key: TypeAlias = tuple[TensorView, Index, Scalar]
+
+
+class Scope:
+    """A body with the values that are known in it and, through `parent`, around it."""
+
+    def __init__(self, body: Body, parent: Scope | None = None) -> None:
+        self.body = body
+        self.parent = parent
+        self._values: dict[Key, Expr] = {}
+
+    def find(self, key: Key) -> Expr | None:
+        scope: Scope | None = self
+        while scope is not None:
+            if (value := scope._values.get(key)) is not None:
+                return value
+            scope = scope.parent
+        return None
+
+    def remember(self, key: Key, value: Expr) -> None:
+        self._values[key] = value
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a value is computed: the reading stage, the scope, the guard, and the index of `out`."""
+
+    stage: Stage
+    scope: Scope
+    guard: Scalar
+    out: TensorView
+    axes: Axes
+    index: Index
+
+
+class ValueBuilder:
+    """Builds the values that one stage reads, into a scope."""
+
+    def __init__(self, ctx: Context, buffers: dict[Stage, Buffer]) -> None:
+        self.ctx = ctx
+        self.buffers = buffers
+        self._names: dict[int, int] = {}
+
+    def value(
+        self, tv: TensorView, index: Index, *, stage: Stage, scope: Scope, guard: Scalar = TRUE
+    ) -> Expr:
+        """Return the element of `tv` at a logical index, as seen from `stage`.
+
+        Nothing is loaded from global memory where `guard` is false; the value is arbitrary there.
+        """
+        key = (tv, index, guard)
+        known = scope.find(key)
+        if known is None:
+            known = self._make(tv, index, stage, scope, guard)
+            scope.remember(key, known)
+        return known
+
+    def operand(
+        self,
+        op: TensorOp,
+        position: int,
+        dtype: DataType | None,
+        at: At,
+    ) -> Expr:
+        """Return operand `position` of `op`, converted to `dtype` (None: as it is)."""
+        operand = op.inputs[position]
+        if isinstance(operand, Scalar):
+            scalar = self.ctx.plan.fusion.canonical(operand)
+            return ScalarValue(scalar, dtype if dtype is not None else operand.dtype)
+        index = self.ctx.indexer.operand_index(op, position, at.out, at.axes)
+        value = self.value(operand, index, stage=at.stage, scope=at.scope, guard=at.guard)
+        return value if dtype is None else convert(value, dtype)
+
+    def define(self, tv: TensorView, value: Expr, scope: Scope) -> Var:
+        """Name a value `t5` (`t5_1` for further elements of the same tensor)."""
+        count = self._names.get(tv.number, 0)
+        self._names[tv.number] = count + 1
+        name = f"t{tv.number}_{count}" if count else f"t{tv.number}"
+        scope.body.statements.append(Define(name, value.dtype, value))
+        return Var(name, value.dtype)
+
+    def _make(
+        self, tv: TensorView, index: Index, stage: Stage, scope: Scope, guard: Scalar
+    ) -> Expr:
+        source = self.ctx.plan.stage_of.get(tv)
+        if source is not None and source.storage != "global":
+            return self.buffers[source].read(self.ctx, tv, index, stage)
+        op = self.ctx.plan.fusion.definition(tv)
+        if op is None:
+            offset = self.ctx.simplify(self.ctx.indexer.offset(tv, index))
+            load = GlobalLoad(f"T{tv.number}", offset, tv.dtype(), guard)
+            return self.define(tv, load, scope)
+        axes = self.ctx.indexer.tensor_axes(tv, index)
+        return self.compute(op, tv, At(stage, scope, guard, tv, axes, index))
+
+    def compute(self, op: TensorOp, out: TensorView, at: At) -> Expr:
+        """Return the value of one op at the given index."""
+        if isinstance(op, _VIEWS):
+            return self.operand(op, 0, None, at)
+        rule = _BY_OP.get(type(op))
+        if rule is None:
+            raise UnsupportedError(f"{op.name}, which defines {out}, cannot be part of a kernel")
+        value = rule(self, op, at)
+        if isinstance(value, Var | ScalarValue):
+            return value
+        return self.define(out, value, at.scope)
+
+
+# ------------------------------------------------------------------ one rule per op
+def convert(value: Expr, dtype: DataType) -> Expr:
+    """Return the value in another dtype; Index and Int are one type in registers."""
+    same = {DataType.Index: DataType.Int}
+    if same.get(value.dtype, value.dtype) is same.get(dtype, dtype):
+        return value
+    if isinstance(value, ScalarValue):
+        return ScalarValue(value.scalar, dtype)
+    return Convert(value, dtype)
+
+
+def _pointwise(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
+    row = POINTWISE[op.name]
+    dtype = compute_dtype(op)
+    types = [dtype] * row.arity
+    if op.name == "where":
+        types[0] = DataType.Bool
+    args = tuple(build.operand(op, k, t, at) for k, t in enumerate(types))
+    out = at.out.dtype()
+    computed = DataType.Bool if out is DataType.Bool else dtype
+    return convert(Compute(row.cuda_text(dtype), args, computed), out)
+
+
+def _cast(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
+    return build.operand(op, 0, at.out.dtype(), at)
+
+
+def _full(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
+    assert isinstance(op, FullOp)
+    return ScalarValue(build.ctx.plan.fusion.canonical(op.value), at.out.dtype())
+
+
+def _iota(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
+    assert isinstance(op, IotaOp)
+    dtype = at.out.dtype()
+    canonical = build.ctx.plan.fusion.canonical
+    args = (
+        ScalarValue(canonical(op.start), dtype),
+        ScalarValue(build.ctx.simplify(at.index[0]), dtype),
+        ScalarValue(canonical(op.step), dtype),
+    )
+    return Compute("{0} + {1} * {2}", args, dtype)
+
+
+def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
+    assert isinstance(op, PadOp)
+    inside, value = _padded_operand(build, op, at)
+    dtype = at.out.dtype()
+    filler = ScalarValue(build.ctx.plan.fusion.canonical(op.value), dtype)
+    return value if inside == TRUE else Select(inside, value, filler, dtype)
+
+
+def _padded_operand(build: ValueBuilder, op: PadOp, at: At) -> tuple[Scalar, Expr]:
+    """Return whether the element lies in the unpadded part, and its value there."""
+    index = build.ctx.indexer.operand_index(op, 0, at.out, at.axes)
+    inside = in_range(build.ctx, op.inp, index)
+    guard = sc.logical_and(at.guard, inside)
+    return inside, build.value(op.inp, index, stage=at.stage, scope=at.scope, guard=guard)
+
+
+def _cat(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
+    assert isinstance(op, CatOp)
+    dtype = at.out.dtype()
+    choices = [_piece(build, op, k, at) for k in range(len(op.pieces))]
+    result = convert(choices[-1][1], dtype)
+    for inside, value in reversed(choices[:-1]):
+        result = Select(inside, convert(value, dtype), result, dtype)
+    return result
+
+
+def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr]:
+    """Return where piece `k` is chosen, and its value there.
+
+    A piece is usually a pad of the real one: then the pad's own condition is the choice, and its
+    filler is never needed.
+    """
+    piece = op.pieces[k]
+    definition = build.ctx.plan.fusion.definition(piece)
+    if isinstance(definition, PadOp) and piece not in build.ctx.plan.stage_of:
+        index = build.ctx.indexer.operand_index(op, k, at.out, at.axes)
+        axes = build.ctx.indexer.tensor_axes(piece, index)
+        inner = At(at.stage, at.scope, at.guard, piece, axes, index)
+        return _padded_operand(build, definition, inner)
+    canonical, simplify = build.ctx.plan.fusion.canonical, build.ctx.simplify
+    i = simplify(at.index[op.dim])
+    start = canonical(op.ends[k - 1]) if k else sc.ZERO
+    inside = sc.logical_and(sc.le(start, i), sc.lt(i, simplify(canonical(op.ends[k]))))
+    guarded = At(
+        at.stage, at.scope, sc.logical_and(at.guard, inside), at.out, at.axes, at.index
+    )
+    return inside, build.operand(op, k, None, guarded)
+
+
+_VIEWS = (LoadStoreOp, BroadcastOp, SqueezeOp, ExpandOp, ReshapeOp, SliceOp)
+_BY_OP: dict[type[TensorOp], Callable[[ValueBuilder, TensorOp, At], Expr]] = {
+    UnaryOp: _pointwise,
+    BinaryOp: _pointwise,
+    TernaryOp: _pointwise,
+    CastOp: _cast,
+    FullOp: _full,
+    IotaOp: _iota,
+    PadOp: _pad,
+    CatOp: _cat,
+}

@@ -1,0 +1,373 @@
+"""What each op means in torch: the oracle of the tests, and how library and alias ops run.
+
+`evaluate_op` computes one op on tensors without reduction axes (an expanded axis is a torch expanded
+axis, a broadcast has size 1). View ops return torch views where torch can.
+
+With a float `dtype` every floating computation is carried out in it, except that an explicit cast
+also rounds to its own dtype; without one, each op computes as a kernel does: half-like operands as
+float32, the result rounded to the IR dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fuser.errors import InputError, UnsupportedError
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType, is_floating, to_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ops.table import POINTWISE, REDUCTIONS, compute_dtype
+
+Tensor = torch.Tensor
+InputValue = Tensor | Number | None
+Values = Mapping[Symbol, Number]
+
+
+class _Context:
+    """The values of symbols, the float dtype of the oracle (None: IR dtypes) and the device."""
+
+    def __init__(self, values: Values, dtype: torch.dtype | None, device: torch.device) -> None:
+        self.values = values
+        self.dtype = dtype
+        self.device = device
+
+    def int_of(self, x: Scalar) -> int:
+        return int(sc.evaluate(x, self.values))
+
+    def sizes(self, tv: TensorView) -> list[int]:
+        return [self.int_of(a.size) for a in tv.domain.no_reductions]
+
+    def torch_dtype(self, dtype: DataType) -> torch.dtype:
+        if self.dtype is not None and is_floating(dtype):
+            return self.dtype
+        return to_torch(dtype)
+
+    def store(self, x: Tensor, tv: TensorView) -> Tensor:
+        return x.to(self.torch_dtype(tv.dtype()))
+
+
+Inputs = list[Any]
+Rule = Callable[[Any, Inputs, _Context], list[Tensor]]
+
+
+# ------------------------------------------------------------------ elementwise
+def _pointwise(op: nodes.TensorOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    row = POINTWISE[op.name]
+    dtype = cx.torch_dtype(compute_dtype(op))
+    operands = [_as_tensor(x, dtype, cx) for x in inputs]
+    if op.name == "where":
+        operands[0] = _as_tensor(inputs[0], torch.bool, cx)
+    return [cx.store(row.torch(*operands), op.out_tensor)]
+
+
+def _as_tensor(x: Tensor | Number, dtype: torch.dtype, cx: _Context) -> Tensor:
+    if isinstance(x, Tensor):
+        return x.to(dtype)
+    return torch.tensor(x, dtype=dtype, device=cx.device)
+
+
+def _cast(op: nodes.CastOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    own = to_torch(op.out.dtype())
+    x = inputs[0]
+    if own.is_floating_point or own is torch.bool or not x.dtype.is_floating_point:
+        return [cx.store(x.to(own), op.out)]
+    return [torch.trunc(x).to(own)]
+
+
+# ------------------------------------------------------------------ views
+def _load_store(op: nodes.LoadStoreOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    root = [a.number for a in op.out.domain.root]
+    if not root:
+        return [inputs[0]]
+    return [inputs[0].permute([root.index(a.number) for a in op.out.domain.logical])]
+
+
+def _broadcast(op: nodes.BroadcastOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    x = inputs[0]
+    for position, is_new in enumerate(op.flags):
+        if is_new:
+            x = x.unsqueeze(position)
+    return [x]
+
+
+def _squeeze(op: nodes.SqueezeOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    x = inputs[0]
+    for position in reversed(range(len(op.flags))):
+        if op.flags[position]:
+            # An expanded axis is dropped as well: all its elements are the same.
+            x = x.select(position, 0)
+    return [x]
+
+
+def _expand(op: nodes.ExpandOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    return [inputs[0].expand(cx.sizes(op.out))]
+
+
+def _reshape(op: nodes.ReshapeOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    return [inputs[0].reshape(cx.sizes(op.out))]
+
+
+def _slice(op: nodes.SliceOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    pairs = zip(op.starts, op.stops, strict=True)
+    return [inputs[0][tuple(slice(cx.int_of(a), cx.int_of(b)) for a, b in pairs)]]
+
+
+def _pad(op: nodes.PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    widths = [cx.int_of(w) for pair in zip(op.left, op.right, strict=True) for w in pair]
+    flat = [w for i in range(len(widths) - 2, -1, -2) for w in widths[i : i + 2]]
+    x = inputs[0]
+    # pad() of Bool wants a number, and refuses to crop below 0 as we do.
+    return [F.pad(x, flat, value=sc.evaluate(op.value, cx.values))]
+
+
+def _cat(op: nodes.CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    sizes = cx.sizes(op.out)
+    parts: list[Tensor] = []
+    start = 0
+    for piece, end in zip(inputs[: len(op.pieces)], op.ends, strict=True):
+        stop = cx.int_of(end)
+        kept = piece.narrow(op.dim, start, stop - start)
+        shape = [*sizes[: op.dim], stop - start, *sizes[op.dim + 1 :]]
+        parts.append(kept.expand(shape))
+        start = stop
+    return [torch.cat(parts, op.dim)]
+
+
+# ------------------------------------------------------------------ factories
+def _full(op: nodes.FullOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    value = sc.evaluate(op.value, cx.values)
+    dtype = cx.torch_dtype(op.out.dtype())
+    return [torch.full(cx.sizes(op.out), value, dtype=dtype, device=cx.device)]
+
+
+def _iota(op: nodes.IotaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    dtype = cx.torch_dtype(op.out.dtype())
+    counts = torch.arange(cx.sizes(op.out)[0], device=cx.device)
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    start, step = (sc.evaluate(x, cx.values) for x in (op.start, op.step))
+    return [(counts.to(wide) * step + start).to(dtype)]
+
+
+# ------------------------------------------------------------------ reductions
+def _reduced_positions(tv: TensorView) -> list[int]:
+    return [i for i, a in enumerate(tv.domain.logical) if a.kind is IterType.reduction]
+
+
+def _accumulate_dtype(tv: TensorView, cx: _Context) -> torch.dtype:
+    """Half-like values are accumulated in float32, as in kernels."""
+    dtype = cx.torch_dtype(tv.dtype())
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _reduction(op: nodes.ReductionOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    x = inputs[0].to(_accumulate_dtype(op.out, cx))
+    dims = _reduced_positions(op.out)
+    init = sc.evaluate(op.init, cx.values)
+    if any(x.shape[d] == 0 for d in dims):
+        kept = [n for i, n in enumerate(x.shape) if i not in dims]
+        return [cx.store(torch.full(kept, init, dtype=x.dtype, device=x.device), op.out)]
+    result = REDUCTIONS[op.kind].torch(x, dims)
+    if init != REDUCTIONS[op.kind].identity(op.out.dtype()):
+        start = torch.full_like(result, init).unsqueeze(0)
+        result = REDUCTIONS[op.kind].torch(torch.cat([start, result.unsqueeze(0)]), (0,))
+    return [cx.store(result, op.out)]
+
+
+def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    x = inputs[0].to(_accumulate_dtype(op.avg, cx))
+    dims = _reduced_positions(op.avg)
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    if count == 0:
+        # The empty Welford state is all zeros.
+        zero = torch.zeros_like(x.sum(dims))
+        avg, deviation = zero, zero
+    else:
+        avg = x.mean(dims)
+        deviation = (x - x.mean(dims, keepdim=True)).square().sum(dims)
+    n = torch.full_like(avg, count, dtype=torch.int64)
+    return [cx.store(avg, op.avg), cx.store(deviation, op.var), n]
+
+
+# ------------------------------------------------------------------ contractions
+def _matmul(op: nodes.MatmulOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    return [cx.store(torch.matmul(inputs[0], inputs[1]), op.out)]
+
+
+def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    bias = inputs[2] if len(inputs) > 2 else None
+    return [cx.store(F.linear(inputs[0], inputs[1], bias), op.out)]
+
+
+_RULES: dict[type[nodes.TensorOp], Rule] = {
+    nodes.UnaryOp: _pointwise,
+    nodes.BinaryOp: _pointwise,
+    nodes.TernaryOp: _pointwise,
+    nodes.CastOp: _cast,
+    nodes.LoadStoreOp: _load_store,
+    nodes.BroadcastOp: _broadcast,
+    nodes.SqueezeOp: _squeeze,
+    nodes.ExpandOp: _expand,
+    nodes.ReshapeOp: _reshape,
+    nodes.SliceOp: _slice,
+    nodes.PadOp: _pad,
+    nodes.CatOp: _cat,
+    nodes.FullOp: _full,
+    nodes.IotaOp: _iota,
+    nodes.ReductionOp: _reduction,
+    nodes.WelfordOp: _welford,
+    nodes.MatmulOp: _matmul,
+    nodes.LinearOp: _linear,
+}
+
+
+# ------------------------------------------------------------------ entry points
+def evaluate_op(
+    op: nodes.TensorOp,
+    inputs: Sequence[InputValue],
+    values: Values,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
+    """Compute one op; returns one tensor per output.
+
+    `inputs` runs parallel to `op.inputs`: tensors, and numbers (or None) for scalars, which are then
+    computed from `values`. `values` binds the symbols in extents and scalar operands. `device` is
+    used by ops without tensor operands.
+    """
+    rule = _RULES.get(type(op))
+    if rule is None:
+        raise UnsupportedError(f"{op.name}: no torch meaning for\n{op}")
+    resolved: Inputs = []
+    for given, declared in zip(inputs, op.inputs, strict=True):
+        if given is None and isinstance(declared, Scalar) and isinstance(op, _ELEMENTWISE):
+            given = sc.evaluate(declared, values)
+        resolved.append(given)
+    found = next((x.device for x in resolved if isinstance(x, Tensor)), torch.device(device))
+    return rule(op, resolved, _Context(values, dtype, found))
+
+
+_ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
+
+
+def evaluate_into(
+    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor], out: Tensor
+) -> None:
+    """Compute matmul or linear into `out`, which has the result's shape and dtype.
+
+    Without an overlap of `out` and an operand nothing is allocated, but for a linear with bias whose
+    operands torch cannot view as matrices.
+    """
+    if isinstance(op, nodes.MatmulOp):
+        torch.matmul(inputs[0], inputs[1], out=out)
+        return
+    x, weight = inputs[0], inputs[1]
+    if len(inputs) == 2:
+        torch.matmul(x, weight.t(), out=out)
+        return
+    flat = _as_matrix(x), _as_matrix(out)
+    if flat[0] is None or flat[1] is None:
+        out.copy_(F.linear(x, weight, inputs[2]))
+        return
+    torch.addmm(inputs[2], flat[0], weight.t(), out=flat[1])
+
+
+def _as_matrix(x: Tensor) -> Tensor | None:
+    """Return a 2-D view [rows, last axis], None when the layout allows none."""
+    if x.ndim < 2:
+        return x.unsqueeze(0) if x.ndim == 1 else None
+    try:
+        return x.view(-1, x.shape[-1]) if x.numel() else None
+    except RuntimeError:
+        return None
+
+
+def bind_inputs(fusion: Fusion, inputs: Sequence[Tensor | Number]) -> dict[Symbol, Number]:
+    """Return the value of every extent symbol and scalar input.
+
+    A symbol is bound by its first occurrence, later ones are checks, also against equal extents.
+    Raises `InputError` for a wrong count, rank or size.
+    """
+    if len(inputs) != len(fusion.inputs):
+        raise InputError(f"expected {len(fusion.inputs)} inputs, got {len(inputs)}")
+    values: dict[Symbol, Number] = {}
+    sizes: list[tuple[TensorView, int, Scalar, int]] = []
+    for declared, given in zip(fusion.inputs, inputs, strict=True):
+        if isinstance(declared, Symbol):
+            if isinstance(given, Tensor):
+                raise InputError(f"expected a number for {declared}, got a tensor")
+            values[declared] = given
+        elif isinstance(declared, TensorView):
+            sizes += _sizes_of(declared, given)
+    for _, _, size, n in sizes:
+        if isinstance(size, Symbol):
+            values.setdefault(size, n)
+    for tv, position, size, n in sizes:
+        _check_size(tv, position, int(sc.evaluate(size, values)), n)
+    _bind_classes(fusion, values)
+    return values
+
+
+def _sizes_of(tv: TensorView, given: Tensor | Number) -> list[tuple[TensorView, int, Scalar, int]]:
+    if not isinstance(given, Tensor):
+        raise InputError(f"expected a tensor for {tv}, got {given!r}")
+    axes = tv.domain.no_reductions
+    if given.ndim != len(axes):
+        raise InputError(f"{tv} has {len(axes)} axes, the input has shape {list(given.shape)}")
+    return [(tv, i, a.size, int(given.shape[i])) for i, a in enumerate(axes)]
+
+
+def _check_size(tv: TensorView, position: int, expected: int, found: int) -> None:
+    if expected != found:
+        raise InputError(f"axis {position} of {tv} has size {expected}, the input has {found}")
+
+
+def _bind_classes(fusion: Fusion, values: dict[Symbol, Number]) -> None:
+    """Check that equal extents have equal values, and bind symbols that no input has."""
+    for symbol, representative in fusion.equal_extents():
+        if isinstance(representative, Symbol) and representative not in values:
+            if symbol in values:
+                values[representative] = values[symbol]
+            continue
+        value = sc.evaluate(representative, values)
+        if values.setdefault(symbol, value) != value:
+            raise InputError(
+                f"the extents {symbol} and {representative} must be equal, but the inputs have "
+                f"{values[symbol]} and {value}"
+            )
+
+
+def evaluate_fusion(
+    fusion: Fusion,
+    inputs: Sequence[Tensor | Number],
+    *,
+    dtype: torch.dtype | None = None,
+    values: Values | None = None,
+) -> list[Tensor]:
+    """Compute all outputs (hidden aliases included) of a fusion on global tensors.
+
+    With `dtype=torch.float64` this is the oracle: floating inputs and results are float64. `values`
+    replaces the binding from the inputs' sizes.
+    """
+    bound = bind_inputs(fusion, inputs) if values is None else values
+    known: dict[TensorView, Tensor] = {}
+    for declared, given in zip(fusion.inputs, inputs, strict=True):
+        if isinstance(declared, TensorView) and isinstance(given, Tensor):
+            is_wide = dtype is not None and given.dtype.is_floating_point
+            known[declared] = given.to(dtype) if is_wide else given
+    device = next((t.device for t in known.values()), torch.device("cpu"))
+    for op in fusion.used_exprs():
+        operands = [known[v] if isinstance(v, TensorView) else None for v in op.inputs]
+        results = evaluate_op(op, operands, bound, dtype=dtype, device=device)
+        known.update(zip(op.outputs, results, strict=True))
+    return [known[out] for out in fusion.outputs]

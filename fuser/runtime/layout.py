@@ -1,0 +1,77 @@
+"""Layout classes: what the strides of actual tensors say, in the terms of a tensor domain.
+
+A kernel is made for a class: the memory order of the axes and which of them are contiguous. Strides
+of actual tensors decide, not the user's declaration, so one definition serves every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fuser.ir.domain import TensorDomain
+from fuser.ir.fusion import Fusion
+from fuser.ir.tensor import TensorView
+
+Layout = tuple[tuple[int, ...], tuple[bool, ...]]
+"""Axes that are no reductions: (order, outermost in memory first; contiguity in that order)."""
+
+
+def layout_of(
+    declared: Sequence[int], skipped: Sequence[bool], shape: Sequence[int], strides: Sequence[int]
+) -> Layout:
+    """Return the layout class of a tensor.
+
+    `declared` is the memory order of the definition; it is kept where the strides allow it, so that
+    axes of extent 1 do not make new classes. `skipped` marks broadcast axes, whose flag is True.
+    """
+    real = [k for k in declared if shape[k] != 1 and not skipped[k]]
+    order = list(declared)
+    steps = [strides[k] for k in real]
+    # A repeated axis (stride 0) is outside of everything; equal strides keep their order.
+    if any(a < b for a, b in zip(steps, steps[1:], strict=False)) or 0 in steps:
+        moved = iter(sorted(real, key=lambda k: -strides[k] if strides[k] else -(1 << 62)))
+        places = set(real)
+        order = [next(moved) if k in places else k for k in declared]
+    flags: dict[int, bool] = {}
+    dense = 1
+    for k in reversed(order):
+        if skipped[k] or shape[k] == 1:
+            flags[k] = True
+            continue
+        flags[k] = strides[k] == dense
+        dense = strides[k] * shape[k]
+    return tuple(order), tuple(flags[k] for k in order)
+
+
+def declared_order(tv: TensorView) -> tuple[int, ...] | None:
+    """Return the axes of a tensor, reductions left out, in declared memory order; None where the
+    allocation domain holds other axes than logical ones."""
+    places = {a.number: k for k, a in enumerate(tv.domain.no_reductions)}
+    axes = [a for a in tv.domain.maybe_allocation if not a.is_reduction()]
+    order = tuple(places.get(a.number, -1) for a in axes)
+    return order if sorted(order) == list(range(len(places))) else None
+
+
+def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:
+    """Return the domain with the allocation order and contiguity of a layout class."""
+    axes = domain.no_reductions
+    order, flags = layout
+    reduced = tuple(a for a in domain.logical if a.is_reduction())
+    allocation = (*reduced, *(axes[k] for k in order))
+    contiguity = (
+        *(None for _ in reduced),
+        *(None if axes[k].is_broadcast else flag for k, flag in zip(order, flags, strict=True)),
+    )
+    if allocation == domain.logical:
+        allocation = ()
+    if not allocation or not reduced:
+        return replace(domain, allocation=allocation, contiguity=contiguity)
+    return replace(domain, allocation=allocation, contiguity=contiguity)
+
+
+def specialize_layouts(fusion: Fusion, layouts: Sequence[tuple[TensorView, Layout]]) -> None:
+    """Give inputs and outputs the layouts of actual tensors, in place."""
+    for tv, layout in layouts:
+        tv.domain = with_layout(tv.domain, layout)
+    del fusion

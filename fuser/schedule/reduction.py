@@ -1,0 +1,441 @@
+"""The reduction scheduler: reductions over the same axes, pointwise ops before and after them.
+
+The first reduction is the reference. Its axes are put in the memory order of the inputs; whether the
+innermost run is reduced decides the form (r: reduced, rows: the other axes, merged):
+
+    GPU inner  [BIDx rows, TIDy rows | r BIDy, r S.., r US, r UR, r TIDx | r V]
+    GPU outer  [BIDx columns, TIDx columns | r BIDy, r S, r US, r UR, r TIDy | columns V]
+    CPU inner  [S rows.. | r S..]
+    CPU outer  [S rows.., S column tiles | r S.. | S 256 columns]
+
+Inputs are loaded into registers right after US: all loads of an unrolled step are under way before
+the first is used. An outer reduction keeps one accumulator per column of the vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, TensorOp, WelfordOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.runtime.device import DeviceInfo
+from fuser.schedule.facts import Facts
+from fuser.schedule.pointwise import common_rejection
+from fuser.schedule.propagate import AxisMatcher
+from fuser.schedule.space import Access, Space, iteration_space
+from fuser.schedule.tiling import (
+    Loops,
+    arrange,
+    cache_input,
+    cache_output,
+    intermediates,
+    is_direct_input,
+    parallelize,
+    vectorize_last,
+)
+from fuser.schedule.vectorize import power_of_two_at_least, power_of_two_at_most, vector_width
+
+PT = ParallelType
+REDUCTIONS = (ReductionOp, WelfordOp)
+# Vectors that a thread loads before it uses the first.
+UNROLL = 4
+# Threads per block; fewer where a row is short, more where there are few rows.
+THREADS = 256
+THREADS_SHORT = 128
+# Columns that a CPU kernel reduces together: their accumulators stay in the first-level cache.
+CPU_COLUMNS = 256
+
+
+@dataclass(frozen=True)
+class ReductionParams:
+    """What the reduction scheduler decides. Zero threads: plain loops of the CPU.
+
+    `grid` splits the reduction over that many blocks (1: none). `unroll_outer` unrolls the outer
+    one of two reduced runs.
+    """
+
+    inner: bool
+    threads_x: int = 0
+    threads_y: int = 1
+    vector: int = 1
+    unroll: int = 1
+    grid: int = 1
+    unroll_outer: bool = False
+
+    def __str__(self) -> str:
+        form = "inner" if self.inner else "outer"
+        if not self.threads_x:
+            return f"reduction({form}, loops)"
+        where = " of the outer run" if self.unroll_outer else ""
+        return (
+            f"reduction({form}, threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
+            f"unroll {self.unroll}{where}, grid {self.grid})"
+        )
+
+
+# ------------------------------------------------------------------ what is accepted
+def accepts(fusion: Fusion) -> str | None:
+    """Return why the fusion is not a reduction of this kind, None when it is."""
+    reductions = _reductions(fusion)
+    if not reductions:
+        return "there is no reduction"
+    for op in fusion.exprs:
+        if isinstance(op, (MatmulOp, LinearOp)):
+            return f"{op.name} of {op.out_tensor} is a contraction"
+    reason = common_rejection(fusion)
+    if reason is not None:
+        return reason
+    graph = AxisGraph(fusion)
+    reference = reductions[0].out_tensor
+    below: set[TensorView] = set()
+    for op in fusion.exprs:
+        reads_result = any(v in below for v in op.inputs)
+        if isinstance(op, REDUCTIONS):
+            if reads_result:
+                return f"{op.out_tensor} reduces something that depends on another reduction"
+            if _classes(graph, op.out_tensor) != _classes(graph, reference):
+                return f"{op.out_tensor} and {reference} reduce different axes"
+        if reads_result or isinstance(op, REDUCTIONS):
+            below.update(op.outputs)
+    return _tail_rejection(fusion, graph, reference, below)
+
+
+def _tail_rejection(
+    fusion: Fusion, graph: AxisGraph, reference: TensorView, below: set[TensorView]
+) -> str | None:
+    """After the reduction, every tensor has iterated axes of the reference only; outputs all."""
+    matcher = AxisMatcher(graph, reference)
+    iterated = {
+        a.number for a in reference.domain.logical if not a.is_broadcast and not a.is_reduction()
+    }
+    everything = {a.number for a in reference.domain.logical if not a.is_broadcast}
+    for tv in fusion.tensors():
+        is_output = tv in fusion.outputs
+        if tv not in below and not is_output:
+            continue
+        concrete = [a for a in tv.domain.no_reductions if not a.is_broadcast]
+        matches = [matcher.reference_of(a) for a in concrete]
+        numbers = {m.number for m in matches if m is not None}
+        if None in matches or len(numbers) < len(concrete):
+            return f"{tv} has axes that reduction {reference} does not have"
+        if tv in below and not numbers <= iterated:
+            return f"{tv} repeats the result of {reference} along a reduced axis"
+        if is_output and numbers != (iterated if tv in below else everything):
+            return f"output {tv} does not have the axes of reduction {reference}"
+        if is_output and any(a.is_broadcast and a.expanded is not None for a in tv.domain.logical):
+            return f"output {tv} has an expanded axis"
+    return None
+
+
+def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
+    return sorted((graph.find(a), a.is_reduction()) for a in tv.domain.logical)
+
+
+def _reductions(fusion: Fusion) -> list[TensorOp]:
+    return [op for op in fusion.exprs if isinstance(op, REDUCTIONS)]
+
+
+def _space(fusion: Fusion) -> Space:
+    return iteration_space(fusion, _reductions(fusion)[0].out_tensor)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of the reference's axes, in memory order: iterated and reduced."""
+
+    iterated: tuple[tuple[int, ...], ...]
+    reduced: tuple[tuple[int, ...], ...]
+    inner: bool
+
+    @property
+    def innermost(self) -> int:
+        runs = self.reduced if self.inner else self.iterated
+        return runs[-1][-1] if runs else -1
+
+
+def _runs(space: Space) -> _Runs:
+    runs = space.runs(space.memory_order())
+    iterated = tuple(r for r in runs if not space.is_reduced(r[0]))
+    reduced = tuple(r for r in runs if space.is_reduced(r[0]))
+    return _Runs(iterated, reduced, not iterated or space.is_reduced(runs[-1][0]))
+
+
+# ------------------------------------------------------------------ heuristics
+def generic(device: DeviceInfo) -> ReductionParams:
+    """Return parameters that rely on nothing; the form follows the fusion when applied."""
+    threads = 0 if device.kind == "cpu" else THREADS_SHORT
+    return ReductionParams(inner=True, threads_x=threads)
+
+
+def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> ReductionParams:
+    """Choose the form, vector width, thread shape and grid split for one input class."""
+    space = _space(fusion)
+    runs = _runs(space)
+    if device.kind == "cpu":
+        return ReductionParams(inner=runs.inner)
+    logical = space.reference.domain.logical
+
+    def extent(run: tuple[int, ...]) -> int:
+        return facts.numel(fusion, (logical[p] for p in run))
+
+    last = (runs.reduced if runs.inner else runs.iterated)[-1]
+    candidates = [a for a in space.vector_candidates(runs.innermost) if runs.inner or True]
+    inputs = [a for a in candidates if not (runs.inner and a.is_output)]
+    vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], extent(last))
+    iterated = [extent(r) for r in runs.iterated]
+    reduced = [extent(r) for r in runs.reduced]
+    choose = _inner_params if runs.inner else _outer_params
+    return choose(iterated, reduced, vector, device)
+
+
+def _inner_params(
+    iterated: list[int], reduced: list[int], vector: int, device: DeviceInfo
+) -> ReductionParams:
+    rows, chunks, outer = prod(iterated), -(-reduced[-1] // vector), prod(reduced[:-1])
+    many_rows = rows >= 2 * device.sm_count
+    most = THREADS if many_rows else 2 * THREADS
+    x = min(power_of_two_at_least(-(-chunks // UNROLL)), most)
+    if chunks <= 2 * device.warp_size:
+        x = min(power_of_two_at_least(chunks), device.warp_size)
+    steps = -(-chunks // x)
+    unroll = min(power_of_two_at_least(steps), UNROLL)
+    unroll_outer = unroll < UNROLL and outer >= UNROLL
+    if unroll_outer:
+        unroll = UNROLL
+    y = min(max(THREADS_SHORT // x, 1), power_of_two_at_least(rows))
+    serial = outer * -(-chunks // x)
+    grid = _grid(-(-rows // y), -(-serial // unroll), 4 * device.sm_count)
+    return ReductionParams(True, x, y, vector, unroll, grid, unroll_outer)
+
+
+def _outer_params(
+    iterated: list[int], reduced: list[int], vector: int, device: DeviceInfo
+) -> ReductionParams:
+    chunks, rows = -(-iterated[-1] // vector), prod(reduced)
+    x = min(power_of_two_at_least(chunks), device.warp_size)
+    y = min(THREADS // x, power_of_two_at_least(rows))
+    unroll = min(UNROLL, power_of_two_at_least(-(-rows // y)))
+    blocks = prod(iterated[:-1]) * -(-chunks // x)
+    per_sm = device.max_threads_per_sm // THREADS
+    steps = -(-rows // (y * unroll))
+    grid = _grid(blocks, steps, per_sm * device.sm_count)
+    return ReductionParams(False, x, y, vector, unroll, grid)
+
+
+def _grid(blocks: int, steps: int, wanted: int) -> int:
+    """Split a reduction of `steps` serial steps so that about `wanted` blocks exist, none idle."""
+    if blocks * 2 > wanted:
+        return 1
+    return max(min(power_of_two_at_most(wanted // blocks), power_of_two_at_most(steps)), 1)
+
+
+# ------------------------------------------------------------------ application
+def apply(fusion: Fusion, params: ReductionParams) -> None:
+    """Schedule the fusion in place."""
+    space = _space(fusion)
+    runs = _runs(space)
+    if params.threads_x == 0:
+        _apply_loops(fusion, space, runs)
+    else:
+        _apply_threads(fusion, space, runs, params)
+
+
+def _broadcasts(space: Space) -> list[int]:
+    return [
+        p for p in range(len(space.reference.domain.logical)) if p not in space.concrete
+    ]
+
+
+def _iterated_groups(space: Space, runs: _Runs) -> list[list[int]]:
+    """Return the iterated runs; broadcast axes of the reference join the outermost."""
+    groups = [list(r) for r in runs.iterated]
+    broadcast = _broadcasts(space)
+    if broadcast:
+        groups[0:1] = [broadcast + (groups[0] if groups else [])]
+    return groups
+
+
+def _apply_loops(fusion: Fusion, space: Space, runs: _Runs) -> None:
+    reference = space.reference
+    rows, reduced = _iterated_groups(space, runs), [list(r) for r in runs.reduced]
+    arrange(reference, [*rows, *reduced])
+    shared = len(rows)
+    if not runs.inner:
+        # [rows, columns, r..] -> [rows, column tiles, r.., columns of a tile]
+        last = shared - 1
+        reference.split(last, CPU_COLUMNS)
+        end = len(reference.domain.loop) - 1
+        reference.reorder({last + 1: end})
+    _finish(fusion, reference, shared, {}, {}, 1)
+
+
+def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionParams) -> None:
+    reference = space.reference
+    below = _below(fusion)
+    loaded: dict[TensorView, Access] = {}
+    if params.vector * params.unroll > 1:
+        for access in space.accesses:
+            if is_direct_input(access) and set(access.order or ()) == set(space.concrete):
+                loaded[cache_input(access.tv)] = access
+    stored: dict[TensorView, TensorView] = {}
+    if not runs.inner and params.vector > 1:
+        for access in space.accesses:
+            if (
+                access.is_output
+                and access.is_vector_candidate(runs.innermost)
+                and access.tv in below
+            ):
+                registers, out = cache_output(access.tv)
+                stored[registers] = out
+                below.add(registers)
+    if not runs.inner and reference in stored.values():
+        # The reduction moved into the registers; they are the reference now.
+        reference = next(reg for reg, out in stored.items() if out is reference)
+    shape = _shape_inner if runs.inner else _shape_outer
+    rows = _iterated_groups(space, runs)
+    reduced = [list(r) for r in runs.reduced]
+    shared, unswitch = shape(reference, rows, reduced, params)
+    vectors = {
+        tv: params.vector > 1 and a.is_vector_candidate(runs.innermost) for tv, a in loaded.items()
+    }
+    _finish(fusion, reference, shared, vectors, stored, unswitch + 1)
+
+
+def _below(fusion: Fusion) -> set[TensorView]:
+    """Return the results of reductions and everything computed from them."""
+    below: set[TensorView] = set()
+    for op in fusion.exprs:
+        if isinstance(op, REDUCTIONS) or any(v in below for v in op.inputs):
+            below.update(op.outputs)
+    return below
+
+
+def _finish(
+    fusion: Fusion,
+    reference: TensorView,
+    shared: int,
+    loaded: dict[TensorView, bool],
+    stored: dict[TensorView, TensorView],
+    loads_at: int,
+) -> None:
+    """Give all tensors their loops and positions: `shared` loop axes of the reference are rows."""
+    loops = Loops(fusion, reference)
+    below = _below(fusion)
+    kept = frozenset(
+        a.number
+        for a in reference.domain.logical
+        if not a.is_reduction() and not a.is_broadcast
+    )
+    for tv in (*fusion.outputs, *intermediates(fusion, ())):
+        if tv in fusion.inputs:
+            continue
+        is_reduction = isinstance(tv.definition(), REDUCTIONS)
+        if tv in below and not is_reduction:
+            if not loops.repeat(tv, only=kept) and tv in fusion.outputs:
+                raise AssertionError(f"output {tv} does not follow {reference}")
+        elif not loops.repeat(tv) and (is_reduction or tv in fusion.outputs):
+            raise AssertionError(f"{tv} does not follow {reference}")
+    for tv in intermediates(fusion, ()):
+        if isinstance(tv.definition(), REDUCTIONS):
+            tv.compute_at = shared
+        elif tv in stored:
+            tv.compute_at = shared
+        elif tv in loaded:
+            tv.compute_at = loads_at
+        else:
+            loops.inline_whole(tv)
+    for tv, is_vector in loaded.items():
+        if is_vector:
+            vectorize_last(tv)
+    for out in stored.values():
+        vectorize_last(out)
+
+
+def _split_reduction(
+    tv: TensorView, axis: int, factors: list[tuple[int, ParallelType]], grid: int
+) -> list[ParallelType]:
+    """Split a reduced axis by (factor, type) pairs from the inside, add US, then split it over the
+    grid; return the types outside in."""
+    types: list[ParallelType] = []
+    for factor, ptype in factors:
+        if factor > 1 or ptype is PT.block_x:
+            tv.split(axis, factor)
+            types.insert(0, ptype)
+    tv.split(axis, 1)
+    types.insert(0, PT.unswitch)
+    if grid > 1:
+        tv.outer_split(axis, grid)
+        return [PT.grid_y, PT.serial, *types]
+    return [PT.serial, *types]
+
+
+def _shape_inner(
+    tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
+) -> tuple[int, int]:
+    """Build the loops of an inner reduction; return (row axes, position of US)."""
+    outer = [p for run in reduced[:-1] for p in run]
+    groups = [[p for run in rows for p in run]] if rows else []
+    groups += [outer] if outer else []
+    arrange(tv, [*groups, reduced[-1]])
+    types: list[ParallelType] = []
+    at = 0
+    if rows:
+        if params.threads_y > 1:
+            tv.split(0, params.threads_y)
+            types += [PT.grid_x, PT.block_y]
+        else:
+            types += [PT.grid_x]
+        at = len(types)
+    shared = at
+    lanes: list[tuple[int, ParallelType]] = [(params.vector, PT.serial), (params.threads_x, PT.block_x)]
+    unroll = [(params.unroll, PT.unroll)]
+    if not outer:
+        types += _split_reduction(tv, at, lanes + unroll, params.grid)
+    elif params.unroll_outer:
+        # [.., ro, ri] -> [.., BIDy ro, S ro, S ri, US, UR ro, TIDx, V]
+        inner = at + 1
+        types_in = _split_reduction(tv, inner, lanes, 1)
+        tv.split(at, params.unroll)
+        tv.reorder({at + 1: at + 3})
+        types_in = [types_in[0], types_in[1], PT.unroll, *types_in[2:]]
+        if params.grid > 1:
+            tv.outer_split(at, params.grid)
+            types += [PT.grid_y]
+        types += [PT.serial, *types_in]
+    else:
+        types_in = _split_reduction(tv, at + 1, lanes + unroll, 1)
+        if params.grid > 1:
+            tv.outer_split(at, params.grid)
+            types += [PT.grid_y]
+        types += [PT.serial, *types_in]
+    parallelize(tv, types)
+    return shared, types.index(PT.unswitch)
+
+
+def _shape_outer(
+    tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
+) -> tuple[int, int]:
+    """Build the loops of an outer reduction; return (column axes, position of US)."""
+    outside = [p for run in rows[:-1] for p in run]
+    groups = [outside] if outside else []
+    arrange(tv, [*groups, rows[-1], [p for run in reduced for p in run]])
+    column = len(groups)
+    if params.vector > 1:
+        tv.split(column, params.vector)
+    tv.split(column, params.threads_x)
+    if outside:
+        # Blocks of columns and the other rows share BIDx.
+        tv.merge(0, 1)
+    # [BIDx, TIDx, (V), r] -> [BIDx, TIDx, r.., (V)]
+    end = len(tv.domain.loop) - 1
+    if params.vector > 1:
+        tv.reorder({2: end})
+    lanes = [(params.threads_y, PT.block_y), (params.unroll, PT.unroll)]
+    types = [PT.grid_x, PT.block_x, *_split_reduction(tv, 2, lanes, params.grid)]
+    types += [PT.serial] if params.vector > 1 else []
+    parallelize(tv, types)
+    return 2, types.index(PT.unswitch)
