@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.core import Op
-from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.fusion import Alias
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
@@ -25,6 +25,7 @@ from fuser.segment import Segment, SegmentedFusion
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.ops import Allocate, Communication, LaunchKernel, LocalSlice, TeamOf, Wait
 from multidevice.communication import LocalSliceInfo, communication_info
+from multidevice.sharding import local_extents
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
@@ -163,16 +164,14 @@ class _Lowering:
         # A view of the input, taken earlier, might be read later.
         if any(into in s.inputs and s.kind == "alias" for s in segments):
             return False
-        return _is_elementwise(segments[at], out, into, self.segmented.fusion)
+        return _is_elementwise(segments[at], out, into)
 
 
-def _is_elementwise(segment: Segment, out: TensorView, into: TensorView, fusion: Fusion) -> bool:
+def _is_elementwise(segment: Segment, out: TensorView, into: TensorView) -> bool:
     """Whether the segment computes element i of everything from element i of its inputs."""
 
-    def shape(tv: TensorView) -> list[object]:
-        return [(fusion.canonical(x), a.is_broadcast) for x, a in zip(
-            tv.shape(), tv.domain.no_reductions, strict=True
-        )]
+    def shape(tv: TensorView) -> object:
+        return local_extents(tv), [a.is_broadcast for a in tv.domain.no_reductions]
 
     same_order = out.domain.contiguity == into.domain.contiguity and not (
         out.domain.allocation or into.domain.allocation

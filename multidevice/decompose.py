@@ -13,16 +13,14 @@ device type changing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from fuser.errors import ShardingError, UnsupportedError
+from fuser.errors import ShardingError
 from fuser.ir import scalar as sc
-from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
 from fuser.ir.fusion import Fusion
-from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -50,7 +48,13 @@ from multidevice.placement import (
     unparallelize,
     without_root,
 )
-from multidevice.propagate import Transfers, apply_transfers, backward_cuts, forward_cuts
+from multidevice.propagate import (
+    Transfers,
+    apply_transfers,
+    backward_cuts,
+    fitting_placement,
+    forward_cuts,
+)
 from multidevice.sharding import have_different_shardings, is_resharding
 from multidevice.stepwise import Copies, split_copies
 
@@ -101,8 +105,7 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
         ops.append(BroadcastOp(addend, bias, flags=flags, where=where))
     total = out
     if out.dtype() in HALF_LIKE:
-        total = copy_like(out, out.mesh, placement(out))
-        total = _with_dtype(total, DataType.Float)
+        total = copy_like(out, out.mesh, placement(out), dtype=DataType.Float)
     addition = BinaryOp(total, plain, addend, kind="add", where=where)
     ops.append(addition)
     if total is not out:
@@ -110,10 +113,6 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
     fusion.replace_expr(op, ops)
     if addend is not bias:
         apply_transfers(addend, backward_cuts(addition, 1, total), DEVICE_TYPES)
-
-
-def _with_dtype(tv: TensorView, dtype: DataType) -> TensorView:
-    return tv.fusion.new_tensor(tv.domain, dtype, mesh=tv.mesh, number=tv.number)
 
 
 # ------------------------------------------------------------------ partial sums
@@ -304,13 +303,11 @@ def _differing(op: TensorOp) -> list[int]:
         operand = op.inputs[0]
         types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
         summed = next(a.ptype for a in op.out_tensor.domain.logical if a.is_reduction())
-        wanted = dict((a.number, cuts) for a, cuts in _needs(op, 0))
-        have = axis_cuts(operand, DEVICE_TYPES)
-        is_fit = types == [summed] and all(
-            any(c.ptype is summed for c in have.get(n, ()))
-            for n, cuts in wanted.items()
-            if any(c.ptype is summed for c in cuts)
+        reduced = next(
+            p for p, c in mapped_axes(op, 0) if c.is_reduction()
         )
+        have = axis_cuts(operand, DEVICE_TYPES).get(reduced.number, ())
+        is_fit = types == [summed] and any(c.ptype is summed for c in have)
         return [] if is_fit else [0]
     return [
         index
@@ -391,22 +388,5 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
 def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
     """Give one operand the placement that the result needs, through a shared copy."""
     operand, out = op.inputs[index], op.out_tensor
-    scratch = copy_like(operand, out.mesh, ((),) * operand.ndim)
-    renumber = dict(
-        zip(
-            (a.number for a in operand.domain.no_reductions),
-            (a.number for a in scratch.domain.logical),
-            strict=True,
-        )
-    )
-    by_number = {a.number: a for a in scratch.domain.logical}
-    transfers = tuple(
-        (by_number[renumber[a.number]], cuts)
-        for a, cuts in _needs(op, index)
-        if a.number in renumber
-    )
-    apply_transfers(scratch, transfers, DEVICE_TYPES)
-    return copies.feed(op, operand, mesh=out.mesh, cuts=placement(scratch), template=scratch)
-
-
-__placeholder__: Callable[[DeviceMesh], None] | UnsupportedError | None = None
+    cuts = fitting_placement(operand, _needs(op, index), out.mesh)
+    return copies.feed(op, index, mesh=out.mesh, cuts=cuts)

@@ -22,6 +22,7 @@ from fuser.ir.domain import (
     TensorDomain,
     Transform,
 )
+from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
@@ -198,12 +199,12 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 
 
 def copy_like(
-    source: TensorView, mesh: DeviceMesh | None, cuts: Placement
+    source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, dtype: DataType | None = None
 ) -> TensorView:
     """Create a tensor with the logical axes of `source` (no reductions), placed on `mesh`."""
     fusion = source.fusion
     axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)
-    out = fusion.new_tensor(axes, source.dtype(), mesh=mesh)
+    out = fusion.new_tensor(axes, dtype or source.dtype(), mesh=mesh)
     for axis, mine in zip(axes, cuts, strict=True):
         for cut in mine:
             placed = add_cut(out, axis.number, cut)

@@ -21,6 +21,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
+from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import IotaOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
@@ -28,6 +29,7 @@ from multidevice.placement import (
     SPREAD_TYPES,
     Cut,
     Cuts,
+    Placement,
     add_cut,
     axis_cuts,
     is_plain_broadcast,
@@ -191,6 +193,27 @@ def _is_selectable(
     if axis.is_reduction():
         return not any(a.is_reduction() for a in present)
     return not any(not a.is_reduction() for a in present)
+
+
+def fitting_placement(
+    source: TensorView, transfers: Transfers, mesh: DeviceMesh | None
+) -> Placement:
+    """Return the device placement that a fresh copy of `source` on `mesh` takes from `transfers`."""
+    taken: dict[int, list[Cut]] = {}
+    used: set[ParallelType] = set()
+    for axis, cuts in transfers:
+        mine = taken.setdefault(axis.number, [])
+        for depth, cut in enumerate(cuts):
+            if not cut.ptype.is_device or cut.ptype in used:
+                continue
+            has_dimension = mesh is not None and mesh.dim_of(cut.ptype) is not None
+            if not has_dimension or tuple(mine) != tuple(
+                c for c in cuts[:depth] if c.ptype.is_device
+            ):
+                break
+            mine.append(cut)
+            used.add(cut.ptype)
+    return tuple(tuple(taken.get(a.number, ())) for a in source.domain.no_reductions)
 
 
 # ------------------------------------------------------------------ the pass

@@ -32,7 +32,9 @@
 // other functions, and double, are libm's. On the GPU all are CUDA's own.
 #ifdef FUSER_SIMT
 #define FUSER_LIBM(name) __builtin_##name
+#define FUSER_NAN __builtin_nanf("")
 #else
+#define FUSER_NAN __int_as_float(0x7fffffff)
 #define FUSER_LIBM(name) ::name
 #endif
 
@@ -271,6 +273,16 @@ FUSER_DEVICE double fm_abs(double x) { return ::fabs(x); }
   FUSER_DEVICE T fm_div(T x, T y) { return x / y; }                                                                   \
   FUSER_DEVICE T fm_maximum(T x, T y) { return x > y || x != x ? x : y; }                                             \
   FUSER_DEVICE T fm_minimum(T x, T y) { return x < y || x != x ? x : y; }                                             \
+  /* one step of a maximum or minimum whose NaNs are collected apart: see FUSER_SIMD_MAX_NAN */                       \
+  FUSER_DEVICE void fm_max_step(T& x, int& nan, T v) {                                                                \
+    nan |= fuser_isnan(v);                                                                                            \
+    x = x < v ? v : x;                                                                                                \
+  }                                                                                                                   \
+  FUSER_DEVICE void fm_min_step(T& x, int& nan, T v) {                                                                \
+    nan |= fuser_isnan(v);                                                                                            \
+    x = v < x ? v : x;                                                                                                \
+  }                                                                                                                   \
+  FUSER_DEVICE T fm_nan_if(int nan, T x) { return nan ? T(FUSER_NAN) : x; }                                           \
   FUSER_DEVICE T fm_remainder(T x, T y) {                                                                             \
     const T r = fm_fmod(x, y);                                                                                        \
     return r != T(0) && (r < T(0)) != (y < T(0)) ? r + y : r;                                                         \
@@ -339,3 +351,14 @@ FUSER_FOR_FLOATING(FUSER_FLOATING)
   FUSER_DEVICE T fm_clamp(T x, T lo, T hi) { return fm_minimum(fm_maximum(x, lo), hi); }                              \
   FUSER_DEVICE T fm_threshold(T x, T t, T value) { return x <= t ? value : x; }
 FUSER_FOR_INTEGER(FUSER_INTEGER)
+
+#ifdef FUSER_SIMT
+// For FUSER_SIMD_MAX and FUSER_SIMD_MIN: OpenMP's own max and min would lose NaN.
+#define FUSER_DECLARE_REDUCTIONS(T)                                                                                   \
+  FUSER_PRAGMA(omp declare reduction(fuser_max_nan : T : omp_out = fm_maximum(omp_out, omp_in)) initializer(omp_priv = omp_orig)) \
+  FUSER_PRAGMA(omp declare reduction(fuser_min_nan : T : omp_out = fm_minimum(omp_out, omp_in)) initializer(omp_priv = omp_orig))
+FUSER_DECLARE_REDUCTIONS(float)
+FUSER_DECLARE_REDUCTIONS(double)
+FUSER_DECLARE_REDUCTIONS(int)
+FUSER_DECLARE_REDUCTIONS(int64_t)
+#endif

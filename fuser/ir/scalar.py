@@ -356,7 +356,7 @@ def _extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
         return _float_op(op, a, b)
     if a == b:
         return a
-    if is_less(a, b):
+    if is_less(a, b) or is_nonnegative(sub(b, a)):
         return a if op == "min" else b
     if is_nonnegative(sub(a, b)):
         return b if op == "min" else a

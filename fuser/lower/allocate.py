@@ -15,7 +15,7 @@ from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, nbytes_of
 from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import GRID_TYPES, ParallelType
+from fuser.ir.types import GRID_TYPES
 from fuser.lower.context import Context
 from fuser.lower.index import Index
 from fuser.lower.kernel import Element, Expr, Var
@@ -237,5 +237,3 @@ def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
             end = sc.add(buffer.offset, buffer.nbytes)
     return end
 
-
-__all__ = ["Buffer", "ParallelType", "accumulator_dtype", "allocate", "c_type", "place_shared"]

@@ -293,6 +293,7 @@ class ThreadReduce:
     identity: str
     thread_axes: tuple[bool, bool, bool]
     grid_axes: tuple[bool, bool, bool] = (False, False, False)
+    same_axes: tuple[bool, bool, bool] = (False, False, False)
     work: str = ""
     work_offset: Scalar | None = None
     semaphore: str = ""

@@ -138,7 +138,7 @@ class CudaKernel(CompiledKernel):
         return PreparedCudaLaunch(self, arguments, grid, block, smem_bytes)
 
     def attributes(self) -> dict[str, int]:
-        """What the compiler assigned: a thread's registers and local bytes (spills), static shared."""
+        """What the compiler assigned: registers, local bytes (spills), static shared bytes."""
         values = self._kernel.attributes
         return {
             "registers": int(values.num_regs()),

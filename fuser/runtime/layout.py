@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fuser.ir.domain import TensorDomain
-from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
@@ -57,21 +56,14 @@ def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:
     """Return the domain with the allocation order and contiguity of a layout class."""
     axes = domain.no_reductions
     order, flags = layout
+    by_number = {
+        axes[k].number: None if axes[k].is_broadcast else flag
+        for k, flag in zip(order, flags, strict=True)
+    }
+    if order == tuple(range(len(axes))):
+        contiguity = tuple(by_number.get(a.number) for a in domain.logical)
+        return replace(domain, allocation=(), contiguity=contiguity)
     reduced = tuple(a for a in domain.logical if a.is_reduction())
     allocation = (*reduced, *(axes[k] for k in order))
-    contiguity = (
-        *(None for _ in reduced),
-        *(None if axes[k].is_broadcast else flag for k, flag in zip(order, flags, strict=True)),
-    )
-    if allocation == domain.logical:
-        allocation = ()
-    if not allocation or not reduced:
-        return replace(domain, allocation=allocation, contiguity=contiguity)
+    contiguity = tuple(by_number.get(a.number) for a in allocation)
     return replace(domain, allocation=allocation, contiguity=contiguity)
-
-
-def specialize_layouts(fusion: Fusion, layouts: Sequence[tuple[TensorView, Layout]]) -> None:
-    """Give inputs and outputs the layouts of actual tensors, in place."""
-    for tv, layout in layouts:
-        tv.domain = with_layout(tv.domain, layout)
-    del fusion

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,8 +174,22 @@ class MpiControl(JobControl):
     def abort(self, code: int) -> None:
         """Ends all ranks of the job."""
         if not self.mpi.Is_finalized():
+            _unlink_shared_memory()
             self.mpi.COMM_WORLD.Abort(code)
         os._exit(code)
+
+
+def _unlink_shared_memory() -> None:
+    """Removes the names of this job's MPICH segments, which an aborted job would leave behind.
+
+    The ranks keep their mappings; a small /dev/shm would otherwise fill up with aborted jobs.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    for name in sorted(set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE))):
+        Path(name).unlink(missing_ok=True)
 
 
 class _MpiWork:

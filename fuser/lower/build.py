@@ -1,0 +1,290 @@
+"""The statements of a kernel: loops from the tree, and the work of each stage inside them."""
+
+from __future__ import annotations
+
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.nodes import LoadStoreOp, ReductionOp
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.lower.allocate import Buffer, allocate, c_type
+from fuser.lower.context import Context
+from fuser.lower.kernel import (
+    Accumulate,
+    Assign,
+    Body,
+    Declare,
+    DeclareShared,
+    Element,
+    Expr,
+    For,
+    If,
+    Store,
+    Unswitch,
+    Var,
+    VectorLoad,
+    VectorStore,
+)
+from fuser.lower.loops import Loop, Node, Stage, loop_tree
+from fuser.lower.predicate import Predicate, range_conditions, stage_predicate, writer_predicate
+from fuser.lower.reduce import declare_accumulator, finish_reduction, functor_of
+from fuser.lower.values import At, Scope, ValueBuilder, convert
+from fuser.lower.vectorize import vector_base, vector_width
+
+
+def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
+    """Return the kernel IR of a planned fusion, before barriers, unswitching and hoisting."""
+    buffers = allocate(ctx)
+    builder = _Builder(ctx, buffers)
+    body = Body()
+    for buffer in buffers.values():
+        if buffer.is_shared:
+            body.statements.append(
+                DeclareShared(buffer.name, buffer.dtype, buffer.offset, buffer.count)
+            )
+    builder.nodes(loop_tree(ctx.plan), Scope(body), 0)
+    return body, buffers
+
+
+class _Builder:
+    def __init__(self, ctx: Context, buffers: dict[Stage, Buffer]) -> None:
+        self.ctx = ctx
+        self.buffers = buffers
+        self.values = ValueBuilder(ctx, buffers)
+        self._if_scopes: dict[int, Scope] = {}
+
+    # ------------------------------------------------------------ the tree
+    def nodes(self, nodes: list[Node], scope: Scope, depth: int) -> None:
+        for node in nodes:
+            local = [s for s in node.stages if s.depth == depth and s.storage != "global"]
+            for stage in local:
+                self.declare(stage, scope)
+            self.node(node, scope, depth)
+            for stage in local:
+                if stage.is_reduction:
+                    self.finish(stage, scope)
+
+    def node(self, node: Node, scope: Scope, depth: int) -> None:
+        if node.loop is None:
+            assert node.stage is not None
+            self.leaf(node.stage, scope)
+            return
+        loop = node.loop
+        if loop.ptype is ParallelType.unswitch:
+            inner = Scope(Body(), scope)
+            scope.body.statements.append(Unswitch(inner.body))
+            scope = inner
+        if loop.is_trivial:
+            self.nodes(node.children, scope, depth + 1)
+            return
+        inner = self.open_loop(loop, scope)
+        self.nodes(node.children, inner, depth + 1)
+
+    def open_loop(self, loop: Loop, scope: Scope, *, unroll: bool = False) -> Scope:
+        assert isinstance(loop.symbol, Symbol)
+        inner = Scope(Body(), scope)
+        unroll = unroll or loop.ptype in (ParallelType.unroll, ParallelType.vectorize)
+        scope.body.statements.append(For(loop.symbol, loop.extent, inner.body, unroll=unroll))
+        return inner
+
+    def declare(self, stage: Stage, scope: Scope) -> None:
+        buffer = self.buffers[stage]
+        if stage.is_reduction:
+            scope.body.statements.append(declare_accumulator(buffer))
+        elif not buffer.is_shared:
+            scope.body.statements.append(Declare(buffer.name, buffer.ctype, buffer.size))
+
+    def guarded(self, predicate: Predicate, scope: Scope) -> Scope:
+        """Return the scope of statements under a predicate; equal neighbours share one."""
+        if predicate == Predicate(sc.const(True)):
+            return scope
+        last = scope.body.statements[-1] if scope.body.statements else None
+        if isinstance(last, If) and (last.cond, last.flags) == (predicate.cond, predicate.flags):
+            known = self._if_scopes.get(id(last.then))
+            if known is not None:
+                return known
+        inner = Scope(Body(), scope)
+        scope.body.statements.append(If(predicate.cond, inner.body, flags=predicate.flags))
+        self._if_scopes[id(inner.body)] = inner
+        return inner
+
+    # ------------------------------------------------------------ the work of a stage
+    def leaf(self, stage: Stage, scope: Scope) -> None:
+        inside = self.guarded(stage_predicate(self.ctx, stage), scope)
+        if stage.is_reduction:
+            self.accumulate(stage, inside)
+        elif stage.vector is not None:
+            self.vector(stage, inside)
+        else:
+            self.write(stage, self.result(stage, inside), inside)
+
+    def at(self, stage: Stage, scope: Scope) -> At:
+        axes = self.ctx.indexer.stage_axes(stage)
+        index = tuple(axes[a.number] for a in stage.tv.domain.no_reductions)
+        if stage.reference is not None:
+            axes = self.ctx.indexer.tensor_axes(stage.tv, index)
+        return At(stage, scope, sc.const(True), stage.tv, axes, index)
+
+    def result(self, stage: Stage, scope: Scope) -> Expr:
+        return self.values.compute(stage.op, stage.tv, self.at(stage, scope))
+
+    def write(self, stage: Stage, value: Expr, scope: Scope) -> None:
+        """Write the stage's element of this iteration."""
+        tv = stage.tv
+        value = convert(value, tv.dtype())
+        index = self.ctx.indexer.stage_index(stage)
+        if stage.storage == "global":
+            offset = self.ctx.simplify(self.ctx.indexer.offset(tv, index))
+            scope.body.statements.append(Store(f"T{tv.number}", offset, value))
+            return
+        buffer = self.buffers[stage]
+        at = buffer.shared_index(self.ctx, index) if buffer.is_shared else buffer.own_index()
+        scope.body.statements.append(Assign(buffer.element(self.ctx, at, tv), value))
+
+    # ------------------------------------------------------------ vectors
+    def vector(self, stage: Stage, scope: Scope) -> None:
+        assert stage.vector is not None
+        if stage.storage == "local":
+            buffer = self.buffers[stage]
+            base = sc.substitute(buffer.own_index(), {stage.vector.symbol: sc.ZERO})
+            self.load_vector(stage, buffer.name, base, scope)
+            return
+        array, base = self.source_array(stage, scope)
+        self.store_vector(stage, array, base, scope)
+
+    def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
+        """Load one word of the operand of a copy into registers."""
+        assert stage.vector is not None and isinstance(stage.op, LoadStoreOp)
+        source, width = stage.op.inp, vector_width(stage)
+        here = self.at(stage, scope)
+        index = self.ctx.indexer.operand_index(stage.op, 0, stage.tv, here.axes)
+        origin = self.ctx.plan.stage_of.get(source)
+        if origin is not None:
+            offset = self.buffers[origin].shared_index(self.ctx, index)
+        else:
+            offset = self.ctx.indexer.offset(source, index)
+            self.align(source, width)
+        base = vector_base(self.ctx, source, offset, stage.vector.symbol, width=width)
+        scope.body.statements.append(
+            VectorLoad(
+                array,
+                at,
+                f"T{source.number}",
+                base,
+                width,
+                stage.tv.dtype(),
+                streaming=origin is None and self.is_read_once(source, stage),
+                shared=origin is not None,
+            )
+        )
+
+    def source_array(self, stage: Stage, scope: Scope) -> tuple[str, Scalar]:
+        """Return the register array, and the place in it, of the word that a stage stores."""
+        assert stage.vector is not None
+        v = stage.vector.symbol
+        width = vector_width(stage)
+        is_copy = isinstance(stage.op, LoadStoreOp)
+        if is_copy:
+            source = stage.op.inp  # pyright: ignore[reportAttributeAccessIssue]
+            origin = self.ctx.plan.stage_of.get(source)
+            if origin is not None and origin.storage == "local":
+                value = self.result(stage, scope)
+                base = sc.substitute(value.index, {v: sc.ZERO}) if isinstance(value, Element) else v
+                if isinstance(value, Element) and sc.add(base, v) == value.index:
+                    return value.name, base
+        name = f"v{stage.tv.number}"
+        scope.body.statements.append(Declare(name, c_type(stage.tv.dtype()), width))
+        if is_copy and (
+            stage.op.inp in self.ctx.plan.fusion.inputs  # pyright: ignore[reportAttributeAccessIssue]
+            or self.is_shared(stage.op.inp)  # pyright: ignore[reportAttributeAccessIssue]
+        ):
+            self.load_vector(stage, name, sc.ZERO, scope)
+            return name, sc.ZERO
+        inner = self.open_loop(stage.vector, scope)
+        value = convert(self.result(stage, inner), stage.tv.dtype())
+        inner.body.statements.append(Assign(Element(name, v, stage.tv.dtype()), value))
+        return name, sc.ZERO
+
+    def is_shared(self, tv: TensorView) -> bool:
+        origin = self.ctx.plan.stage_of.get(tv)
+        return origin is not None and origin.storage == "shared"
+
+    def store_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
+        assert stage.vector is not None
+        tv, width = stage.tv, vector_width(stage)
+        index = self.ctx.indexer.stage_index(stage)
+        is_shared = stage.storage == "shared"
+        if is_shared:
+            offset = self.buffers[stage].shared_index(self.ctx, index)
+        else:
+            offset = self.ctx.indexer.offset(tv, index)
+            self.align(tv, width)
+        base = vector_base(self.ctx, tv, offset, stage.vector.symbol, width=width)
+        streaming = not is_shared and self.ctx.plan.fusion.alias_of(tv) is None
+        scope.body.statements.append(
+            VectorStore(
+                f"T{tv.number}", base, array, at, width, tv.dtype(), streaming, shared=is_shared
+            )
+        )
+
+    def align(self, tv: TensorView, width: int) -> None:
+        known = self.ctx.alignments.get(tv, 1)
+        self.ctx.alignments[tv] = max(known, width * nbytes_of(tv.dtype()))
+
+    def is_read_once(self, source: TensorView, stage: Stage) -> bool:
+        """Whether every element of an input is read by one iteration of one stage."""
+        fusion = self.ctx.plan.fusion
+        if len(fusion.uses(source)) != 1 or any(a.into is source for a in fusion.aliases):
+            return False
+        have = sc.product(fusion.canonical(a.extent) for a in source.domain.no_reductions)
+        looped = sc.product(
+            fusion.canonical(a.size) for a in self.reading(stage).tv.domain.logical
+        )
+        return have == looped
+
+    def reading(self, stage: Stage) -> Stage:
+        return stage.reference or stage
+
+    # ------------------------------------------------------------ reductions
+    def accumulate(self, stage: Stage, scope: Scope) -> None:
+        buffer = self.buffers[stage]
+        value = self.values.operand(stage.op, 0, buffer.dtype, self.at(stage, scope))
+        target: Var | Element
+        if buffer.size is None:
+            target = Var(buffer.name, buffer.dtype)
+        else:
+            target = Element(buffer.name, buffer.own_index(), buffer.dtype)
+        kind = stage.op.kind if isinstance(stage.op, ReductionOp) else "welford"
+        scope.body.statements.append(Accumulate(target, value, kind, functor_of(buffer)))
+
+    def finish(self, stage: Stage, scope: Scope) -> None:
+        """Combine over threads and blocks, and write results that are fusion outputs."""
+        statement = finish_reduction(self.ctx, self.buffers[stage])
+        if statement is not None:
+            scope.body.statements.append(statement)
+        for out in stage.op.outputs:
+            if out in self.ctx.plan.fusion.outputs:
+                self.write_result(stage, out, scope)
+
+    def write_result(self, stage: Stage, out: TensorView, scope: Scope) -> None:
+        buffer = self.buffers[stage]
+        kept = [loop for loop in stage.all_loops if not loop.find().is_reduction]
+        conds = [c for c in range_conditions(self.ctx, stage) if not _uses_reduction(stage, c)]
+        for loop in buffer.loops:
+            scope = self.open_loop(loop, scope, unroll=True)
+        inside = self.guarded(writer_predicate(self.ctx, stage, kept, conds), scope)
+        axes = self.ctx.indexer.stage_axes(stage)
+        index = tuple(axes[a.number] for a in stage.tv.domain.no_reductions)
+        offset = self.ctx.simplify(self.ctx.indexer.offset(out, index))
+        value = buffer.element(self.ctx, buffer.own_index(), out)
+        inside.body.statements.append(Store(f"T{out.number}", offset, convert(value, out.dtype())))
+
+
+def _uses_reduction(stage: Stage, cond: Scalar) -> bool:
+    """Whether a condition is about a reduction loop."""
+    reduced = {
+        loop.find().symbol for loop in stage.all_loops if loop.find().is_reduction
+    }
+    return any(s in reduced for s in sc.symbols(cond))
+

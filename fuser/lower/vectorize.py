@@ -1,0 +1,82 @@
+"""Vector accesses: is an address linear in the vector axis, and aligned to whole words?"""
+
+from __future__ import annotations
+
+import math
+
+from fuser.errors import UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.scalar import Apply, Monomial, Poly, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.lower.context import Context
+from fuser.lower.loops import Stage
+
+MAX_VECTOR_BYTES = 16
+
+
+def vector_width(stage: Stage) -> int:
+    """Return the elements of a stage's vector access; raises `UnsupportedError` over 16 bytes."""
+    assert stage.vector is not None
+    width = sc.int_value(stage.vector.extent)
+    assert width is not None
+    nbytes = width * nbytes_of(stage.tv.dtype())
+    if nbytes > MAX_VECTOR_BYTES or nbytes & (nbytes - 1):
+        raise UnsupportedError(
+            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes; 1, 2, 4, 8 or 16 fit"
+        )
+    return width
+
+
+def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, width: int) -> Scalar:
+    """Return the offset of a vector's first element.
+
+    `offset` must be base + v, with a base that is a multiple of `width`. Where that needs sizes or
+    strides to be multiples of the width, they are assumed to be (`Facts.assume_divisible`).
+    Raises `UnsupportedError` when the access cannot be a vector.
+    """
+    offset = ctx.simplify(offset)
+    zero: dict[Scalar, Scalar] = {v: sc.ZERO}
+    base = sc.substitute(offset, zero)
+    if sc.add(base, v) != offset:
+        for symbol in _divisors(offset, v):
+            if symbol not in ctx.facts.divisible:
+                ctx.facts.assume_divisible(symbol, width)
+        raise UnsupportedError(f"vectorized access of {tv} at {offset}: not contiguous along {v}")
+    for mono, coef in _terms(base):
+        if coef % width == 0:
+            continue
+        symbol = _size_in(mono)
+        if symbol is None:
+            raise UnsupportedError(
+                f"vectorized access of {tv} at {offset}: {base} is not a multiple of {width}"
+            )
+        ctx.facts.assume_divisible(symbol, width // math.gcd(coef, width))
+    return base
+
+
+def _terms(x: Scalar) -> list[tuple[Monomial, int]]:
+    value = sc.int_value(x)
+    if value is not None:
+        return [((), value)]
+    return list(x.terms) if isinstance(x, Poly) else [((x,), 1)]
+
+
+def _size_in(mono: Monomial) -> Symbol | None:
+    """Return the innermost size or stride of a product that no loop changes."""
+    found = [a for a in mono if isinstance(a, Symbol) and a.extent is None]
+    return found[-1] if found else None
+
+
+def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
+    """Return the sizes that `x` divides something holding `v` by, innermost (last) first."""
+    found: dict[Symbol, None] = {}
+
+    def visit(y: Scalar) -> None:
+        if isinstance(y, Apply) and y.op in ("/", "%") and v in sc.symbols(y.args[0]):
+            found.update(dict.fromkeys(s for s in sc.symbols(y.args[1]) if s.extent is None))
+        for child in sc.children(y):
+            visit(child)
+
+    visit(x)
+    return list(reversed(found))

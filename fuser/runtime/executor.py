@@ -1,0 +1,525 @@
+"""KernelExecutor: runs one fusion as one kernel, for whatever sizes and layouts come.
+
+    run -> key of the tensors (shape, strides, alignment) -> launch record: only pointers change
+        -> facts -> layout classes, parameters of the scheduler -> variant: text and compiled kernel
+
+A fusion has at most `MAX_VARIANTS` variants; after that one generic variant, which relies on nothing,
+serves every new class.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuser import options
+from fuser.errors import InputError, KernelError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.runtime.device import DeviceInfo, describe_device
+from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compile_kernels
+from fuser.runtime.layout import Layout, declared_order, layout_of, with_layout
+
+if TYPE_CHECKING:
+    from fuser.lower.kernel import Kernel
+
+MAX_VARIANTS = 8
+VECTOR_BYTES = 16
+# Blocks and unrolled steps run past the end of a tensor by less than this many elements.
+_OVERRUN = 1 << 20
+_INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
+
+Value = torch.Tensor | Number
+Sizes = Mapping[Symbol, int]
+VariantKey = tuple[tuple[Layout, ...], object, DataType]
+
+
+@dataclass
+class Variant:
+    """One kernel of a fusion: lowered, and compiled on first use."""
+
+    kernel: Kernel
+    params: object
+    twins: Mapping[int, TensorView]
+    compiled: CompiledKernel | None = None
+
+
+@dataclass
+class Launch:
+    """A kernel bound to sizes and strides: what is left to give are pointers and scalar inputs.
+
+    `pointers` are (parameter, position among inputs then outputs); `numbers` are the parameters
+    that depend on scalar inputs.
+    """
+
+    variant: Variant
+    args: list[Any]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem_bytes: int
+    pointers: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, Scalar], ...]
+    workspaces: tuple[tuple[int, int, bool], ...]
+    values: Mapping[Symbol, Number]
+    prepared: PreparedLaunch | None = None
+    scratch: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class KernelExecutor:
+    """Runs a local fusion (no device or stream axes) with one scheduler.
+
+    `device` overrides the description that heuristics read: a GPU's schedules also run on CPU
+    tensors. `checked` compiles CPU kernels with all run-time checks.
+    """
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        *,
+        scheduler: str,
+        name: str,
+        device: DeviceInfo | None = None,
+        checked: bool = False,
+    ) -> None:
+        from fuser.schedule import registry
+
+        self.fusion = fusion
+        self.name = name
+        self.scheduler = registry.scheduler(scheduler)
+        self.checked = checked
+        self._device = device
+        self._tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
+        self._tensors += fusion.outputs
+        self._orders = [declared_order(tv) for tv in self._tensors]
+        inputs = set(fusion.inputs)
+        self._skipped = [
+            [a.is_broadcast and (a.expanded is None or tv in inputs) for a in tv.domain.no_reductions]
+            for tv in self._tensors
+        ]
+        self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
+        self._free = _free_symbols(fusion, self._scalars)
+        self._records: dict[object, Launch | None] = {}
+        self._variants: dict[VariantKey, Variant] = {}
+        self._generic: Variant | None = None
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------ running
+    def run(
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        stream: int | None = None,
+    ) -> None:
+        """Compute `outputs` (allocated by the caller, all of the fusion's, in order).
+
+        Raises:
+            InputError: a wrong number of tensors, or a rank that does not fit.
+            KernelError: a launch failed, or a finding of checked mode.
+        """
+        tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+        tensors += outputs
+        key: object = [(t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
+        numbers = ()
+        if self._scalars or self._free:
+            numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
+            key = (*key, *(sizes.get(s) for s in self._free), *(_integer(n) for n in numbers))  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            key = tuple(key)  # pyright: ignore[reportArgumentType]
+        with self._lock:
+            if key in self._records:
+                record = self._records[key]
+            else:
+                record = self._records[key] = self.bind(inputs, outputs, sizes=sizes)
+            if record is None:
+                self._run_empty(inputs, outputs, sizes)
+                return
+            self._launch(record, tensors, numbers, stream)
+
+    def _launch(
+        self,
+        record: Launch,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Number],
+        stream: int | None,
+    ) -> None:
+        compiled = self._compiled(record.variant, tensors)
+        if record.numbers or self.checked or record.workspaces:
+            args = list(record.args)
+            for param, position in record.pointers:
+                args[param] = tensors[position]
+            self._fill(record, args, numbers, tensors, stream)
+            compiled.launch(
+                args,
+                grid=record.grid,
+                block=record.block,
+                smem_bytes=record.smem_bytes,
+                stream=stream,
+            )
+            return
+        if record.prepared is None:
+            args = list(record.args)
+            for param, position in record.pointers:
+                args[param] = tensors[position]
+            record.prepared = compiled.prepare(
+                args, grid=record.grid, block=record.block, smem_bytes=record.smem_bytes
+            )
+        set_pointer = record.prepared.set_pointer
+        for param, position in record.pointers:
+            set_pointer(param, tensors[position].data_ptr())
+        record.prepared.run(stream)
+
+    def _fill(
+        self,
+        record: Launch,
+        args: list[Any],
+        numbers: Sequence[Number],
+        tensors: Sequence[torch.Tensor],
+        stream: int | None,
+    ) -> None:
+        """Fill in what depends on scalar inputs and on the stream."""
+        if record.numbers:
+            values = dict(record.values)
+            values.update(zip(self._scalars, numbers, strict=True))
+            for param, scalar in record.numbers:
+                args[param] = sc.evaluate(scalar, values)
+        if record.workspaces:
+            # Launches on two streams may overlap, so each stream has memory of its own.
+            device = tensors[0].device
+            lane = stream if stream is not None else _current_stream(device)
+            scratch = record.scratch.get(lane)
+            if scratch is None:
+                scratch = record.scratch[lane] = [
+                    (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+                    for _, nbytes, zeroed in record.workspaces
+                ]
+            for (param, _, _), memory in zip(record.workspaces, scratch, strict=True):
+                args[param] = memory
+
+    def _run_empty(
+        self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], sizes: Sizes
+    ) -> None:
+        """Serve a class with an extent of 0: kernels rely on extents of at least 1."""
+        if all(out.numel() == 0 for out in outputs):
+            return
+        from fuser.ops.torch_meaning import evaluate_fusion
+
+        results = evaluate_fusion(self.fusion, list(inputs))
+        for out, value in zip(outputs, results, strict=True):
+            out.copy_(value)
+
+    # ------------------------------------------------------------ binding
+    def bind(
+        self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], *, sizes: Sizes
+    ) -> Launch | None:
+        """Return the launch record of an input class, lowering (not compiling) a new variant when
+        needed; None where an extent is 0. Meta tensors will do."""
+        tensors = [v for v in inputs if isinstance(v, torch.Tensor)] + list(outputs)
+        self._check(inputs, tensors)
+        values = self._values(inputs, tensors, sizes)
+        if any(t.numel() == 0 for t in tensors) or any(
+            values.get(s) == 0 for tv in self.fusion.tensors() for s in _extent_symbols(tv)
+        ):
+            return None
+        layouts = tuple(
+            ((), ())
+            if order is None
+            else layout_of(order, skipped, tuple(t.shape), t.stride())
+            for order, skipped, t in zip(self._orders, self._skipped, tensors, strict=True)
+        )
+        alignments = {
+            tv.number: _alignment(t, layout)
+            for tv, t, layout in zip(self._tensors, tensors, layouts, strict=True)
+        }
+        device = self._device or _describe(tensors)
+        variant = self._variant(layouts, alignments, values, tensors, device)
+        launch = _launch_of(variant, self._tensors, tensors, values, alignments, self._scalars)
+        if launch is None:
+            variant = self._generic_variant(device)
+            launch = _launch_of(variant, self._tensors, tensors, values, alignments, self._scalars)
+        if launch is None:
+            raise KernelError(
+                f"kernel {self.name} cannot serve {[tuple(t.shape) for t in tensors]} with strides "
+                f"{[t.stride() for t in tensors]}: its generic variant relies on "
+                f"{', '.join(map(str, variant.kernel.guards))}"
+            )
+        return launch
+
+    def _check(self, inputs: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
+        if len(inputs) != len(self.fusion.inputs) or len(tensors) != len(self._tensors):
+            raise InputError(
+                f"kernel {self.name} takes {len(self.fusion.inputs)} inputs and "
+                f"{len(self.fusion.outputs)} outputs, got {len(inputs)} and "
+                f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)}"
+            )
+        for tv, t in zip(self._tensors, tensors, strict=True):
+            if t.dim() != tv.ndim:
+                raise InputError(f"kernel {self.name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
+
+    def _values(
+        self, inputs: Sequence[Value], tensors: Sequence[torch.Tensor], sizes: Sizes
+    ) -> dict[Symbol, Number]:
+        """Bind size symbols (given, and of the inputs' axes) and scalar inputs."""
+        values: dict[Symbol, Number] = dict(sizes)
+        for tv, t in zip(self._tensors, tensors, strict=True):
+            for axis, size in zip(tv.domain.no_reductions, t.shape, strict=True):
+                if isinstance(axis.size, Symbol):
+                    values.setdefault(axis.size, size)
+        for symbol, same in self.fusion.equal_extents():
+            known = values.get(symbol)
+            if known is not None and isinstance(same, Symbol):
+                values.setdefault(same, known)
+        for symbol, same in self.fusion.equal_extents():
+            if symbol not in values:
+                try:
+                    values[symbol] = sc.evaluate(same, values)
+                except KeyError:
+                    continue
+        numbers = [v for v in inputs if not isinstance(v, torch.Tensor)]
+        values.update(zip(self._scalars, numbers, strict=True))
+        return values
+
+    # ------------------------------------------------------------ variants
+    def _variant(
+        self,
+        layouts: tuple[Layout, ...],
+        alignments: Mapping[int, int],
+        values: Mapping[Symbol, Number],
+        tensors: Sequence[torch.Tensor],
+        device: DeviceInfo,
+    ) -> Variant:
+        from fuser.schedule.facts import Facts
+
+        if self._generic is not None and len(self._variants) >= MAX_VARIANTS:
+            known = [k for k in self._variants if k[0] == layouts]
+            if not known:
+                return self._generic
+        fusion, twins = self._specialized(layouts)
+        sizes = {s: int(v) for s, v in values.items()}
+        params = self.scheduler.heuristics(fusion, Facts(sizes, alignments), device)
+        index = self._index_dtype(values, tensors)
+        key = (layouts, params, index)
+        found = self._variants.get(key)
+        if found is None:
+            if len(self._variants) >= MAX_VARIANTS:
+                return self._generic_variant(device)
+            found = self._variants[key] = self._lower(fusion, twins, params, index, device)
+        return found
+
+    def _generic_variant(self, device: DeviceInfo) -> Variant:
+        if self._generic is None:
+            layouts = tuple(
+                (tuple(range(tv.ndim)), (False,) * tv.ndim) if order is not None else ((), ())
+                for tv, order in zip(self._tensors, self._orders, strict=True)
+            )
+            fusion, twins = self._specialized(layouts)
+            params = self.scheduler.generic(device)
+            self._generic = self._lower(fusion, twins, params, DataType.Int, device)
+        return self._generic
+
+    def _specialized(
+        self, layouts: tuple[Layout, ...]
+    ) -> tuple[Fusion, dict[int, TensorView]]:
+        """Return a copy of the fusion whose inputs and outputs have these layouts."""
+        fusion, twins = self.fusion.copy()
+        for tv, order, layout in zip(self._tensors, self._orders, layouts, strict=True):
+            if order is not None:
+                twins[tv].domain = with_layout(twins[tv].domain, layout)
+        return fusion, {tv.number: twins[tv] for tv in self._tensors}
+
+    def _lower(
+        self,
+        fusion: Fusion,
+        twins: Mapping[int, TensorView],
+        params: object,
+        index: DataType,
+        device: DeviceInfo,
+    ) -> Variant:
+        from fuser.lower import lower_kernel
+
+        outputs = len(fusion.outputs)
+        self.scheduler.apply(fusion, params)
+        kernel = lower_kernel(fusion, name=self.name, index_dtype=index, device=device)
+        # A scheduler may replace an output by its copy; positions stay.
+        named = dict(twins)
+        for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):
+            named[tv.number] = out
+        if options.dump_enabled("scheduler_params"):
+            print(f"{self.name}: {params}")
+        if options.dump_enabled("cuda_kernel"):
+            print(kernel.source.text)
+        return Variant(kernel, params, named)
+
+    def _index_dtype(
+        self, values: Mapping[Symbol, Number], tensors: Sequence[torch.Tensor]
+    ) -> DataType:
+        """Return Int32 where every offset and every iteration count fits, over-run included."""
+        largest = max((_span(t) for t in tensors), default=0)
+        for tv in self.fusion.tensors():
+            sizes = (sc.evaluate(self.fusion.canonical(a.size), values) for a in tv.domain.logical)
+            largest = max(largest, int(prod(sizes)))
+        return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
+
+    # ------------------------------------------------------------ compiling
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All variants made so far, the generic one last."""
+        generic = () if self._generic is None else (self._generic,)
+        return (*self._variants.values(), *generic)
+
+    def _compiled(self, variant: Variant, tensors: Sequence[torch.Tensor]) -> CompiledKernel:
+        if variant.compiled is None:
+            (variant.compiled,) = compile_kernels(
+                [variant.kernel.source], tensors[0].device, checked=self.checked
+            )
+        return variant.compiled
+
+
+def compile_many(
+    requests: Iterable[tuple[KernelExecutor, Sequence[Value], Sequence[torch.Tensor], Sizes]],
+    *,
+    device: torch.device | str,
+) -> int:
+    """Lower and compile the kernels of many executors at once; return how many were missing.
+
+    A request is (executor, inputs, outputs, sizes); meta tensors with the right strides will do.
+    One compiler process (CPU) or parallel threads (CUDA) compile all of them.
+    """
+    missing: dict[bool, list[Variant]] = {}
+    for executor, inputs, outputs, sizes in requests:
+        launch = executor.bind(inputs, outputs, sizes=sizes)
+        if launch is not None and launch.variant.compiled is None:
+            group = missing.setdefault(executor.checked, [])
+            if launch.variant not in group:
+                group.append(launch.variant)
+    for checked, variants in missing.items():
+        sources = [v.kernel.source for v in variants]
+        compiled = compile_kernels(sources, device, checked=checked)
+        for variant, kernel in zip(variants, compiled, strict=True):
+            variant.compiled = kernel
+    return sum(map(len, missing.values()))
+
+
+# ------------------------------------------------------------------ helpers
+def _integer(number: Number) -> Number | None:
+    """Integers may decide extents, so they are part of a class; floats never are."""
+    return number if isinstance(number, int) else None
+
+
+def _extent_symbols(tv: TensorView) -> tuple[Symbol, ...]:
+    return tuple(s for a in tv.domain.logical for s in sc.symbols(a.extent))
+
+
+def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
+    """Return the symbols that neither an input's axes nor a scalar input binds."""
+    bound = {
+        a.size
+        for v in fusion.inputs
+        if isinstance(v, TensorView)
+        for a in v.domain.no_reductions
+    }
+    used: dict[Symbol, None] = {}
+    for tv in fusion.tensors():
+        axes: tuple[IterDomain, ...] = tv.domain.all_axes()
+        for axis in axes:
+            used.update(dict.fromkeys(sc.symbols(axis.size)))
+    for op in fusion.exprs:
+        for value in op.inputs:
+            if isinstance(value, Scalar):
+                used.update(dict.fromkeys(sc.symbols(value)))
+    return tuple(s for s in used if s not in bound and s not in scalars)
+
+
+def _span(t: torch.Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def _alignment(t: torch.Tensor, layout: Layout) -> int:
+    """Return the largest power of two, at most 16, that divides the address and every stride, in
+    bytes, of an axis that is not contiguous."""
+    found = gcd(t.data_ptr() if t.device.type != "meta" else 0, VECTOR_BYTES)
+    order, flags = layout
+    for k, flag in zip(order, flags, strict=True):
+        if not flag and t.stride(k):
+            found = gcd(found, t.stride(k) * t.element_size())
+    return found
+
+
+def _describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
+    if not tensors:
+        raise InputError("a kernel without tensors has no device")
+    return describe_device(tensors[0].device)
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _launch_of(
+    variant: Variant,
+    tvs: Sequence[TensorView],
+    tensors: Sequence[torch.Tensor],
+    values: Mapping[Symbol, Number],
+    alignments: Mapping[int, int],
+    scalars: Sequence[Symbol],
+) -> Launch | None:
+    """Evaluate a kernel's arguments and shape; None where it relies on something that fails."""
+    from fuser.lower.kernel import ScalarArg, StrideArg, TensorArg, WorkspaceArg, stride_symbol
+
+    kernel = variant.kernel
+    positions = {variant.twins[tv.number].number: k for k, tv in enumerate(tvs)}
+    known: dict[Symbol, Number] = dict(values)
+    for tv, t in zip(tvs, tensors, strict=True):
+        twin = variant.twins[tv.number]
+        known.update((stride_symbol(twin, k), s) for k, s in enumerate(t.stride()))
+    number_of = {variant.twins[tv.number].number: tv.number for tv in tvs}
+    for tv, nbytes in kernel.alignments:
+        if alignments[number_of[tv.number]] % nbytes:
+            return None
+    if not all(sc.evaluate(guard, known) for guard in kernel.guards):
+        return None
+    dynamic = set(scalars)
+    args: list[Any] = []
+    pointers: list[tuple[int, int]] = []
+    numbers: list[tuple[int, Scalar]] = []
+    workspaces: list[tuple[int, int, bool]] = []
+    for param, arg in enumerate(kernel.args):
+        match arg:
+            case TensorArg():
+                pointers.append((param, positions[arg.tv.number]))
+                args.append(0)
+            case ScalarArg():
+                if dynamic and any(s in dynamic for s in sc.symbols(arg.scalar)):
+                    numbers.append((param, arg.scalar))
+                args.append(sc.evaluate(arg.scalar, known))
+            case StrideArg():
+                args.append(tensors[positions[arg.tv.number]].stride(arg.axis))
+            case WorkspaceArg():
+                space = kernel.workspaces[arg.index]
+                workspaces.append((param, int(sc.evaluate(space.nbytes, known)), space.zeroed))
+                args.append(0)
+    grid, block = (
+        (int(sc.evaluate(x, known)), int(sc.evaluate(y, known)), int(sc.evaluate(z, known)))
+        for x, y, z in (kernel.grid, kernel.block)
+    )
+    return Launch(
+        variant,
+        args,
+        grid,
+        block,
+        int(sc.evaluate(kernel.smem_bytes, known)),
+        tuple(pointers),
+        tuple(numbers),
+        tuple(workspaces),
+        known,
+    )

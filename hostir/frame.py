@@ -1,0 +1,93 @@
+"""The state of one run: where it happens, the values of symbols, the tensors that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from hostir.bind import Argument, Values
+from hostir.container import HostIrContainer
+from hostir.ops import LocalSlice
+from multidevice.backends.protocol import Backend, Work
+from multidevice.sharding import local_sizes
+
+
+class KernelRunner(Protocol):
+    """Runs the kernel of one group on local shards, on the current stream."""
+
+    def run(
+        self,
+        inputs: list[Argument],
+        outputs: list[torch.Tensor],
+        *,
+        sizes: Mapping[Symbol, int],
+        stream: object = None,
+    ) -> None:
+        """Computes `outputs`, which are allocated; `sizes` has every global extent."""
+        ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a program runs: this rank, its device, its backend and its kernels."""
+
+    rank: int
+    device: torch.device
+    backend: Callable[[], Backend]
+    kernel: Callable[[int], KernelRunner]
+
+
+@dataclass
+class Frame:
+    """The state of one run."""
+
+    program: HostIrContainer
+    machine: Machine
+    values: Values
+    tensors: dict[TensorView, torch.Tensor]
+    works: dict[int, Work] = field(default_factory=dict[int, Work])
+
+    def number(self, x: Scalar) -> Number:
+        return sc.evaluate(x, self.values)
+
+    def operand(self, value: TensorView | Scalar) -> Argument:
+        return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
+
+    @cached_property
+    def sizes(self) -> dict[Symbol, int]:
+        """The integer symbols: what kernels are sized by."""
+        return {s: int(v) for s, v in self.values.items() if isinstance(v, int)}
+
+    def local_shape(self, tv: TensorView) -> tuple[int, ...]:
+        """Return the sizes of the local shard. Raises `ShardingError` for an indivisible extent."""
+        return local_sizes(tv, [int(self.number(x)) for x in tv.shape()])
+
+    def is_mine(self, tv: TensorView) -> bool:
+        """Whether this rank holds a part of `tv`."""
+        return tv.mesh is None or tv.mesh.has(self.machine.rank)
+
+    def is_idle(self, op: Op) -> bool:
+        """Whether the op concerns only meshes without this rank."""
+        tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
+        return bool(tensors) and not any(map(self.is_mine, tensors))
+
+    def alias_target(self, out: TensorView) -> TensorView:
+        """Return the input whose buffer an in-place output is written into."""
+        into = self.program.values.alias_of(out)
+        assert into is not None, f"{out} has neither a buffer nor a declared alias"
+        return into
+
+    def slice_bounds(self, op: LocalSlice) -> tuple[int, int]:
+        """Return (start, length) of this rank's part along the op's axis."""
+        mesh = op.out.mesh
+        assert mesh is not None, f"{op.out} has no mesh"
+        length = self.local_shape(op.out)[op.axis]
+        return mesh.coordinate(self.machine.rank, op.ptype) * length, length

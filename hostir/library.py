@@ -1,0 +1,50 @@
+"""Tensor ops that torch carries out: library calls into allocated outputs, and views.
+
+Sizes are those of the local shards, so ops that name a shape take it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fuser.ir import nodes
+from fuser.ir.nodes import TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ops.torch_meaning import evaluate_into, evaluate_op
+from hostir.frame import Frame
+from multidevice.sharding import rfactor_device_axis
+
+_CONTRACTIONS = (nodes.MatmulOp, nodes.LinearOp)
+_Shape = tuple[int, ...]
+# Views that name their shape: the torch function of (input, local shape of the output).
+SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
+    nodes.ReshapeOp: lambda x, shape: x.reshape(shape),
+    nodes.ExpandOp: lambda x, shape: x.expand(shape),
+}
+
+
+def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
+    """Return the op's results: views where torch can make them."""
+    shaped = SHAPED.get(type(op))
+    if shaped is not None:
+        return [shaped(frame.tensors[op.inputs[0]], frame.local_shape(op.out_tensor))]
+    inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
+    return evaluate_op(op, inputs, frame.values, device=frame.machine.device)
+
+
+def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> None:
+    """Write the op's results into `outs`."""
+    if isinstance(op, _CONTRACTIONS):
+        inputs = [frame.tensors[v] for v in op.inputs]
+        evaluate_into(op, inputs, as_contracted(op, outs[0]))
+        return
+    for out, value in zip(outs, compute(op, frame), strict=True):
+        out.copy_(value)
+
+
+def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
+    """Return the output without the axis of size 1 that numbers the ranks of a partial result."""
+    mark = rfactor_device_axis(op.out_tensor)
+    return out if mark is None else out.squeeze(mark)

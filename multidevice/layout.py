@@ -1,0 +1,136 @@
+"""Communication layout: the memory orders that collectives need.
+
+A collective sees flat buffers: part i of the gathered (or scattered) buffer belongs to team member i.
+So on both sides of an allgather or reduce-scatter the gathered or scattered axis is outermost in
+memory, and every buffer is contiguous. Where that is not so, a local copy with a permuted allocation
+domain is put between.
+
+    y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
+                                          y [M, N] = set(t)          memory order (N, M)
+"""
+
+from __future__ import annotations
+
+from fuser.ir import scalar as sc
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, TensorOp
+from fuser.ir.tensor import TensorView
+from multidevice.communication import (
+    CommunicationInfo,
+    CommunicationType,
+    communication_info,
+    is_copy,
+    resharding_of,
+)
+from multidevice.placement import (
+    copy_like,
+    is_contiguous,
+    is_plain_broadcast,
+    memory_order,
+    placement,
+    set_memory_order,
+)
+from multidevice.stepwise import replace_operand
+
+_OUTERMOST = (CommunicationType.allgather, CommunicationType.reduce_scatter)
+
+
+def lay_out_communication(fusion: Fusion) -> None:
+    """Give both sides of every collective a contiguous memory order that it can work on.
+
+    Before: the fusion is decomposed. After: every collective's operand and result are contiguous,
+    in the same order of axes, with the gathered or scattered axis outermost where the type needs it.
+    The host program relies on it. A result without a declared allocation domain takes the collective's
+    order; a declared one is a requirement, met by a copy behind the collective.
+    """
+    for op in fusion.exprs:
+        info = communication_info(op)
+        if info is not None:
+            op = _fit_producer(fusion, op, info)
+            _fit_consumer(fusion, op, info)
+
+
+def _is_local_one(tv: TensorView, position: int) -> bool:
+    """Whether shards have extent 1 along an axis, so that its place in memory does not matter."""
+    axis = tv.domain.no_reductions[position]
+    if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
+        return True
+    return any(c.whole for c in placement(tv)[position])
+
+
+def _required_order(tv: TensorView, axis: int | None) -> list[int]:
+    """Return the memory order of `tv` with `axis` moved outermost, if that makes a difference."""
+    order = [p for p, _ in memory_order(tv)]
+    if axis is None:
+        return order
+    before = order[: order.index(axis)]
+    if _is_local_one(tv, axis) or all(_is_local_one(tv, p) for p in before):
+        return order
+    return [axis, *(p for p in order if p != axis)]
+
+
+def _fit_producer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> TensorOp:
+    operand = op.inputs[0]
+    axis = info.producer_axis if info.type in _OUTERMOST else None
+    order = _required_order(operand, axis)
+    if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand):
+        return op
+    if _may_relayout(fusion, operand):
+        set_memory_order(operand, order)
+        return op
+    made = copy_like(operand, operand.mesh, placement(operand))
+    set_memory_order(made, order)
+    moved = replace_operand(op, 0, made)
+    fusion.replace_expr(op, [LoadStoreOp(made, operand, where=op.where), moved])
+    return moved
+
+
+def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
+    """Whether a tensor's own memory order is ours to choose: a kernel writes it, for this op alone."""
+    definition = tv.definition()
+    if definition is None or tv.domain.allocation or tv in fusion.outputs:
+        return False
+    if isinstance(definition, MatmulOp | LinearOp | ReshapeOp):
+        return False  # torch writes matmuls in row-major order; a reshape may alias its operand
+    if isinstance(definition, LoadStoreOp) and not is_copy(definition):
+        return False  # so may a permute
+    return len(tv.uses()) == 1 and resharding_of(definition) is None
+
+
+def _fit_consumer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> None:
+    """Write the collective's result in the operand's order of axes."""
+    operand, out = op.inputs[0], op.out_tensor
+    order = _mapped_order(op, [p for p, _ in memory_order(operand)])
+    if info.type in _OUTERMOST and info.consumer_axis is not None:
+        # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
+        rest = [p for p in order if p != info.consumer_axis]
+        is_first = all(
+            _is_local_one(out, p) for p in order[: order.index(info.consumer_axis)]
+        )
+        order = order if is_first else [info.consumer_axis, *rest]
+    current = [p for p, _ in memory_order(out)]
+    if order == current and is_contiguous(out):
+        return
+    if not out.domain.allocation and is_contiguous(out):
+        set_memory_order(out, order)
+        return
+    made = copy_like(out, out.mesh, placement(out))
+    if op.out_tensor.domain.logical != out.domain.no_reductions:
+        made = _with_reductions(op, out, made)
+    set_memory_order(made, order)
+    computed = op.map_values(lambda v: made if v is out else v)
+    fusion.replace_expr(op, [computed, LoadStoreOp(out, made, where=op.where)])
+
+
+def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
+    """Translate positions of the operand to positions of the result; axes that end are left out."""
+    out = op.out_tensor
+    position = 0
+    to_out: dict[int, int] = {}
+    for root, source in zip(out.domain.maybe_root, op.axis_map(0), strict=True):
+        if root.is_reduction():
+            continue
+        if source is not None:
+            to_out[source] = position
+        position += 1
+    return [to_out[p] for p in order if p in to_out]

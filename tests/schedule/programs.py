@@ -1,0 +1,130 @@
+"""Small fusions for the schedule tests, and running them against torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fuser.ir.domain import TensorDomain, contiguity_for
+from fuser.ir.dtypes import DataType, from_torch, to_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.scalar import Symbol
+from fuser.ir.tensor import TensorView
+from fuser.runtime.device import CPU, H200, DeviceInfo
+from fuser.runtime.executor import KernelExecutor
+from fuser.schedule import find_scheduler, rejections
+from fuser.schedule.facts import Facts
+
+Build = Callable[..., "TensorView | Sequence[TensorView]"]
+DEVICES = {"cpu": CPU, "h200": H200}
+
+
+def new_input(
+    fusion: Fusion, shape: Sequence[int | None], dtype: DataType, *, contiguous: bool = True
+) -> TensorView:
+    """Add an input; an extent of 1 is a broadcast axis, None or another number is symbolic."""
+    from fuser.ir import scalar as sc
+    from fuser.ir.types import IterType
+
+    axes = [
+        fusion.new_axis(sc.ONE, IterType.broadcast)
+        if n == 1
+        else fusion.new_axis(fusion.new_symbol())
+        for n in shape
+    ]
+    domain = TensorDomain(
+        tuple(axes), tuple(axes), contiguity=contiguity_for(axes, contiguous)
+    )
+    tv = fusion.new_tensor(domain, dtype)
+    fusion.add_input(tv)
+    return tv
+
+
+def define(build: Build, *shapes: Sequence[int | None], dtype: DataType = DataType.Float) -> Fusion:
+    """Return the fusion of `build(*inputs)`; its results are the outputs."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        results = build(*(new_input(fusion, s, dtype) for s in shapes))
+        for out in (results,) if isinstance(results, TensorView) else results:
+            fusion.add_output(out)
+    return fusion
+
+
+def sizes_of(fusion: Fusion, *shapes: Sequence[int]) -> dict[Symbol, int]:
+    """Bind the symbols of the inputs' axes."""
+    tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
+    return {
+        axis.extent: n
+        for tv, shape in zip(tensors, shapes, strict=True)
+        for axis, n in zip(tv.domain.logical, shape, strict=True)
+        if isinstance(axis.extent, Symbol)
+    }
+
+
+def scheduled(fusion: Fusion, device: DeviceInfo, *shapes: Sequence[int]) -> tuple[Fusion, object]:
+    """Return a scheduled copy and the parameters chosen."""
+    from fuser.schedule import scheduler
+
+    copy, _ = fusion.copy()
+    name = find_scheduler(copy)
+    assert name is not None, rejections(copy)
+    row = scheduler(name)
+    params = row.heuristics(copy, Facts(sizes_of(copy, *shapes)), device)
+    row.apply(copy, params)
+    return copy, params
+
+
+def domains(fusion: Fusion) -> dict[str, str]:
+    """Return tensor -> loop domain, with the compute-at position where there is one."""
+    return {f"T{tv.number}": str(tv).split("[", 1)[1] for tv in fusion.tensors()}
+
+
+def make_executor(
+    fusion: Fusion, device: str = "cpu", *, checked: bool | None = None
+) -> KernelExecutor:
+    """Return an executor on CPU tensors with the schedules of `device`."""
+    name = find_scheduler(fusion)
+    assert name is not None, rejections(fusion)
+    check = device != "cpu" if checked is None else checked
+    return KernelExecutor(
+        fusion, scheduler=name, name=f"test_{name}", device=DEVICES[device], checked=check
+    )
+
+
+def run(
+    executor: KernelExecutor, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Run on inputs; outputs are allocated densely with a pattern that no result has."""
+    fusion = executor.fusion
+    outputs = [
+        torch.full(tuple(shape), 77, dtype=to_torch(tv.dtype()))
+        for tv, shape in zip(fusion.outputs, shapes, strict=True)
+    ]
+    executor.run(list(inputs), outputs, sizes=sizes_of(fusion, *(t.shape for t in inputs)))
+    return outputs
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return values that every dtype can hold exactly enough: small integers or normals."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, tuple(shape), generator=generator).bool()
+    if not dtype.is_floating_point:
+        return torch.randint(-9, 10, tuple(shape), generator=generator).to(dtype)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+__all__ = [
+    "DEVICES",
+    "define",
+    "domains",
+    "from_torch",
+    "make_executor",
+    "new_input",
+    "random",
+    "run",
+    "scheduled",
+    "sizes_of",
+]
