@@ -93,7 +93,9 @@ def walk(ops: tuple[Op, ...]) -> Iterator[Op]:
 def _values(ops: tuple[Op, ...]) -> Iterator[object]:
     for op in walk(ops):
         # A host op defines what it names; a tensor op's operands come first.
-        yield from (*op.outputs, *op.inputs) if isinstance(op, HostOp) else (*op.inputs, *op.outputs)
+        yield from (
+            (*op.outputs, *op.inputs) if isinstance(op, HostOp) else (*op.inputs, *op.outputs)
+        )
 
 
 def block_text(ops: tuple[Op, ...], margin: str) -> str:

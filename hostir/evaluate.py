@@ -1,103 +1,39 @@
 """The evaluator: a table from op type to the function that carries the op out.
 
 `HostIrEvaluator.evaluate` is the reading of a program that everything faster must equal bit for bit.
-`HostIrEvaluator.run` uses it once per class of inputs and replays `hostir.replay` records afterwards.
+`HostIrEvaluator.run` uses it once per class of inputs and repeats `hostir.replay` records afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from fuser.errors import InputError
-from fuser.ir import scalar as sc
+from fuser import options
+from fuser.errors import ShardingError
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
-from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from hostir.bind import Argument, InputBinder, Values
+from hostir.bind import Argument, InputBinder
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.layout import allocated_strides
+from hostir.digest import Agreement
+from hostir.frame import Frame, KernelRunner, Machine
+from hostir.layout import allocated_strides, parts
 from hostir.library import compute, compute_into
 from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalSlice, Wait
 from hostir.post import post
-from multidevice.backends.protocol import Backend, Work
-from multidevice.sharding import local_sizes
+from hostir.replay import Plan, Recorder
+from multidevice.backends.protocol import Backend
 
-
-class KernelRunner(Protocol):
-    """Runs the kernel of one group on local shards."""
-
-    def run(
-        self,
-        inputs: list[torch.Tensor | Number],
-        outputs: list[torch.Tensor],
-        *,
-        sizes: Mapping[Symbol, int],
-        stream: object = None,
-    ) -> None: ...
-
+if TYPE_CHECKING:
+    from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
-
-
-def make_kernel_executor(group: KernelGroup) -> KernelRunner:
-    """Return the executor that compiles the group's kernel for local shards."""
-    from fuser.runtime.executor import KernelExecutor
-    from multidevice.localize import localize
-
-    return KernelExecutor(
-        localize(group.fusion), scheduler=group.scheduler, name=f"kernel{group.number}"
-    )
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where a program runs: this rank, its device, its backend and its kernels."""
-
-    rank: int
-    device: torch.device
-    backend: Callable[[], Backend]
-    kernel: Callable[[int], KernelRunner]
-
-
-@dataclass
-class Frame:
-    """The state of one evaluation."""
-
-    program: HostIrContainer
-    machine: Machine
-    values: Values
-    tensors: dict[TensorView, torch.Tensor]
-    works: dict[int, Work] = field(default_factory=dict[int, Work])
-
-    def number(self, x: Scalar) -> Number:
-        return sc.evaluate(x, self.values)
-
-    def operand(self, value: TensorView | Scalar) -> torch.Tensor | Number:
-        return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
-
-    @cached_property
-    def sizes(self) -> dict[Symbol, int]:
-        """The integer symbols: what kernels are sized by."""
-        return {s: v for s, v in self.values.items() if isinstance(v, int)}
-
-    def local_shape(self, tv: TensorView) -> tuple[int, ...]:
-        return local_sizes(tv, [int(self.number(x)) for x in tv.shape()])
-
-    def is_mine(self, tv: TensorView) -> bool:
-        """Whether this rank holds a part of `tv`."""
-        return tv.mesh is None or tv.mesh.has(self.machine.rank)
-
-    def is_idle(self, op: Op) -> bool:
-        """Whether the op concerns only meshes without this rank."""
-        tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
-        return bool(tensors) and not any(map(self.is_mine, tensors))
+# Classes of inputs that an evaluator remembers; the oldest is forgotten first.
+MAX_PLANS = 256
 
 
 # ------------------------------------------------------------------ the table
@@ -120,54 +56,37 @@ def _deallocate(op: Deallocate, frame: Frame) -> None:
 def _launch(op: LaunchKernel, frame: Frame) -> None:
     for out in op.outs:
         if out not in frame.tensors:
-            frame.tensors[out] = frame.tensors[alias_target(frame.program, out)]
-    frame.machine.kernel(op.group).run(
-        [frame.operand(v) for v in op.ins],
-        [frame.tensors[o] for o in op.outs],
-        sizes=frame.sizes,
-    )
-
-
-def alias_target(program: HostIrContainer, out: TensorView) -> TensorView:
-    """Return the input whose buffer an in-place output is written into."""
-    into = program.values.alias_of(out)
-    assert into is not None, f"{out} has neither a buffer nor a declared alias"
-    return into
+            frame.tensors[out] = frame.tensors[frame.alias_target(out)]
+    ins = [frame.operand(v) for v in op.ins]
+    outs = [frame.tensors[o] for o in op.outs]
+    frame.machine.kernel(op.group).run(ins, outs, sizes=frame.sizes)
 
 
 def _communicate(op: Communication, frame: Frame) -> None:
     team = op.team.ranks(frame.machine.rank)
     if team:
-        inp, out = (frame.tensors.get(t) if frame.is_mine(t) else None for t in (op.inp, op.out))
-        frame.works[op.number] = post(op, team, inp, out)(frame.machine.backend())
+        inp, out = (frame.tensors[t] if frame.is_mine(t) else None for t in (op.inp, op.out))
+        frame.works[op.number] = post(op, team, frame.machine.backend(), inp, out)
 
 
 def _wait(op: Wait, frame: Frame) -> None:
     work = frame.works.pop(op.number, None)
+    # Absent on a rank outside the communication's mesh.
     if work is not None:
         work.wait()
 
 
-def slice_bounds(op: LocalSlice, frame: Frame) -> tuple[int, int]:
-    """Return (start, length) of this rank's part along the op's axis."""
-    mesh = op.out.mesh
-    assert mesh is not None, f"{op.out} has no mesh"
-    length = frame.local_shape(op.out)[op.axis]
-    return mesh.coordinate(frame.machine.rank, op.ptype) * length, length
-
-
 def _local_slice(op: LocalSlice, frame: Frame) -> None:
-    start, length = slice_bounds(op, frame)
+    start, length = frame.slice_bounds(op)
     frame.tensors[op.out].copy_(frame.tensors[op.inp].narrow(op.axis, start, length))
 
 
 def _tensor_op(op: TensorOp, frame: Frame) -> None:
-    """Compute into allocated outputs; outputs without a buffer become views."""
+    """Compute into allocated outputs; an output without a buffer becomes a view."""
     if all(out in frame.tensors for out in op.outputs):
-        compute_into(op, frame.operand, [frame.tensors[o] for o in op.outputs], frame.local_shape)
-        return
-    results = compute(op, frame.operand, frame.local_shape)
-    frame.tensors.update(zip(op.outputs, results, strict=True))
+        compute_into(op, frame, [frame.tensors[o] for o in op.outputs])
+    else:
+        frame.tensors.update(zip(op.outputs, compute(op, frame), strict=True))
 
 
 HANDLERS: dict[type[Op], Callable[..., None]] = {
@@ -180,39 +99,155 @@ HANDLERS: dict[type[Op], Callable[..., None]] = {
 }
 
 
-def handler_of(op: Op) -> Callable[[Op, Frame], None]:
-    found = HANDLERS.get(type(op))
-    if found is None:
-        assert isinstance(op, TensorOp), f"{op.name} has no handler"
-        return _tensor_op  # pyright: ignore[reportReturnType]
-    return found
+def carry_out(op: Op, frame: Frame) -> None:
+    """Run one op that concerns this rank."""
+    handler = HANDLERS.get(type(op))
+    if handler is not None:
+        handler(op, frame)
+        return
+    assert isinstance(op, TensorOp), f"{op.name} has no handler"
+    _tensor_op(op, frame)
 
 
 # ------------------------------------------------------------------ the evaluator
-class HostIrEvaluator:
-    """Runs one program on one rank; not shared between ranks.
+def make_kernel_executor(group: KernelGroup) -> KernelRunner:
+    """Return the executor that compiles a group's kernel for local shards."""
+    from fuser.runtime.executor import KernelExecutor
+    from multidevice.localize import localize
 
-    `communicator` is needed by programs with a mesh; `device` defaults to that of the inputs.
+    fusion = localize(group.fusion)
+    return KernelExecutor(fusion, scheduler=group.scheduler, name=f"kernel{group.number}")
+
+
+class HostIrEvaluator:
+    """Runs one program on one rank; ranks do not share evaluators.
+
+    `communicator` defaults to this process's, asked for only by programs with a mesh. `device`
+    defaults to that of the first tensor input. `make_runner` makes what runs a kernel group.
     """
 
     def __init__(
         self,
         program: HostIrContainer,
-        communicator: object = None,
+        communicator: Communicator | None = None,
         *,
         device: torch.device | str | None = None,
         make_runner: MakeRunner = make_kernel_executor,
     ) -> None:
-        from hostir.session import Session
-
         self.program = program
         self._binder = InputBinder(program.values)
-        self._session = Session(program, communicator, device)
+        self._device = None if device is None else torch.device(device)
         self._make_runner = make_runner
         self._runners: dict[int, KernelRunner] = {}
+        self._plans: dict[object, Plan] = {}
+        if communicator is None and program.devices():
+            from multidevice.communicator import Communicator
+
+            communicator = Communicator.instance()
+        self._communicator = communicator
+        self._rank = communicator.rank() if communicator is not None else 0
+        check_devices(program, communicator.size() if communicator is not None else 1)
+        self._agreement = Agreement(program, communicator)
+        self._sharded = [tv for tv in program.tensors() if any(n > 1 for n in parts(tv))]
+        into = {a.out: a.into for a in program.aliases}
+        hidden = {a.out for a in program.aliases if a.hidden}
+        self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
+        if self._rank == 0 and options.dump_enabled("host_ir"):
+            print(program)
 
     def kernel(self, group: int) -> KernelRunner:
-        """Return the runner of a kernel group."""
+        """Return what runs a kernel group, made at its first use."""
         if group not in self._runners:
             self._runners[group] = self._make_runner(self.program.groups[group])
         return self._runners[group]
+
+    # ------------------------------------------------------------ running
+    def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
+        """Return the visible outputs in order; hidden aliased ones are written into their inputs.
+
+        Raises:
+            InputError, ShardingError: an input does not fit the program; nothing was launched.
+            PeerError: another rank has such an error.
+            ProgramMismatchError: at the first run, another rank has another program.
+        """
+        inputs = list(inputs)
+        key = _class_of(inputs)
+        plan = self._plans.get(key)
+        with torch.no_grad():
+            if plan is not None:
+                self._agreement.agree(None)
+                return plan.run(inputs)
+            frame = self._frame(inputs)
+            recorder = Recorder(frame)
+            outputs = self._walk(frame, recorder)
+            if len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = recorder.finish(self._visible)
+            return outputs
+
+    def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
+        """Like `run`, op by op through the table, remembering nothing."""
+        with torch.no_grad():
+            return self._walk(self._frame(list(inputs)), None)
+
+    def _walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
+        for op in self.program.ops:
+            if frame.is_idle(op):
+                continue
+            carry_out(op, frame)
+            if recorder is not None:
+                recorder.record(op)
+        return [frame.result(tv) for tv in self._visible]
+
+    def _frame(self, inputs: list[Argument]) -> Frame:
+        """Bind and check the inputs; the ranks agree that none has an error."""
+        device = self._device or _device_of(self.program, inputs)
+        frame = Frame(self.program, self._machine(device), {}, {})
+        error: Exception | None = None
+        try:
+            frame.values.update(self._binder.bind(inputs, device))
+            for tv in self._sharded:
+                frame.local_shape(tv)
+        except Exception as caught:
+            error = caught
+        self._agreement.agree(error)
+        for declared, given in zip(self.program.inputs, inputs, strict=True):
+            if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
+                frame.tensors[declared] = given
+        return frame
+
+    def _machine(self, device: torch.device) -> Machine:
+        def backend() -> Backend:
+            assert self._communicator is not None, "a program without a mesh communicates"
+            return self._communicator.backend_for(device)
+
+        return Machine(self._rank, device, backend, self.kernel)
+
+
+def check_devices(program: HostIrContainer, size: int) -> None:
+    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks does not have."""
+    for tv in program.tensors():
+        if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
+            raise ShardingError(
+                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has {size} "
+                f"rank{'s' if size != 1 else ''}"
+            )
+
+
+def _class_of(inputs: Sequence[Argument]) -> object:
+    """Return what decides everything but the contents: layouts, and the values of integers."""
+    return tuple(
+        (x.shape, x.stride(), x.dtype, x.device)
+        if isinstance(x, torch.Tensor)
+        else (type(x), x if isinstance(x, int) else None)
+        for x in inputs
+    )
+
+
+def _device_of(program: HostIrContainer, inputs: Sequence[Argument]) -> torch.device:
+    """Return the device of the first tensor that is no CPU scalar; torch's default without one."""
+    for declared, given in zip(program.inputs, inputs, strict=False):
+        is_scalar = isinstance(declared, TensorView) and declared.is_cpu_scalar
+        if isinstance(given, torch.Tensor) and not is_scalar:
+            return given.device
+    return torch.get_default_device()

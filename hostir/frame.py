@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -11,6 +11,7 @@ import torch
 
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.dtypes import to_torch
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from hostir.bind import Argument, Values
@@ -25,11 +26,10 @@ class KernelRunner(Protocol):
 
     def run(
         self,
-        inputs: list[Argument],
-        outputs: list[torch.Tensor],
+        inputs: Sequence[Argument],
+        outputs: Sequence[torch.Tensor],
         *,
         sizes: Mapping[Symbol, int],
-        stream: object = None,
     ) -> None:
         """Computes `outputs`, which are allocated; `sizes` has every global extent."""
         ...
@@ -78,6 +78,12 @@ class Frame:
         """Whether the op concerns only meshes without this rank."""
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
         return bool(tensors) and not any(map(self.is_mine, tensors))
+
+    def result(self, tv: TensorView) -> torch.Tensor:
+        """Return an output; a tensor of no elements for one that this rank holds no part of."""
+        if not self.is_mine(tv):
+            return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
+        return self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:
         """Return the input whose buffer an in-place output is written into."""

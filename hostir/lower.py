@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
@@ -23,10 +24,21 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.segment import Segment, SegmentedFusion
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.ops import Allocate, Communication, LaunchKernel, LocalSlice, TeamOf, Wait
-from multidevice.communication import LocalSliceInfo, communication_info
+from hostir.ops import (
+    Allocate,
+    Communication,
+    CommunicationType,
+    LaunchKernel,
+    LocalSlice,
+    RedOp,
+    TeamOf,
+    Wait,
+)
+from multidevice.communication import LocalSlice as SliceInfo
+from multidevice.communication import check_lowerable, resharding_of
 from multidevice.sharding import local_extents
 
+RED_OP_OF: dict[str, RedOp] = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
 
@@ -99,26 +111,24 @@ class _Lowering:
         for expr in segment.exprs:
             op = self._twin_op(expr)
             inp, out = op.inputs[0], op.out_tensor
-            info = communication_info(op)
+            check_lowerable(op)
+            info = resharding_of(op)
+            assert info is not None, f"{op.name} is a communication segment, but reshards nothing"
             self._allocate(out)
-            if isinstance(info, LocalSliceInfo):
+            if isinstance(info, SliceInfo):
                 self.ops.append(LocalSlice(out, inp, axis=info.axis, ptype=info.ptype))
                 continue
             number = sum(isinstance(o, Communication) for o in self.ops)
-            self.ops.append(
-                Communication(
-                    inp,
-                    out,
-                    number=number,
-                    type=info.type,
-                    team=TeamOf(info.mesh, (info.ptype,)),
-                    root=info.root,
-                    red_op=info.red_op,
-                    backend=self.backend_name,
-                    where=op.where,
-                )
+            communication = Communication(
+                inp,
+                out,
+                number=number,
+                type=cast("CommunicationType", info.type.value),
+                team=TeamOf(info.mesh, (info.ptype,)),
+                red_op=RED_OP_OF[info.reduction] if info.reduction else "SUM",
+                backend=self.backend_name,
             )
-            self.ops.append(Wait(number=number))
+            self.ops += [communication.replace(where=op.where), Wait(number=number)]
 
     # ------------------------------------------------------------ tensors
     def _twin(self, tv: TensorView) -> TensorView:

@@ -112,9 +112,9 @@ class Deallocate(HostOp):
 class LaunchKernel(HostOp):
     """Runs the kernel of group `group` on the current stream; `outs` are allocated or aliases."""
 
-    group: int = attr()
     ins: tuple[TensorView | Scalar, ...] = operands()
     outs: tuple[TensorView, ...] = results()
+    group: int = attr()
     TEXT = "LaunchKernel(\n  Group ID: {group},\n  Inputs: {ins},\n  Outputs: {outs},\n)"
 
 
@@ -130,9 +130,9 @@ class Communication(HostOp):
     number: int = attr()
     type: CommunicationType = attr()
     team: TeamOf = attr()
+    backend: str = attr()
     root: int | None = attr(default=None)
     red_op: RedOp = attr(default="SUM")
-    backend: str = attr()
 
     @property
     def name(self) -> str:

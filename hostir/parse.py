@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-
 from fuser.errors import FuserError
 from fuser.ir.core import Op
 from fuser.ir.fusion import Fusion

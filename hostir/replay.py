@@ -66,6 +66,9 @@ class Recorder:
 
     def finish(self, outputs: list[TensorView]) -> Plan:
         """Return the plan that yields these tensors."""
+        for tv in outputs:
+            if not self._frame.is_mine(tv):
+                self._steps.append(self._absent(tv))
         return Plan(tuple(self._steps), self._size, tuple(self.slot(t) for t in outputs))
 
     def slot(self, value: object) -> int:
@@ -76,6 +79,14 @@ class Recorder:
         return self._slot[value]
 
     # ------------------------------------------------------------ ops
+    def _absent(self, tv: TensorView) -> Step:
+        i, nothing = self.slot(tv), self._frame.result(tv)
+
+        def absent(slots: Slots) -> None:
+            slots[i] = nothing
+
+        return absent
+
     def _allocate(self, op: Allocate) -> Step:
         tv = op.buffer
         i, shape = self.slot(tv), self._frame.local_shape(tv)

@@ -32,9 +32,7 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
             checker.check(op)
             op.verify()
         except FuserError as error:
-            raise VerifyError(
-                f"after {after}: {op.name}: {error}\n{marked(program, i)}"
-            ) from None
+            raise VerifyError(f"after {after}: {op.name}: {error}\n{marked(program, i)}") from None
     try:
         checker.finish()
     except FuserError as error:
@@ -175,7 +173,9 @@ class _Checker:
         if tv in self.freed:
             raise VerifyError(f"{tv} is deallocated twice")
         if self.storage.escapes(tv):
-            raise VerifyError(f"{tv} belongs to the caller: it shares memory with an input or output")
+            raise VerifyError(
+                f"{tv} belongs to the caller: it shares memory with an input or output"
+            )
         self._not_in_flight(tv, is_write=True)
         self.freed.add(tv)
 

@@ -11,7 +11,10 @@ domain is put between.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fuser.ir import scalar as sc
+from fuser.ir.domain import contiguity_for
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, TensorOp
 from fuser.ir.tensor import TensorView
@@ -23,12 +26,14 @@ from multidevice.communication import (
     resharding_of,
 )
 from multidevice.placement import (
+    clone_domain,
     copy_like,
     is_contiguous,
     is_plain_broadcast,
     memory_order,
     placement,
     set_memory_order,
+    without_root,
 )
 from multidevice.stepwise import replace_operand
 
@@ -114,9 +119,10 @@ def _fit_consumer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> None
     if not out.domain.allocation and is_contiguous(out):
         set_memory_order(out, order)
         return
-    made = copy_like(out, out.mesh, placement(out))
-    if op.out_tensor.domain.logical != out.domain.no_reductions:
-        made = _with_reductions(op, out, made)
+    domain, _ = clone_domain(fusion, out.domain)
+    plain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
+    made = fusion.new_tensor(plain, out.dtype(), mesh=out.mesh)
+    out.domain = without_root(out.domain)
     set_memory_order(made, order)
     computed = op.map_values(lambda v: made if v is out else v)
     fusion.replace_expr(op, [computed, LoadStoreOp(out, made, where=op.where)])

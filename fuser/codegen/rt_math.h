@@ -26,6 +26,7 @@
 //   addcmul(a, b, c, value)                       F I     a + b * c * value
 //   clamp(x, lo, hi)                              F I     NaN stays NaN; lo > hi gives hi
 //   threshold(x, t, value)                        F I     x <= t ? value : x
+//   max_step(x, nan, v) min_step nan_if(nan, x)   F       vectorised maximum and minimum: FUSER_SIMD_MAX_NAN in rt.h
 //
 // On the CPU, float exp erf tanh log sigmoid silu are branch-free polynomials, so that g++ vectorises loops that
 // call them: exp erf tanh log within 3 ulp over all floats (subnormal results included), Inf and NaN as in C. All

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 from fuser.errors import FuserError, ParseError
 from fuser.ir import nodes
@@ -27,7 +28,7 @@ from fuser.ir.domain import (
     Transform,
     contiguity_for,
 )
-from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
+from fuser.ir.dtypes import FROM_TEXT, INFO
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar, Symbol
@@ -120,6 +121,7 @@ class Cursor:
         return int(self.expect(_INT, "an integer")[0])
 
 
+T = TypeVar("T")
 Attribute = Callable[["Parser"], object]
 
 
@@ -160,7 +162,7 @@ class Parser:
         if c.take_if("("):
             call = c.match(_CALL)
             if call:
-                value = self._call(call[1], self._until(")", self.scalar))
+                value = self._call(call[1], self.items(")", self.scalar))
             else:
                 value = self.scalar()
                 op = c.match(_INFIX)
@@ -194,10 +196,10 @@ class Parser:
             raise self.cursor.fail(f"unknown dtype in {op}")
         return sc.cast(args[0], dtype)
 
-    def _until(self, close: str, item: Callable[[], object]) -> list:  # pyright: ignore[reportMissingTypeArgument, reportUnknownParameterType]
+    def items(self, close: str, item: Callable[[], T]) -> list[T]:
         """Read comma separated items up to and including `close`."""
         c = self.cursor
-        items: list[object] = []
+        items: list[T] = []
         if c.take_if(close):
             return items
         while True:
@@ -262,16 +264,15 @@ class Parser:
         if known is not None and c.text.startswith(known, start) and start + len(known) <= c.end:
             c.pos = start + len(known)
             return self.tensors[number]
-        tv = self._new_tensor(head, self._spelled(head))
+        tv = self._new_tensor(head, self._spelled())
         if known is None:
             return self._declare(tv)
         if tensor_text(tv) != known:
             raise c.fail(f"T{number} was declared as {known}", start)
         return self.tensors[number]
 
-    def _spelled(self, head: re.Match[str]) -> TensorDomain:
-        del head
-        axes: tuple[IterDomain, ...] = tuple(self._until("]", self.axis))
+    def _spelled(self) -> TensorDomain:
+        axes = tuple(self.items("]", self.axis))
         return TensorDomain(axes, axes, contiguity=contiguity_for(axes))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
@@ -304,14 +305,14 @@ class Parser:
         c.skip()
         start = c.pos
         head = c.expect(_TENSOR, "a tensor")
-        spelled = self._spelled(head)
+        spelled = self._spelled()
         tv = self._new_tensor(head, spelled)
         if tv.number in self.tensors:
             raise c.fail(f"T{tv.number} has two domain sections", start)
         groups: dict[str, tuple[IterDomain, ...]] = {}
         for title in ("root", "logical", "allocation"):
             if c.take_if(f"{title} domain: ("):
-                groups[title] = tuple(self._until(")", self.axis))
+                groups[title] = tuple(self.items(")", self.axis))
         c.take("contiguity:")
         flags: list[bool | None] = []
         while found := c.match(re.compile(r"[tfn]\b")):
@@ -319,7 +320,7 @@ class Parser:
         transforms: list[Transform] = []
         while not c.take_if("loop domain: ("):
             transforms.append(self._transform())
-        loop = tuple(self._until(")", self.axis))
+        loop = tuple(self.items(")", self.axis))
         if loop != spelled.loop:
             raise c.fail(f"the loop domain of {head[0][:-1]} differs from its header", start)
         tv.is_cpu_scalar = c.take_if("cpu scalar")
@@ -389,7 +390,7 @@ class Parser:
 
     def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
         """Read comma separated tensors and scalars up to and including `close`."""
-        return tuple(self._until(close, self.value))
+        return tuple(self.items(close, self.value))
 
     # ------------------------------------------------------------ ops
     def op(self) -> Op:
@@ -658,7 +659,7 @@ def _bool(parser: Parser) -> bool:
 
 def _bools(parser: Parser) -> tuple[bool, ...]:
     parser.cursor.take("{")
-    return tuple(parser._until("}", lambda: _bool(parser)))  # pyright: ignore[reportPrivateUsage]
+    return tuple(parser.items("}", lambda: _bool(parser)))
 
 
 # How an attribute is read, by the type in its declaration.

@@ -40,7 +40,7 @@ def _rsqrt(a: Number) -> Number:
 
 
 def _reciprocal(a: Number) -> Number:
-    return 1.0 / a
+    return _c_div(1.0, a)
 
 
 def _where(cond: Number, a: Number, b: Number) -> Number:

@@ -325,8 +325,8 @@ Statement: TypeAlias = (
 Rewrite: TypeAlias = Callable[[Scalar], Scalar]
 
 
-def map_expr(expr: Expr, fn: Rewrite) -> Expr:
-    """Return the value with `fn` applied to every scalar in it."""
+def map_expr(expr: Expr, fn: Rewrite, value: Callable[[ScalarValue], Expr]) -> Expr:
+    """Return the value with `fn` applied to its indices and conditions, `value` to its scalars."""
     match expr:
         case Var():
             return expr
@@ -335,15 +335,14 @@ def map_expr(expr: Expr, fn: Rewrite) -> Expr:
         case GlobalLoad():
             return replace(expr, index=fn(expr.index), guard=fn(expr.guard))
         case ScalarValue():
-            return replace(expr, scalar=fn(expr.scalar))
+            return value(expr)
         case Convert():
-            return replace(expr, arg=map_expr(expr.arg, fn))
+            return replace(expr, arg=map_expr(expr.arg, fn, value))
         case Compute():
-            return replace(expr, args=tuple(map_expr(a, fn) for a in expr.args))
+            return replace(expr, args=tuple(map_expr(a, fn, value) for a in expr.args))
         case Select():
-            return replace(
-                expr, cond=fn(expr.cond), a=map_expr(expr.a, fn), b=map_expr(expr.b, fn)
-            )
+            a, b = map_expr(expr.a, fn, value), map_expr(expr.b, fn, value)
+            return replace(expr, cond=fn(expr.cond), a=a, b=b)
 
 
 # The scalar and value fields of the statements that hold no other statements.
@@ -363,14 +362,16 @@ _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
 }
 
 
-def map_statement(statement: Statement, fn: Rewrite) -> Statement:
-    """Return a statement without a body with `fn` applied to every scalar in it."""
+def map_statement(
+    statement: Statement, fn: Rewrite, value: Callable[[ScalarValue], Expr]
+) -> Statement:
+    """Return a statement without a body, rewritten as by `map_expr`."""
     changes: dict[str, object] = {}
     for name in _SCALAR_FIELDS.get(type(statement), ()):
-        value = getattr(statement, name)
-        changes[name] = None if value is None else fn(value)
+        scalar = getattr(statement, name)
+        changes[name] = None if scalar is None else fn(scalar)
     for name in _VALUE_FIELDS.get(type(statement), ()):
-        changes[name] = map_expr(getattr(statement, name), fn)
+        changes[name] = map_expr(getattr(statement, name), fn, value)
     return replace(statement, **changes) if changes else statement  # pyright: ignore[reportArgumentType]
 
 

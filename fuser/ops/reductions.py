@@ -237,8 +237,9 @@ def _variance_scale(
     axes = _reduced_axes(name, tv, dims)
     count = sc.product(tv.size(i) for i in sorted(axes))
     dtype = DataType.Double if tv.dtype() is DataType.Double else DataType.Float
-    free = sc.cast(sc.maximum(sc.sub(count, correction), 0), dtype)
-    return axes, sc.apply("reciprocal", free)
+    # In floating point, because integer simplification takes every extent to be at least 1.
+    free = sc.sub(sc.cast(count, dtype), Const(correction, dtype))
+    return axes, sc.apply("reciprocal", sc.apply("max", free, Const(0, dtype)))
 
 
 __all__ = ["max", "min", "prod", "sum", "var", "var_mean", "welford"]

@@ -1,7 +1,7 @@
 """What each op means in torch: the oracle of the tests, and how library and alias ops run.
 
-`evaluate_op` computes one op on tensors without reduction axes (an expanded axis is a torch expanded
-axis, a broadcast has size 1). View ops return torch views where torch can.
+`evaluate_op` computes one op on tensors without reduction axes (an expanded axis is a torch
+expanded axis, a broadcast has size 1). View ops return torch views where torch can.
 
 With a float `dtype` every floating computation is carried out in it, except that an explicit cast
 also rounds to its own dtype; without one, each op computes as a kernel does: half-like operands as
@@ -188,9 +188,8 @@ def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     for d in dims:
         count *= x.shape[d]
     if count == 0:
-        # The empty Welford state is all zeros.
-        zero = torch.zeros_like(x.sum(dims))
-        avg, deviation = zero, zero
+        deviation = x.sum(dims)
+        avg = torch.full_like(deviation, torch.nan)
     else:
         avg = x.mean(dims)
         deviation = (x - x.mean(dims, keepdim=True)).square().sum(dims)
@@ -241,9 +240,9 @@ def evaluate_op(
 ) -> list[Tensor]:
     """Compute one op; returns one tensor per output.
 
-    `inputs` runs parallel to `op.inputs`: tensors, and numbers (or None) for scalars, which are then
-    computed from `values`. `values` binds the symbols in extents and scalar operands. `device` is
-    used by ops without tensor operands.
+    `inputs` runs parallel to `op.inputs`: tensors, and numbers (or None) for scalars, which are
+    then computed from `values`. `values` binds the symbols in extents and scalar operands. `device`
+    is used by ops without tensor operands.
     """
     rule = _RULES.get(type(op))
     if rule is None:
@@ -265,8 +264,7 @@ def evaluate_into(
 ) -> None:
     """Compute matmul or linear into `out`, which has the result's shape and dtype.
 
-    Without an overlap of `out` and an operand nothing is allocated, but for a linear with bias whose
-    operands torch cannot view as matrices.
+    Nothing is allocated, but for a linear with bias whose operands torch cannot view as matrices.
     """
     if isinstance(op, nodes.MatmulOp):
         torch.matmul(inputs[0], inputs[1], out=out)

@@ -98,7 +98,8 @@ class CudaKernel(CompiledKernel):
             code, name=source.name
         )
         self._kernel = self._module.get_kernel(source.name)
-        self._handle = driver.CUkernel(int(cast("Any", self._kernel.handle)))
+        # The driver takes a context-independent kernel wherever it takes a function.
+        self._handle = driver.CUfunction(int(self._kernel.handle))
         self._launch = driver.cuLaunchKernel
         self._success = driver.CUresult.CUDA_SUCCESS
         self._pack_into = struct.Struct("=" + "".join(map(slot_code, source.params))).pack_into
@@ -141,9 +142,9 @@ class CudaKernel(CompiledKernel):
         """What the compiler assigned: registers, local bytes (spills), static shared bytes."""
         values = self._kernel.attributes
         return {
-            "registers": int(values.num_regs()),
-            "local_bytes": int(values.local_size_bytes()),
-            "static_smem_bytes": int(values.shared_size_bytes()),
+            "registers": int(values.num_regs),
+            "local_bytes": int(values.local_size_bytes),
+            "static_smem_bytes": int(values.shared_size_bytes),
         }
 
     def _enqueue(
@@ -173,7 +174,8 @@ class CudaKernel(CompiledKernel):
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         status, device = driver.cuDeviceGet(index)
         if status == self._success:
-            (status,) = driver.cuKernelSetAttribute(attribute, smem_bytes, self._handle, device)
+            kernel = driver.CUkernel(int(self._handle))
+            (status,) = driver.cuKernelSetAttribute(attribute, smem_bytes, kernel, device)
         if status != self._success:
             raise KernelError(
                 f"kernel {self.name} cannot have {smem_bytes} bytes of shared memory: {status}"

@@ -106,17 +106,13 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
         for source, target in mapped_axes(op, index, consumer)
     }
     found = follow(consumer.domain.transforms, tv.domain, matches)
-    places: dict[int, int] = {}
-    for position, axis in enumerate(consumer.domain.loop):
-        mine = found.get(axis.number)
-        if mine is not None:
-            places.setdefault(mine.number, position)
-    last = -1
+    loops = {a.number for a in tv.domain.loop}
+    stands_for = [found[a.number].number for a in consumer.domain.loop if a.number in found]
+    # Consumer loops that tv does not have stand between without harm: tv is repeated in them.
+    iterated = [n for n in dict.fromkeys(stands_for) if n in loops]
     for count, axis in enumerate(tv.domain.loop[:upto]):
-        place = places.get(axis.number)
-        if place is None or place <= last:
+        if count == len(iterated) or iterated[count] != axis.number:
             return count
-        last = place
     return upto
 
 

@@ -129,7 +129,7 @@ class CupyBinding:
     name = "cupy"
 
     def __init__(self) -> None:
-        nccl = import_module("cupy.cuda").nccl
+        nccl = import_module("cupy.cuda.nccl")
         if not nccl.available:
             raise CommunicationError("cupy is installed, but it cannot load libnccl")
         self._nccl = nccl

@@ -414,3 +414,32 @@ def test_kernels_of_one_name_share_a_library() -> None:
 def test_affine_maps_do_not_commute() -> None:
     pairs = list(itertools.permutations([(2, 3), (5, 7), (11, 13)]))
     assert len({compose(pair) for pair in pairs}) == len(pairs)
+
+
+@pytest.mark.parametrize("ctype", ["float", "int"])
+@pytest.mark.parametrize("n", [1, 15, 64, 1000])
+def test_vectorised_maximum_keeps_nan(device: str, ctype: str, n: int) -> None:
+    lowest = "-3.4e38f" if ctype == "float" else "-2147483647"
+    step = "fm_max_step(m, nan, T0[i]);" if ctype == "float" else "m = fm_maximum(m, T0[i]);"
+    macro = "FUSER_SIMD_MAX_NAN(m, nan)" if ctype == "float" else "FUSER_SIMD_MAX(m)"
+    source = kernels.kernel(
+        f"maximum_{ctype}",
+        f"const {ctype}* T0, {ctype}* T1, int n",
+        f"""\
+  {ctype} m = {lowest};
+  int nan = 0;
+  {macro}
+  for (int i = 0; i < n; ++i) {step}
+  T1[0] = {"fm_nan_if(nan, m)" if ctype == "float" else "m"};""",
+        threads=1,
+    )
+    dtype = torch.float32 if ctype == "float" else torch.int32
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randint(-1000, 1000, (n,), generator=generator).to(torch_device(device), dtype)
+    out = torch.zeros(1, dtype=dtype, device=x.device)
+    run(source, device, [x, out, n], grid=(1, 1, 1), block=(1, 1, 1))
+    assert out.item() == x.max().item()
+    if ctype == "float":
+        x[n // 2] = float("nan")
+        run(source, device, [x, out, n], grid=(1, 1, 1), block=(1, 1, 1))
+        assert out.isnan().all()

@@ -1,0 +1,171 @@
+"""Unswitching and unrolling.
+
+`expand_unswitch` turns a marked subtree into two:
+
+    unswitch { for k { if (k*128 + tx < n) body } }
+->  if (3*128 + tx < n) { for k body } else { for k { if (k*128 + tx < n) body } }
+
+`mark_loops` decides the pragma of every loop: a loop that indexes registers must be unrolled; on the CPU
+the innermost loops are vectorised by the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from fuser.ir import scalar as sc
+from fuser.ir.scalar import Apply, Poly, Scalar, Symbol
+from fuser.lower.kernel import (
+    Accumulate,
+    Body,
+    Element,
+    For,
+    If,
+    Statement,
+    Sync,
+    ThreadReduce,
+    Unswitch,
+    Var,
+    VectorLoad,
+    VectorStore,
+    values_of,
+    walk,
+)
+
+
+# ------------------------------------------------------------------ unswitch
+def expand_unswitch(body: Body) -> Body:
+    """Return the body with every `Unswitch` replaced by its two versions, or by one."""
+    out: list[Statement] = []
+    for statement in body.statements:
+        if isinstance(statement, Unswitch):
+            out.extend(_versions(statement))
+        else:
+            out.append(_with_bodies(statement, expand_unswitch))
+    return Body(out)
+
+
+def _versions(statement: Unswitch) -> list[Statement]:
+    tests = _whole_tests(statement.body)
+    has_barrier = any(isinstance(s, Sync | ThreadReduce) for s in walk(statement.body))
+    plain = expand_unswitch(statement.body)
+    if has_barrier or not tests:
+        return plain.statements
+    fast = _without_tests(expand_unswitch(statement.body), set(tests))
+    return [If(sc.all_of(tests.values()), fast, plain)]
+
+
+def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
+    """Map each predicate test of a subtree to the one that implies it for all inner iterations."""
+    inner = {s.symbol: s.extent for s in walk(body) if isinstance(s, For)}
+    tests: dict[Scalar, Scalar] = {}
+    for s in walk(body):
+        if isinstance(s, If):
+            for test in _conjuncts(s.cond):
+                whole = _largest(test, inner)
+                if whole is not None:
+                    tests[test] = whole
+    return tests
+
+
+def _conjuncts(cond: Scalar) -> list[Scalar]:
+    if isinstance(cond, Apply) and cond.op == "&&":
+        return [c for a in cond.args for c in _conjuncts(a)]
+    return [] if sc.int_value(cond) is not None or not isinstance(cond, Apply) else [cond]
+
+
+def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:
+    """Return the test at the inner loops' last iterations, None where that may not be the hardest."""
+    if not isinstance(test, Apply) or not any(s in inner for s in sc.symbols(test)):
+        return test
+    if test.op != "<" or any(s in inner for s in sc.symbols(test.args[1])):
+        return None
+    terms = test.args[0].terms if isinstance(test.args[0], Poly) else (((test.args[0],), 1),)
+    for mono, coef in terms:
+        moving = [a for a in mono if any(s in inner for s in sc.symbols(a))]
+        if moving and (coef < 0 or not all(isinstance(a, Symbol) for a in moving)):
+            return None
+    last: dict[Scalar, Scalar] = {s: sc.sub(extent, 1) for s, extent in inner.items()}
+    return sc.substitute(test, last)
+
+
+def _without_tests(body: Body, tests: Collection[Scalar]) -> Body:
+    out: list[Statement] = []
+    for s in body.statements:
+        if isinstance(s, If):
+            rest = sc.all_of(c for c in _conjuncts(s.cond) if c not in tests)
+            then = _without_tests(s.then, tests)
+            if rest == sc.const(True) and not s.flags and s.otherwise is None:
+                out.extend(then.statements)
+                continue
+            out.append(replace(s, cond=rest, then=then))
+        else:
+            out.append(_with_bodies(s, lambda b: _without_tests(b, tests)))
+    return Body(out)
+
+
+def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
+    """Return the statement with `fn` applied to its bodies."""
+    match statement:
+        case For() | Unswitch():
+            return replace(statement, body=fn(statement.body))
+        case If():
+            other = statement.otherwise
+            return replace(
+                statement, then=fn(statement.then), otherwise=None if other is None else fn(other)
+            )
+        case _:
+            return replace(statement)
+
+
+# ------------------------------------------------------------------ pragmas
+# Below this many iterations, a loop over registers is unrolled on the CPU too.
+CPU_VECTOR_ITERATIONS = 8
+_SIMD = {"add": "FUSER_SIMD_SUM", "mul": "FUSER_SIMD_PROD"}
+
+
+def mark_loops(body: Body, *, is_cpu: bool) -> None:
+    """Choose the pragma of every loop, in place."""
+    for s in walk(body):
+        if not isinstance(s, For):
+            continue
+        extent = sc.int_value(s.extent)
+        s.unroll = extent is not None and (s.unroll or _indexes_registers(s))
+        simd = _simd_pragma(s) if is_cpu else ""
+        if s.unroll and (not simd or (extent or 0) < CPU_VECTOR_ITERATIONS):
+            s.pragma = "FUSER_UNROLL"
+        else:
+            s.pragma = simd
+
+
+def _indexes_registers(loop: For) -> bool:
+    for s in walk(loop.body):
+        if isinstance(s, VectorLoad | VectorStore) and loop.symbol in sc.symbols(s.at):
+            return True
+        for part in values_of(s):
+            if isinstance(part, Element) and not part.shared and loop.symbol in sc.symbols(part.index):
+                return True
+    return False
+
+
+def _simd_pragma(loop: For) -> str:
+    """Return the pragma under which iterations may run at once, "" for none."""
+    reduced: dict[str, str] = {}
+    for s in walk(loop.body):
+        if isinstance(s, For | Sync | ThreadReduce | VectorLoad | VectorStore):
+            return ""
+        if isinstance(s, Accumulate):
+            target = s.target
+            if isinstance(target, Element) and loop.symbol in sc.symbols(target.index):
+                continue
+            if not isinstance(target, Var) or s.kind not in _SIMD or s.functor.endswith("<bool>"):
+                return ""
+            reduced[target.name] = s.kind
+    kinds = set(reduced.values())
+    if not reduced:
+        return "FUSER_SIMD"
+    if len(kinds) > 1:
+        return ""
+    return f"{_SIMD[kinds.pop()]}({', '.join(reduced)})"
+

@@ -1,0 +1,183 @@
+"""Concretize: decide, on a copy, what the structure of a fusion owes to the sizes of its inputs.
+
+Before: reshapes that could not be compared symbolically have `?` axes, and any extent may be 0.
+After: no axis is `?`, the extents of one class are one scalar, and a tensor without elements (or a
+reduction over none) is a `full`. Every later stage relies on it.
+
+    T1[?S2{i1}, ?S3{i2}] = reshape( T0[iS0{i0}] )       sizes i0=12, i1=3, i2=4
+    T1[iS2{i1}rf, iS3{i2}rf] = reshape( T0[iS0{i0}] )   Split: iS4{i0} by factor i2 -> iS2, iS3
+
+What was decided is the key: equal keys mean that one result serves both sets of sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from fuser.errors import InputError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain, Resize, Split, TensorDomain, Transform
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import ReshapeOp, TensorOp
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ir.verify import verify_fusion
+from fuser.ops.reshape import ReshapePlan, plan_reshape
+from fuser.passes.fill_empty import fill_empty, size_of
+from fuser.passes.resolve_symbolic import is_undecided, resolve_symbolic
+
+ExtentMap = Callable[[Scalar], Scalar]
+
+
+@dataclass(frozen=True)
+class ConcretizationKey:
+    """The decisions: a plan per undecided reshape in program order, and the extents that are 0."""
+
+    plans: tuple[ReshapePlan, ...]
+    empty: tuple[Scalar, ...]
+
+
+def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
+    """Return a concretized copy for these sizes, and its key.
+
+    `sizes` binds the extent symbols (or the representatives of their classes) and integer scalar
+    inputs. Raises `InputError` for a reshape whose element counts differ for these sizes.
+    """
+    key = concretization_key(fusion, sizes)
+    new, _ = fusion.copy()
+    values = _all_values(new, sizes)
+    if isinstance(key, ConcretizationKey):
+        resolve_symbolic(new, iter(key.plans), values)
+        values = _all_values(new, sizes)
+    fill_empty(new, values)
+    _use_representatives(new, values)
+    verify_fusion(new, after="concretize")
+    return new, key
+
+
+def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
+    """Return what `concretize` would decide: () when nothing depends on the sizes.
+
+    Raises `InputError` as `concretize` does.
+    """
+    values = _all_values(fusion, sizes)
+    plans: list[ReshapePlan] = []
+    for op in fusion.used_exprs():
+        if isinstance(op, ReshapeOp):
+            _check_counts(fusion, op, values)
+            if is_undecided(op):
+                plans.append(_plan(fusion, op, values))
+    empty = tuple(_empty_extents(fusion, values))
+    return ConcretizationKey(tuple(plans), empty) if plans or empty else ()
+
+
+# ------------------------------------------------------------------ values
+def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Number]:
+    """Return the values of all bound symbols and of those whose extents equal bound ones."""
+    values: dict[Symbol, Number] = dict(sizes)
+    for symbol, representative in fusion.equal_extents():
+        if isinstance(representative, Symbol) and symbol in values:
+            values.setdefault(representative, values[symbol])
+    for symbol, representative in fusion.equal_extents():
+        if symbol not in values and all(s in values for s in sc.symbols(representative)):
+            values[symbol] = sc.evaluate(representative, values)
+    return values
+
+
+def _empty_extents(fusion: Fusion, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
+    """Yield the symbolic extents that are 0, each once, in program order."""
+    seen: set[Scalar] = set()
+    for tv in _used_tensors(fusion):
+        for axis in tv.domain.logical:
+            size = axis.size
+            if size in seen or sc.int_value(size) is not None:
+                continue
+            seen.add(size)
+            if size_of(size, values) == 0:
+                yield size
+
+
+def _used_tensors(fusion: Fusion) -> Iterator[TensorView]:
+    yield from (v for v in fusion.inputs if isinstance(v, TensorView))
+    for op in fusion.used_exprs():
+        yield from op.outputs
+
+
+# ------------------------------------------------------------------ reshapes
+def _check_counts(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> None:
+    have, want = (
+        sc.product(fusion.canonical(a.size) for a in tv.domain.no_reductions)
+        for tv in (op.inp, op.out)
+    )
+    if have == want:
+        return
+    found, expected = size_of(have, values), size_of(want, values)
+    if found != expected:
+        shapes = [
+            [size_of(a.size, values) for a in tv.domain.no_reductions] for tv in (op.inp, op.out)
+        ]
+        raise InputError(
+            "Total element counts across view operation must match: reshape of "
+            f"{op.inp} from {shapes[0]} to {shapes[1]} ({found} and {expected} elements)"
+            f"{_at(op)}"
+        )
+
+
+def _at(op: TensorOp) -> str:
+    return f" (at {op.where})" if op.where else ""
+
+
+def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> ReshapePlan:
+    """Return the plan for these sizes; for empty tensors it is not used, and says nothing."""
+    sources = op.inp.domain.no_reductions
+    ins = [size_of(a.size, values) for a in sources]
+    outs = [size_of(a.size, values) for a in op.out.domain.logical]
+    if 0 in ins or 0 in outs:
+        return ReshapePlan(())
+    plan = plan_reshape(
+        [sc.const(n) for n in ins],
+        [sc.const(n) for n in outs],
+        [n == 1 and a.kind is not IterType.iteration for a, n in zip(sources, ins, strict=True)],
+    )
+    if plan is None:
+        raise InputError(f"reshape of {op.inp} from {ins} to {outs} cannot be expressed{_at(op)}")
+    return plan
+
+
+# ------------------------------------------------------------------ extents
+def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> None:
+    """Rewrite every extent and scalar operand over class representatives; empty ones become 0."""
+    memo: dict[Scalar, Scalar] = {}
+
+    def extent(x: Scalar) -> Scalar:
+        if x not in memo:
+            is_empty = sc.symbols(x) and size_of(x, values) == 0
+            memo[x] = sc.ZERO if is_empty else fusion.canonical(x)
+        return memo[x]
+
+    for tv in fusion.tensors():
+        tv.domain = _map_extents(tv.domain, extent)
+    fusion.exprs = tuple(
+        op.map_values(lambda v: fusion.canonical(v) if isinstance(v, Scalar) else v)
+        for op in fusion.exprs
+    )
+
+
+def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:
+    def axis(a: IterDomain) -> IterDomain:
+        expanded = None if a.expanded is None else extent(a.expanded)
+        return replace(a, extent=extent(a.extent), expanded=expanded)
+
+    def factors(t: Transform) -> Transform:
+        match t:
+            case Split():
+                return replace(t, factor=extent(t.factor))
+            case Resize():
+                return replace(t, left=extent(t.left), right=extent(t.right))
+            case _:
+                return t
+
+    mapped = domain.map_axes(axis)
+    return replace(mapped, transforms=tuple(factors(t) for t in mapped.transforms))

@@ -1,0 +1,138 @@
+"""Fill what has no elements: empty tensors, and reductions over nothing.
+
+Before: for these sizes some extents are 0. After: an op whose result is empty, or that reduces no
+elements, is a `full` with the value that it means; ops that nothing reads any more are gone.
+
+    T1[iS2{i0}, rS3{i1}] = reduction( T0[iS0{i0}, iS1{i1}], op = add )     sizes i1 = 0
+    T1[iS2{i0}] = full({i0}, float(0))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fuser.errors import InputError
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.dtypes import DataType, is_floating
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Const, Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+
+Values = Mapping[Symbol, Number]
+
+
+def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
+    """Return the value of an extent; a division by an empty extent gives 0.
+
+    Raises `InputError` for a symbol that no input binds.
+    """
+    try:
+        return int(sc.evaluate(x, values))
+    except ZeroDivisionError:
+        return 0
+    except KeyError as error:
+        raise InputError(f"the extent {x} has no value: {error.args[0]} is not bound") from None
+
+
+def fill_empty(fusion: Fusion, values: Values) -> None:
+    """Rewrite `fusion` in place for these sizes; does nothing when no extent is 0."""
+    if not any(_is_empty(a, values) for tv in fusion.tensors() for a in tv.domain.logical):
+        return
+    exprs: list[nodes.TensorOp] = []
+    for op in fusion.exprs:
+        exprs.extend(new.replace(where=op.where) for new in _filled(fusion, op, values))
+    fusion.exprs = exprs
+    fusion.exprs = fusion.used_exprs()
+
+
+def _is_empty(axis: IterDomain, values: Values) -> bool:
+    return size_of(axis.size, values) == 0
+
+
+def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.TensorOp]:
+    """Return the ops to put in place of `op`."""
+    reduces_nothing = any(
+        _is_empty(a, values) for a in op.out_tensor.domain.logical if a.is_reduction()
+    )
+    if reduces_nothing and isinstance(op, nodes.LinearOp) and op.bias is not None:
+        return _bias_alone(fusion, op, op.bias)
+    pads_nothing = isinstance(op, nodes.PadOp) and any(
+        _is_empty(a, values) for a in op.inp.domain.no_reductions
+    )
+    is_empty = any(_is_empty(a, values) for a in op.out_tensor.domain.logical)
+    if not (reduces_nothing or pads_nothing or is_empty):
+        return [op]
+    fills: list[nodes.TensorOp] = []
+    for out, value in zip(op.outputs, _fill_values(op), strict=True):
+        out.domain = plain_domain(out.domain)
+        shape = tuple(a.size for a in out.domain.logical)
+        fills.append(nodes.FullOp(out, shape, value))
+    return fills
+
+
+def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
+    """Return what each output holds, where it holds anything."""
+    match op:
+        case nodes.ReductionOp():
+            return [op.init]
+        case nodes.PadOp():
+            return [op.value]
+        case nodes.WelfordOp():
+            average = math.nan if is_floating(op.avg.dtype()) else 0
+            return [
+                Const(average, op.avg.dtype()),
+                Const(0, op.var.dtype()),
+                Const(0, DataType.Index),
+            ]
+        case _:
+            return [Const(0, out.dtype()) for out in op.outputs]
+
+
+def _bias_alone(
+    fusion: Fusion, op: nodes.LinearOp, bias: TensorView
+) -> list[nodes.TensorOp]:
+    """Return the ops of a linear without contracted elements: the bias, expanded."""
+    op.out.domain = plain_domain(op.out.domain)
+    logical = op.out.domain.logical
+    flags = (*(True for _ in logical[:-1]), False)
+    (source,) = bias.domain.no_reductions
+    axes = [
+        *(fusion.new_axis(sc.ONE, IterType.broadcast) for _ in logical[:-1]),
+        fusion.clone_axis(source),
+    ]
+    row = fusion.new_tensor(axes, bias.dtype(), mesh=op.out.mesh)
+    # The result's axes iterate; adding to zeros expands the row without expanded broadcasts.
+    zeros = fusion.new_tensor([fusion.clone_axis(a) for a in logical], bias.dtype())
+    shape = tuple(a.size for a in logical)
+    return [
+        nodes.BroadcastOp(row, bias, flags=flags),
+        nodes.FullOp(zeros, shape, Const(0, bias.dtype())),
+        nodes.BinaryOp(op.out, row, zeros, kind="add"),
+    ]
+
+
+def plain_domain(domain: TensorDomain) -> TensorDomain:
+    """Return the domain without root and reduction axes; loop transforms of the rest stay."""
+    logical = domain.no_reductions
+    derived = {a.number for a in logical}
+    transforms = []
+    for t in domain.transforms:
+        if all(i.number in derived for i in t.inputs):
+            transforms.append(t)
+            derived.update(o.number for o in t.outputs)
+    order = domain.maybe_allocation
+    flags = [(a, c) for a, c in zip(order, domain.contiguity, strict=True) if a.number in derived]
+    return replace(
+        domain,
+        root=(),
+        logical=logical,
+        loop=tuple(a for a in domain.loop if a.number in derived),
+        allocation=tuple(a for a, _ in flags) if domain.allocation else (),
+        contiguity=tuple(c for _, c in flags),
+        transforms=tuple(transforms),
+    )

@@ -1,0 +1,281 @@
+"""Resolve `?` axes: give undecided reshapes their transforms and pass the kinds on downstream.
+
+Before: some reshapes have `?` axes without transforms, and so have tensors computed from them.
+After: every axis is an iteration, a broadcast or a reduction. Tensors and axes keep their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from fuser.errors import InputError
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
+from fuser.ir.domain import (
+    IterDomain,
+    Merge,
+    Resize,
+    Split,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+)
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
+from fuser.ops.building import join_axes
+from fuser.ops.reshape import ReshapePlan, transformed_domain
+from fuser.passes.fill_empty import size_of
+
+Values = Mapping[Symbol, Number]
+
+
+def is_undecided(op: nodes.TensorOp) -> bool:
+    """Whether the op is a reshape whose output axes do not belong to its root axes yet."""
+    if not isinstance(op, nodes.ReshapeOp):
+        return False
+    root = {a.number for a in op.out.domain.root}
+    is_kept = any(a.number in root for a in op.out.domain.logical)
+    is_transformed = any(i.number in root for t in op.out.domain.transforms for i in t.inputs)
+    return not (is_kept or is_transformed)
+
+
+def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
+    """Rewrite `fusion` in place; `plans` has one entry per undecided reshape that is used."""
+    exprs: list[nodes.TensorOp] = []
+    changed: set[TensorView] = set()
+    for op in fusion.used_exprs():
+        is_stale = any(v in changed for v in op.inputs if isinstance(v, TensorView))
+        if is_undecided(op):
+            assert isinstance(op, nodes.ReshapeOp)
+            exprs += (e.replace(where=op.where) for e in _decide(fusion, op, next(plans), values))
+            changed.add(op.out)
+            continue
+        if is_stale:
+            for out in op.outputs:
+                changed.add(out)
+                out.domain = _updated(out.domain, _root_states(fusion, op, out, values))
+        exprs.append(op)
+    fusion.exprs = exprs
+
+
+# ------------------------------------------------------------------ undecided reshapes
+def _decide(
+    fusion: Fusion, op: nodes.ReshapeOp, plan: ReshapePlan, values: Values
+) -> list[nodes.TensorOp]:
+    """Return squeeze, reshape and broadcast in place of an undecided reshape.
+
+    An empty plan stands for a tensor without elements: its axes become iterations.
+    """
+    out = op.out
+    if not plan.groups and not plan.added:
+        states = [replace(a, kind=IterType.iteration) for a in out.domain.logical]
+        out.domain = _updated(replace(out.domain, root=()), states)
+        return [op]
+    exprs: list[nodes.TensorOp] = []
+    source = op.inp
+    if plan.squeezed:
+        source = _squeezed(fusion, source, plan, exprs)
+    kept = [p for p in range(op.inp.ndim) if p not in plan.squeezed]
+    sizes = [a.extent for a in out.domain.logical]
+    groups = [([kept.index(p) for p in g.ins], [sizes[q] for q in g.outs]) for g in plan.groups]
+    targets = [out.domain.logical[q] for g in plan.groups for q in g.outs]
+    named = targets if not plan.added else []
+    domain = _grouped_domain(fusion, source, groups, named, values)
+    if not plan.added:
+        _define(out, domain)
+        exprs.append(_view(fusion, out, source, domain))
+        return exprs
+    middle = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
+    exprs.append(_view(fusion, middle, source, domain))
+    flags = tuple(q in plan.added for q in range(len(sizes)))
+    sources = iter(middle.domain.logical)
+    states = [
+        replace(a, kind=IterType.broadcast, extent=sc.ONE, rfactor=False)
+        if new
+        else _like(a, next(sources))
+        for a, new in zip(out.domain.logical, flags, strict=True)
+    ]
+    out.domain = _updated(replace(out.domain, root=()), states)
+    exprs.append(nodes.BroadcastOp(out, middle, flags=flags))
+    return exprs
+
+
+def _squeezed(
+    fusion: Fusion,
+    tv: TensorView,
+    plan: ReshapePlan,
+    exprs: list[nodes.TensorOp],
+) -> TensorView:
+    axes = tv.domain.no_reductions
+    flags = tuple(p in plan.squeezed for p in range(len(axes)))
+    kept = [fusion.clone_axis(a) for a, gone in zip(axes, flags, strict=True) if not gone]
+    out = fusion.new_tensor(kept, tv.dtype(), mesh=tv.mesh)
+    exprs.append(nodes.SqueezeOp(out, tv, flags=flags))
+    return out
+
+
+def _grouped_domain(
+    fusion: Fusion,
+    source: TensorView,
+    groups: Sequence[tuple[Sequence[int], Sequence[Scalar]]],
+    named: Sequence[IterDomain],
+    values: Values,
+) -> TensorDomain:
+    """Return root, logical and transforms; kept axes take the numbers of `named`."""
+    root = [fusion.clone_axis(a) for a in source.domain.no_reductions]
+    at = 0
+    for ins, sizes in groups:
+        if len(ins) == len(sizes) == 1:
+            axis = root[ins[0]]
+            if size_of(axis.size, values) == size_of(sizes[0], values):
+                fusion.unify_extents(axis.size, sizes[0])
+            if named:
+                root[ins[0]] = replace(axis, number=named[at].number)
+        at += len(sizes)
+    return transformed_domain(fusion, root, groups, named=named)
+
+
+def _view(
+    fusion: Fusion, out: TensorView, source: TensorView, domain: TensorDomain
+) -> nodes.TensorOp:
+    """Return a reshape, or a copy when every axis is kept."""
+    if domain.transforms:
+        return nodes.ReshapeOp(out, source)
+    out.domain = replace(out.domain, root=())
+    return nodes.LoadStoreOp(out, source)
+
+
+def _define(out: TensorView, domain: TensorDomain) -> None:
+    """Give `out` new root, logical axes and transforms, and replay its loop transforms."""
+    old = out.domain
+    whole = replace(
+        old,
+        root=domain.root,
+        logical=domain.logical,
+        transforms=(*domain.transforms, *old.transforms),
+    )
+    out.domain = _updated(whole, list(domain.root))
+
+
+# ------------------------------------------------------------------ downstream
+def _root_states(
+    fusion: Fusion, op: nodes.TensorOp, out: TensorView, values: Values
+) -> list[IterDomain]:
+    """Return the new states of the output's root axes, from the operands' axes."""
+    columns: dict[int, list[tuple[TensorView, IterDomain]]] = {}
+    for index, tv in tensor_operands(op):
+        for source, target in mapped_axes(op, index, out):
+            columns.setdefault(target.number, []).append((tv, source))
+    if isinstance(op, nodes.SqueezeOp):
+        _check_squeeze(op, values)
+    states: list[IterDomain] = []
+    for position, axis in enumerate(out.domain.maybe_root):
+        pairs = columns.get(axis.number, [])
+        if not pairs:
+            states.append(axis)
+            continue
+        _check_sizes(op, pairs, values)
+        joined = join_axes(fusion, pairs, op.name)
+        if isinstance(op, nodes.ExpandOp):
+            joined = _expanded(joined, op.shape[position], values)
+        states.append(_like(axis, joined))
+    return states
+
+
+def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
+    """Return `axis` with the kind and sizes of `source`; a reduction axis stays one."""
+    if axis.is_reduction():
+        return replace(axis, extent=source.size)
+    return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
+
+
+def _expanded(axis: IterDomain, size: Scalar, values: Values) -> IterDomain:
+    if axis.is_broadcast and axis.expanded is None and size_of(size, values) != 1:
+        return replace(axis, expanded=size)
+    return axis
+
+
+def _check_squeeze(op: nodes.SqueezeOp, values: Values) -> None:
+    for axis, gone in zip(op.inp.domain.no_reductions, op.flags, strict=True):
+        if gone and not axis.is_broadcast:
+            raise InputError(
+                "Can not squeeze non-broadcasting dimension(s). For these sizes, axis "
+                f"{axis} of {op.inp} has size {size_of(axis.size, values)} (at {op.where})"
+            )
+
+
+def _check_sizes(
+    op: nodes.TensorOp, pairs: Sequence[tuple[TensorView, IterDomain]], values: Values
+) -> None:
+    """Check that concrete axes agree, now that they are known to be concrete."""
+    sized = [(tv, a) for tv, a in pairs if not a.is_broadcast]
+    for tv, axis in sized[1:]:
+        first_tv, first = sized[0]
+        have, want = size_of(first.size, values), size_of(axis.size, values)
+        if have != want:
+            raise InputError(
+                f"Expected sizes to match, but found {have} and {want} in {op.name} of {first_tv} "
+                f"and {tv} (at {op.where})"
+            )
+
+
+# ------------------------------------------------------------------ replay
+def _updated(domain: TensorDomain, states: Sequence[IterDomain]) -> TensorDomain:
+    """Return the domain in which these axes have new states and derived axes follow."""
+    known = {a.number: a for a in states}
+    transforms: list[Transform] = []
+    for t in domain.transforms:
+        if any(i.number in known for i in t.inputs):
+            t = _replay(t, known)
+            known.update((o.number, o) for o in t.outputs)
+        transforms.append(t)
+    mapped = replace(domain, transforms=tuple(transforms)).map_axes(
+        lambda a: replace(known[a.number], ptype=a.ptype) if a.number in known else a
+    )
+    flags: list[bool | None] = []
+    for a, had in zip(mapped.maybe_allocation, domain.contiguity, strict=True):
+        is_skipped = a.kind in (IterType.broadcast, IterType.reduction)
+        flags.append(None if is_skipped else had is not False)
+    return replace(mapped, contiguity=tuple(flags))
+
+
+def _replay(t: Transform, known: Mapping[int, IterDomain]) -> Transform:
+    """Return the transform over new input states, its outputs' kinds and extents following."""
+
+    def now(a: IterDomain) -> IterDomain:
+        return known.get(a.number, a)
+
+    match t:
+        case Split():
+            inp = now(t.inp)
+            rest = sc.ceildiv(inp.size, t.factor)
+            outer, inner = (rest, t.factor) if t.inner_split else (t.factor, rest)
+            if t.outer.rfactor:
+                # A reshape's split is exact: its declared sizes stay.
+                outer, inner = t.outer.size, t.inner.size
+            return replace(
+                t, inp=inp, outer=_sized(t.outer, inp, outer), inner=_sized(t.inner, inp, inner)
+            )
+        case Merge():
+            o, i = now(t.outer), now(t.inner)
+            like = replace(i if o.is_broadcast else o, expanded=o.expanded or i.expanded)
+            return replace(t, outer=o, inner=i, out=_sized(t.out, like, sc.mul(o.size, i.size)))
+        case Resize():
+            inp = now(t.inp)
+            size = sc.add(sc.add(inp.size, t.left), t.right)
+            return replace(t, inp=inp, out=replace(t.out, extent=size))
+        case Swizzle1D():
+            inp = now(t.inp)
+            return replace(t, inp=inp, out=_sized(t.out, inp, inp.size))
+
+
+def _sized(out: IterDomain, inp: IterDomain, size: Scalar) -> IterDomain:
+    """Return a derived axis with the kind of its input."""
+    if inp.is_broadcast:
+        expanded = None if inp.expanded is None else size
+        return replace(out, kind=IterType.broadcast, extent=sc.ONE, expanded=expanded)
+    return replace(out, kind=inp.kind, extent=size, expanded=None)

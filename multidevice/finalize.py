@@ -1,0 +1,144 @@
+"""The last word on domains: device axes reach the allocation domain and lead the loop domain.
+
+Before: cuts live in loop domains, allocation domains describe whole tensors. After: every tensor that
+is cut has an allocation domain with its device axes in it, and every loop domain is
+`[stream?, DIDz?, DIDy?, DIDx?, serial...]`. Segmentation and host lowering rely on both.
+
+    w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fuser.errors import ShardingError
+from fuser.ir.domain import IterDomain, Split
+from fuser.ir.fusion import Fusion
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from multidevice.communication import communication_info
+from multidevice.placement import is_contiguous, memory_order, spread_axes
+from multidevice.sharding import have_different_shardings
+
+# Outermost first. Other types stand behind, in their order.
+_RANK = {
+    ParallelType.stream: 0,
+    ParallelType.mesh_z: 1,
+    ParallelType.mesh_y: 2,
+    ParallelType.mesh_x: 3,
+}
+
+
+def finalize_domains(fusion: Fusion) -> None:
+    """Write cuts into allocation domains and sort loop domains.
+
+    Raises `ShardingError` when a tensor has no mesh among several meshes, or a collective's operand or
+    result is not contiguous.
+    """
+    complete_meshes(fusion)
+    for tv in fusion.tensors():
+        shard_allocation(tv)
+        parallel_axes_to_front(tv)
+    for op in fusion.exprs:
+        if communication_info(op) is None:
+            continue
+        for tv in (op.inputs[0], op.out_tensor):
+            if not is_contiguous(tv):
+                raise ShardingError(
+                    f"Resharding expression must have contiguous inputs and outputs: {tv} in {op}"
+                )
+
+
+def complete_meshes(fusion: Fusion) -> None:
+    """Give tensors that no annotation reaches the fusion's mesh, replicated.
+
+    Raises `ShardingError` when there are several meshes to choose from.
+    """
+    meshes: dict[DeviceMesh, TensorView] = {}
+    for tv in fusion.tensors():
+        if tv.mesh is not None:
+            meshes.setdefault(tv.mesh, tv)
+    if not meshes:
+        return
+    for tv in fusion.tensors():
+        if tv.mesh is None and not tv.is_cpu_scalar:
+            if len(meshes) > 1:
+                found = ", ".join(f"{mesh} ({of.label})" for mesh, of in meshes.items())
+                raise ShardingError(
+                    "Cannot have some TensorViews with device mesh and some without: "
+                    f"{tv} has none, and there are {found}"
+                )
+            tv.mesh = next(iter(meshes))
+
+
+def _is_allocated_per_stream(tv: TensorView) -> bool:
+    """Whether all consumers of an intermediate are streamed like it; inputs and outputs never are."""
+    fusion = tv.fusion
+    if tv in fusion.inputs or tv in fusion.outputs:
+        return False
+    return all(
+        not have_different_shardings(op, index, (ParallelType.stream,), out=out)
+        for op in tv.uses()
+        for index, operand in enumerate(op.inputs)
+        if operand is tv
+        for out in op.outputs
+    )
+
+
+def shard_allocation(tv: TensorView) -> None:
+    """Split the allocation axes of a tensor as its loop axes are cut; contiguity follows.
+
+    The parts of a cut axis stand where the axis stood: the memory of a shard keeps the axes' order.
+    """
+    spread = spread_axes(tv)
+    if not spread:
+        return
+    with_stream = any(a.is_stream for a in spread) and _is_allocated_per_stream(tv)
+    domain = tv.domain
+    logical = domain.no_reductions
+    allocation: list[IterDomain] = []
+    contiguity: list[bool | None] = []
+    for position, flag in memory_order(tv):
+        parts = _parts(tv, logical[position], with_stream=with_stream)
+        allocation += parts
+        # Blocks of a strided axis are as far apart as their elements say; the blocks are consecutive.
+        contiguity += [None if flag is None else True] * (len(parts) - 1) + [flag]
+    reductions = [
+        a
+        for root in domain.logical
+        if root.is_reduction()
+        for a in _parts(tv, root, with_stream=False)
+    ]
+    tv.domain = replace(
+        domain,
+        allocation=(*allocation, *reductions),
+        contiguity=(*contiguity, *(None for _ in reductions)),
+    )
+
+
+def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
+    """Return the device axes of a logical axis and its remainder, outermost first."""
+    parts: list[IterDomain] = []
+    while True:
+        split = next(
+            (
+                t
+                for t in tv.domain.transforms
+                if isinstance(t, Split) and t.inp.number == axis.number
+            ),
+            None,
+        )
+        is_kept = split is not None and (
+            split.outer.is_device or (split.outer.is_stream and with_stream)
+        )
+        if split is None or not is_kept:
+            return [*parts, axis]
+        parts.append(split.outer)
+        axis = split.inner
+
+
+def parallel_axes_to_front(tv: TensorView) -> None:
+    """Reorder loop axes: stream, mesh_z, mesh_y, mesh_x, then the others in their order."""
+    loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))
+    tv.domain = replace(tv.domain, loop=tuple(loop))

@@ -1,0 +1,191 @@
+"""From a fusion of global tensors to the plain fusion of one device's shards.
+
+    c [DIDx{2}, i0/2, i1] = add(a, b)   ->   c [ceilDiv(i0, 2), i1] = add(a, b)
+
+Kernels and library ops are made from local fusions, so nothing behind this point knows of devices.
+Sizes stay written over the global symbols: a shard of `i0` rows has `ceilDiv(i0, 2)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fuser.errors import ShardingError, UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import (
+    IterDomain,
+    Merge,
+    Resize,
+    Split,
+    TensorDomain,
+    Transform,
+    transforms_between,
+)
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, SliceOp, TensorOp
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from multidevice.placement import (
+    axis_cuts,
+    local_extent,
+    memory_order,
+    path_to_root,
+    without_root,
+)
+from multidevice.sharding import has_mesh, is_resharding, rfactor_device_axis
+
+
+def localize(fusion: Fusion) -> tuple[Fusion, dict[TensorView, TensorView]]:
+    """Return the fusion of local shards, and the map from the given tensors to its tensors.
+
+    The result has no meshes and no device axes; a logical axis that is a device axis as a whole has
+    extent 1. Loop domains are the logical ones: schedules start from here. Inputs lose the reduction
+    axes of the ops that made them. Without meshes it is a plain copy.
+
+    Raises:
+        ShardingError: an op of the fusion is a resharding.
+        UnsupportedError: a tensor has a stream axis.
+    """
+    local, twins = fusion.copy()
+    if not has_mesh(fusion):
+        return local, twins
+    for op in fusion.exprs:
+        if is_resharding(op):
+            raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
+    for tv, twin in twins.items():
+        domain = local_domain(tv)
+        twin.domain = without_root(domain) if tv.definition() is None else domain
+        twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
+    ops: list[TensorOp] = []
+    for op, twin in zip(fusion.exprs, local.exprs, strict=True):
+        if rfactor_device_axis(op.out_tensor) is None:
+            ops.append(_with_local_scalars(twin))
+        else:
+            ops += _partial_sum(local, op, twin)
+    local.exprs = ops
+    return local, twins
+
+
+# ------------------------------------------------------------------ domains
+def local_domain(tv: TensorView) -> TensorDomain:
+    """Return the domain of a shard of `tv`: local extents, no device axes, the memory order kept."""
+    domain = tv.domain
+    for axis in domain.loop:
+        if axis.ptype is ParallelType.stream:
+            raise UnsupportedError(f"stream axis {axis} of {tv} in a kernel is not supported yet")
+    sizes = _local_sizes(tv)
+
+    def local(axis: IterDomain) -> IterDomain:
+        plain = replace(axis, ptype=ParallelType.serial, owner=None)
+        size = sizes.get(axis.number)
+        if size is None:
+            return plain
+        return replace(plain, expanded=size) if axis.is_broadcast else replace(plain, extent=size)
+
+    transforms = transforms_between(domain, domain.maybe_root, domain.logical)
+    partial = {a.number for a in domain.no_reductions if a.rfactor and a.is_device}
+    if partial:
+        # A partial sum: its op reduces the local part, then a broadcast stands for the device axis.
+        transforms = ()
+
+    def of_logical(axis: IterDomain) -> IterDomain:
+        made = local(axis)
+        return replace(made, kind=IterType.broadcast) if axis.number in partial else made
+
+    kept = [a for a in domain.logical if not (partial and a.is_reduction())]
+    logical = tuple(of_logical(a) for a in kept)
+    allocation, contiguity = _local_allocation(tv, logical)
+    return TensorDomain(
+        logical=logical,
+        loop=logical,
+        root=() if partial else tuple(local(a) for a in domain.root),
+        allocation=allocation,
+        contiguity=contiguity,
+        transforms=tuple(_local_transform(t, local) for t in transforms),
+    )
+
+
+def _local_sizes(tv: TensorView) -> dict[int, Scalar]:
+    """Return the local size of every root and logical axis that devices cut, by axis number."""
+    fusion = tv.fusion
+    axes = {a.number: a for a in tv.domain.all_axes()}
+    sizes: dict[int, Scalar] = {}
+    for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
+        path = path_to_root(tv, axes[number])
+        for step in path:
+            size = sizes.get(step, fusion.canonical(axes[step].size))
+            if step == number:
+                sizes[step] = local_extent(size, cuts)
+                continue
+            for cut in cuts:
+                size = sc.ceildiv(size, cut.count)
+            sizes[step] = size
+    return sizes
+
+
+def _local_transform(t: Transform, local: Callable[[IterDomain], IterDomain]) -> Transform:
+    match t:
+        case Split():
+            outer, inner = local(t.outer), local(t.inner)
+            factor = inner.size if t.inner_split else outer.size
+            return replace(t, inp=local(t.inp), outer=outer, inner=inner, factor=factor)
+        case Merge():
+            return replace(t, outer=local(t.outer), inner=local(t.inner), out=local(t.out))
+        case Resize():
+            return replace(t, inp=local(t.inp), out=local(t.out))
+        case _:
+            raise UnsupportedError(f"{t} inside a local fusion")
+
+
+def _local_allocation(
+    tv: TensorView, logical: tuple[IterDomain, ...]
+) -> tuple[tuple[IterDomain, ...], tuple[bool | None, ...]]:
+    """Return allocation (() when it is the logical order) and contiguity of a shard."""
+    axes = [a for a in logical if not a.is_reduction()]
+    order = memory_order(tv)
+    flags = {axes[p].number: None if axes[p].is_broadcast else flag for p, flag in order}
+    if [p for p, _ in order] == list(range(len(axes))):
+        return (), tuple(flags.get(a.number) for a in logical)
+    allocation = (*(axes[p] for p, _ in order), *(a for a in logical if a.is_reduction()))
+    return allocation, tuple(flags.get(a.number) for a in allocation)
+
+
+# ------------------------------------------------------------------ ops
+def _shape(tv: TensorView) -> tuple[Scalar, ...]:
+    return tuple(a.size for a in tv.domain.no_reductions)
+
+
+def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
+    """Axes that are not resized keep their whole local range."""
+    root, logical = op.out.domain.maybe_root, op.out.domain.logical
+    stops = tuple(
+        r.size if r.number == axis.number else stop
+        for r, axis, stop in zip(root, logical, op.stops, strict=True)
+    )
+    return {"stops": stops}
+
+
+def _with_local_scalars(op: TensorOp) -> TensorOp:
+    """Rewrite the scalar operands that are sizes of the result."""
+    match op:
+        case FullOp() | ExpandOp():
+            return op.replace(shape=_shape(op.out))
+        case SliceOp():
+            return op.replace(**_local_slice_bounds(op))
+        case _:
+            return op
+
+
+def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp) -> list[TensorOp]:
+    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` as the op over K/d and a broadcast."""
+    tv, out = op.out_tensor, twin.out_tensor
+    sizes = _local_sizes(tv)
+    axes = [
+        local.clone_axis(a, extent=sizes.get(a.number, a.extent)) for a in tv.domain.maybe_root
+    ]
+    reduced = local.new_tensor(axes, out.dtype())
+    flags = tuple(a.rfactor and a.is_device for a in tv.domain.no_reductions)
+    computed = twin.map_values(lambda v: reduced if v is out else v)
+    return [computed, BroadcastOp(out, reduced, flags=flags, where=op.where)]

@@ -1,0 +1,84 @@
+"""The multi-device passes, in order, with verification after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.verify import verify_fusion
+from multidevice.communication import CommunicationInfo, communication_info
+from multidevice.decompose import decompose_reshardings
+from multidevice.finalize import complete_meshes, finalize_domains
+from multidevice.layout import lay_out_communication
+from multidevice.placement import unparallelize
+from multidevice.propagate import Fact, propagate_shardings
+from multidevice.sharding import Sharding, check_annotations, has_mesh, sharding_of
+
+
+@dataclass(frozen=True)
+class ShardingResult:
+    """What the passes found out.
+
+    `facts`: tensor -> where its mesh and cuts came from (user-annotated tensors have none).
+    `outputs`: the sharding of each fusion output, hidden ones included; empty without meshes.
+    `communications`: the collectives, in program order.
+    """
+
+    facts: Mapping[TensorView, tuple[Fact, ...]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    outputs: tuple[Sharding | None, ...] = ()
+    communications: tuple[tuple[TensorOp, CommunicationInfo], ...] = ()
+
+
+def drop_unit_axes(fusion: Fusion) -> None:
+    """Make device axes serial where the mesh has one device along them.
+
+    Nothing is cut and nothing communicates there; a collective over a team of one never arises.
+    """
+    for tv in fusion.tensors():
+        mesh = tv.mesh
+        if mesh is not None:
+            unparallelize(
+                tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1
+            )
+
+
+# The order matters: units are dropped once shardings are known (the outputs' shardings name them) and
+# before communication is inserted; layout looks at single collectives; domains are finalized last,
+# because allocation domains describe whole tensors before it and shards after it.
+PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
+    ("drop_unit_axes", drop_unit_axes),
+    ("decompose_reshardings", decompose_reshardings),
+    ("lay_out_communication", lay_out_communication),
+    ("finalize_domains", finalize_domains),
+)
+
+
+def shard_fusion(fusion: Fusion) -> ShardingResult:
+    """Propagate, decompose, lay out and finalize the shardings of a fusion, in place.
+
+    Without meshes nothing happens. Afterwards every op is local, a local slice or one collective
+    (`communication.resharding_of`).
+
+    Raises:
+        ShardingError: annotations contradict meshes, or a sharding cannot be computed.
+        UnsupportedError: a communication that is not implemented.
+    """
+    if not has_mesh(fusion):
+        return ShardingResult()
+    check_annotations(fusion)
+    facts = propagate_shardings(fusion)
+    complete_meshes(fusion)
+    verify_fusion(fusion, after="propagate_shardings")
+    outputs = tuple(sharding_of(out) for out in fusion.outputs)
+    for name, run in PASSES:
+        run(fusion)
+        verify_fusion(fusion, after=name)
+    infos = ((op, communication_info(op)) for op in fusion.exprs)
+    found = tuple((op, info) for op, info in infos if info is not None)
+    return ShardingResult(MappingProxyType(facts), outputs, found)

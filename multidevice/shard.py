@@ -1,0 +1,122 @@
+"""Cutting a whole tensor into shards, and putting shards together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fuser.errors import ShardingError, UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import Split, Transform, transforms_between
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+
+if TYPE_CHECKING:
+    import torch
+
+
+def shard_tensor(tensor: torch.Tensor, tv: TensorView) -> torch.Tensor:
+    """Return this rank's shard of `tensor`, the whole value of `tv`, as a contiguous tensor.
+
+    A rank outside the mesh gets the shard at coordinate 0.
+
+    Raises:
+        ShardingError: `tv` has no mesh, the rank is wrong, or the mesh does not divide an extent.
+        UnsupportedError: a device axis comes from a merge, or the allocation is cut by a stream.
+    """
+    from multidevice.communicator import Communicator
+
+    return shard_for_rank(tensor, tv, Communicator.instance().rank())
+
+
+def shard_for_rank(tensor: torch.Tensor, tv: TensorView, rank: int) -> torch.Tensor:
+    """Return the shard of `tensor` that `rank` holds of `tv`; see `shard_tensor`."""
+    view, axes, steps = _split_view(tensor, tv)
+    assert tv.mesh is not None
+    for dim, (_, ptype) in enumerate(axes):
+        if ptype is not None:
+            view = view.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
+    return _merge_back(view, steps).contiguous()
+
+
+def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
+    """Return the whole tensor of which `shards[i]` is what device i of `tv`'s mesh holds.
+
+    `shards` runs parallel to `tv.mesh.devices`.
+    """
+    from multidevice.sharding import unsharded_sizes
+
+    assert tv.mesh is not None, f"{tv} has no mesh"
+    whole = shards[0].new_empty(unsharded_sizes(tv, tuple(shards[0].shape)))
+    view, axes, _ = _split_view(whole, tv)
+    for shard, rank in zip(shards, tv.mesh.devices, strict=True):
+        block = view
+        for dim, (_, ptype) in enumerate(axes):
+            if ptype is not None:
+                block = block.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
+        block.copy_(shard.reshape(block.shape))
+    return whole
+
+
+def _split_view(
+    tensor: torch.Tensor, tv: TensorView
+) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
+    """View a whole tensor with its device axes as dimensions of their own.
+
+    Returns the view; per dimension its axis number and device type (None: not cut); and the splits
+    made, as (dimension, number of dimensions it became), in order.
+    """
+    domain = tv.domain
+    if tv.mesh is None:
+        raise ShardingError(f"`tv` has no DeviceMesh: {tv}")
+    if any(a.is_stream for a in domain.allocation):
+        raise UnsupportedError(f"{tv} is allocated per stream: it has no single shard")
+    logical = domain.no_reductions
+    if tensor.dim() != len(logical):
+        raise ShardingError(
+            f"{tv} has {len(logical)} axes, but the tensor has shape {tuple(tensor.shape)}"
+        )
+    device = [
+        a for a in domain.loop if a.is_device and not a.is_reduction() and a.size != sc.ONE
+    ]
+    types: dict[int, ParallelType] = {a.number: a.ptype for a in device}
+    axes: list[tuple[int, ParallelType | None]] = [
+        (a.number, types.get(a.number)) for a in logical
+    ]
+    steps: list[tuple[int, int]] = []
+    view = tensor
+    for t in transforms_between(domain, logical, device):
+        dim = next((d for d, (n, _) in enumerate(axes) if n == t.inputs[0].number), None)
+        if not isinstance(t, Split) or dim is None:
+            raise UnsupportedError(f"only splits lead to device axes of a shard, found {t} in {tv}")
+        view = view.unflatten(dim, _split_sizes(view.size(dim), t, tv))
+        axes[dim : dim + 1] = [(o.number, types.get(o.number)) for o in t.outputs]
+        steps.append((dim, 2))
+    for dim, (number, ptype) in enumerate(axes):
+        if ptype is not None and view.size(dim) != tv.mesh.size_of(ptype):
+            axis = next(a for a in device if a.number == number)
+            raise ShardingError(
+                f"{axis} of {tv} has extent {view.size(dim)}, but {tv.mesh} has "
+                f"{tv.mesh.size_of(ptype)} devices along {ptype.text}"
+            )
+    assert all(p in DEVICE_TYPES for p in types.values())
+    return view, axes, steps
+
+
+def _split_sizes(size: int, split: Transform, tv: TensorView) -> tuple[int, int]:
+    assert isinstance(split, Split)
+    factor = sc.int_value(split.factor)
+    if factor is None:
+        raise UnsupportedError(f"{tv} is split by the symbolic factor {split.factor}")
+    if size % factor != 0:
+        raise ShardingError(
+            f"the extent {size} of {split.inp} of {tv} is not divisible by {factor} "
+            f"(device mesh {tv.mesh})"
+        )
+    return (size // factor, factor) if split.inner_split else (factor, size // factor)
+
+
+def _merge_back(view: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tensor:
+    for dim, count in reversed(steps):
+        view = view.flatten(dim, dim + count - 1)
+    return view

@@ -1,0 +1,277 @@
+"""The automatic schedulers: what they accept, the loops they make, how many kernels they need."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from fuser import ops
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType, ParallelType
+from fuser.ir.verify import verify_fusion
+from fuser.runtime.device import CPU, H200
+from fuser.schedule import SCHEDULERS, find_scheduler, rejections, scheduler
+from fuser.schedule.facts import Facts
+from fuser.schedule.pointwise import PointwiseParams
+from fuser.schedule.reduction import ReductionParams
+from tests.schedule.programs import define, scheduled, sizes_of
+
+BF16 = DataType.BFloat16
+PT = ParallelType
+
+
+def gelu_mul_add(x: TensorView, y: TensorView, z: TensorView) -> TensorView:
+    inner = ops.mul(ops.add(1.0, ops.erf(ops.mul(x, 0.70710678))), ops.mul(x, 0.5))
+    return ops.cast(ops.add(ops.mul(inner, y), z), BF16)
+
+
+def loops(tv: TensorView) -> str:
+    """`BIDx US UR TIDx V8`: roles of the loop axes, with constant extents of the inner ones."""
+    parts = []
+    for a in tv.domain.loop:
+        name = {PT.grid_x: "BIDx", PT.grid_y: "BIDy", PT.block_x: "TIDx", PT.block_y: "TIDy"}
+        role = name.get(a.ptype, a.ptype.text)
+        size = str(a.extent) if not a.extent.is_symbolic() and role != "US" else ""
+        parts.append(("r" if a.kind is IterType.reduction else "") + role + size)
+    return " ".join(parts)
+
+
+# ------------------------------------------------------------------ pointwise
+def test_contiguous_tensors_are_one_run() -> None:
+    fusion = define(gelu_mul_add, *[(None, None)] * 3, dtype=BF16)
+    shape = (16384, 8192)
+    copy, params = scheduled(fusion, H200, shape, shape, shape)
+    verify_fusion(copy)
+    assert params == PointwiseParams(128, 1, 8, 2)
+    (out,) = copy.outputs
+    assert loops(out) == "BIDx US UR2 TIDx128 V8"
+    registers = out.definition().inputs[0]  # pyright: ignore[reportOptionalMemberAccess]
+    assert (loops(registers), registers.compute_at) == ("BIDx US UR2 TIDx128 S8", 4)
+    for x in copy.inputs:
+        (load,) = x.uses()  # pyright: ignore[reportAttributeAccessIssue]
+        assert loops(load.out_tensor) == "BIDx US UR2 TIDx128 V8"
+        assert load.out_tensor.compute_at == 2
+    inlined = [tv for tv in copy.tensors() if tv.compute_at == 5]
+    assert len(inlined) == len(copy.exprs) - 5
+
+
+def test_a_bias_makes_two_runs_and_is_loaded_in_vectors() -> None:
+    fusion = define(
+        lambda x, b: ops.cast(ops.add(x, ops.broadcast(b, [True, False])), BF16),
+        (None, None),
+        (None,),
+        dtype=BF16,
+    )
+    copy, params = scheduled(fusion, H200, (16384, 8192), (8192,))
+    assert str(params) == "pointwise(threads 128x1, vector 8, unroll 2, inner on x)"
+    assert loops(copy.outputs[0]) == "BIDy BIDx US UR2 TIDx128 V8"
+    bias = copy.inputs[1].uses()[0].out_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    assert (loops(bias), bias.compute_at) == ("BIDx US TIDx128 V8", 2)
+
+
+def test_short_rows_share_a_block() -> None:
+    fusion = define(
+        lambda x, b: ops.add(x, ops.broadcast(b, [True, False])), (None, None), (None,)
+    )
+    copy, params = scheduled(fusion, H200, (100000, 24), (24,))
+    assert str(params).startswith("pointwise(threads 8x16, vector 4")
+    assert loops(copy.outputs[0]).startswith("BIDy BIDx US")
+
+
+def test_many_rows_leave_grid_y() -> None:
+    fusion = define(
+        lambda x, b: ops.add(x, ops.broadcast(b, [True, False])), (None, None), (None,)
+    )
+    _, params = scheduled(fusion, H200, (10_000_000, 1024), (1024,))
+    assert isinstance(params, PointwiseParams)
+    assert not params.inner_on_x
+
+
+@pytest.mark.parametrize(
+    ("cols", "alignment", "vector"),
+    [(8192, 16, 8), (8192, 8, 4), (8192, 2, 1), (8196, 16, 4), (8193, 16, 1), (770, 16, 2)],
+)
+def test_vector_width_follows_extent_and_alignment(cols: int, alignment: int, vector: int) -> None:
+    fusion = define(
+        lambda x, b: ops.cast(ops.add(x, ops.broadcast(b, [True, False])), BF16),
+        (None, None),
+        (None,),
+        dtype=BF16,
+    )
+    facts = Facts(sizes_of(fusion, (16384, cols), (cols,)), {fusion.inputs[0].number: alignment})  # pyright: ignore[reportAttributeAccessIssue]
+    params = scheduler("pointwise").heuristics(fusion, facts, H200)
+    assert params.vector == vector
+
+
+def test_the_widest_element_decides_the_vector() -> None:
+    fusion = define(lambda x: ops.cast(x, DataType.Double), (None,), dtype=BF16)
+    _, params = scheduled(fusion, H200, (1 << 20,))
+    assert isinstance(params, PointwiseParams)
+    assert params.vector == 2
+
+
+def test_cpu_schedules_are_plain_loops() -> None:
+    fusion = define(gelu_mul_add, *[(None, None)] * 3, dtype=BF16)
+    copy, params = scheduled(fusion, CPU, (7, 96), (7, 96), (7, 96))
+    assert str(params) == "pointwise(loops)"
+    assert str(copy.outputs[0].domain) == "[iS39{( i0 * i2 )}]" or loops(copy.outputs[0]) == "S"
+    assert all(tv.compute_at == len(tv.domain.loop) for tv in copy.tensors() if tv.uses() and tv.definition())
+
+
+@pytest.mark.parametrize("device", [CPU, H200], ids=["cpu", "h200"])
+def test_twenty_shapes_need_at_most_four_kernels(device: object) -> None:
+    fusion = define(gelu_mul_add, *[(None, None)] * 3, dtype=BF16)
+    rows, columns = (7, 64, 1000, 4096), (96, 100, 384, 770, 1536)
+    chosen = set()
+    for shape in itertools.product(rows, columns):
+        facts = Facts(sizes_of(fusion, shape, shape, shape))
+        chosen.add(scheduler("pointwise").heuristics(fusion, facts, device))  # pyright: ignore[reportArgumentType]
+    assert len(chosen) <= 4, chosen
+
+
+def test_permuted_tensors_run_in_their_memory_order() -> None:
+    from dataclasses import replace
+
+    fusion = define(lambda x: ops.neg(x), (None, None))
+    for tv in (*fusion.inputs, *fusion.outputs):
+        assert isinstance(tv, TensorView)
+        a, b = tv.domain.logical
+        tv.domain = replace(tv.domain, allocation=(b, a))
+    copy, params = scheduled(fusion, H200, (4096, 4096))
+    out = copy.outputs[0]
+    merge = out.domain.transforms[0]
+    assert [i.number for i in merge.inputs] == [a.number for a in reversed(out.domain.logical)]
+    assert isinstance(params, PointwiseParams)
+    assert params.vector == 4
+
+
+# ------------------------------------------------------------------ reduction
+def row_sum(x: TensorView) -> TensorView:
+    return ops.cast(ops.sum(x, [1]), BF16)
+
+
+def column_sum(x: TensorView) -> TensorView:
+    return ops.cast(ops.sum(x, [0]), BF16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((16384, 8192), ReductionParams(True, 256, 1, 8, 4, 1)),
+        ((32768, 1024), ReductionParams(True, 32, 4, 8, 4, 1)),
+        ((16384, 64), ReductionParams(True, 8, 16, 8, 1, 1)),
+        ((16384, 770), ReductionParams(True, 128, 1, 2, 4, 1)),
+        ((16, 65536), ReductionParams(True, 512, 1, 8, 4, 4)),
+        ((1, 1 << 24), ReductionParams(True, 512, 1, 8, 4, 512)),
+    ],
+)
+def test_inner_reduction_parameters(shape: tuple[int, int], expected: ReductionParams) -> None:
+    copy, params = scheduled(define(row_sum, (None, None), dtype=BF16), H200, shape)
+    verify_fusion(copy)
+    assert params == expected
+
+
+def test_inner_reduction_loops() -> None:
+    copy, _ = scheduled(define(row_sum, (None, None), dtype=BF16), H200, (32768, 1024))
+    load = copy.exprs[0].out_tensor
+    total = next(op for op in copy.exprs if op.name == "sum").out_tensor
+    assert (loops(load), load.compute_at) == ("BIDx TIDy4 S US UR4 TIDx32 V8", 4)
+    assert (loops(total), total.compute_at) == ("BIDx TIDy4 rS rUS rUR4 rTIDx32 rS8", 2)
+    assert loops(copy.outputs[0]) == "BIDx TIDy4"
+
+
+def test_few_rows_are_split_over_the_grid() -> None:
+    copy, _ = scheduled(define(row_sum, (None, None), dtype=BF16), H200, (16, 65536))
+    total = next(op for op in copy.exprs if op.name == "sum").out_tensor
+    assert loops(total) == "BIDx rBIDy4 rS rUS rUR4 rTIDx512 rS8"
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((16384, 8192), ReductionParams(False, 32, 8, 8, 4, 32)),
+        ((32768, 1024), ReductionParams(False, 32, 8, 8, 4, 256)),
+        ((100000, 8), ReductionParams(False, 1, 256, 8, 4, 64)),
+        ((4096, 770), ReductionParams(False, 32, 8, 2, 4, 64)),
+    ],
+)
+def test_outer_reduction_parameters(shape: tuple[int, int], expected: ReductionParams) -> None:
+    copy, params = scheduled(define(column_sum, (None, None), dtype=BF16), H200, shape)
+    verify_fusion(copy)
+    assert params == expected
+    # About one wave of blocks of 256 threads, each with enough loads of 16 bytes under way.
+    assert isinstance(params, ReductionParams)
+
+
+def test_outer_reduction_loops() -> None:
+    copy, _ = scheduled(define(column_sum, (None, None), dtype=BF16), H200, (16384, 8192))
+    load = copy.exprs[0].out_tensor
+    total = next(op for op in copy.exprs if op.name == "sum").out_tensor
+    assert (loops(load), load.compute_at) == ("BIDx TIDx32 BIDy32 S US UR4 TIDy8 V8", 5)
+    assert (loops(total), total.compute_at) == ("BIDx TIDx32 rBIDy32 rS rUS rUR4 rTIDy8 S8", 2)
+    assert loops(copy.outputs[0]) == "BIDx TIDx32 V8"
+
+
+def test_cpu_reductions_are_plain_loops() -> None:
+    inner, _ = scheduled(define(row_sum, (None, None), dtype=BF16), CPU, (7, 96))
+    total = next(op for op in inner.exprs if op.name == "sum").out_tensor
+    assert (loops(total), total.compute_at) == ("S rS", 1)
+    outer, _ = scheduled(define(column_sum, (None, None), dtype=BF16), CPU, (7, 96))
+    total = next(op for op in outer.exprs if op.name == "sum").out_tensor
+    assert (loops(total), total.compute_at) == ("S rS S256", 1)
+
+
+# ------------------------------------------------------------------ accepting
+def test_reasons_for_refusal() -> None:
+    def softmax(x: TensorView) -> TensorView:
+        return ops.div(x, ops.broadcast(ops.sum(x, [1]), [False, True]))
+
+    found = rejections(define(softmax, (None, None)))
+    assert found == {
+        "pointwise": found["pointwise"],
+        "reduction": found["reduction"],
+    }
+    assert "is not pointwise" in found["pointwise"]
+    assert "repeats the result" in found["reduction"]
+    two = define(lambda x, y: (ops.neg(x), ops.neg(y)), (None,), (None, None))
+    assert "does not have the axes" in rejections(two)["pointwise"]
+    mixed = define(lambda x: (ops.sum(x, [0]), ops.sum(x, [1])), (None, None))
+    assert "reduce different axes" in rejections(mixed)["reduction"]
+    twice = define(lambda x: ops.sum(ops.sum(x, [1]), [0]), (None, None))
+    assert find_scheduler(twice) is None
+    transposed = define(lambda x: ops.add(x, ops.permute(x, [1, 0])), (None, None))
+    assert "the same axis" in rejections(transposed)["pointwise"]
+
+
+def test_every_scheduler_is_found_by_its_name() -> None:
+    assert list(SCHEDULERS) == ["pointwise", "reduction"]
+    assert find_scheduler(define(gelu_mul_add, *[(None, None)] * 3)) == "pointwise"
+    assert find_scheduler(define(row_sum, (None, None))) == "reduction"
+
+
+def chain(length: int) -> Fusion:
+    def build(x: TensorView, y: TensorView) -> TensorView:
+        for k in range(length):
+            x = ops.add(ops.sin(x), y) if k % 2 else ops.mul(x, y)
+        return x
+
+    return define(build, (None, None), (None, None))
+
+
+def test_scheduling_is_near_linear() -> None:
+    def seconds(length: int) -> float:
+        fusion = chain(length)
+        best = 1e9
+        for _ in range(2):
+            start = time.perf_counter()
+            scheduled(fusion, H200, (1024, 1024), (1024, 1024))
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    short, long = seconds(40), seconds(320)
+    print(f"{short * 1e3:.1f} ms for 60 ops, {long * 1e3:.1f} ms for 480 ops")
+    assert long < 16 * short
