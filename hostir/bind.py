@@ -1,4 +1,4 @@
-"""Binding of runtime inputs: counts, ranks, dtypes, devices and layouts are checked, symbols get values.
+"""Binding of runtime inputs: everything about them is checked, and symbols get their values.
 
 Extents in a program are global; a tensor that a rank passes is its local shard. So an axis that the
 mesh cuts into n blocks binds n times its local size.

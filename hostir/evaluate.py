@@ -1,7 +1,7 @@
 """The evaluator: a table from op type to the function that carries the op out.
 
-`HostIrEvaluator.evaluate` is the reading of a program that everything faster must equal bit for bit.
-`HostIrEvaluator.run` uses it once per class of inputs and repeats `hostir.replay` records afterwards.
+`HostIrEvaluator.evaluate` is the reading of a program that everything faster must equal bit for
+bit. `HostIrEvaluator.run` uses it once per class of inputs and replays (`hostir.replay`) afterwards.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def make_kernel_executor(group: KernelGroup) -> KernelRunner:
     from fuser.runtime.executor import KernelExecutor
     from multidevice.localize import localize
 
-    fusion = localize(group.fusion)
+    fusion, _ = localize(group.fusion)
     return KernelExecutor(fusion, scheduler=group.scheduler, name=f"kernel{group.number}")
 
 
@@ -225,7 +225,7 @@ class HostIrEvaluator:
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:
-    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks does not have."""
+    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
     for tv in program.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -245,7 +245,7 @@ def _class_of(inputs: Sequence[Argument]) -> object:
 
 
 def _device_of(program: HostIrContainer, inputs: Sequence[Argument]) -> torch.device:
-    """Return the device of the first tensor that is no CPU scalar; torch's default without one."""
+    """Return the device of the first tensor (CPU scalars aside), else torch's default."""
     for declared, given in zip(program.inputs, inputs, strict=False):
         is_scalar = isinstance(declared, TensorView) and declared.is_cpu_scalar
         if isinstance(given, torch.Tensor) and not is_scalar:

@@ -5,8 +5,8 @@
     view            the op, whose output is a view of its input
     communication   Allocate, Communication, Wait; or Allocate, LocalSlice where no data moves
 
-An output that is written into an input's buffer is computed in place where nothing reads the old value
-any more, else computed beside it and copied at the end.
+An output that is written into an input's buffer is computed in place where nothing reads the old
+value any more, else computed beside it and copied at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The ops that exist only in host programs; tensor ops of the fusion IR stand beside them as they are.
+"""The ops that exist only in host programs; the fusion IR's tensor ops stand beside them.
 
-A host program is not in SSA form: an op writes a tensor that `Allocate` made, or that is declared as an
-alias. So `out` of a library op is a destination, and `out` of a view op is a new name for its input.
+A host program is not in SSA form: an op writes a tensor that `Allocate` made, or that is declared
+as an alias. So `out` of a library op is a destination, and `out` of a view op is a new name for its
+input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Replay: a program bound to one class of inputs, as a flat list of closures over slots.
 
-The first run of a class is the reference evaluation; after each op the *recorder* notes what a later
-run has to repeat: sizes, strides, teams and kernel launches are fixed, only tensors change. A run
-owns its slots, so nested and concurrent runs of one plan never see each other's tensors.
+The first run of a class is the reference evaluation; after each op the *recorder* notes what a
+later run has to repeat: sizes, strides, teams and kernel launches are fixed, only tensors change. A
+run owns its slots, so nested and concurrent runs of one plan never see each other's tensors.
 """
 
 from __future__ import annotations

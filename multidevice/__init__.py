@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from multidevice.communicator import Communicator as Communicator
+    from multidevice.mesh import DeviceMesh as DeviceMesh
+    from multidevice.shard import shard_tensor as shard_tensor
+    from multidevice.sharding import Sharding as Sharding
     from multidevice.simulation import World as World
     from multidevice.simulation import simulate as simulate
 
 # Public name -> the module that defines it.
 _EXPORTS = {
     "Communicator": "multidevice.communicator",
+    "DeviceMesh": "multidevice.mesh",
+    "Sharding": "multidevice.sharding",
+    "shard_tensor": "multidevice.shard",
     "World": "multidevice.simulation",
     "simulate": "multidevice.simulation",
 }
 
-__all__ = ["Communicator", "World", "simulate"]
+__all__ = ["Communicator", "DeviceMesh", "Sharding", "World", "shard_tensor", "simulate"]
 
 
 def __getattr__(name: str) -> object:

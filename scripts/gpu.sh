@@ -98,7 +98,7 @@ step() {
 }
 
 run_tests() {
-  step "tests on 1 GPU" tests.log "${TESTS_LIMIT_S:-300}" none "$PY" -m pytest -q tests/gpu
+  step "tests on 1 GPU" tests.log "${TESTS_LIMIT_S:-300}" none "$PY" -m pytest -q -m gpu tests
   local flags=() n
   # pytest-mpi's options, where it is installed; -m mpi selects the same tests without it
   has_module pytest_mpi && flags=(--with-mpi --only-mpi)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import cast
 
 from fuser.ir.core import Op
 from fuser.ir.domain import TensorDomain
@@ -25,7 +26,7 @@ def equal_ops(a: Op, b: Op) -> bool:
 
 
 def equal_fusions(a: Fusion, b: Fusion) -> bool:
-    """Whether two fusions have the same inputs, outputs, aliases, extent classes, ops and tensors."""
+    """Whether two fusions say the same: inputs, outputs, aliases, extents, ops and tensors."""
     return fusion_key(a) == fusion_key(b)
 
 
@@ -84,5 +85,5 @@ def _value(value: object) -> object:
     if isinstance(value, Op):
         return op_key(value)
     if isinstance(value, tuple):
-        return tuple(_value(v) for v in value)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_value(v) for v in cast("tuple[object, ...]", value))
     return value

@@ -1,8 +1,8 @@
 """Parsing of what `fuser.ir.text` prints: scalars, axes, tensors, domain sections, ops, fusions.
 
-The grammar of an op is its own text template (`variants()`), so a new op needs no rule here. Whitespace
-between words is free. A tensor that a domain section declared, or that was spelled out before, may be
-written as its bare name `T3`.
+The grammar of an op is its own text template (`variants()`), so a new op needs no rule here.
+Whitespace between words is free. A tensor that a domain section declared, or that was spelled out
+before, may be written as its bare name `T3`.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Parser:
             raise c.fail(str(error), start) from error
 
     def tensor(self) -> TensorView:
-        """Read a tensor: spelled out (its first time declares it) or as the bare name of a known one."""
+        """Read a tensor, spelled out (the first time declares it) or as a known bare name."""
         c = self.cursor
         c.skip()
         start = c.pos

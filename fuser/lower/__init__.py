@@ -1,1 +1,1 @@
-"""From a scheduled fusion to kernel loop nests: indices, predicates, allocations, barriers."""
+"""Lowering of a scheduled fusion to a kernel: loop nests, indices, predicates, buffers, barriers."""

@@ -93,9 +93,7 @@ def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
             return [Const(0, out.dtype()) for out in op.outputs]
 
 
-def _bias_alone(
-    fusion: Fusion, op: nodes.LinearOp, bias: TensorView
-) -> list[nodes.TensorOp]:
+def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[nodes.TensorOp]:
     """Return the ops of a linear without contracted elements: the bias, expanded."""
     op.out.domain = plain_domain(op.out.domain)
     logical = op.out.domain.logical
@@ -109,11 +107,12 @@ def _bias_alone(
     # The result's axes iterate; adding to zeros expands the row without expanded broadcasts.
     zeros = fusion.new_tensor([fusion.clone_axis(a) for a in logical], bias.dtype())
     shape = tuple(a.size for a in logical)
-    return [
+    made: list[nodes.TensorOp] = [
         nodes.BroadcastOp(row, bias, flags=flags),
         nodes.FullOp(zeros, shape, Const(0, bias.dtype())),
         nodes.BinaryOp(op.out, row, zeros, kind="add"),
     ]
+    return made
 
 
 def plain_domain(domain: TensorDomain) -> TensorDomain:

@@ -345,7 +345,7 @@ class KernelExecutor:
         index: DataType,
         device: DeviceInfo,
     ) -> Variant:
-        from fuser.lower import lower_kernel
+        from fuser.lower.pipeline import lower_kernel
 
         outputs = len(fusion.outputs)
         self.scheduler.apply(fusion, params)

@@ -97,6 +97,8 @@ def cubins(sources: Sequence[KernelSource], arch: str) -> list[bytes]:
     def load(item: tuple[str, KernelSource]) -> bytes:
         return _load_or_compile(cache, *item, arch)
 
+    # Imported here first: cuda.core's own import is not safe from several threads at once.
+    importlib.import_module("cuda.core")
     workers = min(len(by_key), os.cpu_count() or 1, _MAX_THREADS)
     if workers <= 1:
         codes = [load(item) for item in by_key.items()]

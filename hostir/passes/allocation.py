@@ -13,9 +13,9 @@ from hostir.storage import Storage
 def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
     """Give up every tensor after the last use of its buffer.
 
-    Holds before: no Deallocate. Holds after: every tensor that does not share a buffer with a program
-    input or output is deallocated exactly once, views before the buffer that they show. The memory
-    plan and `hostir.verify` rely on it.
+    Holds before: no Deallocate. Holds after: every tensor that does not share a buffer with a
+    program input or output is deallocated exactly once, views before the buffer that they show.
+    The memory plan and `hostir.verify` rely on it.
 
         T2 = ALLOCATE(..); LaunchKernel(.. T2); T3 = matmul(T2, T1)
         -> ... T3 = matmul(T2, T1); Deallocate { T2 }
@@ -33,7 +33,7 @@ def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
 
 
 def _last_uses(ops: tuple[Op, ...], storage: Storage) -> dict[TensorView, int]:
-    """Return where each tensor's buffer is touched last; a communication touches it until its Wait."""
+    """Return where each tensor's buffer is touched last; a communication ends at its Wait."""
     last: dict[TensorView, int] = {}
     in_flight: dict[int, tuple[TensorView, ...]] = {}
     for i, op in enumerate(ops):
