@@ -80,7 +80,11 @@ class InputBinder:
                 _check_tensor(spec, value, device)
             else:
                 _check_scalar(i, spec, value)
-        return self._values(inputs)
+        values = self._values(inputs)
+        for spec, value in zip(self._specs, inputs, strict=True):
+            if isinstance(spec, _TensorSpec) and isinstance(value, torch.Tensor):
+                _check_layout(spec, value)
+        return values
 
     def _values(self, inputs: Sequence[Argument]) -> Values:
         values: Values = {}
@@ -134,7 +138,6 @@ def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> N
             f"{spec.where} to be bound to a tensor on device {wanted}, but got a tensor on device "
             f"{value.device}"
         )
-    _check_layout(spec, value)
 
 
 def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:

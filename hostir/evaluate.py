@@ -1,17 +1,16 @@
 """The evaluator: a table from op type to the function that carries the op out.
 
 `HostIrEvaluator.evaluate` is the reading of a program that everything faster must equal bit for
-bit. `HostIrEvaluator.run` uses it once per class of inputs and replays (`hostir.replay`) afterwards.
+bit. `HostIrEvaluator.run` uses it once per class of inputs, and replays it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from fuser import options
 from fuser.errors import ShardingError
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
@@ -19,7 +18,6 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from hostir.bind import Argument, InputBinder
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.digest import Agreement
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.layout import allocated_strides, parts
 from hostir.library import compute, compute_into
@@ -147,13 +145,10 @@ class HostIrEvaluator:
         self._communicator = communicator
         self._rank = communicator.rank() if communicator is not None else 0
         check_devices(program, communicator.size() if communicator is not None else 1)
-        self._agreement = Agreement(program, communicator)
         self._sharded = [tv for tv in program.tensors() if any(n > 1 for n in parts(tv))]
         into = {a.out: a.into for a in program.aliases}
         hidden = {a.out for a in program.aliases if a.hidden}
         self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
-        if self._rank == 0 and options.dump_enabled("host_ir"):
-            print(program)
 
     def kernel(self, group: int) -> KernelRunner:
         """Return what runs a kernel group, made at its first use."""
@@ -162,20 +157,21 @@ class HostIrEvaluator:
         return self._runners[group]
 
     # ------------------------------------------------------------ running
-    def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
+    def run(
+        self, inputs: Sequence[Argument], *, signature: Hashable | None = None
+    ) -> list[torch.Tensor]:
         """Return the visible outputs in order; hidden aliased ones are written into their inputs.
 
-        Raises:
-            InputError, ShardingError: an input does not fit the program; nothing was launched.
-            PeerError: another rank has such an error.
-            ProgramMismatchError: at the first run, another rank has another program.
+        The ranks have agreed on program and inputs (`hostir.digest.run_agreed`, or the frontend).
+        `signature` stands for the class of the inputs where the caller knows it already.
+
+        Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
         """
         inputs = list(inputs)
-        key = _class_of(inputs)
+        key = _class_of(inputs) if signature is None else signature
         plan = self._plans.get(key)
         with torch.no_grad():
             if plan is not None:
-                self._agreement.agree(None)
                 return plan.run(inputs)
             frame = self._frame(inputs)
             recorder = Recorder(frame)
@@ -184,6 +180,11 @@ class HostIrEvaluator:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = recorder.finish(self._visible)
             return outputs
+
+    def check(self, inputs: Sequence[Argument]) -> None:
+        """Raise what `run` would raise about these inputs."""
+        if _class_of(inputs) not in self._plans:
+            self._frame(list(inputs))
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
@@ -200,17 +201,12 @@ class HostIrEvaluator:
         return [frame.result(tv) for tv in self._visible]
 
     def _frame(self, inputs: list[Argument]) -> Frame:
-        """Bind and check the inputs; the ranks agree that none has an error."""
+        """Bind and check the inputs."""
         device = self._device or _device_of(self.program, inputs)
-        frame = Frame(self.program, self._machine(device), {}, {})
-        error: Exception | None = None
-        try:
-            frame.values.update(self._binder.bind(inputs, device))
-            for tv in self._sharded:
-                frame.local_shape(tv)
-        except Exception as caught:
-            error = caught
-        self._agreement.agree(error)
+        values = self._binder.bind(inputs, device)
+        frame = Frame(self.program, self._machine(device), values, {})
+        for tv in self._sharded:
+            frame.local_shape(tv)
         for declared, given in zip(self.program.inputs, inputs, strict=True):
             if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
                 frame.tensors[declared] = given
@@ -229,8 +225,8 @@ def check_devices(program: HostIrContainer, size: int) -> None:
     for tv in program.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
-                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has {size} "
-                f"rank{'s' if size != 1 else ''}"
+                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
+                f"{size} rank{'s' if size != 1 else ''}"
             )
 
 

@@ -1,7 +1,7 @@
 """Which communication a resharding op is: type, device type, axes, reduction, mesh and team.
 
-A resharding op is classified by where its producer and its consumer are cut along the one device type
-that changes. The description holds for all ranks; `team_of` evaluates it for one.
+A resharding op is classified by where its producer and its consumer are cut along the one device
+type that changes. The description holds for all ranks; `team_of` evaluates it for one.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class CommunicationInfo:
     """One communication.
 
     `ptype` is the device type that changes; the team lies along it in `mesh` (the producer's).
-    `producer_axis` and `consumer_axis` are the logical positions (without reductions) of the axis that
-    is gathered, scattered or summed over, on either side; None where that side has no such axis.
-    `reduction` is sum, prod, min or max for allreduce, reduce-scatter and reduce.
+    `producer_axis` and `consumer_axis` are the logical positions (without reductions) of the axis
+    that is gathered, scattered or summed over, on either side; None where that side has no such
+    axis. `reduction` is sum, prod, min or max for allreduce, reduce-scatter and reduce.
     """
 
     type: CommunicationType
@@ -112,7 +112,8 @@ def resharding_of(op: TensorOp) -> CommunicationInfo | LocalSlice | None:
     """Return what a resharding op does; None for an op that is local on every device.
 
     Raises:
-        ShardingError: the op is neither a copy nor a reduction over devices, or more than one device
+        ShardingError: the op is neither a copy nor a reduction over devices, or more than one
+        device
             type changes (decomposition leaves no such op).
     """
     if not is_resharding(op):
@@ -166,8 +167,8 @@ def local_slice(op: TensorOp) -> LocalSlice | None:
 def check_lowerable(op: TensorOp) -> None:
     """Raise when the op reshards and is not a supported collective or a local slice.
 
-    Raises `ShardingError` for an op that is not one communication, `UnsupportedError` for one that is
-    not implemented.
+    Raises `ShardingError` for an op that is not one communication, `UnsupportedError` for one
+    that is not implemented.
     """
     found = resharding_of(op)
     if not isinstance(found, CommunicationInfo):

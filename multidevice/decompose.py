@@ -1,8 +1,8 @@
 """Decomposition: every op becomes local, or exactly one collective or local slice.
 
-Before: shardings are propagated, operands and results of an op may be placed differently. After: an
-op whose operand and result differ in sharding is a `set` or a reduction over one device axis, with one
-device type changing.
+Before: shardings are propagated, operands and results of an op may be placed differently. After:
+an op whose operand and result differ in sharding is a `set` or a reduction over one device axis,
+with one device type changing.
 
     out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
                                                   s [M, N, rDIDx{d}] = sum(t)          (allreduce)
@@ -18,9 +18,10 @@ from dataclasses import replace
 from fuser.errors import ShardingError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
-from fuser.ir.domain import TensorDomain, contiguity_for
+from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
 from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
 from fuser.ir.fusion import Fusion
+from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -54,6 +55,7 @@ from multidevice.propagate import (
     backward_cuts,
     fitting_placement,
     forward_cuts,
+    has_cut_origin,
 )
 from multidevice.sharding import have_different_shardings, is_resharding
 from multidevice.stepwise import Copies, split_copies
@@ -102,14 +104,14 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
             for new, a in zip(flags, out.domain.no_reductions, strict=True)
         ]
         addend = fusion.new_tensor(axes, bias.dtype(), mesh=out.mesh)
-        ops.append(BroadcastOp(addend, bias, flags=flags, where=where))
+        ops.append(BroadcastOp(addend, bias, flags=flags).replace(where=where))
     total = out
     if out.dtype() in HALF_LIKE:
         total = copy_like(out, out.mesh, placement(out), dtype=DataType.Float)
-    addition = BinaryOp(total, plain, addend, kind="add", where=where)
+    addition = BinaryOp(total, plain, addend, kind="add").replace(where=where)
     ops.append(addition)
     if total is not out:
-        ops.append(CastOp(out, total, where=where))
+        ops.append(CastOp(out, total).replace(where=where))
     fusion.replace_expr(op, ops)
     if addend is not bias:
         apply_transfers(addend, backward_cuts(addition, 1, total), DEVICE_TYPES)
@@ -120,8 +122,8 @@ def factor_device_reductions(fusion: Fusion) -> None:
     """Split every reduction that is spread over devices into a local op and sums over device axes.
 
     The local op's result has an explicit device axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's
-    tensor becomes the sum over it, `[M, N, rDIDx{d}]`. With several device types the sums follow each
-    other, one type at a time.
+    tensor becomes the sum over it, `[M, N, rDIDx{d}]`. With several device types the sums follow
+    each other, one type at a time.
     """
     for op in fusion.exprs:
         cuts = reduction_cuts(op.out_tensor)
@@ -158,7 +160,7 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
             result = out
         else:
             result = _intermediate_sum(source, ptype, out, pending)
-        ops.append(ReductionOp(result, source, init, kind=kind, where=op.where))
+        ops.append(ReductionOp(result, source, init, kind=kind).replace(where=op.where))
         source = result
     fusion.replace_expr(op, ops)
 
@@ -166,8 +168,8 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
     """Return the device types in the order of summation: mesh_x first.
 
-    A type that also cuts the result comes after the types that cut the same axis outside it, so that
-    each step scatters whole blocks.
+    A type that also cuts the result comes after the types that cut the same axis outside it, so
+    that each step scatters whole blocks.
     """
     depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
     return sorted(types, key=lambda p: (depth.get(p, 0), DEVICE_TYPES.index(p)))
@@ -223,7 +225,8 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
     """Rebind `out` as the sum of `source` over its axis with device type `ptype`."""
     fusion, domain = out.fusion, without_root(out.domain)
     mine = iter(domain.logical)
-    summed, logical = None, []
+    summed: IterDomain | None = None
+    logical: list[IterDomain] = []
     for axis in source.domain.no_reductions:
         if axis.ptype is ptype and axis.rfactor:
             summed = fusion.clone_axis(axis, kind=IterType.reduction, ptype=ptype)
@@ -248,7 +251,7 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Create the sum over one of several device axes, placed like `out` as far as types are free."""
+    """Create the sum over one of several device axes, placed like `out` where types are free."""
     fusion = out.fusion
     axes = tuple(
         fusion.clone_axis(
@@ -287,8 +290,8 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
             op = _insert_before(op, index, copies)
         if _differing(op):
             raise ShardingError(
-                f"{op.name} of {', '.join(str(v) for _, v in tensor_operands(op))} cannot be computed "
-                f"as {op.out_tensor}: an operand has no matching placement"
+                f"{op.name} of {', '.join(str(v) for _, v in tensor_operands(op))} cannot be "
+                f"computed as {op.out_tensor}: an operand has no matching placement"
             )
 
 
@@ -303,9 +306,7 @@ def _differing(op: TensorOp) -> list[int]:
         operand = op.inputs[0]
         types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
         summed = next(a.ptype for a in op.out_tensor.domain.logical if a.is_reduction())
-        reduced = next(
-            p for p, c in mapped_axes(op, 0) if c.is_reduction()
-        )
+        reduced = next(p for p, c in mapped_axes(op, 0) if c.is_reduction())
         have = axis_cuts(operand, DEVICE_TYPES).get(reduced.number, ())
         is_fit = types == [summed] and any(c.ptype is summed for c in have)
         return [] if is_fit else [0]
@@ -321,25 +322,45 @@ def _check_siblings(op: TensorOp) -> None:
     for out in op.outputs[1:]:
         if placement(out, DEVICE_TYPES) != first or out.mesh != op.out_tensor.mesh:
             raise ShardingError(
-                f"Cannot handle resharding a multi-output expression: {op.name} has {op.out_tensor} "
-                f"and {out}"
+                f"Cannot handle resharding a multi-output expression: {op.name} has "
+                f"{op.out_tensor} and {out}"
             )
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Compute an op whole along the axis that it cannot split, and cut its result in a copy."""
-    axis = op.dim if isinstance(op, CatOp) else 0 if isinstance(op, IotaOp) else None
-    if axis is None:
-        return op
+    """Compute an op whole along axes that it cannot split, and cut its result in a copy.
+
+    Such are the axes that a cat joins, an iota counts, a slice or pad resizes, and the inner axes of
+    a reshape.
+    """
     out = op.out_tensor
-    cuts = list(placement(out, DEVICE_TYPES))
-    if not cuts[axis]:
+    whole = _uncuttable_axes(op)
+    cut = [n for n, cuts in axis_cuts(out, DEVICE_TYPES).items() if cuts and n in whole]
+    if not cut:
         return op
-    cuts[axis] = ()
-    whole = copy_like(out, out.mesh, tuple(cuts))
-    computed = op.map_values(lambda v: whole if v is out else v)
-    fusion.replace_expr(op, [computed, LoadStoreOp(out, whole, where=op.where)])
+    types = {c.ptype for n in cut for c in axis_cuts(out, DEVICE_TYPES)[n]}
+    local = _result_like(out, out.mesh)
+    unparallelize(local, lambda a: a.ptype in types and not a.is_reduction())
+    computed = op.map_values(lambda v: local if v is out else v)
+    out.domain = without_root(out.domain)
+    fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
     return computed
+
+
+def _uncuttable_axes(op: TensorOp) -> set[int]:
+    """Return the logical axes of the result whose cuts no operand can match, by number."""
+    out = op.out_tensor
+    if isinstance(op, CatOp | IotaOp):
+        return {out.domain.logical[op.dim if isinstance(op, CatOp) else 0].number}
+    cuts = axis_cuts(out, DEVICE_TYPES)
+    return {a.number for a in out.domain.logical if not has_cut_origin(out, a, cuts)}
+
+
+def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
+    """Create a tensor with the domain of `out` under fresh numbers, without declared memory order."""
+    domain, _ = clone_domain(out.fusion, out.domain)
+    plain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
+    return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
 
 
 # -- after
@@ -359,16 +380,11 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Run the op with its operand's placement and copy the result; False when that is impossible."""
+    """Run the op with its operand's placement and copy the result; False if that is impossible."""
     ((index, operand),) = tensor_operands(op)
     out = op.out_tensor
-    domain, _ = clone_domain(fusion, out.domain)
-    local = fusion.new_tensor(domain, out.dtype(), mesh=operand.mesh)
+    local = _result_like(out, operand.mesh)
     unparallelize(local, lambda a: True)
-    if local.domain.allocation:
-        local.domain = replace(
-            local.domain, allocation=(), contiguity=contiguity_for(local.domain.logical)
-        )
     computed = op.map_values(lambda v: local if v is out else v)
     try:
         cuts = forward_cuts(computed, index, local)
@@ -380,7 +396,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     if is_resharding(computed):
         return False
     out.domain = without_root(out.domain)
-    fusion.replace_expr(op, [computed, LoadStoreOp(out, local, where=op.where)])
+    fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
     return True
 
 

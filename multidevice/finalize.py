@@ -1,7 +1,7 @@
 """The last word on domains: device axes reach the allocation domain and lead the loop domain.
 
-Before: cuts live in loop domains, allocation domains describe whole tensors. After: every tensor that
-is cut has an allocation domain with its device axes in it, and every loop domain is
+Before: cuts live in loop domains, allocation domains describe whole tensors. After: every tensor
+that is cut has an allocation domain with its device axes in it, and every loop domain is
 `[stream?, DIDz?, DIDy?, DIDx?, serial...]`. Segmentation and host lowering rely on both.
 
     w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
@@ -33,8 +33,8 @@ _RANK = {
 def finalize_domains(fusion: Fusion) -> None:
     """Write cuts into allocation domains and sort loop domains.
 
-    Raises `ShardingError` when a tensor has no mesh among several meshes, or a collective's operand or
-    result is not contiguous.
+    Raises `ShardingError` when a tensor has no mesh among several meshes, or a collective's
+    operand or result is not contiguous.
     """
     complete_meshes(fusion)
     for tv in fusion.tensors():
@@ -73,7 +73,9 @@ def complete_meshes(fusion: Fusion) -> None:
 
 
 def _is_allocated_per_stream(tv: TensorView) -> bool:
-    """Whether all consumers of an intermediate are streamed like it; inputs and outputs never are."""
+    """Whether all consumers of an intermediate are streamed like it; inputs and outputs never
+    are.
+    """
     fusion = tv.fusion
     if tv in fusion.inputs or tv in fusion.outputs:
         return False
@@ -102,7 +104,8 @@ def shard_allocation(tv: TensorView) -> None:
     for position, flag in memory_order(tv):
         parts = _parts(tv, logical[position], with_stream=with_stream)
         allocation += parts
-        # Blocks of a strided axis are as far apart as their elements say; the blocks are consecutive.
+        # Blocks of a strided axis are as far apart as their elements say; the blocks are
+        # consecutive.
         contiguity += [None if flag is None else True] * (len(parts) - 1) + [flag]
     reductions = [
         a

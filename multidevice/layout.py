@@ -1,9 +1,9 @@
 """Communication layout: the memory orders that collectives need.
 
-A collective sees flat buffers: part i of the gathered (or scattered) buffer belongs to team member i.
-So on both sides of an allgather or reduce-scatter the gathered or scattered axis is outermost in
-memory, and every buffer is contiguous. Where that is not so, a local copy with a permuted allocation
-domain is put between.
+A collective sees flat buffers: part i of the gathered (or scattered) buffer belongs to team
+member i. So on both sides of an allgather or reduce-scatter the gathered or scattered axis is
+outermost in memory, and every buffer is contiguous. Where that is not so, a local copy with a
+permuted allocation domain is put between.
 
     y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
                                           y [M, N] = set(t)          memory order (N, M)
@@ -44,9 +44,9 @@ def lay_out_communication(fusion: Fusion) -> None:
     """Give both sides of every collective a contiguous memory order that it can work on.
 
     Before: the fusion is decomposed. After: every collective's operand and result are contiguous,
-    in the same order of axes, with the gathered or scattered axis outermost where the type needs it.
-    The host program relies on it. A result without a declared allocation domain takes the collective's
-    order; a declared one is a requirement, met by a copy behind the collective.
+    in the same order of axes, with the gathered or scattered axis outermost where the type needs
+    it. The host program relies on it. A result without a declared allocation domain takes the
+    collective's order; a declared one is a requirement, met by a copy behind the collective.
     """
     for op in fusion.exprs:
         info = communication_info(op)
@@ -86,12 +86,14 @@ def _fit_producer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> Tens
     made = copy_like(operand, operand.mesh, placement(operand))
     set_memory_order(made, order)
     moved = replace_operand(op, 0, made)
-    fusion.replace_expr(op, [LoadStoreOp(made, operand, where=op.where), moved])
+    fusion.replace_expr(op, [LoadStoreOp(made, operand).replace(where=op.where), moved])
     return moved
 
 
 def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
-    """Whether a tensor's own memory order is ours to choose: a kernel writes it, for this op alone."""
+    """Whether a tensor's own memory order is ours to choose: a kernel writes it, for this op
+    alone.
+    """
     definition = tv.definition()
     if definition is None or tv.domain.allocation or tv in fusion.outputs:
         return False
@@ -109,9 +111,7 @@ def _fit_consumer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> None
     if info.type in _OUTERMOST and info.consumer_axis is not None:
         # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
         rest = [p for p in order if p != info.consumer_axis]
-        is_first = all(
-            _is_local_one(out, p) for p in order[: order.index(info.consumer_axis)]
-        )
+        is_first = all(_is_local_one(out, p) for p in order[: order.index(info.consumer_axis)])
         order = order if is_first else [info.consumer_axis, *rest]
     current = [p for p, _ in memory_order(out)]
     if order == current and is_contiguous(out):
@@ -125,7 +125,7 @@ def _fit_consumer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> None
     out.domain = without_root(out.domain)
     set_memory_order(made, order)
     computed = op.map_values(lambda v: made if v is out else v)
-    fusion.replace_expr(op, [computed, LoadStoreOp(out, made, where=op.where)])
+    fusion.replace_expr(op, [computed, LoadStoreOp(out, made).replace(where=op.where)])
 
 
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:

@@ -40,9 +40,9 @@ from multidevice.sharding import has_mesh, is_resharding, rfactor_device_axis
 def localize(fusion: Fusion) -> tuple[Fusion, dict[TensorView, TensorView]]:
     """Return the fusion of local shards, and the map from the given tensors to its tensors.
 
-    The result has no meshes and no device axes; a logical axis that is a device axis as a whole has
-    extent 1. Loop domains are the logical ones: schedules start from here. Inputs lose the reduction
-    axes of the ops that made them. Without meshes it is a plain copy.
+    The result has no meshes and no device axes; a logical axis that is a device axis as a whole
+    has extent 1. Loop domains are the logical ones: schedules start from here. Inputs lose the
+    reduction axes of the ops that made them. Without meshes it is a plain copy.
 
     Raises:
         ShardingError: an op of the fusion is a resharding.
@@ -70,7 +70,7 @@ def localize(fusion: Fusion) -> tuple[Fusion, dict[TensorView, TensorView]]:
 
 # ------------------------------------------------------------------ domains
 def local_domain(tv: TensorView) -> TensorDomain:
-    """Return the domain of a shard of `tv`: local extents, no device axes, the memory order kept."""
+    """Return the domain of a shard of `tv`: local extents, no device axes, its memory order."""
     domain = tv.domain
     for axis in domain.loop:
         if axis.ptype is ParallelType.stream:
@@ -179,13 +179,13 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 
 
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp) -> list[TensorOp]:
-    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` as the op over K/d and a broadcast."""
+    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` as the op over K/d and a
+    broadcast.
+    """
     tv, out = op.out_tensor, twin.out_tensor
     sizes = _local_sizes(tv)
-    axes = [
-        local.clone_axis(a, extent=sizes.get(a.number, a.extent)) for a in tv.domain.maybe_root
-    ]
+    axes = [local.clone_axis(a, extent=sizes.get(a.number, a.extent)) for a in tv.domain.maybe_root]
     reduced = local.new_tensor(axes, out.dtype())
     flags = tuple(a.rfactor and a.is_device for a in tv.domain.no_reductions)
     computed = twin.map_values(lambda v: reduced if v is out else v)
-    return [computed, BroadcastOp(out, reduced, flags=flags, where=op.where)]
+    return [computed, BroadcastOp(out, reduced, flags=flags).replace(where=op.where)]

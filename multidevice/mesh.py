@@ -21,16 +21,15 @@ class DeviceMesh(IrDeviceMesh):
         the mesh), as a contiguous tensor.
 
         Raises:
-            ShardingError: the axis does not exist, or its size is not a multiple of the mesh's size.
+            ShardingError: the axis does not exist, or its size is not a multiple of the mesh's
+            size.
         """
         from multidevice.communicator import Communicator
 
         return shard_along(tensor, axis, self, Communicator.instance().rank())
 
 
-def shard_along(
-    tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int
-) -> torch.Tensor:
+def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) -> torch.Tensor:
     """Return the part of `tensor` that belongs to `rank` when all of `mesh` cuts one axis."""
     if not -tensor.dim() <= axis < tensor.dim():
         raise ShardingError(f"{mesh}: no axis {axis} in a tensor of shape {tuple(tensor.shape)}")

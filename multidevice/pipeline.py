@@ -43,14 +43,12 @@ def drop_unit_axes(fusion: Fusion) -> None:
     for tv in fusion.tensors():
         mesh = tv.mesh
         if mesh is not None:
-            unparallelize(
-                tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1
-            )
+            unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
 
 
-# The order matters: units are dropped once shardings are known (the outputs' shardings name them) and
-# before communication is inserted; layout looks at single collectives; domains are finalized last,
-# because allocation domains describe whole tensors before it and shards after it.
+# The order matters: units are dropped once shardings are known (the outputs' shardings name them)
+# and before communication is inserted; layout looks at single collectives; domains are finalized
+# last, because allocation domains describe whole tensors before it and shards after it.
 PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
     ("drop_unit_axes", drop_unit_axes),
     ("decompose_reshardings", decompose_reshardings),

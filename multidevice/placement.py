@@ -1,9 +1,9 @@
 """Placements: which logical axes of a tensor are cut into blocks along which parallel types.
 
-A loop domain records a sharding as outer splits whose outer axis has a device (or stream) type. Here
-it is read as, per logical axis, the *cuts* in nesting order: `[(mesh_y, 2), (mesh_x, 4)]` is an axis
-of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and decomposition think in cuts and
-write them back as splits.
+A loop domain records a sharding as outer splits whose outer axis has a device (or stream) type.
+Here it is read as, per logical axis, the *cuts* in nesting order: `[(mesh_y, 2), (mesh_x, 4)]` is
+an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and decomposition
+think in cuts and write them back as splits.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def is_plain_broadcast(axis: IterDomain) -> bool:
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
     """Return the loop axes with a device or stream type, reductions included."""
-    return tuple(
-        a for a in tv.domain.loop if a.ptype in SPREAD_TYPES and not is_plain_broadcast(a)
-    )
+    return tuple(a for a in tv.domain.loop if a.ptype in SPREAD_TYPES and not is_plain_broadcast(a))
 
 
 def _count(tv: TensorView, axis: IterDomain) -> int:
@@ -83,9 +81,7 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
     logical = {a.number for a in tv.domain.logical}
     number, depth = axis.number, 0
     while number not in logical:
-        t = next(
-            t for t in tv.domain.transforms if any(o.number == number for o in t.outputs)
-        )
+        t = next(t for t in tv.domain.transforms if any(o.number == number for o in t.outputs))
         depth += 1
         match t:
             case Split() if t.outer.number == number or t.outer.ptype in SPREAD_TYPES:
@@ -94,15 +90,15 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
                 number = t.inp.number
             case _:
                 raise UnsupportedError(
-                    f"Currently, we don't support DID on inner splits: {axis} of {tv} comes from {t}"
+                    f"Currently, we don't support DID on inner splits: {axis} of {tv}, from {t}"
                 )
     return number, depth
 
 
-def axis_cuts(
-    tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES
-) -> dict[int, Cuts]:
-    """Return the cuts of every cut logical axis (by number), reductions included, outermost first."""
+def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
+    """Return the cuts of every cut logical axis (by number), reductions included, outermost
+    first.
+    """
     found: dict[int, list[tuple[int, Cut]]] = {}
     for axis in spread_axes(tv):
         if axis.ptype in ptypes:
@@ -113,9 +109,7 @@ def axis_cuts(
     return {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
 
 
-def placement(
-    tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES
-) -> Placement:
+def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
     """Return the cuts per logical axis without reductions."""
     cuts = axis_cuts(tv, ptypes)
     return tuple(cuts.get(a.number, ()) for a in tv.domain.no_reductions)
@@ -143,11 +137,7 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
         if axis is not None:
             return axis if axis.ptype is ParallelType.serial else None
         split = next(
-            (
-                t
-                for t in tv.domain.transforms
-                if isinstance(t, Split) and t.inp.number == number
-            ),
+            (t for t in tv.domain.transforms if isinstance(t, Split) and t.inp.number == number),
             None,
         )
         if split is None or split.outer.ptype not in SPREAD_TYPES:
@@ -156,7 +146,8 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
 
 
 def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
-    """Cut a logical axis further, inside its present cuts; False when its loop axes do not allow it.
+    """Cut a logical axis further, inside its present cuts; False when its loop axes do not allow
+    it.
 
     A `whole` cut parallelizes the axis itself; any other makes an outer split.
     """
@@ -212,9 +203,7 @@ def copy_like(
     return out
 
 
-def clone_domain(
-    fusion: Fusion, domain: TensorDomain
-) -> tuple[TensorDomain, dict[int, int]]:
+def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
     """Return the domain under fresh axis numbers, and the map from old to new numbers."""
     numbers = {a.number: fusion.next_axis() for a in domain.all_axes()}
     return (
@@ -245,7 +234,8 @@ def without_root(domain: TensorDomain) -> TensorDomain:
     )
 
 
-# ------------------------------------------------------------------ through views (root <-> logical)
+# ------------------------------------------------------------------ through views (root <->
+# logical)
 def _is_unit(axis: IterDomain) -> bool:
     return sc.int_value(axis.size) == 1
 
@@ -326,9 +316,7 @@ def memory_order(tv: TensorView) -> tuple[tuple[int, bool | None], ...]:
     axes = tv.domain.no_reductions
     positions = {a.number: p for p, a in enumerate(axes)}
     cut_splits = [
-        t
-        for t in tv.domain.transforms
-        if isinstance(t, Split) and t.outer.ptype in SPREAD_TYPES
+        t for t in tv.domain.transforms if isinstance(t, Split) and t.outer.ptype in SPREAD_TYPES
     ]
     split_of = {t.inner.number: t.inp.number for t in cut_splits}
     folded = {t.outer.number for t in cut_splits} - positions.keys()
@@ -345,9 +333,7 @@ def memory_order(tv: TensorView) -> tuple[tuple[int, bool | None], ...]:
             )
         order.append((positions[number], flag))
     if sorted(p for p, _ in order) != list(range(len(axes))):
-        raise UnsupportedError(
-            f"{tv}: the allocation domain is no permutation of the logical axes"
-        )
+        raise UnsupportedError(f"{tv}: the allocation domain is no permutation of the logical axes")
     return tuple(order)
 
 

@@ -1,10 +1,11 @@
 """Sharding propagation: from the few tensors that the user annotated to all others.
 
-Before: some tensors have a mesh that the user set, and cuts on it. After: every tensor reachable from
-them has a mesh, and the cuts with which its op needs no communication, as far as its operands agree.
-The user's own tensors keep their placement; only their reduction axes (how they are computed, not where
-they lie) may still take device types. A mesh that an op copied from an operand is dropped first, so
-annotating before or after the ops are defined gives the same program.
+Before: some tensors have a mesh that the user set, and cuts on it. After: every tensor reachable
+from them has a mesh, and the cuts with which its op needs no communication, as far as its
+operands agree. The user's own tensors keep their placement; only their reduction axes (how they
+are computed, not where they lie) may still take device types. A mesh that an op copied from an
+operand is dropped first, so annotating before or after the ops are defined gives the same
+program.
 
     out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
     out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
@@ -12,7 +13,7 @@ annotating before or after the ops are defined gives the same program.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -119,6 +120,14 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
     return tuple((by_number[n], mine) for n, mine in found.items())
 
 
+def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
+    """Whether cuts of a logical axis are cuts of a root axis too, so that operands can match them."""
+    root = origin_root(tv, logical)
+    if root is None:
+        return False
+    return root is logical or _divides(tv, root, cuts.get(logical.number, ()))
+
+
 def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
     root = origin_root(tv, logical)
     return logical.is_reduction() or (root is not None and root.is_reduction())
@@ -158,8 +167,8 @@ def apply_transfers(
 ) -> tuple[Cut, ...]:
     """Add cuts of the selectable types to a tensor; return those that it took.
 
-    A cut is taken when the mesh has its dimension in the same size, and when the axis has exactly the
-    cuts that belong outside it.
+    A cut is taken when the mesh has its dimension in the same size, and when the axis has exactly
+    the cuts that belong outside it.
     """
     taken: list[Cut] = []
     for axis, cuts in transfers:
@@ -198,7 +207,7 @@ def _is_selectable(
 def fitting_placement(
     source: TensorView, transfers: Transfers, mesh: DeviceMesh | None
 ) -> Placement:
-    """Return the device placement that a fresh copy of `source` on `mesh` takes from `transfers`."""
+    """Return the device placement that a copy of `source` on `mesh` takes from `transfers`."""
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
     for axis, cuts in transfers:
@@ -218,7 +227,8 @@ def fitting_placement(
 
 # ------------------------------------------------------------------ the pass
 def propagate_shardings(fusion: Fusion) -> Facts:
-    """Give every tensor reachable from an annotated one a mesh and cuts; return where they came from.
+    """Give every tensor reachable from an annotated one a mesh and cuts; return where they came
+    from.
 
     Raises `ShardingError` when a sharding cannot pass a reshape.
     """
@@ -231,9 +241,7 @@ def propagate_shardings(fusion: Fusion) -> Facts:
     # A backward step may have reached a tensor whose other consumers had nothing to go by before.
     pass_.forward(tuple(op for op in fusion.exprs if any(_is_bare(o) for o in op.outputs)))
     pass_.backward(
-        op
-        for op in reversed(fusion.exprs)
-        if any(_is_bare(tv) for _, tv in tensor_operands(op))
+        op for op in reversed(fusion.exprs) if any(_is_bare(tv) for _, tv in tensor_operands(op))
     )
     return pass_.facts
 

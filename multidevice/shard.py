@@ -76,20 +76,17 @@ def _split_view(
         raise ShardingError(
             f"{tv} has {len(logical)} axes, but the tensor has shape {tuple(tensor.shape)}"
         )
-    device = [
-        a for a in domain.loop if a.is_device and not a.is_reduction() and a.size != sc.ONE
-    ]
+    device = [a for a in domain.loop if a.is_device and not a.is_reduction() and a.size != sc.ONE]
     types: dict[int, ParallelType] = {a.number: a.ptype for a in device}
-    axes: list[tuple[int, ParallelType | None]] = [
-        (a.number, types.get(a.number)) for a in logical
-    ]
+    axes: list[tuple[int, ParallelType | None]] = [(a.number, types.get(a.number)) for a in logical]
     steps: list[tuple[int, int]] = []
     view = tensor
     for t in transforms_between(domain, logical, device):
         dim = next((d for d, (n, _) in enumerate(axes) if n == t.inputs[0].number), None)
         if not isinstance(t, Split) or dim is None:
             raise UnsupportedError(f"only splits lead to device axes of a shard, found {t} in {tv}")
-        view = view.unflatten(dim, _split_sizes(view.size(dim), t, tv))
+        sizes = _split_sizes(view.size(dim), t, tv)
+        view = view.reshape(*view.shape[:dim], *sizes, *view.shape[dim + 1 :])
         axes[dim : dim + 1] = [(o.number, types.get(o.number)) for o in t.outputs]
         steps.append((dim, 2))
     for dim, (number, ptype) in enumerate(axes):

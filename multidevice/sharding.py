@@ -1,4 +1,4 @@
-"""Queries about shardings: where a tensor is cut, whether an op reshards, global and local sizes."""
+"""Queries on shardings: where a tensor is cut, whether an op reshards, global and local sizes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Sharding:
     axes: Mapping[ParallelType, int]
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """Return the logical axis cut along a device type, -1 when the tensor is replicated there."""
+        """Return the logical axis cut along a device type, -1 when the tensor is replicated
+        there.
+        """
         return self.axes.get(parallel_type, -1)
 
 
@@ -132,7 +134,9 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
     if len(sizes) != tv.ndim:
-        raise ShardingError(f"{tv} has {tv.ndim} axes, but the shape {tuple(sizes)} has {len(sizes)}")
+        raise ShardingError(
+            f"{tv} has {tv.ndim} axes, but the shape {tuple(sizes)} has {len(sizes)}"
+        )
 
 
 # ------------------------------------------------------------------ whole fusions
@@ -142,7 +146,9 @@ def has_mesh(fusion: Fusion) -> bool:
 
 def requested_number_of_devices(fusion: Fusion) -> int:
     """Return 1 + the largest rank that any mesh names (1 without meshes)."""
-    return 1 + max((max(tv.mesh.devices, default=0) for tv in fusion.tensors() if tv.mesh), default=0)
+    return 1 + max(
+        (max(tv.mesh.devices, default=0) for tv in fusion.tensors() if tv.mesh), default=0
+    )
 
 
 def check_world(fusion: Fusion, size: int) -> None:
@@ -150,8 +156,8 @@ def check_world(fusion: Fusion, size: int) -> None:
     for tv in fusion.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
-                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has {size} "
-                f"rank{'s' if size != 1 else ''}; start it with at least "
+                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
+                f"{size} rank{'s' if size != 1 else ''}; start it with at least "
                 f"{requested_number_of_devices(fusion)}"
             )
 
@@ -207,10 +213,10 @@ def have_different_shardings(
 ) -> bool:
     """Whether an operand and a result of `op` are spread differently along some of `ptypes`.
 
-    Both loop axes of a type are written as indices over the logical axes that the two tensors share;
-    the shardings agree when these simplify to the same expression. An axis that depends on no shared
-    axis does not count. What cannot be proved equal is different. Extents are taken to be divisible
-    by the meshes that cut them, which is checked when sizes are bound.
+    Both loop axes of a type are written as indices over the logical axes that the two tensors
+    share; the shardings agree when these simplify to the same expression. An axis that depends on
+    no shared axis does not count. What cannot be proved equal is different. Extents are taken to
+    be divisible by the meshes that cut them, which is checked when sizes are bound.
     """
     producer = op.inputs[operand_index]
     consumer = out if out is not None else op.out_tensor
@@ -242,9 +248,7 @@ class _Comparison:
         self._divisible: dict[Scalar, Scalar] = {}
         self._collect_divisible(consumer)
         self._collect_divisible(producer)
-        shared = {
-            c.number: self._index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)
-        }
+        shared = {c.number: self._index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)}
         self.consumer = _View(
             consumer, consumer.domain.maybe_root, shared, self._domain(consumer), self
         )
@@ -264,7 +268,9 @@ class _Comparison:
         """Write an extent over class representatives and the factors known to divide them."""
         x = self._fusion.canonical(x)
         while True:
-            found = {s: self._divisible[s] for s in sc.symbols(x) if s in self._divisible}
+            found: dict[Scalar, Scalar] = {
+                s: self._divisible[s] for s in sc.symbols(x) if s in self._divisible
+            }
             if not found:
                 return x
             x = sc.substitute(x, found)
@@ -366,7 +372,7 @@ class _View:
 
 
 def is_resharding(op: TensorOp) -> bool:
-    """Whether the devices must exchange or drop data: some operand and result differ in sharding."""
+    """Whether devices must exchange or drop data: some operand and result differ in sharding."""
     return any(
         have_different_shardings(op, index, out=out)
         for out in op.outputs

@@ -1,6 +1,6 @@
 """Resharding copies, one device type at a time, shared between their consumers.
 
-    x [DIDy(a), DIDx(b)]  ->  t = set(x) [DIDy(a), b]  ->  r = set(t) [a, b]      two allgathers
+x [DIDy(a), DIDx(b)]  ->  t = set(x) [DIDy(a), b]  ->  r = set(t) [a, b]      two allgathers
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Copies:
         if known is not None and self._is_before(known, before):
             return known
         made = copy_like(source, mesh, cuts)
-        self._fusion.insert_before(before, [LoadStoreOp(made, source, where=before.where)])
+        self._fusion.insert_before(before, [LoadStoreOp(made, source).replace(where=before.where)])
         self._known[(source, mesh, cuts)] = made
         return made
 
@@ -62,12 +62,11 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
             if position == index:
                 changes[f.name] = new
         elif kind == "operands":
-            values = list(value)
-            for k in range(len(values)):
-                position += 1
-                if position == index:
-                    values[k] = new
-                    changes[f.name] = tuple(values)
+            values: tuple[object, ...] = getattr(op, f.name)
+            at = index - position - 1
+            position += len(values)
+            if 0 <= at < len(values):
+                changes[f.name] = (*values[:at], new, *values[at + 1 :])
     assert len(changes) == 1, f"{op} has no operand {index}"
     return op.replace(**changes)
 
@@ -81,9 +80,7 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
         if source.mesh != out.mesh:
             continue
         changing = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
-        steps = plan_steps(
-            placement(source, DEVICE_TYPES), placement(out, DEVICE_TYPES), changing
-        )
+        steps = plan_steps(placement(source, DEVICE_TYPES), placement(out, DEVICE_TYPES), changing)
         at = source
         for cuts in steps[:-1]:
             at = copies.get(at, out.mesh, cuts, before=op)
@@ -96,9 +93,9 @@ def plan_steps(
 ) -> list[Placement]:
     """Return the placements after each step from `source` to `target`.
 
-    Each step drops or adds one device type. Types are added first where the axis is free of changing
-    types, so that less data is gathered; then types are dropped, inner cuts before outer ones, mesh_x
-    first; then the remaining types are added, outer cuts first.
+    Each step drops or adds one device type. Types are added first where the axis is free of
+    changing types, so that less data is gathered; then types are dropped, inner cuts before outer
+    ones, mesh_x first; then the remaining types are added, outer cuts first.
     """
     now = [list(cuts) for cuts in source]
     steps: list[Placement] = []

@@ -34,8 +34,10 @@
 #ifdef FUSER_SIMT
 #define FUSER_LIBM(name) __builtin_##name
 #define FUSER_NAN __builtin_nanf("")
+#define FUSER_INF __builtin_inff()
 #else
 #define FUSER_NAN __int_as_float(0x7fffffff)
+#define FUSER_INF __int_as_float(0x7f800000)
 #define FUSER_LIBM(name) ::name
 #endif
 

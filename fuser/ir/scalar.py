@@ -237,20 +237,47 @@ def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
     return from_terms(q, a.dtype), from_terms(r, a.dtype)
 
 
-def _common_factor(a: Scalar, b: Scalar) -> tuple[int, Scalar, Scalar] | None:
-    """Find g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low)."""
+def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
+    """Find g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low).
+
+    g is a constant, an extent, or a product of such: (x*n + y) over (m*n) has g = n when y < n.
+    """
     divisor = single_term(b)
     if divisor is None:
         return None
-    for g in sorted({abs(c) for m, c in terms_of(a).items() if m}, reverse=True):
-        g = math.gcd(g, divisor[1])
-        if g <= 1:
-            continue
-        high = {m: c // g for m, c in terms_of(a).items() if c % g == 0}
-        low = from_terms({m: c for m, c in terms_of(a).items() if c % g}, a.dtype)
+    for mono, coef in _factors_shared(a, divisor):
+        high: dict[Monomial, int] = {}
+        rest: dict[Monomial, int] = {}
+        for m, c in terms_of(a).items():
+            quotient = without_factors(m, mono)
+            if quotient is not None and c % coef == 0:
+                high[quotient] = c // coef
+            else:
+                rest[m] = c
+        low, g = from_terms(rest, a.dtype), from_terms({mono: coef}, b.dtype)
         if high and is_nonnegative(low) and is_less(low, g):
             return g, from_terms(high, a.dtype), low
     return None
+
+
+def _factors_shared(
+    a: Scalar, divisor: tuple[Monomial, int]
+) -> list[tuple[Monomial, int]]:
+    """Return the non-trivial common factors of the divisor and of single terms of `a`, larger
+    first."""
+    found: dict[tuple[Monomial, int], None] = {}
+    for mono, coef in terms_of(a).items():
+        if not mono:
+            continue
+        left, shared = list(divisor[0]), list[Scalar]()
+        for atom in mono:
+            if atom in left:
+                left.remove(atom)
+                shared.append(atom)
+        found[(tuple(shared), math.gcd(coef, divisor[1]))] = None
+    return sorted(
+        (f for f in found if f != ((), 1)), key=lambda f: (len(f[0]), f[1]), reverse=True
+    )
 
 
 @lru_cache(maxsize=100_000)
@@ -282,7 +309,7 @@ def _floordiv(a: Scalar, b: Scalar) -> Scalar:
     common = _common_factor(a, b)
     if common is not None:
         g, high, _ = common
-        return _floordiv(high, _floordiv(b, Const(g, b.dtype)))
+        return _floordiv(high, _floordiv(b, g))
     return Apply("/", (a, b), dtype)
 
 
@@ -315,7 +342,7 @@ def _mod(a: Scalar, b: Scalar) -> Scalar:
     common = _common_factor(a, b)
     if common is not None:
         g, high, low = common
-        return add(mul(_mod(high, _floordiv(b, Const(g, b.dtype))), g), low)
+        return add(mul(_mod(high, _floordiv(b, g)), g), low)
     return Apply("%", (a, b), dtype)
 
 

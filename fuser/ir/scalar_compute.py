@@ -23,6 +23,13 @@ def _c_mod(a: Number, b: Number) -> Number:
     return int(rest) if isinstance(a, int) and isinstance(b, int) else rest
 
 
+def _pow(a: Number, b: Number) -> Number:
+    """a ** b; a negative base with a fractional exponent has no real value (ValueError)."""
+    if isinstance(a, int) and isinstance(b, int) and b >= 0:
+        return a**b
+    return math.pow(a, b)
+
+
 def _ceil_div(a: Number, b: Number) -> Number:
     return -(-int(a) // int(b))
 
@@ -72,6 +79,6 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "exp": math.exp,
     "log": math.log,
     "reciprocal": _reciprocal,
-    "pow": pow,
+    "pow": _pow,
     "where": _where,
 }

@@ -137,7 +137,7 @@ _PREFIX_DTYPE = {
 
 
 def default_dtype(name: str) -> DataType:
-    """Return the dtype that a symbol's name tells: `i3` Index, `d2` Double, `f4` Float, `b5` Bool."""
+    """Return the dtype that a symbol's name tells: Index of `i3`, Double of `d2`, Float, Bool."""
     return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
 
 

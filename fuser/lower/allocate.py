@@ -129,7 +129,7 @@ class Buffer:
         theirs = [
             loop.find()
             for loop in reader.all_loops[self.stage.depth :]
-            if not loop.find().is_parallel and isinstance(loop.find().symbol, Symbol)
+            if not loop.is_parallel and isinstance(loop.symbol, Symbol)
         ]
         choices = [theirs, [loop for loop in theirs if not loop.is_reduction]]
         return [
@@ -146,8 +146,7 @@ class Buffer:
         own = {id(loop) for loop in self.loops}
         symbols: dict[Scalar, Scalar] = {}
         for number, loop in self.stage.axis_loops.items():
-            loop = loop.find()
-            if loop.is_reduction:
+                if loop.is_reduction:
                 continue
             if number not in known:
                 return None
@@ -210,8 +209,8 @@ def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
     outside = {
         n
         for n, loop in stage.axis_loops.items()
-        if loop.find().ptype in GRID_TYPES
-        or (not loop.find().is_parallel and _position(stage, loop) < stage.depth)
+        if loop.ptype in GRID_TYPES
+        or (not loop.is_parallel and _position(stage, loop) < stage.depth)
     }
     axes = [
         (a.number, ctx.plan.fusion.canonical(a.size))

@@ -269,7 +269,7 @@ class _Builder:
 
     def write_result(self, stage: Stage, out: TensorView, scope: Scope) -> None:
         buffer = self.buffers[stage]
-        kept = [loop for loop in stage.all_loops if not loop.find().is_reduction]
+        kept = [loop for loop in stage.all_loops if not loop.is_reduction]
         conds = [c for c in range_conditions(self.ctx, stage) if not _uses_reduction(stage, c)]
         for loop in buffer.loops:
             scope = self.open_loop(loop, scope, unroll=True)
@@ -284,7 +284,7 @@ class _Builder:
 def _uses_reduction(stage: Stage, cond: Scalar) -> bool:
     """Whether a condition is about a reduction loop."""
     reduced = {
-        loop.find().symbol for loop in stage.all_loops if loop.find().is_reduction
+        loop.symbol for loop in stage.all_loops if loop.is_reduction
     }
     return any(s in reduced for s in sc.symbols(cond))
 

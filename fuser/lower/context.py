@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Split
+from fuser.ir.domain import Split, Transform
 from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -32,6 +33,11 @@ class Facts:
 
     def assume_divisible(self, symbol: Symbol, by: int) -> None:
         """Assume that a size or stride is a multiple of `by`; raises `NewFactError`."""
+        # A quotient stands for its size: i2_div4 being even means that i2 is a multiple of 8.
+        for size, divisor in self.divisible.items():
+            if quotient_symbol(size, divisor) == symbol:
+                symbol, by = size, divisor * by
+                break
         self.divisible[symbol] = math.lcm(self.divisible.get(symbol, 1), by)
         raise NewFactError
 
@@ -97,5 +103,22 @@ class Context:
                 for s in partial_splits(self.indexer.loop_transforms(tv))
                 if (self.plan.fusion.canonical(s.inp.size), s.factor) not in self._whole
             ]
+            found = _without_implied(self.indexer.loop_transforms(tv), found)
             self._partial[tv] = found
         return found
+
+
+def _without_implied(transforms: Sequence[Transform], tested: list[Split]) -> list[Split]:
+    """Leave out the tests of split blocks whose elements are tested: x = block * factor + inner
+    below the extent implies that the block is below the number of blocks."""
+    implied: set[int] = set()
+    kept: list[Split] = []
+    for t in transforms:
+        if not isinstance(t, Split):
+            continue
+        is_implied = t.inp.number in implied
+        if t in tested and not is_implied:
+            kept.append(t)
+        if t.inner_split and (is_implied or t in tested):
+            implied.add(t.outer.number)
+    return kept

@@ -49,7 +49,7 @@ class Indexer:
                 found = self._promoted_axes(stage, stage.reference)
             else:
                 start: dict[int, Scalar] = {a.number: sc.ZERO for a in stage.axes}
-                start.update({n: loop.find().symbol for n, loop in stage.axis_loops.items()})
+                start.update({n: loop.symbol for n, loop in stage.axis_loops.items()})
                 found = indices_backward(stage.tv.domain.transforms, start)
             self._stage_axes[stage] = found
         return found
@@ -62,7 +62,7 @@ class Indexer:
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
         """Index a broadcast through the reader whose loops it runs in."""
         renamed = {
-            theirs.find().symbol: mine.find().symbol
+            theirs.symbol: mine.symbol
             for theirs, mine in zip(reader.all_loops, stage.all_loops, strict=True)
         }
         axes = self.stage_axes(reader)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir import scalar as sc
@@ -37,15 +37,50 @@ COORDINATES = {
 Storage = Literal["global", "shared", "local", "reduction"]
 
 
+class NoNestError(Exception):
+    """A local tensor cannot have storage where its schedule puts it; it is computed where read."""
+
+    def __init__(self, tv: TensorView) -> None:
+        super().__init__(str(tv))
+        self.tv = tv
+
+
+def _refuse(stage: Stage, message: str) -> NoReturn:
+    """Give up a stage's nest: a local value can always be computed by its readers instead."""
+    if stage.storage == "local":
+        raise NoNestError(stage.tv)
+    raise UnsupportedError(f"{stage.tv}: {message}")
+
+
 class Loop:
-    """A loop that one or more stages share. `symbol` is its index: 0 for a loop of extent 1."""
+    """A loop of one stage. Joined loops are one loop: they have one extent, type and symbol.
+
+    `symbol` is the index: 0 for a loop of extent 1. `is_reduction` is the stage's own: a reduction
+    may share a loop with a stage that iterates it.
+    """
 
     def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
-        self.extent = extent
-        self.ptype = ptype
-        self.is_reduction = is_reduction
+        self._extent = extent
+        self._ptype = ptype
+        self._symbol: Scalar = sc.ZERO
         self._same: Loop | None = None
-        self.symbol: Scalar = sc.ZERO
+        self.is_reduction = is_reduction
+
+    @property
+    def extent(self) -> Scalar:
+        return self.find()._extent
+
+    @property
+    def ptype(self) -> ParallelType:
+        return self.find()._ptype
+
+    @property
+    def symbol(self) -> Scalar:
+        return self.find()._symbol
+
+    @symbol.setter
+    def symbol(self, symbol: Scalar) -> None:
+        self.find()._symbol = symbol
 
     def find(self) -> Loop:
         loop = self
@@ -106,7 +141,7 @@ class Stage:
     @property
     def own_loops(self) -> list[Loop]:
         """The loops inside the buffer."""
-        return [loop.find() for loop in self.all_loops[self.depth :]]
+        return self.all_loops[self.depth :]
 
 
 @dataclass
@@ -142,7 +177,7 @@ def plan_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> P
     for op in fusion.used_exprs():
         operands = [v for v in op.inputs if isinstance(v, TensorView)]
         below = tuple(dict.fromkeys(s for v in operands for s in frontier.get(v, ())))
-        inlined = tuple(dict.fromkeys(t for v in operands for t in through.get(v, ())))
+        inlined = tuple(dict.fromkeys(t for v in operands for t in through.get(v, (v,))))
         stage = _stage_for(fusion, op, len(plan.stages), recomputed)
         if stage is not None:
             stage.reads = below
@@ -154,12 +189,12 @@ def plan_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> P
         for out in op.outputs:
             is_buffered = stage is not None and stage.storage != "global"
             frontier[out] = (stage,) if stage is not None and is_buffered else below
-            through[out] = () if is_buffered else (*inlined, out)
+            through[out] = (out,) if is_buffered else (*inlined, out)
             if stage is not None and not is_buffered:
                 passed.setdefault(out, {})[stage] = None
     _build_nests(plan)
     for tv, stages in passed.items():
-        if tv.compute_at and len(stages) > 1:
+        if (tv.compute_at or tv in fusion.inputs) and len(stages) > 1:
             _fuse_readers(plan, tuple(stages))
     _assign_symbols(plan)
     return plan
@@ -184,11 +219,6 @@ def _stage_for(
     compute_at = min((o.compute_at for o in used), default=0)
     storage: Storage
     if isinstance(op, REDUCTIONS):
-        if outputs and used:
-            raise UnsupportedError(
-                f"{outputs[0]} is an output and is read by another op of its kernel; "
-                "its schedule needs cache_before"
-            )
         storage = "reduction"
     elif outputs:
         storage, compute_at = "global", 0
@@ -246,7 +276,7 @@ class _Nests:
         places = self.places(stage, reader)
         stage.depth = places[-1] + 1 if places else 0
         if stage.depth > len(reader.loops):
-            raise DefinitionError(f"{stage.tv} is inlined into the vector axis of {reader.tv}")
+            _refuse(stage, f"inlined into the vector axis of {reader.tv}")
         stage.loops = list(reader.loops[: stage.depth])
         shared, own = stage.axes[: stage.compute_at], stage.axes[stage.compute_at :]
         fits = all(
@@ -270,9 +300,7 @@ class _Nests:
         """Give a broadcast the loops of its reader: the concrete extents win."""
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
-            raise UnsupportedError(
-                f"the loops of {stage.tv} differ from those of {reader.tv} that it is inlined into"
-            )
+            _refuse(stage, f"its loops differ from those of {reader.tv}, which it is inlined into")
         stage.reference = reader
         return [
             Loop(m.extent, a.ptype, is_reduction=False) for a, m in zip(own, models, strict=True)
@@ -283,9 +311,9 @@ class _Nests:
         shared = stage.axes[: stage.compute_at]
         targets = reader.axes
         if len(shared) > len(targets):
-            raise DefinitionError(
-                f"{stage.tv} is inlined at {len(shared)}, but {reader.tv} has "
-                f"{len(targets)} loop axes"
+            _refuse(
+                stage,
+                f"inlined at {len(shared)}, but {reader.tv} has {len(targets)} loop axes",
             )
         picks: list[int] = []
         for axis in shared:
@@ -306,15 +334,13 @@ class _Nests:
         places = self.places(stage, other)
         depth = places[-1] + 1 if places else 0
         if depth != stage.depth:
-            raise UnsupportedError(
-                f"{stage.tv} is inlined at different depths in {first.tv} and {other.tv}"
-            )
+            _refuse(stage, f"inlined at different depths in {first.tv} and {other.tv}")
         for a, b in zip(first.loops[:depth], other.loops[:depth], strict=True):
-            a, b = a.find(), b.find()
-            if a is not b and (a.extent != b.extent or a.ptype is not b.ptype):
-                raise DefinitionError(
-                    f"{first.tv} and {other.tv} share {stage.tv}, but their loops differ: "
-                    f"{a.ptype.text}{{{a.extent}}} and {b.ptype.text}{{{b.extent}}}"
+            if a.find() is not b.find() and (a.extent != b.extent or a.ptype is not b.ptype):
+                _refuse(
+                    stage,
+                    f"shared by {first.tv} and {other.tv}, but their loops differ: "
+                    f"{a.ptype.text}{{{a.extent}}} and {b.ptype.text}{{{b.extent}}}",
                 )
             a.join(b)
 
@@ -358,16 +384,11 @@ def _fuse_readers(plan: Plan, stages: tuple[Stage, ...]) -> None:
     for other in stages[1:]:
         limit = min(_limit(first, other), _limit(other, first))
         for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
-            a, b = a.find(), b.find()
             if level >= limit or a.extent != b.extent or a.ptype is not b.ptype:
                 break
-            if a is not b and a.is_reduction != b.is_reduction and not _same_levels(first, other):
+            if a.is_reduction != b.is_reduction and len(first.loops) != len(other.loops):
                 break
             a.join(b)
-
-
-def _same_levels(a: Stage, b: Stage) -> bool:
-    return len(a.loops) == len(b.loops)
 
 
 def _limit(source: Stage, target: Stage) -> float:
@@ -385,7 +406,6 @@ def _assign_symbols(plan: Plan) -> None:
     """Settle launch extents and give every loop its index symbol."""
     for stage in plan.stages:
         for loop in stage.all_loops:
-            loop = loop.find()
             if loop.is_parallel:
                 known = plan.extents.get(loop.ptype, sc.ONE)
                 plan.extents[loop.ptype] = sc.maximum(known, loop.extent)

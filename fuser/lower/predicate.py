@@ -30,9 +30,9 @@ def range_conditions(ctx: Context, stage: Stage) -> list[Scalar]:
     """Return the tests that keep a stage's iterations inside its tensor."""
     if stage.reference is not None:
         renamed: dict[Scalar, Scalar] = {
-            theirs.find().symbol: mine.find().symbol
+            theirs.symbol: mine.symbol
             for theirs, mine in zip(stage.reference.all_loops, stage.all_loops, strict=True)
-            if isinstance(theirs.find().symbol, Symbol)
+            if isinstance(theirs.symbol, Symbol)
         }
         conds = [sc.substitute(c, renamed) for c in range_conditions(ctx, stage.reference)]
     else:
@@ -56,7 +56,6 @@ def _partial_launch(plan: Plan, loops: list[Loop]) -> list[Scalar]:
     """Test the coordinates of parallel loops that are shorter than the launch."""
     conds: list[Scalar] = []
     for loop in loops:
-        loop = loop.find()
         if loop.is_parallel and isinstance(loop.symbol, Symbol):
             conds.append(sc.lt(loop.symbol, loop.extent))
     return conds
@@ -81,7 +80,7 @@ def writer_predicate(
     finished = _grid_reductions(ctx.plan, stage)
     by_flag = {p for s in finished for p in grid_axes(s)}
     types = BLOCK_TYPES if stage.storage == "shared" else (*GRID_TYPES, *BLOCK_TYPES)
-    used = {loop.find().ptype for loop in loops if isinstance(loop.find().symbol, Symbol)}
+    used = {loop.ptype for loop in loops if isinstance(loop.symbol, Symbol)}
     extra: list[Scalar] = []
     for ptype in types:
         extent = ctx.plan.extents.get(ptype, sc.ONE)

@@ -104,9 +104,9 @@ def _over_blocks(
     extents = ctx.plan.extents
     # Threads along axes that the stage does not iterate hold the same value.
     iterated = {
-        loop.find().ptype
+        loop.ptype
         for loop in stage.all_loops
-        if not loop.find().is_reduction and isinstance(loop.find().symbol, Symbol)
+        if not loop.is_reduction and isinstance(loop.symbol, Symbol)
     }
     same = tuple(_type(a, "block") not in iterated for a in _AXES)
     kept = [
@@ -116,7 +116,7 @@ def _over_blocks(
     rounds = [
         loop.find()
         for loop in stage.loops[: stage.depth]
-        if not loop.find().is_parallel and isinstance(loop.find().symbol, Symbol)
+        if not loop.is_parallel and isinstance(loop.symbol, Symbol)
     ]
     turn: Scalar = sc.ZERO
     for loop in rounds:

@@ -159,10 +159,13 @@ def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> Non
 
     for tv in fusion.tensors():
         tv.domain = _map_extents(tv.domain, extent)
-    fusion.exprs = tuple(
-        op.map_values(lambda v: fusion.canonical(v) if isinstance(v, Scalar) else v)
-        for op in fusion.exprs
-    )
+
+    def operand(v: TensorView | Scalar) -> TensorView | Scalar:
+        if isinstance(v, TensorView):
+            return v
+        return memo[v] if v in memo else fusion.canonical(v)
+
+    fusion.exprs = tuple(op.map_values(operand) for op in fusion.exprs)
 
 
 def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:

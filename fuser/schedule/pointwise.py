@@ -32,6 +32,7 @@ from fuser.schedule.tiling import (
     intermediates,
     is_direct_input,
     parallelize,
+    split_tile,
     vectorize_last,
 )
 from fuser.schedule.vectorize import power_of_two_at_least, vector_width
@@ -265,35 +266,22 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
     arrange(tv, groups)
     if not groups:
         return -1
-    types = [PT.grid_x, PT.unswitch]
+    vector = [PT.serial] if params.vector > 1 else []
+    lanes = (params.threads_x, PT.block_x)
+    unroll = (params.unroll, PT.unroll)
+    if params.vector > 1:
+        tv.split(len(groups) - 1, params.vector)
     if len(groups) == 1:
-        _split_inner(tv, 0, params)
-        if params.unroll > 1:
-            tv.split(0, params.unroll)
+        tile = split_tile(tv, 0, (unroll, lanes))
         tv.split(0, 1)
-        types += [PT.unroll] if params.unroll > 1 else []
-        types += [PT.block_x]
+        types = [PT.grid_x, PT.unswitch, *tile, *vector]
     else:
         # [outer, inner] -> [outer blocks, inner blocks, US, UR, TIDy, TIDx, V]
-        _split_inner(tv, 1, params)
+        inner = split_tile(tv, 1, (lanes,))
         tv.split(1, 1)
-        steps = [f for f in (params.threads_y, params.unroll) if f > 1]
-        for factor in steps:
-            tv.split(0, factor)
-        n = len(steps)
-        tv.reorder({k: k + 2 for k in range(1, n + 1)})
-        x_first = params.inner_on_x
-        types = [PT.grid_y if x_first else PT.grid_x, PT.grid_x if x_first else PT.grid_y]
-        types += [PT.unswitch]
-        types += [PT.unroll] if params.unroll > 1 else []
-        types += [PT.block_y] if params.threads_y > 1 else []
-        types += [PT.block_x]
-    types += [PT.serial] if params.vector > 1 else []
+        outer = split_tile(tv, 0, (unroll, (params.threads_y, PT.block_y)))
+        tv.reorder({1 + k: 3 + k for k in range(len(outer))})
+        blocks = [PT.grid_y, PT.grid_x] if params.inner_on_x else [PT.grid_x, PT.grid_y]
+        types = [*blocks, PT.unswitch, *outer, *inner, *vector]
     parallelize(tv, types)
     return types.index(PT.unswitch)
-
-
-def _split_inner(tv: TensorView, axis: int, params: PointwiseParams) -> None:
-    if params.vector > 1:
-        tv.split(axis, params.vector)
-    tv.split(axis, params.threads_x)

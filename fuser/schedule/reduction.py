@@ -14,6 +14,7 @@ the first is used. An outer reduction keeps one accumulator per column of the ve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -35,6 +36,7 @@ from fuser.schedule.tiling import (
     intermediates,
     is_direct_input,
     parallelize,
+    split_tile,
     vectorize_last,
 )
 from fuser.schedule.vectorize import power_of_two_at_least, power_of_two_at_most, vector_width
@@ -183,7 +185,8 @@ def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> ReductionPar
         return facts.numel(fusion, (logical[p] for p in run))
 
     last = (runs.reduced if runs.inner else runs.iterated)[-1]
-    candidates = [a for a in space.vector_candidates(runs.innermost) if runs.inner or True]
+    candidates = space.vector_candidates(runs.innermost)
+    # An inner reduction's outputs are rows: none of them is stored in vectors.
     inputs = [a for a in candidates if not (runs.inner and a.is_output)]
     vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], extent(last))
     iterated = [extent(r) for r in runs.iterated]
@@ -356,17 +359,19 @@ def _finish(
 
 
 def _split_reduction(
-    tv: TensorView, axis: int, factors: list[tuple[int, ParallelType]], grid: int
+    tv: TensorView,
+    axis: int,
+    *,
+    vector: int = 1,
+    tile: Sequence[tuple[int, ParallelType]],
+    grid: int = 1,
 ) -> list[ParallelType]:
-    """Split a reduced axis by (factor, type) pairs from the inside, add US, then split it over the
-    grid; return the types outside in."""
-    types: list[ParallelType] = []
-    for factor, ptype in factors:
-        if factor > 1 or ptype is PT.block_x:
-            tv.split(axis, factor)
-            types.insert(0, ptype)
+    """Split a reduced axis into [(BIDy,) S, US, tile.., (vector)]; return the types outside in."""
+    if vector > 1:
+        tv.split(axis, vector)
+    types = [PT.unswitch, *split_tile(tv, axis, tile)]
+    types += [PT.serial] if vector > 1 else []
     tv.split(axis, 1)
-    types.insert(0, PT.unswitch)
     if grid > 1:
         tv.outer_split(axis, grid)
         return [PT.grid_y, PT.serial, *types]
@@ -391,27 +396,24 @@ def _shape_inner(
             types += [PT.grid_x]
         at = len(types)
     shared = at
-    lanes: list[tuple[int, ParallelType]] = [(params.vector, PT.serial), (params.threads_x, PT.block_x)]
-    unroll = [(params.unroll, PT.unroll)]
+    lanes, unroll = (params.threads_x, PT.block_x), (params.unroll, PT.unroll)
+    vector = params.vector
     if not outer:
-        types += _split_reduction(tv, at, lanes + unroll, params.grid)
-    elif params.unroll_outer:
-        # [.., ro, ri] -> [.., BIDy ro, S ro, S ri, US, UR ro, TIDx, V]
-        inner = at + 1
-        types_in = _split_reduction(tv, inner, lanes, 1)
-        tv.split(at, params.unroll)
-        tv.reorder({at + 1: at + 3})
-        types_in = [types_in[0], types_in[1], PT.unroll, *types_in[2:]]
-        if params.grid > 1:
-            tv.outer_split(at, params.grid)
-            types += [PT.grid_y]
-        types += [PT.serial, *types_in]
+        types += _split_reduction(
+            tv, at, vector=vector, tile=(unroll, lanes), grid=params.grid
+        )
     else:
-        types_in = _split_reduction(tv, at + 1, lanes + unroll, 1)
+        # [.., ro, ri] -> [.., (BIDy ro,) S ro, S ri, US, UR of either, TIDx, V]
+        tile = (lanes,) if params.unroll_outer else (unroll, lanes)
+        inner = _split_reduction(tv, at + 1, vector=vector, tile=tile)
+        if params.unroll_outer and params.unroll > 1:
+            tv.split(at, params.unroll)
+            tv.reorder({at + 1: at + 3})
+            inner[2:2] = [PT.unroll]
         if params.grid > 1:
             tv.outer_split(at, params.grid)
             types += [PT.grid_y]
-        types += [PT.serial, *types_in]
+        types += [PT.serial, *inner]
     parallelize(tv, types)
     return shared, types.index(PT.unswitch)
 
@@ -434,8 +436,8 @@ def _shape_outer(
     end = len(tv.domain.loop) - 1
     if params.vector > 1:
         tv.reorder({2: end})
-    lanes = [(params.threads_y, PT.block_y), (params.unroll, PT.unroll)]
-    types = [PT.grid_x, PT.block_x, *_split_reduction(tv, 2, lanes, params.grid)]
+    tile = ((params.unroll, PT.unroll), (params.threads_y, PT.block_y))
+    types = [PT.grid_x, PT.block_x, *_split_reduction(tv, 2, tile=tile, grid=params.grid)]
     types += [PT.serial] if params.vector > 1 else []
     parallelize(tv, types)
     return 2, types.index(PT.unswitch)

@@ -8,7 +8,7 @@ that follows from its consumer's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from math import prod
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
@@ -20,14 +20,6 @@ from fuser.schedule.propagate import AxisMatcher, apply_replay, set_parallel_typ
 from fuser.schedule.space import Access
 
 PT = ParallelType
-
-
-@dataclass
-class Caches:
-    """The copies around a kernel: of which input, and of which output."""
-
-    inputs: dict[TensorView, TensorView] = field(default_factory=dict)
-    outputs: dict[TensorView, TensorView] = field(default_factory=dict)
 
 
 def cache_input(tv: TensorView) -> TensorView:
@@ -53,6 +45,24 @@ def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
     for k, group in enumerate(groups):
         for _ in range(len(group) - 1):
             tv.merge(k)
+
+
+def split_tile(
+    tv: TensorView, axis: int, factors: Sequence[tuple[int, ParallelType]]
+) -> list[ParallelType]:
+    """Split `axis` into blocks of one constant tile, and the tile by (factor, type) pairs, outside
+    in; return the types of the tile's axes. Factors of 1 are left out.
+
+    Only the first split may be incomplete, so an iteration needs one test.
+    `[n]`, ((2, UR), (128, TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
+    """
+    kept = [(f, t) for f, t in factors if f > 1]
+    if not kept:
+        return []
+    tv.split(axis, prod(f for f, _ in kept))
+    for factor, _ in reversed(kept[1:]):
+        tv.split(axis + 1, factor)
+    return [t for _, t in kept]
 
 
 def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:

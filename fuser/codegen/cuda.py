@@ -1,0 +1,456 @@
+"""Prints kernel IR as CUDA C++ text, for the device functions of `rt.h`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, category
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.lower.kernel import (
+    Accumulate,
+    Assign,
+    Body,
+    Compute,
+    Convert,
+    Declare,
+    DeclareShared,
+    Define,
+    Element,
+    Expr,
+    For,
+    GlobalLoad,
+    If,
+    Let,
+    ScalarValue,
+    Select,
+    Statement,
+    Store,
+    Sync,
+    ThreadReduce,
+    Unswitch,
+    Var,
+    VectorLoad,
+    VectorStore,
+    values_of,
+    walk,
+)
+from fuser.runtime.kernel import KernelParam, KernelSource
+
+COORDINATE_TEXT = {
+    "tx": "threadIdx.x",
+    "ty": "threadIdx.y",
+    "tz": "threadIdx.z",
+    "bx": "blockIdx.x",
+    "by": "blockIdx.y",
+    "bz": "blockIdx.z",
+}
+INDEX = "nvfuser_index_t"
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """What the printer needs of a lowered kernel."""
+
+    name: str
+    body: Body
+    tensors: tuple[TensorView, ...]
+    workspaces: tuple[str, ...]
+    scalars: tuple[Symbol, ...]
+    threads: int
+    index_dtype: DataType
+    needs_smem: bool
+    fusion: Fusion
+
+
+def c_type(dtype: DataType) -> str:
+    """Return the C type of a value in registers or memory: Index values are int64_t."""
+    return "int64_t" if dtype is DataType.Index else INFO[dtype].text
+
+
+# ------------------------------------------------------------------ literals and scalars
+def literal(value: bool | int | float, dtype: DataType) -> str:
+    """Return an atom of C text of exactly this type and value."""
+    kind = category(dtype)
+    if kind == "bool":
+        return "true" if value else "false"
+    if kind == "int":
+        return _integer(int(value), is_long=dtype is not DataType.Int32)
+    if dtype in HALF_LIKE:
+        return f"fm_cast<{c_type(dtype)}>({literal(value, DataType.Float)})"
+    return _floating(float(value), dtype)
+
+
+def _integer(value: int, *, is_long: bool) -> str:
+    suffix = "LL" if is_long else ""
+    if value == -(2**63):
+        return "(-9223372036854775807LL - 1)"
+    if value == -(2**31) and not is_long:
+        return "(-2147483647 - 1)"
+    return f"({value}{suffix})" if value < 0 else f"{value}{suffix}"
+
+
+def _floating(value: float, dtype: DataType) -> str:
+    ctype, suffix = (("double", "") if dtype is DataType.Double else ("float", "f"))
+    if math.isnan(value):
+        return f"{ctype}(FUSER_NAN)"
+    if math.isinf(value):
+        return f"{ctype}(FUSER_INF)" if value > 0 else f"(-{ctype}(FUSER_INF))"
+    if dtype is not DataType.Double:
+        value = _nearest_float(value)
+        if math.isinf(value):
+            return _floating(value, dtype)
+    text = repr(value) + suffix
+    return f"({text})" if text.startswith("-") else text
+
+
+def _nearest_float(value: float) -> float:
+    """Round a double to float as a cast would."""
+    import ctypes
+
+    return ctypes.c_float(value).value
+
+
+def scalar_text(x: Scalar) -> str:
+    """Return an index expression or condition as C text; an atom unless it is a sum or product."""
+    if isinstance(x, Const):
+        if category(x.dtype) == "bool":
+            return "true" if x.value else "false"
+        return _integer(int(x.value), is_long=abs(int(x.value)) >= 2**31)
+    if isinstance(x, Symbol):
+        return x.name
+    if isinstance(x, Poly):
+        return _sum_text(x)
+    assert isinstance(x, Apply)
+    return _APPLY.get(x.op, _infix)(x)
+
+
+def _atom(x: Scalar) -> str:
+    text = scalar_text(x)
+    return f"({text})" if isinstance(x, Poly | Apply) and not text.endswith("]") else text
+
+
+def _infix(x: Apply) -> str:
+    return f" {x.op} ".join(_atom(a) for a in x.args)
+
+
+def _ceil_div(x: Apply) -> str:
+    a, b = (_atom(y) for y in x.args)
+    return f"({a} + {b} - 1) / {b}"
+
+
+def _where(x: Apply) -> str:
+    c, a, b = (_atom(y) for y in x.args)
+    return f"{c} ? {a} : {b}"
+
+
+def _extreme(x: Apply) -> str:
+    a, b = (_atom(y) for y in x.args)
+    return f"{a} {'<' if x.op == 'min' else '>'} {b} ? {a} : {b}"
+
+
+_APPLY: dict[str, Callable[[Apply], str]] = {
+    "ceilDiv": _ceil_div,
+    "where": _where,
+    "min": _extreme,
+    "max": _extreme,
+    "!": lambda x: f"!{_atom(x.args[0])}",
+}
+
+
+def _sum_text(x: Poly) -> str:
+    # Positive terms first: no leading minus, and the constant last.
+    ordered = sorted(x.terms, key=lambda t: (t[1] < 0, not t[0]))
+    out = ""
+    for mono, coef in ordered:
+        factors = [_atom(a) for a in mono]
+        size = abs(coef)
+        if size != 1 or not factors:
+            factors.insert(0, _integer(size, is_long=size >= 2**31))
+        term = " * ".join(factors)
+        sign = "-" if coef < 0 else "+"
+        out = f"{out} {sign} {term}" if out else (f"-{term}" if coef < 0 else term)
+    return out
+
+
+# ------------------------------------------------------------------ values
+def expr_text(e: Expr) -> str:
+    """Return the C text of a value, as an atom."""
+    return _EXPR[type(e)](e)
+
+
+def _element(e: Element) -> str:
+    return f"{e.name}[{scalar_text(e.index)}]" + (f".{e.member}" if e.member else "")
+
+
+def _load(e: GlobalLoad) -> str:
+    text = f"{e.name}[{scalar_text(e.index)}]"
+    if e.guard == sc.const(True):
+        return text
+    return f"({scalar_text(e.guard)} ? {text} : {literal(0, e.dtype)})"
+
+
+def _scalar_value(e: ScalarValue) -> str:
+    if isinstance(e.scalar, Const):
+        return literal(e.scalar.value, e.dtype)
+    if e.scalar.dtype is e.dtype and isinstance(e.scalar, Symbol):
+        return e.scalar.name
+    return f"fm_cast<{c_type(e.dtype)}>({scalar_text(e.scalar)})"
+
+
+_NAMED_CASTS = {
+    (DataType.Half, DataType.Float): "__half2float",
+    (DataType.Float, DataType.Half): "__float2half",
+    (DataType.BFloat16, DataType.Float): "__bfloat2float",
+    (DataType.Float, DataType.BFloat16): "__float2bfloat",
+}
+
+
+def _convert(e: Convert) -> str:
+    name = _NAMED_CASTS.get((e.arg.dtype, e.dtype), f"fm_cast<{c_type(e.dtype)}>")
+    return f"{name}({_strip(expr_text(e.arg))})"
+
+
+def _compute(e: Compute) -> str:
+    text = e.template.format(*(expr_text(a) for a in e.args), t=c_type(e.dtype))
+    is_call = text.startswith("fm_") and text.endswith(")")
+    return text if is_call else f"({text})"
+
+
+def _select(e: Select) -> str:
+    return f"({_atom(e.cond)} ? {expr_text(e.a)} : {expr_text(e.b)})"
+
+
+def _strip(text: str) -> str:
+    """Drop parentheses around a whole text."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for at, ch in enumerate(text):
+        depth += (ch == "(") - (ch == ")")
+        if depth == 0 and at < len(text) - 1:
+            return text
+    return text[1:-1]
+
+
+_EXPR: dict[type, Callable[[Any], str]] = {
+    Var: lambda e: e.name,
+    Element: _element,
+    GlobalLoad: _load,
+    ScalarValue: _scalar_value,
+    Convert: _convert,
+    Compute: _compute,
+    Select: _select,
+}
+
+
+# ------------------------------------------------------------------ statements
+@dataclass
+class Writer:
+    """Collects indented lines."""
+
+    lines: list[str] = field(default_factory=list[str])
+    depth: int = 1
+
+    def line(self, text: str) -> None:
+        self.lines.append("  " * self.depth + text)
+
+    def body(self, body: Body) -> None:
+        self.depth += 1
+        for s in body.statements:
+            _STATEMENT[type(s)](self, s)
+        self.depth -= 1
+
+
+def _for(w: Writer, s: For) -> None:
+    if s.pragma:
+        w.line(s.pragma)
+    k = s.symbol.name
+    w.line(f"for ({INDEX} {k} = 0; {k} < {scalar_text(s.extent)}; ++{k}) {{")
+    w.body(s.body)
+    w.line("}")
+
+
+def _if(w: Writer, s: If) -> None:
+    conds = [*s.flags, *([] if s.cond == sc.const(True) else [scalar_text(s.cond)])]
+    w.line(f"if ({' && '.join(conds)}) {{")
+    w.body(s.then)
+    if s.otherwise is not None:
+        w.line("} else {")
+        w.body(s.otherwise)
+    w.line("}")
+
+
+def _declare(w: Writer, s: Declare) -> None:
+    if s.size is None:
+        w.line(f"{s.ctype} {s.name}{f' = {_strip(s.init)}' if s.init else ''};")
+        return
+    w.line(f"Array<{s.ctype}, {s.size}> {s.name};")
+    if s.init:
+        w.line(f"{s.name}.set({_strip(s.init)});")
+
+
+def _declare_shared(w: Writer, s: DeclareShared) -> None:
+    t = c_type(s.dtype)
+    w.line(
+        f"FUSER_SHARED({t}) {s.name} = FUSER_SHARED_AT({t}, smem, {scalar_text(s.offset)}, "
+        f"{scalar_text(s.count)});"
+    )
+
+
+def _store(w: Writer, s: Store) -> None:
+    w.line(f"{s.name}[{scalar_text(s.index)}] = {_strip(expr_text(s.value))};")
+
+
+def _vector_load(w: Writer, s: VectorLoad) -> None:
+    suffix = "_cs" if s.streaming else ""
+    place = "" if sc.int_value(s.at) == 0 else f"{scalar_text(s.at)}, "
+    w.line(f"load_vec{suffix}<{s.width}>({s.array}, {place}{s.name}, {scalar_text(s.index)});")
+
+
+def _vector_store(w: Writer, s: VectorStore) -> None:
+    suffix = "_cs" if s.streaming else ""
+    place = "" if sc.int_value(s.at) == 0 else f", {scalar_text(s.at)}"
+    w.line(f"store_vec{suffix}<{s.width}>({s.name}, {scalar_text(s.index)}, {s.array}{place});")
+
+
+def _accumulate(w: Writer, s: Accumulate) -> None:
+    target, value = expr_text(s.target), expr_text(s.value)
+    if s.kind == "welford":
+        w.line(f"welford_add({target}, {_strip(value)});")
+    elif s.kind in ("add", "mul") and s.functor.partition("<")[0] in ("SumOp", "ProdOp"):
+        w.line(f"{target} {'+' if s.kind == 'add' else '*'}= {_strip(value)};")
+    else:
+        w.line(f"{target} = {s.functor}()({target}, {_strip(value)});")
+
+
+def _flags(flags: tuple[bool, ...]) -> str:
+    return ", ".join("true" if f else "false" for f in flags)
+
+
+def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
+    is_array = s.size is not None
+    suffix, count = ("_array", f", {s.size}") if is_array else ("", "")
+    common = f"{s.name}, {s.functor}(), {_strip(s.identity)}"
+    if any(s.thread_axes):
+        call = f"block_reduce{suffix}<{_flags(s.thread_axes)}{count}>({common}, smem);"
+        w.line(call if is_array else f"{s.name} = {call}")
+    if any(s.grid_axes):
+        assert s.work_offset is not None and s.semaphore_offset is not None
+        flags = f"{_flags(s.grid_axes)}, {_flags(s.same_axes)}"
+        work = _offset_pointer(s.work, s.work_offset)
+        semaphore = _offset_pointer(s.semaphore, s.semaphore_offset)
+        w.line(
+            f"const bool {s.done} = grid_reduce{suffix}<{flags}{count}>"
+            f"({common}, {work}, {semaphore}, smem);"
+        )
+
+
+def _offset_pointer(name: str, offset: Scalar) -> str:
+    return name if sc.int_value(offset) == 0 else f"{name} + {_atom(offset)}"
+
+
+def _unswitch(w: Writer, s: Unswitch) -> None:
+    w.line("unswitch {")
+    w.body(s.body)
+    w.line("}")
+
+
+_STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
+    For: _for,
+    If: _if,
+    Unswitch: _unswitch,
+    Let: lambda w, s: w.line(f"const {INDEX} {s.symbol.name} = {scalar_text(s.value)};"),
+    Define: lambda w, s: w.line(
+        f"const {c_type(s.dtype)} {s.name} = {_strip(expr_text(s.value))};"
+    ),
+    Declare: _declare,
+    DeclareShared: _declare_shared,
+    Assign: lambda w, s: w.line(f"{expr_text(s.target)} = {_strip(expr_text(s.value))};"),
+    Store: _store,
+    VectorLoad: _vector_load,
+    VectorStore: _vector_store,
+    Accumulate: _accumulate,
+    ThreadReduce: _thread_reduce,
+    Sync: lambda w, s: w.line("__syncthreads();"),
+}
+
+
+def body_text(body: Body) -> str:
+    """Return the text of kernel IR statements, at any stage of lowering."""
+    w = Writer(depth=-1)
+    w.body(body)
+    return "\n".join(w.lines)
+
+
+# ------------------------------------------------------------------ the kernel
+def print_kernel(text: KernelText) -> tuple[KernelSource, str]:
+    """Return the source of a kernel, and the text of its body."""
+    index_ctype = c_type(text.index_dtype)
+    writer = Writer(depth=0)
+    writer.body(text.body)
+    used = _coordinates(text.body)
+    head = [f"  const {INDEX} {c} = {t};" for c, t in COORDINATE_TEXT.items() if c in used]
+    if text.needs_smem:
+        head.insert(0, "  FUSER_SMEM(smem);")
+    params, declared = _parameters(text, index_ctype)
+    signature = ",\n    ".join(declared)
+    lines = [
+        f"#define {INDEX} {index_ctype}",
+        f'extern "C" __global__ void __launch_bounds__({text.threads}) {text.name}(',
+        f"    {signature}) {{",
+        *head,
+        *writer.lines,
+        "}",
+        "",
+    ]
+    has_barrier = text.needs_smem or any(isinstance(s, Sync | ThreadReduce) for s in walk(text.body))
+    source = KernelSource(text.name, "\n".join(lines), tuple(params), has_barrier)
+    return source, "\n".join(writer.lines)
+
+
+def _parameters(text: KernelText, index_ctype: str) -> tuple[list[KernelParam], list[str]]:
+    params: list[KernelParam] = []
+    declared: list[str] = []
+    aliased = {tv for a in text.fusion.aliases for tv in (a.out, a.into)}
+    for tv in text.tensors:
+        name, ctype = f"T{tv.number}", c_type(tv.dtype())
+        if tv in text.fusion.inputs:
+            ctype = f"const {ctype}"
+        macro = "FUSER_ALIASED_PTR" if tv in aliased else "FUSER_PTR"
+        params.append(KernelParam(name, ctype, True))
+        declared.append(f"{macro}({ctype}) {name}")
+    for k, ctype in enumerate(text.workspaces):
+        params.append(KernelParam(f"W{k}", ctype, True))
+        declared.append(f"FUSER_PTR({ctype}) W{k}")
+    for symbol in text.scalars:
+        ctype = index_ctype if symbol.dtype is DataType.Index else c_type(symbol.dtype)
+        params.append(KernelParam(symbol.name, ctype, False))
+        declared.append(f"const {ctype} {symbol.name}")
+    return params, declared
+
+
+def _coordinates(body: Body) -> set[str]:
+    """Return the names of the thread and block coordinates that a body uses."""
+    used: set[str] = set()
+
+    def note(x: Scalar | None) -> None:
+        if x is not None:
+            used.update(s.name for s in sc.symbols(x) if s.name in COORDINATE_TEXT)
+
+    for s in walk(body):
+        for name in ("cond", "value", "index", "at", "extent", "work_offset", "semaphore_offset"):
+            value = getattr(s, name, None)
+            if isinstance(value, Scalar):
+                note(value)
+        for part in values_of(s):
+            for name in ("index", "guard", "scalar", "cond"):
+                value = getattr(part, name, None)
+                if isinstance(value, Scalar):
+                    note(value)
+    return used

@@ -1,0 +1,235 @@
+"""Lowering: a scheduled fusion to a kernel, as an ordered table of passes over the kernel IR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fuser.errors import UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
+from fuser.lower.allocate import Buffer, place_shared
+from fuser.lower.build import build_body
+from fuser.lower.context import Context, Facts, NewFactError, quotient_symbol
+from fuser.lower.hoist import Hoister
+from fuser.lower.index import Indexer
+from fuser.lower.kernel import (
+    Arg,
+    Body,
+    DeclareShared,
+    GlobalLoad,
+    Kernel,
+    ScalarArg,
+    Store,
+    StrideArg,
+    TensorArg,
+    VectorLoad,
+    VectorStore,
+    WorkspaceArg,
+    stride_symbol,
+    values_of,
+    walk,
+)
+from fuser.lower.loops import COORDINATES, NoNestError, Stage, plan_stages
+from fuser.lower.synchronize import insert_barriers
+from fuser.lower.unroll import expand_unswitch, mark_loops
+from fuser.runtime.device import DeviceInfo
+
+MAX_ATTEMPTS = 32
+INT32_LIMIT = 2**31 - 1
+
+
+@dataclass
+class State:
+    """A kernel on its way: each pass rewrites some fields."""
+
+    ctx: Context
+    body: Body
+    buffers: dict[Stage, Buffer]
+    hoister: Hoister
+    smem_bytes: Scalar = sc.ZERO
+
+
+def _place_shared(state: State) -> None:
+    state.smem_bytes = place_shared(state.buffers, state.ctx.reduction_bytes)
+    offsets = {b.name: b.offset for b in state.buffers.values() if b.is_shared}
+    for s in state.body.statements:
+        if isinstance(s, DeclareShared):
+            s.offset = offsets[s.name]
+
+
+def _insert_barriers(state: State) -> None:
+    insert_barriers(state.body)
+
+
+def _expand_unswitch(state: State) -> None:
+    state.body = expand_unswitch(state.body)
+
+
+def _mark_loops(state: State) -> None:
+    mark_loops(state.body, is_cpu=state.ctx.is_cpu)
+
+
+def _hoist(state: State) -> None:
+    state.hoister.run(state.body)
+
+
+PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
+    # Offsets are known once every reduction has said how much scratch it needs.
+    ("place_shared", _place_shared),
+    # Before unswitching: a subtree with barriers is not duplicated.
+    ("insert_barriers", _insert_barriers),
+    # Before hoisting: the two versions share what is computed outside of both.
+    ("expand_unswitch", _expand_unswitch),
+    # Before hoisting, which hides loop symbols behind names.
+    ("mark_loops", _mark_loops),
+    ("hoist", _hoist),
+)
+
+
+def lower_kernel(
+    fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo
+) -> Kernel:
+    """Lower a scheduled fusion to a kernel named `name`.
+
+    `index_dtype` is Int or Int32: the type of index arithmetic. The text depends on nothing else than
+    the arguments. Raises `UnsupportedError` or `DefinitionError` naming the tensor when the schedule
+    cannot be carried out.
+    """
+    if index_dtype not in (DataType.Int, DataType.Int32):
+        raise UnsupportedError(f"kernel {name}: index dtype {index_dtype.name}")
+    _unify_extents(fusion)
+    facts = Facts()
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            state = _attempt(fusion, facts, is_cpu=device.kind == "cpu")
+        except NewFactError:
+            continue
+        except NoNestError as refused:
+            facts.recomputed[refused.tv] = None
+            continue
+        return _finish(state, name, index_dtype)
+    raise UnsupportedError(f"kernel {name}: no consistent set of assumptions was found")
+
+
+def _unify_extents(fusion: Fusion) -> None:
+    """Write equal extents as one symbol, so that index expressions simplify."""
+    if not fusion.equal_extents():
+        return
+    for tv in fusion.tensors():
+        domain = tv.domain.map_axes(
+            lambda a: replace(
+                a,
+                extent=fusion.canonical(a.extent),
+                expanded=None if a.expanded is None else fusion.canonical(a.expanded),
+            )
+        )
+        if domain != tv.domain:
+            tv.domain = domain
+
+
+def _attempt(fusion: Fusion, facts: Facts, *, is_cpu: bool) -> State:
+    plan = plan_stages(fusion, recomputed=facts.recomputed)
+    ctx = Context(plan, facts, Indexer(plan), is_cpu)
+    body, buffers = build_body(ctx)
+    state = State(ctx, body, buffers, Hoister())
+    for _, run in PASSES:
+        run(state)
+    return state
+
+
+# ------------------------------------------------------------------ the interface
+def _finish(state: State, name: str, index_dtype: DataType) -> Kernel:
+    from fuser.codegen.cuda import KernelText, print_kernel
+
+    ctx = state.ctx
+    tensors = _touched_tensors(state)
+    args: list[Arg] = [TensorArg(tv) for tv in tensors]
+    args += [WorkspaceArg(k) for k in range(len(ctx.workspaces))]
+    scalars = state.hoister.parameters.by_value
+    quotients = {quotient_symbol(s, by): sc.floordiv(s, by) for s, by in ctx.facts.divisible.items()}
+    strides = {
+        stride_symbol(tv, axis): StrideArg(tv, axis) for tv in tensors for axis in range(tv.ndim)
+    }
+    params: list[Symbol] = []
+    for (value, dtype), symbol in scalars.items():
+        original = sc.substitute(value, dict(quotients))
+        arg = strides.get(original) if isinstance(original, Symbol) else None
+        args.append(arg or ScalarArg(sc.cast(original, dtype)))
+        params.append(symbol)
+    extents = ctx.plan.extents
+    grid, block = _launch(extents, GRID_TYPES), _launch(extents, BLOCK_TYPES)
+    threads = sc.int_value(sc.product(block))
+    if threads is None:
+        raise UnsupportedError(f"kernel {name}: the block size {sc.product(block)} is not constant")
+    text = KernelText(
+        name=name,
+        body=state.body,
+        tensors=tensors,
+        workspaces=tuple(ctx.workspace_ctypes),
+        scalars=tuple(params),
+        threads=threads,
+        index_dtype=index_dtype,
+        needs_smem=sc.int_value(state.smem_bytes) != 0,
+        fusion=ctx.plan.fusion,
+    )
+    source, ir_text = print_kernel(text)
+    guards = [*ctx.guards, *ctx.facts.guards()]
+    if index_dtype is DataType.Int32:
+        guards += _int32_guards(state, tensors)
+    return Kernel(
+        name,
+        source,
+        tuple(args),
+        grid,
+        block,
+        state.smem_bytes,
+        tuple(ctx.workspaces),
+        tuple(g for g in guards if g != sc.const(True)),
+        tuple((tv, n) for tv, n in ctx.alignments.items()),
+        ir_text,
+    )
+
+
+def _touched_tensors(state: State) -> tuple[TensorView, ...]:
+    """Return the global tensors that the body names: inputs, then outputs, in the fusion's order."""
+    names: set[str] = set()
+    for s in walk(state.body):
+        if isinstance(s, Store) or (isinstance(s, VectorLoad | VectorStore) and not s.shared):
+            names.add(s.name)
+        names.update(p.name for p in values_of(s) if isinstance(p, GlobalLoad))
+    fusion = state.ctx.plan.fusion
+    known = dict.fromkeys(
+        v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView)
+    )
+    return tuple(tv for tv in known if f"T{tv.number}" in names)
+
+
+def _launch(
+    extents: dict[ParallelType, Scalar], types: tuple[ParallelType, ...]
+) -> tuple[Scalar, Scalar, Scalar]:
+    x, y, z = (
+        extents.get(p, sc.ONE) for p in sorted(types, key=lambda p: COORDINATES[p])
+    )
+    return x, y, z
+
+
+def _int32_guards(state: State, tensors: tuple[TensorView, ...]) -> list[Scalar]:
+    """Return the conditions under which no index, the run over the end included, leaves 32 bits."""
+    ctx = state.ctx
+    bounds: dict[Scalar, None] = {}
+    for tv in tensors:
+        last: Scalar = sc.ZERO
+        for axis, stride in ctx.indexer.strides(tv):
+            last = sc.add(last, sc.mul(ctx.plan.fusion.canonical(axis.size), stride))
+        bounds[last] = None
+    for stage in ctx.plan.stages:
+        for split in ctx.partial_splits(stage.tv):
+            reach = sc.mul(split.outer.size, split.inner.size)
+            bounds[ctx.plan.fusion.canonical(reach)] = None
+        bounds[sc.product(loop.extent for loop in stage.all_loops)] = None
+    return [sc.le(b, INT32_LIMIT) for b in bounds if sc.int_value(b) is None]

@@ -1,0 +1,26 @@
+"""The ordered passes that run on a concretized fusion before it is sharded and segmented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuser.ir.fusion import Fusion
+from fuser.ir.verify import verify_fusion
+from fuser.passes.consecutive_casts import consecutive_casts
+from fuser.passes.remove_bcast_squeeze import remove_bcast_squeeze
+from fuser.passes.remove_unused import remove_unused
+
+PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
+    # First, so that the others do not count uses that do not matter.
+    ("remove_unused", remove_unused),
+    ("remove_bcast_squeeze", remove_bcast_squeeze),
+    # After the views are gone that stood between two casts.
+    ("consecutive_casts", consecutive_casts),
+)
+
+
+def run_passes(fusion: Fusion) -> None:
+    """Run all passes in place, verifying the fusion after each."""
+    for name, run in PASSES:
+        run(fusion)
+        verify_fusion(fusion, after=name)

@@ -1,0 +1,7 @@
+"""`python -m hostir`; see `hostir.cli`."""
+
+import sys
+
+from hostir.cli import main
+
+sys.exit(main())

@@ -1,0 +1,176 @@
+"""Hand-scheduled fusions for lowering tests, and running their kernels against torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fuser.ir import scalar as sc
+from fuser.ir.domain import TensorDomain, contiguity_for
+from fuser.ir.dtypes import DataType, to_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.scalar import Number
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType, ParallelType
+from fuser.lower.kernel import (
+    Kernel,
+    ScalarArg,
+    StrideArg,
+    TensorArg,
+    WorkspaceArg,
+    stride_symbol,
+)
+from fuser.lower.pipeline import lower_kernel
+from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.runtime.device import CPU, H200, DeviceInfo
+from fuser.runtime.kernel import compile_kernels
+
+P = ParallelType
+Build = Callable[..., "TensorView | Sequence[TensorView]"]
+
+
+def new_input(
+    fusion: Fusion,
+    shape: Sequence[int],
+    dtype: DataType = DataType.Float,
+    *,
+    contiguity: bool | Sequence[bool | None] = True,
+    order: Sequence[int] | None = None,
+) -> TensorView:
+    """Add an input: 1 is a broadcast axis, -1 a symbol, another number a constant extent.
+
+    `order` lists the logical axes from the outermost in memory to the innermost.
+    """
+    axes = [
+        fusion.new_axis(sc.ONE, IterType.broadcast)
+        if n == 1
+        else fusion.new_axis(fusion.new_symbol() if n < 0 else sc.const(n))
+        for n in shape
+    ]
+    allocation = tuple(axes[k] for k in order) if order is not None else ()
+    flags = (
+        contiguity_for(allocation or axes, contiguity)
+        if isinstance(contiguity, bool)
+        else tuple(contiguity)
+    )
+    domain = TensorDomain(tuple(axes), tuple(axes), allocation=allocation, contiguity=flags)
+    tv = fusion.new_tensor(domain, dtype)
+    fusion.add_input(tv)
+    return tv
+
+
+def define(build: Build, *inputs: Sequence[int], dtype: DataType = DataType.Float) -> Fusion:
+    """Return the fusion of `build(*inputs)`; its results are the outputs."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        results = build(*(new_input(fusion, s, dtype) for s in inputs))
+        for out in (results,) if isinstance(results, TensorView) else results:
+            fusion.add_output(out)
+    return fusion
+
+
+def parallelize(tv: TensorView, *types: ParallelType | None) -> None:
+    """Give the loop axes their types, position by position (None: serial)."""
+    for k, ptype in enumerate(types):
+        if ptype is not None:
+            tv.axis(k).parallelize(ptype)
+
+
+def lower(
+    fusion: Fusion,
+    *,
+    name: str = "kernel",
+    index: DataType = DataType.Int32,
+    device: DeviceInfo = H200,
+) -> Kernel:
+    return lower_kernel(fusion, name=name, index_dtype=index, device=device)
+
+
+def launch(
+    fusion: Fusion, kernel: Kernel, inputs: Sequence[torch.Tensor | Number], *, checked: bool = True
+) -> list[torch.Tensor]:
+    """Run a kernel on the CPU; outputs start as a pattern that no result has."""
+    values = dict(bind_inputs(fusion, inputs))
+    outputs = []
+    for tv in fusion.outputs:
+        shape = [int(sc.evaluate(fusion.canonical(a.size), values)) for a in tv.domain.no_reductions]
+        outputs.append(torch.full(shape, 77, dtype=to_torch(tv.dtype())))
+    given = dict(zip((*fusion.inputs, *fusion.outputs), (*inputs, *outputs), strict=True))
+    for tv, t in given.items():
+        if isinstance(tv, TensorView):
+            assert isinstance(t, torch.Tensor)
+            values.update((stride_symbol(tv, k), s) for k, s in enumerate(t.stride()))
+    for guard in kernel.guards:
+        assert sc.evaluate(guard, values), f"guard {guard} fails for {values}"
+    for tv, nbytes in kernel.alignments:
+        assert given[tv].data_ptr() % nbytes == 0  # pyright: ignore
+    args: list[object] = []
+    for arg in kernel.args:
+        match arg:
+            case TensorArg():
+                args.append(given[arg.tv])
+            case ScalarArg():
+                args.append(sc.evaluate(arg.scalar, values))
+            case StrideArg():
+                args.append(given[arg.tv].stride(arg.axis))  # pyright: ignore
+            case WorkspaceArg():
+                space = kernel.workspaces[arg.index]
+                nbytes = int(sc.evaluate(space.nbytes, values))
+                memory = torch.zeros if space.zeroed else torch.empty
+                args.append(memory(nbytes, dtype=torch.uint8))
+    grid = tuple(int(sc.evaluate(x, values)) for x in kernel.grid)
+    block = tuple(int(sc.evaluate(x, values)) for x in kernel.block)
+    (compiled,) = compile_kernels([kernel.source], "cpu", checked=checked)
+    for _ in range(2 if kernel.workspaces else 1):
+        # Twice: semaphores must be left as they were found.
+        compiled.launch(
+            args,  # pyright: ignore
+            grid=grid,  # pyright: ignore
+            block=block,  # pyright: ignore
+            smem_bytes=int(sc.evaluate(kernel.smem_bytes, values)),
+        )
+    return outputs
+
+
+LOWERED: list[Kernel] = []
+
+
+def check(
+    fusion: Fusion,
+    inputs: Sequence[torch.Tensor | Number],
+    *,
+    index: DataType = DataType.Int32,
+    device: DeviceInfo = H200,
+    rtol: float = 2e-5,
+    checked: bool = True,
+) -> Kernel:
+    """Lower, run in checked mode, and compare with torch in float64."""
+    kernel = lower(fusion, index=index, device=device)
+    LOWERED.append(kernel)
+    outputs = launch(fusion, kernel, inputs, checked=checked)
+    expected = evaluate_fusion(fusion, list(inputs), dtype=torch.float64)
+    for tv, found, want in zip(fusion.outputs, outputs, expected, strict=True):
+        tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(found.dtype, rtol)
+        try:
+            torch.testing.assert_close(
+                found.to(torch.float64),
+                want.to(torch.float64).broadcast_to(found.shape),
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{tv}: {error}\n{kernel.source.text}") from None
+    return kernel
+
+
+def random(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(-9, 10, tuple(shape), generator=generator).to(dtype)
+
+
+__all__ = ["CPU", "H200", "LOWERED", "P", "check", "define", "launch", "lower", "new_input", "parallelize", "random"]

@@ -1,0 +1,198 @@
+"""Runs a sharded fusion for all ranks at once in this process: the semantic twin of the passes.
+
+Local ops run one by one, through `localize` and torch in float64; collectives are carried out by
+brute force on flat buffers, as a backend would do them, so that a wrong memory order gives wrong
+numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.ir import scalar as sc
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from multidevice.communication import (
+    CommunicationInfo,
+    CommunicationType,
+    LocalSlice,
+    resharding_of,
+    team_of,
+)
+from multidevice.localize import localize
+from multidevice.pipeline import ShardingResult, shard_fusion
+from multidevice.placement import is_contiguous, memory_order
+from multidevice.shard import shard_for_rank, unshard
+from multidevice.sharding import local_sizes
+
+X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
+Local = dict[TensorView, torch.Tensor]
+
+
+@dataclass
+class Run:
+    """A sharded fusion, its outputs put together again, and what was communicated."""
+
+    fusion: Fusion
+    result: ShardingResult
+    outputs: list[torch.Tensor]
+    shards: list[list[torch.Tensor]]
+    slices: list[LocalSlice] = field(default_factory=list)
+
+    @property
+    def collectives(self) -> list[tuple[str, str]]:
+        """(type, team text) of every collective, in order."""
+        return [(i.type.value, i.team_text()) for _, i in self.result.communications]
+
+
+def shard_axis(tv: TensorView, axis: int, count: int, ptype: ParallelType = X) -> None:
+    """Cut loop axis `axis` into `count` blocks, as users write it."""
+    tv.outer_split(axis, count)
+    tv.axis(axis).parallelize(ptype)
+
+
+def define(build: Callable[[], object]) -> Fusion:
+    """Return the fusion that `build` defines."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        build()
+    return fusion
+
+
+def run(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> Run:
+    """Shard a fusion (in place) and run it on whole inputs."""
+    result = shard_fusion(fusion)
+    values = {s: int(v) for s, v in bind_inputs(fusion, inputs).items()}
+    meshes = [tv.mesh for tv in fusion.tensors() if tv.mesh is not None]
+    ranks = sorted({r for mesh in meshes for r in mesh.devices})
+    tensors: dict[int, Local] = {r: {} for r in ranks}
+    for tv, whole in zip(fusion.inputs, inputs, strict=True):
+        assert isinstance(tv, TensorView)
+        for rank in ranks:
+            wide = whole.to(torch.float64) if whole.is_floating_point() else whole
+            tensors[rank][tv] = shard_for_rank(wide, tv, rank)
+    done = Run(fusion, result, [], [])
+    for op in fusion.used_exprs():
+        found = resharding_of(op)
+        if isinstance(found, CommunicationInfo):
+            _communicate(op, found, tensors)
+        elif isinstance(found, LocalSlice):
+            done.slices.append(found)
+            _slice(op, found, tensors)
+        else:
+            _compute(fusion, op, values, tensors)
+        for out in op.outputs:
+            whole_shape = [int(sc.evaluate(a.size, values)) for a in out.domain.no_reductions]
+            for rank in ranks:
+                assert tuple(tensors[rank][out].shape) == local_sizes(out, whole_shape), out
+    for out in fusion.outputs:
+        assert out.mesh is not None
+        shards = [tensors[r][out] for r in out.mesh.devices]
+        done.shards.append(shards)
+        done.outputs.append(unshard(shards, out))
+        for rank, shard in zip(out.mesh.devices, shards, strict=True):
+            # Replicas agree: every rank's shard is its part of the whole.
+            torch.testing.assert_close(shard, shard_for_rank(done.outputs[-1], out, rank))
+    return done
+
+
+def only(fusion: Fusion, op: TensorOp) -> Fusion:
+    """Return a fusion that holds a single op."""
+    at = fusion.exprs.index(op)
+    single, _ = fusion.copy()
+    kept = single.exprs[at]
+    single.exprs = (kept,)
+    single.inputs = [v for v in dict.fromkeys(kept.inputs) if isinstance(v, TensorView)]
+    single.outputs = list(kept.outputs)
+    single.aliases = []
+    return single
+
+
+def _compute(
+    fusion: Fusion, op: TensorOp, values: dict[Symbol, int], tensors: dict[int, Local]
+) -> None:
+    local, _ = localize(only(fusion, op))
+    operands = [v for v in dict.fromkeys(op.inputs) if isinstance(v, TensorView)]
+    for mine in tensors.values():
+        results = evaluate_fusion(
+            local, [mine[v] for v in operands], dtype=torch.float64, values=values
+        )
+        mine.update(zip(op.outputs, results, strict=True))
+
+
+def _slice(op: TensorOp, found: LocalSlice, tensors: dict[int, Local]) -> None:
+    for rank, mine in tensors.items():
+        whole = mine[op.inputs[0]]
+        part = whole.shape[found.axis] // found.count
+        start = found.mesh.coordinate(rank, found.ptype) * part
+        mine[op.out_tensor] = whole.narrow(found.axis, start, part)
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def _buffer(tv: TensorView, local: torch.Tensor) -> torch.Tensor:
+    """Return a shard as the flat buffer that its allocation domain describes."""
+    assert is_contiguous(tv), tv
+    return local.permute([p for p, _ in memory_order(tv)]).reshape(-1)
+
+
+def _from_buffer(tv: TensorView, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    order = [p for p, _ in memory_order(tv)]
+    placed = flat.view([shape[p] for p in order])
+    return placed.permute([order.index(p) for p in range(len(order))])
+
+
+def _communicate(op: TensorOp, info: CommunicationInfo, tensors: dict[int, Local]) -> None:
+    source, out = op.inputs[0], op.out_tensor
+    buffers = {rank: _buffer(source, mine[source]) for rank, mine in tensors.items()}
+    for rank, mine in tensors.items():
+        team = team_of(info, rank)
+        assert rank in team and len(team) > 1, (info, team)
+        parts = [buffers[r] for r in team]
+        shape = list(mine[source].shape)
+        if info.type is CommunicationType.allgather:
+            flat = torch.cat(parts)
+            assert info.consumer_axis is not None
+            shape[info.consumer_axis] *= len(team)
+        else:
+            assert info.reduction is not None
+            flat = parts[0]
+            for part in parts[1:]:
+                flat = _REDUCE[info.reduction](flat, part)
+            gone = _reduced_position(op)
+            assert shape.pop(gone) == 1
+            if info.type is CommunicationType.reduce_scatter:
+                flat = flat.chunk(len(team))[team.index(rank)]
+                assert info.consumer_axis is not None
+                shape[info.consumer_axis] //= len(team)
+        mine[out] = _from_buffer(out, flat, shape)
+
+
+def _reduced_position(op: TensorOp) -> int:
+    (position,) = [
+        source
+        for root, source in zip(op.out_tensor.domain.maybe_root, op.axis_map(0), strict=True)
+        if root.is_reduction() and source is not None
+    ]
+    return position
+
+
+def mesh(*shape: int) -> DeviceMesh:
+    """Return the mesh of this shape over ranks 0, 1, ..."""
+    return DeviceMesh(torch.arange(math.prod(shape)).reshape(shape))

@@ -1,0 +1,182 @@
+"""Elementwise ops: dtypes and values against torch, in all layouts; promotion; call errors."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fuser import ops
+from fuser.errors import DefinitionError, DtypeError, UnsupportedError
+from fuser.ir.dtypes import DataType, to_torch
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.tensor import TensorView
+from fuser.ir.verify import verify_fusion
+from fuser.ops.define import define_scalar, define_tensor
+from fuser.ops.table import POINTWISE, PUBLIC
+from fuser.ops.torch_meaning import evaluate_fusion
+from tests.ops.op_cases import CASES, LAYOUTS, SHAPES, SPECIAL_FLOATS, OpCase, check_result
+
+D = DataType
+
+
+def names_without_case() -> set[str]:
+    return set(PUBLIC) - {c.name for c in CASES}
+
+
+def test_every_op_of_the_table_has_a_case() -> None:
+    assert names_without_case() == set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_values_and_dtype(case: OpCase) -> None:
+    for seed, shape in enumerate(SHAPES):
+        fusion = case.define(len(shape))
+        verify_fusion(fusion)
+        assert fusion.outputs[0].dtype() is case.result
+        layout = LAYOUTS[seed % len(LAYOUTS)]
+        inputs = case.draw(shape, seed, layout)
+        (out,) = evaluate_fusion(fusion, inputs, dtype=torch.float64)
+        check_result(case, out, inputs)
+        (own,) = evaluate_fusion(fusion, inputs)
+        assert own.dtype is to_torch(case.result)
+        check_result(case, own, inputs)
+
+
+@pytest.mark.parametrize("name", ["relu", "maximum", "minimum", "clamp", "round", "sign", "isnan"])
+def test_special_values(name: str) -> None:
+    case = next(c for c in CASES if c.name == name and c.dtypes[0] is D.Float)
+    values = torch.tensor(SPECIAL_FLOATS)
+    pairs = (
+        [values] if len(case.dtypes) == 1 else list(torch.meshgrid(values, values, indexing="ij"))
+    )
+    inputs = [p.flatten() for p in pairs]
+    (out,) = evaluate_fusion(case.define(1), inputs, dtype=torch.float64)
+    check_result(case, out, inputs)
+
+
+# ------------------------------------------------------------------ promotion
+def torch_result(a: DataType, b: DataType, ranks: tuple[int, int]) -> torch.dtype:
+    left, right = (
+        torch.ones([2] * r, dtype=to_torch(d)) for d, r in zip((a, b), ranks, strict=True)
+    )
+    dtype = torch.result_type(left, right)
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_promotion_follows_torch_but_for_half(ranks: tuple[int, int]) -> None:
+    dtypes = (D.Double, D.Float, D.Half, D.BFloat16, D.Int32, D.Int, D.Bool)
+    for a, b in itertools.product(dtypes, dtypes):
+        with FusionGuard(Fusion()):
+            x, y = (define_tensor([-1] * r, dtype=d) for d, r in zip((a, b), ranks, strict=True))
+            assert to_torch(ops.add(x, y).dtype()) is torch_result(a, b, ranks), (a, b)
+            assert ops.lt(x, y).dtype() is D.Bool
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "expected"),
+    [
+        (D.BFloat16, 2.0, D.Float),
+        (D.Float, 2.0, D.Float),
+        (D.Int, 1.5, D.Double),
+        (D.Int32, 3, D.Int32),
+        (D.Bool, 1, D.Int),
+        (D.Half, 3, D.Float),
+    ],
+)
+def test_promotion_with_numbers(dtype: DataType, value: float, expected: DataType) -> None:
+    with FusionGuard(Fusion()):
+        assert ops.add(define_tensor([-1], dtype=dtype), value).dtype() is expected
+
+
+def test_promotion_with_scalars_and_where() -> None:
+    with FusionGuard(Fusion()):
+        ints, half = define_tensor([-1], dtype=D.Int), define_tensor([-1], dtype=D.Half)
+        cond = define_tensor([-1], dtype=D.Bool)
+        assert ops.add(ints, define_scalar(1.5, D.Float)).dtype() is D.Float
+        assert ops.where(cond, half, half).dtype() is D.Half
+        assert ops.where(cond, 1.0, 2.0).dtype() is D.Double
+        assert ops.truediv(ints, ints).dtype() is D.Float
+        assert ops.exp(ints).dtype() is D.Float
+
+
+# ------------------------------------------------------------------ calls
+def test_scalar_calls_return_scalars() -> None:
+    with FusionGuard(Fusion()):
+        d = define_scalar()
+        assert str(ops.add(d, 1.0)) == "( d0 + double(1) )"
+        assert ops.mul(3, 4).value == 12
+        assert ops.sqrt(4).dtype is D.Float
+        with pytest.raises(UnsupportedError, match="erf"):
+            ops.erf(d)
+
+
+def test_ranks_are_aligned_by_broadcasts_and_sizes_must_match() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x, row = define_tensor([-1, 5]), define_tensor([5])
+        column = define_tensor([-1, 1], contiguity=[True, None])
+        out = ops.add(ops.add(x, row), column)
+        assert [str(a.extent) for a in out.get_logical_domain()] == ["i0", "5"]
+        with pytest.raises(DefinitionError, match=r"Expected sizes to match.*T0.*T\d"):
+            ops.add(x, define_tensor([-1, 6]))
+        with pytest.raises(RuntimeError, match=r"test_elementwise.py:\d+"):
+            ops.add(x, define_tensor([7]))
+
+
+def test_symbolic_extents_become_one_class() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x, y, z = define_tensor([-1]), define_tensor([-1]), define_tensor([6])
+        ops.add(x, y)
+        assert fusion.extent(y.size(0)) == x.size(0)
+        ops.add(y, z)
+        assert str(fusion.extent(x.size(0))) == "6"
+
+
+def test_dtype_errors_name_op_and_dtype() -> None:
+    with FusionGuard(Fusion()):
+        x = define_tensor([-1])
+        with pytest.raises(
+            DtypeError, match="Integer or boolean input is required for bitwise_and"
+        ):
+            ops.bitwise_and(x, x)
+        with pytest.raises(DtypeError, match="Condition should be of DataType Bool, not float"):
+            ops.where(x, x, x)
+        with pytest.raises(DtypeError, match="Promoted type must be single or double precision"):
+            half = define_tensor([-1], dtype=D.Half)
+            ops.nextafter(half, half)
+        with pytest.raises(TypeError):
+            ops.add(lhs=x, rhs=x)
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            ops.add(x, "1")
+
+
+@pytest.mark.parametrize("name", ["topk", "uniform", "complex", "sdpfa_fwd", "cumsum", "rand_like"])
+def test_unsupported_names_exist_and_raise(name: str) -> None:
+    with FusionGuard(Fusion()), pytest.raises(UnsupportedError, match=name):
+        getattr(ops, name)(define_tensor([-1]))
+
+
+def test_unsupported_dtypes_raise() -> None:
+    with FusionGuard(Fusion()), pytest.raises(UnsupportedError, match="e4m3"):
+        define_tensor([-1], dtype=D.Float8_e4m3fn)
+    with FusionGuard(Fusion()), pytest.raises(UnsupportedError, match="complex"):
+        ops.add(define_tensor([-1]), 1j)
+
+
+def test_mesh_is_copied_as_provenance() -> None:
+    with FusionGuard(Fusion()):
+        x, y = define_tensor([-1]), define_tensor([-1])
+        y.set_device_mesh([0, 1])
+        out: TensorView = ops.add(x, ops.exp(y))
+        assert out.mesh == y.mesh and not out.mesh_is_user_set
+
+
+def test_cuda_text_of_every_row_has_its_operands() -> None:
+    for kind, row in POINTWISE.items():
+        for text in filter(None, (row.cuda, row.cuda_int)):
+            assert all(f"{{{i}}}" in text for i in range(row.arity)), (kind, text)

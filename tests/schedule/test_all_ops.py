@@ -1,0 +1,85 @@
+"""Every elementwise op as a generated kernel: against torch in float64, over shapes and layouts.
+
+All kernels compile together: one compiler process for the whole file.
+"""
+
+from __future__ import annotations
+
+import torch
+from pytest import fixture, mark
+
+from fuser.ir.dtypes import DataType, to_torch
+from fuser.runtime.device import CPU
+from fuser.runtime.executor import KernelExecutor, compile_many
+from tests.ops.op_cases import CASES, LAYOUTS, OpCase
+from tests.schedule.programs import sizes_of
+
+# Two-axis shapes of one kernel: with prime extents, 1, and 0.
+CONTIGUOUS = ((5, 13), (1, 1), (1, 7), (3, 1), (64, 67), (3, 0))
+OTHER = (7, 11)
+# The largest error, in units of the last place of the result, that any op may have.
+MAX_ULP = 8
+
+
+# Ops that round products before a sum: their errors count against the largest product.
+LARGEST = {"addcmul": 40.0, "lerp": 32.0}
+
+
+def other_layouts(number: int) -> list[str]:
+    """Every fourth case also runs in one other layout; the layouts take turns."""
+    return [LAYOUTS[1 + number // 4 % (len(LAYOUTS) - 1)]] if number % 4 == 0 else []
+
+
+@fixture(scope="module")
+def executors() -> dict[str, KernelExecutor]:
+    made: dict[str, KernelExecutor] = {}
+    requests = []
+    for number, case in enumerate(CASES):
+        fusion = case.define(2)
+        executor = KernelExecutor(fusion, scheduler="pointwise", name="op", device=CPU)
+        made[case.id] = executor
+        others = [(OTHER, layout) for layout in other_layouts(number)]
+        for shape, layout in [(CONTIGUOUS[0], "contiguous"), *others]:
+            inputs = case.draw(shape, 0, layout)
+            out = torch.empty(shape, dtype=to_torch(case.result))
+            requests.append((executor, inputs, [out], sizes_of(fusion, *[shape] * len(inputs))))
+    count = compile_many(requests, device="cpu")
+    print(f"{count} kernels")
+    assert all(v.compiled is not None for e in made.values() for v in e.variants)
+    return made
+
+
+def ulp_error(
+    got: torch.Tensor, expected: torch.Tensor, dtype: DataType, *, at_least: float
+) -> float:
+    """Return the largest error in units of the last place of the result, or of `at_least` where the
+    result is smaller; `expected` is float64."""
+    info = torch.finfo(to_torch(dtype))
+    same = (got.double() == expected) | (got.isnan() & expected.isnan())
+    rounded = expected.to(to_torch(dtype))
+    same |= got == rounded
+    size = torch.clamp(expected.abs(), min=max(at_least, info.tiny))
+    unit = torch.exp2(torch.floor(torch.log2(size))) * info.eps
+    error = (got.double() - expected).abs() / unit
+    return float(torch.where(same, torch.zeros_like(error), error).nan_to_num(1e9, 1e9).max())
+
+
+@mark.parametrize("number", range(len(CASES)), ids=[case.id for case in CASES])
+def test_op(number: int, executors: dict[str, KernelExecutor]) -> None:
+    case: OpCase = CASES[number]
+    executor = executors[case.id]
+    runs = [(shape, "contiguous") for shape in CONTIGUOUS]
+    runs += [(OTHER, layout) for layout in other_layouts(number)]
+    for seed, (shape, layout) in enumerate(runs):
+        inputs = case.draw(shape, seed, layout)
+        out = torch.full(shape, 1, dtype=to_torch(case.result))
+        sizes = sizes_of(executor.fusion, *[shape] * len(inputs))
+        executor.run(inputs, [out], sizes=sizes)
+        expected = case.reference(inputs)
+        what = f"{case.id} {shape} {layout} seed {seed}"
+        if not out.dtype.is_floating_point:
+            assert torch.equal(out, expected.to(out.dtype)), what
+        elif out.numel():
+            at_least = LARGEST.get(case.name, 0.0)
+            assert ulp_error(out, expected, case.result, at_least=at_least) <= MAX_ULP, what
+    assert len(executor.variants) <= 2
