@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
+from fuser.segment import VIEW_OPS
 from hostir.container import HostIrContainer, walk
 from hostir.ops import Allocate
 
@@ -21,14 +21,14 @@ class Storage:
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
-        """Find views (tensor ops whose output was not allocated) and in-place outputs."""
+        """Find views (outputs of view ops that were not allocated) and in-place outputs."""
         inputs = {v for v in program.inputs if isinstance(v, TensorView)}
         owners: set[TensorView] = set(inputs)
         shows: dict[TensorView, TensorView] = {}
         for op in walk(program.ops):
             if isinstance(op, Allocate):
                 owners.add(op.buffer)
-            elif isinstance(op, TensorOp) and op.inputs and isinstance(op.inputs[0], TensorView):
+            elif isinstance(op, VIEW_OPS):
                 shows.update({out: op.inputs[0] for out in op.outputs if out not in owners})
         for alias in program.aliases:
             if alias.out not in owners and alias.out not in shows:

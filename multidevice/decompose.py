@@ -277,13 +277,12 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
     Several consumers of one tensor share a copy with the same placement.
     """
     for op in fusion.exprs:
-        op = _free_whole_axes(fusion, op)
+        op = _align_siblings(fusion, _free_whole_axes(fusion, op))
         if is_copy(op):
             continue
         differing = _differing(op)
         if not differing:
             continue
-        _check_siblings(op)
         if _goes_after(op) and _insert_after(fusion, op):
             continue
         for index in differing:
@@ -317,14 +316,29 @@ def _differing(op: TensorOp) -> list[int]:
     ]
 
 
-def _check_siblings(op: TensorOp) -> None:
-    first = placement(op.out_tensor, DEVICE_TYPES)
+def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
+    """Give all results of an op the placement of the first, and copy those that differ from it."""
+    first = op.out_tensor
+    computed, copies = op, list[TensorOp]()
     for out in op.outputs[1:]:
-        if placement(out, DEVICE_TYPES) != first or out.mesh != op.out_tensor.mesh:
-            raise ShardingError(
-                f"Cannot handle resharding a multi-output expression: {op.name} has "
-                f"{op.out_tensor} and {out}"
-            )
+        if _device_cuts(out) == _device_cuts(first) and out.mesh == first.mesh:
+            continue
+        local = _result_like(out, first.mesh)
+        unparallelize(local, lambda a: True)
+        for axis, cuts in zip(local.domain.logical, _device_cuts(first), strict=True):
+            _cut_all(local, axis.number, cuts)
+        out.domain = without_root(out.domain)
+        computed = computed.map_values(lambda v, o=out, n=local: n if v is o else v)
+        copies.append(LoadStoreOp(out, local).replace(where=op.where))
+    if copies:
+        fusion.replace_expr(op, [computed, *copies])
+    return computed
+
+
+def _device_cuts(tv: TensorView) -> list[Cuts]:
+    """Return the device cuts per logical axis, reductions included."""
+    cuts = axis_cuts(tv, DEVICE_TYPES)
+    return [cuts.get(a.number, ()) for a in tv.domain.logical]
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:

@@ -299,6 +299,10 @@ class _Propagation:
             out = min(op.outputs, key=_rank_of)
             if out.mesh is None and not spread_axes(out):
                 continue
+            for sibling in op.outputs:
+                if sibling is not out and sibling not in self.frozen:
+                    self._take_mesh(sibling, out, "backward")
+                    self._apply(sibling, out, "backward", _sibling_cuts(out, sibling), SPREAD_TYPES)
             for index, target in tensor_operands(op):
                 is_input = target in inputs
                 if target.is_cpu_scalar or (target in self.frozen and not is_input):
@@ -328,6 +332,13 @@ class _Propagation:
 
     def _record(self, target: TensorView, fact: Fact) -> None:
         self.facts[target] = (*self.facts.get(target, ()), fact)
+
+
+def _sibling_cuts(out: TensorView, sibling: TensorView) -> Transfers:
+    """Return the cuts of one result of an op as cuts of another: their axes run in parallel."""
+    cuts = axis_cuts(out)
+    pairs = zip(out.domain.logical, sibling.domain.logical, strict=True)
+    return tuple((b, cuts[a.number]) for a, b in pairs if a.number in cuts)
 
 
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:

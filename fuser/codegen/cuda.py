@@ -40,6 +40,7 @@ from fuser.lower.kernel import (
     values_of,
     walk,
 )
+from fuser.lower.reduce import pair_text
 from fuser.runtime.kernel import KernelParam, KernelSource
 
 COORDINATE_TEXT = {
@@ -329,17 +330,54 @@ def _accumulate(w: Writer, s: Accumulate) -> None:
         w.line(f"{target} = {s.functor}()({target}, {_strip(value)});")
 
 
-def _flags(flags: tuple[bool, ...]) -> str:
-    return ", ".join("true" if f else "false" for f in flags)
-
-
 def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
+    """Print the block step, then the grid step. Several accumulators travel as one `Pair`."""
+    if len(s.parts) == 1:
+        part = s.parts[0]
+        _reduce_calls(w, s, part.name, part.functor, _strip(part.identity))
+        return
+    ctype = pair_text(p.ctype for p in s.parts)
+    functor = pair_text((p.functor for p in s.parts), "PairOp")
+    identity = _make_pair([_strip(p.identity) for p in s.parts], [p.ctype for p in s.parts])
+    name = "p" + s.parts[0].name
+    if s.size is None:
+        w.line(f"{ctype} {name} = {_make_pair([p.name for p in s.parts], [p.ctype for p in s.parts])};")
+        _reduce_calls(w, s, name, functor, identity)
+        for k, part in enumerate(s.parts):
+            w.line(f"{part.name} = {name}{_member(k, len(s.parts))};")
+        return
+    w.line(f"Array<{ctype}, {s.size}> {name};")
+    loop = f"for (int i = 0; i < {s.size}; ++i) {{"
+    w.line("FUSER_UNROLL")
+    w.line(loop)
+    elements = [f"{p.name}[i]" for p in s.parts]
+    w.line(f"  {name}[i] = {_make_pair(elements, [p.ctype for p in s.parts])};")
+    w.line("}")
+    _reduce_calls(w, s, name, functor, identity)
+    w.line("FUSER_UNROLL")
+    w.line(loop)
+    for k, part in enumerate(s.parts):
+        w.line(f"  {part.name}[i] = {name}[i]{_member(k, len(s.parts))};")
+    w.line("}")
+
+
+def _make_pair(values: list[str], ctypes: list[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    return f"{pair_text(ctypes)}{{{values[0]}, {_make_pair(values[1:], ctypes[1:])}}}"
+
+
+def _member(k: int, count: int) -> str:
+    return ".second" * k + (".first" if k < count - 1 else "")
+
+
+def _reduce_calls(w: Writer, s: ThreadReduce, name: str, functor: str, identity: str) -> None:
     is_array = s.size is not None
     suffix, count = ("_array", f", {s.size}") if is_array else ("", "")
-    common = f"{s.name}, {s.functor}(), {_strip(s.identity)}"
+    common = f"{name}, {functor}(), {identity}"
     if any(s.thread_axes):
         call = f"block_reduce{suffix}<{_flags(s.thread_axes)}{count}>({common}, smem);"
-        w.line(call if is_array else f"{s.name} = {call}")
+        w.line(call if is_array else f"{name} = {call}")
     if any(s.grid_axes):
         assert s.work_offset is not None and s.semaphore_offset is not None
         flags = f"{_flags(s.grid_axes)}, {_flags(s.same_axes)}"
@@ -349,6 +387,10 @@ def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
             f"const bool {s.done} = grid_reduce{suffix}<{flags}{count}>"
             f"({common}, {work}, {semaphore}, smem);"
         )
+
+
+def _flags(flags: tuple[bool, ...]) -> str:
+    return ", ".join("true" if f else "false" for f in flags)
 
 
 def _offset_pointer(name: str, offset: Scalar) -> str:

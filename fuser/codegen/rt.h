@@ -48,8 +48,8 @@
 #define FUSER_UNROLL _Pragma("GCC unroll 32")
 #define FUSER_PRAGMA(text) _Pragma(#text)
 #define FUSER_SIMD _Pragma("omp simd")
-#define FUSER_SIMD_SUM(x) FUSER_PRAGMA(omp simd reduction(+ : x))
-#define FUSER_SIMD_PROD(x) FUSER_PRAGMA(omp simd reduction(* : x))
+#define FUSER_SIMD_SUM(...) FUSER_PRAGMA(omp simd reduction(+ : __VA_ARGS__))
+#define FUSER_SIMD_PROD(...) FUSER_PRAGMA(omp simd reduction(* : __VA_ARGS__))
 #define FUSER_SIMD_MAX(x) FUSER_PRAGMA(omp simd reduction(fuser_max_nan : x))
 #define FUSER_SIMD_MIN(x) FUSER_PRAGMA(omp simd reduction(fuser_min_nan : x))
 #define FUSER_SIMD_MAX_NAN(x, nan) FUSER_PRAGMA(omp simd reduction(max : x) reduction(| : nan))
@@ -60,8 +60,8 @@
 #define FUSER_METHOD __device__ __forceinline__
 #define FUSER_UNROLL _Pragma("unroll")
 #define FUSER_SIMD
-#define FUSER_SIMD_SUM(x)
-#define FUSER_SIMD_PROD(x)
+#define FUSER_SIMD_SUM(...)
+#define FUSER_SIMD_PROD(...)
 #define FUSER_SIMD_MAX(x)
 #define FUSER_SIMD_MIN(x)
 #define FUSER_SIMD_MAX_NAN(x, nan)
@@ -81,8 +81,8 @@ struct alignas(2) __bfloat {
 };
 
 #ifndef FUSER_SIMT
-#define FUSER_PTR(T) T* __restrict__
-#define FUSER_ALIASED_PTR(T) T*
+#define FUSER_PTR(...) __VA_ARGS__* __restrict__
+#define FUSER_ALIASED_PTR(...) __VA_ARGS__*
 #define FUSER_SMEM(name) extern __shared__ __align__(16) char name[]
 #define FUSER_SHARED(T) T*
 #define FUSER_SHARED_AT(T, smem, offset, count) reinterpret_cast<T*>((smem) + (offset))

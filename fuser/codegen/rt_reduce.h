@@ -2,6 +2,7 @@
 //
 //   combine functors   SumOp<T> ProdOp<T> MaxOp<T> MinOp<T> (NaN wins) AndOp<T> OrOp<T> (bool); any struct with
 //                      `T operator()(T earlier, T later) const` and `static constexpr bool commutative`
+//                      PairOp<OpA, OpB> on Pair<A, B> {first, second}
 //                      WelfordOp<T, N> on Welford<T, N> {avg, m2, n}; welford_add(w, x) adds one value
 //   block_reduce<X, Y, Z>(value, combine, identity, smem) -> T
 //       combines over the thread axes whose flag is true; every thread gets the result of its group. `smem` is FUSER_SMEM's
@@ -76,6 +77,21 @@ FUSER_DEVICE void welford_add(Welford<T, N>& w, T x) {
   w.avg += delta / T(w.n);
   w.m2 += delta * (x - w.avg);
 }
+
+// Several values reduced together: PairOp combines member by member. Pairs nest.
+template <class A, class B>
+struct Pair {
+  A first;
+  B second;
+};
+template <class OpA, class OpB>
+struct PairOp {
+  static constexpr bool commutative = OpA::commutative && OpB::commutative;
+  template <class A, class B>
+  FUSER_METHOD Pair<A, B> operator()(Pair<A, B> a, Pair<A, B> b) const {
+    return Pair<A, B>{OpA()(a.first, b.first), OpB()(a.second, b.second)};
+  }
+};
 
 // ---- lanes -----------------------------------------------------------------------------------------------------------
 FUSER_DEVICE unsigned fuser_block_threads() { return blockDim.x * blockDim.y * blockDim.z; }

@@ -191,8 +191,8 @@ template <class T>
 static inline Ptr<T> pointer(const Launch* launch, int slot, int slots, const char* name) {
   return Ptr<T>{reinterpret_cast<char*>(launch->slots[slot]), static_cast<long long>(launch->slots[slots + slot]), 0, name};
 }
-#define FUSER_PTR(T) simt::Ptr<T>
-#define FUSER_ALIASED_PTR(T) simt::Ptr<T>
+#define FUSER_PTR(...) simt::Ptr<__VA_ARGS__>
+#define FUSER_ALIASED_PTR(...) simt::Ptr<__VA_ARGS__>
 #define FUSER_ATOMIC_TARGET(T) simt::Ptr<T>
 #define FUSER_SMEM(name) const simt::SharedPtr<char> name{0, simt::smem_bytes, 0, #name}
 #define FUSER_SHARED(T) simt::SharedPtr<T>
@@ -217,8 +217,8 @@ template <class T>
 static inline T* pointer(const Launch* launch, int slot, int, const char*) {
   return reinterpret_cast<T*>(launch->slots[slot]);
 }
-#define FUSER_PTR(T) T* __restrict__
-#define FUSER_ALIASED_PTR(T) T*
+#define FUSER_PTR(...) __VA_ARGS__* __restrict__
+#define FUSER_ALIASED_PTR(...) __VA_ARGS__*
 #define FUSER_ATOMIC_TARGET(T) T*
 #define FUSER_SMEM(name) char* const name = simt::engine->smem()
 #define FUSER_SHARED(T) T*

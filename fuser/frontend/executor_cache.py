@@ -94,7 +94,7 @@ class FusionExecutorCache:
         self._agree(communicator, runtime, error)
         assert runtime is not None
         self._recent[communicator] = runtime
-        return runtime.evaluator.run(inputs)
+        return runtime.evaluator.run(inputs, signature=key)
 
     def _agree(
         self, communicator: Communicator, runtime: Runtime | None, error: FuserError | None
@@ -186,10 +186,15 @@ class FusionExecutorCache:
 
 
 def signature_of(inputs: Sequence[Argument]) -> Hashable:
-    """Return what decides how inputs are handled: per tensor shape, strides, dtype, device; per number
-    its type and, since structure may depend on it, its value."""
+    """Return what decides how inputs are handled.
+
+    Per tensor: shape, strides, dtype, device. Per number: its type, and the value of an integer, on
+    which the structure may depend.
+    """
     return tuple(
-        (v.shape, v.stride(), v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), v)
+        (v.shape, v.stride(), v.dtype, v.device)
+        if isinstance(v, torch.Tensor)
+        else (type(v), None if isinstance(v, float) else v)
         for v in inputs
     )
 

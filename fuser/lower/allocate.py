@@ -127,7 +127,7 @@ class Buffer:
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
         """Pair the buffer's loops with the reader's own serial loops, position by position."""
         theirs = [
-            loop.find()
+            loop
             for loop in reader.all_loops[self.stage.depth :]
             if not loop.is_parallel and isinstance(loop.symbol, Symbol)
         ]
@@ -146,7 +146,7 @@ class Buffer:
         own = {id(loop) for loop in self.loops}
         symbols: dict[Scalar, Scalar] = {}
         for number, loop in self.stage.axis_loops.items():
-                if loop.is_reduction:
+            if loop.is_reduction:
                 continue
             if number not in known:
                 return None

@@ -28,7 +28,7 @@ from fuser.lower.kernel import (
 )
 from fuser.lower.loops import Loop, Node, Stage, loop_tree
 from fuser.lower.predicate import Predicate, range_conditions, stage_predicate, writer_predicate
-from fuser.lower.reduce import declare_accumulator, finish_reduction, functor_of
+from fuser.lower.reduce import declare_accumulator, finish_reductions, functor_of
 from fuser.lower.values import At, Scope, ValueBuilder, convert
 from fuser.lower.vectorize import vector_base, vector_width
 
@@ -61,9 +61,7 @@ class _Builder:
             for stage in local:
                 self.declare(stage, scope)
             self.node(node, scope, depth)
-            for stage in local:
-                if stage.is_reduction:
-                    self.finish(stage, scope)
+            self.finish([s for s in local if s.is_reduction], scope)
 
     def node(self, node: Node, scope: Scope, depth: int) -> None:
         if node.loop is None:
@@ -258,14 +256,13 @@ class _Builder:
         kind = stage.op.kind if isinstance(stage.op, ReductionOp) else "welford"
         scope.body.statements.append(Accumulate(target, value, kind, functor_of(buffer)))
 
-    def finish(self, stage: Stage, scope: Scope) -> None:
+    def finish(self, stages: list[Stage], scope: Scope) -> None:
         """Combine over threads and blocks, and write results that are fusion outputs."""
-        statement = finish_reduction(self.ctx, self.buffers[stage])
-        if statement is not None:
-            scope.body.statements.append(statement)
-        for out in stage.op.outputs:
-            if out in self.ctx.plan.fusion.outputs:
-                self.write_result(stage, out, scope)
+        scope.body.statements += finish_reductions(self.ctx, [self.buffers[s] for s in stages])
+        for stage in stages:
+            for out in stage.op.outputs:
+                if out in self.ctx.plan.fusion.outputs:
+                    self.write_result(stage, out, scope)
 
     def write_result(self, stage: Stage, out: TensorView, scope: Scope) -> None:
         buffer = self.buffers[stage]

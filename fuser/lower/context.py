@@ -71,6 +71,8 @@ class Context:
     workspaces: list[Workspace] = field(default_factory=list[Workspace])
     workspace_ctypes: list[str] = field(default_factory=list[str])
     reduction_bytes: Scalar = sc.ZERO
+    # The flag of each finished grid reduction; reductions combined together have one.
+    done_flags: dict[Stage, str] = field(default_factory=dict[Stage, str])
     _whole: set[tuple[Scalar, Scalar]] = field(default_factory=set[tuple[Scalar, Scalar]])
     _replacements: dict[Scalar, Scalar] = field(default_factory=dict[Scalar, Scalar])
     _partial: dict[TensorView, list[Split]] = field(default_factory=dict[TensorView, list[Split]])

@@ -283,14 +283,26 @@ class Accumulate:
     functor: str
 
 
-@dataclass
-class ThreadReduce:
-    """Combine accumulators over thread and block axes; `done` names the flag of a grid reduction."""
+@dataclass(frozen=True)
+class ReducePart:
+    """One accumulator of a combination over threads."""
 
     name: str
-    size: int | None
+    ctype: str
     functor: str
     identity: str
+
+
+@dataclass
+class ThreadReduce:
+    """Combine accumulators (`size` None: scalars) over thread and block axes, all in one exchange.
+
+    `done` names the flag of a grid reduction: true in the block that has the result. `same_axes` are
+    the thread axes along which all threads hold the same value after the block step.
+    """
+
+    parts: tuple[ReducePart, ...]
+    size: int | None
     thread_axes: tuple[bool, bool, bool]
     grid_axes: tuple[bool, bool, bool] = (False, False, False)
     same_axes: tuple[bool, bool, bool] = (False, False, False)

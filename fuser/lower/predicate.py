@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Scalar, Symbol
@@ -87,7 +88,13 @@ def writer_predicate(
         if ptype in used or ptype in by_flag or sc.int_value(extent) == 1:
             continue
         extra.append(sc.eq(Symbol(COORDINATES[ptype], DataType.Index, extent=extent), 0))
-    flags = tuple(dict.fromkeys(done_flag(s) for s in finished))
+    flags = tuple(dict.fromkeys(ctx.done_flags[s] for s in finished))
+    if len(flags) > 1:
+        names = " and ".join(str(s.tv) for s in finished)
+        raise UnsupportedError(
+            f"{stage.tv} needs the grid reductions {names}, which different blocks may finish: "
+            "their loops differ"
+        )
     return Predicate(sc.all_of([*conds, *extra]), flags)
 
 
@@ -99,11 +106,6 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
         loop.ptype for loop in stage.own_loops if loop.is_reduction and loop.ptype in GRID_TYPES
         and sc.int_value(loop.extent) != 1
     )
-
-
-def done_flag(stage: Stage) -> str:
-    """Name the flag that is true in the block that finished a grid reduction."""
-    return f"done{stage.tv.number}"
 
 
 def _grid_reductions(plan: Plan, stage: Stage) -> list[Stage]:

@@ -6,6 +6,8 @@ accumulate in registers, thread axes are combined by `block_reduce`, block axes 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, nbytes_of
 from fuser.ir.nodes import ReductionOp, WelfordOp
@@ -13,8 +15,7 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.allocate import Buffer
 from fuser.lower.context import Context
-from fuser.lower.kernel import Declare, ThreadReduce, Workspace
-from fuser.lower.predicate import done_flag
+from fuser.lower.kernel import Declare, ReducePart, ThreadReduce, Workspace
 from fuser.lower.loops import Stage
 from fuser.ops.table import REDUCTIONS
 
@@ -51,12 +52,12 @@ def declare_accumulator(buffer: Buffer) -> Declare:
     return Declare(buffer.name, buffer.ctype, buffer.size, identity_of(buffer))
 
 
-def element_bytes(buffer: Buffer) -> int:
-    """Return the size of one accumulator in bytes, with padding."""
+def element_layout(buffer: Buffer) -> tuple[int, int]:
+    """Return the size and alignment of one accumulator in bytes: a Welford is {T, T, int64_t}."""
     nbytes = nbytes_of(buffer.dtype)
-    if not isinstance(buffer.stage.op, WelfordOp):
-        return nbytes
-    return 2 * nbytes + 8 if nbytes >= 4 else 16
+    if isinstance(buffer.stage.op, WelfordOp):
+        return 2 * nbytes + 8, 8
+    return nbytes, nbytes
 
 
 def reduced_types(stage: Stage) -> set[ParallelType]:
@@ -68,53 +69,81 @@ def reduced_types(stage: Stage) -> set[ParallelType]:
     }
 
 
-def finish_reduction(ctx: Context, buffer: Buffer) -> ThreadReduce | None:
-    """Return the combination over threads and blocks; None when each thread has its own result."""
-    stage = buffer.stage
-    types = reduced_types(stage)
-    if not types:
-        return None
-    threads = tuple(_type(a, "block") in types for a in _AXES)
-    grid = tuple(_type(a, "grid") in types for a in _AXES)
-    count = buffer.size or 1
+def finish_reductions(ctx: Context, buffers: list[Buffer]) -> list[ThreadReduce]:
+    """Return the combinations over threads and blocks of reductions that end at one place.
+
+    Reductions over the same axes are combined together: one exchange instead of several, and the
+    same block finishes them.
+    """
+    groups: dict[object, list[Buffer]] = {}
+    for buffer in buffers:
+        types = reduced_types(buffer.stage)
+        if types:
+            key = (frozenset(types), buffer.size, _iterated(buffer.stage))
+            groups.setdefault(key, []).append(buffer)
+    return [_finish(ctx, group) for group in groups.values()]
+
+
+def _finish(ctx: Context, group: list[Buffer]) -> ThreadReduce:
+    types = reduced_types(group[0].stage)
+    threads = _flags("block", types)
+    grid = _flags("grid", types)
+    size = group[0].size
+    nbytes, _ = _layout(group)
     block = _product(ctx, BLOCK_TYPES)
-    needed = sc.mul(block, max(count * element_bytes(buffer), 1))
-    ctx.reduction_bytes = sc.maximum(ctx.reduction_bytes, sc.maximum(needed, 16))
-    statement = ThreadReduce(
-        buffer.name,
-        buffer.size,
-        functor_of(buffer),
-        identity_of(buffer),
-        (threads[0], threads[1], threads[2]),
-    )
-    if not any(grid):
-        return statement
-    return _over_blocks(ctx, buffer, statement, (grid[0], grid[1], grid[2]))
+    needed = sc.maximum(sc.mul(block, (size or 1) * nbytes), 16)
+    ctx.reduction_bytes = sc.maximum(ctx.reduction_bytes, needed)
+    parts = tuple(ReducePart(b.name, b.ctype, functor_of(b), identity_of(b)) for b in group)
+    statement = ThreadReduce(parts, size, threads)
+    if any(grid):
+        statement.grid_axes = grid
+        _over_blocks(ctx, group, statement)
+    return statement
 
 
-def _product(ctx: Context, types: tuple[ParallelType, ...]) -> Scalar:
+def _flags(kind: str, types: Collection[ParallelType]) -> tuple[bool, bool, bool]:
+    x, y, z = (_type(a, kind) in types for a in _AXES)
+    return x, y, z
+
+
+def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
     return sc.product(ctx.plan.extents.get(p, sc.ONE) for p in types)
 
 
-def _over_blocks(
-    ctx: Context, buffer: Buffer, statement: ThreadReduce, grid: tuple[bool, bool, bool]
-) -> ThreadReduce:
-    """Add the grid step, with scratch memory of its own for every serial iteration around it."""
-    stage = buffer.stage
-    extents = ctx.plan.extents
-    # Threads along axes that the stage does not iterate hold the same value.
-    iterated = {
+def _iterated(stage: Stage) -> frozenset[ParallelType]:
+    """Return the parallel types that distinguish the results of a reduction."""
+    return frozenset(
         loop.ptype
         for loop in stage.all_loops
-        if not loop.is_reduction and isinstance(loop.symbol, Symbol)
-    }
-    same = tuple(_type(a, "block") not in iterated for a in _AXES)
-    kept = [
-        _type(a, "block") for a, is_same in zip(_AXES, same, strict=True) if not is_same
-    ]
-    per_block = sc.mul(_product(ctx, tuple(kept)), buffer.size or 1)
+        if loop.is_parallel and not loop.is_reduction and isinstance(loop.symbol, Symbol)
+    )
+
+
+def _layout(group: list[Buffer]) -> tuple[int, int]:
+    """Return the size and alignment, in bytes, of the C struct of one element of each buffer.
+
+    A group nests: `Pair<A, Pair<B, C>>`.
+    """
+    size, align = element_layout(group[-1])
+    for buffer in reversed(group[:-1]):
+        first, first_align = element_layout(buffer)
+        align = max(align, first_align)
+        size = _up(_up(first, align) + size, align)
+    return size, align
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
+    """Add the grid step, with scratch memory of its own for every serial iteration around it."""
+    stage = group[0].stage
+    iterated = _iterated(stage)
+    kept = [p for p in BLOCK_TYPES if p in iterated]
+    per_block = sc.mul(_product(ctx, kept), group[0].size or 1)
     rounds = [
-        loop.find()
+        loop
         for loop in stage.loops[: stage.depth]
         if not loop.is_parallel and isinstance(loop.symbol, Symbol)
     ]
@@ -123,22 +152,24 @@ def _over_blocks(
         turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
     turns = sc.product(loop.extent for loop in rounds)
     elements = sc.mul(_product(ctx, GRID_TYPES), per_block)
-    groups = sc.product(
-        extents.get(_type(a, "grid"), sc.ONE)
-        for a, reduced in zip(_AXES, grid, strict=True)
-        if not reduced
-    )
+    groups = _product(ctx, [p for p in GRID_TYPES if p not in reduced_types(stage)])
     first = len(ctx.workspaces)
-    nbytes = element_bytes(buffer)
+    nbytes, _ = _layout(group)
     ctx.workspaces += [
         Workspace(sc.mul(sc.mul(elements, nbytes), turns), zeroed=False),
         Workspace(sc.mul(sc.mul(groups, 4), turns), zeroed=True),
     ]
-    ctx.workspace_ctypes += [buffer.ctype, "int"]
-    statement.grid_axes = grid
-    statement.same_axes = (same[0], same[1], same[2])
+    ctx.workspace_ctypes += [pair_text(p.ctype for p in statement.parts), "int"]
+    x, y, z = (_type(a, "block") not in iterated for a in _AXES)
+    statement.same_axes = (x, y, z)
     statement.work, statement.semaphore = f"W{first}", f"W{first + 1}"
     statement.work_offset = sc.mul(turn, elements)
     statement.semaphore_offset = sc.mul(turn, groups)
-    statement.done = done_flag(stage)
-    return statement
+    statement.done = f"done{stage.tv.number}"
+    ctx.done_flags.update((b.stage, statement.done) for b in group)
+
+
+def pair_text(names: Iterable[str], name: str = "Pair") -> str:
+    """Return `A` for one name, `Pair<A, Pair<B, C>>` for more."""
+    first, *rest = names
+    return f"{name}<{first}, {pair_text(rest, name)}>" if rest else first

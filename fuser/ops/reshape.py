@@ -307,7 +307,7 @@ def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int 
     """Return both element counts after cancelling symbols; None for one that keeps symbols."""
     have, want = list(ins), list(outs)
     for size in ins:
-        if size in want:
+        if size in want and sc.int_value(size) != 0:
             want.remove(size)
             have.remove(size)
     return sc.int_value(sc.product(have)), sc.int_value(sc.product(want))

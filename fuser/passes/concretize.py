@@ -150,11 +150,14 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> None:
     """Rewrite every extent and scalar operand over class representatives; empty ones become 0."""
     memo: dict[Scalar, Scalar] = {}
+    zeros: dict[Scalar, Scalar] = {
+        s: sc.ZERO for s in _empty_extents(fusion, values) if isinstance(s, Symbol)
+    }
 
     def extent(x: Scalar) -> Scalar:
         if x not in memo:
             is_empty = sc.symbols(x) and size_of(x, values) == 0
-            memo[x] = sc.ZERO if is_empty else fusion.canonical(x)
+            memo[x] = sc.ZERO if is_empty else sc.substitute(fusion.canonical(x), zeros)
         return memo[x]
 
     for tv in fusion.tensors():
@@ -163,7 +166,7 @@ def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> Non
     def operand(v: TensorView | Scalar) -> TensorView | Scalar:
         if isinstance(v, TensorView):
             return v
-        return memo[v] if v in memo else fusion.canonical(v)
+        return memo[v] if v in memo else sc.substitute(fusion.canonical(v), zeros)
 
     fusion.exprs = tuple(op.map_values(operand) for op in fusion.exprs)
 

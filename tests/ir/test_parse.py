@@ -69,7 +69,7 @@ def test_floating_scalars_round_trip(x: Scalar) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["double(nan)", "double(-inf)", "float(-0.0)", "double(1e-05)", "double(0.1)", "true"]
+    "text", ["double(nan)", "double(-inf)", "float(-0)", "double(1e-05)", "double(0.1)", "true"]
 )
 def test_literals_keep_their_value(text: str) -> None:
     assert str(parse_scalar(text)) == text
@@ -171,8 +171,7 @@ def test_every_spelling_of_every_op_round_trips(
     cls: type[Op], attributes: dict[str, object], text: str
 ) -> None:
     """Some combination of dtypes prints as this spelling, and what is parsed has its attributes."""
-    dtypes = [d for d in INFO if d is not DataType.Index]
-    for out, inp in itertools.product(dtypes, dtypes):
+    for out, inp in itertools.product(INFO, INFO):
         op = _parse_sample(cls, text, out, inp)
         if op is not None:
             assert type(op) is cls

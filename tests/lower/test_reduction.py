@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -224,9 +225,13 @@ def test_sum_and_sum_of_squares(grid: bool) -> None:
     assert kernel.source.text.count("= T0[") == 1
 
 
-def test_grid_reductions_of_two_kinds_meet() -> None:
+@pytest.mark.parametrize("kinds", [("sum", "max"), ("sum", "max", "min")])
+def test_grid_reductions_of_several_kinds_meet(kinds: Sequence[str]) -> None:
+    """One exchange for all: two exchanges could be finished by different blocks."""
+
     def build(a: TensorView) -> TensorView:
-        return ops.add(ops.sum(a, [1]), ops.max(a, [1]))
+        results = [getattr(ops, kind)(a, [1]) for kind in kinds]
+        return functools.reduce(ops.add, results)
 
     fusion = define(build, (-1, -1))
     r = staged(fusion)
@@ -234,7 +239,9 @@ def test_grid_reductions_of_two_kinds_meet() -> None:
     r.split(1, 3, False)
     parallelize(r, P.grid_y, P.grid_x, None, P.block_x)
     spread(fusion, r)
-    check(fusion, [random((5, 213))])
+    kernel = check(fusion, [random((5, 213))])
+    assert kernel.source.text.count("grid_reduce<") == 1
+    assert kernel.source.text.count("= T0[") == 1
 
 
 @pytest.mark.parametrize("grid", [False, True])

@@ -193,5 +193,5 @@ def test_a_broadcast_axis_is_squeezed_or_added() -> None:
     assert type(reshaped([1, 6], [6]).definition()).__name__ == "SqueezeOp"
     assert type(reshaped([6], [1, 6, 1]).definition()).__name__ == "BroadcastOp"
     kept = reshaped([1, -1, 6], [1, "1", 2, 3])
-    assert [a.kind for a in kept.domain.logical][0] is IterType.broadcast
+    assert kept.domain.logical[0].kind is IterType.broadcast
     assert type(reshaped([-1, 6], ["0", 6]).definition()).__name__ == "LoadStoreOp"

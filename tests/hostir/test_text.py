@@ -1,0 +1,178 @@
+"""Programs print as golden texts, and every text reads back as the same program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuser.errors import ParseError
+from hostir.container import HostIrContainer, equal
+from hostir.ops import Allocate, Communication, LocalSlice, Wait
+from hostir.parse import parse
+from hostir.verify import verify
+from tests.hostir.programs import CASES, build, check
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# One of each host op and each spelling of a communication.
+EVERY_OP = """
+%HostIrContainer { (T0_g_float[ideviceIdx.x0{2}, iS1{i0}, iS2{i1}] (DeviceMesh{0 1})) -> (T1_g_float[iS5{2}, iS3{i0}, iS4{i1}] (DeviceMesh{0 1})) :
+  T1_g_float[iS5{2}, iS3{i0}, iS4{i1}] (DeviceMesh{0 1}) = ALLOCATE(buffer=T1_g_float[iS5{2}, iS3{i0}, iS4{i1}] (DeviceMesh{0 1}), mem_type=global, size=( ( i0 * i1 ) * 2 ), zero_init=true, resets_to_zero=false)
+  T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1}) = ALLOCATE(buffer=T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1}), mem_type=global, size=( ( i0 * i1 ) * 2 ), zero_init=false, resets_to_zero=false)
+  Communication 0 (type=Allgather, team=(0 1), input=T0_g_float[ideviceIdx.x0{2}, iS1{i0}, iS2{i1}] (DeviceMesh{0 1}), output=T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1}), backend=NCCL)
+  Wait(Communication 0)
+  Communication 1 (type=Allreduce, team=mesh_x of DeviceMesh{{0 1}{2 3}}, red_op=MAX, input=T0_g_float[ideviceIdx.x0{2}, iS1{i0}, iS2{i1}] (DeviceMesh{0 1}), output=T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1}), backend=NCCL)
+  Wait(Communication 1)
+  Communication 2 (type=Reduce, team=(0 1), root=1, input=T0_g_float[ideviceIdx.x0{2}, iS1{i0}, iS2{i1}] (DeviceMesh{0 1}), output=T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1}), backend=MPI)
+  Wait(Communication 2)
+  T1_g_float[iS5{2}, iS3{i0}, iS4{i1}] (DeviceMesh{0 1})
+     = Set( T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1}) )
+  T3_g_float[iS9{2}, iS10{i0}, iS11{i1}] (DeviceMesh{0 1})
+     = LocalSlice( T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1}), axis = 0, parallelType = deviceIdx.x )
+  LaunchKernel(
+    Group ID: 3,
+    Inputs: {T1_g_float[iS5{2}, iS3{i0}, iS4{i1}] (DeviceMesh{0 1}), i0},
+    Outputs: {T3_g_float[iS9{2}, iS10{i0}, iS11{i1}] (DeviceMesh{0 1})},
+  )
+  Deallocate {
+    T2_g_float[iS6{2}, iS7{i0}, iS8{i1}] (DeviceMesh{0 1})
+  }
+} // %HostIrContainer
+
+"""
+
+
+def test_every_host_op_prints_as_it_was_read() -> None:
+    assert str(parse(EVERY_OP)) == EVERY_OP
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_programs_round_trip(name: str) -> None:
+    program = build(CASES[name])
+    again = parse(program.full_text())
+    assert again.full_text() == program.full_text()
+    assert equal(again, program)
+    verify(again)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_programs_run_from_their_text(name: str) -> None:
+    program = build(CASES[name])
+    check(program, CASES[name])
+    check(parse(program.full_text()), CASES[name])
+
+
+@pytest.mark.parametrize("name", ["heads", "mlp2", "sequence2", "slice2"])
+def test_programs_print_as_golden_texts(name: str) -> None:
+    """Regenerate with HOSTIR_GOLDEN=write; the semantic twin is the test above."""
+    path = GOLDEN / f"{name}.txt"
+    text = str(build(CASES[name]))
+    if os.environ.get("HOSTIR_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_changed_programs_are_unequal() -> None:
+    text = build(CASES["mlp2"]).full_text()
+    program = parse(text)
+    for old, new in (
+        ("type=Allreduce, team=(0 1)", "type=Allreduce, team=(0 1), red_op=MAX"),
+        ("Kernel group 4 (pointwise)", "Kernel group 4 (reduction)"),
+        ("contiguity: t t", "contiguity: t f"),
+        ("zero_init=false", "zero_init=true"),
+    ):
+        assert old in text
+        assert not equal(parse(text.replace(old, new, 1)), program), old
+
+
+def test_collectives_are_counted_by_type() -> None:
+    def types(name: str) -> list[str]:
+        return [c.type for c in build(CASES[name]).communications()]
+
+    assert types("linear_relu_sum") == []
+    assert types("mlp2") == types("mlp4") == ["Allreduce"]
+    assert types("sequence2") == ["Allgather", "ReduceScatter"]
+    assert types("slice2") == []
+    assert any(isinstance(op, LocalSlice) for op in build(CASES["slice2"]).ops)
+
+
+def test_older_spellings_are_read() -> None:
+    new = parse(EVERY_OP)
+    text = EVERY_OP.replace("Wait(Communication 0)", "Wait Communication 0")
+    first = EVERY_OP.splitlines()[3]
+    buffer = first.split(" = ")[0]
+    text = text.replace(first, f"{buffer} = ALLOCATE(mem_type=global, zero_init=false)")
+    old = parse(text)
+    assert isinstance(old.ops[0], Allocate)
+    assert not old.ops[0].zero_init
+    assert [type(op) for op in old.ops] == [type(op) for op in new.ops]
+    assert any(isinstance(op, Wait) for op in old.ops)
+
+
+def test_bare_names_stand_for_known_tensors() -> None:
+    program = parse(EVERY_OP)
+    lines = EVERY_OP.splitlines()
+    short = lines[:3]
+    for line in lines[3:]:
+        for n in (0, 1):  # T2 and T3 are declared in the body
+            line = line.replace(str(_tensor(program, n)), f"T{n}")
+        short.append(line)
+    assert equal(parse("\n".join(short)), program)
+
+
+def _tensor(program: HostIrContainer, number: int) -> object:
+    return next(t for t in program.tensors() if t.number == number)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("size=( ( i0 * i1 ) * 2 )", "size=( i0 * i1 )", "expected ( ( i0 * i1 ) * 2 )"),
+        ("type=Allgather", "type=Allgathr", "unknown communication type 'Allgathr'"),
+        ("team=(0 1), root", "team=(0 0), root", "duplicates"),
+        ("mesh_x of", "mesh_w of", "'mesh_w' is not a mesh axis"),
+        ("axis = 0", "axs = 0", "expected 'axis'"),
+        ("Group ID: 3", "Group: 3", "expected 'ID:'"),
+        ("Deallocate {", "Dealocate {", "unknown op Dealocate"),
+        ("} // %HostIrContainer", "", "expected a tensor"),
+        ("red_op=MAX", "red_op=AVG", "line 7"),
+        ("T2_g_float[iS6{2}, iS7{i0}", "T2_g_float[iS6{2}, iS7{i1}", "T2 was declared as"),
+    ],
+)
+def test_errors_mark_the_line(old: str, new: str, message: str) -> None:
+    assert old in EVERY_OP
+    with pytest.raises(ParseError, match=r"line \d+, column \d+") as error:
+        parse(EVERY_OP.replace(old, new, 1))
+    assert message in str(error.value)
+
+
+def test_text_does_not_depend_on_hash_order() -> None:
+    code = (
+        "from tests.hostir.programs import CASES, build\n"
+        "print(build(CASES['mlp2']).full_text(), build(CASES['heads']).full_text())"
+    )
+    root = Path(__file__).parents[2]
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=root,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
+
+
+def test_a_communications_type_and_numbers_are_checked() -> None:
+    program = parse(EVERY_OP)
+    (first, *_) = [op for op in program.ops if isinstance(op, Communication)]
+    assert str(first.team) == "(0 1)"
+    assert first.team.ranks(1) == (0, 1)
+    assert first.team.ranks(2) == ()

@@ -1,0 +1,156 @@
+"""The verifier accepts what the lowering makes and finds every planted mistake, on its line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fuser.errors import ParseError, VerifyError
+from hostir.container import HostIrContainer
+from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, Wait
+from hostir.parse import parse
+from hostir.pipeline import run_passes
+from hostir.verify import verify
+from tests.hostir.programs import CASES, build
+
+
+@pytest.fixture(scope="module")
+def program() -> HostIrContainer:
+    """Linear, kernel, partial linear, allreduce, kernel."""
+    return build(CASES["mlp2"])
+
+
+def _without(program: HostIrContainer, kind: type, index: int = 0) -> HostIrContainer:
+    found = [op for op in program.ops if isinstance(op, kind)]
+    return program.with_ops(tuple(op for op in program.ops if op is not found[index]))
+
+
+def _first(program: HostIrContainer, kind: type) -> int:
+    return next(i for i, op in enumerate(program.ops) if isinstance(op, kind))
+
+
+def _moved(program: HostIrContainer, kind: type, steps: int, index: int = 0) -> HostIrContainer:
+    ops = list(program.ops)
+    at = [i for i, op in enumerate(ops) if isinstance(op, kind)][index]
+    ops.insert(at + steps, ops.pop(at))
+    return program.with_ops(tuple(ops))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lowered_programs_are_accepted(name: str) -> None:
+    verify(build(CASES[name]))
+
+
+def test_a_missing_allocation_is_found(program: HostIrContainer) -> None:
+    with pytest.raises(VerifyError, match=r"linear: T5_g_float.* has neither an allocation"):
+        verify(_without(program, Allocate))
+    with pytest.raises(VerifyError, match=r"LaunchKernel: T6.* is written before it is allocated"):
+        verify(_without(program, Allocate, 1))
+
+
+def test_a_second_deallocation_is_found(program: HostIrContainer) -> None:
+    at = _first(program, Deallocate)
+    ops = (*program.ops, program.ops[at])
+    with pytest.raises(VerifyError, match="T5.* is deallocated twice"):
+        verify(program.with_ops(ops))
+
+
+def test_a_leak_is_found(program: HostIrContainer) -> None:
+    with pytest.raises(VerifyError, match="Memory leak detected in Host IR: no Deallocate of T5"):
+        verify(_without(program, Deallocate))
+
+
+def test_use_after_deallocation_is_found(program: HostIrContainer) -> None:
+    with pytest.raises(VerifyError, match=r"T5.* is used after its Deallocate"):
+        verify(_moved(program, Deallocate, -1))
+
+
+def test_use_of_a_view_after_the_deallocation_of_its_buffer_is_found() -> None:
+    program = build(CASES["heads"])
+    frees = [op for op in program.ops if isinstance(op, Deallocate)]
+    ops = [op for op in program.ops if op is not frees[-1]]
+    ops.insert(next(i for i, op in enumerate(ops) if op.name == "matmul"), frees[-1])
+    with pytest.raises(VerifyError, match=r"T4.*, a view of T2.*, is used after its Deallocate"):
+        verify(program.with_ops(tuple(ops)))
+
+
+def test_a_missing_wait_is_found(program: HostIrContainer) -> None:
+    with pytest.raises(VerifyError, match=r"T11.* is used before Wait\(Communication 0\)"):
+        verify(_without(program, Wait))
+    unused = program.ops[: _first(program, Communication) + 1]
+    with pytest.raises(VerifyError, match="Communication 0 has no Wait"):
+        verify(program.with_ops(unused))
+
+
+def test_a_second_wait_is_found(program: HostIrContainer) -> None:
+    ops = (*program.ops, Wait(number=0))
+    with pytest.raises(VerifyError, match="a second Wait for communication 0"):
+        verify(program.with_ops(ops))
+
+
+def test_reading_the_result_before_the_wait_is_found(program: HostIrContainer) -> None:
+    steps = len(program.ops) - 1 - _first(program, Wait)
+    with pytest.raises(VerifyError, match=r"is used before Wait\(Communication 0\)"):
+        verify(_moved(program, Wait, steps))
+
+
+def test_a_collective_before_its_operand_is_written_is_found(program: HostIrContainer) -> None:
+    ops = list(program.ops)
+    at = _first(program, Communication)
+    ops[at], ops[at - 3] = ops[at - 3], ops[at]
+    with pytest.raises(VerifyError, match="is read before it is written|before it is allocated"):
+        verify(program.with_ops(tuple(ops)))
+
+
+def test_a_kernel_group_must_exist_and_fit(program: HostIrContainer) -> None:
+    with pytest.raises(VerifyError, match="there is no kernel group 1"):
+        verify(HostIrContainer(program.values, program.ops, {4: program.groups[4]}))
+    at = _first(program, LaunchKernel)
+    launch = program.ops[at]
+    assert isinstance(launch, LaunchKernel)
+    ops = (*program.ops[:at], launch.replace(ins=()), *program.ops[at + 1 :])
+    with pytest.raises(VerifyError, match="0 inputs, but group 1 has 1"):
+        verify(program.with_ops(ops))
+
+
+def test_an_output_must_be_written(program: HostIrContainer) -> None:
+    kept = tuple(op for op in program.ops if not isinstance(op, Deallocate))
+    with pytest.raises(VerifyError, match="output T8.* is never written"):
+        verify(program.with_ops(kept[:-1]))
+
+
+def test_the_callers_buffers_are_not_deallocated(program: HostIrContainer) -> None:
+    ops = (*program.ops, Deallocate(program.outputs[0]))
+    with pytest.raises(VerifyError, match="T8.* belongs to the caller"):
+        verify(program.with_ops(ops))
+
+
+def test_a_collective_over_one_rank_is_refused(program: HostIrContainer) -> None:
+    text = program.full_text().replace("team=(0 1)", "team=(0)")
+    with pytest.raises(VerifyError, match="a team of 1 needs no communication"):
+        verify(parse(text))
+
+
+def test_a_symbol_that_no_input_binds_is_found(program: HostIrContainer) -> None:
+    text = program.full_text().replace("T8_g_float[iS22{i0}", "T8_g_float[iS22{i7}")
+    text = re.sub(r"\(iS22\{i0\}", "(iS22{i7}", text)
+    with pytest.raises((VerifyError, ParseError), match="i7"):
+        verify(parse(text))
+
+
+def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> None:
+    def break_it(p: HostIrContainer) -> HostIrContainer:
+        return _moved(p, Deallocate, -1)
+
+    kept = tuple(op for op in program.ops if not isinstance(op, Deallocate))
+    with pytest.raises(VerifyError) as error:
+        run_passes(program.with_ops(kept), (*_passes(), break_it))
+    assert "after break_it: LaunchKernel" in str(error.value)
+    assert "-> LaunchKernel(" in str(error.value)
+
+
+def _passes():  # noqa: ANN202
+    from hostir.pipeline import PASSES
+
+    return PASSES
