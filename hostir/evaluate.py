@@ -16,6 +16,7 @@ from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
+from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.frame import Frame, KernelRunner, Machine
@@ -138,6 +139,7 @@ class HostIrEvaluator:
         self._make_runner = make_runner
         self._runners: dict[int, KernelRunner] = {}
         self._plans: dict[object, Plan] = {}
+        self._arena = Arena()
         if communicator is None and program.devices():
             from multidevice.communicator import Communicator
 
@@ -172,12 +174,12 @@ class HostIrEvaluator:
         plan = self._plans.get(key)
         with torch.no_grad():
             if plan is not None:
-                return plan.run(inputs)
+                return plan.run(inputs, self._arena)
             frame = self._frame(inputs)
             recorder = Recorder(frame)
             outputs = self._walk(frame, recorder)
             if len(self._plans) >= MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
+                self._arena.forget(self._plans.pop(next(iter(self._plans))))
             self._plans[key] = recorder.finish(self._visible)
             return outputs
 

@@ -1,14 +1,14 @@
 """Replay: a program bound to one class of inputs, as a flat list of closures over slots.
 
 The first run of a class is the reference evaluation; after each op the *recorder* notes what a
-later run has to repeat: sizes, strides, teams and kernel launches are fixed, only tensors change. A
-run owns its slots, so nested and concurrent runs of one plan never see each other's tensors.
+later run has to repeat: sizes, strides, teams and kernel launches are fixed, only tensors change.
+Intermediates lie in an arena (`hostir.arena`); what a caller gets is allocated by every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import evaluate_into
+from hostir.arena import Arena, Block, first_fit
 from hostir.bind import Argument
 from hostir.frame import Frame
 from hostir.layout import allocated_strides
@@ -31,19 +32,28 @@ Slots = list[Any]
 Step = Callable[[Slots], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What a class of inputs repeats: the steps, how many slots they need, where outputs lie."""
+    """What a class of inputs repeats: the steps, how many slots they need, where outputs lie.
+
+    `blocks` are the buffers that live in an arena of `nbytes`; outputs are allocated by steps.
+    """
 
     steps: tuple[Step, ...]
     size: int
     outputs: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    nbytes: int
+    device: torch.device
 
-    def run(self, inputs: list[Argument]) -> list[torch.Tensor]:
+    def run(self, inputs: list[Argument], arena: Arena) -> list[torch.Tensor]:
         """Carry out the steps on these inputs and return the visible outputs."""
         slots: Slots = [*inputs, *[None] * (self.size - len(inputs))]
-        for step in self.steps:
-            step(slots)
+        with arena.views(self, self.blocks, self.nbytes, self.device) as views:
+            for slot, tensor in views.items():
+                slots[slot] = tensor
+            for step in self.steps:
+                step(slots)
         return [slots[i] for i in self.outputs]
 
 
@@ -56,10 +66,15 @@ class Recorder:
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
         self._steps: list[Step] = []
-        self._aliased: dict[TensorView, TensorView] = {}
+        # Buffers and where in the program they begin and end (None: they outlive it).
+        self._blocks: dict[TensorView, Block] = {}
+        self._begin: dict[TensorView, int] = {}
+        self._end: dict[TensorView, int] = {}
+        self._position = 0
 
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
+        self._position += 1
         step = RECORD[type(op)](self, op) if type(op) in RECORD else self._tensor_op(op)
         if step is not None:
             self._steps.append(step)
@@ -69,7 +84,36 @@ class Recorder:
         for tv in outputs:
             if not self._frame.is_mine(tv):
                 self._steps.append(self._absent(tv))
-        return Plan(tuple(self._steps), self._size, tuple(self.slot(t) for t in outputs))
+        blocks, nbytes = self._place()
+        fresh = tuple(self._make(b) for tv, b in self._blocks.items() if tv not in self._end)
+        return Plan(
+            (*fresh, *self._steps),
+            self._size,
+            tuple(self.slot(t) for t in outputs),
+            blocks,
+            nbytes,
+            self._frame.machine.device,
+        )
+
+    def _place(self) -> tuple[tuple[Block, ...], int]:
+        """Give every buffer that the program deallocates its place in the arena."""
+        tensors = list(self._end)
+        tensors.sort(key=self._begin.__getitem__)
+        offsets, nbytes = first_fit(
+            [(self._begin[t], self._end[t], self._blocks[t].nbytes) for t in tensors]
+        )
+        placed = zip(tensors, offsets, strict=True)
+        return tuple(replace(self._blocks[t], offset=at) for t, at in placed), nbytes
+
+    def _make(self, block: Block) -> Step:
+        """Return the step that makes a buffer which outlives the run."""
+        make, device, i = torch.empty_strided, self._frame.machine.device, block.slot
+        shape, strides, dtype = block.shape, block.strides, block.dtype
+
+        def allocate(slots: Slots) -> None:
+            slots[i] = make(shape, strides, dtype=dtype, device=device)
+
+        return allocate
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""
@@ -87,22 +131,23 @@ class Recorder:
 
         return absent
 
-    def _allocate(self, op: Allocate) -> Step:
+    def _allocate(self, op: Allocate) -> Step | None:
         tv = op.buffer
         i, shape = self.slot(tv), self._frame.local_shape(tv)
-        strides, dtype = allocated_strides(tv, shape), to_torch(tv.dtype())
-        device, make = self._frame.machine.device, torch.empty_strided
+        self._blocks[tv] = Block(i, shape, allocated_strides(tv, shape), to_torch(tv.dtype()))
+        self._begin[tv] = self._position
 
-        def allocate(slots: Slots) -> None:
-            slots[i] = make(shape, strides, dtype=dtype, device=device)
+        def clear(slots: Slots) -> None:
+            slots[i].zero_()
 
-        def allocate_zeros(slots: Slots) -> None:
-            slots[i] = make(shape, strides, dtype=dtype, device=device).zero_()
+        return clear if op.zero_init else None
 
-        return allocate_zeros if op.zero_init else allocate
-
-    def _deallocate(self, op: Deallocate) -> Step:
-        i = self.slot(op.buffer)
+    def _deallocate(self, op: Deallocate) -> Step | None:
+        tv = op.buffer
+        if tv in self._blocks:
+            self._end[tv] = self._position
+            return None
+        i = self.slot(tv)
 
         def deallocate(slots: Slots) -> None:
             slots[i] = None

@@ -4,11 +4,10 @@ Before: shardings are propagated, operands and results of an op may be placed di
 an op whose operand and result differ in sharding is a `set` or a reduction over one device axis,
 with one device type changing.
 
-    out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
-                                                  s [M, N, rDIDx{d}] = sum(t)          (allreduce)
-                                                  out = s + broadcast(bias)
-    out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)                (allgather)
+    out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)           (allgather)
                                                       out = linear(c, w)
+    y [M, N] = relu(x [DIDx(M), N])               ->  t [DIDx(M), N] = relu(x)
+                                                      y = set(t)                  (allgather)
 """
 
 from __future__ import annotations
@@ -16,36 +15,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fuser.errors import ShardingError
-from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
-from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
-from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
+from fuser.ir.domain import contiguity_for
+from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import (
-    BinaryOp,
-    BroadcastOp,
-    CastOp,
     CatOp,
     IotaOp,
-    LinearOp,
     LoadStoreOp,
-    MatmulOp,
-    ReductionOp,
     TensorOp,
 )
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from fuser.ir.types import DEVICE_TYPES
 from multidevice.communication import check_lowerable, is_copy
+from multidevice.partial_sums import (
+    add_row_parallel_bias_last,
+    factor_device_reductions,
+    reduces_one_device_axis,
+)
 from multidevice.placement import (
     Cuts,
-    Placement,
-    add_cut,
+    add_cuts,
     axis_cuts,
     clone_domain,
-    copy_like,
     placement,
-    reduction_cuts,
     unparallelize,
     without_root,
 )
@@ -57,7 +51,11 @@ from multidevice.propagate import (
     forward_cuts,
     has_cut_origin,
 )
-from multidevice.sharding import have_different_shardings, is_resharding
+from multidevice.sharding import (
+    have_different_shardings,
+    is_resharding,
+    rfactor_device_axis,
+)
 from multidevice.stepwise import Copies, split_copies
 
 
@@ -77,197 +75,6 @@ def decompose_reshardings(fusion: Fusion) -> None:
     split_copies(fusion, copies)
     for op in fusion.exprs:
         check_lowerable(op)
-
-
-# ------------------------------------------------------------------ row-parallel bias
-def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Take the bias out of every linear whose sum is spread over devices, and add it once, after.
-
-    The sum is cast back to the dtype of the linear; bias add and cast fuse with what follows.
-    """
-    for op in fusion.exprs:
-        if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):
-            _take_bias_out(fusion, op, op.bias)
-
-
-def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
-    out, where = op.out, op.where
-    domain, _ = clone_domain(fusion, out.domain)
-    plain = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
-    out.domain = without_root(out.domain)
-    ops: list[TensorOp] = [op.replace(out=plain, bias=None)]
-    addend = bias
-    if out.ndim > 1:
-        flags = (True,) * (out.ndim - 1) + (False,)
-        axes = [
-            fusion.clone_axis(a) if not new else fusion.new_axis(sc.ONE, IterType.broadcast)
-            for new, a in zip(flags, out.domain.no_reductions, strict=True)
-        ]
-        addend = fusion.new_tensor(axes, bias.dtype(), mesh=out.mesh)
-        ops.append(BroadcastOp(addend, bias, flags=flags).replace(where=where))
-    total = out
-    if out.dtype() in HALF_LIKE:
-        total = copy_like(out, out.mesh, placement(out), dtype=DataType.Float)
-    addition = BinaryOp(total, plain, addend, kind="add").replace(where=where)
-    ops.append(addition)
-    if total is not out:
-        ops.append(CastOp(out, total).replace(where=where))
-    fusion.replace_expr(op, ops)
-    if addend is not bias:
-        apply_transfers(addend, backward_cuts(addition, 1, total), DEVICE_TYPES)
-
-
-# ------------------------------------------------------------------ partial sums
-def factor_device_reductions(fusion: Fusion) -> None:
-    """Split every reduction that is spread over devices into a local op and sums over device axes.
-
-    The local op's result has an explicit device axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's
-    tensor becomes the sum over it, `[M, N, rDIDx{d}]`. With several device types the sums follow
-    each other, one type at a time.
-    """
-    for op in fusion.exprs:
-        cuts = reduction_cuts(op.out_tensor)
-        if not cuts:
-            continue
-        if not isinstance(op, ReductionOp | MatmulOp | LinearOp):
-            # No pairwise combination is declared: the operand is gathered instead.
-            for out in op.outputs:
-                unparallelize(out, lambda a: a.is_reduction() and a.is_device)
-        elif not _reduces_one_device_axis(op):
-            _factor(fusion, op, cuts)
-
-
-def _reduces_one_device_axis(op: TensorOp) -> bool:
-    """Whether the op is a sum over a single axis that is a device axis as a whole."""
-    reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
-    return isinstance(op, ReductionOp) and len(reduced) == 1 and reduced[0].is_device
-
-
-def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
-    out = op.out_tensor
-    types = [c.ptype for mine in cuts.values() for c in mine]
-    local = _partial(out, cuts)
-    ops = [op.map_values(lambda v: local if v is out else v)]
-    kind = op.kind if isinstance(op, ReductionOp) else "add"
-    init = op.init if isinstance(op, ReductionOp) else sc.const(0, out.dtype())
-    targets = placement(out)
-    source, last = local, _sum_order(types, targets)[-1]
-    for ptype in _sum_order(types, targets):
-        pending = set(types) - {ptype}
-        types = [t for t in types if t is not ptype]
-        if ptype is last:
-            _become_sum(out, source, ptype)
-            result = out
-        else:
-            result = _intermediate_sum(source, ptype, out, pending)
-        ops.append(ReductionOp(result, source, init, kind=kind).replace(where=op.where))
-        source = result
-    fusion.replace_expr(op, ops)
-
-
-def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Return the device types in the order of summation: mesh_x first.
-
-    A type that also cuts the result comes after the types that cut the same axis outside it, so
-    that each step scatters whole blocks.
-    """
-    depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
-    return sorted(types, key=lambda p: (depth.get(p, 0), DEVICE_TYPES.index(p)))
-
-
-def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
-    """Create the result of the local op: device axes of reductions become iteration axes."""
-    fusion = out.fusion
-    axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
-    local = fusion.new_tensor(
-        replace(
-            out.domain,
-            logical=tuple(axes[a.number] for a in out.domain.logical),
-            loop=tuple(axes[a.number] for a in out.domain.logical),
-            root=(),
-            allocation=(),
-            contiguity=contiguity_for(out.domain.logical),
-            transforms=(),
-        ),
-        out.dtype(),
-        mesh=out.mesh,
-    )
-    for number, mine in cuts.items():
-        for cut in mine:
-            # A whole cut still needs an axis of extent 1 to contract locally.
-            add_cut(local, axes[number].number, replace(cut, whole=False))
-    is_rfactor = {o.number for t in local.domain.transforms for o in t.outputs}
-    device = {a.number for a in local.domain.loop if a.is_device}
-    local.domain = local.domain.map_axes(
-        lambda a: replace(
-            a,
-            rfactor=a.number in is_rfactor,
-            kind=IterType.iteration if a.number in device else a.kind,
-        )
-    )
-    domain = local.domain
-    local.domain = replace(
-        domain, logical=domain.loop, root=domain.logical, contiguity=contiguity_for(domain.loop)
-    )
-    busy = {c.ptype for mine in cuts.values() for c in mine}
-    for number, mine in axis_cuts(out).items():
-        if number not in cuts:
-            _cut_all(local, axes[number].number, tuple(c for c in mine if c.ptype not in busy))
-    return local
-
-
-def _cut_all(tv: TensorView, number: int, cuts: Cuts) -> None:
-    for cut in cuts:
-        add_cut(tv, number, cut)
-
-
-def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Rebind `out` as the sum of `source` over its axis with device type `ptype`."""
-    fusion, domain = out.fusion, without_root(out.domain)
-    mine = iter(domain.logical)
-    summed: IterDomain | None = None
-    logical: list[IterDomain] = []
-    for axis in source.domain.no_reductions:
-        if axis.ptype is ptype and axis.rfactor:
-            summed = fusion.clone_axis(axis, kind=IterType.reduction, ptype=ptype)
-            logical.append(summed)
-        else:
-            logical.append(next(mine))
-    assert summed is not None, f"{source} has no partial-sum axis along {ptype.text}"
-    allocation, contiguity = domain.allocation, domain.contiguity
-    if allocation:
-        allocation, contiguity = (*allocation, summed), (*contiguity, None)
-    else:
-        contiguity = contiguity_for(logical)
-    out.domain = TensorDomain(
-        logical=tuple(logical),
-        loop=(*domain.loop, summed),
-        allocation=allocation,
-        contiguity=contiguity,
-        transforms=domain.transforms,
-    )
-
-
-def _intermediate_sum(
-    source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
-) -> TensorView:
-    """Create the sum over one of several device axes, placed like `out` where types are free."""
-    fusion = out.fusion
-    axes = tuple(
-        fusion.clone_axis(
-            a,
-            ptype=a.ptype if a.rfactor and a.is_device else ParallelType.serial,
-            kind=IterType.reduction if a.rfactor and a.ptype is ptype else a.kind,
-            rfactor=a.rfactor and a.ptype is not ptype,
-        )
-        for a in source.domain.no_reductions
-    )
-    result = fusion.new_tensor(axes, out.dtype(), mesh=out.mesh)
-    plain = [a for a in axes if not (a.is_device or a.is_reduction())]
-    for axis, mine in zip(plain, placement(out), strict=True):
-        free = tuple(c for c in mine if c.ptype not in pending)
-        _cut_all(result, axis.number, free)
-    return result
 
 
 # ------------------------------------------------------------------ copies around ops
@@ -300,7 +107,7 @@ def _needs(op: TensorOp, index: int) -> Transfers:
 
 def _differing(op: TensorOp) -> list[int]:
     """Return the operands that are not placed as the op's result needs them."""
-    if _reduces_one_device_axis(op):
+    if reduces_one_device_axis(op):
         # The collective itself: its operand is cut on the reduced axis, and nowhere else differs.
         operand = op.inputs[0]
         types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
@@ -326,7 +133,7 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
         local = _result_like(out, first.mesh)
         unparallelize(local, lambda a: True)
         for axis, cuts in zip(local.domain.logical, _device_cuts(first), strict=True):
-            _cut_all(local, axis.number, cuts)
+            add_cuts(local, axis.number, cuts)
         out.domain = without_root(out.domain)
         computed = computed.map_values(lambda v, o=out, n=local: n if v is o else v)
         copies.append(LoadStoreOp(out, local).replace(where=op.where))
@@ -344,8 +151,8 @@ def _device_cuts(tv: TensorView) -> list[Cuts]:
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
     """Compute an op whole along axes that it cannot split, and cut its result in a copy.
 
-    Such are the axes that a cat joins, an iota counts, a slice or pad resizes, and the inner axes of
-    a reshape.
+    Such are the axes that a cat joins, an iota counts, a slice or pad resizes, and the inner axes
+    of a reshape.
     """
     out = op.out_tensor
     whole = _uncuttable_axes(op)
@@ -371,7 +178,7 @@ def _uncuttable_axes(op: TensorOp) -> set[int]:
 
 
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
-    """Create a tensor with the domain of `out` under fresh numbers, without declared memory order."""
+    """Create a tensor with a fresh copy of `out`'s domain, without a declared memory order."""
     domain, _ = clone_domain(out.fusion, out.domain)
     plain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
     return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
@@ -385,9 +192,11 @@ def _goes_after(op: TensorOp) -> bool:
     a wider type costs less than gathering after it.
     """
     operands = list(tensor_operands(op))
-    if len(operands) != 1 or len(op.outputs) != 1 or _reduces_one_device_axis(op):
+    if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):
         return False
     operand, out = operands[0][1], op.out_tensor
+    if rfactor_device_axis(out) is not None:
+        return False
     if nbytes_of(operand.dtype()) < nbytes_of(out.dtype()):
         return False
     return any(any(c.ptype.is_device for c in cuts) for cuts in placement(operand))

@@ -60,6 +60,11 @@ def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
     return tuple(a for a in tv.domain.loop if a.ptype in SPREAD_TYPES and not is_plain_broadcast(a))
 
 
+def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
+    """Return the non-reduction loop axis with a device or stream type, None when there is none."""
+    return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
+
+
 def _count(tv: TensorView, axis: IterDomain) -> int:
     """Return into how many blocks a spread axis cuts: the mesh's size, or a stream's extent."""
     if axis.ptype.is_device:
@@ -161,6 +166,13 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     return True
 
 
+def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
+    """Cut a logical axis of a tensor whose loop axes allow it, outermost cut first."""
+    for cut in cuts:
+        placed = add_cut(tv, number, cut)
+        assert placed, f"axis {number} of {tv} does not take {cut}"
+
+
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
     """Make the spread loop axes that `drop` accepts serial, and undo splits that this leaves idle.
 
@@ -197,9 +209,7 @@ def copy_like(
     axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)
     out = fusion.new_tensor(axes, dtype or source.dtype(), mesh=mesh)
     for axis, mine in zip(axes, cuts, strict=True):
-        for cut in mine:
-            placed = add_cut(out, axis.number, cut)
-            assert placed, f"fresh axis {axis} takes cut {cut}"
+        add_cuts(out, axis.number, mine)
     return out
 
 

@@ -121,7 +121,7 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
 
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
-    """Whether cuts of a logical axis are cuts of a root axis too, so that operands can match them."""
+    """Whether cuts of a logical axis are cuts of a root axis too: then operands can match them."""
     root = origin_root(tv, logical)
     if root is None:
         return False

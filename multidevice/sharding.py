@@ -5,39 +5,28 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fuser.errors import ShardingError, UnsupportedError
+from fuser.errors import ShardingError
 from fuser.ir import scalar as sc
-from fuser.ir.axis_graph import mapped_axes, tensor_operands
-from fuser.ir.domain import (
-    IterDomain,
-    Split,
-    TensorDomain,
-    ancestors,
-    indices_forward,
-)
-from fuser.ir.dtypes import DataType
+from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
+from multidevice.equivalence import Comparison
 from multidevice.placement import (
     SPREAD_TYPES,
     axis_cuts,
     is_plain_broadcast,
     local_extent,
     placement,
+    sharded_axis,
     spread_axes,
 )
 
 
 # ------------------------------------------------------------------ one tensor
-def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
-    """Return the non-reduction loop axis with a device or stream type, None when there is none."""
-    return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
-
-
 def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
     """Return which tensor dimension (reductions not counted) `ptype` cuts, -1 for none.
 
@@ -231,144 +220,7 @@ def have_different_shardings(
     wanted = [p for p in ptypes if sharded_axis(producer, p) or sharded_axis(consumer, p)]
     if not wanted:
         return False
-    return _Comparison(op, operand_index, consumer).differs(wanted)
-
-
-class _Comparison:
-    """The loop axes of a producer and a consumer as indices over their shared logical axes."""
-
-    def __init__(self, op: TensorOp, operand_index: int, consumer: TensorView) -> None:
-        producer = op.inputs[operand_index]
-        self._fusion = consumer.fusion
-        pairs = [
-            (p, c)
-            for p, c in mapped_axes(op, operand_index, consumer)
-            if not is_plain_broadcast(p) and not is_plain_broadcast(c)
-        ]
-        self._divisible: dict[Scalar, Scalar] = {}
-        self._collect_divisible(consumer)
-        self._collect_divisible(producer)
-        shared = {c.number: self._index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)}
-        self.consumer = _View(
-            consumer, consumer.domain.maybe_root, shared, self._domain(consumer), self
-        )
-        of_producer = {p.number: shared[c.number] for p, c in pairs}
-        self.producer = _View(
-            producer, producer.domain.no_reductions, of_producer, self._domain(producer), self
-        )
-
-    def differs(self, ptypes: Collection[ParallelType]) -> bool:
-        for ptype in ptypes:
-            p, c = self.producer.index_of(ptype), self.consumer.index_of(ptype)
-            if (p is None) != (c is None) or p != c:
-                return True
-        return False
-
-    def rewrite(self, x: Scalar) -> Scalar:
-        """Write an extent over class representatives and the factors known to divide them."""
-        x = self._fusion.canonical(x)
-        while True:
-            found: dict[Scalar, Scalar] = {
-                s: self._divisible[s] for s in sc.symbols(x) if s in self._divisible
-            }
-            if not found:
-                return x
-            x = sc.substitute(x, found)
-
-    def _index(self, name: str, extent: Scalar) -> Scalar:
-        extent = self.rewrite(extent)
-        if sc.int_value(extent) == 1:
-            return sc.ZERO
-        return Symbol(name, DataType.Index, extent=extent)
-
-    def fresh_index(self, number: int, extent: Scalar) -> Scalar:
-        return self._index(f"u{number}", extent)
-
-    def _domain(self, tv: TensorView) -> TensorDomain:
-        def rewritten(a: IterDomain) -> IterDomain:
-            return IterDomain(
-                a.number,
-                a.kind,
-                self.rewrite(a.extent),
-                a.ptype,
-                None if a.expanded is None else self.rewrite(a.expanded),
-                a.rfactor,
-            )
-
-        return tv.domain.map_axes(rewritten)
-
-    def _collect_divisible(self, tv: TensorView) -> None:
-        """Learn `s = factor * s'` from the splits of views and of devices, which leave no rest."""
-        for t in tv.domain.transforms:
-            if isinstance(t, Split) and (t.outer.rfactor or t.outer.ptype in SPREAD_TYPES):
-                self._learn(self.rewrite(t.inp.size), self.rewrite(t.factor))
-
-    def _learn(self, extent: Scalar, factor: Scalar) -> None:
-        atoms = sc.symbols(extent)
-        if len(atoms) != 1 or atoms[0] in sc.symbols(factor):
-            return
-        (symbol,) = atoms
-        part = Symbol(f"{symbol.name}'", symbol.dtype)
-        if extent == symbol:
-            self._divisible[symbol] = sc.mul(factor, part)
-            return
-        # d divides c * s, so d / gcd(c, d) divides s.
-        d = sc.int_value(factor)
-        c = sc.int_value(sc.floordiv(extent, symbol))
-        if d is None or c is None or extent != sc.mul(c, symbol):
-            return
-        rest = d
-        while (common := _gcd(c, rest)) > 1:
-            rest, c = rest // common, c // common
-        if rest > 1:
-            self._divisible[symbol] = sc.mul(rest, part)
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
-
-
-class _View:
-    """The loop indices of one tensor, from known indices of some of its source axes."""
-
-    def __init__(
-        self,
-        tv: TensorView,
-        sources: Collection[IterDomain],
-        shared: Mapping[int, Scalar],
-        domain: TensorDomain,
-        comparison: _Comparison,
-    ) -> None:
-        self._tv = tv
-        self._sources = sources
-        self._shared = shared
-        indices = dict(shared)
-        for axis in sources:
-            if axis.number not in indices:
-                indices[axis.number] = comparison.fresh_index(axis.number, axis.size)
-
-        def coordinate(ptype: ParallelType) -> Scalar:
-            count = sc.const(tv.mesh.size_of(ptype) if tv.mesh else 1)
-            return Symbol(f"coordinate of {ptype.text}", DataType.Index, extent=count)
-
-        self._indices = indices_forward(domain.transforms, indices, coordinate=coordinate)
-
-    def index_of(self, ptype: ParallelType) -> Scalar | None:
-        """Return the index of the loop axis with this type; None when there is none that counts."""
-        axis = sharded_axis(self._tv, ptype)
-        if axis is None:
-            return None
-        origins = ancestors(self._tv.domain, axis, self._sources)
-        if not any(n in self._shared for n in origins):
-            return None
-        if axis.number not in self._indices:
-            raise UnsupportedError(f"{axis} of {self._tv} has no index over the logical axes")
-        index = self._indices[axis.number]
-        # A mesh dimension of one device: the index is 0 whatever is cut.
-        is_single = axis.is_device and self._tv.mesh and self._tv.mesh.size_of(ptype) == 1
-        return None if is_single else index
+    return Comparison(op, operand_index, consumer).differs(wanted)
 
 
 def is_resharding(op: TensorOp) -> bool:

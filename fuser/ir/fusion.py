@@ -48,6 +48,8 @@ class Fusion:
         self._zero_is_numbered = False
         # Symbol -> an equal scalar: extents of mapped axes are one class (checked at binding).
         self._equal_extents: dict[Scalar, Scalar] = {}
+        # What `canonical` has answered for the number of equalities known so far.
+        self._canonical: tuple[dict[Scalar, Scalar], dict[Scalar, Scalar]] = ({}, {})
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
@@ -263,7 +265,16 @@ class Fusion:
         """Rewrite a scalar over class representatives."""
         from fuser.ir.scalar import substitute, symbols
 
-        return substitute(x, {s: self.extent(s) for s in symbols(x) if self.extent(s) != s})
+        equal, answers = self._canonical
+        if equal != self._equal_extents:
+            answers = {}
+            self._canonical = (dict(self._equal_extents), answers)
+        found = answers.get(x)
+        if found is None:
+            classes = {s: self.extent(s) for s in symbols(x)}
+            changed = {s: e for s, e in classes.items() if e != s}
+            found = answers[x] = substitute(x, changed) if changed else x
+        return found
 
     def equal_extents(self) -> tuple[tuple[Symbol, Scalar], ...]:
         """Return (symbol, representative) for every symbol that has another representative."""

@@ -235,14 +235,15 @@ class _Builder:
         fusion = self.ctx.plan.fusion
         if len(fusion.uses(source)) != 1 or any(a.into is source for a in fusion.aliases):
             return False
+        if stage.reference is not None:
+            return False
+        # A loop around that none of the stage's axes iterates reads everything again.
+        own = {loop.find() for loop in stage.axis_loops.values()}
+        around = [loop for loop in stage.all_loops if isinstance(loop.symbol, Symbol)]
+        if any(loop.find() not in own for loop in around):
+            return False
         have = sc.product(fusion.canonical(a.extent) for a in source.domain.no_reductions)
-        looped = sc.product(
-            fusion.canonical(a.size) for a in self.reading(stage).tv.domain.logical
-        )
-        return have == looped
-
-    def reading(self, stage: Stage) -> Stage:
-        return stage.reference or stage
+        return have == sc.product(fusion.canonical(a.size) for a in stage.tv.domain.logical)
 
     # ------------------------------------------------------------ reductions
     def accumulate(self, stage: Stage, scope: Scope) -> None:

@@ -23,12 +23,14 @@ from fuser.lower.kernel import (
     For,
     If,
     Statement,
+    Store,
     Sync,
     ThreadReduce,
     Unswitch,
     Var,
     VectorLoad,
     VectorStore,
+    bodies,
     values_of,
     walk,
 )
@@ -53,7 +55,27 @@ def _versions(statement: Unswitch) -> list[Statement]:
     if has_barrier or not tests:
         return plain.statements
     fast = _without_tests(expand_unswitch(statement.body), set(tests))
+    # Where the hard test is the only one, nothing is left to do when it fails.
+    is_only = all(test == whole for test, whole in tests.items())
+    if is_only and _all_work_under(plain, set(tests)):
+        return [If(sc.all_of(tests.values()), fast)]
     return [If(sc.all_of(tests.values()), fast, plain)]
+
+
+def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
+    """Whether every statement with an effect outside of the body is under all of the tests."""
+    for s in body.statements:
+        if isinstance(s, If):
+            if s.otherwise is None and tests <= set(_conjuncts(s.cond)):
+                continue
+            if any(not _all_work_under(b, tests) for b in bodies(s)):
+                return False
+        elif isinstance(s, For):
+            if not _all_work_under(s.body, tests):
+                return False
+        elif isinstance(s, Store | VectorStore | Accumulate | ThreadReduce | Sync | Unswitch):
+            return False
+    return True
 
 
 def _whole_tests(body: Body) -> dict[Scalar, Scalar]:

@@ -46,6 +46,12 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
     for mono, coef in _terms(base):
         if coef % width == 0:
             continue
+        sizes = [a for a in mono if isinstance(a, Symbol) and a.extent is None]
+        if len(sizes) > 1:
+            # Any of the sizes may bring the factors of two, so their product is tested.
+            size = sc.product([math.gcd(coef, width), *sizes])
+            ctx.guards[sc.eq(sc.mod(size, width), 0)] = None
+            continue
         symbol = _size_in(mono)
         if symbol is None:
             raise UnsupportedError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import cast as typing_cast
+from typing import overload
 
 from fuser.errors import DtypeError
 from fuser.ir import scalar as sc
@@ -195,6 +196,10 @@ def segment_set(x: TensorView, /) -> TensorView:
     return copy_tensor(as_tensor(x, "segment_set"), LoadStoreOpType.segmenter_set)
 
 
+@overload
+def cast(arg: TensorView, dtype: DataType) -> TensorView: ...
+@overload
+def cast(arg: Scalar | bool | int | float, dtype: DataType) -> Scalar: ...
 def cast(arg: OperandLike, dtype: DataType) -> Operand:
     """Append a conversion; floats become integers by truncation. The same dtype is a `set`."""
     value = as_operand(arg, "cast")

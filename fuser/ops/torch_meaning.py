@@ -264,28 +264,42 @@ def evaluate_into(
 ) -> None:
     """Compute matmul or linear into `out`, which has the result's shape and dtype.
 
-    Nothing is allocated, but for a linear with bias whose operands torch cannot view as matrices.
+    `out` is never resized. Nothing is allocated where torch can view operands and result as one
+    matrix product or one batch of them.
     """
     if isinstance(op, nodes.MatmulOp):
-        torch.matmul(inputs[0], inputs[1], out=out)
+        _matmul_into(inputs[0], inputs[1], out)
         return
     x, weight = inputs[0], inputs[1]
-    if len(inputs) == 2:
-        torch.matmul(x, weight.t(), out=out)
-        return
-    flat = _as_matrix(x), _as_matrix(out)
-    if flat[0] is None or flat[1] is None:
-        out.copy_(F.linear(x, weight, inputs[2]))
-        return
-    torch.addmm(inputs[2], flat[0], weight.t(), out=flat[1])
+    rows, result = _viewed(x, (-1, x.shape[-1])), _viewed(out, (-1, out.shape[-1]))
+    if rows is None or result is None:
+        out.copy_(F.linear(x, weight, *inputs[2:]))
+    elif len(inputs) == 2:
+        torch.mm(rows, weight.t(), out=result)
+    else:
+        torch.addmm(inputs[2], rows, weight.t(), out=result)
 
 
-def _as_matrix(x: Tensor) -> Tensor | None:
-    """Return a 2-D view [rows, last axis], None when the layout allows none."""
-    if x.ndim < 2:
-        return x.unsqueeze(0) if x.ndim == 1 else None
+def _matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+    views: list[Tensor | None] = []
+    product = torch.mm
+    if b.ndim == 2:
+        # A vector is one row.
+        views = [_viewed(a, (-1, a.shape[-1])), b, _viewed(out, (-1, out.shape[-1]))]
+    elif a.ndim == b.ndim > 2 and a.shape[:-2] == b.shape[:-2]:
+        views = [_viewed(x, (-1, *x.shape[-2:])) for x in (a, b, out)]
+        product = torch.bmm
+    found = [v for v in views if v is not None]
+    if len(found) == 3:
+        product(found[0], found[1], out=found[2])
+    else:
+        out.copy_(torch.matmul(a, b))
+
+
+def _viewed(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return a view of another shape, None when the layout (or emptiness) allows none."""
     try:
-        return x.view(-1, x.shape[-1]) if x.numel() else None
+        return x.view(shape) if x.numel() else None
     except RuntimeError:
         return None
 

@@ -242,18 +242,17 @@ class KernelExecutor:
             for tv, t, layout in zip(self._tensors, tensors, layouts, strict=True)
         }
         device = self._device or _describe(tensors)
-        variant = self._variant(layouts, alignments, values, tensors, device)
-        launch = _launch_of(variant, self._tensors, tensors, values, alignments, self._scalars)
-        if launch is None:
-            variant = self._generic_variant(device)
+        # A kernel may rely on more than its parameters say: then without vectors, then generic.
+        for known in (alignments, dict.fromkeys(alignments, 1), None):
+            variant = self._variant(layouts, known, values, tensors, device)
             launch = _launch_of(variant, self._tensors, tensors, values, alignments, self._scalars)
-        if launch is None:
-            raise KernelError(
-                f"kernel {self.name} cannot serve {[tuple(t.shape) for t in tensors]} with strides "
-                f"{[t.stride() for t in tensors]}: its generic variant relies on "
-                f"{', '.join(map(str, variant.kernel.guards))}"
-            )
-        return launch
+            if launch is not None:
+                return launch
+        raise KernelError(
+            f"kernel {self.name} cannot serve {[tuple(t.shape) for t in tensors]} with strides "
+            f"{[t.stride() for t in tensors]}: its generic variant relies on "
+            f"{', '.join(map(str, variant.kernel.guards))}"
+        )
 
     def _check(self, inputs: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
         if len(inputs) != len(self.fusion.inputs) or len(tensors) != len(self._tensors):
@@ -293,13 +292,16 @@ class KernelExecutor:
     def _variant(
         self,
         layouts: tuple[Layout, ...],
-        alignments: Mapping[int, int],
+        alignments: Mapping[int, int] | None,
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor],
         device: DeviceInfo,
     ) -> Variant:
+        """Return the variant for these layouts and alignments (None: the generic one)."""
         from fuser.schedule.facts import Facts
 
+        if alignments is None:
+            return self._generic_variant(device)
         if self._generic is not None and len(self._variants) >= MAX_VARIANTS:
             known = [k for k in self._variants if k[0] == layouts]
             if not known:

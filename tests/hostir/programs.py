@@ -80,7 +80,9 @@ def check(program: HostIrContainer, case: Case, *, atol: float = 1e-5) -> None:
     visible = [o for o in program.outputs if not program.values.is_hidden(o)]
     for i, (out, want) in enumerate(zip(visible, expected(case), strict=True)):
         shards = [outputs[i] for outputs in by_rank]
-        whole = shards[0] if out.mesh is None else unshard([shards[r] for r in out.mesh.devices], out)
+        whole = (
+            shards[0] if out.mesh is None else unshard([shards[r] for r in out.mesh.devices], out)
+        )
         torch.testing.assert_close(whole.double(), want, atol=atol, rtol=1e-5)
 
 

@@ -52,7 +52,7 @@ def test_a_missing_allocation_is_found(program: HostIrContainer) -> None:
 def test_a_second_deallocation_is_found(program: HostIrContainer) -> None:
     at = _first(program, Deallocate)
     ops = (*program.ops, program.ops[at])
-    with pytest.raises(VerifyError, match="T5.* is deallocated twice"):
+    with pytest.raises(VerifyError, match=r"T5.* is deallocated twice"):
         verify(program.with_ops(ops))
 
 
@@ -99,7 +99,7 @@ def test_a_collective_before_its_operand_is_written_is_found(program: HostIrCont
     ops = list(program.ops)
     at = _first(program, Communication)
     ops[at], ops[at - 3] = ops[at - 3], ops[at]
-    with pytest.raises(VerifyError, match="is read before it is written|before it is allocated"):
+    with pytest.raises(VerifyError, match=r"is read before it is written|before it is allocated"):
         verify(program.with_ops(tuple(ops)))
 
 
@@ -116,13 +116,13 @@ def test_a_kernel_group_must_exist_and_fit(program: HostIrContainer) -> None:
 
 def test_an_output_must_be_written(program: HostIrContainer) -> None:
     kept = tuple(op for op in program.ops if not isinstance(op, Deallocate))
-    with pytest.raises(VerifyError, match="output T8.* is never written"):
+    with pytest.raises(VerifyError, match=r"output T8.* is never written"):
         verify(program.with_ops(kept[:-1]))
 
 
 def test_the_callers_buffers_are_not_deallocated(program: HostIrContainer) -> None:
     ops = (*program.ops, Deallocate(program.outputs[0]))
-    with pytest.raises(VerifyError, match="T8.* belongs to the caller"):
+    with pytest.raises(VerifyError, match=r"T8.* belongs to the caller"):
         verify(program.with_ops(ops))
 
 
@@ -150,7 +150,7 @@ def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> Non
     assert "-> LaunchKernel(" in str(error.value)
 
 
-def _passes():  # noqa: ANN202
+def _passes():
     from hostir.pipeline import PASSES
 
     return PASSES

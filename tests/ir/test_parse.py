@@ -106,7 +106,7 @@ _MOVES = st.one_of(
 )
 
 
-def _apply(tv, move) -> None:  # noqa: ANN001
+def _apply(tv, move) -> None:
     name, at, *rest = move
     at %= len(tv.domain.loop)
     serial = tv.axis(at).ptype is ParallelType.serial
@@ -128,9 +128,7 @@ def test_domains_round_trip(moves: list[tuple], rank: int, is_expanded: bool) ->
     fusion = Fusion()
     axes = [fusion.new_axis(fusion.new_symbol()) for _ in range(rank)]
     if is_expanded:
-        axes.append(
-            fusion.new_axis(sc.ONE, nodes.IterType.broadcast, expanded=fusion.new_symbol())
-        )
+        axes.append(fusion.new_axis(sc.ONE, nodes.IterType.broadcast, expanded=fusion.new_symbol()))
     tv = fusion.new_tensor(axes, DataType.BFloat16, memory=MemoryType.global_)
     for move in moves:
         _apply(tv, move)
@@ -226,7 +224,7 @@ def _fusion() -> Fusion:
     f.add_input(scale)
     f.add_input(shift)
 
-    def like(source, dtype=DataType.Float):  # noqa: ANN001, ANN202
+    def like(source, dtype=DataType.Float):
         return f.new_tensor([f.clone_axis(a) for a in source.domain.logical], dtype)
 
     half = like(x, DataType.Half)

@@ -25,7 +25,7 @@ from fuser.lower.kernel import (
 from fuser.lower.pipeline import lower_kernel
 from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
 from fuser.runtime.device import CPU, H200, DeviceInfo
-from fuser.runtime.kernel import compile_kernels
+from fuser.runtime.kernel import CompiledKernel, compile_kernels
 
 P = ParallelType
 Build = Callable[..., "TensorView | Sequence[TensorView]"]
@@ -89,7 +89,12 @@ def lower(
 
 
 def launch(
-    fusion: Fusion, kernel: Kernel, inputs: Sequence[torch.Tensor | Number], *, checked: bool = True
+    fusion: Fusion,
+    kernel: Kernel,
+    inputs: Sequence[torch.Tensor | Number],
+    *,
+    checked: bool = True,
+    compiled: CompiledKernel | None = None,
 ) -> list[torch.Tensor]:
     """Run a kernel on the CPU; outputs start as a pattern that no result has."""
     values = dict(bind_inputs(fusion, inputs))
@@ -122,7 +127,8 @@ def launch(
                 args.append(memory(nbytes, dtype=torch.uint8))
     grid = tuple(int(sc.evaluate(x, values)) for x in kernel.grid)
     block = tuple(int(sc.evaluate(x, values)) for x in kernel.block)
-    (compiled,) = compile_kernels([kernel.source], "cpu", checked=checked)
+    if compiled is None:
+        (compiled,) = compile_kernels([kernel.source], "cpu", checked=checked)
     for _ in range(2 if kernel.workspaces else 1):
         # Twice: semaphores must be left as they were found.
         compiled.launch(
@@ -149,7 +155,19 @@ def check(
     """Lower, run in checked mode, and compare with torch in float64."""
     kernel = lower(fusion, index=index, device=device)
     LOWERED.append(kernel)
-    outputs = launch(fusion, kernel, inputs, checked=checked)
+    compare(fusion, kernel, inputs, launch(fusion, kernel, inputs, checked=checked), rtol=rtol)
+    return kernel
+
+
+def compare(
+    fusion: Fusion,
+    kernel: Kernel,
+    inputs: Sequence[torch.Tensor | Number],
+    outputs: Sequence[torch.Tensor],
+    *,
+    rtol: float = 2e-5,
+) -> None:
+    """Compare a kernel's outputs with torch in float64; a failure shows the kernel."""
     expected = evaluate_fusion(fusion, list(inputs), dtype=torch.float64)
     for tv, found, want in zip(fusion.outputs, outputs, expected, strict=True):
         tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(found.dtype, rtol)
@@ -163,7 +181,6 @@ def check(
             )
         except AssertionError as error:
             raise AssertionError(f"{tv}: {error}\n{kernel.source.text}") from None
-    return kernel
 
 
 def random(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -173,4 +190,17 @@ def random(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int =
     return torch.randint(-9, 10, tuple(shape), generator=generator).to(dtype)
 
 
-__all__ = ["CPU", "H200", "LOWERED", "P", "check", "define", "launch", "lower", "new_input", "parallelize", "random"]
+__all__ = [
+    "CPU",
+    "H200",
+    "LOWERED",
+    "P",
+    "check",
+    "compare",
+    "define",
+    "launch",
+    "lower",
+    "new_input",
+    "parallelize",
+    "random",
+]

@@ -10,6 +10,8 @@ import torch
 
 from fuser import ops
 from fuser.errors import ShardingError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
@@ -23,6 +25,8 @@ from tests.multidevice.all_ranks import mesh, run, shard_axis
 MESHES = ((2,), (4,), (2, 2), (1, 2), (2, 1), (2, 1, 2))
 # Every size is a multiple of 8, so that any cut of these meshes divides, twice over.
 SIZES = (8, 16)
+KINDS = ("unary", "binary", "bias", "reduce", "keepdim", "welford", "matmul", "linear")
+KINDS += ("permute", "reshape", "pad", "slice", "cat", "iota", "set")
 
 
 class _Maker:
@@ -60,12 +64,9 @@ class _Maker:
     def step(self) -> None:
         x = self.rng.choice(self.pool[-4:])
         shape = self.shapes[x]
-        made: TensorView | None = None
+        made: object = None
         new = list(shape)
-        kind = self.rng.choice(
-            ["unary", "binary", "bias", "reduce", "matmul", "linear", "permute", "reshape"]
-            + ["keepdim", "pad", "set", "welford"]
-        )
+        kind = self.rng.choice(KINDS)
         rank = len(shape)
         if kind == "unary":
             made = ops.sin(x)
@@ -105,12 +106,29 @@ class _Maker:
                 if shape[at] > 16:
                     new[at : at + 1] = [shape[at] // 8, 8]
             made = ops.reshape(x, new)
+        elif kind == "slice":
+            at = self.rng.randrange(rank)
+            if shape[at] >= 16:
+                new[at] = 8
+                made = ops.slice(x, [0] * rank, new)
+        elif kind == "cat":
+            at = self.rng.randrange(rank)
+            made = ops.cat([x, ops.sin(x)], at)
+            new[at] *= 2
+        elif kind == "iota" and not self.symbolic:
+            made = ops.add(x, ops.iota(shape[-1], dtype=DataType.Double))
+        elif kind == "reshape" and rank > 1:
+            # Sizes may be symbolic: merge two neighbours.
+            at = self.rng.randrange(rank - 1)
+            sizes = [x.size(k) for k in range(rank)]
+            made = ops.reshape(x, [*sizes[:at], sc.mul(sizes[at], sizes[at + 1]), *sizes[at + 2 :]])
+            new[at : at + 2] = [shape[at] * shape[at + 1]]
         elif kind == "pad":
             at = self.rng.randrange(rank)
             widths = [0] * (2 * (rank - 1 - at)) + [8, 0]
             made = ops.pad(x, widths)
             new[at] += 8
-        if made is not None and math.prod(new) <= 4096 and new:
+        if isinstance(made, TensorView) and math.prod(new) <= 4096 and new:
             self.shapes[made] = new
             self.pool.append(made)
 

@@ -13,11 +13,11 @@ from fuser import ops
 from fuser.errors import DefinitionError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
-from fuser.ir.domain import indices_backward
+from fuser.ir.domain import Merge, Split, indices_backward
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import ReshapeOp
-from fuser.ir.scalar import Number, Symbol
+from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
@@ -75,6 +75,24 @@ def check_every_element(
         assert position == expected[index].item(), (shapes, index, found)
 
 
+def check_transforms(fusion: Fusion, values: dict[Symbol, Number]) -> None:
+    """Check that splits are exact, by their factors, and that merges multiply."""
+
+    def n(x: Scalar) -> int:
+        return int(sc.evaluate(x, values))
+
+    for tv in fusion.tensors():
+        for t in tv.domain.transforms:
+            match t:
+                case Split():
+                    assert n(t.factor) == n(t.inner.size)
+                    assert n(t.outer.size) * n(t.inner.size) == n(t.inp.size)
+                case Merge():
+                    assert n(t.outer.size) * n(t.inner.size) == n(t.out.size)
+                case _:
+                    raise AssertionError(t)
+
+
 @pytest.mark.parametrize("count", [1, 6, 12, 16])
 def test_constant_shapes_map_every_element(count: int) -> None:
     for shapes in itertools.product(factorizations(count, 3), repeat=2):
@@ -85,6 +103,7 @@ def test_constant_shapes_map_every_element(count: int) -> None:
             fusion.add_output(ops.reshape(x, list(shapes[1])))
         verify_fusion(fusion)
         check_every_element(fusion, x, {}, shapes)
+        check_transforms(fusion, {})
         data = torch.arange(count).reshape(shapes[0]).float()
         (out,) = evaluate_fusion(fusion, [data])
         assert torch.equal(out, data.reshape(shapes[1]))
@@ -111,6 +130,7 @@ def test_symbolic_shapes_map_every_element_after_concretization(count: int) -> N
         source = concrete.inputs[0]
         assert isinstance(source, TensorView)
         check_every_element(concrete, source, values, shapes)
+        check_transforms(concrete, values)
         (out,) = evaluate_fusion(concrete, inputs, values=values)
         assert torch.equal(out, data.reshape(shapes[1]))
 

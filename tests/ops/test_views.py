@@ -289,7 +289,9 @@ def test_matmul(shapes: tuple[tuple[int, ...], tuple[int, ...]], static: bool) -
             for index in (0, 1):
                 assert len(op.axis_map(index)) == len(op.out.domain.maybe_root)
             into = torch.empty(out.shape)
+            address = into.data_ptr()
             evaluate_into(op, [a, b], into)
+            assert into.data_ptr() == address
             torch.testing.assert_close(into, torch.matmul(a, b))
 
 

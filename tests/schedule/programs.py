@@ -24,14 +24,14 @@ DEVICES = {"cpu": CPU, "h200": H200}
 def new_input(
     fusion: Fusion, shape: Sequence[int | None], dtype: DataType, *, contiguous: bool = True
 ) -> TensorView:
-    """Add an input; an extent of 1 is a broadcast axis, None or another number is symbolic."""
+    """Add an input; an extent of 1 is a broadcast axis, None is symbolic."""
     from fuser.ir import scalar as sc
     from fuser.ir.types import IterType
 
     axes = [
         fusion.new_axis(sc.ONE, IterType.broadcast)
         if n == 1
-        else fusion.new_axis(fusion.new_symbol())
+        else fusion.new_axis(fusion.new_symbol() if n is None else sc.const(n))
         for n in shape
     ]
     domain = TensorDomain(

@@ -1,0 +1,226 @@
+"""Reductions spread over devices: local partial sums, then sums over explicit device axes.
+
+out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
+                                              s [M, N, rDIDx{d}] = sum(t)
+                                              out = s + broadcast(bias)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
+from fuser.ir.dtypes import HALF_LIKE, DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import (
+    BinaryOp,
+    BroadcastOp,
+    CastOp,
+    LinearOp,
+    MatmulOp,
+    ReductionOp,
+    TensorOp,
+)
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from multidevice.placement import (
+    Cuts,
+    Placement,
+    add_cut,
+    add_cuts,
+    axis_cuts,
+    clone_domain,
+    copy_like,
+    placement,
+    reduction_cuts,
+    unparallelize,
+    without_root,
+)
+from multidevice.propagate import apply_transfers, backward_cuts
+
+
+# ------------------------------------------------------------------ row-parallel bias
+def add_row_parallel_bias_last(fusion: Fusion) -> None:
+    """Take the bias out of every linear whose sum is spread over devices, and add it once, after.
+
+    The sum is cast back to the dtype of the linear; bias add and cast fuse with what follows.
+    """
+    for op in fusion.exprs:
+        if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):
+            _take_bias_out(fusion, op, op.bias)
+
+
+def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
+    out, where = op.out, op.where
+    domain, _ = clone_domain(fusion, out.domain)
+    plain = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
+    out.domain = without_root(out.domain)
+    ops: list[TensorOp] = [op.replace(out=plain, bias=None)]
+    addend = bias
+    if out.ndim > 1:
+        flags = (True,) * (out.ndim - 1) + (False,)
+        axes = [
+            fusion.clone_axis(a) if not new else fusion.new_axis(sc.ONE, IterType.broadcast)
+            for new, a in zip(flags, out.domain.no_reductions, strict=True)
+        ]
+        addend = fusion.new_tensor(axes, bias.dtype(), mesh=out.mesh)
+        ops.append(BroadcastOp(addend, bias, flags=flags).replace(where=where))
+    total = out
+    if out.dtype() in HALF_LIKE:
+        total = copy_like(out, out.mesh, placement(out), dtype=DataType.Float)
+    addition = BinaryOp(total, plain, addend, kind="add").replace(where=where)
+    ops.append(addition)
+    if total is not out:
+        ops.append(CastOp(out, total).replace(where=where))
+    fusion.replace_expr(op, ops)
+    if addend is not bias:
+        apply_transfers(addend, backward_cuts(addition, 1, total), DEVICE_TYPES)
+
+
+# ------------------------------------------------------------------ partial sums
+def factor_device_reductions(fusion: Fusion) -> None:
+    """Split every reduction that is spread over devices into a local op and sums over device axes.
+
+    The local op's result has an explicit device axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's
+    tensor becomes the sum over it, `[M, N, rDIDx{d}]`. With several device types the sums follow
+    each other, one type at a time.
+    """
+    for op in fusion.exprs:
+        cuts = reduction_cuts(op.out_tensor)
+        if not cuts:
+            continue
+        if not isinstance(op, ReductionOp | MatmulOp | LinearOp):
+            # No pairwise combination is declared: the operand is gathered instead.
+            for out in op.outputs:
+                unparallelize(out, lambda a: a.is_reduction() and a.is_device)
+        elif not reduces_one_device_axis(op):
+            _factor(fusion, op, cuts)
+
+
+def reduces_one_device_axis(op: TensorOp) -> bool:
+    """Whether the op is a sum over a single axis that is a device axis as a whole."""
+    reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
+    return isinstance(op, ReductionOp) and len(reduced) == 1 and reduced[0].is_device
+
+
+def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
+    out = op.out_tensor
+    types = [c.ptype for mine in cuts.values() for c in mine]
+    local = _partial(out, cuts)
+    ops = [op.map_values(lambda v: local if v is out else v)]
+    kind = op.kind if isinstance(op, ReductionOp) else "add"
+    init = op.init if isinstance(op, ReductionOp) else sc.const(0, out.dtype())
+    targets = placement(out)
+    source, last = local, _sum_order(types, targets)[-1]
+    for ptype in _sum_order(types, targets):
+        pending = set(types) - {ptype}
+        types = [t for t in types if t is not ptype]
+        if ptype is last:
+            _become_sum(out, source, ptype)
+            result = out
+        else:
+            result = _intermediate_sum(source, ptype, out, pending)
+        ops.append(ReductionOp(result, source, init, kind=kind).replace(where=op.where))
+        source = result
+    fusion.replace_expr(op, ops)
+
+
+def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
+    """Return the device types in the order of summation: mesh_x first.
+
+    A type that also cuts the result comes after the types that cut the same axis outside it, so
+    that each step scatters whole blocks.
+    """
+    depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
+    return sorted(types, key=lambda p: (depth.get(p, 0), DEVICE_TYPES.index(p)))
+
+
+def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
+    """Create the result of the local op: device axes of reductions become iteration axes."""
+    fusion = out.fusion
+    axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
+    local = fusion.new_tensor(
+        replace(
+            out.domain,
+            logical=tuple(axes[a.number] for a in out.domain.logical),
+            loop=tuple(axes[a.number] for a in out.domain.logical),
+            root=(),
+            allocation=(),
+            contiguity=contiguity_for(out.domain.logical),
+            transforms=(),
+        ),
+        out.dtype(),
+        mesh=out.mesh,
+    )
+    for number, mine in cuts.items():
+        for cut in mine:
+            # A whole cut still needs an axis of extent 1 to contract locally.
+            add_cut(local, axes[number].number, replace(cut, whole=False))
+    is_rfactor = {o.number for t in local.domain.transforms for o in t.outputs}
+    device = {a.number for a in local.domain.loop if a.is_device}
+    local.domain = local.domain.map_axes(
+        lambda a: replace(
+            a,
+            rfactor=a.number in is_rfactor,
+            kind=IterType.iteration if a.number in device else a.kind,
+        )
+    )
+    domain = local.domain
+    local.domain = replace(
+        domain, logical=domain.loop, root=domain.logical, contiguity=contiguity_for(domain.loop)
+    )
+    busy = {c.ptype for mine in cuts.values() for c in mine}
+    for number, mine in axis_cuts(out).items():
+        if number not in cuts:
+            add_cuts(local, axes[number].number, tuple(c for c in mine if c.ptype not in busy))
+    return local
+
+
+def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
+    """Rebind `out` as the sum of `source` over its axis with device type `ptype`."""
+    fusion, domain = out.fusion, without_root(out.domain)
+    mine = iter(domain.logical)
+    summed: IterDomain | None = None
+    logical: list[IterDomain] = []
+    for axis in source.domain.no_reductions:
+        if axis.ptype is ptype and axis.rfactor:
+            summed = fusion.clone_axis(axis, kind=IterType.reduction, ptype=ptype)
+            logical.append(summed)
+        else:
+            logical.append(next(mine))
+    assert summed is not None, f"{source} has no partial-sum axis along {ptype.text}"
+    allocation, contiguity = domain.allocation, domain.contiguity
+    if allocation:
+        allocation, contiguity = (*allocation, summed), (*contiguity, None)
+    else:
+        contiguity = contiguity_for(logical)
+    out.domain = TensorDomain(
+        logical=tuple(logical),
+        loop=(*domain.loop, summed),
+        allocation=allocation,
+        contiguity=contiguity,
+        transforms=domain.transforms,
+    )
+
+
+def _intermediate_sum(
+    source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
+) -> TensorView:
+    """Create the sum over one of several device axes, placed like `out` where types are free."""
+    fusion = out.fusion
+    axes = tuple(
+        fusion.clone_axis(
+            a,
+            ptype=a.ptype if a.rfactor and a.is_device else ParallelType.serial,
+            kind=IterType.reduction if a.rfactor and a.ptype is ptype else a.kind,
+            rfactor=a.rfactor and a.ptype is not ptype,
+        )
+        for a in source.domain.no_reductions
+    )
+    result = fusion.new_tensor(axes, out.dtype(), mesh=out.mesh)
+    plain = [a for a in axes if not (a.is_device or a.is_reduction())]
+    for axis, mine in zip(plain, placement(out), strict=True):
+        free = tuple(c for c in mine if c.ptype not in pending)
+        add_cuts(result, axis.number, free)
+    return result

@@ -1,0 +1,78 @@
+"""Intermediates share one buffer by liveness; what the caller gets never lies in it."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostir.arena import ALIGNMENT_NBYTES, Arena, Block, first_fit
+from hostir.evaluate import HostIrEvaluator
+from tests.hostir.programs import CASES, Case, build, expected
+
+_LIFETIMES = st.lists(
+    st.tuples(st.integers(0, 8), st.integers(1, 8), st.integers(0, 2000)), max_size=8
+).map(lambda rows: sorted((begin, begin + length, n) for begin, length, n in rows))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_LIFETIMES)
+def test_live_blocks_never_overlap(lifetimes: list[tuple[int, int, int]]) -> None:
+    offsets, total = first_fit(lifetimes)
+    for i, (begin, end, nbytes) in enumerate(lifetimes):
+        assert offsets[i] % ALIGNMENT_NBYTES == 0
+        assert offsets[i] + nbytes <= total
+        for k, (other_begin, other_end, other) in enumerate(lifetimes[:i]):
+            alive_together = begin < other_end and other_begin < end
+            apart = offsets[i] + nbytes <= offsets[k] or offsets[k] + other <= offsets[i]
+            assert not alive_together or apart or not nbytes or not other
+
+
+def test_a_chain_needs_two_buffers() -> None:
+    """t1 = f(t0); t2 = f(t1); ...: a block begins while only its predecessor is alive."""
+    offsets, total = first_fit([(i, i + 2, 1024) for i in range(10)])
+    assert total == 2048
+    assert offsets == [0, 1024] * 5
+
+
+def test_blocks_have_the_bytes_of_their_layout() -> None:
+    assert Block(0, (3, 4), (4, 1), torch.float32).nbytes == 48
+    assert Block(0, (4, 3), (1, 4), torch.float32).nbytes == 48
+    assert Block(0, (3, 4), (1, 0), torch.bfloat16).nbytes == 6
+    assert Block(0, (3, 0), (1, 1), torch.float32).nbytes == 0
+    assert Block(0, (), (), torch.float64).nbytes == 8
+
+
+def test_outputs_are_fresh_and_intermediates_are_accounted() -> None:
+    case = CASES["heads"]
+    evaluator = HostIrEvaluator(build(case))
+    inputs = case.inputs()
+    evaluator.run(inputs)
+    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
+    # The linear's result [5, 12] in float32 is the only intermediate with a buffer of its own.
+    assert plan.nbytes == ALIGNMENT_NBYTES
+    assert [b.nbytes for b in plan.blocks] == [5 * 12 * 4]
+    first, second = evaluator.run(inputs), evaluator.run(inputs)
+    assert first[0].data_ptr() != second[0].data_ptr()
+
+
+def test_a_nested_run_gets_memory_of_its_own() -> None:
+    arena = Arena()
+    blocks = (Block(0, (4,), (1,), torch.float32),)
+    cpu = torch.device("cpu")
+    with arena.views("plan", blocks, 256, cpu) as outer:
+        with arena.views("plan", blocks, 256, cpu) as inner:
+            assert inner[0].data_ptr() != outer[0].data_ptr()
+        address = outer[0].data_ptr()
+    with arena.views("plan", blocks, 256, cpu) as again:
+        assert again[0].data_ptr() == address
+
+
+def test_a_larger_plan_moves_the_arena_and_the_smaller_one_follows() -> None:
+    evaluator = HostIrEvaluator(build(CASES["linear_relu_sum"]))
+    for rows in (4, 500, 4, 500, 0, 4):
+        case = Case(CASES["linear_relu_sum"].define, ((rows, 6), (7, 6), (7,)))
+        for _ in range(2):
+            got = evaluator.run(case.inputs())
+        for a, b in zip(got, expected(case), strict=True):  # pyright: ignore[reportPossiblyUnboundVariable]
+            torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,376 @@
+"""Runs equal torch; the replay equals the reference evaluation; inputs are checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fuser import ops
+from fuser.errors import (
+    FuserError,
+    InputError,
+    PeerError,
+    ProgramMismatchError,
+    ShardingError,
+    UnsupportedError,
+)
+from fuser.ir.dtypes import DataType
+from fuser.ops.define import define_scalar
+from hostir.container import HostIrContainer
+from hostir.digest import run_agreed
+from hostir.evaluate import HostIrEvaluator
+from hostir.ops import Allocate
+from hostir.parse import parse
+from multidevice import Communicator, simulate
+from tests.hostir.programs import CASES, Case, build, expected, out, tensor
+
+
+def _aliased(define: Callable[[], None], *shapes: tuple[int, ...]) -> HostIrContainer:
+    return build(Case(define, shapes))
+
+
+# ------------------------------------------------------------------ replay
+@pytest.mark.parametrize("name", ["linear_relu_sum", "heads", "duplicates"])
+def test_replay_equals_the_reference_bit_for_bit(name: str) -> None:
+    case = CASES[name]
+    evaluator = HostIrEvaluator(build(case))
+    inputs = case.inputs()
+    reference = evaluator.evaluate(inputs)
+    for _ in range(3):
+        for a, b in zip(evaluator.run(inputs), reference, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_plan_follows_new_contents_offsets_and_shapes() -> None:
+    case = CASES["heads"]
+    evaluator = HostIrEvaluator(build(case))
+    weight = torch.randn(12, 6)
+    for rows in (5, 3, 5, 0, 1):
+        for _ in range(2):
+            # A slice of a larger buffer: same class of inputs, another storage offset.
+            x = torch.randn(2, max(rows, 1), 6)[1][:rows]
+            (got,) = evaluator.run([x, weight])
+            q = (x.double() @ weight.double().t()).view(rows, 3, 4).permute(1, 0, 2)
+            torch.testing.assert_close(got.double(), q @ q.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_outputs_of_earlier_runs_stay() -> None:
+    evaluator = HostIrEvaluator(build(CASES["linear_relu_sum"]))
+    inputs = CASES["linear_relu_sum"].inputs()
+    first = evaluator.run(inputs)
+    kept = [t.clone() for t in first]
+    for scale in (2.0, 3.0):
+        evaluator.run([t * scale for t in inputs])
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_inputs_that_require_grad_are_accepted() -> None:
+    case = CASES["linear_relu_sum"]
+    evaluator = HostIrEvaluator(build(case))
+    inputs = [t.requires_grad_() for t in case.inputs()]
+    for _ in range(2):
+        for got, want in zip(evaluator.run(inputs), expected(case), strict=True):
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_scalar_inputs_change_between_runs_of_one_plan() -> None:
+    def define() -> None:
+        x = tensor(-1)
+        scale = define_scalar(None, DataType.Double)
+        x.fusion.add_input(scale)
+        out(ops.mul(x, ops.mul(scale, 2.0)))
+
+    fusion_case = Case(define, ((4,),))
+    user = fusion_case.fusion()
+    program = parse(_build_with(user, [torch.ones(4), 1.0]).full_text())
+    evaluator = HostIrEvaluator(program)
+    for value in (1.0, 2.5, -3.0):
+        (got,) = evaluator.run([torch.ones(4), value])
+        assert torch.equal(got, torch.full((4,), 2 * value))
+
+
+def _build_with(user, inputs):
+    from fuser.ops.torch_meaning import bind_inputs
+    from fuser.passes.concretize import concretize
+    from fuser.schedule.registry import find_scheduler
+    from fuser.segment import segment_fusion
+    from hostir.lower import lower
+    from hostir.pipeline import run_passes
+    from multidevice import sharding
+
+    fusion, _ = concretize(user, bind_inputs(user, inputs))
+    segmented = segment_fusion(
+        fusion,
+        is_resharding=sharding.is_resharding,
+        find_scheduler=find_scheduler,
+        local_shape=sharding.local_extents,
+    )
+    return run_passes(lower(segmented, backend_name="SIMULATED"))
+
+
+# ------------------------------------------------------------------ aliases
+def test_an_elementwise_update_is_in_place() -> None:
+    def define() -> None:
+        x, y = tensor(-1, -1), tensor(-1, -1)
+        out(ops.add(x, ops.mul(y, 2.0)), x)
+
+    program = _aliased(define, (3, 4), (3, 4))
+    assert not any(isinstance(op, Allocate) for op in program.ops)
+    _check_update(program)
+
+
+def test_an_update_whose_old_value_is_read_later_is_copied_at_the_end() -> None:
+    def define() -> None:
+        x, y = tensor(-1, -1), tensor(-1, -1)
+        out(ops.add(x, ops.mul(y, 2.0)), x)
+        out(ops.matmul(x, ops.permute(y, [1, 0])))
+
+    program = _aliased(define, (3, 4), (3, 4))
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    evaluator = HostIrEvaluator(program)
+    for _ in range(2):
+        old = x.clone()
+        (product,) = evaluator.run([x, y])
+        assert torch.equal(x, old + y * 2.0)
+        torch.testing.assert_close(product, old @ y.t())
+
+
+def test_a_sum_over_the_updated_input_is_not_in_place() -> None:
+    def define() -> None:
+        x = tensor(-1, -1)
+        s = ops.broadcast(ops.sum(x, [1]), [False, True])
+        out(ops.sub(x, s), x)
+
+    program = _aliased(define, (3, 4))
+    x = torch.randn(3, 4)
+    evaluator = HostIrEvaluator(program)
+    for _ in range(2):
+        want = x.double() - x.double().sum(1, keepdim=True)
+        assert evaluator.run([x]) == []
+        torch.testing.assert_close(x.double(), want, atol=1e-4, rtol=1e-5)
+
+
+def _check_update(program: HostIrContainer) -> None:
+    evaluator = HostIrEvaluator(program)
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    for _ in range(2):
+        want = x + y * 2.0
+        assert evaluator.run([x, y]) == []
+        assert torch.equal(x, want)
+
+
+def test_a_visible_update_returns_the_input_itself() -> None:
+    def define() -> None:
+        x = tensor(-1, -1)
+        y = ops.add(x, 1.0)
+        out(y)
+        out(y, x)
+
+    program = _aliased(define, (3, 4))
+    x = torch.zeros(3, 4)
+    evaluator = HostIrEvaluator(program)
+    for run in (1, 2):
+        (got,) = evaluator.run([x])
+        assert got.data_ptr() == x.data_ptr()
+        assert torch.equal(x, torch.full((3, 4), float(run)))
+
+
+def test_updates_that_overwrite_each_other_are_refused() -> None:
+    def define() -> None:
+        x, y = tensor(-1, -1), tensor(-1, -1)
+        out(x, y)
+        out(y, x)
+
+    with pytest.raises(UnsupportedError, match="is itself overwritten"):
+        _aliased(define, (3, 4), (3, 4))
+
+
+def test_duplicate_and_input_outputs() -> None:
+    evaluator = HostIrEvaluator(build(CASES["duplicates"]))
+    x = torch.randn(5, 6)
+    for _ in range(2):
+        y, same, again = evaluator.run([x])
+        assert same is x
+        assert again is y
+        assert torch.equal(y, x + 1.0)
+
+
+# ------------------------------------------------------------------ bad inputs
+_GOOD = [torch.zeros(5, 6), torch.zeros(7, 6), torch.zeros(7)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (_GOOD[:2], "contains less argument than kernel's input"),
+        ([*_GOOD, _GOOD[0]], "Expected 3 inputs, got 4"),
+        ([1.0, *_GOOD[1:]], "Expected input 0, T0.*to be an at::Tensor but got scalar 1.0"),
+        (
+            [torch.zeros(5), *_GOOD[1:]],
+            "to be bound to a tensor of rank 2, but got a tensor of rank 1",
+        ),
+        (
+            [torch.zeros(5, 6).half(), *_GOOD[1:]],
+            "to be bound to a tensor of dtype float, but got a tensor of dtype __half",
+        ),
+        (
+            [_GOOD[0], torch.zeros(7, 5), _GOOD[2]],
+            "input 1, T1.*extent i1 = 6 .*axis 1 of T0.*got 5",
+        ),
+        ([*_GOOD[:2], torch.zeros(8)], "input 2, T2.*= 7 .*axis 0 of T1.*got 8"),
+        ([torch.zeros(6, 5).t(), *_GOOD[1:]], "Stride mismatch with contiguity info.*axis 1"),
+        ([_GOOD[0].to("meta"), *_GOOD[1:]], "on device meta, but got a tensor on device cpu"),
+    ],
+)
+def test_bad_inputs_are_named(inputs: list[object], message: str) -> None:
+    evaluator = HostIrEvaluator(build(CASES["linear_relu_sum"]))
+    with pytest.raises(InputError, match=message):
+        evaluator.run(inputs)  # pyright: ignore[reportArgumentType]
+    evaluator.run(_GOOD)
+
+
+def test_scalars_must_fit_their_dtype() -> None:
+    def define() -> None:
+        x = tensor(-1)
+        n = define_scalar(None, DataType.Int)
+        x.fusion.add_input(n)
+        out(ops.add(x, n))
+
+    program = _build_with(Case(define, ()).fusion(), [torch.ones(4), 1])
+    evaluator = HostIrEvaluator(program)
+    assert torch.equal(evaluator.run([torch.ones(4), 3])[0], torch.full((4,), 4.0))
+    assert torch.equal(evaluator.run([torch.ones(4), 5])[0], torch.full((4,), 6.0))
+    with pytest.raises(
+        InputError, match=r"1.5 is not compatible with the expected data type: int64"
+    ):
+        evaluator.run([torch.ones(4), 1.5])
+    with pytest.raises(
+        InputError, match=r"input 1, i.*, to be a scalar but got float tensor of rank"
+    ):
+        evaluator.run([torch.ones(4), torch.ones(1)])
+
+
+# ------------------------------------------------------------------ several ranks
+def _shards(case: Case, program: HostIrContainer, rank: int) -> list[torch.Tensor]:
+    from multidevice.shard import shard_for_rank
+
+    pairs = zip(case.inputs(), program.inputs, strict=True)
+    return [shard_for_rank(t, tv, rank) for t, tv in pairs]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", ["mlp2", "sequence2", "slice2", "mlp4"])
+def test_replay_equals_the_reference_on_every_rank(name: str) -> None:
+    case = CASES[name]
+    program = build(case)
+
+    def body() -> None:
+        communicator = Communicator.instance()
+        evaluator = HostIrEvaluator(program, communicator)
+        mine = _shards(case, program, communicator.rank())
+        reference = evaluator.evaluate(mine)
+        for _ in range(3):
+            for a, b in zip(evaluator.run(mine), reference, strict=True):
+                assert torch.equal(a, b)
+
+    with simulate(case.ranks) as world:
+        world.run(body)
+
+
+def test_an_error_on_one_rank_reaches_the_others_and_the_next_run_works() -> None:
+    case = CASES["mlp2"]
+    program = build(case)
+
+    def body() -> tuple[str, str, list[torch.Tensor]]:
+        communicator = Communicator.instance()
+        evaluator = HostIrEvaluator(program, communicator)
+        mine = _shards(case, program, communicator.rank())
+        wrong = mine if communicator.rank() == 0 else [mine[0].half(), *mine[1:]]
+        with pytest.raises(FuserError) as error:
+            run_agreed(evaluator, wrong, communicator)
+        good = run_agreed(evaluator, mine, communicator)
+        return type(error.value).__name__, str(error.value), good
+
+    with simulate(2) as world:
+        first, second = world.run(body)
+    assert first[0] == PeerError.__name__
+    assert "rank 1 failed: InputError: Expected input 0" in first[1]
+    assert second[0] == InputError.__name__
+    assert torch.equal(first[2][0], second[2][0])
+
+
+def test_ranks_with_different_programs_are_told_the_first_different_line() -> None:
+    case = CASES["mlp2"]
+    program = build(case)
+    other = parse(program.full_text().replace("type=Allreduce", "type=Allreduce", 1))
+    changed = parse(program.full_text().replace("team=(0 1)", "team=(1 0)", 1))
+
+    def body() -> str:
+        communicator = Communicator.instance()
+        mine = _shards(case, program, communicator.rank())
+        run_agreed(HostIrEvaluator(other, communicator), mine, communicator)
+        text = changed if communicator.rank() else other
+        with pytest.raises(ProgramMismatchError) as error:
+            run_agreed(HostIrEvaluator(text, communicator), mine, communicator)
+        return str(error.value)
+
+    with simulate(2) as world:
+        messages = world.run(body)
+    assert messages[0] == messages[1]
+    assert "team=(0 1)" in messages[0]
+    assert "team=(1 0)" in messages[0]
+
+
+def test_a_mesh_needs_its_ranks() -> None:
+    program = build(CASES["mlp4"])
+
+    def body() -> None:
+        with pytest.raises(ShardingError, match=r"names rank 3, but the job has 2 ranks"):
+            HostIrEvaluator(program, Communicator.instance())
+
+    with simulate(2) as world:
+        world.run(body)
+
+
+def test_a_rank_outside_the_mesh_skips_everything() -> None:
+    case = CASES["mlp2"]
+    program = build(case)
+
+    def body() -> torch.Tensor:
+        communicator = Communicator.instance()
+        mine = _shards(case, program, communicator.rank())
+        evaluator = HostIrEvaluator(program, communicator)
+        run_agreed(evaluator, mine, communicator)
+        (result,) = run_agreed(evaluator, mine, communicator)
+        return result
+
+    with simulate(3) as world:
+        results = world.run(body)
+    torch.testing.assert_close(results[0].double(), expected(case)[0], atol=1e-5, rtol=1e-5)
+    assert results[2].numel() == 0
+
+
+def test_an_extent_that_the_mesh_does_not_divide_is_named() -> None:
+    from fuser.ir.types import ParallelType
+
+    def define() -> None:
+        x = tensor(-1, 6, mesh=[0, 1])
+        y = ops.set(x)
+        y.set_device_mesh([0, 1])
+        y.outer_split(0, 2)
+        y.axis(0).parallelize(ParallelType.mesh_x)
+        out(y)
+
+    program = build(Case(define, ((4, 6),), 2))
+
+    def body() -> None:
+        communicator = Communicator.instance()
+        evaluator = HostIrEvaluator(program, communicator)
+        with pytest.raises(ShardingError, match=r"extent 5 .* is not divisible by the 2 devices"):
+            run_agreed(evaluator, [torch.zeros(5, 6)], communicator)
+        (part,) = run_agreed(evaluator, [torch.arange(24.0).view(4, 6)], communicator)
+        assert part[0, 0].item() == 12 * communicator.rank()
+
+    with simulate(2) as world:
+        world.run(body)
