@@ -113,13 +113,14 @@ def neighbours(params: object) -> list[object]:
         case ReductionParams(inner=True):
             return [
                 dataclasses.replace(params, unroll=u, threads_x=x, threads_y=max(t // x, 1))
-                for u, x, t in itertools.product((2, 4, 8), (32, 64, 128, 256, 512), (128, 256))
-                if x <= 4 * params.threads_x and 4 * x >= params.threads_x
+                for u, x, t in itertools.product(
+                    (1, 2, 4), (params.threads_x // 2, params.threads_x, 2 * params.threads_x), (128, 256)
+                )
             ]
         case ReductionParams():
             return [
                 dataclasses.replace(params, unroll=u, threads_x=x, threads_y=t // x, grid=max(params.grid * g // 4, 1))
-                for u, x, t, g in itertools.product((2, 4, 8), (8, 16, 32), (256, 512), (2, 4, 8))
+                for u, x, t, g in itertools.product((8, 16), (16, 32, 64), (256, 512), (1, 2, 4))
             ]
     return []
 

@@ -12,6 +12,7 @@ with one device type changing.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from fuser.errors import ShardingError
@@ -27,7 +28,7 @@ from fuser.ir.nodes import (
     TensorOp,
 )
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import DEVICE_TYPES
+from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.communication import check_lowerable, is_copy
 from multidevice.partial_sums import (
     add_row_parallel_bias_last,
@@ -73,6 +74,7 @@ def decompose_reshardings(fusion: Fusion) -> None:
     copies = Copies(fusion)
     insert_reshardings(fusion, copies)
     split_copies(fusion, copies)
+    copies.drop_unused()
     for op in fusion.exprs:
         check_lowerable(op)
 
@@ -94,6 +96,11 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
             continue
         for index in differing:
             op = _insert_before(op, index, copies)
+        if _differing(op):
+            # Two index expressions that agree but are not provably equal, behind a reshape.
+            op = _compute_whole(fusion, op, _changing_types(op))
+            for index in _differing(op):
+                op = _insert_before(op, index, copies)
         if _differing(op):
             raise ShardingError(
                 f"{op.name} of {', '.join(str(v) for _, v in tensor_operands(op))} cannot be "
@@ -159,7 +166,23 @@ def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
     cut = [n for n, cuts in axis_cuts(out, DEVICE_TYPES).items() if cuts and n in whole]
     if not cut:
         return op
-    types = {c.ptype for n in cut for c in axis_cuts(out, DEVICE_TYPES)[n]}
+    return _compute_whole(
+        fusion, op, {c.ptype for n in cut for c in axis_cuts(out, DEVICE_TYPES)[n]}
+    )
+
+
+def _changing_types(op: TensorOp) -> set[ParallelType]:
+    return {
+        p
+        for p in DEVICE_TYPES
+        for index, _ in tensor_operands(op)
+        if have_different_shardings(op, index, (p,))
+    }
+
+
+def _compute_whole(fusion: Fusion, op: TensorOp, types: Collection[ParallelType]) -> TensorOp:
+    """Run a one-result op without these device types, and cut its result in a copy."""
+    out = op.out_tensor
     local = _result_like(out, out.mesh)
     unparallelize(local, lambda a: a.ptype in types and not a.is_reduction())
     computed = op.map_values(lambda v: local if v is out else v)

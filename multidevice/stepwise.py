@@ -45,6 +45,13 @@ class Copies:
         self._fusion.replace_expr(op, [fed])
         return fed
 
+    def drop_unused(self) -> None:
+        """Remove copies that nothing reads any more."""
+        for made in reversed(self._known.values()):
+            definition = self._fusion.definition(made)
+            if definition is not None and not self._fusion.uses(made):
+                self._fusion.replace_expr(definition, [])
+
     def _is_before(self, tv: TensorView, op: TensorOp) -> bool:
         definition = self._fusion.definition(tv)
         exprs = self._fusion.exprs

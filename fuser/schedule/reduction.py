@@ -43,11 +43,17 @@ from fuser.schedule.vectorize import power_of_two_at_least, power_of_two_at_most
 
 PT = ParallelType
 REDUCTIONS = (ReductionOp, WelfordOp)
-# Vectors that a thread loads before it uses the first.
-UNROLL = 4
-# Threads per block; fewer where a row is short, more where there are few rows.
-THREADS = 256
-THREADS_SHORT = 128
+# Bytes of one input that a thread loads before it uses the first; measured on an H200.
+BYTES_INNER = 32
+BYTES_OUTER = 128
+MAX_UNROLL = 8
+# Threads that keep one multiprocessor busy. Fewer rows than that get more threads each, then blocks.
+THREADS_PER_SM = 1024
+THREADS_INNER = 128
+THREADS_OUTER = 256
+MAX_THREADS_PER_ROW = 256
+# Rows of at least this many vectors get two warps.
+LONG_ROW = 512
 # Columns that a CPU kernel reduces together: their accumulators stay in the first-level cache.
 CPU_COLUMNS = 256
 
@@ -169,7 +175,7 @@ def _runs(space: Space) -> _Runs:
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> ReductionParams:
     """Return parameters that rely on nothing; the form follows the fusion when applied."""
-    threads = 0 if device.kind == "cpu" else THREADS_SHORT
+    threads = 0 if device.kind == "cpu" else THREADS_INNER
     return ReductionParams(inner=True, threads_x=threads)
 
 
@@ -191,49 +197,57 @@ def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> ReductionPar
     vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], extent(last))
     iterated = [extent(r) for r in runs.iterated]
     reduced = [extent(r) for r in runs.reduced]
+    widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
     choose = _inner_params if runs.inner else _outer_params
-    return choose(iterated, reduced, vector, device)
+    return choose(iterated, reduced, (vector, vector * widest), device)
 
 
 def _inner_params(
-    iterated: list[int], reduced: list[int], vector: int, device: DeviceInfo
+    iterated: list[int], reduced: list[int], step: tuple[int, int], device: DeviceInfo
 ) -> ReductionParams:
+    vector, nbytes = step
     rows, chunks, outer = prod(iterated), -(-reduced[-1] // vector), prod(reduced[:-1])
-    many_rows = rows >= 2 * device.sm_count
-    most = THREADS if many_rows else 2 * THREADS
-    x = min(power_of_two_at_least(-(-chunks // UNROLL)), most)
-    if chunks <= 2 * device.warp_size:
-        x = min(power_of_two_at_least(chunks), device.warp_size)
-    steps = -(-chunks // x)
-    unroll = min(power_of_two_at_least(steps), UNROLL)
-    unroll_outer = unroll < UNROLL and outer >= UNROLL
+    wanted = device.sm_count * THREADS_PER_SM
+    most = min(power_of_two_at_least(-(-wanted // rows)), MAX_THREADS_PER_ROW)
+    x = min(
+        power_of_two_at_least(chunks),
+        max(most, device.warp_size * (2 if chunks >= LONG_ROW else 1)),
+    )
+    per_thread = BYTES_INNER if most <= device.warp_size else 2 * BYTES_INNER
+    unroll = min(_unroll(per_thread, nbytes), power_of_two_at_least(-(-chunks // x)))
+    unroll_outer = unroll < 4 <= outer and chunks <= x
     if unroll_outer:
-        unroll = UNROLL
-    y = min(max(THREADS_SHORT // x, 1), power_of_two_at_least(rows))
-    serial = outer * -(-chunks // x)
-    grid = _grid(-(-rows // y), -(-serial // unroll), 4 * device.sm_count)
+        unroll = 4
+    y = min(max(THREADS_INNER // x, 1), power_of_two_at_least(rows))
+    steps = -(-(outer * -(-chunks // x)) // unroll)
+    grid = _grid(-(-rows // y) * x * y, steps, wanted)
     return ReductionParams(True, x, y, vector, unroll, grid, unroll_outer)
 
 
 def _outer_params(
-    iterated: list[int], reduced: list[int], vector: int, device: DeviceInfo
+    iterated: list[int], reduced: list[int], step: tuple[int, int], device: DeviceInfo
 ) -> ReductionParams:
+    vector, nbytes = step
     chunks, rows = -(-iterated[-1] // vector), prod(reduced)
     x = min(power_of_two_at_least(chunks), device.warp_size)
-    y = min(THREADS // x, power_of_two_at_least(rows))
-    unroll = min(UNROLL, power_of_two_at_least(-(-rows // y)))
+    y = min(THREADS_OUTER // x, power_of_two_at_least(rows))
+    unroll = min(_unroll(BYTES_OUTER, nbytes), power_of_two_at_least(-(-rows // y)))
     blocks = prod(iterated[:-1]) * -(-chunks // x)
-    per_sm = device.max_threads_per_sm // THREADS
     steps = -(-rows // (y * unroll))
-    grid = _grid(blocks, steps, per_sm * device.sm_count)
+    grid = _grid(blocks * x * y, steps, device.sm_count * THREADS_PER_SM)
     return ReductionParams(False, x, y, vector, unroll, grid)
 
 
-def _grid(blocks: int, steps: int, wanted: int) -> int:
-    """Split a reduction of `steps` serial steps so that about `wanted` blocks exist, none idle."""
-    if blocks * 2 > wanted:
+def _unroll(per_thread: int, nbytes: int) -> int:
+    """Return how many loads of `nbytes` make the wanted bytes."""
+    return min(power_of_two_at_least(-(-per_thread // nbytes)), MAX_UNROLL)
+
+
+def _grid(threads: int, steps: int, wanted: int) -> int:
+    """Split a reduction of `steps` serial steps so that about `wanted` threads exist, none idle."""
+    if threads * 2 > wanted:
         return 1
-    return max(min(power_of_two_at_most(wanted // blocks), power_of_two_at_most(steps)), 1)
+    return max(min(power_of_two_at_most(wanted // threads), power_of_two_at_most(steps)), 1)
 
 
 # ------------------------------------------------------------------ application

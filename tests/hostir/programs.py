@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -13,7 +14,7 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
 from fuser.passes.concretize import concretize
 from fuser.schedule.registry import find_scheduler
 from fuser.segment import segment_fusion
@@ -50,8 +51,12 @@ class Case:
 
 def build(case: Case) -> HostIrContainer:
     """Return the host program of a case, through the whole compiler."""
-    user = case.fusion()
-    sizes = sharding_sizes(user, case.inputs())
+    return build_for(case.fusion(), case.inputs())
+
+
+def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrContainer:
+    """Return the host program of a fusion for global inputs like these."""
+    sizes = {s: int(v) for s, v in bind_inputs(user, inputs).items() if isinstance(v, int)}
     fusion, _ = concretize(user, sizes)
     shard_fusion(fusion)
     segmented = segment_fusion(
@@ -61,12 +66,6 @@ def build(case: Case) -> HostIrContainer:
         local_shape=sharding.local_extents,
     )
     return run_passes(lower(segmented, backend_name="SIMULATED"))
-
-
-def sharding_sizes(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> dict:  # pyright: ignore[reportMissingTypeArgument]
-    from fuser.ops.torch_meaning import bind_inputs
-
-    return bind_inputs(fusion, inputs)
 
 
 def expected(case: Case) -> list[torch.Tensor]:
@@ -86,21 +85,29 @@ def check(program: HostIrContainer, case: Case, *, atol: float = 1e-5) -> None:
         torch.testing.assert_close(whole.double(), want, atol=atol, rtol=1e-5)
 
 
-def tensor(*shape: int, mesh: object = None, cut: int | None = None) -> TensorView:
+def tensor(*shape: int, mesh: list[int] | None = None, cut: int | None = None) -> TensorView:
     """Define a contiguous input; `cut` shards that axis along mesh_x."""
     tv = define_tensor(list(shape), contiguity=True)
-    ops_fusion = tv.fusion
-    ops_fusion.add_input(tv)
-    if mesh is not None:
+    tv.fusion.add_input(tv)
+    if mesh is not None and cut is not None:
+        shard(tv, cut, mesh)
+    elif mesh is not None:
         tv.set_device_mesh(mesh)
-        if cut is not None:
-            count = tv.mesh.size_of(ParallelType.mesh_x) if tv.mesh else 1
-            tv.outer_split(cut, count)
-            tv.axis(cut).parallelize(ParallelType.mesh_x)
     return tv
 
 
-def out(tv: TensorView, alias: TensorView | None = None) -> None:
+def shard(value: object, axis: int, mesh: list[int]) -> TensorView:
+    """Annotate a tensor: cut along mesh_x at `axis`."""
+    tv = cast("TensorView", value)
+    tv.set_device_mesh(mesh)
+    tv.outer_split(axis, len(mesh))
+    tv.axis(axis).parallelize(ParallelType.mesh_x)
+    return tv
+
+
+def out(value: object, alias: TensorView | None = None) -> None:
+    """Register an output."""
+    tv = cast("TensorView", value)
     tv.fusion.add_output(tv, alias)
 
 
@@ -145,11 +152,7 @@ def sequence_parallel_mlp(ranks: int) -> Callable[[], None]:
         mesh = list(range(ranks))
         x = tensor(-1, 6, mesh=mesh, cut=0)
         w1, w2 = tensor(8, 6, mesh=mesh, cut=0), tensor(6, 8, mesh=mesh, cut=1)
-        y = ops.linear(ops.relu(ops.linear(x, w1)), w2)
-        y.set_device_mesh(mesh)
-        y.outer_split(0, ranks)
-        y.axis(0).parallelize(ParallelType.mesh_x)
-        out(y)
+        out(shard(ops.linear(ops.relu(ops.linear(x, w1)), w2), 0, mesh))
 
     return define
 
@@ -157,11 +160,72 @@ def sequence_parallel_mlp(ranks: int) -> Callable[[], None]:
 def slice_of_replicated() -> None:
     mesh = [0, 1]
     x = tensor(-1, 6, mesh=mesh)
-    y = ops.set(x)
-    y.set_device_mesh(mesh)
-    y.outer_split(1, 2)
-    y.axis(1).parallelize(ParallelType.mesh_x)
-    out(ops.neg(y))
+    out(ops.neg(shard(ops.set(x), 1, mesh)))
+
+
+def data_and_tensor_parallel() -> None:
+    """A 2x2 mesh: rows of x along mesh_y, weights along mesh_x."""
+    mesh = [[0, 1], [2, 3]]
+    x, w1, w2 = tensor(-1, 6), tensor(8, 6), tensor(6, 8)
+    for tv, axis, count, ptype in (
+        (x, 0, 2, ParallelType.mesh_y),
+        (w1, 0, 2, ParallelType.mesh_x),
+        (w2, 1, 2, ParallelType.mesh_x),
+    ):
+        tv.set_device_mesh(mesh)
+        tv.outer_split(axis, count)
+        tv.axis(axis).parallelize(ptype)
+    out(ops.linear(ops.relu(ops.linear(x, w1)), w2))
+
+
+HIDDEN, HEADS = 16, 4
+
+
+def encoder_layer(ranks: int) -> Callable[[], None]:
+    """A post-LayerNorm transformer layer: heads and the feed-forward width are sharded."""
+
+    def define() -> None:
+        mesh = list(range(ranks))
+        x = tensor(-1, -1, HIDDEN, mesh=mesh)
+        mask = tensor(-1, -1, mesh=mesh)
+        batch, length = x.size(0), x.size(1)
+        size = HIDDEN // HEADS
+
+        def column(y: object, width: int) -> object:
+            w, b = tensor(width, HIDDEN, mesh=mesh, cut=0), tensor(width, mesh=mesh, cut=0)
+            return ops.linear(y, w, b)
+
+        def row(y: object, width: int) -> object:
+            w, b = tensor(HIDDEN, width, mesh=mesh, cut=1), tensor(HIDDEN, mesh=mesh)
+            return ops.linear(y, w, b)
+
+        def norm(y: object) -> object:
+            var, mean = ops.var_mean(y, [2], 0, True)
+            scale = ops.rsqrt(ops.add(var, 1e-12))
+            return ops.mul(ops.sub(y, mean), scale)
+
+        def heads() -> object:
+            y = ops.reshape(column(x, HIDDEN), [batch, length, HEADS, size])
+            return ops.permute(y, [0, 2, 1, 3])
+
+        q, k, v = heads(), heads(), heads()
+        scores = ops.mul(ops.matmul(q, ops.permute(k, [0, 1, 3, 2])), size**-0.5)
+        scores = ops.add(scores, ops.broadcast(mask, [False, True, True, False]))
+        shifted = ops.sub(scores, ops.max(scores, [3], True))
+        weights = ops.exp(shifted)
+        weights = ops.div(weights, ops.sum(weights, [3], True))
+        mixed = ops.permute(ops.matmul(weights, v), [0, 2, 1, 3])
+        attended = row(ops.reshape(mixed, [batch, length, HIDDEN]), HIDDEN)
+        y = norm(ops.add(attended, x))
+        out(norm(ops.add(row(ops.relu(column(y, 2 * HIDDEN)), 2 * HIDDEN), y)))
+
+    return define
+
+
+def _encoder_shapes(batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+    square, wide = ((HIDDEN, HIDDEN), (HIDDEN,)), ((2 * HIDDEN, HIDDEN), (2 * HIDDEN,))
+    back = ((HIDDEN, 2 * HIDDEN), (HIDDEN,))
+    return ((batch, length, HIDDEN), (batch, length), *square * 4, *wide, *back)
 
 
 CASES: dict[str, Case] = {
@@ -172,4 +236,7 @@ CASES: dict[str, Case] = {
     "mlp4": Case(column_row_mlp(4), ((5, 6), (8, 6), (8,), (6, 8), (6,)), 4),
     "sequence2": Case(sequence_parallel_mlp(2), ((4, 6), (8, 6), (6, 8)), 2),
     "slice2": Case(slice_of_replicated, ((5, 6),), 2),
+    "mesh2x2": Case(data_and_tensor_parallel, ((4, 6), (8, 6), (6, 8)), 4),
+    "encoder1": Case(encoder_layer(1), _encoder_shapes(3, 5), 1),
+    "encoder2": Case(encoder_layer(2), _encoder_shapes(3, 5), 2),
 }

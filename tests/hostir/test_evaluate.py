@@ -24,7 +24,16 @@ from hostir.evaluate import HostIrEvaluator
 from hostir.ops import Allocate
 from hostir.parse import parse
 from multidevice import Communicator, simulate
-from tests.hostir.programs import CASES, Case, build, expected, out, tensor
+from tests.hostir.programs import (
+    CASES,
+    Case,
+    build,
+    build_for,
+    expected,
+    out,
+    shard,
+    tensor,
+)
 
 
 def _aliased(define: Callable[[], None], *shapes: tuple[int, ...]) -> HostIrContainer:
@@ -84,30 +93,11 @@ def test_scalar_inputs_change_between_runs_of_one_plan() -> None:
 
     fusion_case = Case(define, ((4,),))
     user = fusion_case.fusion()
-    program = parse(_build_with(user, [torch.ones(4), 1.0]).full_text())
+    program = parse(build_for(user, [torch.ones(4), 1.0]).full_text())
     evaluator = HostIrEvaluator(program)
     for value in (1.0, 2.5, -3.0):
         (got,) = evaluator.run([torch.ones(4), value])
         assert torch.equal(got, torch.full((4,), 2 * value))
-
-
-def _build_with(user, inputs):
-    from fuser.ops.torch_meaning import bind_inputs
-    from fuser.passes.concretize import concretize
-    from fuser.schedule.registry import find_scheduler
-    from fuser.segment import segment_fusion
-    from hostir.lower import lower
-    from hostir.pipeline import run_passes
-    from multidevice import sharding
-
-    fusion, _ = concretize(user, bind_inputs(user, inputs))
-    segmented = segment_fusion(
-        fusion,
-        is_resharding=sharding.is_resharding,
-        find_scheduler=find_scheduler,
-        local_shape=sharding.local_extents,
-    )
-    return run_passes(lower(segmented, backend_name="SIMULATED"))
 
 
 # ------------------------------------------------------------------ aliases
@@ -238,7 +228,7 @@ def test_scalars_must_fit_their_dtype() -> None:
         x.fusion.add_input(n)
         out(ops.add(x, n))
 
-    program = _build_with(Case(define, ()).fusion(), [torch.ones(4), 1])
+    program = build_for(Case(define, ()).fusion(), [torch.ones(4), 1])
     evaluator = HostIrEvaluator(program)
     assert torch.equal(evaluator.run([torch.ones(4), 3])[0], torch.full((4,), 4.0))
     assert torch.equal(evaluator.run([torch.ones(4), 5])[0], torch.full((4,), 6.0))
@@ -352,15 +342,9 @@ def test_a_rank_outside_the_mesh_skips_everything() -> None:
 
 
 def test_an_extent_that_the_mesh_does_not_divide_is_named() -> None:
-    from fuser.ir.types import ParallelType
-
     def define() -> None:
         x = tensor(-1, 6, mesh=[0, 1])
-        y = ops.set(x)
-        y.set_device_mesh([0, 1])
-        y.outer_split(0, 2)
-        y.axis(0).parallelize(ParallelType.mesh_x)
-        out(y)
+        out(shard(ops.set(x), 0, [0, 1]))
 
     program = build(Case(define, ((4, 6),), 2))
 

@@ -1,4 +1,4 @@
-"""insert_deallocate: before and after as text; the programs of the semantic tests all went through it."""
+"""insert_deallocate: before and after as text (every program that the other tests run used it)."""
 
 from __future__ import annotations
 
