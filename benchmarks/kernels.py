@@ -86,7 +86,7 @@ def define(build: Callable[..., TensorView], shapes: Sequence[Shape]) -> Fusion:
     return fusion
 
 
-def microseconds(run: Callable[[], None]) -> float:
+def microseconds(run: Callable[[], object]) -> float:
     """Return the median time of a launch over batches of launches."""
     for _ in range(3):
         run()
@@ -108,18 +108,29 @@ def neighbours(params: object) -> list[object]:
         case PointwiseParams():
             return [
                 dataclasses.replace(params, unroll=u, threads_x=t)
-                for u, t in itertools.product((1, 2, 4), {params.threads_x, 256 if params.threads_x == 128 else params.threads_x})
+                for u, t in itertools.product(
+                    (1, 2, 4),
+                    {params.threads_x, 256 if params.threads_x == 128 else params.threads_x},
+                )
             ]
         case ReductionParams(inner=True):
             return [
                 dataclasses.replace(params, unroll=u, threads_x=x, threads_y=max(t // x, 1))
                 for u, x, t in itertools.product(
-                    (1, 2, 4), (params.threads_x // 2, params.threads_x, 2 * params.threads_x), (128, 256)
+                    (1, 2, 4),
+                    (params.threads_x // 2, params.threads_x, 2 * params.threads_x),
+                    (128, 256),
                 )
             ]
         case ReductionParams():
             return [
-                dataclasses.replace(params, unroll=u, threads_x=x, threads_y=t // x, grid=max(params.grid * g // 4, 1))
+                dataclasses.replace(
+                    params,
+                    unroll=u,
+                    threads_x=x,
+                    threads_y=t // x,
+                    grid=max(params.grid * g // 4, 1),
+                )
                 for u, x, t, g in itertools.product((8, 16), (16, 32, 64), (256, 512), (1, 2, 4))
             ]
     return []
@@ -144,14 +155,17 @@ def main() -> None:
             out = torch.empty(output, device="cuda", dtype=to_torch(BF16))
             nbytes = 2 * (sum(t.numel() for t in tensors) + out.numel())
 
-            def measure(executor: KernelExecutor, tensors=tensors, out=out) -> float:  # noqa: ANN001
+            def measure(executor: KernelExecutor, tensors=tensors, out=out) -> float:
                 return microseconds(lambda: executor.run(tensors, [out], sizes={}))
 
             executor = KernelExecutor(fusion, scheduler=scheduler, name="bench")
             us = measure(executor)
             (variant,) = executor.variants
             rate = nbytes / us / 1e6
-            print(f"  {name:14} {us:8.1f} us  {rate:5.2f} TB/s  {rate / copied:4.2f} of copy  {variant.params}")
+            print(
+                f"  {name:14} {us:8.1f} us  {rate:5.2f} TB/s  {rate / copied:4.2f} of copy  "
+                f"{variant.params}"
+            )
             if not explore:
                 continue
             found = []

@@ -181,6 +181,8 @@ class HostIrEvaluator:
             if len(self._plans) >= MAX_PLANS:
                 self._arena.forget(self._plans.pop(next(iter(self._plans))))
             self._plans[key] = recorder.finish(self._visible)
+            # The plan's steps know the frame's values; they must not keep its tensors.
+            frame.tensors.clear()
             return outputs
 
     def check(self, inputs: Sequence[Argument]) -> None:

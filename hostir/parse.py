@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 from fuser.errors import FuserError
 from fuser.ir.core import Op
+from fuser.ir.cursor import Cursor
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.parse import Attribute, Cursor, Parser, parse_fusion_at, tensor_op_classes
+from fuser.ir.parse import Attribute, Parser, parse_fusion_at
+from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.ops import COMMUNICATION_TYPES, HOST_OPS, RED_OPS, TeamOf

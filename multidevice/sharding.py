@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fuser.errors import ShardingError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
@@ -17,6 +18,7 @@ from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.equivalence import Comparison
 from multidevice.placement import (
     SPREAD_TYPES,
+    Cuts,
     axis_cuts,
     is_plain_broadcast,
     local_extent,
@@ -106,19 +108,21 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
     """
     _check_rank(tv, sizes)
-    out: list[int] = []
-    for axis, size, cuts in zip(tv.domain.no_reductions, sizes, placement(tv), strict=True):
-        for cut in cuts:
-            if not cut.ptype.is_device:
-                continue
-            if size % cut.count != 0 or (cut.whole and size != cut.count):
-                raise ShardingError(
-                    f"the extent {size} of {axis} of {tv} is not divisible by the {cut.count} "
-                    f"devices of {tv.mesh} along {cut.ptype.text}"
-                )
-            size //= cut.count
-        out.append(size)
-    return tuple(out)
+    axes = zip(tv.domain.no_reductions, sizes, placement(tv, DEVICE_TYPES), strict=True)
+    return tuple(_local_size(tv, axis, size, cuts) for axis, size, cuts in axes)
+
+
+def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
+    """Return what is left of a bound extent on one device; raises when it is not divisible."""
+    rest = extent
+    for cut in cuts:
+        if rest % cut.count != 0 or (cut.whole and rest != cut.count):
+            raise ShardingError(
+                f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.count} "
+                f"devices of {tv.mesh} along {cut.ptype.text}"
+            )
+        rest //= cut.count
+    return rest
 
 
 def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
@@ -181,15 +185,7 @@ def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
     for tv in fusion.tensors():
         for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
             axis = next(a for a in tv.domain.logical if a.number == number)
-            extent = int(sc.evaluate(fusion.canonical(axis.size), sizes))
-            rest = extent
-            for cut in cuts:
-                if rest % cut.count != 0 or (cut.whole and rest != cut.count):
-                    raise ShardingError(
-                        f"the extent {extent} of {axis} of {tv} is not divisible by the "
-                        f"{cut.count} devices of {tv.mesh} along {cut.ptype.text}"
-                    )
-                rest //= cut.count
+            _local_size(tv, axis, int(sc.evaluate(fusion.canonical(axis.size), sizes)), cuts)
 
 
 # ------------------------------------------------------------------ same sharding?

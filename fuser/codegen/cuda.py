@@ -322,7 +322,9 @@ def _vector_store(w: Writer, s: VectorStore) -> None:
 
 def _accumulate(w: Writer, s: Accumulate) -> None:
     target, value = expr_text(s.target), expr_text(s.value)
-    if s.kind == "welford":
+    if s.nan_flag:
+        w.line(f"fm_{s.kind}_step({target}, {s.nan_flag}, {_strip(value)});")
+    elif s.kind == "welford":
         w.line(f"welford_add({target}, {_strip(value)});")
     elif s.kind in ("add", "mul") and s.functor.partition("<")[0] in ("SumOp", "ProdOp"):
         w.line(f"{target} {'+' if s.kind == 'add' else '*'}= {_strip(value)};")

@@ -73,11 +73,26 @@ typedef unsigned long long uint64_t;
 typedef unsigned int uint32_t;
 typedef unsigned short uint16_t;
 
+#ifdef FUSER_SIMT
+// g++ vectorises no loop that copies a struct as a whole; these copies move the number inside.
+#define FUSER_HALF_COPIES(T)                                \
+  T() = default;                                            \
+  FUSER_METHOD explicit T(uint16_t value) : bits(value) {}  \
+  FUSER_METHOD T(const T& other) : bits(other.bits) {}      \
+  FUSER_METHOD T& operator=(const T& other) {               \
+    bits = other.bits;                                      \
+    return *this;                                           \
+  }
+#else
+#define FUSER_HALF_COPIES(T)
+#endif
 struct alignas(2) __half {
   uint16_t bits;
+  FUSER_HALF_COPIES(__half)
 };
 struct alignas(2) __bfloat {
   uint16_t bits;
+  FUSER_HALF_COPIES(__bfloat)
 };
 
 #ifndef FUSER_SIMT

@@ -7,17 +7,14 @@ before, may be written as its bare name `T3`.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 from fuser.errors import FuserError, ParseError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.cursor import SPACE, Cursor
 from fuser.ir.domain import (
     IterDomain,
     Merge,
@@ -32,11 +29,17 @@ from fuser.ir.dtypes import FROM_TEXT, INFO
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.templates import (
+    Template,
+    key_of,
+    template_of,
+    templates_of,
+    tensor_op_classes,
+)
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import default_dtype, tensor_text, value_text
 from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
 
-_SPACE = re.compile(r"\s+")
 _INT = re.compile(r"-?\d+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _WORD = re.compile(r"[^\s,(){}]+")
@@ -57,71 +60,6 @@ _AXIS = re.compile(
 )
 _SECTION = re.compile(r"^(Aliases|Equal extents|Symbols|TransformPrinter) :[ ]*$", re.MULTILINE)
 
-
-class Cursor:
-    """A position in a text; every error it makes marks the line."""
-
-    def __init__(self, text: str, pos: int = 0, end: int | None = None) -> None:
-        self.text = text
-        self.pos = pos
-        self.end = len(text) if end is None else end
-
-    def fail(self, message: str, pos: int | None = None) -> ParseError:
-        """Return the error for a position (here by default), with the line and a caret under it."""
-        at = self.pos if pos is None else pos
-        start = self.text.rfind("\n", 0, at) + 1
-        stop = self.text.find("\n", at)
-        line = self.text[start : stop if stop >= 0 else len(self.text)]
-        number = self.text.count("\n", 0, at) + 1
-        error = ParseError(
-            f"line {number}, column {at - start + 1}: {message}\n  {line}\n  {' ' * (at - start)}^"
-        )
-        error.add_note(f"position {at}")
-        return error
-
-    def skip(self) -> None:
-        found = _SPACE.match(self.text, self.pos, self.end)
-        if found:
-            self.pos = found.end()
-
-    def at(self, word: str) -> bool:
-        """Whether `word` comes next, after spaces."""
-        self.skip()
-        return self.text.startswith(word, self.pos) and self.pos + len(word) <= self.end
-
-    def take_if(self, word: str) -> bool:
-        if not self.at(word):
-            return False
-        self.pos += len(word)
-        return True
-
-    def take(self, word: str) -> None:
-        if not self.take_if(word):
-            raise self.fail(f"expected {word!r}")
-
-    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Consume what `pattern` matches next, after spaces; None leaves the position there."""
-        self.skip()
-        found = pattern.match(self.text, self.pos, self.end)
-        if found:
-            self.pos = found.end()
-        return found
-
-    def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        found = self.match(pattern)
-        if found is None:
-            raise self.fail(f"expected {what}")
-        return found
-
-    def done(self) -> bool:
-        self.skip()
-        return self.pos >= self.end
-
-    def integer(self) -> int:
-        return int(self.expect(_INT, "an integer")[0])
-
-
-T = TypeVar("T")
 Attribute = Callable[["Parser"], object]
 
 
@@ -138,7 +76,7 @@ class Parser:
     ) -> None:
         self.cursor = cursor
         self.fusion = fusion
-        self.templates = _templates(ops or tensor_op_classes())
+        self.templates = templates_of(ops or tensor_op_classes())
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
         self.tensors: dict[int, TensorView] = {}
         self.symbols: dict[str, Symbol] = {}
@@ -162,7 +100,7 @@ class Parser:
         if c.take_if("("):
             call = c.match(_CALL)
             if call:
-                value = self._call(call[1], self.items(")", self.scalar))
+                value = self._call(call[1], self.cursor.items(")", self.scalar))
             else:
                 value = self.scalar()
                 op = c.match(_INFIX)
@@ -195,18 +133,6 @@ class Parser:
         if dtype is None:
             raise self.cursor.fail(f"unknown dtype in {op}")
         return sc.cast(args[0], dtype)
-
-    def items(self, close: str, item: Callable[[], T]) -> list[T]:
-        """Read comma separated items up to and including `close`."""
-        c = self.cursor
-        items: list[T] = []
-        if c.take_if(close):
-            return items
-        while True:
-            items.append(item())
-            if not c.take_if(","):
-                c.take(close)
-                return items
 
     # ------------------------------------------------------------ axes and tensors
     def axis(self) -> IterDomain:
@@ -272,7 +198,7 @@ class Parser:
         return self.tensors[number]
 
     def _spelled(self) -> TensorDomain:
-        axes = tuple(self.items("]", self.axis))
+        axes = tuple(self.cursor.items("]", self.axis))
         return TensorDomain(axes, axes, contiguity=contiguity_for(axes))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
@@ -312,7 +238,7 @@ class Parser:
         groups: dict[str, tuple[IterDomain, ...]] = {}
         for title in ("root", "logical", "allocation"):
             if c.take_if(f"{title} domain: ("):
-                groups[title] = tuple(self.items(")", self.axis))
+                groups[title] = tuple(self.cursor.items(")", self.axis))
         c.take("contiguity:")
         flags: list[bool | None] = []
         while found := c.match(re.compile(r"[tfn]\b")):
@@ -320,7 +246,7 @@ class Parser:
         transforms: list[Transform] = []
         while not c.take_if("loop domain: ("):
             transforms.append(self._transform())
-        loop = tuple(self.items(")", self.axis))
+        loop = tuple(self.cursor.items(")", self.axis))
         if loop != spelled.loop:
             raise c.fail(f"the loop domain of {head[0][:-1]} differs from its header", start)
         tv.is_cpu_scalar = c.take_if("cpu scalar")
@@ -390,14 +316,14 @@ class Parser:
 
     def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
         """Read comma separated tensors and scalars up to and including `close`."""
-        return tuple(self.items(close, self.value))
+        return tuple(self.cursor.items(close, self.value))
 
     # ------------------------------------------------------------ ops
     def op(self) -> Op:
         """Read one op: the spelling that fits, else the error that got furthest."""
         c = self.cursor
         c.skip()
-        start, key = c.pos, _key(c.text, c.pos)
+        start, key = c.pos, key_of(c.text, c.pos)
         furthest = (start - 1, c.fail(f"unknown op {key}"))
         # A first operand that is a literal (`double(3)`) looks like a call, too.
         bucket = "" if _LITERAL.match(f"{key}(0)") else key
@@ -411,7 +337,7 @@ class Parser:
                     furthest = (at, error)
         raise furthest[1]
 
-    def _fill(self, template: _Template, start: int) -> Op:
+    def _fill(self, template: Template, start: int) -> Op:
         c = self.cursor
         found: dict[str, object] = dict(template.attributes)
         derived: list[tuple[str, str, int]] = []
@@ -434,17 +360,17 @@ class Parser:
             op = template.op(**found)
         except FuserError as error:
             raise c.fail(str(error), start) from error
-        if not template.is_older and _template_of(op) != template.text:
+        if not template.is_older and template_of(op) != template.text:
             raise c.fail(f"this op prints as\n{op}", start)
         for name, text, at in derived:
             field, _, method = name.partition(".")
             expected = getattr(op, field)
             expected = value_text(getattr(expected, method)() if method else expected)
-            if _SPACE.sub(" ", text) != expected:
+            if SPACE.sub(" ", text) != expected:
                 raise c.fail(f"expected {expected}", at)
         return op
 
-    def _field(self, template: _Template, name: str, kind: str) -> object:
+    def _field(self, template: Template, name: str, kind: str) -> object:
         if kind in ("operand", "result"):
             return self.value() if kind == "operand" else self.tensor()
         if kind in ("operands", "results"):
@@ -559,96 +485,6 @@ def parse_fusion_at(cursor: Cursor) -> Fusion:
     return fusion
 
 
-# ------------------------------------------------------------------ templates
-@dataclass(frozen=True)
-class _Template:
-    """One spelling of an op: words to match and fields to read, in order."""
-
-    op: type[Op]
-    text: str
-    attributes: Mapping[str, object]
-    words: tuple[tuple[bool, str], ...]
-    kinds: Mapping[str, str]
-    types: Mapping[str, str]
-    is_older: bool
-
-
-_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
-_FUNCTION = re.compile(r"\s*([A-Za-z_][\w.]*)\s*\(")
-_STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
-
-
-def _key(text: str, start: int) -> str:
-    """Return what an op's text starts with: its statement word, or the function after `=`."""
-    word = _STATEMENT.match(text, start)
-    if word:
-        return word[1]
-    equals = text.find("=", start)
-    function = _FUNCTION.match(text, equals + 1) if equals >= 0 else None
-    return function[1] if function else ""
-
-
-@lru_cache(maxsize=16)
-def _templates(ops: tuple[type[Op], ...]) -> Mapping[str, list[_Template]]:
-    """Return the spellings of the op classes by key; operators and literals come under ''."""
-    buckets: dict[str, list[_Template]] = {"": []}
-    for op in ops:
-        seen: set[tuple[str, str]] = set()
-        for attributes, text, is_older in _spellings(op):
-            mark = (text, repr(sorted(attributes.items(), key=lambda kv: kv[0])))
-            if mark in seen:
-                continue
-            seen.add(mark)
-            template = _compile(op, attributes, text, is_older)
-            buckets.setdefault(_key(text, 0), []).append(template)
-    return buckets
-
-
-def _spellings(op: type[Op]) -> Iterable[tuple[dict[str, object], str, bool]]:
-    variants = getattr(op, "variants", None)
-    if variants is None:
-        if op.TEXT:
-            yield {}, op.TEXT, False
-    else:
-        for attributes, text in variants():
-            yield attributes, text, False
-    for text in getattr(op, "OLDER", ()):
-        yield {}, text, True
-
-
-def _compile(
-    op: type[Op], attributes: Mapping[str, object], text: str, is_older: bool
-) -> _Template:
-    words: list[tuple[bool, str]] = []
-    at = 0
-    for field in _PLACEHOLDER.finditer(text):
-        words += [(False, w) for w in text[at : field.start()].split()]
-        words.append((True, field[1]))
-        at = field.end()
-    words += [(False, w) for w in text[at:].split()]
-    fields = dataclasses.fields(op)  # pyright: ignore[reportArgumentType]
-    return _Template(
-        op,
-        text,
-        attributes,
-        tuple(words),
-        {f.name: str(f.metadata["kind"]) for f in fields if "kind" in f.metadata},
-        {f.name: str(f.type) for f in fields},
-        is_older,
-    )
-
-
-def _template_of(op: Op) -> str:
-    template = getattr(op, "template", None)
-    return template() if template is not None else op.TEXT
-
-
-def tensor_op_classes() -> tuple[type[Op], ...]:
-    """Return the declared tensor ops, in declaration order."""
-    base = nodes.TensorOp
-    return tuple(c for c in Op.REGISTRY.values() if issubclass(c, base) and c is not base)
-
-
 def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:
     return sc.rebuild(sc.Apply(op, args, args[0].dtype), args)
 
@@ -659,7 +495,7 @@ def _bool(parser: Parser) -> bool:
 
 def _bools(parser: Parser) -> tuple[bool, ...]:
     parser.cursor.take("{")
-    return tuple(parser.items("}", lambda: _bool(parser)))
+    return tuple(parser.cursor.items("}", lambda: _bool(parser)))
 
 
 # How an attribute is read, by the type in its declaration.

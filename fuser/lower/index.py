@@ -19,12 +19,12 @@ from fuser.ir.domain import (
     transforms_between,
 )
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import PadOp, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.lower.kernel import stride_symbol
-from fuser.lower.loops import Plan, Stage
+from fuser.lower.loops import NoNestError, Plan, Stage
 
 Index = tuple[Scalar, ...]
 
@@ -81,6 +81,9 @@ class Indexer:
             if not isinstance(value, TensorView):
                 continue
             index = self.operand_index(op, position, out, axes)
+            if isinstance(op, PadOp) and position == 0 and self._reaches(value, wanted):
+                # The reader's iterations go beyond this operand: its loops cannot be copied.
+                raise NoNestError(wanted)
             if value is wanted:
                 return index
             stage = self.plan.stage_of.get(value)
@@ -91,6 +94,16 @@ class Indexer:
             if found is not None:
                 return found
         return None
+
+    def _reaches(self, tv: TensorView, wanted: TensorView) -> bool:
+        """Whether `tv` is `wanted` or is computed from it without storage between them."""
+        if tv is wanted:
+            return True
+        stage = self.plan.stage_of.get(tv)
+        op = self.fusion.definition(tv)
+        if op is None or (stage is not None and stage.storage != "global"):
+            return False
+        return any(isinstance(v, TensorView) and self._reaches(v, wanted) for v in op.inputs)
 
     # ------------------------------------------------------------ tensors and ops
     def tensor_axes(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:

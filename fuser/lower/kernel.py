@@ -275,12 +275,14 @@ class VectorStore:
 
 @dataclass
 class Accumulate:
-    """Combine `value` into an accumulator. `kind` is a ReductionOp kind or `welford`."""
+    """Combine `value` into an accumulator. `kind` is a ReductionOp kind or `welford`; with a
+    `nan_flag`, NaNs go there and the accumulator may drop them."""
 
     target: Var | Element
     value: Expr
     kind: str
     functor: str
+    nan_flag: str = ""
 
 
 @dataclass(frozen=True)

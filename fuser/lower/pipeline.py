@@ -35,8 +35,9 @@ from fuser.lower.kernel import (
     walk,
 )
 from fuser.lower.loops import COORDINATES, NoNestError, Stage, plan_stages
+from fuser.lower.simd import vectorize_loops
 from fuser.lower.synchronize import insert_barriers
-from fuser.lower.unroll import expand_unswitch, mark_loops
+from fuser.lower.unroll import expand_unswitch, mark_unrolled
 from fuser.runtime.device import DeviceInfo
 
 MAX_ATTEMPTS = 32
@@ -70,8 +71,13 @@ def _expand_unswitch(state: State) -> None:
     state.body = expand_unswitch(state.body)
 
 
-def _mark_loops(state: State) -> None:
-    mark_loops(state.body, is_cpu=state.ctx.is_cpu)
+def _mark_unrolled(state: State) -> None:
+    mark_unrolled(state.body)
+
+
+def _vectorize_loops(state: State) -> None:
+    if state.ctx.is_cpu:
+        vectorize_loops(state.body)
 
 
 def _hoist(state: State) -> None:
@@ -85,8 +91,9 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # Before hoisting, which hides loop symbols behind names.
-    ("mark_loops", _mark_loops),
+    # These two before hoisting, which hides loop symbols behind names.
+    ("mark_unrolled", _mark_unrolled),
+    ("vectorize_loops", _vectorize_loops),
     ("hoist", _hoist),
 )
 
@@ -189,7 +196,7 @@ def _finish(state: State, name: str, index_dtype: DataType) -> Kernel:
         block,
         state.smem_bytes,
         tuple(ctx.workspaces),
-        tuple(g for g in guards if g != sc.const(True)),
+        tuple(g for g in dict.fromkeys(guards) if g != sc.const(True)),
         tuple((tv, n) for tv, n in ctx.alignments.items()),
         ir_text,
     )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
+from fuser.ir.nodes import PadOp
 from fuser.ir.scalar import Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.context import Context
 from fuser.lower.loops import COORDINATES, Loop, Plan, Stage
@@ -123,13 +123,23 @@ def _grid_reductions(plan: Plan, stage: Stage) -> list[Stage]:
     return [s for s in sorted(seen, key=lambda s: s.number) if grid_axes(s)]
 
 
-def in_range(ctx: Context, operand: TensorView, index: tuple[Scalar, ...]) -> Scalar:
-    """Return the condition that an operand's logical index lies inside it (pads and cats)."""
+def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
+    """Return the condition that a pad's root index lies inside its operand.
+
+    Only the sides that are padded are tested: where elements are dropped, every index is inside.
+    """
+    canonical, simplify = ctx.plan.fusion.canonical, ctx.simplify
     conds: list[Scalar] = []
-    for axis, i in zip(operand.domain.no_reductions, index, strict=True):
-        if axis.is_broadcast:
-            continue
-        size = ctx.plan.fusion.canonical(axis.size)
-        i = ctx.simplify(i)
-        conds += [sc.le(0, i), sc.lt(i, ctx.simplify(size))]
+    sides = zip(op.inp.domain.no_reductions, index, op.left, op.right, strict=True)
+    for axis, i, left, right in sides:
+        i = simplify(i)
+        if not _never_positive(left):
+            conds.append(sc.le(0, i))
+        if not _never_positive(right):
+            conds.append(sc.lt(i, simplify(canonical(axis.size))))
     return sc.all_of(conds)
+
+
+def _never_positive(x: Scalar) -> bool:
+    value = sc.int_value(x)
+    return value is not None and value <= 0

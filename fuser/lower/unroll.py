@@ -5,8 +5,6 @@
     unswitch { for k { if (k*128 + tx < n) body } }
 ->  if (3*128 + tx < n) { for k body } else { for k { if (k*128 + tx < n) body } }
 
-`mark_loops` decides the pragma of every loop: a loop that indexes registers must be unrolled; on the CPU
-the innermost loops are vectorised by the compiler.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from fuser.lower.kernel import (
     Sync,
     ThreadReduce,
     Unswitch,
-    Var,
     VectorLoad,
     VectorStore,
     bodies,
@@ -66,7 +63,7 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
     """Whether every statement with an effect outside of the body is under all of the tests."""
     for s in body.statements:
         if isinstance(s, If):
-            if s.otherwise is None and tests <= set(_conjuncts(s.cond)):
+            if s.otherwise is None and tests <= set(conjuncts(s.cond)):
                 continue
             if any(not _all_work_under(b, tests) for b in bodies(s)):
                 return False
@@ -84,16 +81,17 @@ def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
     tests: dict[Scalar, Scalar] = {}
     for s in walk(body):
         if isinstance(s, If):
-            for test in _conjuncts(s.cond):
+            for test in conjuncts(s.cond):
                 whole = _largest(test, inner)
                 if whole is not None:
                     tests[test] = whole
     return tests
 
 
-def _conjuncts(cond: Scalar) -> list[Scalar]:
+def conjuncts(cond: Scalar) -> list[Scalar]:
+    """Return the tests of a conjunction; none for a constant."""
     if isinstance(cond, Apply) and cond.op == "&&":
-        return [c for a in cond.args for c in _conjuncts(a)]
+        return [c for a in cond.args for c in conjuncts(a)]
     return [] if sc.int_value(cond) is not None or not isinstance(cond, Apply) else [cond]
 
 
@@ -116,7 +114,7 @@ def _without_tests(body: Body, tests: Collection[Scalar]) -> Body:
     out: list[Statement] = []
     for s in body.statements:
         if isinstance(s, If):
-            rest = sc.all_of(c for c in _conjuncts(s.cond) if c not in tests)
+            rest = sc.all_of(c for c in conjuncts(s.cond) if c not in tests)
             then = _without_tests(s.then, tests)
             if rest == sc.const(True) and not s.flags and s.otherwise is None:
                 out.extend(then.statements)
@@ -141,24 +139,16 @@ def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
             return replace(statement)
 
 
-# ------------------------------------------------------------------ pragmas
-# Below this many iterations, a loop over registers is unrolled on the CPU too.
-CPU_VECTOR_ITERATIONS = 8
-_SIMD = {"add": "FUSER_SIMD_SUM", "mul": "FUSER_SIMD_PROD"}
-
-
-def mark_loops(body: Body, *, is_cpu: bool) -> None:
-    """Choose the pragma of every loop, in place."""
+# ------------------------------------------------------------------ unrolling
+def mark_unrolled(body: Body) -> None:
+    """Mark, in place, the loops of constant extent that are unrolled: those whose schedule says so,
+    and those that index registers, which have no addresses."""
     for s in walk(body):
-        if not isinstance(s, For):
-            continue
-        extent = sc.int_value(s.extent)
-        s.unroll = extent is not None and (s.unroll or _indexes_registers(s))
-        simd = _simd_pragma(s) if is_cpu else ""
-        if s.unroll and (not simd or (extent or 0) < CPU_VECTOR_ITERATIONS):
-            s.pragma = "FUSER_UNROLL"
-        else:
-            s.pragma = simd
+        if isinstance(s, For) and sc.int_value(s.extent) is not None:
+            s.unroll = s.unroll or _indexes_registers(s)
+            s.pragma = "FUSER_UNROLL" if s.unroll else ""
+        elif isinstance(s, For):
+            s.unroll = False
 
 
 def _indexes_registers(loop: For) -> bool:
@@ -169,25 +159,3 @@ def _indexes_registers(loop: For) -> bool:
             if isinstance(part, Element) and not part.shared and loop.symbol in sc.symbols(part.index):
                 return True
     return False
-
-
-def _simd_pragma(loop: For) -> str:
-    """Return the pragma under which iterations may run at once, "" for none."""
-    reduced: dict[str, str] = {}
-    for s in walk(loop.body):
-        if isinstance(s, For | Sync | ThreadReduce | VectorLoad | VectorStore):
-            return ""
-        if isinstance(s, Accumulate):
-            target = s.target
-            if isinstance(target, Element) and loop.symbol in sc.symbols(target.index):
-                continue
-            if not isinstance(target, Var) or s.kind not in _SIMD or s.functor.endswith("<bool>"):
-                return ""
-            reduced[target.name] = s.kind
-    kinds = set(reduced.values())
-    if not reduced:
-        return "FUSER_SIMD"
-    if len(kinds) > 1:
-        return ""
-    return f"{_SIMD[kinds.pop()]}({', '.join(reduced)})"
-

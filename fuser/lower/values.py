@@ -49,7 +49,7 @@ from fuser.lower.kernel import (
     Var,
 )
 from fuser.lower.loops import Stage
-from fuser.lower.predicate import in_range
+from fuser.lower.predicate import inside_pad
 from fuser.ops.table import POINTWISE, compute_dtype
 
 TRUE = sc.const(True)
@@ -143,6 +143,8 @@ class ValueBuilder:
             return self.buffers[source].read(self.ctx, tv, index, stage)
         op = self.ctx.plan.fusion.definition(tv)
         if op is None:
+            if tv.is_cpu_scalar:
+                raise UnsupportedError(f"{tv} is a CPU scalar, which kernels do not take yet")
             offset = self.ctx.simplify(self.ctx.indexer.offset(tv, index))
             load = GlobalLoad(f"T{tv.number}", offset, tv.dtype(), guard)
             return self.define(tv, load, scope)
@@ -217,7 +219,9 @@ def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _padded_operand(build: ValueBuilder, op: PadOp, at: At) -> tuple[Scalar, Expr]:
     """Return whether the element lies in the unpadded part, and its value there."""
     index = build.ctx.indexer.operand_index(op, 0, at.out, at.axes)
-    inside = in_range(build.ctx, op.inp, index)
+    # The root index: the operand's own is 0 along a broadcast axis, also where that is padded.
+    root = tuple(at.axes[a.number] for a in at.out.domain.maybe_root)
+    inside = inside_pad(build.ctx, op, root)
     guard = sc.logical_and(at.guard, inside)
     return inside, build.value(op.inp, index, stage=at.stage, scope=at.scope, guard=guard)
 

@@ -292,6 +292,9 @@ def _matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     found = [v for v in views if v is not None]
     if len(found) == 3:
         product(found[0], found[1], out=found[2])
+    elif a.ndim > 2 and b.ndim > 2 and out.is_contiguous():
+        # Permuted heads: torch packs the operands, and writes a contiguous `out` without a copy.
+        torch.matmul(a, b, out=out)
     else:
         out.copy_(torch.matmul(a, b))
 

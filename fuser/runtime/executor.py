@@ -3,8 +3,8 @@
     run -> key of the tensors (shape, strides, alignment) -> launch record: only pointers change
         -> facts -> layout classes, parameters of the scheduler -> variant: text and compiled kernel
 
-A fusion has at most `MAX_VARIANTS` variants; after that one generic variant, which relies on nothing,
-serves every new class.
+A fusion has at most `MAX_VARIANTS` variants; after that one generic variant, which relies on
+nothing, serves every new class.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ class KernelExecutor:
         self._orders = [declared_order(tv) for tv in self._tensors]
         inputs = set(fusion.inputs)
         self._skipped = [
-            [a.is_broadcast and (a.expanded is None or tv in inputs) for a in tv.domain.no_reductions]
+            [
+                a.is_broadcast and (a.expanded is None or tv in inputs)
+                for a in tv.domain.no_reductions
+            ]
             for tv in self._tensors
         ]
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
@@ -200,7 +203,9 @@ class KernelExecutor:
             scratch = record.scratch.get(lane)
             if scratch is None:
                 scratch = record.scratch[lane] = [
-                    (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+                    (torch.zeros if zeroed else torch.empty)(
+                        nbytes, dtype=torch.uint8, device=device
+                    )
                     for _, nbytes, zeroed in record.workspaces
                 ]
             for (param, _, _), memory in zip(record.workspaces, scratch, strict=True):
@@ -214,17 +219,24 @@ class KernelExecutor:
             return
         from fuser.ops.torch_meaning import evaluate_fusion
 
-        results = evaluate_fusion(self.fusion, list(inputs))
+        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        values = self._values(inputs, tensors, sizes)
+        results = evaluate_fusion(self.fusion, list(inputs), values=values)
         for out, value in zip(outputs, results, strict=True):
             out.copy_(value)
 
     # ------------------------------------------------------------ binding
     def bind(
-        self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], *, sizes: Sizes
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        device: DeviceInfo | None = None,
     ) -> Launch | None:
         """Return the launch record of an input class, lowering (not compiling) a new variant when
-        needed; None where an extent is 0. Meta tensors will do."""
-        tensors = [v for v in inputs if isinstance(v, torch.Tensor)] + list(outputs)
+        needed; None where an extent is 0. Meta tensors will do where `device` is given."""
+        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         self._check(inputs, tensors)
         values = self._values(inputs, tensors, sizes)
         if any(t.numel() == 0 for t in tensors) or any(
@@ -232,16 +244,14 @@ class KernelExecutor:
         ):
             return None
         layouts = tuple(
-            ((), ())
-            if order is None
-            else layout_of(order, skipped, tuple(t.shape), t.stride())
+            ((), ()) if order is None else layout_of(order, skipped, tuple(t.shape), t.stride())
             for order, skipped, t in zip(self._orders, self._skipped, tensors, strict=True)
         )
         alignments = {
             tv.number: _alignment(t, layout)
             for tv, t, layout in zip(self._tensors, tensors, layouts, strict=True)
         }
-        device = self._device or _describe(tensors)
+        device = self._device or device or _describe(tensors)
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, dict.fromkeys(alignments, 1), None):
             variant = self._variant(layouts, known, values, tensors, device)
@@ -307,7 +317,7 @@ class KernelExecutor:
             if not known:
                 return self._generic
         fusion, twins = self._specialized(layouts)
-        sizes = {s: int(v) for s, v in values.items()}
+        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         params = self.scheduler.heuristics(fusion, Facts(sizes, alignments), device)
         index = self._index_dtype(values, tensors)
         key = (layouts, params, index)
@@ -329,9 +339,7 @@ class KernelExecutor:
             self._generic = self._lower(fusion, twins, params, DataType.Int, device)
         return self._generic
 
-    def _specialized(
-        self, layouts: tuple[Layout, ...]
-    ) -> tuple[Fusion, dict[int, TensorView]]:
+    def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
         """Return a copy of the fusion whose inputs and outputs have these layouts."""
         fusion, twins = self.fusion.copy()
         for tv, order, layout in zip(self._tensors, self._orders, layouts, strict=True):
@@ -398,8 +406,9 @@ def compile_many(
     One compiler process (CPU) or parallel threads (CUDA) compile all of them.
     """
     missing: dict[bool, list[Variant]] = {}
+    described = describe_device(device)
     for executor, inputs, outputs, sizes in requests:
-        launch = executor.bind(inputs, outputs, sizes=sizes)
+        launch = executor.bind(inputs, outputs, sizes=sizes, device=described)
         if launch is not None and launch.variant.compiled is None:
             group = missing.setdefault(executor.checked, [])
             if launch.variant not in group:
@@ -425,10 +434,7 @@ def _extent_symbols(tv: TensorView) -> tuple[Symbol, ...]:
 def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
     """Return the symbols that neither an input's axes nor a scalar input binds."""
     bound = {
-        a.size
-        for v in fusion.inputs
-        if isinstance(v, TensorView)
-        for a in v.domain.no_reductions
+        a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
     }
     used: dict[Symbol, None] = {}
     for tv in fusion.tensors():

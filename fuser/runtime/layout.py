@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from fuser.ir.domain import TensorDomain
 from fuser.ir.tensor import TensorView
@@ -28,7 +29,7 @@ def layout_of(
     order = list(declared)
     steps = [strides[k] for k in real]
     # A repeated axis (stride 0) is outside of everything; equal strides keep their order.
-    if any(a < b for a, b in zip(steps, steps[1:], strict=False)) or 0 in steps:
+    if any(a < b for a, b in pairwise(steps)) or 0 in steps:
         moved = iter(sorted(real, key=lambda k: -strides[k] if strides[k] else -(1 << 62)))
         places = set(real)
         order = [next(moved) if k in places else k for k in declared]

@@ -1,8 +1,8 @@
 """Scheduling: primitives on tensors, their propagation, and the automatic schedulers.
 
 The functions here are public: users write `fuser.schedule.transform_like(tv)` and the like. The
-transforms of one tensor (`split`, `merge`, ...) are methods of `TensorView`, and also functions here
-with the tensor first.
+transforms of one tensor (`split`, `merge`, ...) are methods of `TensorView`, and also functions
+here with the tensor first.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ class InlineLimits:
         return len(tv.domain.loop)
 
 
-def inline_most(selected_tensors: Collection[TensorView] = (), *, fusion: Fusion | None = None) -> None:
+def inline_most(
+    selected_tensors: Collection[TensorView] = (), *, fusion: Fusion | None = None
+) -> None:
     """Inline the tensors (default: all of the fusion) as deep as is legal."""
     from fuser.ir.guard import active_fusion
 
@@ -137,16 +139,16 @@ def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
         if not isinstance(reduction, (ReductionOp, WelfordOp)):
             continue
         reduced = {
-            source.number
-            for source, target in mapped_axes(reduction, 0)
-            if target.is_reduction()
+            source.number for source, target in mapped_axes(reduction, 0) if target.is_reduction()
         }
         above, after = _cone(fusion, reduction)
         if not after:
             continue
         # Axes that stand for the reduced ones, walking up from the reduction's input.
         for tv, axes in _axes_upstream(fusion, reduction, reduced).items():
-            leads = [any(o in above for o in op.outputs) or op is reduction for op in fusion.uses(tv)]
+            leads = [
+                any(o in above for o in op.outputs) or op is reduction for op in fusion.uses(tv)
+            ]
             needs = [op is not reduction and _leads_to(op, after) for op in fusion.uses(tv)]
             pairs = [(a, b) for i, a in enumerate(leads) for j, b in enumerate(needs) if i != j]
             if any(a and b for a, b in pairs):
@@ -158,9 +160,7 @@ def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
     return after.get(op, False)
 
 
-def _cone(
-    fusion: Fusion, reduction: TensorOp
-) -> tuple[set[TensorView], dict[TensorOp, bool]]:
+def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
     """Return the tensors above a reduction, and the ops that lead, around the reduction, to an op
     that reads something computed from its result."""
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}

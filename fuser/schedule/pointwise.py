@@ -7,8 +7,8 @@ contiguous; the innermost run is `inner`, the others together are `outer`:
     GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
     CPU            [S, ..., S inner], everything inlined into plain loops
 
-On the GPU inputs are loaded into registers right after US, so that all loads of an unrolled step are
-under way before the first is used; everything else is inlined.
+On the GPU inputs are loaded into registers right after US, so that all loads of an unrolled step
+are under way before the first is used; everything else is inlined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.runtime.device import DeviceInfo
 from fuser.schedule.facts import Facts
-from fuser.schedule.space import Access, Space, has_self_mapping, iteration_space
+from fuser.schedule.space import (
+    Access,
+    Space,
+    has_self_mapping,
+    iteration_space,
+    tensors_above_resize,
+)
 from fuser.schedule.tiling import (
     Loops,
     arrange,
@@ -91,9 +97,25 @@ def common_rejection(fusion: Fusion) -> str | None:
         return "the fusion computes nothing"
     if any(out in fusion.inputs for out in fusion.outputs):
         return "an input is an output"
-    repeated = has_self_mapping(AxisGraph(fusion), fusion.tensors())
+    graph = AxisGraph(fusion)
+    repeated = has_self_mapping(graph, fusion.tensors())
     if repeated is not None:
         return f"two axes of {repeated} are the same axis elsewhere in the fusion"
+    return _alias_rejection(fusion, graph)
+
+
+def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
+    """An output written into an input must be computed from that input's same element only: other
+    threads would read it before or after the write."""
+    resized = tensors_above_resize(fusion) if fusion.aliases else frozenset()
+    for alias in fusion.aliases:
+        axes = [
+            [graph.find(a) for a in tv.domain.no_reductions if not a.is_broadcast]
+            for tv in (alias.out, alias.into)
+        ]
+        is_read = bool(fusion.uses(alias.into))
+        if is_read and (axes[0] != axes[1] or alias.into in resized):
+            return f"{alias.out} overwrites {alias.into}, which is read at other indices"
     return None
 
 
@@ -111,9 +133,7 @@ def _output_rejection(fusion: Fusion) -> str | None:
 
 def reference_output(fusion: Fusion) -> TensorView:
     """Return the first output with the most concrete axes."""
-    return max(
-        fusion.outputs, key=lambda tv: sum(not a.is_broadcast for a in tv.domain.logical)
-    )
+    return max(fusion.outputs, key=lambda tv: sum(not a.is_broadcast for a in tv.domain.logical))
 
 
 def space_of(fusion: Fusion) -> Space:

@@ -107,9 +107,7 @@ def cache_fork(tv: TensorView) -> TensorView:
     )
     fusion.insert_after(tv.definition(), [LoadStoreOp(copy, tv)])
     fusion.outputs = [copy if out is tv else out for out in fusion.outputs]
-    fusion.aliases = [
-        Alias(copy, a.into, a.hidden) if a.out is tv else a for a in fusion.aliases
-    ]
+    fusion.aliases = [Alias(copy, a.into, a.hidden) if a.out is tv else a for a in fusion.aliases]
     tv.memory = MemoryType.local
     domain = tv.domain
     tv.domain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
@@ -271,9 +269,7 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
     """Give tv the domain that reduces what the producer iterates in place of a reduction."""
     fusion, old, new = tv.fusion, tv.domain, producer.domain
     # Producer loop axes stand in the order of tv's old loop axes, so their kinds pair up.
-    was_reduction = {
-        n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)
-    }
+    was_reduction = {n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)}
     ptypes = {n.number: o.ptype for o, n in zip(old.loop, new.loop, strict=True)}
     loop_transforms = transforms_between(new, new.logical, new.loop)
     for t in reversed(loop_transforms):
@@ -296,14 +292,10 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
         if not any(a.is_reduction() for a in t.inputs)
     )
     loop = tuple(clone(a) for a in new.loop if not a.is_reduction())
-    tv.domain = TensorDomain(
-        logical, loop, (), (), _kept_contiguity(old, logical), transforms
-    )
+    tv.domain = TensorDomain(logical, loop, (), (), _kept_contiguity(old, logical), transforms)
 
 
-def _kept_contiguity(
-    old: TensorDomain, logical: tuple[IterDomain, ...]
-) -> tuple[bool | None, ...]:
+def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
     """Keep the flags of the iterated axes, which an rfactor leaves in their order."""
     flags: Mapping[int, bool | None] = dict(
         enumerate(

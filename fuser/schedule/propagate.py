@@ -1,6 +1,6 @@
 """Propagation: give other tensors the loop transforms and parallel types of a reference tensor.
 
-Two tensors are related by the axis graph: an axis of the reference and an axis of a target match when
+Two tensors are related by the axis graph: an axis of the reference and one of a target match when
 they are in one exact class, or when the one is a broadcast that becomes the other downstream. A
 target that lacks an axis of the reference skips its transforms; a merge with a missing axis is the
 other axis itself. No walk over paths between tensors is needed.
@@ -81,9 +81,7 @@ def replay(
     for t in transforms_between(reference, reference.logical, reference.loop):
         match t:
             case Split() if t.inp.number in found:
-                split = make_split(
-                    fusion, found[t.inp.number], t.factor, inner_split=t.inner_split
-                )
+                split = make_split(fusion, found[t.inp.number], t.factor, inner_split=t.inner_split)
                 made.append(split)
                 found[t.outer.number], found[t.inner.number] = split.outer, split.inner
             case Merge():
@@ -188,9 +186,7 @@ def _same_form(a: Transform, b: Transform) -> bool:
 
 
 # ------------------------------------------------------------------ the user's functions
-def transform_like(
-    reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()
-) -> None:
+def transform_like(reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()) -> None:
     """Repeat the reference's loop transforms on all tensors of the fusion, or on the selected ones.
 
     Splits, merges and order only, no parallel types. Axes that the reference does not have go last.

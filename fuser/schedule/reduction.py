@@ -1,12 +1,12 @@
 """The reduction scheduler: reductions over the same axes, pointwise ops before and after them.
 
-The first reduction is the reference. Its axes are put in the memory order of the inputs; whether the
-innermost run is reduced decides the form (r: reduced, rows: the other axes, merged):
+The first reduction is the reference. Its axes are put in the memory order of the inputs; whether
+the innermost run is reduced decides the form (r: reduced, rows: the other axes, merged):
 
     GPU inner  [BIDx rows, TIDy rows | r BIDy, r S.., r US, r UR, r TIDx | r V]
     GPU outer  [BIDx columns, TIDx columns | r BIDy, r S, r US, r UR, r TIDy | columns V]
     CPU inner  [S rows.. | r S..]
-    CPU outer  [S rows.., S column tiles | r S.. | S 256 columns]
+    CPU outer  [S rows.., S column tiles, US | r S.. | S 256 columns]
 
 Inputs are loaded into registers right after US: all loads of an unrolled step are under way before
 the first is used. An outer reduction keeps one accumulator per column of the vector.
@@ -47,7 +47,7 @@ REDUCTIONS = (ReductionOp, WelfordOp)
 BYTES_INNER = 32
 BYTES_OUTER = 128
 MAX_UNROLL = 8
-# Threads that keep one multiprocessor busy. Fewer rows than that get more threads each, then blocks.
+# Threads that keep one multiprocessor busy. Fewer rows get more threads each, then several blocks.
 THREADS_PER_SM = 1024
 THREADS_INNER = 128
 THREADS_OUTER = 256
@@ -262,9 +262,7 @@ def apply(fusion: Fusion, params: ReductionParams) -> None:
 
 
 def _broadcasts(space: Space) -> list[int]:
-    return [
-        p for p in range(len(space.reference.domain.logical)) if p not in space.concrete
-    ]
+    return [p for p in range(len(space.reference.domain.logical)) if p not in space.concrete]
 
 
 def _iterated_groups(space: Space, runs: _Runs) -> list[list[int]]:
@@ -282,11 +280,13 @@ def _apply_loops(fusion: Fusion, space: Space, runs: _Runs) -> None:
     arrange(reference, [*rows, *reduced])
     shared = len(rows)
     if not runs.inner:
-        # [rows, columns, r..] -> [rows, column tiles, r.., columns of a tile]
+        # [rows, columns, r..] -> [rows, column tiles, US, r.., columns of a tile]
         last = shared - 1
         reference.split(last, CPU_COLUMNS)
-        end = len(reference.domain.loop) - 1
-        reference.reorder({last + 1: end})
+        reference.split(last, 1)
+        reference.reorder({last + 2: len(reference.domain.loop) - 1})
+        reference.axis(last + 1).parallelize(PT.unswitch)
+        shared += 1
     _finish(fusion, reference, shared, {}, {}, 1)
 
 
@@ -343,9 +343,7 @@ def _finish(
     loops = Loops(fusion, reference)
     below = _below(fusion)
     kept = frozenset(
-        a.number
-        for a in reference.domain.logical
-        if not a.is_reduction() and not a.is_broadcast
+        a.number for a in reference.domain.logical if not a.is_reduction() and not a.is_broadcast
     )
     for tv in (*fusion.outputs, *intermediates(fusion, ())):
         if tv in fusion.inputs:
@@ -357,9 +355,7 @@ def _finish(
         elif not loops.repeat(tv) and (is_reduction or tv in fusion.outputs):
             raise AssertionError(f"{tv} does not follow {reference}")
     for tv in intermediates(fusion, ()):
-        if isinstance(tv.definition(), REDUCTIONS):
-            tv.compute_at = shared
-        elif tv in stored:
+        if isinstance(tv.definition(), REDUCTIONS) or tv in stored:
             tv.compute_at = shared
         elif tv in loaded:
             tv.compute_at = loads_at
@@ -413,9 +409,7 @@ def _shape_inner(
     lanes, unroll = (params.threads_x, PT.block_x), (params.unroll, PT.unroll)
     vector = params.vector
     if not outer:
-        types += _split_reduction(
-            tv, at, vector=vector, tile=(unroll, lanes), grid=params.grid
-        )
+        types += _split_reduction(tv, at, vector=vector, tile=(unroll, lanes), grid=params.grid)
     else:
         # [.., ro, ri] -> [.., (BIDy ro,) S ro, S ri, US, UR of either, TIDx, V]
         tile = (lanes,) if params.unroll_outer else (unroll, lanes)

@@ -131,7 +131,9 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
             flags.append(flag)
         known = known and len(set(order)) == len(order)
         accesses.append(
-            Access(tv, tv in outputs, tuple(order) if known else None, tuple(flags) if known else ())
+            Access(
+                tv, tv in outputs, tuple(order) if known else None, tuple(flags) if known else ()
+            )
         )
     return Space(reference, concrete, tuple(accesses))
 

@@ -103,7 +103,9 @@ class Loops:
         if not wanted <= have or not mine <= matched:
             return False
         usable = {n: a for n, a in matches.items() if n in wanted or not a.is_broadcast}
-        apply_replay(tv, self.reference.domain, usable if only is None else _only(matches, only), self._types)
+        apply_replay(
+            tv, self.reference.domain, usable if only is None else _only(matches, only), self._types
+        )
         return True
 
     def inline_whole(self, tv: TensorView) -> None:

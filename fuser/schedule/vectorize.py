@@ -10,9 +10,7 @@ from fuser.schedule.space import Access
 VECTOR_BYTES = 16
 
 
-def vector_width(
-    candidates: Iterable[Access], alignments: Iterable[int], inner_extent: int
-) -> int:
+def vector_width(candidates: Iterable[Access], alignments: Iterable[int], inner_extent: int) -> int:
     """Return the widest power of two that suits all candidates.
 
     At most 16 bytes of the largest element; a divisor of the extent of the contiguous inner run

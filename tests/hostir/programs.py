@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -191,20 +191,20 @@ def encoder_layer(ranks: int) -> Callable[[], None]:
         batch, length = x.size(0), x.size(1)
         size = HIDDEN // HEADS
 
-        def column(y: object, width: int) -> object:
+        def column(y: Any, width: int) -> Any:
             w, b = tensor(width, HIDDEN, mesh=mesh, cut=0), tensor(width, mesh=mesh, cut=0)
             return ops.linear(y, w, b)
 
-        def row(y: object, width: int) -> object:
+        def row(y: Any, width: int) -> Any:
             w, b = tensor(HIDDEN, width, mesh=mesh, cut=1), tensor(HIDDEN, mesh=mesh)
             return ops.linear(y, w, b)
 
-        def norm(y: object) -> object:
+        def norm(y: Any) -> Any:
             var, mean = ops.var_mean(y, [2], 0, True)
             scale = ops.rsqrt(ops.add(var, 1e-12))
             return ops.mul(ops.sub(y, mean), scale)
 
-        def heads() -> object:
+        def heads() -> Any:
             y = ops.reshape(column(x, HIDDEN), [batch, length, HEADS, size])
             return ops.permute(y, [0, 2, 1, 3])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -73,6 +75,17 @@ def test_outputs_of_earlier_runs_stay() -> None:
     for scale in (2.0, 3.0):
         evaluator.run([t * scale for t in inputs])
     assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_nothing_of_a_run_is_kept_but_the_arena() -> None:
+    case = CASES["encoder1"]
+    evaluator = HostIrEvaluator(build(case))
+    inputs = case.inputs()
+    outputs = evaluator.run(inputs) + evaluator.run(inputs)
+    watched = [weakref.ref(t) for t in (*inputs, *outputs)]
+    del inputs, outputs
+    gc.collect()
+    assert [w() for w in watched if w() is not None] == []
 
 
 def test_inputs_that_require_grad_are_accepted() -> None:

@@ -13,11 +13,13 @@ from fuser.errors import ParseError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.cursor import Cursor
 from fuser.ir.dtypes import INFO, DataType
 from fuser.ir.equality import equal_fusions, equal_ops, tensor_key
 from fuser.ir.fusion import Fusion
-from fuser.ir.parse import Cursor, Parser, parse_fusion, parse_scalar, tensor_op_classes
+from fuser.ir.parse import Parser, parse_fusion, parse_scalar
 from fuser.ir.scalar import Scalar
+from fuser.ir.templates import tensor_op_classes
 from fuser.ir.text import domain_text, fusion_text
 from fuser.ir.types import MemoryType, ParallelType
 

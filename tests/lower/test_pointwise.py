@@ -284,6 +284,12 @@ def test_pad() -> None:
     check(fusion, [random((5, 6))])
 
 
+def test_pad_of_a_broadcast_axis() -> None:
+    fusion = define(lambda a: ops.exp(ops.pad(a, [0, 0, 2, 1], 3.0)), (1, -1))
+    flat(fusion, threads=32)
+    check(fusion, [random((1, 6))])
+
+
 def test_cropping_pad() -> None:
     fusion = define(lambda a: ops.exp(ops.pad(a, [-1, 2])), (-1, -1))
     flat(fusion, threads=32)

@@ -25,7 +25,7 @@ from fuser.schedule.propagate import parallelize_like, transform_like
 from tests.lower.build import CPU, H200, LOWERED, P, compare, define, launch, lower, random
 
 SIZES = (1, 2, 3, 5, 7, 8, 12, 13, 24)
-CASES = 40
+CASES = 25
 
 
 @dataclass
@@ -90,11 +90,15 @@ def types(tv: TensorView, rng: rnd.Random) -> list[str]:
     return log
 
 
+def extents(shape: list[int], rng: rnd.Random) -> list[int]:
+    """Make some extents constant, so that values can stay in registers."""
+    return [n if n > 1 and rng.random() < 0.5 else -1 for n in shape]
+
+
 def pointwise(rng: rnd.Random) -> tuple[Fusion, list[torch.Tensor]]:
     rank = rng.randrange(1, 4)
     shape = [rng.choice(SIZES) for _ in range(rank)]
     hidden = [rng.random() < 0.3 for _ in range(rank)]
-    second = [1 if h else -1 for h in hidden]
 
     def build(a: TensorView, b: TensorView) -> list[TensorView]:
         c = ops.add(a, ops.mul(b, 2.0))
@@ -105,9 +109,13 @@ def pointwise(rng: rnd.Random) -> tuple[Fusion, list[torch.Tensor]]:
             outs.append(ops.permute(ops.neg(c), list(reversed(range(rank)))))
         if rng.random() < 0.3:
             outs = [ops.pad(outs[0], [1, 2]), *outs[1:]]
+        elif rng.random() < 0.3:
+            outs = [ops.cat([outs[0], ops.slice(c, [0] * rank, c.shape())], rank - 1), *outs[1:]]
         return outs
 
-    fusion = define(build, [-1] * rank, second)
+    first = extents(shape, rng)
+    second = [1 if h else n for h, n in zip(hidden, first, strict=True)]
+    fusion = define(build, first, second)
     other = [1 if h else n for h, n in zip(hidden, shape, strict=True)]
     return fusion, [random(shape, seed=rng.randrange(99)), random(other, seed=rng.randrange(99))]
 
@@ -127,7 +135,7 @@ def reduction(rng: rnd.Random) -> tuple[Fusion, list[torch.Tensor]]:
             return [ops.mul(ops.sum(ops.exp(a), dims), 0.25)]
         return [getattr(ops, kind)(a, dims)]
 
-    return define(build, [-1] * rank), [random(shape, seed=rng.randrange(99))]
+    return define(build, extents(shape, rng)), [random(shape, seed=rng.randrange(99))]
 
 
 def schedule(fusion: Fusion, rng: rnd.Random, *, on_cpu: bool) -> str:
@@ -171,7 +179,7 @@ def make_case(make: object, seed: int, *, on_cpu: bool) -> Case | None:
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("make", [pointwise, reduction])
-@pytest.mark.parametrize("first", [0, 1000, 2000])
+@pytest.mark.parametrize("first", [0, 1000])
 def test_random_schedules(make: object, device: str, first: int) -> None:
     made = {
         seed: make_case(make, seed, on_cpu=device == "cpu") for seed in range(first, first + CASES)

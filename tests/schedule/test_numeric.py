@@ -65,7 +65,18 @@ def back(x: TensorView, like: torch.dtype) -> TensorView:
     return ops.cast(x, from_torch(like))
 
 
-SHAPES = [(1,), (7,), (1, 1), (7, 96), (64, 100), (31, 37), (3, 770), (5, 1, 9), (2, 3, 4, 8), (130, 2056)]
+SHAPES = [
+    (1,),
+    (7,),
+    (1, 1),
+    (7, 96),
+    (64, 100),
+    (31, 37),
+    (3, 770),
+    (5, 1, 9),
+    (2, 3, 4, 8),
+    (130, 2056),
+]
 
 
 @BOTH
@@ -97,9 +108,7 @@ def test_pointwise_other_dtypes(dtype: torch.dtype, device: str) -> None:
 @BOTH
 def test_booleans(device: str) -> None:
     inputs = [random((33, 40), torch.bool, seed) for seed in range(2)]
-    check(
-        lambda x, y: ops.logical_and(x, ops.logical_not(y)), lambda x, y: x & ~y, inputs, device
-    )
+    check(lambda x, y: ops.logical_and(x, ops.logical_not(y)), lambda x, y: x & ~y, inputs, device)
 
 
 @BOTH
@@ -167,9 +176,7 @@ def test_middle_broadcast(device: str) -> None:
 def test_extents_of_one_that_are_symbolic(device: str) -> None:
     for shape in ((1, 8), (8, 1), (1, 1)):
         inputs = [random(shape, torch.float32, seed) for seed in range(2)]
-        check(
-            lambda x, y: ops.add(x, y), lambda x, y: x + y, inputs, device, broadcast_ones=False
-        )
+        check(lambda x, y: ops.add(x, y), lambda x, y: x + y, inputs, device, broadcast_ones=False)
 
 
 @BOTH
@@ -210,9 +217,7 @@ def test_views_inside_a_kernel(device: str) -> None:
 @BOTH
 def test_slice_pad_cat_and_permute(device: str) -> None:
     x = random((8, 12), torch.float32, 0)
-    check(
-        lambda x: ops.neg(ops.slice(x, [1, 2], [7, 10])), lambda x: -x[1:7, 2:10], [x], device
-    )
+    check(lambda x: ops.neg(ops.slice(x, [1, 2], [7, 10])), lambda x: -x[1:7, 2:10], [x], device)
     check(
         lambda x: ops.neg(ops.pad(x, [1, 2, 0, 3])),
         lambda x: -torch.nn.functional.pad(x, [1, 2, 0, 3]),
@@ -250,7 +255,17 @@ def test_rotated_halves(device: str) -> None:
 
 
 # ------------------------------------------------------------------ reductions
-MATRICES = [(1, 1), (1, 4096), (7, 1), (3, 64), (31, 37), (5, 770), (300, 8), (2, 20000), (1031, 24)]
+MATRICES = [
+    (1, 1),
+    (1, 4096),
+    (7, 1),
+    (3, 64),
+    (31, 37),
+    (5, 770),
+    (300, 8),
+    (2, 20000),
+    (1031, 24),
+]
 
 
 @BOTH
@@ -276,16 +291,16 @@ def test_sum_of_a_matrix(
 @pytest.mark.parametrize("shape", [(5, 36, 20), (2, 3, 4), (130, 2, 64), (3, 200, 7)], ids=str)
 def test_sums_of_three_axes(shape: tuple[int, ...], axes: tuple[int, ...], device: str) -> None:
     x = random(shape, torch.float32)
-    check(
-        lambda x: ops.sum(x, list(axes)), lambda x: x.sum(axes), [x], device, scale=20
-    )
+    check(lambda x: ops.sum(x, list(axes)), lambda x: x.sum(axes), [x], device, scale=20)
 
 
 @BOTH
 def test_sum_over_two_separate_axes_of_four(device: str) -> None:
     x = random((3, 8, 5, 16), torch.float32)
     for axes in ((0, 2), (1, 3), (0, 3), (1, 2)):
-        check(lambda x, a=axes: ops.sum(x, list(a)), lambda x, a=axes: x.sum(a), [x], device, scale=20)
+        check(
+            lambda x, a=axes: ops.sum(x, list(a)), lambda x, a=axes: x.sum(a), [x], device, scale=20
+        )
 
 
 @BOTH
@@ -329,7 +344,11 @@ def test_epilogue_reads_another_input(axis: int, device: str) -> None:
     x = random((40, 48), torch.float32)
     s = random((48 if axis == 0 else 40,), torch.float32, 1)
     check(
-        lambda x, s: ops.add(ops.sum(x, [axis]), s), lambda x, s: x.sum(axis) + s, [x, s], device, scale=4
+        lambda x, s: ops.add(ops.sum(x, [axis]), s),
+        lambda x, s: x.sum(axis) + s,
+        [x, s],
+        device,
+        scale=4,
     )
 
 
@@ -369,9 +388,7 @@ def test_strided_and_transposed_reduction_inputs(axis: int, device: str) -> None
         random((40, 64), torch.float32)[:, 3:51],
         random((1, 48), torch.float32).expand(40, 48),
     ):
-        check(
-            lambda x: ops.sum(x, [axis]), lambda x: x.sum(axis), [x], device, scale=20
-        )
+        check(lambda x: ops.sum(x, [axis]), lambda x: x.sum(axis), [x], device, scale=20)
 
 
 @BOTH

@@ -1,4 +1,4 @@
-"""cache_after, cache_before, cache_fork and rfactor: the text before and after, and what they refuse."""
+"""cache_after, cache_before, cache_fork, rfactor: the text before and after, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def math_of(fusion: Fusion) -> list[str]:
 
     text = fusion.print_math(False).split("%kernel_math {\n")[1].split("\n}")[0]
     flat = re.sub(r"\n +", " ", text)
-    return [re.sub(r"(T\d+)\w*\[[^\]]*\](?: ca_pos\( \d+ \))?", r"\1", line) for line in flat.split("\n")]
+    return [
+        re.sub(r"(T\d+)\w*\[[^\]]*\](?: ca_pos\( \d+ \))?", r"\1", line)
+        for line in flat.split("\n")
+    ]
 
 
 def test_cache_after_copies_an_input_for_all_uses() -> None:
@@ -147,9 +150,7 @@ def test_rfactor_refuses() -> None:
         out.rfactor([1])
     with pytest.raises(DefinitionError, match="not a reduction axis"):
         out.rfactor([0])
-    fusion = define(
-        lambda x, w, b: ops.linear(x, w, b), (None, None), (None, None), (None,)
-    )
+    fusion = define(lambda x, w, b: ops.linear(x, w, b), (None, None), (None, None), (None,))
     out = fusion.outputs[0]
     out.split(-1, 2)
     with pytest.raises(UnsupportedError, match="bias"):

@@ -25,9 +25,7 @@ PT = ParallelType
 
 def biased() -> Fusion:
     """T0 [m, n] + T1 [n] (broadcast: T2)."""
-    return define(
-        lambda x, b: ops.add(x, ops.broadcast(b, [True, False])), (None, None), (None,)
-    )
+    return define(lambda x, b: ops.add(x, ops.broadcast(b, [True, False])), (None, None), (None,))
 
 
 def test_transforms_and_parallel_types_follow_the_reference() -> None:

@@ -1,0 +1,87 @@
+"""A position in a text that is parsed; its errors mark the line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from fuser.errors import ParseError
+
+T = TypeVar("T")
+SPACE = re.compile(r"\s+")
+_INT = re.compile(r"-?\d+")
+
+
+class Cursor:
+    """A position in a text; every error it makes marks the line."""
+
+    def __init__(self, text: str, pos: int = 0, end: int | None = None) -> None:
+        self.text = text
+        self.pos = pos
+        self.end = len(text) if end is None else end
+
+    def fail(self, message: str, pos: int | None = None) -> ParseError:
+        """Return the error for a position (here by default), with the line and a caret under it."""
+        at = self.pos if pos is None else pos
+        start = self.text.rfind("\n", 0, at) + 1
+        stop = self.text.find("\n", at)
+        line = self.text[start : stop if stop >= 0 else len(self.text)]
+        number = self.text.count("\n", 0, at) + 1
+        error = ParseError(
+            f"line {number}, column {at - start + 1}: {message}\n  {line}\n  {' ' * (at - start)}^"
+        )
+        error.add_note(f"position {at}")
+        return error
+
+    def skip(self) -> None:
+        found = SPACE.match(self.text, self.pos, self.end)
+        if found:
+            self.pos = found.end()
+
+    def at(self, word: str) -> bool:
+        """Whether `word` comes next, after spaces."""
+        self.skip()
+        return self.text.startswith(word, self.pos) and self.pos + len(word) <= self.end
+
+    def take_if(self, word: str) -> bool:
+        if not self.at(word):
+            return False
+        self.pos += len(word)
+        return True
+
+    def take(self, word: str) -> None:
+        if not self.take_if(word):
+            raise self.fail(f"expected {word!r}")
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Consume what `pattern` matches next, after spaces; None leaves the position there."""
+        self.skip()
+        found = pattern.match(self.text, self.pos, self.end)
+        if found:
+            self.pos = found.end()
+        return found
+
+    def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        found = self.match(pattern)
+        if found is None:
+            raise self.fail(f"expected {what}")
+        return found
+
+    def done(self) -> bool:
+        self.skip()
+        return self.pos >= self.end
+
+    def integer(self) -> int:
+        return int(self.expect(_INT, "an integer")[0])
+
+    def items(self, close: str, item: Callable[[], T]) -> list[T]:
+        """Read comma separated items up to and including `close`."""
+        items: list[T] = []
+        if self.take_if(close):
+            return items
+        while True:
+            items.append(item())
+            if not self.take_if(","):
+                self.take(close)
+                return items

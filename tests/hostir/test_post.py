@@ -1,0 +1,117 @@
+"""Every communication type moves what its name says, for contiguous and permuted shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuser.errors import CommunicationError
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.types import ParallelType
+from hostir.ops import COMMUNICATION_TYPES, REDUCING, ROOTED, Communication, RedOp, TeamOf
+from hostir.post import in_memory_order, post
+from multidevice import Communicator, simulate
+
+N, PART = 3, 4
+
+
+def _communication(kind: str, red_op: RedOp = "SUM") -> Communication:
+    fusion, mesh = Fusion(), DeviceMesh(range(N))
+    axes = [fusion.new_axis(fusion.new_symbol())]
+    inp, out = (fusion.new_tensor(axes, DataType.Float, mesh=mesh) for _ in range(2))
+    op = Communication(
+        inp,
+        out,
+        number=0,
+        type=kind,  # pyright: ignore[reportArgumentType]
+        team=TeamOf(mesh, (ParallelType.mesh_x,)),
+        root=1 if kind in ROOTED else None,
+        red_op=red_op if kind in REDUCING else "SUM",
+        backend="SIMULATED",
+    )
+    op.verify()
+    return op
+
+
+def _inputs() -> list[torch.Tensor]:
+    return [torch.arange(N * PART, dtype=torch.float32) * (r + 1) - 5 * r for r in range(N)]
+
+
+def _expected(kind: str, rank: int) -> torch.Tensor | None:
+    """What rank `rank` receives when every rank passes its input (or its first part of it)."""
+    whole = _inputs()
+    parts = [x[:PART] for x in whole]
+    total = torch.stack(whole).sum(0)
+    mine = slice(rank * PART, (rank + 1) * PART)
+    return {
+        "Allgather": torch.cat(parts),
+        "Allreduce": total,
+        "AllToAll": torch.cat([x[mine] for x in whole]),
+        "Broadcast": whole[1],
+        "Gather": torch.cat(parts) if rank == 1 else None,
+        "Reduce": total if rank == 1 else None,
+        "ReduceScatter": total[mine],
+        "Scatter": whole[1][mine],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", COMMUNICATION_TYPES)
+def test_every_type_moves_what_its_name_says(kind: str) -> None:
+    op = _communication(kind)
+
+    def body() -> torch.Tensor | None:
+        rank = Communicator.instance().rank()
+        want = _expected(kind, rank)
+        inp: torch.Tensor | None = _inputs()[rank]
+        if kind in ("Allgather", "Gather"):
+            inp = inp[:PART]
+        if kind in ("Scatter", "Broadcast") and rank != 1:
+            inp = None
+        out = None if want is None else torch.full_like(want, -1)
+        backend = Communicator.instance().backend_for("cpu")
+        post(op, op.team.ranks(rank), backend, inp, out).wait()
+        return out
+
+    with simulate(N) as world:
+        for rank, got in enumerate(world.run(body)):
+            want = _expected(kind, rank)
+            assert (got is None) == (want is None)
+            if got is not None and want is not None:
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("red_op", "torch_op"),
+    [("SUM", "sum"), ("PRODUCT", "prod"), ("MIN", "amin"), ("MAX", "amax")],
+)
+def test_reductions(red_op: RedOp, torch_op: str) -> None:
+    op = _communication("Allreduce", red_op)
+
+    def body() -> torch.Tensor:
+        rank = Communicator.instance().rank()
+        out = torch.empty(N * PART)
+        backend = Communicator.instance().backend_for("cpu")
+        post(op, op.team.ranks(rank), backend, _inputs()[rank], out).wait()
+        return out
+
+    want = getattr(torch.stack(_inputs()), torch_op)(0)
+    with simulate(N) as world:
+        assert all(torch.equal(got, want) for got in world.run(body))
+
+
+def test_permuted_shards_are_sent_in_memory_order() -> None:
+    x = torch.randn(2, 3, 4).permute(2, 0, 1)
+    flat = in_memory_order(x)
+    assert flat.data_ptr() == x.data_ptr()
+    assert flat.is_contiguous()
+    gaps = torch.randn(4, 6)[:, :3]
+    assert torch.equal(in_memory_order(gaps), gaps)
+
+
+def test_a_result_with_gaps_is_refused() -> None:
+    op = _communication("Allreduce")
+    backend = Communicator.instance().backend_for("cpu")
+    with pytest.raises(CommunicationError, match=r"shape \(4, 3\) and strides \(6, 1\)"):
+        post(op, (0,), backend, torch.zeros(4, 3), torch.zeros(4, 6)[:, :3])

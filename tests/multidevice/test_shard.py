@@ -1,0 +1,119 @@
+"""shard_tensor against brute-force indexing, and its inverse."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fuser.errors import ShardingError, UnsupportedError
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.tensor import TensorView
+from fuser.ops.define import define_tensor
+from multidevice import DeviceMesh, shard_tensor, simulate
+from multidevice.shard import shard_for_rank, unshard
+from multidevice.sharding import local_sizes, unsharded_sizes
+from tests.multidevice.all_ranks import X, Y, Z, mesh, shard_axis
+
+
+def tensor(rank: int) -> TensorView:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        tv = define_tensor([-1] * rank, True)
+    fusion.add_input(tv)
+    return tv
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 2), (2, 1, 2)])
+@pytest.mark.parametrize("axes", list(itertools.product(range(2), repeat=2)))
+def test_blocks_by_brute_force(shape: tuple[int, ...], axes: tuple[int, int]) -> None:
+    """mesh_y cuts axis axes[0], then mesh_x cuts what is left of axis axes[1]."""
+    m = mesh(*shape)
+    tv = tensor(2)
+    tv.set_device_mesh(m)
+    numbers = [a.number for a in tv.domain.logical]
+    ny, nx = m.size_of(Y), m.size_of(X)
+    shard_axis(tv, axes[0], ny, Y)
+    if axes[0] == axes[1]:
+        shard_axis(tv, axes[1] + 1, nx, X)
+    else:
+        at = [a.number for a in tv.domain.loop].index(numbers[axes[1]])
+        shard_axis(tv, at, nx, X)
+    whole = torch.arange(12 * 24).view(12, 24)
+    for rank in m.devices:
+        kept = [list(range(12)), list(range(24))]
+        for axis, count, ptype in ((axes[0], ny, Y), (axes[1], nx, X)):
+            block = len(kept[axis]) // count
+            at = m.coordinate(rank, ptype) * block
+            kept[axis] = kept[axis][at : at + block]
+        want = whole[kept[0]][:, kept[1]]
+        got = shard_for_rank(whole, tv, rank)
+        assert torch.equal(got, want)
+        assert got.is_contiguous()
+        assert local_sizes(tv, (12, 24)) == tuple(got.shape)
+        assert unsharded_sizes(tv, tuple(got.shape)) == (12, 24)
+    shards = [shard_for_rank(whole, tv, r) for r in m.devices]
+    assert torch.equal(unshard(shards, tv), whole)
+
+
+def test_inner_splits_take_strided_elements() -> None:
+    tv = tensor(1)
+    tv.set_device_mesh(mesh(2))
+    tv.split(0, 2)
+    tv.axis(1).parallelize(X)
+    assert shard_for_rank(torch.arange(6), tv, 1).tolist() == [1, 3, 5]
+
+
+def test_a_whole_axis_keeps_extent_one() -> None:
+    tv = tensor(2)
+    tv.set_device_mesh(mesh(2))
+    tv.axis(0).parallelize(X)
+    whole = torch.arange(6).view(2, 3)
+    assert shard_for_rank(whole, tv, 1).tolist() == [[3, 4, 5]]
+    with pytest.raises(ShardingError, match="has extent 4"):
+        shard_for_rank(torch.zeros(4, 3), tv, 0)
+
+
+def test_replicated_tensors_and_ranks_outside() -> None:
+    tv = tensor(1)
+    tv.set_device_mesh(DeviceMesh([1, 2]))
+    assert shard_for_rank(torch.arange(4), tv, 2).tolist() == [0, 1, 2, 3]
+    shard_axis(tv, 0, 2)
+    assert shard_for_rank(torch.arange(4), tv, 2).tolist() == [2, 3]
+    assert shard_for_rank(torch.arange(4), tv, 0).tolist() == [0, 1]
+
+
+def test_errors_name_tensor_extent_and_mesh() -> None:
+    tv = tensor(1)
+    with pytest.raises(ShardingError, match="has no DeviceMesh"):
+        shard_for_rank(torch.zeros(4), tv, 0)
+    tv.set_device_mesh(mesh(2))
+    shard_axis(tv, 0, 2)
+    with pytest.raises(ShardingError, match=r"extent 5 of .* of T0.*DeviceMesh\{0 1\}"):
+        shard_for_rank(torch.zeros(5), tv, 0)
+    with pytest.raises(ShardingError, match="1 axes, but the tensor has shape"):
+        shard_for_rank(torch.zeros(4, 4), tv, 0)
+
+
+def test_merged_device_axes_are_unsupported() -> None:
+    tv = tensor(2)
+    tv.set_device_mesh(mesh(2))
+    tv.merge(0)
+    shard_axis(tv, 0, 2)
+    with pytest.raises(UnsupportedError, match="only splits"):
+        shard_for_rank(torch.zeros(4, 4), tv, 0)
+
+
+def test_shard_tensor_uses_this_rank() -> None:
+    tv = tensor(1)
+    tv.set_device_mesh(mesh(1, 1, 2))
+    shard_axis(tv, 0, 1, Z)
+    shard_axis(tv, 1, 2, X)
+
+    def body() -> list[int]:
+        return shard_tensor(torch.arange(4), tv).tolist()
+
+    with simulate(2) as world:
+        assert world.run(body) == [[0, 1], [2, 3]]
