@@ -37,7 +37,6 @@ from multidevice.placement import (
     unparallelize,
     without_root,
 )
-from multidevice.propagate import apply_transfers, backward_cuts
 
 
 # ------------------------------------------------------------------ row-parallel bias
@@ -52,7 +51,7 @@ def add_row_parallel_bias_last(fusion: Fusion) -> None:
 
 
 def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
-    out, where = op.out, op.where
+    out = op.out
     domain, _ = clone_domain(fusion, out.domain)
     plain = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
     out.domain = without_root(out.domain)
@@ -65,17 +64,23 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
             for new, a in zip(flags, out.domain.no_reductions, strict=True)
         ]
         addend = fusion.new_tensor(axes, bias.dtype(), mesh=out.mesh)
-        ops.append(BroadcastOp(addend, bias, flags=flags).replace(where=where))
-    total = out
+        add_cuts(addend, axes[-1].number, placement(out, DEVICE_TYPES)[-1])
+        ops.append(BroadcastOp(addend, bias, flags=flags))
     if out.dtype() in HALF_LIKE:
+        # As every sum of half-like values: computed as float, rounded once.
+        terms = [_as_float(tv, ops) for tv in (plain, addend)]
         total = copy_like(out, out.mesh, placement(out), dtype=DataType.Float)
-    addition = BinaryOp(total, plain, addend, kind="add").replace(where=where)
-    ops.append(addition)
-    if total is not out:
-        ops.append(CastOp(out, total).replace(where=where))
-    fusion.replace_expr(op, ops)
-    if addend is not bias:
-        apply_transfers(addend, backward_cuts(addition, 1, total), DEVICE_TYPES)
+        ops += [BinaryOp(total, *terms, kind="add"), CastOp(out, total)]
+    else:
+        ops.append(BinaryOp(out, plain, addend, kind="add"))
+    fusion.replace_expr(op, [made.replace(where=op.where) for made in ops])
+
+
+def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
+    """Append a cast to Float; return its result."""
+    wide = copy_like(tv, tv.mesh, placement(tv), dtype=DataType.Float)
+    ops.append(CastOp(wide, tv))
+    return wide
 
 
 # ------------------------------------------------------------------ partial sums

@@ -29,7 +29,6 @@ from fuser.lower.kernel import (
     Let,
     ScalarValue,
     Select,
-    Statement,
     Store,
     Sync,
     ThreadReduce,
@@ -97,7 +96,7 @@ def _integer(value: int, *, is_long: bool) -> str:
 
 
 def _floating(value: float, dtype: DataType) -> str:
-    ctype, suffix = (("double", "") if dtype is DataType.Double else ("float", "f"))
+    ctype, suffix = ("double", "") if dtype is DataType.Double else ("float", "f")
     if math.isnan(value):
         return f"{ctype}(FUSER_NAN)"
     if math.isinf(value):
@@ -343,7 +342,9 @@ def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
     identity = _make_pair([_strip(p.identity) for p in s.parts], [p.ctype for p in s.parts])
     name = "p" + s.parts[0].name
     if s.size is None:
-        w.line(f"{ctype} {name} = {_make_pair([p.name for p in s.parts], [p.ctype for p in s.parts])};")
+        w.line(
+            f"{ctype} {name} = {_make_pair([p.name for p in s.parts], [p.ctype for p in s.parts])};"
+        )
         _reduce_calls(w, s, name, functor, identity)
         for k, part in enumerate(s.parts):
             w.line(f"{part.name} = {name}{_member(k, len(s.parts))};")
@@ -453,7 +454,9 @@ def print_kernel(text: KernelText) -> tuple[KernelSource, str]:
         "}",
         "",
     ]
-    has_barrier = text.needs_smem or any(isinstance(s, Sync | ThreadReduce) for s in walk(text.body))
+    has_barrier = text.needs_smem or any(
+        isinstance(s, Sync | ThreadReduce) for s in walk(text.body)
+    )
     source = KernelSource(text.name, "\n".join(lines), tuple(params), has_barrier)
     return source, "\n".join(writer.lines)
 

@@ -241,8 +241,13 @@ FUSER_DEVICE bool fuser_isnan(float x) { return __builtin_isnan(x); }
 FUSER_DEVICE bool fuser_isnan(double x) { return __builtin_isnan(x); }
 FUSER_DEVICE bool fuser_isinf(float x) { return __builtin_isinf(x); }
 FUSER_DEVICE bool fuser_isinf(double x) { return __builtin_isinf(x); }
-FUSER_DEVICE bool fuser_signbit(float x) { return __builtin_signbit(x); }
-FUSER_DEVICE bool fuser_signbit(double x) { return __builtin_signbit(x); }
+// By hand: g++ 12 fails (internal error) where it vectorises __builtin_signbit of a converted half.
+FUSER_DEVICE bool fuser_signbit(float x) { return (fuser_float_bits(x) >> 31) != 0; }
+FUSER_DEVICE bool fuser_signbit(double x) {
+  int64_t bits;
+  __builtin_memcpy(&bits, &x, 8);
+  return bits < 0;
+}
 FUSER_DEVICE float fm_abs(float x) { return __builtin_fabsf(x); }
 FUSER_DEVICE double fm_abs(double x) { return __builtin_fabs(x); }
 #else

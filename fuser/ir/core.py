@@ -15,6 +15,7 @@ Nodes are compared by identity; `equal_ops` is structural.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
@@ -84,13 +85,23 @@ class Op:
             if f.metadata.get("kind") in kinds
         )
 
+    @classmethod
+    @functools.cache
+    def _kinds(cls) -> tuple[tuple[str, Kind], ...]:
+        """Return (name, kind) of every field; operands and results are asked for very often."""
+        return tuple(
+            (f.name, f.metadata["kind"])
+            for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+            if "kind" in f.metadata
+        )
+
     def _values(self, one: Kind, many: Kind) -> Iterator[Any]:
-        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            kind = f.metadata.get("kind")
-            if kind == one and (value := getattr(self, f.name)) is not None:
-                yield value
+        for name, kind in self._kinds():
+            if kind == one:
+                if (value := getattr(self, name)) is not None:
+                    yield value
             elif kind == many:
-                yield from getattr(self, f.name)
+                yield from getattr(self, name)
 
     @property
     def inputs(self) -> tuple[Any, ...]:

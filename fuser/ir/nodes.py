@@ -51,12 +51,19 @@ class TensorOp(Op):
 # ------------------------------------------------------------------ elementwise
 INLINE_UNARY = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
 UNARY_KINDS = tuple(
-    ["abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "erf", "erfc", "erfcinv", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "lgamma", "log", "log10", "log1p", "log2", "neg", "logical_not", "bitwise_not", "reciprocal", "relu", "round", "rsqrt", "sigmoid", "signbit", "silu", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"]
+    """
+    abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfcinv erfinv exp exp2 expm1 floor
+    frac isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 neg logical_not
+    bitwise_not reciprocal relu round rsqrt sigmoid signbit silu sin sinh sqrt tan tanh trunc
+    """.split()
 )
 _SPELLED = {"round": "nearbyint"}
 # Kinds whose printed function has the suffix f when the result is Float.
 _SUFFIXED = frozenset(
-    ["acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "erf", "erfc", "erfcinv", "erfinv", "exp", "exp2", "expm1", "floor", "lgamma", "log", "log10", "log1p", "log2", "round", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"]
+    """
+    acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfcinv erfinv exp exp2 expm1 floor
+    lgamma log log10 log1p log2 round rsqrt sin sinh sqrt tan tanh trunc
+    """.split()
 )
 INLINE_BINARY = {
     "add": "+",

@@ -90,7 +90,7 @@ def _compiled(
     )
 
 
-def _template_of(op: Op) -> str:
+def template_of(op: Op) -> str:
     template = getattr(op, "template", None)
     return template() if template is not None else op.TEXT
 

@@ -1,4 +1,6 @@
-"""Lowering of a scheduled fusion to a kernel: loop nests, indices, predicates, buffers, barriers."""
+"""Lowering of a scheduled fusion to a kernel: loop nests, indices, predicates, buffers,
+barriers.
+"""
 
 from fuser.lower.kernel import Kernel as Kernel
 from fuser.lower.pipeline import lower_kernel as lower_kernel

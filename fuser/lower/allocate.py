@@ -2,7 +2,8 @@
 
 A local buffer holds the loops inside its depth that are not spread over threads; its readers must
 read exactly what the same thread wrote, which the equality of the two index expressions proves. A
-shared buffer is addressed by the logical index, so that any thread of the block may read any element.
+shared buffer is addressed by the logical index, so that any thread of the block may read any
+element.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from fuser.errors import DefinitionError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, nbytes_of
 from fuser.ir.nodes import ReductionOp, WelfordOp
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar import Apply, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import GRID_TYPES
 from fuser.lower.context import Context
 from fuser.lower.index import Index
-from fuser.lower.kernel import Element, Expr, Var
+from fuser.lower.kernel import Element, Expr, ScalarValue, Select, Var
 from fuser.lower.loops import Loop, Stage
 
 # Shared tensors start at multiples of this many bytes.
@@ -77,9 +78,8 @@ class Buffer:
             total = sc.add(sc.mul(total, loop.extent), at)
         return total
 
-    def element(self, ctx: Context, index: Scalar, tv: TensorView) -> Var | Element:
+    def element(self, index: Scalar, tv: TensorView) -> Var | Element:
         """Return the element as a value; a Welford result is a field of it."""
-        del ctx
         member = _member(self.stage, tv)
         if self.size is None and not self.is_shared:
             return Var(self.name + (f".{member}" if member else ""), self.value_dtype(tv))
@@ -91,12 +91,28 @@ class Buffer:
             return DataType.Int
         return self.dtype
 
-    def read(self, ctx: Context, tv: TensorView, index: Index, reader: Stage) -> Expr:
-        """Return the element of `tv` at a logical index, as `reader` sees it."""
+    def read(
+        self, ctx: Context, tv: TensorView, index: Index, *, reader: Stage, guard: Scalar
+    ) -> Expr:
+        """Return the element of `tv` at a logical index, as `reader` sees it.
+
+        Where `guard` is false the index may be outside of the buffer: nothing is read there.
+        """
         from fuser.lower.values import convert
 
-        at = self.shared_index(ctx, index) if self.is_shared else self.local_index(ctx, index, reader)
-        return convert(self.element(ctx, at, tv), tv.dtype())
+        candidate = None if self.is_shared else self._own_element(ctx, index, reader)
+        if candidate is not None:
+            return convert(self.element(candidate, tv), tv.dtype())
+        at = (
+            self.shared_index(ctx, index)
+            if self.is_shared
+            else self._traced_index(ctx, index, reader)
+        )
+        element = self.element(at, tv)
+        if guard == sc.const(True):
+            return convert(element, tv.dtype())
+        nothing = ScalarValue(sc.ZERO, element.dtype)
+        return convert(Select(guard, element, nothing, element.dtype), tv.dtype())
 
     def shared_index(self, ctx: Context, index: Index) -> Scalar:
         assert self.axes is not None
@@ -106,8 +122,9 @@ class Buffer:
             total = sc.add(sc.mul(total, size), known[number])
         return ctx.simplify(total)
 
-    def local_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Find the register that holds a logical index, or prove that this thread has none."""
+    def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
+        """Return the register that this iteration of the reader corresponds to, if it holds
+        `index`: the reader's loops are the buffer's, one for one."""
         for candidate in self._paired(reader):
             written = tuple(
                 ctx.simplify(sc.substitute(i, candidate))
@@ -115,11 +132,21 @@ class Buffer:
             )
             if written == tuple(ctx.simplify(i) for i in index):
                 return self.index_at(candidate)
+        return None
+
+    def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
+        """Return the register that holds a logical index, by following it to the stage's loops.
+
+        An index that divides would address registers at run time: such a value is computed again by
+        the reader, as is one that another thread or iteration holds.
+        """
         symbols = self._traced(ctx, index)
-        if symbols is not None:
+        if symbols is not None and not any(map(_divides, symbols.values())):
             return self.index_at(symbols)
         if self.stage.storage == "local":
             ctx.facts.recompute(self.stage.tv)
+        if symbols is not None:
+            return self.index_at(symbols)
         raise DefinitionError(
             f"{reader.tv} reads other elements of {self.stage.tv} than its thread holds"
         )
@@ -156,6 +183,10 @@ class Buffer:
             elif at != loop.symbol:
                 return None
         return symbols
+
+
+def _divides(x: Scalar) -> bool:
+    return (isinstance(x, Apply) and x.op in ("/", "%")) or any(map(_divides, sc.children(x)))
 
 
 def _member(stage: Stage, tv: TensorView) -> str:
@@ -218,7 +249,9 @@ def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
         if a.number not in outside and a.ptype not in GRID_TYPES and not a.is_broadcast
     ]
     count = sc.product(size for _, size in axes)
-    return Buffer(stage, name, stage.tv.dtype(), c_type(stage.tv.dtype()), [], axes=axes, count=count)
+    return Buffer(
+        stage, name, stage.tv.dtype(), c_type(stage.tv.dtype()), [], axes=axes, count=count
+    )
 
 
 def _position(stage: Stage, loop: Loop) -> int:
@@ -235,4 +268,3 @@ def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
             buffer.offset = sc.mul(words, SHARED_ALIGNMENT)
             end = sc.add(buffer.offset, buffer.nbytes)
     return end
-

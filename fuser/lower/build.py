@@ -138,7 +138,7 @@ class _Builder:
             return
         buffer = self.buffers[stage]
         at = buffer.shared_index(self.ctx, index) if buffer.is_shared else buffer.own_index()
-        scope.body.statements.append(Assign(buffer.element(self.ctx, at, tv), value))
+        scope.body.statements.append(Assign(buffer.element(at, tv), value))
 
     # ------------------------------------------------------------ vectors
     def vector(self, stage: Stage, scope: Scope) -> None:
@@ -275,14 +275,11 @@ class _Builder:
         axes = self.ctx.indexer.stage_axes(stage)
         index = tuple(axes[a.number] for a in stage.tv.domain.no_reductions)
         offset = self.ctx.simplify(self.ctx.indexer.offset(out, index))
-        value = buffer.element(self.ctx, buffer.own_index(), out)
+        value = buffer.element(buffer.own_index(), out)
         inside.body.statements.append(Store(f"T{out.number}", offset, convert(value, out.dtype())))
 
 
 def _uses_reduction(stage: Stage, cond: Scalar) -> bool:
     """Whether a condition is about a reduction loop."""
-    reduced = {
-        loop.symbol for loop in stage.all_loops if loop.is_reduction
-    }
+    reduced = {loop.symbol for loop in stage.all_loops if loop.is_reduction}
     return any(s in reduced for s in sc.symbols(cond))
-

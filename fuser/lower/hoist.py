@@ -1,9 +1,9 @@
 """Hoisting: index arithmetic is computed in the outermost loop that fixes it, once.
 
-A sum is cut by the loops its terms depend on, and each partial sum becomes a `Let` at the start of that
-loop's body; every division and modulo becomes a `Let` too. Sizes that no loop changes and that are not
-plain symbols (quotients, rounded-up quotients) are computed by the host and become parameters, so a
-kernel never divides by anything that it could have known before the launch.
+A sum is cut by the loops its terms depend on, and each partial sum becomes a `Let` at the start of
+that loop's body; every division and modulo becomes a `Let` too. Sizes that no loop changes and
+that are not plain symbols (quotients, rounded-up quotients) are computed by the host and become
+parameters, so a kernel never divides by anything that it could have known before the launch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class Parameters:
         key = (value, dtype)
         found = self.by_value.get(key)
         if found is None:
-            is_plain = isinstance(value, Symbol) and value.dtype is dtype
-            name = value.name if is_plain else f"s{self.composite}"  # pyright: ignore[reportAttributeAccessIssue]
-            self.composite += not is_plain
+            if isinstance(value, Symbol) and value.dtype is dtype:
+                name = value.name
+            else:
+                name = f"s{self.composite}"
+                self.composite += 1
             found = self.by_value[key] = Symbol(name, dtype)
         return found
 

@@ -1,7 +1,7 @@
 """Indices: from the loops of a stage to its logical axes, through ops to operands, to addresses.
 
-Everything is pulled from the reader: a stage's loop symbols give its logical indices, an op's axis map
-gives those of its operands, and so on up to a tensor with storage.
+Everything is pulled from the reader: a stage's loop symbols give its logical indices, an op's axis
+map gives those of its operands, and so on up to a tensor with storage.
 """
 
 from __future__ import annotations

@@ -299,8 +299,8 @@ class ReducePart:
 class ThreadReduce:
     """Combine accumulators (`size` None: scalars) over thread and block axes, all in one exchange.
 
-    `done` names the flag of a grid reduction: true in the block that has the result. `same_axes` are
-    the thread axes along which all threads hold the same value after the block step.
+    `done` names the flag of a grid reduction: true in the block that has the result. `same_axes`
+    are the thread axes along which all threads hold the same value after the block step.
     """
 
     parts: tuple[ReducePart, ...]
@@ -386,7 +386,9 @@ def map_statement(
         changes[name] = None if scalar is None else fn(scalar)
     for name in _VALUE_FIELDS.get(type(statement), ()):
         changes[name] = map_expr(getattr(statement, name), fn, value)
-    return replace(statement, **changes) if changes else statement  # pyright: ignore[reportArgumentType]
+    if not changes:
+        return statement
+    return replace(statement, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def bodies(statement: Statement) -> tuple[Body, ...]:
@@ -395,9 +397,13 @@ def bodies(statement: Statement) -> tuple[Body, ...]:
         case For() | Unswitch():
             return (statement.body,)
         case If():
-            return (statement.then,) if statement.otherwise is None else (
-                statement.then,
-                statement.otherwise,
+            return (
+                (statement.then,)
+                if statement.otherwise is None
+                else (
+                    statement.then,
+                    statement.otherwise,
+                )
             )
         case _:
             return ()

@@ -1,9 +1,9 @@
 """Stages, their loop nests, and the tree in which the nests share loops.
 
-A *stage* is an op whose result has storage of its own: a fusion output, a shared tensor, a reduction,
-or a local tensor that its consumers do not inline completely. Everything else is computed where it is
-read. A stage's nest is `loops`; its buffer lives at depth `depth`: inside the outermost `depth` loops,
-which are the same loops in every stage that reads it.
+A *stage* is an op whose result has storage of its own: a fusion output, a shared tensor, a
+reduction, or a local tensor that its consumers do not inline completely. Everything else is
+computed where it is read. A stage's nest is `loops`; its buffer lives at depth `depth`: inside the
+outermost `depth` loops, which are the same loops in every stage that reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LoadStoreOp, ReductionOp, TensorOp, WelfordOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, IterType, MemoryType, ParallelType
+from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType
 
 REDUCTIONS = (ReductionOp, WelfordOp)
 PARALLEL = (*GRID_TYPES, *BLOCK_TYPES)
@@ -202,7 +202,8 @@ def plan_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> P
 
 def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
     """Whether a local tensor has its own storage: something is left inside its compute-at position,
-    of constant extent, and a schedule asked for it. Without storage it is computed where it is read.
+    of constant extent, and a schedule asked for it. Without storage it is computed where it is
+    read.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
@@ -259,9 +260,7 @@ class _Nests:
             stage.loops = [self.new_loop(a) for a in axes]
             stage.positions = list(range(len(axes)))
             stage.depth = _leading(axes) if stage.is_reduction else 0
-            stage.axis_loops = {
-                a.number: loop for a, loop in zip(axes, stage.loops, strict=True)
-            }
+            stage.axis_loops = {a.number: loop for a, loop in zip(axes, stage.loops, strict=True)}
             self._take_vector(stage)
             return
         if stage.is_reduction and stage.compute_at > _leading(axes):

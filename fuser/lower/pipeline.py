@@ -98,14 +98,12 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
 )
 
 
-def lower_kernel(
-    fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo
-) -> Kernel:
+def lower_kernel(fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo) -> Kernel:
     """Lower a scheduled fusion to a kernel named `name`.
 
-    `index_dtype` is Int or Int32: the type of index arithmetic. The text depends on nothing else than
-    the arguments. Raises `UnsupportedError` or `DefinitionError` naming the tensor when the schedule
-    cannot be carried out.
+    `index_dtype` is Int or Int32: the type of index arithmetic. The text depends on nothing else
+    than the arguments. Raises `UnsupportedError` or `DefinitionError` naming the tensor when the
+    schedule cannot be carried out.
     """
     if index_dtype not in (DataType.Int, DataType.Int32):
         raise UnsupportedError(f"kernel {name}: index dtype {index_dtype.name}")
@@ -158,13 +156,15 @@ def _finish(state: State, name: str, index_dtype: DataType) -> Kernel:
     args: list[Arg] = [TensorArg(tv) for tv in tensors]
     args += [WorkspaceArg(k) for k in range(len(ctx.workspaces))]
     scalars = state.hoister.parameters.by_value
-    quotients = {quotient_symbol(s, by): sc.floordiv(s, by) for s, by in ctx.facts.divisible.items()}
+    quotients: dict[Scalar, Scalar] = {
+        quotient_symbol(s, by): sc.floordiv(s, by) for s, by in ctx.facts.divisible.items()
+    }
     strides = {
         stride_symbol(tv, axis): StrideArg(tv, axis) for tv in tensors for axis in range(tv.ndim)
     }
     params: list[Symbol] = []
     for (value, dtype), symbol in scalars.items():
-        original = sc.substitute(value, dict(quotients))
+        original = sc.substitute(value, quotients)
         arg = strides.get(original) if isinstance(original, Symbol) else None
         args.append(arg or ScalarArg(sc.cast(original, dtype)))
         params.append(symbol)
@@ -203,25 +203,23 @@ def _finish(state: State, name: str, index_dtype: DataType) -> Kernel:
 
 
 def _touched_tensors(state: State) -> tuple[TensorView, ...]:
-    """Return the global tensors that the body names: inputs, then outputs, in the fusion's order."""
+    """Return the global tensors that the body names: inputs, then outputs, in the fusion's
+    order.
+    """
     names: set[str] = set()
     for s in walk(state.body):
         if isinstance(s, Store) or (isinstance(s, VectorLoad | VectorStore) and not s.shared):
             names.add(s.name)
         names.update(p.name for p in values_of(s) if isinstance(p, GlobalLoad))
     fusion = state.ctx.plan.fusion
-    known = dict.fromkeys(
-        v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView)
-    )
+    known = dict.fromkeys(v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView))
     return tuple(tv for tv in known if f"T{tv.number}" in names)
 
 
 def _launch(
     extents: dict[ParallelType, Scalar], types: tuple[ParallelType, ...]
 ) -> tuple[Scalar, Scalar, Scalar]:
-    x, y, z = (
-        extents.get(p, sc.ONE) for p in sorted(types, key=lambda p: COORDINATES[p])
-    )
+    x, y, z = (extents.get(p, sc.ONE) for p in sorted(types, key=lambda p: COORDINATES[p]))
     return x, y, z
 
 

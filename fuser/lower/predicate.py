@@ -103,8 +103,9 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
     if not stage.is_reduction:
         return ()
     return tuple(
-        loop.ptype for loop in stage.own_loops if loop.is_reduction and loop.ptype in GRID_TYPES
-        and sc.int_value(loop.extent) != 1
+        loop.ptype
+        for loop in stage.own_loops
+        if loop.is_reduction and loop.ptype in GRID_TYPES and sc.int_value(loop.extent) != 1
     )
 
 

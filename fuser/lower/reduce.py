@@ -1,7 +1,8 @@
 """Reductions: accumulators, and their combination over threads and blocks.
 
-A reduction is staged by the parallel types of its reduction loops: serial, unrolled and vectorised ones
-accumulate in registers, thread axes are combined by `block_reduce`, block axes by `grid_reduce`.
+A reduction is staged by the parallel types of its reduction loops: serial, unrolled and vectorised
+ones accumulate in registers, thread axes are combined by `block_reduce`, block axes by
+`grid_reduce`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fuser.ir.dtypes import DataType, nbytes_of
 from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
-from fuser.lower.allocate import Buffer
+from fuser.lower.allocate import Buffer, c_type
 from fuser.lower.context import Context
 from fuser.lower.kernel import Declare, ReducePart, ThreadReduce, Workspace
 from fuser.lower.loops import Stage
@@ -40,11 +41,13 @@ def identity_of(buffer: Buffer) -> str:
 def functor_of(buffer: Buffer) -> str:
     """Return the C type of the combining functor: `SumOp<float>`."""
     op = buffer.stage.op
-    name = "WelfordOp" if isinstance(op, WelfordOp) else REDUCTIONS[op.kind].cuda  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(op, WelfordOp):
+        return f"WelfordOp<{c_type(buffer.dtype)}>"
+    assert isinstance(op, ReductionOp)
+    name = REDUCTIONS[op.kind].cuda
     if buffer.dtype is DataType.Bool:
         name = {"MaxOp": "OrOp", "MinOp": "AndOp", "SumOp": "OrOp", "ProdOp": "AndOp"}[name]
-    ctype = buffer.ctype[len("Welford<") : -1] if name == "WelfordOp" else buffer.ctype
-    return f"{name}<{ctype}>"
+    return f"{name}<{buffer.ctype}>"
 
 
 def declare_accumulator(buffer: Buffer) -> Declare:

@@ -38,9 +38,9 @@ _EXTREMA = {"max": "FUSER_SIMD_MAX", "min": "FUSER_SIMD_MIN"}
 def vectorize_loops(body: Body) -> None:
     """Clamp and mark the innermost loops, in place.
 
-    Before: loops marked for unrolling. After: every innermost loop whose iterations are independent,
-    or only reduce into one scalar, has a simd pragma and, where its only predicate bounds its index,
-    no predicate.
+    Before: loops marked for unrolling. After: every innermost loop whose iterations are
+    independent, or only reduce into one scalar, has a simd pragma and, where its only predicate
+    bounds its index, no predicate.
     """
     out: list[Statement] = []
     for s in body.statements:

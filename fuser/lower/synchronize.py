@@ -1,4 +1,6 @@
-"""Barriers: between a write to shared memory and the reads of it, and before it is written again."""
+"""Barriers: between a write to shared memory and the reads of it, and before it is written
+again.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,10 @@ class _Uses:
 def insert_barriers(body: Body) -> None:
     """Insert `Sync` statements in place.
 
-    Before: stages in producer order, nothing synchronised. After: between any two statements of which
-    one writes a shared array that the other touches, every thread passes a barrier, also around the
-    back edge of a loop. Barriers stand outside of predicates, where all threads of a block come by.
+    Before: stages in producer order, nothing synchronised. After: between any two statements of
+    which one writes a shared array that the other touches, every thread passes a barrier, also
+    around the back edge of a loop. Barriers stand outside of predicates, where all threads of a
+    block come by.
     """
     _process(body, _Uses())
 
@@ -79,10 +82,10 @@ def _uses_of(statement: Statement) -> _Uses:
     for part in values_of(statement):
         if isinstance(part, Element) and part.shared:
             uses.reads.add(part.name)
-    if isinstance(statement, Assign) and isinstance(statement.target, Element):
-        if statement.target.shared:
-            uses.reads.discard(statement.target.name)
-            uses.writes.add(statement.target.name)
+    target = statement.target if isinstance(statement, Assign) else None
+    if isinstance(target, Element) and target.shared:
+        uses.reads.discard(target.name)
+        uses.writes.add(target.name)
     if isinstance(statement, VectorLoad) and statement.shared:
         uses.reads.add(statement.name)
     if isinstance(statement, VectorStore) and statement.shared:

@@ -96,7 +96,9 @@ def conjuncts(cond: Scalar) -> list[Scalar]:
 
 
 def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:
-    """Return the test at the inner loops' last iterations, None where that may not be the hardest."""
+    """Return the test at the inner loops' last iterations, None where that may not be the
+    hardest.
+    """
     if not isinstance(test, Apply) or not any(s in inner for s in sc.symbols(test)):
         return test
     if test.op != "<" or any(s in inner for s in sc.symbols(test.args[1])):
@@ -156,6 +158,10 @@ def _indexes_registers(loop: For) -> bool:
         if isinstance(s, VectorLoad | VectorStore) and loop.symbol in sc.symbols(s.at):
             return True
         for part in values_of(s):
-            if isinstance(part, Element) and not part.shared and loop.symbol in sc.symbols(part.index):
+            if (
+                isinstance(part, Element)
+                and not part.shared
+                and loop.symbol in sc.symbols(part.index)
+            ):
                 return True
     return False

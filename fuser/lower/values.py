@@ -1,9 +1,9 @@
 """Values: the expression of one element of a tensor, pulled from its reader.
 
 `ValueBuilder.value` walks from a tensor up to what has storage (fusion inputs, buffers), defining a
-scalar per op on the way. Values are remembered per (tensor, index, guard) in the scope where they were
-computed, so an element that several ops read is computed once. Ops with a meaning of their own have a
-row in `_BY_OP`; copies and views only change the index.
+scalar per op on the way. Values are remembered per (tensor, index, guard) in the scope where they
+were computed, so an element that several ops read is computed once. Ops with a meaning of their
+own have a row in `_BY_OP`; copies and views only change the index.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Scope:
 
 @dataclass(frozen=True)
 class At:
-    """Where a value is computed: the reading stage, the scope, the guard, and the index of `out`."""
+    """Where a value is computed: the reading stage, the scope, the guard, and the index of
+    `out`.
+    """
 
     stage: Stage
     scope: Scope
@@ -140,7 +142,7 @@ class ValueBuilder:
     ) -> Expr:
         source = self.ctx.plan.stage_of.get(tv)
         if source is not None and source.storage != "global":
-            return self.buffers[source].read(self.ctx, tv, index, stage)
+            return self.buffers[source].read(self.ctx, tv, index, reader=stage, guard=guard)
         op = self.ctx.plan.fusion.definition(tv)
         if op is None:
             if tv.is_cpu_scalar:
@@ -253,9 +255,7 @@ def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr
     i = simplify(at.index[op.dim])
     start = canonical(op.ends[k - 1]) if k else sc.ZERO
     inside = sc.logical_and(sc.le(start, i), sc.lt(i, simplify(canonical(op.ends[k]))))
-    guarded = At(
-        at.stage, at.scope, sc.logical_and(at.guard, inside), at.out, at.axes, at.index
-    )
+    guarded = At(at.stage, at.scope, sc.logical_and(at.guard, inside), at.out, at.axes, at.index)
     return inside, build.operand(op, k, None, guarded)
 
 

@@ -12,6 +12,13 @@ from collections.abc import Mapping, Sequence
 from fuser.ir.scalar import ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
+from fuser.schedule.automatic import (
+    SchedulerType,
+    can_schedule,
+    compute_heuristics,
+    find_compatible_schedulers,
+    schedule,
+)
 from fuser.schedule.facts import Facts
 from fuser.schedule.inline import inline_at, inline_most
 from fuser.schedule.primitives import cache_after, cache_before, cache_fork, rfactor
@@ -25,10 +32,14 @@ from fuser.schedule.registry import SCHEDULERS, find_scheduler, rejections, sche
 __all__ = [
     "SCHEDULERS",
     "Facts",
+    "SchedulerType",
     "bounded_transform_backward",
     "cache_after",
     "cache_before",
     "cache_fork",
+    "can_schedule",
+    "compute_heuristics",
+    "find_compatible_schedulers",
     "find_scheduler",
     "inline_at",
     "inline_most",
@@ -38,6 +49,7 @@ __all__ = [
     "rejections",
     "reorder",
     "rfactor",
+    "schedule",
     "scheduler",
     "set_memory_type",
     "split",

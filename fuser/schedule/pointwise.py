@@ -88,16 +88,16 @@ def accepts(fusion: Fusion) -> str | None:
     for op in fusion.exprs:
         if isinstance(op, NOT_POINTWISE):
             return f"{op.name} of {op.outputs[0]} is not pointwise"
-    return common_rejection(fusion) or _output_rejection(fusion)
+    graph = AxisGraph(fusion)
+    return common_rejection(fusion, graph) or _output_rejection(fusion, graph)
 
 
-def common_rejection(fusion: Fusion) -> str | None:
+def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
     """Return why no scheduler of ours takes the fusion, None when one may."""
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
     if any(out in fusion.inputs for out in fusion.outputs):
         return "an input is an output"
-    graph = AxisGraph(fusion)
     repeated = has_self_mapping(graph, fusion.tensors())
     if repeated is not None:
         return f"two axes of {repeated} are the same axis elsewhere in the fusion"
@@ -119,9 +119,8 @@ def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
     return None
 
 
-def _output_rejection(fusion: Fusion) -> str | None:
+def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
     """All outputs iterate the reference's concrete axes, in any order."""
-    graph = AxisGraph(fusion)
     reference = reference_output(fusion)
     wanted = sorted(graph.find(a) for a in reference.domain.logical if not a.is_broadcast)
     for out in fusion.outputs:

@@ -191,7 +191,8 @@ def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
     )
     _rfactor_consumer(tv, producer)
     tv.fusion.replace_expr(
-        definition, [moved, ReductionOp(tv, producer, init, kind=kind, where=definition.where)]
+        definition,
+        [moved, ReductionOp(tv, producer, init, kind=kind).replace(where=definition.where)],
     )
     return producer
 

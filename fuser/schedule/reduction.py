@@ -94,10 +94,10 @@ def accepts(fusion: Fusion) -> str | None:
     for op in fusion.exprs:
         if isinstance(op, (MatmulOp, LinearOp)):
             return f"{op.name} of {op.out_tensor} is a contraction"
-    reason = common_rejection(fusion)
+    graph = AxisGraph(fusion)
+    reason = common_rejection(fusion, graph)
     if reason is not None:
         return reason
-    graph = AxisGraph(fusion)
     reference = reductions[0].out_tensor
     below: set[TensorView] = set()
     for op in fusion.exprs:

@@ -135,6 +135,14 @@ def duplicates() -> None:
     out(y)
 
 
+def sliced_matmul() -> None:
+    """A slice that a matmul reads: a view with an offset."""
+    x, w = tensor(-1, 6), tensor(3, 4)
+    y = ops.relu(x)
+    out(y)
+    out(ops.matmul(ops.slice(y, [0, 2], [x.size(0), 5]), w))
+
+
 def column_row_mlp(ranks: int) -> Callable[[], None]:
     def define() -> None:
         mesh = list(range(ranks))
@@ -231,6 +239,7 @@ def _encoder_shapes(batch: int, length: int) -> tuple[tuple[int, ...], ...]:
 CASES: dict[str, Case] = {
     "linear_relu_sum": Case(linear_relu_sum, ((5, 6), (7, 6), (7,))),
     "heads": Case(heads, ((5, 6), (12, 6))),
+    "sliced_matmul": Case(sliced_matmul, ((5, 6), (3, 4))),
     "duplicates": Case(duplicates, ((5, 6),)),
     "mlp2": Case(column_row_mlp(2), ((5, 6), (8, 6), (8,), (6, 8), (6,)), 2),
     "mlp4": Case(column_row_mlp(4), ((5, 6), (8, 6), (8,), (6, 8), (6,)), 4),

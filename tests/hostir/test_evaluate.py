@@ -43,7 +43,7 @@ def _aliased(define: Callable[[], None], *shapes: tuple[int, ...]) -> HostIrCont
 
 
 # ------------------------------------------------------------------ replay
-@pytest.mark.parametrize("name", ["linear_relu_sum", "heads", "duplicates"])
+@pytest.mark.parametrize("name", ["linear_relu_sum", "heads", "sliced_matmul", "encoder1"])
 def test_replay_equals_the_reference_bit_for_bit(name: str) -> None:
     case = CASES[name]
     evaluator = HostIrEvaluator(build(case))
@@ -263,7 +263,7 @@ def _shards(case: Case, program: HostIrContainer, rank: int) -> list[torch.Tenso
     return [shard_for_rank(t, tv, rank) for t, tv in pairs]  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("name", ["mlp2", "sequence2", "slice2", "mlp4"])
+@pytest.mark.parametrize("name", ["mlp2", "sequence2", "slice2", "mlp4", "mesh2x2", "encoder2"])
 def test_replay_equals_the_reference_on_every_rank(name: str) -> None:
     case = CASES[name]
     program = build(case)

@@ -100,7 +100,9 @@ def launch(
     values = dict(bind_inputs(fusion, inputs))
     outputs = []
     for tv in fusion.outputs:
-        shape = [int(sc.evaluate(fusion.canonical(a.size), values)) for a in tv.domain.no_reductions]
+        shape = [
+            int(sc.evaluate(fusion.canonical(a.size), values)) for a in tv.domain.no_reductions
+        ]
         outputs.append(torch.full(shape, 77, dtype=to_torch(tv.dtype())))
     given = dict(zip((*fusion.inputs, *fusion.outputs), (*inputs, *outputs), strict=True))
     for tv, t in given.items():

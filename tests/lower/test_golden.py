@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,8 @@ def cpu_column_maximum() -> Fusion:
 
 
 @pytest.mark.parametrize("make", [bias_relu_bf16, row_sum_and_max, cpu_column_maximum])
-def test_golden(make: object) -> None:
-    assert callable(make)
-    name: str = make.__name__  # pyright: ignore
+def test_golden(make: Callable[[], Fusion]) -> None:
+    name = make.__name__
     device = CPU if name.startswith("cpu") else H200
     texts = [lower(make(), name=name, device=device).source.text for _ in range(2)]
     assert texts[0] == texts[1]

@@ -19,7 +19,9 @@ from tests.lower.build import CPU, P, check, define, lower, new_input, paralleli
 def cache_io(fusion: Fusion) -> tuple[list[TensorView], list[TensorView]]:
     """Give inputs caches and make outputs copies; return (input caches, copied outputs)."""
     with FusionGuard(fusion):
-        reads = [v.cache_after() for v in list(fusion.inputs) if isinstance(v, TensorView) and v.ndim]
+        reads = [
+            v.cache_after() for v in list(fusion.inputs) if isinstance(v, TensorView) and v.ndim
+        ]
         for out in list(fusion.outputs):
             out.cache_before()
     return reads, list(fusion.outputs)

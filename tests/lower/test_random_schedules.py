@@ -6,6 +6,7 @@ The seed is part of the test's name; a failure shows the fusion, the schedule an
 from __future__ import annotations
 
 import random as rnd
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -22,8 +23,21 @@ from fuser.lower.kernel import Kernel
 from fuser.runtime.kernel import compile_kernels
 from fuser.schedule.inline import inline_most
 from fuser.schedule.propagate import parallelize_like, transform_like
-from tests.lower.build import CPU, H200, LOWERED, P, compare, define, launch, lower, random
+from tests.lower.build import (
+    CPU,
+    H200,
+    LOWERED,
+    P,
+    check,
+    compare,
+    define,
+    launch,
+    lower,
+    parallelize,
+    random,
+)
 
+Make = Callable[[rnd.Random], tuple[Fusion, list[torch.Tensor]]]
 SIZES = (1, 2, 3, 5, 7, 8, 12, 13, 24)
 CASES = 25
 
@@ -145,7 +159,11 @@ def schedule(fusion: Fusion, rng: rnd.Random, *, on_cpu: bool) -> str:
             for out in list(fusion.outputs):
                 out.cache_before()
     ref = next(
-        (o for o in (e.out_tensor for e in fusion.exprs) if any(a.is_reduction() for a in o.domain.logical)),
+        (
+            o
+            for o in (e.out_tensor for e in fusion.exprs)
+            if any(a.is_reduction() for a in o.domain.logical)
+        ),
         fusion.outputs[0],
     )
     log = transform(ref, rng)
@@ -163,9 +181,8 @@ def schedule(fusion: Fusion, rng: rnd.Random, *, on_cpu: bool) -> str:
     return "; ".join(log)
 
 
-def make_case(make: object, seed: int, *, on_cpu: bool) -> Case | None:
+def make_case(make: Make, seed: int, *, on_cpu: bool) -> Case | None:
     rng = rnd.Random(seed)
-    assert callable(make)
     fusion, inputs = make(rng)
     log = schedule(fusion, rng, on_cpu=on_cpu)
     try:
@@ -180,7 +197,7 @@ def make_case(make: object, seed: int, *, on_cpu: bool) -> Case | None:
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("make", [pointwise, reduction])
 @pytest.mark.parametrize("first", [0, 1000])
-def test_random_schedules(make: object, device: str, first: int) -> None:
+def test_random_schedules(make: Make, device: str, first: int) -> None:
     made = {
         seed: make_case(make, seed, on_cpu=device == "cpu") for seed in range(first, first + CASES)
     }
@@ -198,3 +215,22 @@ def test_random_schedules(make: object, device: str, first: int) -> None:
                 f"seed {seed}, inputs {shapes}, schedule: {case.log}\n{case.fusion}\n"
                 f"{case.kernel.source.text}\n{error}"
             ) from error
+
+
+def test_registers_behind_a_pad_are_read_inside_only() -> None:
+    """A pad's reader must neither load for, nor read registers for, the padded elements."""
+
+    def build(a: TensorView) -> TensorView:
+        return ops.pad(ops.exp(a), [1, 2])
+
+    fusion = define(build, (7, 24))
+    with FusionGuard(fusion):
+        read = fusion.inputs[0].cache_after()  # pyright: ignore
+    out = fusion.outputs[0]
+    out.split(0, 7)
+    parallelize(out, P.grid_x, P.unroll)
+    transform_like(out)
+    parallelize_like(out)
+    inline_most(fusion=fusion)
+    read.compute_at = 1
+    check(fusion, [random((7, 24))])

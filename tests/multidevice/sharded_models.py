@@ -55,6 +55,12 @@ def inputs(
     return made
 
 
+def tensor(value: object) -> TensorView:
+    """Return the result of an op function as a tensor."""
+    assert isinstance(value, TensorView)
+    return value
+
+
 def set_mesh(mesh: DeviceMesh, *tensors: TensorView) -> None:
     for tv in tensors:
         tv.set_device_mesh(mesh)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from fuser import ops
+from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
+from multidevice.pipeline import shard_fusion
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import Run, X, Y, mesh, run, shard_axis
 
@@ -122,3 +126,127 @@ def test_encoder_layer_on_one_rank_communicates_nothing() -> None:
     done = run_model(model)
     assert done.collectives == []
     assert not done.slices
+
+
+# ------------------------------------------------------------------ goldens
+def math_of(fusion: Fusion) -> list[str]:
+    """Return the ops as text, one per line, without meshes."""
+    body = fusion.print_math().split("%kernel_math {\n")[1].split("\n} //")[0]
+    body = re.sub(r" \(DeviceMesh\{[0-9 {}]*\}\)", "", body)
+    return re.sub(r"\n +", " ", body).split("\n")
+
+
+def linear_fusion(dtype: DataType, *, axis: int, bias: bool) -> Fusion:
+    """out = linear(x [-1, 8], w [6, 8], b [6]), x and w cut along `axis`."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [-1, 8], "w": [6, 8]} | ({"b": [6]} if bias else {}), dtype)
+        fusion.add_output(ops.linear(t["x"], t["w"], t.get("b")))
+    models.set_mesh(mesh(2), *t.values())
+    for name in "xw":
+        shard_axis(t[name], axis, 2)
+    return fusion
+
+
+def linear_inputs(bias: bool) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(5)
+    shapes = [(4, 8), (6, 8), (6,)][: 2 + bias]
+    return [torch.randn(s, generator=gen, dtype=torch.float64) for s in shapes]
+
+
+def test_row_parallel_linear_in_half_precision_adds_its_bias_once_in_float() -> None:
+    fusion = linear_fusion(DataType.BFloat16, axis=1, bias=True)
+    assert math_of(fusion) == [
+        "T3_g___bfloat[iS5{i0}, iS6{6}, rS7{8}] = linear("
+        "T0_g___bfloat[iS0{i0}, ideviceIdx.x8{2}, iS9{4}], "
+        "T1_g___bfloat[iS2{6}, ideviceIdx.x10{2}, iS11{4}], T2_g___bfloat[iS4{6}])"
+    ]
+    given = linear_inputs(bias=True)
+    done = run(fusion, given)
+    assert [re.sub(r"\[.*?\]", "", line) for line in math_of(fusion)] == [
+        "T9_l___bfloat = linear(T0_g___bfloat, T1_g___bfloat)",
+        "T4_l___bfloat = reduction( T9_l___bfloat, op = add, initial value = __bfloat(0), "
+        "allreduce = false )",
+        "T5_l___bfloat = broadcast( T2_g___bfloat, flags = {true, false} )",
+        "T6_l_float = __bfloat2float(T4_l___bfloat);",
+        "T7_l_float = __bfloat2float(T5_l___bfloat);",
+        "T8_l_float = T6_l_float + T7_l_float;",
+        "T3_g___bfloat = __float2bfloat(T8_l_float);",
+    ]
+    want = torch.nn.functional.linear(*given)
+    torch.testing.assert_close(done.outputs[0], want, rtol=2**-8, atol=2**-8)
+
+
+def test_partial_sum_and_its_sum() -> None:
+    fusion = linear_fusion(DataType.Double, axis=1, bias=False)
+    given = linear_inputs(bias=False)
+    done = run(fusion, given)
+    assert math_of(fusion) == [
+        "T3_l_double[ideviceIdx.x16{2}rf, iS13{i0}, iS14{6}, rS17{4}rf] = linear("
+        "T0_g_double[ideviceIdx.x7{2}, iS0{i0}, iS8{4}], "
+        "T1_g_double[ideviceIdx.x9{2}, iS2{6}, iS10{4}])",
+        "T2_g_double[rdeviceIdx.x18{2}, iS4{i0}, iS5{6}] = reduction( "
+        "T3_l_double[ideviceIdx.x16{2}rf, iS13{i0}, iS14{6}, rS17{4}rf], op = add, "
+        "initial value = double(0), allreduce = false )",
+    ]
+    assert_close(done.outputs[0], given[0] @ given[1].t())
+
+
+def test_a_sequence_parallel_operand_is_gathered_before_the_op() -> None:
+    fusion = linear_fusion(DataType.Double, axis=0, bias=False)
+    given = linear_inputs(bias=False)
+    done = run(fusion, given)
+    assert math_of(fusion) == [
+        "T3_l_double[iS13{i0}, iS14{8}] = Set( "
+        "T0_g_double[ideviceIdx.x7{2}, iS8{( ceilDiv(i0, 2) )}, iS1{8}] )",
+        "T2_g_double[ideviceIdx.x11{2}, iS4{i0}, iS12{3}, rS6{8}] = linear("
+        "T3_l_double[iS13{i0}, iS14{8}], T1_g_double[ideviceIdx.x9{2}, iS10{3}, iS3{8}])",
+    ]
+    assert_close(done.outputs[0], given[0] @ given[1].t())
+
+
+def test_a_unary_op_is_computed_on_shards_and_gathered_after() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [-1]})["x"]
+        y = ops.sin(x)
+        fusion.add_output(y)
+    models.set_mesh(mesh(2), x, y)
+    shard_axis(x, 0, 2)
+    whole = torch.arange(6, dtype=torch.float64)
+    done = run(fusion, [whole])
+    assert [op.name for op in fusion.exprs] == ["sin", "set"]
+    assert_close(done.outputs[0], whole.sin())
+
+
+def test_a_slice_comes_before_the_op() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [-1]})["x"]
+        y = ops.sin(x)
+        fusion.add_output(y)
+    models.set_mesh(mesh(2), x, y)
+    shard_axis(y, 0, 2)
+    whole = torch.arange(6, dtype=torch.float64)
+    done = run(fusion, [whole])
+    assert [op.name for op in fusion.exprs] == ["set", "sin"]
+    assert_close(done.outputs[0], whole.sin())
+    assert done.collectives == []
+
+
+def test_fusions_without_meshes_stay_as_they_are() -> None:
+    model = models.encoder_layer()
+    before = str(model.fusion)
+    assert shard_fusion(model.fusion).communications == ()
+    assert str(model.fusion) == before
+
+
+def test_the_program_does_not_depend_on_hash_order() -> None:
+    """Sharding the same definition twice gives the same text."""
+    texts: list[str] = []
+    for _ in range(2):
+        model = models.encoder_layer()
+        models.shard_encoder(model, mesh(2))
+        shard_fusion(model.fusion)
+        texts.append(str(model.fusion))
+    assert texts[0] == texts[1]

@@ -411,3 +411,70 @@ def test_a_full_reduction_over_the_grid(device: str) -> None:
     if device == "h200":
         assert params.grid > 1  # pyright: ignore[reportAttributeAccessIssue]
     assert to_torch(D.Float) is torch.float32
+
+
+# ------------------------------------------------------------------ less common forms
+@BOTH
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_output_before_the_reduction(axis: int, device: str) -> None:
+    def build(x: TensorView) -> tuple[TensorView, TensorView]:
+        y = ops.mul(x, 2.0)
+        return y, ops.sum(y, [axis])
+
+    x = random((40, 72), torch.float32)
+    check(build, lambda x: (2 * x, (2 * x).sum(axis)), [x], device, scale=20)
+
+
+@BOTH
+def test_an_outer_product(device: str) -> None:
+    inputs = [random((24, 1), torch.float32, 0), random((1, 40), torch.float32, 1)]
+    check(lambda x, y: ops.mul(x, y), lambda x, y: x * y, inputs, device)
+
+
+@BOTH
+def test_factories_need_no_input(device: str) -> None:
+    def build() -> list[TensorView]:
+        shape = [6, 20]
+        return [
+            ops.full(shape, 2.5, D.Float),
+            ops.triu(ops.full(shape, 1.0, D.Float), 1),
+        ]
+
+    check_shape = (6, 20)
+    fusion = define(build)
+    executor = make_executor(fusion, device)
+    got = run(executor, [], [check_shape, check_shape])
+    assert torch.equal(got[0], torch.full(check_shape, 2.5))
+    assert torch.equal(got[1], torch.ones(check_shape).triu(1))
+
+
+@BOTH
+def test_an_expanded_output_is_written_in_full(device: str) -> None:
+    x = random((8, 1), torch.float32)
+    fusion = define(lambda x: ops.neg(ops.expand(x, [8, 20])), (None, 1))
+    executor = make_executor(fusion, device)
+    (out,) = run(executor, [x], [(8, 20)])
+    assert torch.equal(out, -x.expand(8, 20))
+
+
+@BOTH
+def test_a_reduction_over_an_expanded_axis_counts_every_repetition(device: str) -> None:
+    fusion = define(
+        lambda x: ops.sum(ops.expand(ops.broadcast(x, [False, True]), [8, 20]), [1]), (8,)
+    )
+    executor = make_executor(fusion, device)
+    x = random((8,), torch.float32)
+    (out,) = run(executor, [x], [(8,)])
+    torch.testing.assert_close(out, 20 * x)
+
+
+@BOTH
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reduced_results_in_two_dtypes(axis: int, device: str) -> None:
+    x = random((64, 48), torch.bfloat16)
+
+    def build(x: TensorView) -> tuple[TensorView, TensorView]:
+        total = ops.sum(ops.cast(x, D.Float), [axis])
+        return total, back(total, torch.bfloat16)
+
+    check(build, lambda x: (x.sum(axis), x.sum(axis)), [x], device, scale=20)

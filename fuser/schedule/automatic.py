@@ -1,0 +1,128 @@
+"""The user's entrances to the automatic schedulers: ask, compute parameters, apply.
+
+They take the user's own fusion and real inputs; `schedule` changes the fusion in place.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from math import gcd
+from typing import TYPE_CHECKING, overload
+
+from fuser.errors import InputError, UnsupportedError
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.runtime.device import DeviceInfo, describe_device
+from fuser.schedule.facts import Facts
+from fuser.schedule.registry import SCHEDULERS, Params
+
+if TYPE_CHECKING:
+    import torch
+
+Inputs = Sequence["torch.Tensor | Number"]
+
+
+class SchedulerType(enum.Enum):
+    """The kinds of schedulers, under the names that nvFuser's users know; not all exist yet."""
+
+    none = 0
+    no_op = 1
+    pointwise = 2
+    matmul = 3
+    reduction = 4
+    inner_persistent = 5
+    inner_outer_persistent = 6
+    outer_persistent = 7
+    transpose = 8
+    expr_eval = 9
+    resize = 10
+
+    def __repr__(self) -> str:
+        return f"<SchedulerType.{self.name}: {self.value}>"
+
+
+def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> tuple[bool, str]:
+    """Return whether a scheduler accepts the fusion, and the reason against it."""
+    del inputs  # acceptance depends on the definition alone
+    row = SCHEDULERS.get(scheduler_type.name)
+    reason = (
+        f"there is no {scheduler_type.name} scheduler yet" if row is None else row.accepts(fusion)
+    )
+    if reason is None:
+        return True, ""
+    return False, f"Scheduler _{scheduler_type.name}_ ***rejected*** because : {reason}"
+
+
+def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[SchedulerType]:
+    """Return the schedulers that accept the fusion, in the order in which they are tried."""
+    types = [SchedulerType[name] for name in SCHEDULERS]
+    return [t for t in types if can_schedule(fusion, t, inputs)[0]]
+
+
+def compute_heuristics(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> Params:
+    """Return the parameters that a scheduler chooses for these inputs.
+
+    Raises:
+        UnsupportedError: the scheduler does not accept the fusion.
+    """
+    accepted, reason = can_schedule(fusion, scheduler_type, inputs)
+    if not accepted:
+        raise UnsupportedError(
+            f"Could not schedule fusion with the SchedulerType: {scheduler_type.name}\n{reason}"
+        )
+    facts, device = _facts(fusion, inputs)
+    return SCHEDULERS[scheduler_type.name].heuristics(fusion, facts, device)
+
+
+@overload
+def schedule(
+    fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: Sequence[object]
+) -> Params: ...
+@overload
+def schedule(fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: object) -> None: ...
+def schedule(
+    fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: object
+) -> Params | None:
+    """Schedule the fusion in place, with given parameters, or for given inputs (then returns the
+    parameters that were chosen).
+
+    Raises:
+        UnsupportedError: the scheduler does not accept the fusion.
+    """
+    if isinstance(heuristic_params, (list, tuple)):
+        params = compute_heuristics(fusion, scheduler_type, heuristic_params)
+        SCHEDULERS[scheduler_type.name].apply(fusion, params)
+        return params
+    accepted, reason = can_schedule(fusion, scheduler_type, ())
+    if not accepted:
+        raise UnsupportedError(
+            f"Could not schedule fusion with the SchedulerType: {scheduler_type.name}\n{reason}"
+        )
+    SCHEDULERS[scheduler_type.name].apply(fusion, heuristic_params)
+    return None
+
+
+def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
+    """Bind sizes and alignments from inputs; the device is that of the first tensor."""
+    import torch
+
+    if len(inputs) != len(fusion.inputs):
+        raise InputError(f"expected {len(fusion.inputs)} inputs, got {len(inputs)}")
+    sizes: dict[Symbol, int] = {}
+    alignments: dict[int, int] = {}
+    device: torch.device | None = None
+    for declared, given in zip(fusion.inputs, inputs, strict=True):
+        if isinstance(declared, Symbol) and isinstance(given, int):
+            sizes[declared] = given
+        if not isinstance(declared, TensorView):
+            continue
+        if not isinstance(given, torch.Tensor) or given.dim() != declared.ndim:
+            raise InputError(f"{declared} is a {declared.ndim}-D tensor, got {given!r}")
+        device = device or given.device
+        alignments[declared.number] = gcd(given.data_ptr(), 16)
+        for axis, n in zip(declared.domain.no_reductions, given.shape, strict=True):
+            if isinstance(axis.size, Symbol):
+                sizes[axis.size] = n
+    return Facts(sizes, alignments), describe_device(device or "cpu")

@@ -1,0 +1,161 @@
+"""An error on one rank reaches all ranks before anything is launched, and the job goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fuser import FusionDefinition, ParallelType
+from fuser.errors import (
+    FuserError,
+    InputError,
+    OptionError,
+    PeerError,
+    ProgramMismatchError,
+    ShardingError,
+)
+from fuser.multidevice import Communicator, DeviceMesh
+from multidevice import simulate
+
+Inputs = list[object]
+
+
+def row_parallel(scale: float = 1.0, ranks: int = 2) -> FusionDefinition:
+    """x [t, k] and w [n, k], both cut on k: one allreduce."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        w = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.mul(fd.ops.linear(x, w), scale))
+        for tv in (x, w):
+            tv.set_device_mesh(DeviceMesh(range(ranks)))
+            tv.outer_split(1, ranks)
+            tv.axis(1).parallelize(ParallelType.mesh_x)
+    return fd
+
+
+def good_inputs() -> Inputs:
+    return [torch.ones(3, 4), torch.ones(5, 4)]
+
+
+def works() -> bool:
+    """Whether the next correct program runs and is right."""
+    (out,) = row_parallel().execute(good_inputs())
+    return torch.equal(out, torch.full((3, 5), 4.0 * 2))
+
+
+BAD: dict[str, tuple[Callable[[Inputs], Inputs], type[FuserError]]] = {
+    "rank": (lambda i: [torch.ones(4), i[1]], InputError),
+    "dtype": (lambda i: [torch.ones(3, 4).double(), i[1]], InputError),
+    "count": (lambda i: i[:1], InputError),
+    "device": (lambda i: [torch.ones(3, 4, device="meta"), i[1]], InputError),
+    "extent": (lambda i: [torch.ones(3, 5), i[1]], InputError),
+    "scalar": (lambda i: [2.0, i[1]], InputError),
+}
+
+
+def caught(act: Callable[[], object]) -> FuserError | None:
+    try:
+        act()
+    except FuserError as error:
+        return error
+    return None
+
+
+def check_bad_input(kind: str, bad_rank: int) -> None:
+    spoil, expected = BAD[kind]
+    rank = Communicator.instance().rank()
+    fd = row_parallel()
+    inputs = spoil(good_inputs()) if rank == bad_rank else good_inputs()
+    for _ in range(2):
+        error = caught(lambda: fd.execute(inputs))
+        if rank == bad_rank:
+            assert type(error) is expected, error
+        else:
+            assert isinstance(error, PeerError), error
+            assert f"rank {bad_rank}" in str(error) and expected.__name__ in str(error)
+    (out,) = fd.execute(good_inputs())
+    assert torch.equal(out, torch.full((3, 5), 8.0))
+    assert works()
+
+
+def check_bad_input_on_every_rank() -> None:
+    error = caught(lambda: row_parallel().execute([torch.ones(4), torch.ones(5, 4)]))
+    assert isinstance(error, InputError)
+    assert works()
+
+
+def check_steady_state() -> None:
+    """The error comes after runs that were right."""
+    rank = Communicator.instance().rank()
+    fd = row_parallel()
+    for _ in range(3):
+        fd.execute(good_inputs())
+    inputs = good_inputs() if rank == 0 else [torch.ones(3, 9), torch.ones(5, 4)]
+    error = caught(lambda: fd.execute(inputs))
+    assert isinstance(error, PeerError if rank == 0 else InputError)
+    assert works()
+
+
+def check_program_mismatch() -> None:
+    rank = Communicator.instance().rank()
+    error = caught(lambda: row_parallel(scale=1.0 + rank).execute(good_inputs()))
+    assert isinstance(error, ProgramMismatchError), error
+    assert "double(1)" in str(error) and "double(2)" in str(error)
+    assert works()
+
+
+def check_mesh_and_extents() -> None:
+    error = caught(lambda: row_parallel(ranks=3).execute(good_inputs()))
+    assert isinstance(error, ShardingError) and "rank 2" in str(error)
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        y = fd.ops.neg(x)
+        fd.add_output(y)
+        for tv in (x, y):
+            tv.set_device_mesh(DeviceMesh([0, 1]))
+        y.outer_split(0, 2)
+        y.axis(0).parallelize(ParallelType.mesh_x)
+    error = caught(lambda: fd.execute([torch.ones(3, 4)]))
+    assert isinstance(error, ShardingError), error
+    assert "3" in str(error) and "DeviceMesh{0 1}" in str(error)
+    (out,) = fd.execute([torch.ones(4, 4)])
+    assert torch.equal(out, -torch.ones(2, 4))
+    assert works()
+
+
+def check_options() -> None:
+    rank = Communicator.instance().rank()
+    options = ["nonsense"] if rank == 1 else []
+    fd = row_parallel()
+    error = caught(lambda: fd.execute(good_inputs(), _enable_options=options))
+    assert isinstance(error, OptionError if rank == 1 else PeerError), error
+    assert works()
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{
+        f"{kind} on rank {rank}": (lambda kind=kind, rank=rank: check_bad_input(kind, rank))
+        for kind in BAD
+        for rank in (0, 1)
+    },
+    "every rank": check_bad_input_on_every_rank,
+    "steady state": check_steady_state,
+    "program mismatch": check_program_mismatch,
+    "mesh and extents": check_mesh_and_extents,
+    "options": check_options,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_simulated_ranks(name: str) -> None:
+    with simulate(2) as world:
+        world.run(CHECKS[name])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", CHECKS)
+def test_under_mpirun(name: str, comm: Communicator) -> None:
+    if comm.size() == 2:
+        CHECKS[name]()
