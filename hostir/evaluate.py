@@ -28,6 +28,7 @@ from hostir.replay import Plan, Recorder
 from multidevice.backends.protocol import Backend
 
 if TYPE_CHECKING:
+    from fuser.runtime.executor import KernelRequest
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
@@ -52,12 +53,16 @@ def _deallocate(op: Deallocate, frame: Frame) -> None:
     del frame.tensors[op.buffer]
 
 
-def _launch(op: LaunchKernel, frame: Frame) -> None:
+def launch_operands(op: LaunchKernel, frame: Frame) -> tuple[list[Argument], list[torch.Tensor]]:
+    """Return what a kernel reads and writes; an in-place output is the input that it overwrites."""
     for out in op.outs:
         if out not in frame.tensors:
             frame.tensors[out] = frame.tensors[frame.alias_target(out)]
-    ins = [frame.operand(v) for v in op.ins]
-    outs = [frame.tensors[o] for o in op.outs]
+    return [frame.operand(v) for v in op.ins], [frame.tensors[o] for o in op.outs]
+
+
+def _launch(op: LaunchKernel, frame: Frame) -> None:
+    ins, outs = launch_operands(op, frame)
     frame.machine.kernel(op.group).run(ins, outs, sizes=frame.sizes)
 
 
@@ -190,6 +195,36 @@ class HostIrEvaluator:
         if _class_of(inputs) not in self._plans:
             self._frame(list(inputs))
 
+    def prepare(self, inputs: Sequence[Argument]) -> None:
+        """Lower and compile, all at once, every kernel that `run` needs for inputs like these.
+
+        Nothing is launched or communicated: the program is walked on tensors without contents.
+        Raises what `run` would raise about these inputs or their kernels.
+        """
+        from fuser.runtime.executor import KernelExecutor, compile_many
+
+        frame = self._frame(list(inputs))
+        device = frame.machine.device
+        rehearsal = Frame(
+            self.program,
+            self._machine(torch.device("meta")),
+            frame.values,
+            {tv: _without_contents(t) for tv, t in frame.tensors.items()},
+        )
+        requests: list[KernelRequest] = []
+        with torch.no_grad():
+            for op in self.program.ops:
+                if rehearsal.is_idle(op) or isinstance(op, Communication | Wait):
+                    continue
+                if not isinstance(op, LaunchKernel):
+                    carry_out(op, rehearsal)
+                    continue
+                ins, outs = launch_operands(op, rehearsal)
+                runner = self.kernel(op.group)
+                if isinstance(runner, KernelExecutor):
+                    requests.append((runner, ins, outs, rehearsal.sizes))
+        compile_many(requests, device=device)
+
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
         with torch.no_grad():
@@ -222,6 +257,10 @@ class HostIrEvaluator:
             return self._communicator.backend_for(device)
 
         return Machine(self._rank, device, backend, self.kernel)
+
+
+def _without_contents(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:

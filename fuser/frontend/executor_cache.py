@@ -124,6 +124,7 @@ class FusionExecutorCache:
             runtime = self._build(input_class, communicator, where)
             self._by_class[communicator, input_class.key] = runtime
         sharding.check_divisible(runtime.segmented.fusion, sizes)
+        runtime.evaluator.prepare(inputs)
         return runtime
 
     def _build(

@@ -395,14 +395,18 @@ class KernelExecutor:
         return variant.compiled
 
 
+# What `compile_many` needs to know of one launch: executor, inputs, outputs, sizes.
+KernelRequest = tuple[KernelExecutor, Sequence[Value], Sequence[torch.Tensor], Sizes]
+
+
 def compile_many(
-    requests: Iterable[tuple[KernelExecutor, Sequence[Value], Sequence[torch.Tensor], Sizes]],
+    requests: Iterable[KernelRequest],
     *,
     device: torch.device | str,
 ) -> int:
     """Lower and compile the kernels of many executors at once; return how many were missing.
 
-    A request is (executor, inputs, outputs, sizes); meta tensors with the right strides will do.
+    Meta tensors with the right strides will do.
     One compiler process (CPU) or parallel threads (CUDA) compile all of them.
     """
     missing: dict[bool, list[Variant]] = {}

@@ -24,6 +24,7 @@ from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.runtime.device import DeviceInfo
+from fuser.schedule import primitives
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import common_rejection
 from fuser.schedule.propagate import AxisMatcher
@@ -253,6 +254,11 @@ def _grid(threads: int, steps: int, wanted: int) -> int:
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: ReductionParams) -> None:
     """Schedule the fusion in place."""
+    # A result that others read stays in registers; its copy is the output.
+    below = _below(fusion)
+    for out in dict.fromkeys(fusion.outputs):
+        if out in below and fusion.uses(out):
+            primitives.cache_fork(out)
     space = _space(fusion)
     runs = _runs(space)
     if params.threads_x == 0:

@@ -252,6 +252,14 @@ def test_smaller_output() -> None:
     check(fusion, [random((5, 23)), random((23,), seed=1)])
 
 
+def test_outputs_that_use_the_launch_in_part() -> None:
+    fusion = define(lambda a, b: [ops.exp(a), ops.neg(b)], (-1, 8), (-1, 12))
+    for out in fusion.outputs:
+        parallelize(out, P.grid_x, P.block_x)
+    kernel = check(fusion, [random((5, 8)), random((3, 12), seed=1)])
+    assert "bx < i" in kernel.source.text and "tx < 8" in kernel.source.text
+
+
 def test_plain_loops() -> None:
     fusion = define(lambda a, b: ops.mul(ops.exp(a), b), (-1, -1), (-1,))
     transform_like(fusion.outputs[0])

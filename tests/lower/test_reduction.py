@@ -62,7 +62,8 @@ def test_kinds(kind: str) -> None:
     r.split(1, 32)
     parallelize(r, P.grid_x, None, P.block_x)
     spread(fusion, r)
-    check(fusion, [random((5, 77))])
+    kernel = check(fusion, [random((5, 77))])
+    assert "if (tx == 0)" in kernel.source.text  # one thread writes
 
 
 def test_nan_reaches_the_maximum() -> None:

@@ -119,6 +119,27 @@ def test_text_of_a_local_reshape() -> None:
     assert local.print_math() == LOCAL_RESHAPE
 
 
+def test_sizes_among_the_operands_are_local_too() -> None:
+    """torch would clamp or ignore them; a kernel takes them at their word."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [8, 6]})["x"]
+        part = ops.slice(x, [0, 1], [8, 4])
+        row = ops.sum(x, 1)
+        wide = ops.expand(ops.broadcast(row, [False, True]), [8, 3])
+        filled = ops.full([8, 3], 2.0, x.dtype())
+        out = models.tensor(ops.add(models.tensor(ops.add(part, wide)), filled))
+        fusion.add_output(out)
+    x.set_device_mesh(mesh(2))
+    shard_axis(x, 0, 2)
+    shard_fusion(fusion)
+    local, _ = localize(fusion)
+    texts = {op.name: " ".join(str(op).split()) for op in local.exprs}
+    assert texts["slice"].endswith("{0, 1}, {4, 4} )")
+    assert texts["expand"].endswith("{4, 3} )")
+    assert "full({4, 3}, double(2))" in texts["FullOp"]
+
+
 def test_a_partial_product_is_the_local_product_and_an_axis_of_one() -> None:
     fusion = Fusion()
     with FusionGuard(fusion):

@@ -127,6 +127,26 @@ def test_a_users_result_keeps_its_placement_but_not_its_reduction() -> None:
     assert loops(out) == "S S rx2 rS"
 
 
+def test_a_reduce_scatter_result_hands_its_reduction_to_the_operand() -> None:
+    """out [x2(M), N, rx2(K)]: the operand is cut along K, so that the product is local."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [4, 8], "w": [6, 8]})
+        inner = models.tensor(ops.sin(t["x"]))
+        out = ops.linear(inner, t["w"])
+        fusion.add_output(out)
+    models.set_mesh(mesh(2), *t.values(), out)
+    shard_axis(t["w"], 1, 2)
+    shard_axis(out, 0, 2)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    w = torch.randn(6, 8, dtype=torch.float64)
+    done = run(fusion, [x, w])
+    torch.testing.assert_close(done.outputs[0], x.sin() @ w.t())
+    assert loops(inner) == "x2 S S"  # finalized: the device axis leads
+    assert [len(cuts) for cuts in placement(inner)] == [0, 1]
+    assert done.collectives == [("ReduceScatter", "(0 1)")]
+
+
 def test_the_counting_result_of_welford_follows_its_siblings() -> None:
     fusion = Fusion()
     with FusionGuard(fusion):

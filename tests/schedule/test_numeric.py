@@ -433,19 +433,13 @@ def test_an_outer_product(device: str) -> None:
 
 @BOTH
 def test_factories_need_no_input(device: str) -> None:
-    def build() -> list[TensorView]:
-        shape = [6, 20]
-        return [
-            ops.full(shape, 2.5, D.Float),
-            ops.triu(ops.full(shape, 1.0, D.Float), 1),
-        ]
-
-    check_shape = (6, 20)
-    fusion = define(build)
-    executor = make_executor(fusion, device)
-    got = run(executor, [], [check_shape, check_shape])
-    assert torch.equal(got[0], torch.full(check_shape, 2.5))
-    assert torch.equal(got[1], torch.ones(check_shape).triu(1))
+    shape = (6, 20)
+    executor = make_executor(define(lambda: ops.full(list(shape), 2.5, D.Float)), device)
+    (out,) = run(executor, [], [shape])
+    assert torch.equal(out, torch.full(shape, 2.5))
+    upper = define(lambda: ops.triu(ops.full(list(shape), 1.0, D.Float), 1))
+    (out,) = run(make_executor(upper, device), [], [shape])
+    assert torch.equal(out, torch.ones(shape).triu(1))
 
 
 @BOTH
