@@ -106,7 +106,7 @@ class _Segmenter:
         self._mark_aliases()
         stored = self._materialised()
         groups = self._merge(self._cones(stored))
-        return SegmentedFusion(self.fusion, tuple(self._order(groups, stored)))
+        return SegmentedFusion(self.fusion, tuple(self._order(groups)))
 
     # ------------------------------------------------------------ views
     def _mark_aliases(self) -> None:
@@ -300,7 +300,7 @@ class _Segmenter:
 
     def _merge(self, groups: list[_Group]) -> list[_Group]:
         """Merge groups that share inputs or feed one another while a scheduler accepts them."""
-        groups = [self._scheduled(g, must=True) for g in groups]
+        groups = [self._scheduled(g) for g in groups]
         merged = True
         while merged:
             merged = False
@@ -327,7 +327,7 @@ class _Segmenter:
             return None  # a kernel does not read a reduction that it computes itself
         outputs = (*a.outputs, *(o for o in b.outputs if o not in a.outputs))
         inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in outputs)
-        return self._scheduled(_Group(a.ops | b.ops, outputs, inputs), must=False)
+        return self._accepted(_Group(a.ops | b.ops, outputs, inputs))
 
     def _path_outside(self, groups: list[_Group], i: int, j: int) -> bool:
         """Whether a path between two groups runs through a third step (merging would cycle)."""
@@ -356,27 +356,33 @@ class _Segmenter:
 
         return reaches(i, j) or reaches(j, i)
 
-    def _scheduled(self, group: _Group, *, must: bool) -> _Group | None:  # pyright: ignore[reportReturnType]
-        ops = tuple(sorted(group.ops, key=self.position.__getitem__))
-        fusion = extract(self.fusion, ops, group.inputs, group.outputs)
+    def _accepted(self, group: _Group) -> _Group | None:
+        """Return the group with its fusion and scheduler, None when no scheduler accepts it."""
+        fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
         scheduler = self.find_scheduler(fusion)
-        if scheduler is not None:
-            return replace(group, scheduler=scheduler, fusion=fusion)
-        if must:
-            raise UnsupportedError(
-                "no scheduler accepts the kernel that computes "
-                f"{', '.join(map(str, group.outputs))} (user code at {ops[-1].where or 'unknown'}):\n"
-                f"{fusion.print_math()}"
-            )
-        return None
+        return None if scheduler is None else replace(group, scheduler=scheduler, fusion=fusion)
+
+    def _scheduled(self, group: _Group) -> _Group:
+        accepted = self._accepted(group)
+        if accepted is not None:
+            return accepted
+        ops = self._in_order(group)
+        outputs = ", ".join(map(str, group.outputs))
+        raise UnsupportedError(
+            f"no scheduler accepts the kernel that computes {outputs} "
+            f"(user code at {ops[-1].where or 'unknown'}):\n"
+            f"{extract(self.fusion, ops, group.inputs, group.outputs).print_math()}"
+        )
+
+    def _in_order(self, group: _Group) -> tuple[TensorOp, ...]:
+        return tuple(sorted(group.ops, key=self.position.__getitem__))
 
     # ------------------------------------------------------------ order
-    def _order(self, groups: list[_Group], stored: dict[TensorView, None]) -> list[Segment]:
+    def _order(self, groups: list[_Group]) -> list[Segment]:
         """Return segments in run order: as early as their inputs allow, in program order."""
-        del stored
         steps: list[tuple[int, Segment]] = []
         for g in groups:
-            ops = tuple(sorted(g.ops, key=self.position.__getitem__))
+            ops = self._in_order(g)
             first_use = min(self.position[self.fusion.definition(o)] for o in g.outputs)  # pyright: ignore[reportArgumentType]
             assert g.fusion is not None
             scalars = tuple(v for v in g.fusion.inputs if isinstance(v, Scalar))

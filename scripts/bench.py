@@ -1,10 +1,10 @@
 """Benchmarks. `python scripts/bench.py kernels [--json FILE] [--no-peer] [--shapes 16384x8192,...]`
 
-kernels: generated pointwise and reduction kernels on one GPU, bf16, beside torch.compile and beside
-the copy bandwidth of the same run. Method: K input sets are rotated so that their total exceeds four
-times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is replayed; the time
-per call is the median of 15 replays (minimum and maximum are reported too). Bytes are minimal bytes:
-each input read once, each output written once.
+kernels: generated pointwise and reduction kernels on one GPU, bf16, beside torch.compile and
+beside the copy bandwidth of the same run. Method: K input sets are rotated so that their total
+exceeds four times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is
+replayed; the time per call is the median of 15 replays (minimum and maximum are reported too).
+Bytes are minimal bytes: each input read once, each output written once.
 
 host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
 """

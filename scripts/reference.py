@@ -2,9 +2,9 @@
 
     python scripts/reference.py JOB.json OUT.pt
 
-JOB.json: {"weights", "tokenizer", "texts", "batch", "dtype", "device"}. Writes the float32 embeddings of
-all texts and the median milliseconds of one eager forward (with pooling) of the first batch in the
-job's dtype: 2 warm-ups, then 7 runs, on 2 threads.
+JOB.json: {"weights", "tokenizer", "texts", "batch", "dtype", "device"}. Writes the float32
+embeddings of all texts and the median milliseconds of one eager forward (with pooling) of the first
+batch in the job's dtype: 2 warm-ups, then 7 runs, on 2 threads.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class FusionDefinition:
         return [self.define_scalar(None, DataType.Int) for _ in range(size)]
 
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
-        """Define a tensor input like `tensor`: sizes (symbolic unless static), strides and dtype."""
+        """Define a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`."""
         if tensor.device.type not in ("cuda", "cpu"):
             raise ValueError(
                 f"Found unsupported device {tensor.device}, only CPU or CUDA tensors are supported"
@@ -109,7 +109,8 @@ class FusionDefinition:
         """Return (whether the definition can run, why not)."""
         if self._fusion is None and not hasattr(self, "fec"):
             return False, (
-                "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
+                "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define "
+                "a fusion."
             )
         if not self.fusion.outputs or not self.fusion.vals():
             return False, "Fusion is empty!"

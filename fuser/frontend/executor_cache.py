@@ -81,6 +81,7 @@ class FusionExecutorCache:
         communicator = Communicator.instance()
         runtime: Runtime | None = None
         error: FuserError | None = None
+        key: Hashable = None
         try:
             options.check_enable_options(_enable_options)
             options.check_disable_options(_disable_options)
@@ -117,7 +118,8 @@ class FusionExecutorCache:
     ) -> Runtime:
         sharding.check_world(self._fusion, communicator.size())
         where = device_of(inputs, device)
-        sizes = self._binder.bind(inputs, where)
+        values = self._binder.bind(inputs, where)
+        sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
         input_class = classify(self._fusion, inputs, sizes, where)
         runtime = self._by_class.get((communicator, input_class.key))
         if runtime is None:

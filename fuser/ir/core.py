@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, dataclass_transform
+from typing import Any, ClassVar, Literal, Self, cast, dataclass_transform
 
 Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
 
@@ -122,17 +122,18 @@ class Op:
         return str(getattr(self, "kind", type(self).__name__))
 
     def replace(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+        made: Any = dataclasses.replace(cast("Any", self), **changes)
+        return made
 
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
         """Return the op with `fn` applied to every operand and result (not inside regions)."""
         changes: dict[str, Any] = {}
-        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            kind, value = f.metadata.get("kind"), getattr(self, f.name)
-            if kind in ("operand", "result") and value is not None:
-                changes[f.name] = fn(value)
+        for name, kind in self._kinds():
+            value = getattr(self, name)
+            if kind in ("operand", "result"):
+                changes[name] = None if value is None else fn(value)
             elif kind in ("operands", "results"):
-                changes[f.name] = tuple(fn(v) for v in value)
+                changes[name] = tuple(fn(v) for v in value)
         return self.replace(**changes)
 
     # nvFuser's `Expr` accessors.

@@ -1,10 +1,10 @@
 """Iteration domains and the transforms between the four views of a tensor.
 
-A `TensorDomain` holds root, logical, allocation and loop axes, and the transforms (`Split`, `Merge`,
-`Resize`, `Swizzle1D`) that derive one view from another. Everything here is frozen: scheduling makes
-a new `TensorDomain` and the tensor rebinds it. An `IterDomain` is identified by its number, which is
-unique in a fusion; its other fields may differ between two states of the same axis (a parallelised
-axis keeps its number).
+A `TensorDomain` holds root, logical, allocation and loop axes, and the transforms (`Split`,
+`Merge`, `Resize`, `Swizzle1D`) that derive one view from another. Everything here is frozen:
+scheduling makes a new `TensorDomain` and the tensor rebinds it. An `IterDomain` is identified by
+its number, which is unique in a fusion; its other fields may differ between two states of the same
+axis (a parallelised axis keeps its number).
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class IterDomain:
 # ------------------------------------------------------------------ transforms
 @dataclass(frozen=True)
 class Split:
-    """inp -> outer, inner. Inner split: inner extent = factor; outer split: outer extent = factor."""
+    """inp -> outer, inner.
+
+    An inner split gives inner the extent `factor`, an outer split gives it to outer.
+    """
 
     inp: IterDomain
     outer: IterDomain

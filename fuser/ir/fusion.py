@@ -272,7 +272,7 @@ class Fusion:
         found = answers.get(x)
         if found is None:
             classes = {s: self.extent(s) for s in symbols(x)}
-            changed = {s: e for s, e in classes.items() if e != s}
+            changed: dict[Scalar, Scalar] = {s: e for s, e in classes.items() if e != s}
             found = answers[x] = substitute(x, changed) if changed else x
         return found
 

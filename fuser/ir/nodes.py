@@ -233,7 +233,7 @@ class IotaOp(TensorOp):
 
 # ------------------------------------------------------------------ copies and views
 class LoadStoreOp(TensorOp):
-    """out = inp, a copy; a permutation when out has a root domain (its logical is permuted root)."""
+    """out = inp, a copy; a permutation when out has a root domain, which logical permutes."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -337,7 +337,7 @@ class SliceOp(TensorOp):
 
 
 class PadOp(TensorOp):
-    """out = inp with `left[i]` and `right[i]` elements of `value` around axis i (negative: crop)."""
+    """out = inp with `left[i]` and `right[i]` elements of `value` around axis i (< 0: crop)."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -450,7 +450,10 @@ class MatmulOp(TensorOp):
 
 
 class LinearOp(TensorOp):
-    """out = x @ weight.T (+ bias). x [*i, K], weight [N, K], bias [N] -> out.logical [*i, N, rK]."""
+    """out = x @ weight.T (+ bias).
+
+    x [*i, K], weight [N, K], bias [N] -> out.logical [*i, N, rK].
+    """
 
     out: TensorView = result()
     x: TensorView = operand()

@@ -260,9 +260,7 @@ def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None
     return None
 
 
-def _factors_shared(
-    a: Scalar, divisor: tuple[Monomial, int]
-) -> list[tuple[Monomial, int]]:
+def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
     """Return the non-trivial common factors of the divisor and of single terms of `a`, larger
     first."""
     found: dict[tuple[Monomial, int], None] = {}
@@ -275,9 +273,7 @@ def _factors_shared(
                 left.remove(atom)
                 shared.append(atom)
         found[(tuple(shared), math.gcd(coef, divisor[1]))] = None
-    return sorted(
-        (f for f in found if f != ((), 1)), key=lambda f: (len(f[0]), f[1]), reverse=True
-    )
+    return sorted((f for f in found if f != ((), 1)), key=lambda f: (len(f[0]), f[1]), reverse=True)
 
 
 @lru_cache(maxsize=100_000)

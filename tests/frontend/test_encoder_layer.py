@@ -18,7 +18,7 @@ from hostir.parse import parse
 from multidevice import simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import minilm
+import minilm  # pyright: ignore[reportMissingImports]
 
 BATCH, TOKENS = 2, 8
 
@@ -35,9 +35,7 @@ def random_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
 
 
-def reference(
-    x: torch.Tensor, mask: torch.Tensor, w: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def reference(x: torch.Tensor, mask: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
     """The layer in torch, float64."""
 
     def linear(v: torch.Tensor, name: str) -> torch.Tensor:

@@ -114,7 +114,7 @@ def test_indices_by_brute_force() -> None:
         for point in points:
             env = {symbols[a.number]: v for a, v in zip(domain.loop, point, strict=True)}
             logical = tuple(int(sc.evaluate(back[a.number], env)) for a in domain.logical)
-            # A non-divisible split over-runs: its input, not only the logical axes, must be in range.
+            # A non-divisible split over-runs: its input must be in range too.
             inside = all(
                 int(sc.evaluate(back[i.number], env)) < int(sc.int_value(i.extent) or 0)
                 for t in domain.transforms

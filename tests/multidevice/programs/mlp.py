@@ -65,8 +65,8 @@ def shard(tv: Any, mesh: DeviceMesh, axis: int | None = None, ptype: ParallelTyp
 def define(case: Case, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any], Any]:
     """Define x [b, t, h] -> linear -> gelu -> linear -> [b, t, h] with weights cut over mesh_x.
 
-    Tokens are cut over mesh_x at both ends (sequence parallel) or not (tensor parallel); the batch is
-    cut over mesh_y where the mesh has it (data parallel).
+    Tokens are cut over mesh_x at both ends (sequence parallel) or not (tensor parallel); the batch
+    is cut over mesh_y where the mesh has it (data parallel).
     """
     with FusionDefinition() as fd:
         ops = fd.ops
