@@ -7,6 +7,9 @@ replayed; the time per call is the median of 15 replays (minimum and maximum are
 Bytes are minimal bytes: each input read once, each output written once.
 
 host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
+
+cpu: the encoder layer's kernel kinds on the CPU device beside torch's own op, one thread each,
+interleaved.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +272,68 @@ def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [row]
 
 
-BENCHES = {"kernels": bench_kernels, "host": bench_host}
+# ------------------------------------------------------------------ CPU kernels
+def _softmax(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x * 32**-0.5 + mask, -1)
+
+
+def _residual_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x + residual, x.shape[-1:], weight, bias, 1e-12)
+
+
+def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Median milliseconds of 15 interleaved runs after 3 warm-ups, float32, one thread."""
+    del args
+    import minilm
+
+    torch.set_num_threads(1)
+    cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+        "gelu": (minilm.gelu, torch.nn.functional.gelu, ((32, 56, 1536),)),
+        "masked softmax": (
+            lambda fd, x, m: minilm.softmax(fd, fd.ops.add(fd.ops.mul(x, 32**-0.5), m)),
+            _softmax,
+            ((32, 12, 56, 56), (32, 1, 1, 56)),
+        ),
+        "residual + LayerNorm": (
+            lambda fd, x, r, w, b: minilm.layer_norm(fd, fd.ops.add(x, r), w, b),
+            _residual_norm,
+            ((32, 56, 384), (32, 56, 384), (384,), (384,)),
+        ),
+    }
+    rows: list[dict[str, Any]] = []
+    for name, (build, peer, shapes) in cases.items():
+        with FusionDefinition() as fd:
+            tensors = [
+                fd.define_tensor([1 if n == 1 else -1 for n in s], contiguity=True) for s in shapes
+            ]
+            fd.add_output(build(fd, *tensors))
+        inputs = [torch.randn(s) for s in shapes]
+        torch.testing.assert_close(fd.execute(inputs)[0], peer(*inputs), rtol=1e-4, atol=1e-5)
+        times: dict[str, list[float]] = {"ours": [], "torch": []}
+        runs = {"ours": partial(fd.execute, inputs), "torch": partial(peer, *inputs)}
+        for _ in range(18):
+            for who, run in runs.items():
+                began = time.perf_counter()
+                run()
+                times[who].append((time.perf_counter() - began) * 1e3)
+        ours, theirs = (statistics.median(times[who][3:]) for who in ("ours", "torch"))
+        row = {
+            "bench": "cpu",
+            "kernel": name,
+            "shapes": shapes,
+            "launches": fd.fec.statistics()["kernels"],
+            "ours_ms": round(ours, 3),
+            "torch_ms": round(theirs, 3),
+            "ratio": round(ours / theirs, 2),
+        }
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+BENCHES = {"kernels": bench_kernels, "host": bench_host, "cpu": bench_cpu}
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ difference exceeds the bound of the dtype.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import json
 import os
@@ -70,11 +71,26 @@ def progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
+def job_marker() -> Path:
+    """Return a path that the ranks of this job on this host share: named after their launcher."""
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat")
+    # A process id may come again; with its start time it is unique until the next boot.
+    started = stat.read_text().rsplit(")", 1)[1].split()[19] if stat.exists() else "0"
+    return Path(tempfile.gettempdir()) / f"encode-{os.getuid()}-{parent}-{started}"
+
+
+def wait_for_reference(limit_s: float = 240.0) -> None:
+    """Sleep until rank 0 has run the reference: a rank inside MPI spins, and would disturb it."""
+    marker, deadline = job_marker(), time.monotonic() + limit_s
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def run_reference(job: dict[str, Any]) -> dict[str, Any] | None:
     """Return the reference's embeddings and time, None where `transformers` is not installed.
 
-    Runs in a process of its own, before this one joins the other ranks: waiting ranks spin, and
-    would disturb the timing.
+    Runs in a process of its own, while the other ranks sleep.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -129,6 +145,16 @@ def time_batch(encoder: Any, batch: tuple[Any, ...], device: str) -> float:
     return statistics.median(times[WARM_UPS:])
 
 
+def is_one_host() -> bool:
+    """Whether the launcher says that all ranks run on this host."""
+    pairs = (
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+        ("MPI_LOCALNRANKS", "PMI_SIZE"),
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    )
+    return any(a in os.environ and os.environ[a] == os.environ.get(b) for a, b in pairs)
+
+
 def main() -> int:
     args = parse_arguments()
     texts = read_texts(args.text)
@@ -141,16 +167,23 @@ def main() -> int:
     reference = None
     if rank == 0:
         progress("reference ...")
-        reference = run_reference(
-            {
-                "weights": str(args.weights),
-                "tokenizer": str(args.tokenizer),
-                "texts": texts,
-                "batch": args.batch,
-                "dtype": args.dtype,
-                "device": "cuda:0" if args.device == "cuda" else "cpu",
-            }
-        )
+        marker = job_marker()
+        atexit.register(marker.unlink, missing_ok=True)
+        try:
+            reference = run_reference(
+                {
+                    "weights": str(args.weights),
+                    "tokenizer": str(args.tokenizer),
+                    "texts": texts,
+                    "batch": args.batch,
+                    "dtype": args.dtype,
+                    "device": "cuda:0" if args.device == "cuda" else "cpu",
+                }
+            )
+        finally:
+            marker.touch()
+    elif is_one_host():
+        wait_for_reference()
 
     import torch
     from minilm import LAYERS, Encoder, load_weights, make_batches

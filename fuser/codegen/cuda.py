@@ -14,6 +14,7 @@ from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.lower.kernel import (
     Accumulate,
+    AccumulateBlock,
     Assign,
     Body,
     Compute,
@@ -331,6 +332,10 @@ def _accumulate(w: Writer, s: Accumulate) -> None:
         w.line(f"{target} = {s.functor}()({target}, {_strip(value)});")
 
 
+def _accumulate_block(w: Writer, s: AccumulateBlock) -> None:
+    w.line(f"welford_add_block({expr_text(s.target)}, {s.array}, {scalar_text(s.count)});")
+
+
 def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
     """Print the block step, then the grid step. Several accumulators travel as one `Pair`."""
     if len(s.parts) == 1:
@@ -421,6 +426,7 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
     VectorLoad: _vector_load,
     VectorStore: _vector_store,
     Accumulate: _accumulate,
+    AccumulateBlock: _accumulate_block,
     ThreadReduce: _thread_reduce,
     Sync: lambda w, s: w.line("__syncthreads();"),
 }

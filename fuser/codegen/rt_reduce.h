@@ -77,6 +77,17 @@ FUSER_DEVICE void welford_add(Welford<T, N>& w, T x) {
   w.avg += delta / T(w.n);
   w.m2 += delta * (x - w.avg);
 }
+// Adds the first `count` values of an array: two passes over it, which a CPU vectorises, then one merge.
+template <class T, class N, int K>
+FUSER_DEVICE void welford_add_block(Welford<T, N>& w, const Array<T, K>& values, int count) {
+  T sum = T(0), m2 = T(0);
+  FUSER_SIMD_SUM(sum)
+  for (int i = 0; i < count; ++i) sum += values[i];
+  const T avg = sum / T(count);
+  FUSER_SIMD_SUM(m2)
+  for (int i = 0; i < count; ++i) m2 += (values[i] - avg) * (values[i] - avg);
+  w = WelfordOp<T, N>()(w, Welford<T, N>{avg, m2, N(count)});
+}
 
 // Several values reduced together: PairOp combines member by member. Pairs nest.
 template <class A, class B>

@@ -96,13 +96,12 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
                 continue
             x, b = atom.args
             rest = without_factors(mono, (atom,))
-            split = single_term(b)
-            if rest is None or split is None:
+            # x // b may have another spelling: (k // m) // n is k // (m*n).
+            split, quotient = single_term(b), single_term(_floordiv(x, b))
+            if rest is None or split is None or quotient is None:
                 continue
-            partner_mono = join_monomials(
-                join_monomials(rest, split[0]), (Apply("/", (x, b), atom.dtype),)
-            )
-            if terms.get(partner_mono) == coef * split[1]:
+            partner_mono = join_monomials(join_monomials(rest, split[0]), quotient[0])
+            if terms.get(partner_mono) == coef * split[1] * quotient[1]:
                 del terms[partner_mono], terms[mono]
                 for m, c in terms_of(x).items():
                     full = join_monomials(rest, m)

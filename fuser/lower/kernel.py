@@ -285,6 +285,15 @@ class Accumulate:
     nan_flag: str = ""
 
 
+@dataclass
+class AccumulateBlock:
+    """Combine the first `count` elements of a register array into a Welford accumulator."""
+
+    target: Var
+    array: str
+    count: Scalar
+
+
 @dataclass(frozen=True)
 class ReducePart:
     """One accumulator of a combination over threads."""
@@ -333,6 +342,7 @@ Statement: TypeAlias = (
     | VectorLoad
     | VectorStore
     | Accumulate
+    | AccumulateBlock
     | ThreadReduce
     | Sync
 )
@@ -367,12 +377,14 @@ _SCALAR_FIELDS: dict[type, tuple[str, ...]] = {
     ThreadReduce: ("work_offset", "semaphore_offset"),
     DeclareShared: ("offset", "count"),
     Let: ("value",),
+    AccumulateBlock: ("count",),
 }
 _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
     Define: ("value",),
     Assign: ("target", "value"),
     Store: ("value",),
     Accumulate: ("target", "value"),
+    AccumulateBlock: ("target",),
 }
 
 

@@ -2,15 +2,25 @@
 
     FUSER_UNROLL for k < 256 { if (h + k < n) { a[k] += x[h + k]; } }
 ->  FUSER_SIMD for k < min(256, n - h) { a[k] += x[h + k]; }
+
+A Welford update depends on the one before, so its loop is cut into blocks:
+
+    for k < n { welford_add(w, x[k]); }
+->  for c < ceilDiv(n, 256) {
+      FUSER_SIMD for j < min(256, n - 256*c) { b[j] = x[256*c + j]; }
+      welford_add_block(w, b, min(256, n - 256*c)); }
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, is_floating
-from fuser.ir.scalar import Apply, Scalar
+from fuser.ir.dtypes import INFO, DataType, is_floating
+from fuser.ir.scalar import Apply, Scalar, Symbol
 from fuser.lower.kernel import (
     Accumulate,
+    AccumulateBlock,
     Assign,
     Body,
     Compute,
@@ -18,19 +28,25 @@ from fuser.lower.kernel import (
     Element,
     For,
     If,
+    ScalarValue,
     Statement,
+    Store,
     Sync,
     ThreadReduce,
     Var,
     VectorLoad,
     VectorStore,
     bodies,
+    map_expr,
+    map_statement,
     walk,
 )
 from fuser.lower.unroll import conjuncts
 
 # Loops over registers with fewer iterations stay unrolled.
 MIN_ITERATIONS = 8
+# Values that a Welford accumulator takes at once; they stay in the first-level cache.
+BLOCK = 256
 _SUMS = {"add": "FUSER_SIMD_SUM", "mul": "FUSER_SIMD_PROD"}
 _EXTREMA = {"max": "FUSER_SIMD_MAX", "min": "FUSER_SIMD_MIN"}
 
@@ -104,6 +120,9 @@ def _mark(loop: For) -> list[Statement]:
     """Set the pragma of a loop; return it with what must stand around it."""
     sums: dict[str, str] = {}
     extrema: list[Accumulate] = []
+    welford = loop.body.statements[-1] if loop.body.statements else None
+    if isinstance(welford, Accumulate) and welford.kind == "welford":
+        return _in_blocks(loop, welford)
     for s in walk(loop.body):
         if not isinstance(s, Accumulate):
             continue
@@ -125,6 +144,38 @@ def _mark(loop: For) -> list[Statement]:
         return _mark_extremum(loop, extrema[0])
     loop.pragma = f"{_SUMS[kinds.pop()]}({', '.join(sums)})" if kinds else "FUSER_SIMD"
     return [loop]
+
+
+def _in_blocks(loop: For, step: Accumulate) -> list[Statement]:
+    """Cut a loop that ends in its only Welford update; return it as it is in any other form."""
+    work = loop.body.statements[:-1]
+    if any(bodies(s) or isinstance(s, Accumulate | Store) for s in work):
+        return [loop]
+    target = step.target
+    if not isinstance(target, Var):
+        return [loop]
+    name = loop.symbol.name
+    chunk = Symbol(f"{name}_block", DataType.Index, extent=sc.ceildiv(loop.extent, BLOCK))
+    lane = Symbol(f"{name}_lane", DataType.Index, extent=sc.const(BLOCK))
+    count = sc.minimum(BLOCK, sc.sub(loop.extent, sc.mul(chunk, BLOCK)))
+    index: dict[Scalar, Scalar] = {loop.symbol: sc.add(sc.mul(chunk, BLOCK), lane)}
+
+    def moved(x: Scalar) -> Scalar:
+        return sc.substitute(x, index)
+
+    def moved_value(v: ScalarValue) -> ScalarValue:
+        return replace(v, scalar=moved(v.scalar))
+
+    array = f"block_{target.name}"
+    value = map_expr(step.value, moved, moved_value)
+    fill = Assign(Element(array, lane, target.dtype), value)
+    inner = Body([*(map_statement(s, moved, moved_value) for s in work), fill])
+    outer: list[Statement] = [
+        Declare(array, INFO[target.dtype].text, BLOCK),
+        For(lane, count, inner, pragma="FUSER_SIMD"),
+        AccumulateBlock(target, array, count),
+    ]
+    return [For(chunk, sc.ceildiv(loop.extent, BLOCK), Body(outer))]
 
 
 def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:

@@ -16,6 +16,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.scalar import Apply, Poly, Scalar, Symbol
 from fuser.lower.kernel import (
     Accumulate,
+    AccumulateBlock,
     Body,
     Element,
     For,
@@ -31,6 +32,8 @@ from fuser.lower.kernel import (
     values_of,
     walk,
 )
+
+_EFFECTS = (Store, VectorStore, Accumulate, AccumulateBlock, ThreadReduce, Sync, Unswitch)
 
 
 # ------------------------------------------------------------------ unswitch
@@ -70,7 +73,7 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
         elif isinstance(s, For):
             if not _all_work_under(s.body, tests):
                 return False
-        elif isinstance(s, Store | VectorStore | Accumulate | ThreadReduce | Sync | Unswitch):
+        elif isinstance(s, _EFFECTS):
             return False
     return True
 

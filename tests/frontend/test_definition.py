@@ -59,6 +59,19 @@ def test_softmax_and_layer_norm_against_torch() -> None:
     torch.testing.assert_close(norm, torch.nn.functional.layer_norm(x.double(), [33]).float())
 
 
+@pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 1000])
+def test_variance_of_values_far_from_zero(length: int) -> None:
+    """A sum of squares would lose all digits: the mean is 1e4 times the deviation."""
+    with FusionDefinition() as fd:
+        for out in fd.ops.var_mean(matrix(fd), [1], 0):
+            fd.add_output(out)
+    x = torch.randn(5, length, generator=torch.Generator().manual_seed(length)) + 1e4
+    var, mean = fd.execute([x])
+    expected, center = torch.var_mean(x.double(), 1, correction=0)
+    torch.testing.assert_close(var, expected.float(), rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(mean, center.float())
+
+
 def test_matmul_linear_and_heads() -> None:
     with FusionDefinition() as fd:
         ops = fd.ops

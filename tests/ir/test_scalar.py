@@ -157,3 +157,21 @@ def test_symbolic_extents_keep_values() -> None:
             env = {i0: e0, i1: e1, a: va, b: vb}
             for expression, expected in zip(cases, plain, strict=True):
                 assert sc.evaluate(expression, env) == expected(va * e1 + vb, e1)
+
+
+def test_flat_index_of_three_merged_axes_has_no_division() -> None:
+    i2 = symbol("i2")
+    k = symbol("k", sc.mul(sc.mul(i0, i1), i2))
+    rows = sc.floordiv(k, i2)
+    index = sc.add(
+        sc.mul(sc.add(sc.mul(sc.floordiv(rows, i1), i1), sc.mod(rows, i1)), i2), sc.mod(k, i2)
+    )
+    assert index == k
+    spelled_out = sc.add(
+        sc.add(
+            sc.mul(sc.floordiv(k, sc.mul(i1, i2)), sc.mul(i1, i2)),
+            sc.mul(sc.mod(sc.floordiv(k, i2), i1), i2),
+        ),
+        sc.mod(k, i2),
+    )
+    assert spelled_out == k
