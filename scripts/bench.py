@@ -3,7 +3,8 @@
 kernels: generated pointwise and reduction kernels on one GPU, bf16, beside torch.compile and
 beside the copy bandwidth of the same run. Method: K input sets are rotated so that their total
 exceeds four times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is
-replayed; the time per call is the median of 15 replays (minimum and maximum are reported too).
+replayed in turns with the peer's; the time per call is the median of 15 replays after 10 warm-ups
+(minimum and maximum are reported too).
 Bytes are minimal bytes: each input read once, each output written once.
 
 host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
@@ -31,7 +32,7 @@ from fuser import DataType, FusionDefinition
 
 SHAPES = ((16384, 8192), (32768, 1024))
 LARGE_COPY = (32768, 16384)
-REPLAYS = 15
+REPLAYS, WARM_UPS = 15, 10
 
 
 # ------------------------------------------------------------------ patterns
@@ -119,33 +120,43 @@ def set_count(nbytes: int) -> int:
     return max(2, min(16, -(-max(4 * l2, 256 << 20) // nbytes)))
 
 
-def time_graph(
-    fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]
-) -> tuple[float, float, float]:
-    """Return (median, minimum, maximum) seconds per call."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            for s in sets:
-                fn(*s)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [fn(*s) for s in sets]  # kept alive: no output buffer is reused inside a replay
-    for _ in range(5):
-        graph.replay()
-    times: list[float] = []
-    for _ in range(REPLAYS):
+class Replay:
+    """The calls of one candidate on all input sets, captured in a CUDA graph."""
+
+    def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
+        self.calls = len(sets)
+        self.seconds: list[float] = []
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                for s in sets:
+                    fn(*s)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            # Kept alive: no output buffer is reused inside a replay.
+            self.kept = [fn(*s) for s in sets]
+
+    def run(self) -> None:
+        """Replay once, adding the seconds per call."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        self.graph.replay()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e-3 / len(sets))
-    del kept
-    return statistics.median(times), min(times), max(times)
+        self.seconds.append(start.elapsed_time(stop) * 1e-3 / self.calls)
+
+
+def time_interleaved(replays: Sequence[Replay]) -> list[tuple[float, float, float]]:
+    """Return (median, minimum, maximum) seconds per call of each, measured in turns."""
+    for i in range(WARM_UPS + REPLAYS):
+        for replay in replays:
+            if i == WARM_UPS:
+                replay.seconds.clear()
+            replay.run()
+    return [(statistics.median(r.seconds), min(r.seconds), max(r.seconds)) for r in replays]
 
 
 def copy_bandwidth(m: int, n: int) -> float:
@@ -154,7 +165,7 @@ def copy_bandwidth(m: int, n: int) -> float:
     sets = [
         (torch.randn(m, n, device="cuda").to(torch.bfloat16),) for _ in range(set_count(nbytes))
     ]
-    median, _, _ = time_graph(torch.clone, sets)
+    ((median, _, _),) = time_interleaved([Replay(torch.clone, sets)])
     return nbytes / median
 
 
@@ -205,8 +216,8 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
             if not args.no_peer:
                 torch._dynamo.reset()
                 candidates["torch.compile"] = torch.compile(pattern.peer, dynamic=False)
-            for candidate, fn in candidates.items():
-                median, low, high = time_graph(fn, sets)
+            timed = time_interleaved([Replay(fn, sets) for fn in candidates.values()])
+            for candidate, (median, low, high) in zip(candidates, timed, strict=True):
                 emit(
                     bench="kernels",
                     pattern=name,

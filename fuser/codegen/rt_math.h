@@ -224,7 +224,22 @@ FUSER_DEVICE double fm_rsqrt(double x) { return 1.0 / __builtin_sqrt(x); }
 #else
 FUSER_DEVICE float fm_exp(float x) { return ::expf(x); }
 FUSER_DEVICE float fm_erf(float x) { return ::erff(x); }
-FUSER_DEVICE float fm_tanh(float x) { return ::tanhf(x); }
+// Branch-free, as a warp would take both branches of the library's: the same two forms as on the CPU, with the special
+// function unit's 2^x and 1/x (2 and 1 ulp).
+FUSER_DEVICE float fm_tanh(float x) {
+  const float t = fabsf(x);
+  const float s = x * x;
+  float p = -5.704978481e-03f;
+  p = __fmaf_rn(p, s, 2.063907869e-02f);
+  p = __fmaf_rn(p, s, -5.373971164e-02f);
+  p = __fmaf_rn(p, s, 1.333144158e-01f);
+  p = __fmaf_rn(p, s, -3.333328068e-01f);
+  const float near_zero = __fmaf_rn(p * s, x, x);
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t * 2.885390082f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(e + 1.0f));
+  return t < 0.625f ? near_zero : copysignf(__fmaf_rn(-2.0f, r, 1.0f), x);
+}
 FUSER_DEVICE float fm_log(float x) { return ::logf(x); }
 FUSER_UNARY(lgamma)
 FUSER_UNARY(erfinv)

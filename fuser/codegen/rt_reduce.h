@@ -336,10 +336,23 @@ FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q
   const unsigned run = (block.count + thread.count - 1u) / thread.count;
   const unsigned begin = thread.position * run;
   const unsigned end = begin + run < block.count ? begin + run : block.count;
-  for (unsigned b = begin; b < end; ++b) {
+  // Several partials are loaded before the first is used: the loads' latency is all that this phase costs.
+  constexpr unsigned batch = 8;
+  for (unsigned b = begin; b < end; b += batch) {
+    T part[batch][N];
     FUSER_UNROLL
-    for (int i = 0; i < N; ++i)
-      values[i] = combine(T(values[i]), fuser_load_coherent(work, base + b * pitch + i * static_cast<int64_t>(thread.groups)));
+    for (unsigned j = 0; j < batch; ++j) {
+      const unsigned at = b + j < end ? b + j : end - 1u;
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i)
+        part[j][i] = fuser_load_coherent(work, base + at * pitch + i * static_cast<int64_t>(thread.groups));
+    }
+    FUSER_UNROLL
+    for (unsigned j = 0; j < batch; ++j) {
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i)
+        if (b + j < end) values[i] = combine(T(values[i]), part[j][i]);
+    }
   }
   fuser_block_reduce<TX, TY, TZ, N>(values, combine, smem);
   return true;

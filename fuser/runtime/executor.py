@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from fuser.lower.kernel import Kernel
 
 MAX_VARIANTS = 8
+# Inputs and outputs of at most SMALL_BYTES take the kernel of a nearby size rather than one of
+# their own: they stay in the cache, where parameters matter little and a compilation much.
+SMALL_BYTES = 32 << 20
+NEARBY = 8
 VECTOR_BYTES = 16
 # Blocks and unrolled steps run past the end of a tensor by less than this many elements.
 _OVERRUN = 1 << 20
@@ -40,7 +44,8 @@ _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 Value = torch.Tensor | Number
 Sizes = Mapping[Symbol, int]
-VariantKey = tuple[tuple[Layout, ...], object, DataType]
+# Layouts, parameters of the scheduler, index type.
+VariantKey = tuple[tuple[Layout, ...], Any, DataType]
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Variant:
     kernel: Kernel
     params: object
     twins: Mapping[int, TensorView]
+    nbytes: int = 0
     compiled: CompiledKernel | None = None
 
 
@@ -321,12 +327,34 @@ class KernelExecutor:
         params = self.scheduler.heuristics(fusion, Facts(sizes, alignments), device)
         index = self._index_dtype(values, tensors)
         key = (layouts, params, index)
-        found = self._variants.get(key)
+        found = self._variants.get(key) or self._nearby(key, alignments, values, tensors)
         if found is None:
             if len(self._variants) >= MAX_VARIANTS:
                 return self._generic_variant(device)
             found = self._variants[key] = self._lower(fusion, twins, params, index, device)
+            found.nbytes = _nbytes(tensors)
         return found
+
+    def _nearby(
+        self,
+        key: VariantKey,
+        alignments: Mapping[int, int],
+        values: Mapping[Symbol, Number],
+        tensors: Sequence[torch.Tensor],
+    ) -> Variant | None:
+        """Return a variant made for a size not much smaller, for inputs too small for their own."""
+        layouts, params, index = key
+        nbytes = _nbytes(tensors)
+        if nbytes > SMALL_BYTES:
+            return None
+        for (its_layouts, its_params, its_index), variant in self._variants.items():
+            if (its_layouts, its_index) != (layouts, index) or nbytes > NEARBY * variant.nbytes:
+                continue
+            if params.is_near(its_params) and _launch_of(
+                variant, self._tensors, tensors, values, alignments, self._scalars
+            ):
+                return variant
+        return None
 
     def _generic_variant(self, device: DeviceInfo) -> Variant:
         if self._generic is None:
@@ -450,6 +478,10 @@ def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ..
             if isinstance(value, Scalar):
                 used.update(dict.fromkeys(sc.symbols(value)))
     return tuple(s for s in used if s not in bound and s not in scalars)
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _span(t: torch.Tensor) -> int:

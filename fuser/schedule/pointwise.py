@@ -67,6 +67,10 @@ class PointwiseParams:
     unroll: int = 1
     inner_on_x: bool = False
 
+    def is_near(self, other: PointwiseParams) -> bool:
+        """Whether kernels of both differ in nothing that a small input would notice."""
+        return self.vector == other.vector and bool(self.threads_x) == bool(other.threads_x)
+
     def __str__(self) -> str:
         if not self.threads_x:
             return "pointwise(loops)"

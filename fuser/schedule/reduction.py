@@ -75,6 +75,11 @@ class ReductionParams:
     grid: int = 1
     unroll_outer: bool = False
 
+    def is_near(self, other: ReductionParams) -> bool:
+        """Whether kernels of both differ in nothing that a small input would notice."""
+        mine = (self.inner, self.vector, bool(self.threads_x))
+        return mine == (other.inner, other.vector, bool(other.threads_x))
+
     def __str__(self) -> str:
         form = "inner" if self.inner else "outer"
         if not self.threads_x:
