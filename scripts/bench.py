@@ -7,6 +7,8 @@ replayed in turns with the peer's; the time per call is the median of 15 replays
 (minimum and maximum are reported too).
 Bytes are minimal bytes: each input read once, each output written once.
 
+explore: the same kernels with neighbouring scheduler parameters, to tune the heuristics.
+
 host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
 
 cpu: the encoder layer's kernel kinds on the CPU device beside torch's own op, one thread each,
@@ -16,12 +18,13 @@ interleaved.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,12 +172,21 @@ def copy_bandwidth(m: int, n: int) -> float:
     return nbytes / median
 
 
+def chosen_shapes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    if not args.shapes:
+        return SHAPES
+    pairs = (s.split("x") for s in args.shapes.split(","))
+    return tuple((int(m), int(n)) for m, n in pairs)
+
+
+def chosen_patterns(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(args.only.split(",")) if args.only else tuple(PATTERNS)
+
+
 def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         raise SystemExit("bench.py kernels needs a GPU")
-    shapes = (
-        [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else SHAPES
-    )
+    shapes = chosen_shapes(args)
     # The roof is the largest copy of the run; the copy of each shape is reported beside it.
     copies = {shape: copy_bandwidth(*shape) for shape in (*shapes, LARGE_COPY)}
     bandwidth = max(copies.values())
@@ -194,9 +206,8 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     shapes = (
         [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else SHAPES
     )
-    for name, pattern in PATTERNS.items():
-        if args.only and name not in args.only.split(","):
-            continue
+    for name in chosen_patterns(args):
+        pattern = PATTERNS[name]
         for m, n in shapes:
             nbytes = pattern.nbytes(m, n)
             shape_list = pattern.inputs(m, n)
@@ -237,6 +248,80 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
                 )
             del sets
             torch.cuda.empty_cache()
+    return rows
+
+
+# ------------------------------------------------------------------ tuning
+def neighbours(params: Any) -> list[Any]:
+    """Return scheduler parameters near the chosen ones, the chosen first."""
+    from fuser.schedule.pointwise import PointwiseParams
+
+    found: list[Any] = [params]
+    if isinstance(params, PointwiseParams):
+        for unroll, x in itertools.product((1, 2, 4, 8), (64, 128, 256)):
+            found.append(replace(params, unroll=unroll, threads_x=x, threads_y=1))
+    elif params.inner:
+        for unroll, x, threads in itertools.product((1, 2, 4), (16, 32, 64, 128), (128, 256)):
+            y = max(threads // x, 1)
+            found.append(replace(params, unroll=unroll, threads_x=x, threads_y=y))
+    else:
+        grids = (8, 16, 32, 64, 128)
+        for unroll, x, threads, grid in itertools.product((4, 8, 16), (16, 32), (256, 512), grids):
+            made = replace(params, unroll=unroll, threads_x=x, threads_y=threads // x, grid=grid)
+            found.append(made)
+    return list(dict.fromkeys(found))
+
+
+def _run_kernel(executor: Any, like: torch.Tensor, sizes: Any, *inputs: Any) -> torch.Tensor:
+    out = torch.empty_like(like)
+    executor.run(inputs, [out], sizes=sizes)
+    return out
+
+
+def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
+    from fuser.passes.concretize import concretize
+    from fuser.passes.pipeline import run_passes
+    from fuser.runtime.executor import KernelExecutor, compile_many
+    from fuser.schedule.registry import find_scheduler
+    from hostir.bind import InputBinder
+
+    rows: list[dict[str, Any]] = []
+    for name, (m, n) in itertools.product(chosen_patterns(args), chosen_shapes(args)):
+        pattern = PATTERNS[name]
+        shapes = pattern.inputs(m, n)
+        sets = [
+            tuple(torch.randn(*s, device="cuda").to(torch.bfloat16) for s in shapes)
+            for _ in range(set_count(pattern.nbytes(m, n)))
+        ]
+        out = pattern.peer(*sets[0])
+        fd = define(pattern.build, *shapes)
+        bound = InputBinder(fd.fusion).bind(sets[0], sets[0][0].device)
+        sizes = {s: int(v) for s, v in bound.items()}
+        fusion, _ = concretize(fd.fusion, sizes)
+        run_passes(fusion)
+        scheduler = find_scheduler(fusion)
+        assert scheduler is not None
+
+        executor = partial(KernelExecutor, fusion, scheduler=scheduler, name="kernel")
+
+        launch = executor().bind(sets[0], [out], sizes=sizes)
+        assert launch is not None
+        candidates: dict[str, KernelExecutor] = {}
+        for params in neighbours(launch.variant.params):
+            e = candidates[str(params)] = executor()
+            e.scheduler = replace(e.scheduler, heuristics=lambda *_, params=params: params)
+        compile_many([(e, sets[0], [out], sizes) for e in candidates.values()], device="cuda")
+        results: dict[str, float] = {}
+        for text, e in candidates.items():
+            run = partial(_run_kernel, e, out, sizes)
+            ((results[text], _, _),) = time_interleaved([Replay(run, sets)])
+        best = sorted(results, key=results.__getitem__)[:5]
+        for text in dict.fromkeys((str(launch.variant.params), *best)):
+            us = round(results[text] * 1e6, 2)
+            row = {"bench": "explore", "pattern": name, "shape": [m, n], "us": us, "params": text}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
     return rows
 
 
@@ -344,7 +429,12 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-BENCHES = {"kernels": bench_kernels, "host": bench_host, "cpu": bench_cpu}
+BENCHES = {
+    "kernels": bench_kernels,
+    "explore": bench_explore,
+    "host": bench_host,
+    "cpu": bench_cpu,
+}
 
 
 def main() -> int:
