@@ -321,10 +321,13 @@ FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q
     FUSER_UNROLL
     for (int i = 0; i < N; ++i) work[base + block.position * pitch + i * static_cast<int64_t>(thread.groups)] = values[i];
   }
-  __threadfence();
+  // The barrier orders the block's writes before the fence of the one thread that announces them.
   __syncthreads();
   int arrived = 0;
-  if (fuser_linear_thread() == 0u) arrived = atomicAdd(semaphore + block.group, 1);
+  if (fuser_linear_thread() == 0u) {
+    __threadfence();
+    arrived = atomicAdd(semaphore + block.group, 1);
+  }
   const bool last = block_broadcast<true, true, true>(arrived, smem) == static_cast<int>(block.count) - 1;
   if (!last) return false;
   // Nobody else touches the semaphore any more: leave it as the next launch needs it.

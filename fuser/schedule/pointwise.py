@@ -49,7 +49,10 @@ THREADS = 128
 # Bytes that a thread loads before it uses the first, over all full inputs, when there is work for
 # all threads. Measured on an H200: 32 bytes reach the bandwidth of a copy, 64 lose 3 to 7%.
 BYTES_IN_FLIGHT = 32
-MAX_UNROLL = 4
+# With two runs a thread also reads a broadcast operand once for all of its vectors: more of them pay.
+# Measured on an H200, bias + GELU: 128 bytes take 5% less time than 32.
+BYTES_IN_FLIGHT_TWO_RUNS = 128
+MAX_UNROLL = 8
 MAX_GRID_Y = 65535
 
 
@@ -160,7 +163,8 @@ def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> PointwisePar
     candidates = space.vector_candidates(runs[-1][-1]) if runs else ()
     vector = vector_width(candidates, [facts.alignment(a.tv.number) for a in candidates], inner)
     threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
-    unroll = _unroll(space, inner * outer, vector, device)
+    wanted = BYTES_IN_FLIGHT if len(runs) < 2 else BYTES_IN_FLIGHT_TWO_RUNS
+    unroll = _unroll(space, inner * outer, vector, wanted, device)
     blocks_inner = -(-inner // (vector * threads_x))
     blocks_outer = -(-outer // (threads_y * unroll))
     inner_on_x = blocks_outer <= MAX_GRID_Y or blocks_inner > MAX_GRID_Y
@@ -175,7 +179,7 @@ def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
     return x, THREADS // x
 
 
-def _unroll(space: Space, elements: int, vector: int, device: DeviceInfo) -> int:
+def _unroll(space: Space, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
     """Unroll once every thread of the device has that many vectors to work on."""
     rank = len(space.concrete)
     step = sum(
@@ -183,7 +187,7 @@ def _unroll(space: Space, elements: int, vector: int, device: DeviceInfo) -> int
         for a in space.accesses
         if not a.is_output and (a.order is None or len(a.order) == rank)
     )
-    unroll = min(power_of_two_at_least(-(-BYTES_IN_FLIGHT // max(step, 1))), MAX_UNROLL)
+    unroll = min(power_of_two_at_least(-(-wanted // max(step, 1))), MAX_UNROLL)
     threads = device.sm_count * device.max_threads_per_sm
     return unroll if elements >= threads * vector * unroll // 2 else 1
 

@@ -67,8 +67,8 @@ def test_a_bias_makes_two_runs_and_is_loaded_in_vectors() -> None:
         dtype=BF16,
     )
     copy, params = scheduled(fusion, H200, (16384, 8192), (8192,))
-    assert str(params) == "pointwise(threads 128x1, vector 8, unroll 2, inner on x)"
-    assert loops(copy.outputs[0]) == "BIDy BIDx US UR2 TIDx128 V8"
+    assert str(params) == "pointwise(threads 128x1, vector 8, unroll 8, inner on x)"
+    assert loops(copy.outputs[0]) == "BIDy BIDx US UR8 TIDx128 V8"
     bias = copy.inputs[1].uses()[0].out_tensor  # pyright: ignore[reportAttributeAccessIssue]
     assert (loops(bias), bias.compute_at) == ("BIDx US TIDx128 V8", 2)
 
