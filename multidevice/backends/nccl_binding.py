@@ -137,13 +137,11 @@ class CupyBinding:
         self.group_end = nccl.groupEnd
 
     def unique_id(self) -> bytes:
-        """Returns a fresh id; cupy's form is a tuple of signed bytes."""
-        return bytes(value & 0xFF for value in self._nccl.get_unique_id())
+        return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
         """Returns member `index` of a new communicator."""
-        signed = tuple(value - 256 if value > 127 else value for value in unique_id)
-        return _CupyComm(self._nccl.NcclCommunicator(size, signed, index))
+        return _CupyComm(self._nccl.NcclCommunicator(size, unique_id, index))
 
 
 class _Nccl4pyComm:
