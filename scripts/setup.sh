@@ -109,8 +109,10 @@ find_mpirun() {
 check_mpi() {
   local sizes
   sizes="$(timeout 60 "$MPIRUN" -np 2 "$PY" -c \
-    'from mpi4py import MPI; print("size", MPI.COMM_WORLD.size)' 2>&1)" || true
-  [ "$(grep -c '^size 2' <<<"$sizes")" = 2 ] && return
+    'from mpi4py import MPI; import os; os.write(1, b"size %d\n" % MPI.COMM_WORLD.size)' 2>&1)" ||
+    true
+  # Counted anywhere: the lines of two ranks may run into each other.
+  [ "$(grep -o 'size 2' <<<"$sizes" | wc -l)" = 2 ] && return
   printf '%s\n' "$sizes" >&2
   missing "an mpirun that matches mpi4py ($MPIRUN does not start 2 ranks of one program)" \
     "$PY -m pip install --force-reinstall mpich, or set MPI4PY_LIBMPI to the library of $MPIRUN"
