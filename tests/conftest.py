@@ -6,9 +6,11 @@ and everything under `tests/gpu` carries that mark. A failing rank ends the job 
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,9 @@ import pytest
 from tests import mpi_abort
 
 if TYPE_CHECKING:
+    import torch
+
+    from fuser.runtime.kernel import CompiledKernel, KernelSource
     from multidevice import Communicator
 
 _GPU_FOLDER = Path(__file__).parent / "gpu"
@@ -95,3 +100,35 @@ def kernel_cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "kernels"
     monkeypatch.setenv("FUSER_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_every_kernel_for_the_gpu() -> Generator[None, None, None]:
+    """Compile, when the tests are over, every kernel that they made with NVRTC for sm_90a.
+
+    NVRTC needs no GPU; where it is not installed (the extra `nvrtc`), nothing is checked.
+    """
+    from fuser.runtime import executor
+
+    sources: dict[str, KernelSource] = {}
+    original = executor.compile_kernels
+
+    def recording(
+        kernels: Sequence[KernelSource], device: torch.device | str, *, checked: bool = False
+    ) -> list[CompiledKernel]:
+        sources.update((k.text, k) for k in kernels)
+        return original(kernels, device, checked=checked)
+
+    executor.compile_kernels = recording
+    yield
+    executor.compile_kernels = original
+    lowered = sys.modules.get("tests.lower.build")
+    for kernel in lowered.LOWERED if lowered is not None else ():
+        sources[kernel.source.text] = kernel.source
+    if importlib.util.find_spec("cuda") is None or not sources:
+        return
+    from fuser.runtime.kernel import compile_cubin
+
+    cubins = compile_cubin(list(sources.values()))
+    assert all(c[:4] == b"\x7fELF" for c in cubins)
+    print(f"\n{len(cubins)} kernels compiled for sm_90a")

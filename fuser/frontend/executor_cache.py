@@ -182,7 +182,9 @@ class FusionExecutorCache:
         return [s for s in found if s is not None]
 
     def _last(self) -> Runtime:
-        recent = self._recent.get(Communicator.instance())
+        # After a simulation has ended, its programs can still be looked at.
+        latest = next(reversed(self._recent.values()), None)
+        recent = self._recent.get(Communicator.instance(), latest)
         if recent is None:
             raise FuserError("the fusion has not run yet: execute it first")
         return recent
