@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -81,6 +82,14 @@ DUMP_NAMES = _names(
     """
 )
 
+# The dumps that this version prints; the others are nvFuser's names, accepted with a warning.
+PRINTED_DUMPS = frozenset(
+    """
+    host_ir fusion_ir_concretized fusion_ir_preseg segmented_fusion scheduler_params fusion_ir
+    kernel_ir cuda_kernel
+    """.split()
+)
+
 ENABLE_NAMES = _names(
     """
     host_ir_lowering host_ir_jit insert_resharding_after p2p_protocol p2p_transport
@@ -133,6 +142,13 @@ def check_environment() -> None:
         variable.text()
     for kind in _LISTS:
         _options(kind)
+    silent = sorted(set(_options("DUMP")) - PRINTED_DUMPS)
+    if silent:
+        warnings.warn(
+            f"FUSER_DUMP: nothing is printed yet for {', '.join(silent)}; "
+            f"these are: {', '.join(sorted(PRINTED_DUMPS))}",
+            stacklevel=2,
+        )
     timeout_s()
     master_port()
 

@@ -50,6 +50,14 @@ class SegmentedFusion:
     fusion: Fusion
     segments: tuple[Segment, ...]
 
+    def describe(self) -> str:
+        """Return one line per segment: number, kind, ops, results."""
+        return "\n".join(
+            f"{s.number}: {s.scheduler or s.kind} {{{', '.join(e.name for e in s.exprs)}}} -> "
+            f"{', '.join(o.label for o in s.outputs)}"
+            for s in self.segments
+        )
+
 
 LIBRARY_OPS = (nodes.MatmulOp, nodes.LinearOp)
 VIEW_OPS = (

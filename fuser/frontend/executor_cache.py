@@ -7,7 +7,7 @@ structure), and, below, the kernel executors' own caches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from fuser import options
 from fuser.errors import FuserError
 from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.ir.fusion import Fusion
+from fuser.ir.text import fusion_text
 from fuser.passes import pipeline as fusion_passes
 from fuser.passes.concretize import concretize
 from fuser.schedule.registry import find_scheduler
@@ -132,10 +133,16 @@ class FusionExecutorCache:
     def _build(
         self, input_class: InputClass, communicator: Communicator, device: torch.device
     ) -> Runtime:
+        def dump(name: str, text: Callable[[], str]) -> None:
+            if options.dump_enabled(name) and communicator.rank() == 0:
+                print(text())
+
         fusion, _ = concretize(self._fusion, input_class.sizes)
         specialise(fusion, input_class)
+        dump("fusion_ir_concretized", fusion.print_math)
         fusion_passes.run_passes(fusion)
         shard_fusion(fusion)
+        dump("fusion_ir_preseg", lambda: fusion_text(fusion))
         segmented = segment_fusion(
             fusion,
             is_resharding=sharding.is_resharding,
@@ -146,8 +153,8 @@ class FusionExecutorCache:
             lower(segmented, backend_name=communicator.backend_for(device).name.upper())
         )
         evaluator = HostIrEvaluator(program, communicator, device=device)
-        if options.dump_enabled("host_ir") and communicator.rank() == 0:
-            print(program)
+        dump("segmented_fusion", segmented.describe)
+        dump("host_ir", lambda: str(program))
         text = program.full_text()
         return Runtime(segmented, program, evaluator, text, digest_of(text))
 

@@ -25,6 +25,7 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import fusion_text
 from fuser.runtime.device import DeviceInfo, describe_device
 from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compile_kernels
 from fuser.runtime.layout import Layout, declared_order, layout_of, with_layout
@@ -392,10 +393,15 @@ class KernelExecutor:
         named = dict(twins)
         for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):
             named[tv.number] = out
-        if options.dump_enabled("scheduler_params"):
-            print(f"{self.name}: {params}")
-        if options.dump_enabled("cuda_kernel"):
-            print(kernel.source.text)
+        dumps = {
+            "scheduler_params": lambda: f"{self.name}: {params}",
+            "fusion_ir": lambda: fusion_text(fusion),
+            "kernel_ir": lambda: kernel.ir_text,
+            "cuda_kernel": lambda: kernel.source.text,
+        }
+        for name, text in dumps.items():
+            if options.dump_enabled(name):
+                print(text())
         return Variant(kernel, params, named)
 
     def _index_dtype(

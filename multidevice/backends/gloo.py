@@ -192,9 +192,10 @@ def _is_done(work: Any) -> bool:
     try:
         work.wait(_WORK_SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        # The work may have ended just after the slice: ask again, its own failure raises again.
+        work.wait(_WORK_SLICE)
     return True
 
 
