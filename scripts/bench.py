@@ -265,8 +265,9 @@ def neighbours(params: Any) -> list[Any]:
             y = max(threads // x, 1)
             found.append(replace(params, unroll=unroll, threads_x=x, threads_y=y))
     else:
-        grids = (8, 16, 32, 64, 128)
-        for unroll, x, threads, grid in itertools.product((4, 8, 16), (16, 32), (256, 512), grids):
+        grids = (4, 8, 16, 32, 64, 128)
+        shapes = itertools.product((8, 16, 32), (16, 32, 64, 128), (256, 512), grids)
+        for unroll, x, threads, grid in shapes:
             made = replace(params, unroll=unroll, threads_x=x, threads_y=threads // x, grid=grid)
             found.append(made)
     return list(dict.fromkeys(found))

@@ -47,7 +47,7 @@ REDUCTIONS = (ReductionOp, WelfordOp)
 # Bytes of one input that a thread loads before it uses the first; measured on an H200.
 BYTES_INNER = 32
 BYTES_OUTER = 128
-MAX_UNROLL = 8
+MAX_UNROLL = 16
 # Threads that keep one multiprocessor busy. Fewer rows get more threads each, then several blocks.
 THREADS_PER_SM = 1024
 THREADS_INNER = 128
