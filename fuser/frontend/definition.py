@@ -20,6 +20,7 @@ import fuser.ops
 import fuser.schedule
 from fuser.errors import InputError, UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.frontend.manual import ManualKernel
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -42,6 +43,7 @@ class FusionDefinition:
         self._fusion: Fusion | None = None
         self._fusion_guard: FusionGuard | None = None
         self.fec: FusionExecutorCache
+        self.ke: ManualKernel
 
     # ------------------------------------------------------------ the with block
     def __enter__(self) -> FusionDefinition:
@@ -137,6 +139,9 @@ class FusionDefinition:
         """
         if save_repro_inputs:
             raise UnsupportedError("execute: save_repro_inputs is not supported yet")
+        assert not hasattr(self, "ke"), (
+            "KernelExecutor already exists! Use manual_execute() to execute the fusion."
+        )
         if not hasattr(self, "fec"):
             valid, why = self.validate_definition()
             if not valid:
@@ -150,6 +155,18 @@ class FusionDefinition:
             _enable_options=_enable_options,
             _disable_options=_disable_options,
         )
+
+    def manual_execute(self, inputs: Iterable[object]) -> list[torch.Tensor]:
+        """Run the fusion as one kernel with the schedule that the user gave its tensors.
+
+        The schedule is read at the first call. No segmentation, no meshes.
+        """
+        assert not hasattr(self, "fec"), (
+            "FusionExecutorCache already exists! Use execute() to execute the fusion."
+        )
+        if not hasattr(self, "ke"):
+            self.ke = ManualKernel(self.fusion)
+        return self.ke.run(flatten(inputs))
 
     def validate(
         self,

@@ -40,6 +40,35 @@ _ROWS = (
         "reduction", reduction.accepts, reduction.heuristics, reduction.apply, reduction.generic
     ),
 )
+
+
+@dataclass(frozen=True)
+class UserParams:
+    """The schedule is the user's: there is nothing to choose."""
+
+    vector: int = 0
+
+    def is_near(self, other: UserParams) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "user"
+
+
+def _no_generic_schedule(device: DeviceInfo) -> Params:
+    raise UnsupportedError(
+        "the user's schedule relies on divisibility or alignment that these inputs do not have"
+    )
+
+
+# Not tried for segments: it runs a fusion whose tensors the user has scheduled.
+_USER = Scheduler(
+    "user",
+    accepts=lambda fusion: "scheduled by hand",
+    heuristics=lambda fusion, facts, device: UserParams(),
+    apply=lambda fusion, params: None,
+    generic=_no_generic_schedule,
+)
 SCHEDULERS: Mapping[str, Scheduler] = {row.name: row for row in _ROWS}
 
 
@@ -55,11 +84,13 @@ def rejections(fusion: Fusion) -> dict[str, str]:
 
 
 def scheduler(name: str) -> Scheduler:
-    """Return a scheduler by name.
+    """Return a scheduler by name; `user` runs what the user scheduled.
 
     Raises:
         UnsupportedError: there is none of this name.
     """
+    if name == _USER.name:
+        return _USER
     if name not in SCHEDULERS:
         raise UnsupportedError(f"no scheduler {name!r}; there are {', '.join(SCHEDULERS)}")
     return SCHEDULERS[name]

@@ -1,0 +1,52 @@
+"""Kernels that the user scheduled by hand: `FusionDefinition.manual_execute`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fuser.errors import DefinitionError, UnsupportedError
+from fuser.frontend.executor_cache import Argument, device_of
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import to_torch
+from fuser.ir.fusion import Fusion
+from fuser.runtime.executor import KernelExecutor
+from hostir.bind import InputBinder
+
+
+class ManualKernel:
+    """One kernel for a fusion, with the schedule that its tensors have when this is made.
+
+    Raises:
+        UnsupportedError: the fusion has a mesh or aliased outputs.
+    """
+
+    def __init__(self, fusion: Fusion) -> None:
+        if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
+            raise UnsupportedError("manual_execute: meshes and aliased outputs are for execute()")
+        if len(set(fusion.outputs)) != len(fusion.outputs):
+            raise DefinitionError("manual_execute: an output was added twice")
+        self._binder = InputBinder(fusion)
+        self._fusion, _ = fusion.copy()
+        self._executor = KernelExecutor(self._fusion, scheduler="user", name="user")
+
+    def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
+        """Return the outputs, freshly allocated, in order."""
+        device = device_of(inputs, None)
+        values = self._binder.bind(inputs, device)
+        outputs = [
+            torch.empty(
+                [int(sc.evaluate(self._fusion.canonical(x), values)) for x in out.shape()],
+                dtype=to_torch(out.dtype()),
+                device=device,
+            )
+            for out in self._fusion.outputs
+        ]
+        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
+        self._executor.run(list(inputs), outputs, sizes=sizes)
+        return outputs
+
+    def kernel_text(self) -> str:
+        """Return the CUDA text of the kernels made so far."""
+        return "\n".join(v.kernel.source.text for v in self._executor.variants)
