@@ -14,6 +14,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.runtime import compilations
+from fuser.runtime.device import H200
 from fuser.runtime.executor import MAX_VARIANTS, KernelExecutor, compile_many
 from fuser.runtime.layout import layout_of
 from fuser.runtime.simt import CheckedCpuKernel
@@ -273,3 +274,33 @@ def test_layout_classes(
 ) -> None:
     rank = len(shape)
     assert layout_of(range(rank), [False] * rank, shape, strides) == (order, flags)
+
+
+def test_small_inputs_take_the_kernel_of_a_nearby_size() -> None:
+    """Rows of 14 and of 10 vectors want other parameters; compiling for them would not pay."""
+    fusion = define(lambda x: ops.sum(x, dim=1), (None, None))
+    executor = KernelExecutor(fusion, scheduler="reduction", name="kernel", device=H200)
+
+    def params(rows: int, cols: int) -> str:
+        tensors = [torch.empty(rows, cols, device="meta"), torch.empty(rows, device="meta")]
+        launch = executor.bind(tensors[:1], tensors[1:], sizes=sizes_of(fusion, (rows, cols)))
+        assert launch is not None
+        return str(launch.variant.params)
+
+    first = params(2000, 56)
+    # Smaller, and up to eight times larger: the same kernel.
+    assert [params(2000, 40), params(288, 32), params(4000, 128)] == [first] * 3
+    assert len(executor.variants) == 1
+    # Another vector width and an input beyond the cache get their own.
+    assert params(2000, 54) != first
+    before = len(executor.variants)
+    assert params(16384, 8192) != first
+    assert len(executor.variants) == before + 1
+
+
+def test_the_kernel_of_a_nearby_size_gives_the_right_values() -> None:
+    executor = make_executor(define(lambda x: ops.sum(x, dim=1), (None, None)), "h200")
+    for rows, cols in ((40, 56), (40, 40), (3, 8), (1, 128)):
+        x = random((rows, cols), torch.float32)
+        (out,) = run(executor, [x], [(rows,)])
+        torch.testing.assert_close(out, x.sum(1))

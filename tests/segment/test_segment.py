@@ -1,0 +1,178 @@
+"""Segmentation: what is stored, what is recomputed, what becomes an alias, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import ops
+from fuser.errors import UnsupportedError
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.tensor import TensorView
+from fuser.ops.define import define_tensor
+from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.schedule.registry import find_scheduler
+from fuser.segment import SegmentedFusion, segment_fusion
+
+
+def fusion_of(build: Callable[..., Any], *ranks: int) -> Fusion:
+    """Define a fusion of contiguous Float inputs; `build` returns one output or several."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        inputs = [define_tensor([-1] * rank, contiguity=True) for rank in ranks]
+        for tv in inputs:
+            fusion.add_input(tv)
+        made = build(*inputs)
+        for out in made if isinstance(made, tuple) else (made,):
+            fusion.add_output(out)
+    return fusion
+
+
+def cut(
+    fusion: Fusion, scheduler: Callable[[Fusion], str | None] = find_scheduler
+) -> SegmentedFusion:
+    return segment_fusion(
+        fusion,
+        is_resharding=lambda op: False,
+        find_scheduler=scheduler,
+        local_shape=TensorView.shape,
+    )
+
+
+def kinds(segmented: SegmentedFusion) -> list[str]:
+    return [s.scheduler or s.kind for s in segmented.segments]
+
+
+def check_values(fusion: Fusion, *shapes: tuple[int, ...]) -> None:
+    """The segments' own fusions, run one after another in float64, equal the whole fusion."""
+    segmented = cut(fusion)
+    inputs = [torch.randn(s, dtype=torch.float64) for s in shapes]
+    extents = {
+        axis.size: size
+        for tv, t in zip(fusion.inputs, inputs, strict=True)
+        for axis, size in zip(tv.domain.logical, t.shape, strict=True)  # type: ignore[union-attr]
+    }
+    known: dict[int, torch.Tensor] = {
+        tv.number: t
+        for tv, t in zip(fusion.inputs, inputs, strict=True)  # type: ignore[union-attr]
+    }
+    for segment in segmented.segments:
+        own = segment.fusion
+        assert own is not None, "only kernels here"
+        args = [known[tv.number] for tv in own.inputs]  # type: ignore[union-attr]
+        results = evaluate_fusion(own, args, dtype=torch.float64, values=extents)
+        known.update((o.number, r) for o, r in zip(own.outputs, results, strict=True))
+    for out, expected in zip(
+        fusion.outputs, evaluate_fusion(fusion, inputs, dtype=torch.float64), strict=True
+    ):
+        torch.testing.assert_close(known[out.number], expected)
+
+
+def softmax(x: TensorView) -> TensorView:
+    e = ops.exp(ops.sub(x, ops.max(x, dim=1, keepdim=True)))
+    return ops.div(e, ops.sum(e, dim=1, keepdim=True))
+
+
+def test_a_pointwise_chain_with_two_outputs_is_one_kernel() -> None:
+    def build(x: TensorView) -> tuple[TensorView, TensorView]:
+        y = ops.exp(x)
+        return y, ops.mul(ops.add(y, 1.0), y)
+
+    fusion = fusion_of(build, 2)
+    (segment,) = cut(fusion).segments
+    assert (segment.scheduler, len(segment.exprs)) == ("pointwise", 3)
+    assert segment.outputs == tuple(fusion.outputs)
+    check_values(fusion, (3, 5))
+
+
+def test_softmax_recomputes_the_exponentials_and_stores_the_reductions_only() -> None:
+    fusion = fusion_of(softmax, 2)
+    segmented = cut(fusion)
+    assert kinds(segmented) == ["reduction", "reduction", "pointwise"]
+    stored = [o for s in segmented.segments[:-1] for o in s.outputs]
+    assert all(o.domain.no_reductions[-1].is_broadcast for o in stored)
+    assert [e.name for e in segmented.segments[-1].exprs].count("exp") == 1
+    check_values(fusion, (3, 5))
+
+
+def test_layer_norm_keeps_what_belongs_to_the_reduced_space_in_its_kernel() -> None:
+    def build(x: TensorView, r: TensorView) -> TensorView:
+        h = ops.add(x, r)
+        var, mean = ops.var_mean(h, [1], 0, True)
+        return ops.mul(ops.sub(h, mean), ops.rsqrt(ops.add(var, 1e-5)))
+
+    fusion = fusion_of(build, 2, 2)
+    segmented = cut(fusion)
+    assert kinds(segmented) == ["reduction", "pointwise"]
+    assert "rsqrt" in [e.name for e in segmented.segments[0].exprs]
+    check_values(fusion, (3, 5), (3, 5))
+
+
+def test_reductions_of_the_same_input_share_a_kernel() -> None:
+    fusion = fusion_of(lambda x: (ops.sum(x, dim=1), ops.max(x, dim=1)), 2)
+    assert kinds(cut(fusion)) == ["reduction"]
+    check_values(fusion, (3, 5))
+
+
+def test_a_merge_that_would_make_a_cycle_is_refused() -> None:
+    """a -> matmul -> b, and a -> b: the pointwise ops around the library op stay apart."""
+
+    def build(x: TensorView, w: TensorView) -> TensorView:
+        a = ops.exp(x)
+        return ops.add(ops.matmul(a, w), a)
+
+    segmented = cut(fusion_of(build, 2, 2))
+    assert kinds(segmented) == ["pointwise", "library", "pointwise"]
+    # a is stored for the matmul, so the last kernel reads it instead of computing it again.
+    assert [e.name for e in segmented.segments[-1].exprs] == ["add"]
+
+
+def test_heads_of_a_stored_tensor_are_aliases_and_merged_heads_are_copied_once() -> None:
+    def build(x: TensorView, w: TensorView) -> TensorView:
+        y = ops.linear(x, w)
+        heads = ops.permute(ops.reshape(y, [x.size(0), x.size(1), 3, 4]), [0, 2, 1, 3])
+        mixed = ops.matmul(heads, ops.permute(heads, [0, 1, 3, 2]))
+        back = ops.permute(ops.matmul(mixed, heads), [0, 2, 1, 3])
+        return ops.linear(ops.reshape(back, [x.size(0), x.size(1), 12]), w)
+
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = define_tensor([-1, -1, 12], contiguity=True)
+        w = define_tensor([12, 12], contiguity=True)
+        for tv in (x, w):
+            fusion.add_input(tv)
+        fusion.add_output(build(x, w))
+    assert kinds(cut(fusion)) == [
+        *("library", "alias", "alias", "alias", "library", "library"),
+        *("alias", "pointwise", "library"),
+    ]
+
+
+def test_a_view_between_kernel_ops_stays_in_the_kernel() -> None:
+    fusion = fusion_of(lambda x: ops.relu(ops.permute(ops.exp(x), [1, 0])), 2)
+    assert kinds(cut(fusion)) == ["pointwise"]
+    check_values(fusion, (3, 5))
+
+
+def test_a_tensor_that_is_dear_to_recompute_is_stored() -> None:
+    def build(*xs: TensorView) -> tuple[TensorView, TensorView]:
+        total = xs[0]
+        for x in xs[1:]:
+            total = ops.add(total, x)
+        return ops.sum(total, dim=0), ops.sum(total, dim=1)
+
+    few, many = fusion_of(build, 2, 2), fusion_of(build, 2, 2, 2, 2, 2)
+    assert kinds(cut(few)) == ["reduction", "reduction"]
+    assert kinds(cut(many)) == ["pointwise", "reduction", "reduction"]
+    check_values(few, *((3, 5),) * 2)
+    check_values(many, *((3, 5),) * 5)
+
+
+def test_an_op_that_no_scheduler_accepts_is_named() -> None:
+    fusion = fusion_of(ops.exp, 2)
+    with pytest.raises(UnsupportedError, match=r"T1_g_float.*test_segment\.py"):
+        cut(fusion, lambda f: None)
