@@ -226,19 +226,9 @@ def enabled(name: str, per_call: Iterable[str] = ()) -> bool:
     return _lookup("ENABLE", name) is not None or name in per_call
 
 
-def enable_args(name: str) -> tuple[str, ...]:
-    """Returns the arguments of an enabled feature, as in `p2p_protocol(get)`."""
-    return _lookup("ENABLE", name) or ()
-
-
 def disabled(name: str, per_call: Iterable[str] = ()) -> bool:
     """Returns whether a feature is off, by `FUSER_DISABLE` or by the options of one call."""
     return _lookup("DISABLE", name) is not None or name in per_call
-
-
-def prof_enabled(name: str) -> bool:
-    """Returns whether `FUSER_PROF` names this profiler mode."""
-    return _lookup("PROF", name) is not None
 
 
 def check_enable_options(options: Iterable[str]) -> frozenset[str]:

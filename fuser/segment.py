@@ -79,14 +79,16 @@ def segment_fusion(
     is_resharding: Callable[[TensorOp], bool],
     find_scheduler: Callable[[Fusion], str | None],
     local_shape: Callable[[TensorView], Sequence[Scalar]],
+    memory_order: Callable[[TensorView], Sequence[tuple[int, bool | None]]],
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
     `is_resharding` knows communications, `find_scheduler` names a scheduler that accepts a kernel's
-    fusion, and `local_shape` gives the extents of a tensor's local shard. Raises `UnsupportedError`
-    naming an op that no scheduler accepts even alone.
+    fusion, `local_shape` gives the extents of a tensor's local shard, and `memory_order` its axes
+    as (logical position, contiguity), outermost first. Raises `UnsupportedError` naming an op that
+    no scheduler accepts even alone.
     """
-    return _Segmenter(fusion, is_resharding, find_scheduler, local_shape).run()
+    return _Segmenter(fusion, is_resharding, find_scheduler, local_shape, memory_order).run()
 
 
 class _Segmenter:
@@ -96,11 +98,13 @@ class _Segmenter:
         is_resharding: Callable[[TensorOp], bool],
         find_scheduler: Callable[[Fusion], str | None],
         local_shape: Callable[[TensorView], Sequence[Scalar]],
+        memory_order: Callable[[TensorView], Sequence[tuple[int, bool | None]]],
     ) -> None:
         self.fusion = fusion
         self.exprs = fusion.used_exprs()
         self.find_scheduler = find_scheduler
         self.local_shape = local_shape
+        self.memory_order = memory_order
         self.position = {e: i for i, e in enumerate(self.exprs)}
         self.kind: dict[TensorOp, SegmentKind] = {}
         for e in self.exprs:
@@ -160,10 +164,9 @@ class _Segmenter:
     def _dense(self, tv: TensorView) -> tuple[Scalar, ...]:
         """Return the strides of a freshly allocated local tensor, per logical axis."""
         shape = self.local_shape(tv)
-        order = memory_order(tv.domain)
         strides: list[Scalar] = [sc.ONE] * len(shape)
         step: Scalar = sc.ONE
-        for position in reversed(order):
+        for position, _ in reversed(self.memory_order(tv)):
             strides[position] = step
             step = sc.mul(step, shape[position])
         return tuple(strides)
@@ -447,28 +450,6 @@ def _space(group: _Group) -> tuple[object, ...]:
         }
         return ("reduction", tuple(sorted(map(str, shapes))))
     return ("pointwise", max(str(_elements(o)) for o in group.outputs))
-
-
-def memory_order(domain: TensorDomain) -> tuple[int, ...]:
-    """Return the positions of the logical (non-reduction) axes in memory order, outermost first.
-
-    A transformed allocation axis counts for the logical axis it comes from.
-    """
-    axes = domain.no_reductions
-    if not domain.allocation:
-        return tuple(range(len(axes)))
-    from fuser.ir.domain import ancestors
-
-    order: dict[int, None] = {}
-    numbers = [a.number for a in axes]
-    for a in domain.allocation:
-        if a.is_device:
-            continue
-        for n in ancestors(domain, a, axes):
-            order.pop(numbers.index(n), None)
-            order[numbers.index(n)] = None
-    order.update({i: None for i in range(len(axes)) if i not in order})
-    return tuple(order)
 
 
 def extract(

@@ -17,7 +17,6 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp, ReductionOp, SqueezeOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from multidevice.placement import placement
 from multidevice.sharding import have_different_shardings, is_resharding, sharded_logical_axis
 
 
@@ -243,8 +242,3 @@ def _position_map(op: TensorOp) -> dict[int, int]:
 
 def _numbered(axes: Sequence[IterDomain]) -> dict[int, int]:
     return {a.number: k for k, a in enumerate(axes)}
-
-
-def is_whole_cut(tv: TensorView, position: int) -> bool:
-    """Whether a logical axis is a device axis as a whole, so that shards have extent 1 there."""
-    return any(c.whole for c in placement(tv)[position])

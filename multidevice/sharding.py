@@ -24,7 +24,6 @@ from multidevice.placement import (
     local_extent,
     placement,
     sharded_axis,
-    spread_axes,
 )
 
 
@@ -38,11 +37,6 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
         if any(c.ptype is ptype for c in cuts):
             return position
     return -1
-
-
-def is_sharded(tv: TensorView) -> bool:
-    """Whether some non-reduction axis is cut along a mesh dimension."""
-    return any(a.is_device and not a.is_reduction() for a in spread_axes(tv))
 
 
 @dataclass(frozen=True)

@@ -432,13 +432,6 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
 }
 
 
-def body_text(body: Body) -> str:
-    """Return the text of kernel IR statements, at any stage of lowering."""
-    w = Writer(depth=-1)
-    w.body(body)
-    return "\n".join(w.lines)
-
-
 # ------------------------------------------------------------------ the kernel
 def print_kernel(text: KernelText) -> tuple[KernelSource, str]:
     """Return the source of a kernel, and the text of its body."""

@@ -145,7 +145,7 @@ class FusionDefinition:
         if not hasattr(self, "fec"):
             valid, why = self.validate_definition()
             if not valid:
-                raise NotImplementedError(why)
+                raise NotImplementedError(why)  # the type that nvFuser's users catch
             assert self._fusion is not None
             self.fec = FusionExecutorCache(self._fusion)
             del self._fusion

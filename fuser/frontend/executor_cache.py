@@ -32,6 +32,7 @@ from multidevice import sharding
 from multidevice.communicator import Communicator
 from multidevice.localize import localize
 from multidevice.pipeline import shard_fusion
+from multidevice.placement import memory_order
 
 if TYPE_CHECKING:
     from multidevice.sharding import Sharding
@@ -148,6 +149,7 @@ class FusionExecutorCache:
             is_resharding=sharding.is_resharding,
             find_scheduler=_find_scheduler,
             local_shape=sharding.local_extents,
+            memory_order=memory_order,
         )
         program = run_passes(
             lower(segmented, backend_name=communicator.backend_for(device).name.upper())

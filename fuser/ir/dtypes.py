@@ -125,10 +125,6 @@ def is_floating(dtype: DataType) -> bool:
     return category(dtype) == "float"
 
 
-def is_integral(dtype: DataType) -> bool:
-    return category(dtype) == "int"
-
-
 def dtype_of_python(value: bool | int | float) -> DataType:
     """Return the dtype that nvFuser infers for a Python number: Int, Double (bools: Bool)."""
     if isinstance(value, bool):

@@ -25,6 +25,7 @@ from hostir.pipeline import run_passes
 from multidevice import sharding
 from multidevice.localize import localize
 from multidevice.pipeline import shard_fusion
+from multidevice.placement import memory_order
 from multidevice.shard import unshard
 
 Sizes = dict[str, int]
@@ -64,6 +65,7 @@ def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrCon
         is_resharding=sharding.is_resharding,
         find_scheduler=lambda f: find_scheduler(localize(f)[0]),
         local_shape=sharding.local_extents,
+        memory_order=memory_order,
     )
     return run_passes(lower(segmented, backend_name="SIMULATED"))
 

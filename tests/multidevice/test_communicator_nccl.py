@@ -71,7 +71,7 @@ class StandIn:
         self.group = []
 
     def group_end(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each binding's stand-in below has its own
 
     def check(self) -> None: ...
 

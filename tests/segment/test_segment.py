@@ -18,6 +18,7 @@ from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.schedule.registry import find_scheduler
 from fuser.segment import SegmentedFusion, segment_fusion
+from multidevice.placement import memory_order
 
 
 def fusion_of(build: Callable[..., Any], *ranks: int) -> Fusion:
@@ -41,6 +42,7 @@ def cut(
         is_resharding=lambda op: False,
         find_scheduler=scheduler,
         local_shape=TensorView.shape,
+        memory_order=memory_order,
     )
 
 
