@@ -139,9 +139,9 @@ FUSER_DEVICE float fm_tanh(float x) {
   p = __builtin_fmaf(p, s, -5.373971164e-02f);
   p = __builtin_fmaf(p, s, 1.333144158e-01f);
   p = __builtin_fmaf(p, s, -3.333328068e-01f);
-  const float near_zero = __builtin_fmaf(p * s, x, x);
+  const float near_zero = __builtin_fmaf(p * s, t, t);
   const float tail = 1.0f - 2.0f / (fm_exp(2.0f * t) + 1.0f);
-  return t < 0.625f ? near_zero : __builtin_copysignf(tail, x);
+  return __builtin_copysignf(t < 0.625f ? near_zero : tail, x);
 }
 
 FUSER_DEVICE float fm_log(float x) {
@@ -234,11 +234,11 @@ FUSER_DEVICE float fm_tanh(float x) {
   p = __fmaf_rn(p, s, -5.373971164e-02f);
   p = __fmaf_rn(p, s, 1.333144158e-01f);
   p = __fmaf_rn(p, s, -3.333328068e-01f);
-  const float near_zero = __fmaf_rn(p * s, x, x);
+  const float near_zero = __fmaf_rn(p * s, t, t);
   float e, r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t * 2.885390082f));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(e + 1.0f));
-  return t < 0.625f ? near_zero : copysignf(__fmaf_rn(-2.0f, r, 1.0f), x);
+  return copysignf(t < 0.625f ? near_zero : __fmaf_rn(-2.0f, r, 1.0f), x);
 }
 FUSER_DEVICE float fm_log(float x) { return ::logf(x); }
 FUSER_UNARY(lgamma)

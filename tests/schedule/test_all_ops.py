@@ -83,3 +83,14 @@ def test_op(number: int, executors: dict[str, KernelExecutor]) -> None:
             at_least = LARGEST.get(case.name, 0.0)
             assert ulp_error(out, expected, case.result, at_least=at_least) <= MAX_ULP, what
     assert len(executor.variants) <= 2
+
+
+@mark.parametrize("name", "tanh erf sin tan asin atan sinh asinh expm1 sqrt trunc".split())
+def test_odd_functions_keep_the_sign_of_zero(name: str) -> None:
+    case = next(c for c in CASES if c.name == name and c.result is DataType.Float)
+    fusion = case.define(1)
+    executor = KernelExecutor(fusion, scheduler="pointwise", name="op", device=CPU)
+    x = torch.tensor([0.0, -0.0])
+    out = torch.ones(2)
+    executor.run([x], [out], sizes=sizes_of(fusion, (2,)))
+    assert torch.equal(out, x) and torch.signbit(out).tolist() == [False, True]
