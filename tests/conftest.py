@@ -31,11 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     mpi_abort.register(config.pluginmanager)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # At collection, so that `-m gpu` sees the mark.
+    if _GPU_FOLDER in item.path.parents:
+        item.add_marker(pytest.mark.gpu)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if _GPU_FOLDER in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
     _select_for_ranks(config, items)
     if any("gpu" in item.keywords for item in items) and not _has_cuda():
         for item in items:
