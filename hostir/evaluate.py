@@ -28,7 +28,7 @@ from hostir.replay import Plan, Recorder
 from multidevice.backends.protocol import Backend
 
 if TYPE_CHECKING:
-    from fuser.runtime.executor import KernelRequest
+    from fuser.kernels.executor import KernelRequest
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
@@ -116,7 +116,7 @@ def carry_out(op: Op, frame: Frame) -> None:
 # ------------------------------------------------------------------ the evaluator
 def make_kernel_executor(group: KernelGroup) -> KernelRunner:
     """Return the executor that compiles a group's kernel for local shards."""
-    from fuser.runtime.executor import KernelExecutor
+    from fuser.kernels.executor import KernelExecutor
     from multidevice.localize import localize
 
     fusion, _ = localize(group.fusion)
@@ -201,7 +201,7 @@ class HostIrEvaluator:
         Nothing is launched or communicated: the program is walked on tensors without contents.
         Raises what `run` would raise about these inputs or their kernels.
         """
-        from fuser.runtime.executor import KernelExecutor, compile_many
+        from fuser.kernels.executor import KernelExecutor, compile_many
 
         frame = self._frame(list(inputs))
         device = frame.machine.device

@@ -22,7 +22,7 @@ from fuser.ir.fusion import Alias
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
-from fuser.segment import Segment, SegmentedFusion
+from fuser.passes.segment import Segment, SegmentedFusion
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.ops import (
     Allocate,
@@ -43,7 +43,7 @@ _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
 
 def lower(segmented: SegmentedFusion, *, backend_name: str) -> HostIrContainer:
-    """Return the host program of a segmented fusion; `hostir.pipeline.run_passes` completes it.
+    """Return the host program of a segmented fusion; `hostir.host_passes.run_passes` completes it.
 
     The fusion is complete, sharded and finalized. `backend_name` is written on communications.
     Raises `UnsupportedError` for aliases that cannot be written without losing a value.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fuser.ir.tensor import TensorView
-from fuser.segment import VIEW_OPS
+from fuser.passes.segment import VIEW_OPS
 from hostir.container import HostIrContainer, walk
 from hostir.ops import Allocate
 

@@ -281,9 +281,9 @@ def _run_kernel(executor: Any, like: torch.Tensor, sizes: Any, *inputs: Any) -> 
 
 def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
+    from fuser.kernels.executor import KernelExecutor, compile_many
     from fuser.passes.concretize import concretize
-    from fuser.passes.pipeline import run_passes
-    from fuser.runtime.executor import KernelExecutor, compile_many
+    from fuser.passes.fusion_passes import run_passes
     from fuser.schedule.registry import find_scheduler
     from hostir.bind import InputBinder
 
@@ -339,10 +339,10 @@ def twenty_ops(fd: FusionDefinition, x: Any, y: Any) -> Any:
 def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Definition to CUDA source of a 20-op fusion, warm process, median of 9."""
     del args
+    from fuser.device import H200
+    from fuser.kernels.executor import KernelExecutor
     from fuser.passes.concretize import concretize
-    from fuser.passes.pipeline import run_passes
-    from fuser.runtime.device import H200
-    from fuser.runtime.executor import KernelExecutor
+    from fuser.passes.fusion_passes import run_passes
     from hostir.bind import InputBinder
 
     inputs = [torch.empty(64, 96, dtype=torch.bfloat16) for _ in range(2)]

@@ -21,7 +21,8 @@ from tests import mpi_abort
 if TYPE_CHECKING:
     import torch
 
-    from fuser.runtime.kernel import CompiledKernel, KernelSource
+    from fuser.kernel_source import KernelSource
+    from fuser.runtime.kernel import CompiledKernel
     from multidevice import Communicator
 
 _GPU_FOLDER = Path(__file__).parent / "gpu"
@@ -111,7 +112,7 @@ def compile_every_kernel_for_the_gpu() -> Generator[None, None, None]:
 
     NVRTC needs no GPU; where it is not installed (the extra `nvrtc`), nothing is checked.
     """
-    from fuser.runtime import executor
+    from fuser.kernels import executor
 
     sources: dict[str, KernelSource] = {}
     original = executor.compile_kernels

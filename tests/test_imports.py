@@ -22,8 +22,8 @@ def test_source_follows_the_import_direction() -> None:
     [
         ("fuser.ir.fusion", "import multidevice"),
         ("fuser.ir.fusion", "from hostir.ops import Wait"),
-        ("fuser.segment", "from fuser import frontend"),
-        ("fuser.segment", "from .frontend import definition"),
+        ("fuser.passes.segment", "from fuser import frontend"),
+        ("fuser.passes.segment", "from ..frontend import definition"),
         ("fuser.ops.table", "from ..frontend.definition import FusionDefinition"),
         ("fuser.passes.x", "def f():\n    import hostir.ops"),
         ("fuser.passes.x", "if TYPE_CHECKING:\n    from multidevice import Communicator"),
@@ -46,7 +46,7 @@ def test_wrong_imports_are_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("multidevice.sharding", "from fuser.ir.tensor import TensorView"),
-        ("hostir.lower", "import multidevice.communication\nimport fuser.segment"),
+        ("hostir.lower", "import multidevice.communication\nimport fuser.passes.segment"),
         ("fuser.frontend.definition", "import hostir, multidevice, fuser.ir"),
         ("multidevice.backends.gloo", "from fuser.errors import CommunicationError"),
         ("multidevice.backends.mpi", "def f():\n    from mpi4py import MPI"),

@@ -12,6 +12,7 @@ from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, category
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.kernel_source import KernelParam, KernelSource
 from fuser.lower.kernel import (
     Accumulate,
     AccumulateBlock,
@@ -41,7 +42,6 @@ from fuser.lower.kernel import (
     walk,
 )
 from fuser.lower.reduce import pair_text
-from fuser.runtime.kernel import KernelParam, KernelSource
 
 COORDINATE_TEXT = {
     "tx": "threadIdx.x",

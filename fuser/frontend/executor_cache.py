@@ -18,21 +18,21 @@ from fuser.errors import FuserError
 from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
-from fuser.passes import pipeline as fusion_passes
+from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize
+from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
-from fuser.segment import SegmentedFusion, segment_fusion
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.digest import digest_of
 from hostir.evaluate import HostIrEvaluator
+from hostir.host_passes import run_passes
 from hostir.lower import lower
-from hostir.pipeline import run_passes
 from multidevice import sharding
 from multidevice.communicator import Communicator
 from multidevice.localize import localize
-from multidevice.pipeline import shard_fusion
 from multidevice.placement import memory_order
+from multidevice.sharding_passes import shard_fusion
 
 if TYPE_CHECKING:
     from multidevice.sharding import Sharding

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from fuser.ir.fusion import Fusion
+from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.passes.concretize import concretization_key
-from fuser.runtime.layout import Layout, declared_order, layout_of, with_layout
 
 
 @dataclass(frozen=True)

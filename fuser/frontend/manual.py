@@ -11,7 +11,7 @@ from fuser.frontend.executor_cache import Argument, device_of
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
-from fuser.runtime.executor import KernelExecutor
+from fuser.kernels.executor import KernelExecutor
 from hostir.bind import InputBinder
 
 

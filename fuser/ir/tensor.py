@@ -260,25 +260,25 @@ class TensorView:
     # Caching and rfactor rewrite the fusion; they live beside the other schedule primitives.
     def rfactor(self, axes: Sequence[int]) -> TensorView:
         """Split a reduction in two: a new producer reduces the listed loop axes."""
-        from fuser.schedule import primitives
+        from fuser.ir import primitives
 
         return primitives.rfactor(self, axes)
 
     def cache_after(self, *args: object, **kwargs: object) -> TensorView:
         """Insert a copy between this tensor and its uses; return the copy."""
-        from fuser.schedule import primitives
+        from fuser.ir import primitives
 
         return primitives.cache_after(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def cache_before(self, *args: object, **kwargs: object) -> TensorView:
         """Give the definition to a new tensor, of which this one becomes a copy; return the new."""
-        from fuser.schedule import primitives
+        from fuser.ir import primitives
 
         return primitives.cache_before(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def cache_fork(self) -> TensorView:
         """For an output with uses: the uses read the value, the output becomes a copy."""
-        from fuser.schedule import primitives
+        from fuser.ir import primitives
 
         return primitives.cache_fork(self)
 

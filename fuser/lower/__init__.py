@@ -3,4 +3,4 @@ barriers.
 """
 
 from fuser.lower.kernel import Kernel as Kernel
-from fuser.lower.pipeline import lower_kernel as lower_kernel
+from fuser.lower.kernel_passes import lower_kernel as lower_kernel

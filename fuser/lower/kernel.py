@@ -13,7 +13,7 @@ from typing import TypeAlias
 from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.runtime.kernel import KernelSource
+from fuser.kernel_source import KernelSource
 
 
 # ------------------------------------------------------------------ the kernel's interface

@@ -1,10 +1,8 @@
 """Compiling, caching and launching kernels on the CPU and on CUDA devices."""
 
-from fuser.runtime.device import H200, DeviceInfo, describe_device
+from fuser.kernel_source import KernelParam, KernelSource
 from fuser.runtime.kernel import (
     CompiledKernel,
-    KernelParam,
-    KernelSource,
     PreparedLaunch,
     clear_memory_cache,
     compilations,
@@ -14,9 +12,7 @@ from fuser.runtime.kernel import (
 )
 
 __all__ = [
-    "H200",
     "CompiledKernel",
-    "DeviceInfo",
     "KernelParam",
     "KernelSource",
     "PreparedLaunch",
@@ -24,6 +20,5 @@ __all__ = [
     "compilations",
     "compile_cubin",
     "compile_kernels",
-    "describe_device",
     "kernel_requests",
 ]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from fuser.errors import KernelError
-from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, KernelSource, PreparedLaunch
+from fuser.kernel_source import KernelSource
+from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, PreparedLaunch
 from fuser.runtime.slots import NUMBERS, slot_code
 
 if TYPE_CHECKING:

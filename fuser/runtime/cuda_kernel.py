@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from fuser.errors import InputError, KernelError
-from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, KernelSource, PreparedLaunch
+from fuser.kernel_source import KernelSource
+from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, PreparedLaunch
 from fuser.runtime.nvrtc import cubins
 from fuser.runtime.slots import NUMBERS, slot_code
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from fuser.device import device_parts
 from fuser.errors import KernelError
+from fuser.kernel_source import KernelSource
 
 if TYPE_CHECKING:
     import torch
@@ -24,29 +25,6 @@ class TensorLike(Protocol):
 
 # For a pointer: a tensor or an address; a checked CPU kernel needs a tensor or (address, nbytes).
 Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
-
-
-@dataclass(frozen=True)
-class KernelParam:
-    """One parameter of a kernel: for a pointer, `ctype` is the element type (`const __bfloat`)."""
-
-    name: str
-    ctype: str
-    is_pointer: bool
-
-
-@dataclass(frozen=True)
-class KernelSource:
-    """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
-
-    `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the
-    reduction templates.
-    """
-
-    name: str
-    text: str
-    params: tuple[KernelParam, ...]
-    uses_barriers: bool
 
 
 class PreparedLaunch(ABC):
@@ -149,12 +127,6 @@ def clear_memory_cache() -> None:
         _memory.clear()
 
 
-def device_of(device: torch.device | str) -> tuple[str, int | None]:
-    """Splits a device into its type and index: `cuda:1` -> ("cuda", 1), `cpu` -> ("cpu", None)."""
-    kind, _, index = str(device).partition(":")
-    return kind, int(index) if index else None
-
-
 def compile_kernels(
     sources: Sequence[KernelSource], device: torch.device | str, *, checked: bool = False
 ) -> list[CompiledKernel]:
@@ -167,7 +139,7 @@ def compile_kernels(
     Raises:
         CompileError: the compiler is missing or refuses a kernel.
     """
-    kind, index = device_of(device)
+    kind, index = device_parts(device)
     count_requests(len(sources))
     compile_missing: Callable[[Sequence[KernelSource]], list[CompiledKernel]]
     if kind == "cpu":

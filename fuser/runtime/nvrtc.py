@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fuser.errors import CompileError
-from fuser.runtime.kernel import KernelSource, count_compilations
+from fuser.kernel_source import KernelSource
+from fuser.runtime.kernel import count_compilations
 from fuser.runtime.kernel_cache import KernelCache, digest
 from fuser.runtime.sources import RT_FILES, codegen_text, explain, preamble
 

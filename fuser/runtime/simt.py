@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import cast
 
 from fuser.errors import CompileError
+from fuser.kernel_source import KernelParam, KernelSource
 from fuser.runtime.cpu_kernel import CheckedCpuKernel, CpuKernel, LaunchFunction
-from fuser.runtime.kernel import CompiledKernel, KernelParam, KernelSource, count_compilations
+from fuser.runtime.kernel import CompiledKernel, count_compilations
 from fuser.runtime.kernel_cache import CachedKernel, KernelCache, digest
 from fuser.runtime.sources import (
     ENGINE_FILE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuser.errors import KernelError
-from fuser.runtime.kernel import KernelParam
+from fuser.kernel_source import KernelParam
 
 # struct codes of a slot. Integers of any width go as 64 bits: their low bytes come first.
 _SCALARS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fuser.ir.primitives import cache_after, cache_before, cache_fork, rfactor
 from fuser.ir.scalar import ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
@@ -21,7 +22,6 @@ from fuser.schedule.automatic import (
 )
 from fuser.schedule.facts import Facts
 from fuser.schedule.inline import inline_at, inline_most
-from fuser.schedule.primitives import cache_after, cache_before, cache_fork, rfactor
 from fuser.schedule.propagate import (
     bounded_transform_backward,
     parallelize_like,

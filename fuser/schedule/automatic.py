@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING, overload
 
+from fuser.device import DeviceInfo, describe_device
 from fuser.errors import InputError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.runtime.device import DeviceInfo, describe_device
 from fuser.schedule.facts import Facts
 from fuser.schedule.registry import SCHEDULERS, Params
 

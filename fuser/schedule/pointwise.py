@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from fuser.device import DeviceInfo
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.runtime.device import DeviceInfo
 from fuser.schedule.facts import Facts
 from fuser.schedule.space import (
     Access,

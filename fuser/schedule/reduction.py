@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from fuser.device import DeviceInfo
+from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.runtime.device import DeviceInfo
-from fuser.schedule import primitives
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import common_rejection
 from fuser.schedule.propagate import AxisMatcher

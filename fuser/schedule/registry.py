@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fuser.device import DeviceInfo
 from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.runtime.device import DeviceInfo
 from fuser.schedule import pointwise, reduction
 from fuser.schedule.facts import Facts
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.schedule import primitives
 from fuser.schedule.propagate import AxisMatcher, apply_replay, set_parallel_types
 from fuser.schedule.space import Access
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuser.ir.dtypes import to_torch
-from fuser.runtime.executor import KernelExecutor, compile_many
+from fuser.kernels.executor import KernelExecutor, compile_many
 from tests.ops.op_cases import CASES, OpCase
 from tests.schedule.programs import sizes_of
 from tests.schedule.test_all_ops import CONTIGUOUS, LARGEST, MAX_ULP, ulp_error

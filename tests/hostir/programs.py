@@ -16,17 +16,17 @@ from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
 from fuser.passes.concretize import concretize
+from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
-from fuser.segment import segment_fusion
 from hostir.cli import run_simulated
 from hostir.container import HostIrContainer
+from hostir.host_passes import run_passes
 from hostir.lower import lower
-from hostir.pipeline import run_passes
 from multidevice import sharding
 from multidevice.localize import localize
-from multidevice.pipeline import shard_fusion
 from multidevice.placement import memory_order
 from multidevice.shard import unshard
+from multidevice.sharding_passes import shard_fusion
 
 Sizes = dict[str, int]
 

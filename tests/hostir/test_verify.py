@@ -8,9 +8,9 @@ import pytest
 
 from fuser.errors import ParseError, VerifyError
 from hostir.container import HostIrContainer
+from hostir.host_passes import run_passes
 from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, Wait
 from hostir.parse import parse
-from hostir.pipeline import run_passes
 from hostir.verify import verify
 from tests.hostir.programs import CASES, build
 
@@ -151,6 +151,6 @@ def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> Non
 
 
 def _passes():
-    from hostir.pipeline import PASSES
+    from hostir.host_passes import PASSES
 
     return PASSES

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fuser.device import CPU, H200, DeviceInfo
 from fuser.ir import scalar as sc
 from fuser.ir.domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, to_torch
@@ -22,9 +23,8 @@ from fuser.lower.kernel import (
     WorkspaceArg,
     stride_symbol,
 )
-from fuser.lower.pipeline import lower_kernel
+from fuser.lower.kernel_passes import lower_kernel
 from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
-from fuser.runtime.device import CPU, H200, DeviceInfo
 from fuser.runtime.kernel import CompiledKernel, compile_kernels
 
 P = ParallelType

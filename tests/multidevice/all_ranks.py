@@ -30,10 +30,10 @@ from multidevice.communication import (
     team_of,
 )
 from multidevice.localize import localize
-from multidevice.pipeline import ShardingResult, shard_fusion
 from multidevice.placement import is_contiguous, memory_order
 from multidevice.shard import shard_for_rank, unshard
 from multidevice.sharding import local_sizes
+from multidevice.sharding_passes import ShardingResult, shard_fusion
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
 Local = dict[TensorView, torch.Tensor]

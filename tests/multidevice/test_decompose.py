@@ -11,7 +11,7 @@ from fuser import ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
-from multidevice.pipeline import shard_fusion
+from multidevice.sharding_passes import shard_fusion
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import Run, X, Y, mesh, run, shard_axis
 

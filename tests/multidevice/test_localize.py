@@ -17,8 +17,8 @@ from fuser.ir.types import ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
 from multidevice.localize import localize
-from multidevice.pipeline import shard_fusion
 from multidevice.shard import shard_for_rank
+from multidevice.sharding_passes import shard_fusion
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import X, Y, mesh, shard_axis
 

@@ -21,7 +21,7 @@ from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
 from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
 from fuser.passes.concretize import concretization_key, concretize
-from fuser.passes.pipeline import run_passes
+from fuser.passes.fusion_passes import run_passes
 
 D = DataType
 Inputs = Sequence[torch.Tensor | Number]

@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
+from fuser.device import H200, describe_device
 from fuser.errors import InputError
-from fuser.runtime import H200, compile_kernels, describe_device
+from fuser.runtime import compile_kernels
 from tests.runtime import kernels
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fuser.device import CPU, H200, DeviceInfo
 from fuser.ir.domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, from_torch, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
-from fuser.runtime.device import CPU, H200, DeviceInfo
-from fuser.runtime.executor import KernelExecutor
+from fuser.kernels.executor import KernelExecutor
 from fuser.schedule import find_scheduler, rejections
 from fuser.schedule.facts import Facts
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from pytest import fixture, mark
 
+from fuser.device import CPU
 from fuser.ir.dtypes import DataType, to_torch
-from fuser.runtime.device import CPU
-from fuser.runtime.executor import KernelExecutor, compile_many
+from fuser.kernels.executor import KernelExecutor, compile_many
 from tests.ops.op_cases import CASES, LAYOUTS, OpCase
 from tests.schedule.programs import sizes_of
 

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from fuser import ops
+from fuser.device import CPU, H200
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
-from fuser.runtime.device import CPU, H200
 from fuser.schedule import SCHEDULERS, find_scheduler, rejections, scheduler
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import PointwiseParams

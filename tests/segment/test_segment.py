@@ -16,8 +16,8 @@ from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
-from fuser.segment import SegmentedFusion, segment_fusion
 from multidevice.placement import memory_order
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fuser.errors import InputError
-from fuser.runtime.kernel import device_of
 
 if TYPE_CHECKING:
     import torch
@@ -84,13 +83,19 @@ def _describe_cuda(index: int | None) -> DeviceInfo:
     )
 
 
+def device_parts(device: torch.device | str) -> tuple[str, int | None]:
+    """Splits a device into its type and index: `cuda:1` -> ("cuda", 1), `cpu` -> ("cpu", None)."""
+    kind, _, index = str(device).partition(":")
+    return kind, int(index) if index else None
+
+
 def describe_device(device: torch.device | str) -> DeviceInfo:
     """Describes a device; `cuda` without an index is torch's current one.
 
     Raises:
         InputError: no such device, or of another kind than cpu and cuda.
     """
-    kind, index = device_of(device)
+    kind, index = device_parts(device)
     if kind == "cpu":
         return CPU
     if kind == "cuda":

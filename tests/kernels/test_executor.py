@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from fuser import ops
+from fuser.device import H200
 from fuser.errors import InputError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
+from fuser.ir.layout_class import layout_of
 from fuser.ir.tensor import TensorView
+from fuser.kernels.executor import MAX_VARIANTS, KernelExecutor, compile_many
 from fuser.runtime import compilations
-from fuser.runtime.device import H200
-from fuser.runtime.executor import MAX_VARIANTS, KernelExecutor, compile_many
-from fuser.runtime.layout import layout_of
 from fuser.runtime.simt import CheckedCpuKernel
 from tests.schedule.programs import define, make_executor, random, run, sizes_of
 from tests.schedule.test_schedulers import column_sum, gelu_mul_add, row_sum

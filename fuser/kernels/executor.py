@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuser import options
+from fuser.device import DeviceInfo, describe_device
 from fuser.errors import InputError, KernelError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
+from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
-from fuser.runtime.device import DeviceInfo, describe_device
 from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compile_kernels
-from fuser.runtime.layout import Layout, declared_order, layout_of, with_layout
 
 if TYPE_CHECKING:
     from fuser.lower.kernel import Kernel
@@ -384,7 +384,7 @@ class KernelExecutor:
         index: DataType,
         device: DeviceInfo,
     ) -> Variant:
-        from fuser.lower.pipeline import lower_kernel
+        from fuser.lower.kernel_passes import lower_kernel
 
         outputs = len(fusion.outputs)
         self.scheduler.apply(fusion, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fuser.device import DeviceInfo
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
@@ -38,7 +39,6 @@ from fuser.lower.loops import COORDINATES, NoNestError, Stage, plan_stages
 from fuser.lower.simd import vectorize_loops
 from fuser.lower.synchronize import insert_barriers
 from fuser.lower.unroll import expand_unswitch, mark_unrolled
-from fuser.runtime.device import DeviceInfo
 
 MAX_ATTEMPTS = 32
 INT32_LIMIT = 2**31 - 1

@@ -1,0 +1,28 @@
+"""The text of a kernel: what codegen hands to the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KernelParam:
+    """One parameter of a kernel: for a pointer, `ctype` is the element type (`const __bfloat`)."""
+
+    name: str
+    ctype: str
+    is_pointer: bool
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
+
+    `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the
+    reduction templates.
+    """
+
+    name: str
+    text: str
+    params: tuple[KernelParam, ...]
+    uses_barriers: bool
