@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ CPU = DeviceInfo(
     l2_bytes=1 << 20,
 )
 
-# For heuristics tests on machines without a GPU.
+# So that machines without a GPU run its schedules.
 H200 = DeviceInfo(
     kind="cuda",
     name="NVIDIA H200",
@@ -58,6 +59,9 @@ H200 = DeviceInfo(
     max_smem_per_block=232448,
     l2_bytes=60 * (1 << 20),
 )
+
+# What the option `schedules_for(...)` may name.
+DESCRIPTIONS: Mapping[str, DeviceInfo] = {"h200": H200}
 
 
 @functools.cache

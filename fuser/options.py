@@ -2,8 +2,9 @@
 
 `FUSER_X` is the name of a variable; the rows that have an alias also accept `NVFUSER_X`, and the
 first name wins where both are set. An unknown `FUSER_` variable, an unknown name inside a list,
-or an impossible value raises `OptionError` with the nearest known name. Values are read at each
-call, so a test may set a variable and see it at once; parsing a list is cached by its text.
+or an impossible value raises `OptionError` with the nearest known name. A definition reads
+`FUSER_ENABLE` and `FUSER_DISABLE` when it first runs, and the options of one call add to them;
+everything else is read where it is used. What each name does: `fuser/option_names.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fuser.errors import OptionError
+from fuser.option_names import ARGUMENTS, EFFECTS, NO_EFFECT, PROCESS_WIDE
 
 
 @dataclass(frozen=True)
@@ -63,62 +65,8 @@ _VARIABLES = (
 )
 VARIABLES: Mapping[str, Variable] = {row.name: row for row in _VARIABLES}
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-DUMP_NAMES = _names(
-    """
-    host_ir host_ir_lowering host_ir_jit communication fusion_ir_preseg pre_segmenter_logging
-    segmented_fusion fusion_ir_concretized fusion_ir_presched fusion_ir fusion_ir_math
-    fusion_ir_original python_definition fusion_args kernel_args launch_param compile_params
-    cuda_kernel cuda_full cuda_to_file kernel_ir ptx cubin sass sass_to_file ptxas_verbose
-    perf_debug_verbose scheduler_params scheduler_verbose segmenter_logging fusion_ir_graph
-    draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose index_type
-    sync_map parallel_dimensions predicate_elimination lower_verbose expr_simplify expr_sort
-    expr_sort_verbose bank_conflict buffer_reuse_verbose dynamic_shared_memory
-    global_zeroed_memory occupancy ftrace cutlass_compile
-    """
-)
-
-# The dumps that this version prints; the others are nvFuser's names, accepted with a warning.
-PRINTED_DUMPS = frozenset(
-    """
-    host_ir fusion_ir_concretized fusion_ir_preseg segmented_fusion scheduler_params fusion_ir
-    kernel_ir cuda_kernel
-    """.split()
-)
-
-ENABLE_NAMES = _names(
-    """
-    host_ir_lowering host_ir_jit insert_resharding_after p2p_protocol p2p_transport
-    multicast_protocol wait_debugger fuse_matmul fuse_multiple_matmuls cutlass_scheduler
-    kernel_profile kernel_debug kernel_lineinfo kernel_db static_fusion_count
-    warn_register_spill fast_math reuse_zeroed_memory memory_promotion io_to_lower_precision
-    id_model_extra_validation tma_pointwise tma_inner_persistent tma_reduction ws_normalization
-    """
-)
-
-DISABLE_NAMES = _names(
-    """
-    multidevice infer_contiguity resize_scheduler greedy_scheduler matmul_expr_eval kernel_reuse
-    parallel_compile nvrtc_caching compile_to_sass fallback nvtx contig_indexing expr_simplify
-    fma grouped_grid_welford_outer_opt index_hoist magic_zero predicate_elimination
-    reuse_mismatched_type_registers var_name_remapping welford_vectorization
-    python_inline_definitions
-    """
-)
-
-PROF_NAMES = frozenset({"enable", "enable.nocupti", "print", "print.nocupti", "print.verbose"})
-
-# The list-valued variables: which names each of them knows.
-_LISTS: Mapping[str, frozenset[str]] = {
-    "DUMP": DUMP_NAMES,
-    "ENABLE": ENABLE_NAMES,
-    "DISABLE": DISABLE_NAMES,
-    "PROF": PROF_NAMES,
-}
+# The list-valued variables; `fuser.option_names` holds the names that each of them knows.
+KINDS = tuple(EFFECTS)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -140,17 +88,20 @@ def check_environment() -> None:
             )
     for variable in VARIABLES.values():
         variable.text()
-    for kind in _LISTS:
+    for kind in KINDS:
         _options(kind)
-    silent = sorted(set(_options("DUMP")) - PRINTED_DUMPS)
-    if silent:
-        warnings.warn(
-            f"FUSER_DUMP: nothing is printed yet for {', '.join(silent)}; "
-            f"these are: {', '.join(sorted(PRINTED_DUMPS))}",
-            stacklevel=2,
-        )
+    for kind in ("DUMP", "PROF"):
+        silent = sorted(set(_options(kind)) & NO_EFFECT[kind].keys())
+        if silent:
+            printed = ", ".join(sorted(EFFECTS[kind])) or "nothing"
+            warnings.warn(
+                f"FUSER_{kind}: nothing is printed for {', '.join(silent)} "
+                f"({NO_EFFECT[kind][silent[0]]}); what is printed: {printed}",
+                stacklevel=2,
+            )
     timeout_s()
     master_port()
+    cache_dir()
 
 
 def timeout_s() -> float:
@@ -170,10 +121,17 @@ def timeout_s() -> float:
 
 
 def cache_dir() -> Path:
-    """Returns the folder of compiled kernels; the folder need not exist yet."""
+    """Returns the folder of compiled kernels; the folder need not exist yet.
+
+    Raises:
+        OptionError: the folder begins with the home of an unknown user.
+    """
     text = VARIABLES["FUSER_CACHE_DIR"].text()
     if text is not None:
-        return Path(text).expanduser()
+        try:
+            return Path(text).expanduser()
+        except RuntimeError as error:
+            raise OptionError(f"FUSER_CACHE_DIR={text!r}: {error}") from None
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fuser-hostir"
 
@@ -192,7 +150,7 @@ def master_port() -> int | None:
     text = VARIABLES["FUSER_MASTER_PORT"].text()
     if text is None:
         return None
-    if not text.isdigit() or not 0 < int(text) < 65536:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
         raise OptionError(f"FUSER_MASTER_PORT={text!r} is not a port number (1 to 65535)")
     return int(text)
 
@@ -221,48 +179,115 @@ def dump_args(name: str) -> tuple[str, ...]:
     return _lookup("DUMP", name) or ()
 
 
-def enabled(name: str, per_call: Iterable[str] = ()) -> bool:
-    """Returns whether a feature is on, by `FUSER_ENABLE` or by the options of one call."""
-    return _lookup("ENABLE", name) is not None or name in per_call
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """The features that are on and off for one call: by the environment, and by the call itself.
+
+    There is one object per content, so that settings compare and hash by identity.
+    """
+
+    enable: Mapping[str, tuple[str, ...]]
+    disable: Mapping[str, tuple[str, ...]]
+
+    def enabled(self, name: str) -> bool:
+        """Returns whether a feature that is off by default is on."""
+        return _known("ENABLE", name) in self.enable
+
+    def disabled(self, name: str) -> bool:
+        """Returns whether a feature that is on by default is off."""
+        return _known("DISABLE", name) in self.disable
+
+    def argument(self, name: str) -> str | None:
+        """Returns the argument of an enabled feature, as `h200` of `schedules_for(h200)`."""
+        return next(iter(self.enable.get(_known("ENABLE", name), ())), None)
+
+    def __str__(self) -> str:
+        def text(chosen: Mapping[str, tuple[str, ...]]) -> str:
+            rows = (f"{n}({','.join(args)})" if args else n for n, args in sorted(chosen.items()))
+            return ",".join(rows) or "nothing"
+
+        return f"enabled {text(self.enable)}; disabled {text(self.disable)}"
 
 
-def disabled(name: str, per_call: Iterable[str] = ()) -> bool:
-    """Returns whether a feature is off, by `FUSER_DISABLE` or by the options of one call."""
-    return _lookup("DISABLE", name) is not None or name in per_call
-
-
-def check_enable_options(options: Iterable[str]) -> frozenset[str]:
-    """Returns the enable options of one call as a set.
+def settings(enable: Iterable[str] = (), disable: Iterable[str] = ()) -> Settings:
+    """Returns what `FUSER_ENABLE`, `FUSER_DISABLE` and the options of one call choose.
 
     Raises:
-        OptionError: a name is unknown (`Unrecognized enable_option: <x>`).
+        OptionError: a name is unknown, its arguments are wrong, or it cannot be chosen per call.
     """
-    return _per_call("enable", options, ENABLE_NAMES)
+    return _settings(
+        VARIABLES["FUSER_ENABLE"].text() or "",
+        VARIABLES["FUSER_DISABLE"].text() or "",
+        _per_call("enable", enable),
+        _per_call("disable", disable),
+    )
 
 
-def check_disable_options(options: Iterable[str]) -> frozenset[str]:
-    """Returns the disable options of one call as a set.
+@lru_cache(maxsize=256)
+def _settings(
+    enable_text: str, disable_text: str, enable: tuple[str, ...], disable: tuple[str, ...]
+) -> Settings:
+    per_call = [
+        {name: args for option in options for name, args in _parse(kind, option).items()}
+        for kind, options in (("ENABLE", enable), ("DISABLE", disable))
+    ]
+    for names in per_call:
+        for name in sorted(PROCESS_WIDE & names.keys()):
+            raise OptionError(
+                f"{name} holds for the whole process: set it in FUSER_DISABLE, not for one call"
+            )
+    on = {**_parse("ENABLE", enable_text), **per_call[0]}
+    off = {**_parse("DISABLE", disable_text), **per_call[1]}
+    return _interned(
+        tuple(sorted((n, args) for n, args in on.items() if n in EFFECTS["ENABLE"])),
+        tuple(sorted((n, args) for n, args in off.items() if n in EFFECTS["DISABLE"])),
+    )
+
+
+@lru_cache(maxsize=256)
+def _interned(
+    enable: tuple[tuple[str, tuple[str, ...]], ...],
+    disable: tuple[tuple[str, tuple[str, ...]], ...],
+) -> Settings:
+    return Settings(dict(enable), dict(disable))
+
+
+def disabled(name: str) -> bool:
+    """Returns whether `FUSER_DISABLE` turns a feature off for the whole process."""
+    return settings().disabled(name)
+
+
+def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
+    """Returns the options of one call, each a known name.
 
     Raises:
-        OptionError: a name is unknown (`Unrecognized disable_option: <x>`).
+        OptionError: `Unrecognized enable_option: <x>`.
     """
-    return _per_call("disable", options, DISABLE_NAMES)
-
-
-def _per_call(kind: str, options: Iterable[str], known: frozenset[str]) -> frozenset[str]:
-    if isinstance(options, str):
-        raise OptionError(f"{kind} options are a list of names, not the string {options!r}")
+    if isinstance(options, str) or not isinstance(options, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(f"{kind} options are a list of names, not {options!r}")
     chosen = tuple(options)
-    for name in chosen:
+    known = known_names(kind.upper())
+    for option in chosen:
+        name = str(option).partition("(")[0]
         if name not in known:
-            hint = _nearest(str(name), known)
-            raise OptionError(f"Unrecognized {kind}_option: {name}{hint}")
-    return frozenset(chosen)
+            raise OptionError(f"Unrecognized {kind}_option: {option}{_nearest(name, known)}")
+    return chosen
+
+
+def known_names(kind: str) -> frozenset[str]:
+    """Returns every name that `FUSER_<kind>` accepts."""
+    return frozenset(EFFECTS[kind]) | frozenset(NO_EFFECT[kind])
+
+
+def _known(kind: str, name: str) -> str:
+    if name not in EFFECTS[kind]:
+        raise OptionError(f"{name!r} is not a {kind} option{_nearest(name, EFFECTS[kind])}")
+    return name
 
 
 def _lookup(kind: str, name: str) -> tuple[str, ...] | None:
-    if name not in _LISTS[kind]:
-        raise OptionError(f"{name!r} is not a {kind} option{_nearest(name, _LISTS[kind])}")
+    if name not in known_names(kind):
+        raise OptionError(f"{name!r} is not a {kind} option{_nearest(name, known_names(kind))}")
     return _options(kind).get(name)
 
 
@@ -274,7 +299,7 @@ def _options(kind: str) -> Mapping[str, tuple[str, ...]]:
 @lru_cache(maxsize=64)
 def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
     """Parses `name,name(a,b),...` into a map from name to arguments."""
-    known = _LISTS[kind]
+    known = known_names(kind)
     found: dict[str, tuple[str, ...]] = {}
     rest = text
     while rest:
@@ -295,6 +320,19 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
                 raise OptionError(
                     f"Parsing {kind} failed. Syntax error: expect a ',' after ')' in {text!r}"
                 )
+        _check_arguments(kind, name, args)
         found[name] = args
         rest = rest[1:]
     return found
+
+
+def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
+    """Features take exactly the arguments that the table says; dumps take what nvFuser's take."""
+    if kind == "DUMP":
+        return
+    choices = ARGUMENTS.get(name)
+    if choices is None and args:
+        raise OptionError(f"{name} takes no arguments, got {name}({','.join(args)})")
+    if choices is not None and (len(args) != 1 or args[0] not in choices):
+        wanted = " or ".join(f"{name}({c})" for c in choices)
+        raise OptionError(f"{name}({','.join(args)}) is not known: expected {wanted}")

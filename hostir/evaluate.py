@@ -7,15 +7,18 @@ bit. `HostIrEvaluator.run` uses it once per class of inputs, and replays it afte
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from fuser import options
 from fuser.errors import ShardingError
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
+from fuser.options import Settings
 from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder
 from hostir.container import HostIrContainer, KernelGroup
@@ -114,20 +117,23 @@ def carry_out(op: Op, frame: Frame) -> None:
 
 
 # ------------------------------------------------------------------ the evaluator
-def make_kernel_executor(group: KernelGroup) -> KernelRunner:
+def make_kernel_executor(group: KernelGroup, settings: Settings) -> KernelRunner:
     """Return the executor that compiles a group's kernel for local shards."""
     from fuser.kernels.executor import KernelExecutor
     from multidevice.localize import localize
 
     fusion, _ = localize(group.fusion)
-    return KernelExecutor(fusion, scheduler=group.scheduler, name=f"kernel{group.number}")
+    return KernelExecutor(
+        fusion, scheduler=group.scheduler, name=f"kernel{group.number}", settings=settings
+    )
 
 
 class HostIrEvaluator:
     """Runs one program on one rank; ranks do not share evaluators.
 
     `communicator` defaults to this process's, asked for only by programs with a mesh. `device`
-    defaults to that of the first tensor input. `make_runner` makes what runs a kernel group.
+    defaults to that of the first tensor input, `settings` to those of the environment.
+    `make_runner` makes what runs a kernel group.
     """
 
     def __init__(
@@ -136,12 +142,15 @@ class HostIrEvaluator:
         communicator: Communicator | None = None,
         *,
         device: torch.device | str | None = None,
-        make_runner: MakeRunner = make_kernel_executor,
+        settings: Settings | None = None,
+        make_runner: MakeRunner | None = None,
     ) -> None:
         self.program = program
         self._binder = InputBinder(program.values)
         self._device = None if device is None else torch.device(device)
-        self._make_runner = make_runner
+        self._make_runner = make_runner or partial(
+            make_kernel_executor, settings=options.settings() if settings is None else settings
+        )
         self._runners: dict[int, KernelRunner] = {}
         self._plans: dict[object, Plan] = {}
         self._arena = Arena()

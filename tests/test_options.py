@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fuser import options
 from fuser.errors import OptionError
+from fuser.option_names import EFFECTS, NO_EFFECT
 
 
 @pytest.fixture(autouse=True)
@@ -73,17 +75,77 @@ def test_asking_for_an_unknown_dump_is_an_error() -> None:
         options.dump_enabled("hostir")
 
 
-def test_per_call_options() -> None:
-    assert options.check_enable_options(["host_ir_lowering"]) == {"host_ir_lowering"}
-    assert options.enabled("host_ir_lowering", ["host_ir_lowering"])
-    assert not options.enabled("host_ir_lowering")
-    assert options.disabled("infer_contiguity", options.check_disable_options(["infer_contiguity"]))
-    with pytest.raises(OptionError, match="Unrecognized enable_option: nope"):
-        options.check_enable_options(["nope"])
-    with pytest.raises(OptionError, match="Unrecognized disable_option: host_ir_lowering"):
-        options.check_disable_options(["host_ir_lowering"])
-    with pytest.raises(OptionError, match="list of names"):
-        options.check_enable_options("host_ir_lowering")
+def test_settings_are_one_object_per_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = options.settings()
+    assert not plain.enabled("checked")
+    assert plain.argument("schedules_for") is None
+    # Names that change nothing do not make another program.
+    assert options.settings(["host_ir_lowering"], ["matmul_expr_eval"]) is plain
+    per_call = options.settings(["checked", "schedules_for(h200)"])
+    assert per_call.enabled("checked")
+    assert per_call.argument("schedules_for") == "h200"
+    monkeypatch.setenv("FUSER_ENABLE", "schedules_for(h200),checked")
+    assert options.settings() is per_call
+    assert options.settings(["checked"]) is per_call
+
+
+@pytest.mark.parametrize(
+    ("enable", "disable", "text"),
+    [
+        (["nope"], (), "Unrecognized enable_option: nope"),
+        (["cheked"], (), "did you mean 'checked'"),
+        ((), ["host_ir_lowering"], "Unrecognized disable_option: host_ir_lowering"),
+        ("checked", (), "list of names"),
+        (None, (), "list of names"),
+        ([1], (), "Unrecognized enable_option: 1"),
+        (["schedules_for"], (), r"expected schedules_for\(h200\)"),
+        (["schedules_for(h100)"], (), r"schedules_for\(h100\) is not known"),
+        (["checked(1)"], (), "checked takes no arguments"),
+        ((), ["multidevice"], "set it in FUSER_DISABLE"),
+    ],
+)
+def test_bad_options_of_a_call(enable: Any, disable: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        options.settings(enable, disable)
+
+
+def test_asking_for_a_feature_without_effect_is_an_error() -> None:
+    """So that no code can depend on a name which the table says changes nothing."""
+    with pytest.raises(OptionError, match="not a DISABLE option"):
+        options.settings().disabled("matmul_expr_eval")
+
+
+def test_every_name_is_documented_and_does_one_thing() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
+    for kind in options.KINDS:
+        assert not EFFECTS[kind].keys() & NO_EFFECT[kind].keys()
+        for name, why in {**EFFECTS[kind], **NO_EFFECT[kind]}.items():
+            assert f"`{name}`" in text, f"{name} of FUSER_{kind}"
+            assert why in text, f"the meaning of {name} of FUSER_{kind}"
+    for variable in options.VARIABLES.values():
+        assert f"`{variable.name}`" in text
+
+
+@pytest.mark.parametrize("port", ["\u0663\u0663", "\u00b2", "1" * 5000, "-1", "0", "65536"])
+def test_a_port_is_written_in_ascii_digits(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("FUSER_MASTER_PORT", port)
+    with pytest.raises(OptionError, match="not a port number"):
+        options.master_port()
+
+
+def test_the_cache_of_an_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSER_CACHE_DIR", "~no-such-user-here/kernels")
+    with pytest.raises(OptionError, match="FUSER_CACHE_DIR='~no-such-user-here/kernels'"):
+        options.cache_dir()
+
+
+@pytest.mark.parametrize(("name", "value"), [("FUSER_DUMP", "ptx"), ("FUSER_PROF", "print")])
+def test_a_name_that_prints_nothing_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=f"{name}: nothing is printed for {value}"):
+        options.check_environment()
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fuser.errors import FuserError
 from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
+from fuser.options import Settings
 from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize
 from fuser.passes.segment import SegmentedFusion, segment_fusion
@@ -60,7 +61,9 @@ class FusionExecutorCache:
         self._fusion_id = fusion_id
         self._auto_schedule = auto_schedule
         self._binder = InputBinder(fusion)
-        # Both keys start with the communicator: simulated ranks may share one definition.
+        self._settings = options.settings()
+        # Both keys start with the communicator (simulated ranks may share one definition) and the
+        # options of the call.
         self._by_signature: dict[object, Runtime] = {}
         self._by_class: dict[object, Runtime] = {}
         self._recent: dict[Communicator, Runtime] = {}
@@ -85,12 +88,13 @@ class FusionExecutorCache:
         error: FuserError | None = None
         key: Hashable = None
         try:
-            options.check_enable_options(_enable_options)
-            options.check_disable_options(_disable_options)
-            key = (communicator, signature_of(inputs))
+            settings = self._settings
+            if _enable_options != () or _disable_options != ():
+                settings = options.settings(_enable_options, _disable_options)
+            key = (communicator, settings, signature_of(inputs))
             runtime = self._by_signature.get(key)
             if runtime is None:
-                runtime = self._find_or_build(inputs, device, communicator)
+                runtime = self._find_or_build(inputs, device, communicator, settings)
                 self._by_signature[key] = runtime
         except FuserError as found:
             error = found
@@ -117,22 +121,28 @@ class FusionExecutorCache:
         inputs: Sequence[Argument],
         device: int | str | torch.device | None,
         communicator: Communicator,
+        settings: Settings,
     ) -> Runtime:
         sharding.check_world(self._fusion, communicator.size())
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)
         sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
         input_class = classify(self._fusion, inputs, sizes, where)
-        runtime = self._by_class.get((communicator, input_class.key))
+        key = (communicator, settings, input_class.key)
+        runtime = self._by_class.get(key)
         if runtime is None:
-            runtime = self._build(input_class, communicator, where)
-            self._by_class[communicator, input_class.key] = runtime
+            runtime = self._build(input_class, communicator, where, settings)
+            self._by_class[key] = runtime
         sharding.check_divisible(runtime.segmented.fusion, sizes)
         runtime.evaluator.prepare(inputs)
         return runtime
 
     def _build(
-        self, input_class: InputClass, communicator: Communicator, device: torch.device
+        self,
+        input_class: InputClass,
+        communicator: Communicator,
+        device: torch.device,
+        settings: Settings,
     ) -> Runtime:
         def dump(name: str, text: Callable[[], str]) -> None:
             if options.dump_enabled(name) and communicator.rank() == 0:
@@ -154,17 +164,19 @@ class FusionExecutorCache:
         program = run_passes(
             lower(segmented, backend_name=communicator.backend_for(device).name.upper())
         )
-        evaluator = HostIrEvaluator(program, communicator, device=device)
+        evaluator = HostIrEvaluator(program, communicator, device=device, settings=settings)
         dump("segmented_fusion", segmented.describe)
         dump("host_ir", lambda: str(program))
-        text = program.full_text()
+        # Ranks that run with different options disagree, as with different programs.
+        text = f"// options: {settings}\n{program.full_text()}"
         return Runtime(segmented, program, evaluator, text, digest_of(text))
 
     # ------------------------------------------------------------ looking inside
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Return whether a program for inputs like these exists."""
         del device
-        return (Communicator.instance(), signature_of(inputs)) in self._by_signature
+        key = (Communicator.instance(), self._settings, signature_of(inputs))
+        return key in self._by_signature
 
     def host_program(self) -> HostIrContainer:
         """Return the program of the most recent run."""

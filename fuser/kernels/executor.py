@@ -9,6 +9,7 @@ nothing, serves every new class.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuser import options
-from fuser.device import DeviceInfo, describe_device
+from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
 from fuser.errors import InputError, KernelError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
@@ -27,7 +28,8 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
+from fuser.ir.text import fusion_text, op_text
+from fuser.options import Settings
 from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compile_kernels
 
 if TYPE_CHECKING:
@@ -84,8 +86,9 @@ class Launch:
 class KernelExecutor:
     """Runs a local fusion (no device or stream axes) with one scheduler.
 
-    `device` overrides the description that heuristics read: a GPU's schedules also run on CPU
-    tensors. `checked` compiles CPU kernels with all run-time checks.
+    `settings` are the features of the program that it runs for. `device` overrides the description
+    that heuristics read: a GPU's schedules also run on CPU tensors. `checked` compiles CPU kernels
+    with all run-time checks.
     """
 
     def __init__(
@@ -96,14 +99,17 @@ class KernelExecutor:
         name: str,
         device: DeviceInfo | None = None,
         checked: bool = False,
+        settings: Settings | None = None,
     ) -> None:
         from fuser.schedule import registry
 
+        settings = options.settings() if settings is None else settings
+        described = settings.argument("schedules_for")
         self.fusion = fusion
         self.name = name
         self.scheduler = registry.scheduler(scheduler)
-        self.checked = checked
-        self._device = device
+        self.checked = checked or settings.enabled("checked")
+        self._device = device or (DESCRIPTIONS[described] if described else None)
         self._tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
         self._tensors += fusion.outputs
         self._orders = [declared_order(tv) for tv in self._tensors]
@@ -154,7 +160,10 @@ class KernelExecutor:
             if record is None:
                 self._run_empty(inputs, outputs, sizes)
                 return
-            self._launch(record, tensors, numbers, stream)
+            try:
+                self._launch(record, tensors, numbers, stream)
+            except KernelError as error:
+                raise KernelError(f"{error}\n{self._blame(record.variant, error)}") from None
 
     def _launch(
         self,
@@ -188,6 +197,19 @@ class KernelExecutor:
         for param, position in record.pointers:
             set_pointer(param, tensors[position].data_ptr())
         record.prepared.run(stream)
+
+    def _blame(self, variant: Variant, error: KernelError) -> str:
+        """Return the op and the user's line of the tensor that a finding names (else all ops)."""
+        named = re.search(r"\bT(\d+)\b", str(error))
+        number = int(named[1]) if named else None
+        tv = next((t for t in self._tensors if variant.twins[t.number].number == number), None)
+        if tv is None:
+            what, ops = "this kernel computes", self.fusion.exprs
+        else:
+            definition = self.fusion.definition(tv)
+            what = f"T{tv.number} is of"
+            ops = self.fusion.uses(tv) if definition is None else (definition,)
+        return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
 
     def _fill(
         self,

@@ -1,0 +1,115 @@
+"""The names that the list-valued options know: what each does here, or why it changes nothing.
+
+`docs/options.md` is this table for readers, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# What a name does. The key is the variable without `FUSER_`.
+EFFECTS: Mapping[str, Mapping[str, str]] = {
+    "DUMP": {
+        "host_ir": "the host program that runs, with a section per kernel",
+        "fusion_ir_concretized": "the fusion with symbolic reshapes and extents of 0 and 1 decided",
+        "fusion_ir_preseg": "the fusion before segmentation, with all shardings",
+        "segmented_fusion": "one line per segment: kind, ops, results",
+        "scheduler_params": "the parameters that the scheduler chose for a kernel",
+        "fusion_ir": "a kernel's fusion after scheduling",
+        "kernel_ir": "a kernel's loop nests before they become C++",
+        "cuda_kernel": "a kernel's CUDA C++ text",
+    },
+    "ENABLE": {
+        "checked": "CPU kernels check bounds, alignment, uninitialised reads and shared-memory "
+        "races; a finding is a KernelError that names tensor, op and the user's line",
+        "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
+    },
+    "DISABLE": {
+        "multidevice": "this process takes no part in a job; read when the communicator starts",
+    },
+    "PROF": {},
+}
+
+_ONE_LOWERING = "every program is lowered to a host program and runs from it"
+_NO_PROTOCOLS = "a communication has one protocol per backend"
+_NO_SUCH_SCHEDULER = "there is no such scheduler"
+_LIBRARY = "matmul and linear are always evaluated by torch"
+_ALWAYS = "the code generator has one form, which needs no such switch"
+_LATER = "not there yet"
+_NO_OUTPUT = "no such text exists here"
+_NO_PROFILER = "there is no profiler: use torch.profiler or nsys"
+
+# nvFuser's names that existing programs use and that change nothing here, each with the reason.
+NO_EFFECT: Mapping[str, Mapping[str, str]] = {
+    "DUMP": dict.fromkeys(
+        """
+        host_ir_lowering host_ir_jit communication pre_segmenter_logging fusion_ir_presched
+        fusion_ir_math fusion_ir_original python_definition fusion_args kernel_args launch_param
+        compile_params cuda_full cuda_to_file ptx cubin sass sass_to_file ptxas_verbose
+        perf_debug_verbose scheduler_verbose segmenter_logging fusion_ir_graph
+        draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose index_type
+        sync_map parallel_dimensions predicate_elimination lower_verbose expr_simplify expr_sort
+        expr_sort_verbose bank_conflict buffer_reuse_verbose dynamic_shared_memory
+        global_zeroed_memory occupancy ftrace cutlass_compile
+        """.split(),
+        _NO_OUTPUT,
+    ),
+    "ENABLE": {
+        "host_ir_lowering": _ONE_LOWERING,
+        "host_ir_jit": _ONE_LOWERING,
+        "insert_resharding_after": "decomposition decides where a resharding stands",
+        "p2p_protocol": _NO_PROTOCOLS,
+        "p2p_transport": _NO_PROTOCOLS,
+        "multicast_protocol": _NO_PROTOCOLS,
+        "wait_debugger": "attach a debugger to the rank's process",
+        "fuse_matmul": _LIBRARY,
+        "fuse_multiple_matmuls": _LIBRARY,
+        "cutlass_scheduler": _LIBRARY,
+        "kernel_profile": _NO_PROFILER,
+        "kernel_debug": _LATER,
+        "kernel_lineinfo": _LATER,
+        "kernel_db": "compiled kernels are always kept on disk, by content",
+        "static_fusion_count": "kernels are named by segment",
+        "warn_register_spill": "CudaKernel.attributes() tells the local bytes of a kernel",
+        "fast_math": "kernels keep NaN, infinities and accuracy",
+        "reuse_zeroed_memory": "zeroed workspaces are always kept with the kernel's launch",
+        "memory_promotion": _ALWAYS,
+        "io_to_lower_precision": "a segment's border keeps the dtype of the definition",
+        "id_model_extra_validation": "fusions are verified after every pass",
+        "tma_pointwise": _NO_SUCH_SCHEDULER,
+        "tma_inner_persistent": _NO_SUCH_SCHEDULER,
+        "tma_reduction": _NO_SUCH_SCHEDULER,
+        "ws_normalization": _NO_SUCH_SCHEDULER,
+    },
+    "DISABLE": {
+        "infer_contiguity": "contiguity is read from the tensors of each call",
+        "resize_scheduler": _NO_SUCH_SCHEDULER,
+        "greedy_scheduler": _NO_SUCH_SCHEDULER,
+        "matmul_expr_eval": _LIBRARY,
+        "kernel_reuse": _LATER,
+        "parallel_compile": _LATER,
+        "nvrtc_caching": _LATER,
+        "fma": _LATER,
+        "index_hoist": _ALWAYS,
+        "compile_to_sass": "kernels are always compiled to machine code",
+        "fallback": "nothing falls back: what cannot be compiled raises",
+        "nvtx": "no ranges are marked",
+        "contig_indexing": _ALWAYS,
+        "expr_simplify": _ALWAYS,
+        "grouped_grid_welford_outer_opt": _ALWAYS,
+        "magic_zero": _ALWAYS,
+        "predicate_elimination": _ALWAYS,
+        "reuse_mismatched_type_registers": _ALWAYS,
+        "var_name_remapping": _ALWAYS,
+        "welford_vectorization": _ALWAYS,
+        "python_inline_definitions": "no definition is printed as Python",
+    },
+    "PROF": dict.fromkeys(
+        ("enable", "enable.nocupti", "print", "print.nocupti", "print.verbose"), _NO_PROFILER
+    ),
+}
+
+# Names that take part in what one process does once, so that one call cannot choose them.
+PROCESS_WIDE = frozenset({"multidevice"})
+# The arguments that a name must have, one of these; the others take none.
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {"schedules_for": ("h200",)}

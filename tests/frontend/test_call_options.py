@@ -1,0 +1,103 @@
+"""Options of one call: each has its effect on that call, and on no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuser import FusionDefinition, TensorView, multidevice
+from fuser.errors import KernelError, ProgramMismatchError
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.kernels.executor import KernelExecutor
+from fuser.options import settings
+
+
+def row_sums() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.sum(fd.ops.mul(x, 2.0), dim=1))
+    return fd
+
+
+def executor(fec: FusionExecutorCache) -> KernelExecutor:
+    """The runner of the only kernel of the most recent program."""
+    evaluator = fec._last().evaluator
+    (group,) = evaluator.program.groups
+    runner = evaluator.kernel(group)
+    assert isinstance(runner, KernelExecutor)
+    return runner
+
+
+def test_checked_mode_is_an_option_of_one_call() -> None:
+    fd, x = row_sums(), torch.randn(5, 33)
+    expected = (x.double() * 2).sum(1).float()
+    (checked,) = fd.execute([x], _enable_options=["checked"])
+    torch.testing.assert_close(checked, expected)
+    assert executor(fd.fec).checked
+    (plain,) = fd.execute([x])
+    torch.testing.assert_close(plain, expected)
+    assert not executor(fd.fec).checked
+
+
+def test_checked_mode_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSER_ENABLE", "checked")
+    fd = row_sums()
+    fd.execute([torch.randn(5, 33)])
+    assert executor(fd.fec).checked
+
+
+def test_a_finding_names_tensor_op_and_line() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        fd.add_output(fd.ops.exp(x))
+    kernel = KernelExecutor(
+        fd.fusion, scheduler="pointwise", name="small", settings=settings(["checked"])
+    )
+    with pytest.raises(KernelError) as found:
+        kernel.run([torch.zeros(8)], [torch.zeros(4)], sizes={})
+    message = str(found.value)
+    assert "T1[4], which has 4 elements" in message
+    assert "T1 is of" in message and "= expf(T0" in message
+    assert "test_call_options.py:" in message
+
+
+def test_schedules_of_another_device_run_on_the_cpu() -> None:
+    """The H200's schedule of a reduction over long rows uses a block per row."""
+    fd, x = row_sums(), torch.randn(6, 4096)
+    expected = (x.double() * 2).sum(1).float()
+    for options, has_threads in ((["schedules_for(h200)", "checked"], True), ([], False)):
+        (out,) = fd.execute([x], _enable_options=options)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-3)
+        (variant,) = executor(fd.fec).variants
+        assert variant.kernel.source.uses_barriers is has_threads
+
+
+def matrix_sum(mesh: multidevice.DeviceMesh) -> tuple[FusionDefinition, TensorView]:
+    from fuser import ParallelType
+
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.sum(x, dim=1))
+        x.set_device_mesh(mesh)
+        x.outer_split(1, 2)
+        x.axis(1).parallelize(ParallelType.mesh_x)
+    return fd, x
+
+
+def test_ranks_with_different_options_disagree() -> None:
+    fd, x = matrix_sum(multidevice.DeviceMesh([0, 1]))
+    full = torch.randn(4, 6)
+
+    def body(options: list[list[str]]) -> str:
+        rank = multidevice.Communicator.instance().rank()
+        shard = multidevice.shard_tensor(full, x)
+        try:
+            (out,) = fd.execute([shard], _enable_options=options[rank])
+        except ProgramMismatchError as error:
+            return str(error)
+        torch.testing.assert_close(out, full.double().sum(1).float())
+        return ""
+
+    with multidevice.simulate(2) as world:
+        assert all("checked" in text for text in world.run(lambda: body([["checked"], []])))
+        assert world.run(lambda: body([["checked"], ["checked"]])) == ["", ""]
