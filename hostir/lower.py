@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
@@ -27,18 +26,13 @@ from hostir.container import HostIrContainer, KernelGroup
 from hostir.ops import (
     Allocate,
     Communication,
-    CommunicationType,
     LaunchKernel,
     LocalSlice,
-    RedOp,
-    TeamOf,
     Wait,
 )
-from multidevice.communication import LocalSlice as SliceInfo
-from multidevice.communication import check_lowerable, resharding_of
+from multidevice.communication import RED_OP_OF, communication_type, team_of
 from multidevice.sharding import local_extents
 
-RED_OP_OF: dict[str, RedOp] = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
 
@@ -110,22 +104,25 @@ class _Lowering:
     def communication(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
-            inp, out = op.inputs[0], op.out_tensor
-            check_lowerable(op)
-            info = resharding_of(op)
-            assert info is not None, f"{op.name} is a communication segment, but reshards nothing"
-            self._allocate(out)
-            if isinstance(info, SliceInfo):
-                self.ops.append(LocalSlice(out, inp, axis=info.axis, ptype=info.ptype))
+            assert isinstance(op, nodes.Reshard), f"{op.name} is no communication"
+            self._allocate(op.out)
+            kind = communication_type(op)
+            if kind == "LocalSlice":
+                assert op.target is not None, f"{op} slices no axis"
+                self.ops.append(
+                    LocalSlice(op.out, op.inp, axis=op.target, ptype=op.ptypes[0]).replace(
+                        where=op.where
+                    )
+                )
                 continue
             number = sum(isinstance(o, Communication) for o in self.ops)
             communication = Communication(
-                inp,
-                out,
+                op.inp,
+                op.out,
                 number=number,
-                type=cast("CommunicationType", info.type.value),
-                team=TeamOf(info.mesh, (info.ptype,)),
-                red_op=RED_OP_OF[info.reduction] if info.reduction else "SUM",
+                type=kind,
+                team=team_of(op),
+                red_op=RED_OP_OF[op.reduction] if op.reduction else "SUM",
                 backend=self.backend_name,
             )
             self.ops += [communication.replace(where=op.where), Wait(number=number)]

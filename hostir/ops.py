@@ -8,70 +8,20 @@ input.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from fuser.errors import VerifyError
 from fuser.ir import nodes
 from fuser.ir.core import Op, attr, operand, operands, result, results
-from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.layout import allocated_elements
+from multidevice.backends.protocol import RED_OPS, RedOp
+from multidevice.communication import CommunicationType, TeamOf
 
-CommunicationType = Literal[
-    "Allgather",
-    "Allreduce",
-    "AllToAll",
-    "Broadcast",
-    "Gather",
-    "Reduce",
-    "ReduceScatter",
-    "Scatter",
-]
-RedOp = Literal["SUM", "PRODUCT", "MIN", "MAX"]
-COMMUNICATION_TYPES: tuple[CommunicationType, ...] = (
-    "Allgather",
-    "Allreduce",
-    "AllToAll",
-    "Broadcast",
-    "Gather",
-    "Reduce",
-    "ReduceScatter",
-    "Scatter",
-)
-RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX")
 ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
 REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
-
-
-@dataclass(frozen=True)
-class TeamOf:
-    """The team of each rank: the ranks of `mesh` that differ from it only along `ptypes`."""
-
-    mesh: DeviceMesh
-    ptypes: tuple[ParallelType, ...]
-
-    def ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the team of `rank` in mesh order; () when the mesh does not have it."""
-        return self.mesh.team(rank, self.ptypes) if self.mesh.has(rank) else ()
-
-    @property
-    def size(self) -> int:
-        return _product(self.mesh.size_of(p) for p in self.ptypes)
-
-    def __str__(self) -> str:
-        if self.mesh.ndim == 1:
-            return "(" + " ".join(map(str, self.mesh.devices)) + ")"
-        return f"{' '.join(p.name for p in self.ptypes)} of {self.mesh}"
-
-
-def _product(sizes: Iterator[int]) -> int:
-    out = 1
-    for size in sizes:
-        out *= size
-    return out
 
 
 class HostOp(Op):

@@ -14,7 +14,10 @@ from fuser.ir.parse import Attribute, Parser, parse_fusion_at
 from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.ops import COMMUNICATION_TYPES, HOST_OPS, RED_OPS, TeamOf
+from hostir.ops import HOST_OPS
+from hostir.post import POST
+from multidevice.backends.protocol import RED_OPS
+from multidevice.communication import TeamOf
 
 _GROUP = re.compile(r"^Kernel group (\d+) \(([^()\n]*)\) :[ ]*$", re.MULTILINE)
 _TYPE_NAME = re.compile(r"[a-z]\w*")
@@ -103,8 +106,7 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 
 
 ATTRIBUTES: Mapping[str, Attribute] = {
-    "CommunicationType": _one_of(COMMUNICATION_TYPES, "communication type"),
+    "CommunicationType": _one_of(tuple(POST), "communication type"),
     "RedOp": _one_of(RED_OPS, "reduction"),
     "TeamOf": _team,
-    "int | None": lambda parser: parser.cursor.integer(),
 }

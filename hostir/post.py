@@ -8,9 +8,8 @@ import torch
 
 from fuser.errors import CommunicationError
 from hostir.ops import Communication
-from multidevice.backends.protocol import Backend, ReduceOp, Team, Work
+from multidevice.backends.protocol import Backend, Team, Work
 
-_REDUCE: dict[str, ReduceOp] = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 Buffer = torch.Tensor | None
 
 
@@ -29,14 +28,14 @@ def _allgather(op: Communication, team: Team, backend: Backend, inp: Buffer, out
 
 def _allreduce(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
     assert inp is not None and out is not None
-    return backend.allreduce(out, inp, op=_REDUCE[op.red_op], team=team)
+    return backend.allreduce(out, inp, op=op.red_op, team=team)
 
 
 def _reduce_scatter(
     op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer
 ) -> Work:
     assert inp is not None and out is not None
-    return backend.reduce_scatter(out, inp, op=_REDUCE[op.red_op], team=team)
+    return backend.reduce_scatter(out, inp, op=op.red_op, team=team)
 
 
 def _alltoall(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
@@ -65,7 +64,7 @@ def _scatter(op: Communication, team: Team, backend: Backend, inp: Buffer, out: 
 
 def _reduce(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
     assert inp is not None
-    return backend.reduce(out, inp, op=_REDUCE[op.red_op], root=_root(op, team), team=team)
+    return backend.reduce(out, inp, op=op.red_op, root=_root(op, team), team=team)
 
 
 def _root(op: Communication, team: Team) -> int:

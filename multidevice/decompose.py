@@ -29,7 +29,7 @@ from fuser.ir.nodes import (
 )
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from multidevice.communication import check_lowerable, is_copy
+from multidevice.communication import as_reshard, check_lowerable, is_copy
 from multidevice.partial_sums import (
     add_row_parallel_bias_last,
     factor_device_reductions,
@@ -61,7 +61,7 @@ from multidevice.stepwise import Copies, split_copies
 
 
 def decompose_reshardings(fusion: Fusion) -> None:
-    """Rewrite the fusion until every resharding op is one collective or one local slice.
+    """Rewrite the fusion until every op is local or a `Reshard`: one collective or local slice.
 
     Raises:
         ShardingError: an op cannot be computed with the placements asked for.
@@ -75,8 +75,18 @@ def decompose_reshardings(fusion: Fusion) -> None:
     insert_reshardings(fusion, copies)
     split_copies(fusion, copies)
     copies.drop_unused()
+    name_reshardings(fusion)
+
+
+def name_reshardings(fusion: Fusion) -> None:
+    """Make every copy and reduction that changes a placement the `Reshard` that it is."""
+    ops: list[TensorOp] = []
     for op in fusion.exprs:
-        check_lowerable(op)
+        found = as_reshard(op)
+        if found is not None:
+            check_lowerable(found)
+        ops.append(op if found is None else found)
+    fusion.exprs = ops
 
 
 # ------------------------------------------------------------------ copies around ops

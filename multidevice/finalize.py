@@ -17,7 +17,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from multidevice.communication import communication_info
+from multidevice.communication import communicates
 from multidevice.placement import is_contiguous, memory_order, spread_axes
 from multidevice.sharding import have_different_shardings
 
@@ -41,7 +41,7 @@ def finalize_domains(fusion: Fusion) -> None:
         shard_allocation(tv)
         parallel_axes_to_front(tv)
     for op in fusion.exprs:
-        if communication_info(op) is None:
+        if not communicates(op):
             continue
         for tv in (op.inputs[0], op.out_tensor):
             if not is_contiguous(tv):

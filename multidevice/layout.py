@@ -16,15 +16,9 @@ from dataclasses import replace
 from fuser.ir import scalar as sc
 from fuser.ir.domain import contiguity_for
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, TensorOp
+from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, Reshard, ReshapeOp, TensorOp
 from fuser.ir.tensor import TensorView
-from multidevice.communication import (
-    CommunicationInfo,
-    CommunicationType,
-    communication_info,
-    is_copy,
-    resharding_of,
-)
+from multidevice.communication import communicates, communication_type, is_copy, moved_axes
 from multidevice.placement import (
     clone_domain,
     copy_like,
@@ -35,9 +29,8 @@ from multidevice.placement import (
     set_memory_order,
     without_root,
 )
-from multidevice.stepwise import replace_operand
 
-_OUTERMOST = (CommunicationType.allgather, CommunicationType.reduce_scatter)
+_OUTERMOST = ("Allgather", "ReduceScatter")
 
 
 def lay_out_communication(fusion: Fusion) -> None:
@@ -49,10 +42,8 @@ def lay_out_communication(fusion: Fusion) -> None:
     collective's order; a declared one is a requirement, met by a copy behind the collective.
     """
     for op in fusion.exprs:
-        info = communication_info(op)
-        if info is not None:
-            op = _fit_producer(fusion, op, info)
-            _fit_consumer(fusion, op, info)
+        if isinstance(op, Reshard) and communicates(op):
+            _fit_consumer(fusion, _fit_producer(fusion, op))
 
 
 def _is_local_one(tv: TensorView, position: int) -> bool:
@@ -74,9 +65,9 @@ def _required_order(tv: TensorView, axis: int | None) -> list[int]:
     return [axis, *(p for p in order if p != axis)]
 
 
-def _fit_producer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> TensorOp:
-    operand = op.inputs[0]
-    axis = info.producer_axis if info.type in _OUTERMOST else None
+def _fit_producer(fusion: Fusion, op: Reshard) -> Reshard:
+    operand = op.inp
+    axis = moved_axes(op)[0] if communication_type(op) in _OUTERMOST else None
     order = _required_order(operand, axis)
     if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand):
         return op
@@ -85,7 +76,7 @@ def _fit_producer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> Tens
         return op
     made = copy_like(operand, operand.mesh, placement(operand))
     set_memory_order(made, order)
-    moved = replace_operand(op, 0, made)
+    moved = op.replace(inp=made)
     fusion.replace_expr(op, [LoadStoreOp(made, operand).replace(where=op.where), moved])
     return moved
 
@@ -101,18 +92,19 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
         return False  # torch writes matmuls in row-major order; a reshape may alias its operand
     if isinstance(definition, LoadStoreOp) and not is_copy(definition):
         return False  # so may a permute
-    return len(tv.uses()) == 1 and resharding_of(definition) is None
+    return len(tv.uses()) == 1 and not isinstance(definition, Reshard)
 
 
-def _fit_consumer(fusion: Fusion, op: TensorOp, info: CommunicationInfo) -> None:
+def _fit_consumer(fusion: Fusion, op: Reshard) -> None:
     """Write the collective's result in the operand's order of axes."""
-    operand, out = op.inputs[0], op.out_tensor
+    operand, out = op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
-    if info.type in _OUTERMOST and info.consumer_axis is not None:
+    axis = moved_axes(op)[1] if communication_type(op) in _OUTERMOST else None
+    if axis is not None:
         # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
-        rest = [p for p in order if p != info.consumer_axis]
-        is_first = all(_is_local_one(out, p) for p in order[: order.index(info.consumer_axis)])
-        order = order if is_first else [info.consumer_axis, *rest]
+        rest = [p for p in order if p != axis]
+        is_first = all(_is_local_one(out, p) for p in order[: order.index(axis)])
+        order = order if is_first else [axis, *rest]
     current = [p for p, _ in memory_order(out)]
     if order == current and is_contiguous(out):
         return

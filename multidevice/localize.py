@@ -23,7 +23,7 @@ from fuser.ir.domain import (
     transforms_between,
 )
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, SliceOp, TensorOp
+from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, Reshard, SliceOp, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
@@ -34,7 +34,7 @@ from multidevice.placement import (
     path_to_root,
     without_root,
 )
-from multidevice.sharding import has_mesh, is_resharding, rfactor_device_axis
+from multidevice.sharding import has_mesh, rfactor_device_axis
 
 
 def localize(fusion: Fusion) -> tuple[Fusion, dict[TensorView, TensorView]]:
@@ -52,7 +52,7 @@ def localize(fusion: Fusion) -> tuple[Fusion, dict[TensorView, TensorView]]:
     if not has_mesh(fusion):
         return local, twins
     for op in fusion.exprs:
-        if is_resharding(op):
+        if isinstance(op, Reshard):
             raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
     for tv, twin in twins.items():
         domain = local_domain(tv)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import Reshard
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
-from multidevice.communication import CommunicationInfo, communication_info
+from multidevice.communication import communicates
 from multidevice.decompose import decompose_reshardings
 from multidevice.finalize import complete_meshes, finalize_domains
 from multidevice.layout import lay_out_communication
@@ -32,7 +32,7 @@ class ShardingResult:
         default_factory=lambda: MappingProxyType({})
     )
     outputs: tuple[Sharding | None, ...] = ()
-    communications: tuple[tuple[TensorOp, CommunicationInfo], ...] = ()
+    communications: tuple[Reshard, ...] = ()
 
 
 def drop_unit_axes(fusion: Fusion) -> None:
@@ -60,8 +60,8 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 def shard_fusion(fusion: Fusion) -> ShardingResult:
     """Propagate, decompose, lay out and finalize the shardings of a fusion, in place.
 
-    Without meshes nothing happens. Afterwards every op is local, a local slice or one collective
-    (`communication.resharding_of`).
+    Without meshes nothing happens. Afterwards every op is local or a `Reshard`: a local slice or one
+    collective (`communication.communication_type`).
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.
@@ -77,6 +77,5 @@ def shard_fusion(fusion: Fusion) -> ShardingResult:
     for name, run in PASSES:
         run(fusion)
         verify_fusion(fusion, after=name)
-    infos = ((op, communication_info(op)) for op in fusion.exprs)
-    found = tuple((op, info) for op, info in infos if info is not None)
+    found = tuple(op for op in fusion.exprs if isinstance(op, Reshard) and communicates(op))
     return ShardingResult(MappingProxyType(facts), outputs, found)

@@ -156,7 +156,6 @@ class FusionExecutorCache:
         dump("fusion_ir_preseg", lambda: fusion_text(fusion))
         segmented = segment_fusion(
             fusion,
-            is_resharding=sharding.is_resharding,
             find_scheduler=_find_scheduler,
             local_shape=sharding.local_extents,
             memory_order=memory_order,

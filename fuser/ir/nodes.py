@@ -14,7 +14,7 @@ from fuser.errors import VerifyError
 from fuser.ir.core import Op, attr, operand, operands, result
 from fuser.ir.dtypes import INFO, DataType, category
 from fuser.ir.scalar import Scalar
-from fuser.ir.types import CacheOp, IterType, LoadStoreOpType
+from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
 
 if TYPE_CHECKING:
     from fuser.ir.tensor import TensorView
@@ -257,6 +257,48 @@ class LoadStoreOp(TensorOp):
                 for permute in ("", ".Permute"):
                     text = "{out}\n   = " + kind.value + permute + "( {inp}" + hint + " )"
                     yield {"kind": kind, "cache_op": cache_op}, text
+
+
+class Reshard(TensorOp):
+    """out is inp, or inp reduced over a device axis, placed otherwise: one change of placement.
+
+    Along the mesh axes `ptypes` (of inp.mesh and out.mesh), logical axis `source` of inp ceases to
+    be spread and logical axis `target` of out begins to be; positions leave reductions out, None:
+    no such axis. With `reduction` (a ReductionOp kind), `source` is a partial sum's device axis.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    ptypes: tuple[ParallelType, ...] = attr()
+    source: int | None = attr(default=None)
+    target: int | None = attr(default=None)
+    reduction: str | None = attr(default=None)
+
+    @property
+    def name(self) -> str:
+        return "reshard"
+
+    def template(self) -> str:
+        return _reshard_template(self.source is not None, self.target is not None, self.reduction)
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for source in (False, True):
+            for target in (False, True):
+                for reduction in (None, *ReductionOp.KINDS):
+                    absent: dict[str, object] = {} if source else {"source": None}
+                    absent |= {} if target else {"target": None}
+                    yield (
+                        {**absent, "reduction": reduction},
+                        _reshard_template(source, target, reduction),
+                    )
+
+
+def _reshard_template(has_source: bool, has_target: bool, reduction: str | None) -> str:
+    source = ", from = {source}" if has_source else ""
+    target = ", to = {target}" if has_target else ""
+    op = f", op = {reduction}" if reduction is not None else ""
+    return "{out}\n   = Reshard( {inp}, along = {ptypes}" + source + target + op + " )"
 
 
 class BroadcastOp(TensorOp):

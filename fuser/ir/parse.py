@@ -498,11 +498,18 @@ def _bools(parser: Parser) -> tuple[bool, ...]:
     return tuple(parser.cursor.items("}", lambda: _bool(parser)))
 
 
+def _ptypes(parser: Parser) -> tuple[ParallelType, ...]:
+    parser.cursor.take("{")
+    return tuple(parser.cursor.items("}", parser.ptype))
+
+
 # How an attribute is read, by the type in its declaration.
 ATTRIBUTES: dict[str, Attribute] = {
     "int": lambda parser: parser.cursor.integer(),
     "bool": _bool,
     "str": lambda parser: parser.cursor.expect(_WORD, "a word")[0],
     "tuple[bool, ...]": _bools,
+    "int | None": lambda parser: parser.cursor.integer(),
     "ParallelType": lambda parser: parser.ptype(),
+    "tuple[ParallelType, ...]": _ptypes,
 }

@@ -181,6 +181,13 @@ def _reduction(op: nodes.ReductionOp, inputs: Inputs, cx: _Context) -> list[Tens
     return [cx.store(result, op.out)]
 
 
+def _reshard(op: nodes.Reshard, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    if op.reduction is None:
+        return [cx.store(inputs[0], op.out)]
+    x = inputs[0].to(_accumulate_dtype(op.out, cx))
+    return [cx.store(REDUCTIONS[op.reduction].torch(x, _reduced_positions(op.out)), op.out)]
+
+
 def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     x = inputs[0].to(_accumulate_dtype(op.avg, cx))
     dims = _reduced_positions(op.avg)
@@ -213,6 +220,7 @@ _RULES: dict[type[nodes.TensorOp], Rule] = {
     nodes.TernaryOp: _pointwise,
     nodes.CastOp: _cast,
     nodes.LoadStoreOp: _load_store,
+    nodes.Reshard: _reshard,
     nodes.BroadcastOp: _broadcast,
     nodes.SqueezeOp: _squeeze,
     nodes.ExpandOp: _expand,

@@ -76,26 +76,24 @@ MAX_RECOMPUTED_INPUTS = 3
 def segment_fusion(
     fusion: Fusion,
     *,
-    is_resharding: Callable[[TensorOp], bool],
     find_scheduler: Callable[[Fusion], str | None],
     local_shape: Callable[[TensorView], Sequence[Scalar]],
     memory_order: Callable[[TensorView], Sequence[tuple[int, bool | None]]],
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
-    `is_resharding` knows communications, `find_scheduler` names a scheduler that accepts a kernel's
+    `find_scheduler` names a scheduler that accepts a kernel's
     fusion, `local_shape` gives the extents of a tensor's local shard, and `memory_order` its axes
     as (logical position, contiguity), outermost first. Raises `UnsupportedError` naming an op that
     no scheduler accepts even alone.
     """
-    return _Segmenter(fusion, is_resharding, find_scheduler, local_shape, memory_order).run()
+    return _Segmenter(fusion, find_scheduler, local_shape, memory_order).run()
 
 
 class _Segmenter:
     def __init__(
         self,
         fusion: Fusion,
-        is_resharding: Callable[[TensorOp], bool],
         find_scheduler: Callable[[Fusion], str | None],
         local_shape: Callable[[TensorView], Sequence[Scalar]],
         memory_order: Callable[[TensorView], Sequence[tuple[int, bool | None]]],
@@ -108,7 +106,7 @@ class _Segmenter:
         self.position = {e: i for i, e in enumerate(self.exprs)}
         self.kind: dict[TensorOp, SegmentKind] = {}
         for e in self.exprs:
-            if is_resharding(e):
+            if isinstance(e, nodes.Reshard):
                 self.kind[e] = "communication"
             else:
                 self.kind[e] = "library" if isinstance(e, LIBRARY_OPS) else "kernel"
@@ -142,9 +140,15 @@ class _Segmenter:
             if only_shape_ops and e not in needs_memory:
                 continue  # kernels broadcast for free
             strides = self._view_strides(e)
-            if strides is not None:
+            if strides is not None and self._may_be_sent(e, strides):
                 self.kind[e] = "alias"
                 self.strides[e.out] = strides
+
+    def _may_be_sent(self, e: TensorOp, strides: tuple[Scalar, ...]) -> bool:
+        """Whether communications may read this view: they send memory, which must be dense and in
+        the declared order. A kernel packs any other view."""
+        sent = any(self.kind.get(u) == "communication" for u in self.fusion.uses(e.out_tensor))
+        return not sent or strides == self._dense(e.out_tensor)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
         """Return the view ops from which only views lead to a library op or communication."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fuser.errors import CommunicationError, DtypeError, InputError, ShardingError, UnsupportedError
-from multidevice.backends.protocol import BUFFERS, REDUCE_OPS, ReduceOp, Team, Transfer, Work
+from multidevice.backends.protocol import BUFFERS, RED_OPS, RedOp, Team, Transfer, Work
 from multidevice.waiting import Ledger, Need, team_text
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -23,7 +23,7 @@ _FLOATING = _HALF | {torch.float32, torch.float64}
 REDUCIBLE = _FLOATING | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
 
 # torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
-_BOOL_OPS: dict[str, ReduceOp] = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+_BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MIN": "MIN"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Call:
     index: int
     out: torch.Tensor | None
     inp: torch.Tensor | None
-    reduce: ReduceOp | None
+    reduce: RedOp | None
     root: int | None
     stream: object
     key: str
@@ -191,7 +191,7 @@ class CheckedBackend(ABC):
         out: torch.Tensor,
         inp: torch.Tensor,
         *,
-        op: ReduceOp,
+        op: RedOp,
         team: Team,
         stream: object = None,
     ) -> Work:
@@ -203,7 +203,7 @@ class CheckedBackend(ABC):
         out: torch.Tensor,
         inp: torch.Tensor,
         *,
-        op: ReduceOp,
+        op: RedOp,
         team: Team,
         stream: object = None,
     ) -> Work:
@@ -251,7 +251,7 @@ class CheckedBackend(ABC):
         out: torch.Tensor | None,
         inp: torch.Tensor,
         *,
-        op: ReduceOp,
+        op: RedOp,
         root: int,
         team: Team,
         stream: object = None,
@@ -302,7 +302,7 @@ class CheckedBackend(ABC):
         team: Team,
         stream: object,
         *,
-        reduce: ReduceOp | None = None,
+        reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Work:
         self._index(op, team)
@@ -334,7 +334,7 @@ class CheckedBackend(ABC):
         team: Team,
         stream: object,
         *,
-        reduce: ReduceOp | None = None,
+        reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Call:
         index = self._index(op, team)
@@ -353,8 +353,8 @@ class CheckedBackend(ABC):
             )
             return self._start(as_bytes)
         count = len(call.team)
-        average = call.reduce == "avg" and not self.has_avg
-        op: ReduceOp | None = "sum" if average else call.reduce
+        average = call.reduce == "AVG" and not self.has_avg
+        op: RedOp | None = "SUM" if average else call.reduce
         if inp.dtype in _HALF and self.stages_half:
             wide_inp = inp.float()
             wide = wide_inp
@@ -443,12 +443,12 @@ class CheckedBackend(ABC):
             )
 
 
-def _check_reduction(op: str, reduce: ReduceOp, dtype: torch.dtype) -> None:
-    if reduce not in REDUCE_OPS:
-        raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {REDUCE_OPS}")
+def _check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
+    if reduce not in RED_OPS:
+        raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {RED_OPS}")
     if dtype not in REDUCIBLE:
         raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
-    if reduce == "avg" and dtype not in _FLOATING:
+    if reduce == "AVG" and dtype not in _FLOATING:
         raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
 
 

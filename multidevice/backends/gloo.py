@@ -336,10 +336,10 @@ def _reduction(call: Call) -> Any:
     dist: Any = import_module("torch.distributed")
 
     return {
-        "sum": dist.ReduceOp.SUM,
-        "prod": dist.ReduceOp.PRODUCT,
-        "min": dist.ReduceOp.MIN,
-        "max": dist.ReduceOp.MAX,
+        "SUM": dist.ReduceOp.SUM,
+        "PRODUCT": dist.ReduceOp.PRODUCT,
+        "MIN": dist.ReduceOp.MIN,
+        "MAX": dist.ReduceOp.MAX,
     }[call.reduce or ""]
 
 
@@ -395,10 +395,10 @@ class _ReduceParts:
 
 
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
 }
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _EVENT_TAG, _MEET_TAG = 1, 2
 _FINISH_SLEEP_S = 0.002
 
-_REDUCE_OPS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
+_RED_OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
 _DTYPES = {
     torch.float64: "DOUBLE",
     torch.float32: "FLOAT",
@@ -283,7 +283,7 @@ class MpiBackend(CheckedBackend):
         )
         assert call.reduce is not None, "a reduction has an op"
         inp = self.mpi.IN_PLACE if same else self._numbers(call.inp)
-        return inp, self._numbers(call.out), getattr(self.mpi, _REDUCE_OPS[call.reduce])
+        return inp, self._numbers(call.out), getattr(self.mpi, _RED_OPS[call.reduce])
 
     def post_allgather(self, comm: MPI.Intracomm, call: Call) -> MPI.Request:
         """Posts an allgather; the input may be this rank's part of the output."""

@@ -19,7 +19,7 @@ from fuser.errors import CommunicationError, InputError
 from multidevice.backends.base import Call, CheckedBackend, Exchange
 from multidevice.backends.nccl_binding import (
     DTYPES,
-    REDUCE_OPS,
+    RED_OPS,
     UINT8,
     NcclBinding,
     NcclComm,
@@ -231,7 +231,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 def _reduction(call: Call) -> tuple[int, int]:
     """Returns NCCL's numbers of dtype and op."""
     assert call.inp is not None and call.reduce is not None, "checked"
-    return DTYPES[str(call.inp.dtype).removeprefix("torch.")], REDUCE_OPS[call.reduce]
+    return DTYPES[str(call.inp.dtype).removeprefix("torch.")], RED_OPS[call.reduce]
 
 
 def _allgather(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
@@ -296,7 +296,7 @@ def _alltoall(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> 
 def _barrier(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
     with backend._on(stream):  # pyright: ignore[reportPrivateUsage]
         token = torch.zeros(1, dtype=torch.uint8, device=backend.device)
-    comm.allreduce(token.data_ptr(), token.data_ptr(), 1, UINT8, REDUCE_OPS["max"], stream)
+    comm.allreduce(token.data_ptr(), token.data_ptr(), 1, UINT8, RED_OPS["MAX"], stream)
 
 
 _COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, Call, int], Any]] = {

@@ -26,7 +26,7 @@ DTYPES = {
     "float64": 8,
     "bfloat16": 9,
 }
-REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+RED_OPS = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
 _ALLTOALL_SINCE = 22800
 
 

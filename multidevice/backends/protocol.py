@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 Team = tuple[int, ...]
-ReduceOp = Literal["sum", "prod", "min", "max", "avg"]
-REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "prod", "min", "max", "avg")
+RedOp = Literal["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
+RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 
 # The first buffer of a call is what the op writes, the second what it reads. Each entry is the
 # number of parts that the buffer holds: "n" is one part per team member. A buffer marked "root"
@@ -81,7 +81,7 @@ class Backend(Protocol):
         out: torch.Tensor,
         inp: torch.Tensor,
         *,
-        op: ReduceOp,
+        op: RedOp,
         team: Team,
         stream: object = None,
     ) -> Work:
@@ -95,7 +95,7 @@ class Backend(Protocol):
         out: torch.Tensor,
         inp: torch.Tensor,
         *,
-        op: ReduceOp,
+        op: RedOp,
         team: Team,
         stream: object = None,
     ) -> Work:
@@ -139,7 +139,7 @@ class Backend(Protocol):
         out: torch.Tensor | None,
         inp: torch.Tensor,
         *,
-        op: ReduceOp,
+        op: RedOp,
         root: int,
         team: Team,
         stream: object = None,

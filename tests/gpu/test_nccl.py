@@ -70,14 +70,14 @@ def test_a_collective_is_ordered_by_the_stream_it_is_given(
         # A long wait on the side stream: a collective on any other stream would read zeros.
         torch.cuda._sleep(20_000_000)
         x.fill_(comm.rank() + 1)
-    work = backend.allreduce(x, x, op="sum", team=world, stream=side)
+    work = backend.allreduce(x, x, op="SUM", team=world, stream=side)
     work.wait()
     work.synchronize()
     assert side.query(), "synchronize returned before the stream was done"
     expected = sum(range(1, comm.size() + 1))
     assert (x == expected).all().item()
     with torch.cuda.stream(side):
-        backend.allreduce(x, x, op="max", team=world, stream=side.cuda_stream).synchronize()
+        backend.allreduce(x, x, op="MAX", team=world, stream=side.cuda_stream).synchronize()
     assert (x == expected).all().item()
 
 
@@ -91,7 +91,7 @@ def test_capture_in_a_graph(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2
-        backend.allreduce(y, y, op="sum", team=world).wait()
+        backend.allreduce(y, y, op="SUM", team=world).wait()
         backend.allgather(out, y, team=world).wait()
     for step in range(3):
         x.fill_(step + comm.rank())
@@ -107,10 +107,10 @@ def test_the_wrong_device_is_an_error(
 ) -> None:
     backend = comm.backend_for(device)
     with pytest.raises(InputError, match="cpu"):
-        backend.allreduce(torch.ones(1), torch.ones(1), op="sum", team=world)
+        backend.allreduce(torch.ones(1), torch.ones(1), op="SUM", team=world)
     with pytest.raises(InputError, match="a stream is"):
         x = torch.ones(1, device=device)
-        backend.allreduce(x, x, op="sum", team=world, stream="side")
+        backend.allreduce(x, x, op="SUM", team=world, stream="side")
 
 
 def test_simulated_ranks_share_one_device(device: torch.device) -> None:
@@ -129,11 +129,11 @@ def test_speed_of_a_small_allreduce(
     backend = comm.backend_for(device)
     x = torch.ones(32768, device=device, dtype=torch.bfloat16)
     for _ in range(20):
-        backend.allreduce(x, x, op="max", team=world)
+        backend.allreduce(x, x, op="MAX", team=world)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(200):
-        backend.allreduce(x, x, op="max", team=world)
+        backend.allreduce(x, x, op="MAX", team=world)
     enqueued = time.perf_counter() - start
     torch.cuda.synchronize()
     total = time.perf_counter() - start

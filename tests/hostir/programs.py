@@ -62,7 +62,6 @@ def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrCon
     shard_fusion(fusion)
     segmented = segment_fusion(
         fusion,
-        is_resharding=sharding.is_resharding,
         find_scheduler=lambda f: find_scheduler(localize(f)[0]),
         local_shape=sharding.local_extents,
         memory_order=memory_order,

@@ -10,8 +10,8 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.types import ParallelType
-from hostir.ops import COMMUNICATION_TYPES, REDUCING, ROOTED, Communication, RedOp, TeamOf
-from hostir.post import in_memory_order, post
+from hostir.ops import REDUCING, ROOTED, Communication, RedOp, TeamOf
+from hostir.post import POST, in_memory_order, post
 from multidevice import Communicator, simulate
 
 N, PART = 3, 4
@@ -57,7 +57,7 @@ def _expected(kind: str, rank: int) -> torch.Tensor | None:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", COMMUNICATION_TYPES)
+@pytest.mark.parametrize("kind", POST)
 def test_every_type_moves_what_its_name_says(kind: str) -> None:
     op = _communication(kind)
 

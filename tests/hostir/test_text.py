@@ -117,7 +117,7 @@ def _tensor(program: HostIrContainer, number: int) -> object:
         ("Group ID: 3", "Group: 3", "expected 'ID:'"),
         ("Deallocate {", "Dealocate {", "unknown op Dealocate"),
         ("} // %HostIrContainer", "", "expected a tensor"),
-        ("red_op=MAX", "red_op=AVG", "line 7"),
+        ("red_op=MAX", "red_op=AVX", "line 7"),
         ("T2_g_float[iS6{2}, iS7{i0}", "T2_g_float[iS6{2}, iS7{i1}", "T2 was declared as"),
     ],
 )

@@ -17,18 +17,12 @@ from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
-from multidevice.communication import (
-    CommunicationInfo,
-    CommunicationType,
-    LocalSlice,
-    resharding_of,
-    team_of,
-)
+from multidevice.communication import communicates, communication_type, moved_axes, team_of
 from multidevice.localize import localize
 from multidevice.placement import is_contiguous, memory_order
 from multidevice.shard import shard_for_rank, unshard
@@ -47,12 +41,12 @@ class Run:
     result: ShardingResult
     outputs: list[torch.Tensor]
     shards: list[list[torch.Tensor]]
-    slices: list[LocalSlice] = field(default_factory=list)
+    slices: list[Reshard] = field(default_factory=list)
 
     @property
     def collectives(self) -> list[tuple[str, str]]:
         """(type, team text) of every collective, in order."""
-        return [(i.type.value, i.team_text()) for _, i in self.result.communications]
+        return [(communication_type(r), str(team_of(r))) for r in self.result.communications]
 
 
 def shard_axis(tv: TensorView, axis: int, count: int, ptype: ParallelType = X) -> None:
@@ -83,12 +77,11 @@ def run(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> Run:
             tensors[rank][tv] = shard_for_rank(wide, tv, rank)
     done = Run(fusion, result, [], [])
     for op in fusion.used_exprs():
-        found = resharding_of(op)
-        if isinstance(found, CommunicationInfo):
-            _communicate(op, found, tensors)
-        elif isinstance(found, LocalSlice):
-            done.slices.append(found)
-            _slice(op, found, tensors)
+        if isinstance(op, Reshard) and communicates(op):
+            _communicate(op, tensors)
+        elif isinstance(op, Reshard):
+            done.slices.append(op)
+            _slice(op, tensors)
         else:
             _compute(fusion, op, values, tensors)
         for out in op.outputs:
@@ -130,17 +123,18 @@ def _compute(
         mine.update(zip(op.outputs, results, strict=True))
 
 
-def _slice(op: TensorOp, found: LocalSlice, tensors: dict[int, Local]) -> None:
+def _slice(op: Reshard, tensors: dict[int, Local]) -> None:
+    team, axis = team_of(op), op.target
+    assert axis is not None
     for rank, mine in tensors.items():
-        whole = mine[op.inputs[0]]
-        part = whole.shape[found.axis] // found.count
-        start = found.mesh.coordinate(rank, found.ptype) * part
-        mine[op.out_tensor] = whole.narrow(found.axis, start, part)
+        whole = mine[op.inp]
+        part = whole.shape[axis] // team.size
+        mine[op.out] = whole.narrow(axis, team.ranks(rank).index(rank) * part, part)
 
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
+    "add": torch.add,
+    "mul": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -158,29 +152,30 @@ def _from_buffer(tv: TensorView, flat: torch.Tensor, shape: Sequence[int]) -> to
     return placed.permute([order.index(p) for p in range(len(order))])
 
 
-def _communicate(op: TensorOp, info: CommunicationInfo, tensors: dict[int, Local]) -> None:
-    source, out = op.inputs[0], op.out_tensor
+def _communicate(op: Reshard, tensors: dict[int, Local]) -> None:
+    source, out = op.inp, op.out
+    kind, (_, moved) = communication_type(op), moved_axes(op)
     buffers = {rank: _buffer(source, mine[source]) for rank, mine in tensors.items()}
     for rank, mine in tensors.items():
-        team = team_of(info, rank)
-        assert rank in team and len(team) > 1, (info, team)
+        team = team_of(op).ranks(rank)
+        assert rank in team and len(team) > 1, (op, team)
         parts = [buffers[r] for r in team]
         shape = list(mine[source].shape)
-        if info.type is CommunicationType.allgather:
+        if kind == "Allgather":
             flat = torch.cat(parts)
-            assert info.consumer_axis is not None
-            shape[info.consumer_axis] *= len(team)
+            assert moved is not None
+            shape[moved] *= len(team)
         else:
-            assert info.reduction is not None
+            assert op.reduction is not None
             flat = parts[0]
             for part in parts[1:]:
-                flat = _REDUCE[info.reduction](flat, part)
+                flat = _REDUCE[op.reduction](flat, part)
             gone = _reduced_position(op)
             assert shape.pop(gone) == 1
-            if info.type is CommunicationType.reduce_scatter:
+            if kind == "ReduceScatter":
                 flat = flat.chunk(len(team))[team.index(rank)]
-                assert info.consumer_axis is not None
-                shape[info.consumer_axis] //= len(team)
+                assert moved is not None
+                shape[moved] //= len(team)
         mine[out] = _from_buffer(out, flat, shape)
 
 

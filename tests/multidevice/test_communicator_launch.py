@@ -125,7 +125,7 @@ else:
 import torch
 x = torch.ones(3)
 out = torch.zeros(3)
-comm.backend_for("cpu").allreduce(out, x, op="sum", team=(0,)).wait()
+comm.backend_for("cpu").allreduce(out, x, op="SUM", team=(0,)).wait()
 assert torch.equal(out, x)
 comm.agree(None, b"digest")
 assert not {"mpi4py", "cupy", "nccl"} & set(sys.modules)

@@ -33,7 +33,7 @@ DTYPES = {
     8: torch.float64,
     9: torch.bfloat16,
 }
-OPS = {0: "sum", 1: "prod", 2: "max", 3: "min", 4: "avg"}
+OPS = {0: "SUM", 1: "PRODUCT", 2: "MAX", 3: "MIN", 4: "AVG"}
 
 
 def memory(address: int, count: int, dtype: int) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_two_ranks_on_one_gpu_are_named(no_cuda: None, monkeypatch: pytest.Monke
         backend = StandInBackend(Communicator.instance()._control, has_alltoall=True)
         x = torch.ones(2)
         with pytest.raises(CommunicationError, match=r"ranks 0 and 1 use the same GPU \(GPU-0\)"):
-            backend.allreduce(x, x, op="sum", team=(0, 1))
+            backend.allreduce(x, x, op="SUM", team=(0, 1))
 
     with multidevice.simulate(2) as world:
         world.run(check)

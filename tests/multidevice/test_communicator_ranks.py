@@ -32,8 +32,8 @@ def test_dropped_work_keeps_its_buffers(comm: Communicator) -> None:
     world = tuple(range(comm.size()))
     for _ in range(200):
         x = torch.ones(1000)
-        backend.allreduce(x, x, op="sum", team=world)
+        backend.allreduce(x, x, op="SUM", team=world)
         del x
     y = torch.ones(3)
-    backend.allreduce(y, y, op="sum", team=world).wait()
+    backend.allreduce(y, y, op="SUM", team=world).wait()
     assert y.tolist() == [float(comm.size())] * 3

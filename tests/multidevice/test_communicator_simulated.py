@@ -50,7 +50,7 @@ def test_ranks_switch_only_where_they_wait_and_always_in_the_same_order() -> Non
         comm = Communicator.instance()
         x = torch.ones(2)
         log.append((comm.rank(), "start"))
-        work = _backend().allreduce(x, x, op="sum", team=(0, 1, 2))
+        work = _backend().allreduce(x, x, op="SUM", team=(0, 1, 2))
         log.append((comm.rank(), "posted"))
         work.wait()
         log.append((comm.rank(), "done"))
@@ -71,7 +71,7 @@ def test_deadlock_names_the_position_of_every_rank() -> None:
         comm = Communicator.instance()
         backend, x = _backend(), torch.ones(3)
         if comm.rank() == 0:
-            backend.allreduce(x, x, op="max", team=(0, 1)).wait()
+            backend.allreduce(x, x, op="MAX", team=(0, 1)).wait()
         elif comm.rank() == 1:
             backend.recv(x, peer=2, team=(1, 2)).wait()
 
@@ -104,7 +104,7 @@ def test_every_rank_sees_the_deadlock() -> None:
 def test_different_operations_show_both_sides() -> None:
     def disagree() -> None:
         x = torch.ones(4)
-        op = "sum" if Communicator.instance().rank() == 0 else "max"
+        op = "SUM" if Communicator.instance().rank() == 0 else "MAX"
         _backend().allreduce(x, x, op=op, team=(0, 1)).wait()
 
     with multidevice.simulate(2) as world, pytest.raises(CommunicationError) as caught:
@@ -176,7 +176,7 @@ def test_a_failed_check_leaves_the_data_channel_in_step() -> None:
             error = caught
         with pytest.raises(ValueError if comm.rank() == 1 else PeerError, match="two instead"):
             comm.agree(error)
-        _backend().allreduce(x, x, op="sum", team=(0, 1)).wait()
+        _backend().allreduce(x, x, op="SUM", team=(0, 1)).wait()
         return x[0].item()
 
     with multidevice.simulate(2) as world:
@@ -187,8 +187,8 @@ def test_work_overlaps_and_may_be_waited_in_any_order() -> None:
     def overlap() -> tuple[float, float]:
         backend, rank = _backend(), Communicator.instance().rank()
         a, b = torch.full((2,), float(rank)), torch.full((2,), 10.0 * rank)
-        first = backend.allreduce(a, a, op="sum", team=(0, 1))
-        second = backend.allreduce(b, b, op="sum", team=(0, 1))
+        first = backend.allreduce(a, a, op="SUM", team=(0, 1))
+        second = backend.allreduce(b, b, op="SUM", team=(0, 1))
         for work in (second, first) if rank else (first, second):
             work.wait()
         return a[0].item(), b[0].item()
@@ -208,7 +208,7 @@ def test_half_precision_sums_are_rounded_once() -> None:
     def total() -> float:
         rank = Communicator.instance().rank()
         x = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
-        _backend().allreduce(x, x, op="sum", team=(0, 1, 2)).wait()
+        _backend().allreduce(x, x, op="SUM", team=(0, 1, 2)).wait()
         return x.item()
 
     with multidevice.simulate(3) as world:

@@ -11,6 +11,7 @@ from fuser import ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
+from multidevice.communication import team_of
 from multidevice.sharding_passes import shard_fusion
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import Run, X, Y, mesh, run, shard_axis
@@ -51,7 +52,7 @@ def test_replicated_bias_of_a_column_parallel_linear_is_sliced() -> None:
     shard_axis(t["w2"], 1, 2)
     done = run_model(model)
     assert done.collectives == [("Allreduce", "(0 1)")]
-    assert [(s.axis, s.count) for s in done.slices] == [(0, 2)]
+    assert [(s.target, team_of(s).size) for s in done.slices] == [(0, 2)]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 2, 2)])
@@ -165,8 +166,7 @@ def test_row_parallel_linear_in_half_precision_adds_its_bias_once_in_float() -> 
     done = run(fusion, given)
     assert [re.sub(r"\[.*?\]", "", line) for line in math_of(fusion)] == [
         "T9_l___bfloat = linear(T0_g___bfloat, T1_g___bfloat)",
-        "T4_l___bfloat = reduction( T9_l___bfloat, op = add, initial value = __bfloat(0), "
-        "allreduce = false )",
+        "T4_l___bfloat = Reshard( T9_l___bfloat, along = {deviceIdx.x}, from = 2, op = add )",
         "T5_l___bfloat = broadcast( T2_g___bfloat, flags = {true, false} )",
         "T6_l_float = __bfloat2float(T4_l___bfloat);",
         "T7_l_float = __bfloat2float(T5_l___bfloat);",
@@ -185,9 +185,9 @@ def test_partial_sum_and_its_sum() -> None:
         "T3_l_double[ideviceIdx.x16{2}rf, iS13{i0}, iS14{6}, rS17{4}rf] = linear("
         "T0_g_double[ideviceIdx.x7{2}, iS0{i0}, iS8{4}], "
         "T1_g_double[ideviceIdx.x9{2}, iS2{6}, iS10{4}])",
-        "T2_g_double[rdeviceIdx.x18{2}, iS4{i0}, iS5{6}] = reduction( "
-        "T3_l_double[ideviceIdx.x16{2}rf, iS13{i0}, iS14{6}, rS17{4}rf], op = add, "
-        "initial value = double(0), allreduce = false )",
+        "T2_g_double[rdeviceIdx.x18{2}, iS4{i0}, iS5{6}] = Reshard( "
+        "T3_l_double[ideviceIdx.x16{2}rf, iS13{i0}, iS14{6}, rS17{4}rf], "
+        "along = {deviceIdx.x}, from = 2, op = add )",
     ]
     assert_close(done.outputs[0], given[0] @ given[1].t())
 
@@ -197,8 +197,9 @@ def test_a_sequence_parallel_operand_is_gathered_before_the_op() -> None:
     given = linear_inputs(bias=False)
     done = run(fusion, given)
     assert math_of(fusion) == [
-        "T3_l_double[iS13{i0}, iS14{8}] = Set( "
-        "T0_g_double[ideviceIdx.x7{2}, iS8{( ceilDiv(i0, 2) )}, iS1{8}] )",
+        "T3_l_double[iS13{i0}, iS14{8}] = Reshard( "
+        "T0_g_double[ideviceIdx.x7{2}, iS8{( ceilDiv(i0, 2) )}, iS1{8}], "
+        "along = {deviceIdx.x}, from = 0 )",
         "T2_g_double[ideviceIdx.x11{2}, iS4{i0}, iS12{3}, rS6{8}] = linear("
         "T3_l_double[iS13{i0}, iS14{8}], T1_g_double[ideviceIdx.x9{2}, iS10{3}, iS3{8}])",
     ]
@@ -215,7 +216,7 @@ def test_a_unary_op_is_computed_on_shards_and_gathered_after() -> None:
     shard_axis(x, 0, 2)
     whole = torch.arange(6, dtype=torch.float64)
     done = run(fusion, [whole])
-    assert [op.name for op in fusion.exprs] == ["sin", "set"]
+    assert [op.name for op in fusion.exprs] == ["sin", "reshard"]
     assert_close(done.outputs[0], whole.sin())
 
 
@@ -229,7 +230,7 @@ def test_a_slice_comes_before_the_op() -> None:
     shard_axis(y, 0, 2)
     whole = torch.arange(6, dtype=torch.float64)
     done = run(fusion, [whole])
-    assert [op.name for op in fusion.exprs] == ["set", "sin"]
+    assert [op.name for op in fusion.exprs] == ["reshard", "sin"]
     assert_close(done.outputs[0], whole.sin())
     assert done.collectives == []
 

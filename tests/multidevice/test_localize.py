@@ -188,6 +188,7 @@ def test_reshardings_and_streams_are_refused() -> None:
         fusion.add_output(y)
     models.set_mesh(mesh(2), x, y)
     shard_axis(x, 0, 2)
+    shard_fusion(fusion)
     with pytest.raises(ShardingError, match="cannot hold the resharding"):
         localize(fusion)
     streamed = Fusion()

@@ -18,7 +18,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
 from multidevice import sharding
-from multidevice.communication import communication_info, local_slice, team_of
+from multidevice.communication import as_reshard, communication_type, moved_axes, team_of
 from multidevice.equivalence import Comparison
 from tests.multidevice.all_ranks import X, Y, mesh, shard_axis
 
@@ -176,20 +176,19 @@ def test_copies_as_communications(
     out, op = defined(lambda: ops.set(tensor(4, 6)))
     place(op.inputs[0], source)
     place(out, target)
-    info = communication_info(op)
-    assert info is not None
-    assert (info.type.value, info.producer_axis, info.consumer_axis) == (kind, *axes)
-    assert info.team_text() == "(0 1)"
+    found = as_reshard(op)
+    assert found is not None
+    assert (communication_type(found), *moved_axes(found)) == (kind, *axes)
+    assert str(team_of(found)) == "(0 1)"
 
 
 def test_replicated_to_sharded_is_a_local_slice() -> None:
     out, op = defined(lambda: ops.set(tensor(4, 6)))
     place(op.inputs[0])
     place(out, 1)
-    assert communication_info(op) is None
-    found = local_slice(op)
+    found = as_reshard(op)
     assert found is not None
-    assert (found.axis, found.count) == (1, 2)
+    assert (communication_type(found), found.source, found.target) == ("LocalSlice", None, 1)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +198,11 @@ def test_copies_between_meshes(source: int | None, target: int | None, kind: str
     out, op = defined(lambda: ops.set(tensor(4, 6)))
     place(op.inputs[0], source)
     place(out, target, on=DeviceMesh([0]))
-    info = communication_info(op)
-    assert info is not None
-    assert info.type.value == kind
+    found = as_reshard(op)
+    assert found is not None
+    assert communication_type(found) == kind
     with pytest.raises(UnsupportedError, match=kind):
-        team_of(info, 0)
+        team_of(found)
 
 
 def test_teams_follow_the_changing_dimension() -> None:
@@ -212,11 +211,11 @@ def test_teams_follow_the_changing_dimension() -> None:
     op.inputs[0].set_device_mesh(m)
     shard_axis(op.inputs[0], 0, 2, Y)
     place(out, on=m)
-    info = communication_info(op)
-    assert info is not None
-    assert info.ptype is Y
-    assert [team_of(info, r) for r in (0, 4)] == [(0, 3), (1, 4)]
-    assert info.team_text() == "mesh_y of DeviceMesh{{0 1 2}{3 4 5}}"
+    found = as_reshard(op)
+    assert found is not None
+    assert found.ptypes == (Y,)
+    assert [team_of(found).ranks(r) for r in (0, 4)] == [(0, 3), (1, 4)]
+    assert str(team_of(found)) == "mesh_y of DeviceMesh{{0 1 2}{3 4 5}}"
 
 
 def test_two_changes_are_not_one_communication() -> None:
@@ -227,7 +226,7 @@ def test_two_changes_are_not_one_communication() -> None:
     shard_axis(op.inputs[0], 2, 2, X)
     place(out, on=m)
     with pytest.raises(ShardingError, match="Expected at most one sharding change"):
-        communication_info(op)
+        as_reshard(op)
 
 
 # ------------------------------------------------------------------ sizes and refusals

@@ -39,7 +39,6 @@ def cut(
 ) -> SegmentedFusion:
     return segment_fusion(
         fusion,
-        is_resharding=lambda op: False,
         find_scheduler=scheduler,
         local_shape=TensorView.shape,
         memory_order=memory_order,

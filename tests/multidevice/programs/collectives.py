@@ -27,8 +27,8 @@ DTYPES = (
     torch.int64,
     torch.bool,
 )
-OPS = ("sum", "prod", "min", "max", "avg")
-_FOLDS = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+_FOLDS = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 
 
 def values(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
@@ -48,14 +48,14 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     dtype = inputs[0].dtype
     if dtype == torch.bool:
         table = {
-            "sum": torch.logical_or,
-            "max": torch.logical_or,
-            "prod": torch.logical_and,
-            "min": torch.logical_and,
+            "SUM": torch.logical_or,
+            "MAX": torch.logical_or,
+            "PRODUCT": torch.logical_and,
+            "MIN": torch.logical_and,
         }
         return fold(table[op], inputs)
     wide = [x.double() if dtype.is_floating_point else x for x in inputs]
-    if op == "avg":
+    if op == "AVG":
         return (fold(torch.add, wide) / len(wide)).to(dtype)
     return fold(_FOLDS[op], wide).to(dtype)
 
@@ -103,7 +103,7 @@ def check_dtype(
     same(out, expected, f"alltoall {what}", ulps=0)
 
     for op in OPS:
-        if op == "avg" and not dtype.is_floating_point:
+        if op == "AVG" and not dtype.is_floating_point:
             continue
         # NCCL rounds 16-bit floats at every step.
         ulps = 4.0 * n if backend.name == "nccl" and dtype.itemsize == 2 else 4.0
@@ -168,11 +168,11 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
     """
     me, n = comm.rank(), comm.size()
     x = torch.zeros(n, n, device=device)
-    expect(InputError, "not contiguous", backend.allreduce, x, x.t(), op="sum", team=team)
+    expect(InputError, "not contiguous", backend.allreduce, x, x.t(), op="SUM", team=team)
     expect(InputError, "do not fit", backend.allgather, x, x, team=team)
     expect(ShardingError, "root 77", backend.broadcast, x, root=77, team=team)
     i = torch.zeros(4, dtype=torch.int32, device=device)
-    expect(DtypeError, "no average", backend.allreduce, i, i, op="avg", team=team)
+    expect(DtypeError, "no average", backend.allreduce, i, i, op="AVG", team=team)
     expect(ShardingError, "peer", backend.send, x, peer=me, team=team)
     others = tuple(r for r in team if r != me)
     expect(ShardingError, "not in team", backend.barrier, team=others)
@@ -193,7 +193,7 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
         assert comm.exchange(b"%d" % me, team=(1, 0)) == [b"1", b"0"]
         comm.agree(None, team=(1, 0))
     out = torch.full((3,), float(me), device=device)
-    backend.allreduce(out, out, op="sum", team=team).wait()
+    backend.allreduce(out, out, op="SUM", team=team).wait()
     same(out, torch.full((3,), n * (n - 1) / 2), "allreduce after errors")
 
 
@@ -240,7 +240,7 @@ def main() -> None:
     x, world = torch.zeros(256, device=device), tuple(range(comm.size()))
     start = time.perf_counter()
     for _ in range(100):
-        backend.allreduce(x, x, op="sum", team=world).wait()
+        backend.allreduce(x, x, op="SUM", team=world).wait()
     us = (time.perf_counter() - start) * 1e4
     print(
         f"ok rank {comm.rank()} of {comm.size()} on {backend.name}: "

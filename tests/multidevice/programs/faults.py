@@ -54,7 +54,7 @@ def main() -> None:
     team = tuple(range(comm.size()))
     x = torch.ones(4)
     last = comm.rank() == comm.size() - 1
-    backend.allreduce(x, x, op="sum", team=team).wait()
+    backend.allreduce(x, x, op="SUM", team=team).wait()
     if comm.rank() == 0:
         print("go", flush=True)
     if kind == "clean":
@@ -78,14 +78,14 @@ def main() -> None:
             time.sleep(0.1)
     if kind == "stall":
         try:
-            backend.allreduce(x, x, op="sum", team=team).wait()
+            backend.allreduce(x, x, op="SUM", team=team).wait()
         except CommunicationTimeout as error:
             print(f"timeout: {error}", flush=True)
             os._exit(7)
     try:
         if kind == "exit":
             comm.agree(None)
-        backend.allreduce(x, x, op="sum", team=team).wait()
+        backend.allreduce(x, x, op="SUM", team=team).wait()
     except PeerError as error:
         print(f"rank {comm.rank()} got PeerError: {error}", flush=True)
         raise
