@@ -8,6 +8,8 @@ input.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from fuser.errors import VerifyError
@@ -19,6 +21,7 @@ from fuser.ir.types import ParallelType
 from hostir.layout import allocated_elements
 from multidevice.backends.protocol import RED_OPS, RedOp
 from multidevice.communication import CommunicationType, TeamOf
+from multidevice.placement import memory_order
 
 ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
 REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
@@ -69,6 +72,24 @@ class LaunchKernel(HostOp):
     TEXT = "LaunchKernel(\n  Group ID: {group},\n  Inputs: {ins},\n  Outputs: {outs},\n)"
 
 
+@dataclass(frozen=True)
+class Order:
+    """How a shard lies in memory: its axes, outermost first (None: as they are), and those that are
+    expanded, of which memory holds one element."""
+
+    axes: tuple[int, ...] | None
+    expanded: tuple[int, ...]
+
+    @staticmethod
+    def of(tv: TensorView) -> Order:
+        """Return the order that the allocation domain declares."""
+        axes = tuple(p for p, _ in memory_order(tv))
+        expanded = tuple(
+            p for p, a in enumerate(tv.domain.no_reductions) if a.is_broadcast and a.expanded
+        )
+        return Order(None if axes == tuple(range(len(axes))) else axes, expanded)
+
+
 class Communication(HostOp):
     """Starts a communication of the local shards `inp` -> `out` within each team.
 
@@ -88,6 +109,11 @@ class Communication(HostOp):
     @property
     def name(self) -> str:
         return f"Communication {self.number} ({self.type})"
+
+    @cached_property
+    def orders(self) -> tuple[Order, Order]:
+        """The memory orders of `inp` and `out`; a communication moves memory as it lies."""
+        return Order.of(self.inp), Order.of(self.out)
 
     def template(self) -> str:
         return _communication_template(self.root is not None, self.red_op)

@@ -7,18 +7,28 @@ from collections.abc import Callable
 import torch
 
 from fuser.errors import CommunicationError
-from hostir.ops import Communication
+from hostir.ops import Communication, Order
 from multidevice.backends.protocol import Backend, Team, Work
 
 Buffer = torch.Tensor | None
 
 
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of the same elements in memory order; a copy when it has gaps."""
-    if tensor.is_contiguous():
-        return tensor
-    axes = sorted(range(tensor.dim()), key=lambda i: (-tensor.stride(i), -tensor.size(i)))
-    return tensor.permute(axes).contiguous()
+def flat(op: Communication, tensor: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return a shard as backends take it: a contiguous tensor of what memory holds, in its order.
+
+    Raises `CommunicationError` when the shard does not lie in memory as the program declares it.
+    """
+    for axis in order.expanded:
+        tensor = tensor.narrow(axis, 0, 1) if tensor.size(axis) else tensor
+    if order.axes is not None:
+        tensor = tensor.permute(order.axes)
+    if not tensor.is_contiguous():
+        tv = op.out if order is op.orders[1] else op.inp
+        raise CommunicationError(
+            f"{op.name}: {tv} has shape {tuple(tensor.shape)} and strides {tensor.stride()} in its "
+            "declared memory order, which leave gaps"
+        )
+    return tensor
 
 
 def _allgather(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
@@ -88,16 +98,11 @@ POST: dict[str, Post] = {
 def post(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
     """Start the communication of local shards; None stands for a shard that this rank lacks.
 
-    Raises `CommunicationError` for an output with gaps in memory: nothing could be received there.
+    Raises `CommunicationError` for a shard that is not dense in its declared order.
     """
+    mine, theirs = op.orders
     if inp is not None:
-        inp = in_memory_order(inp)
-    if out is not None and not out.is_contiguous():
-        flat = in_memory_order(out)
-        if flat.data_ptr() != out.data_ptr():
-            raise CommunicationError(
-                f"{op.name}: {op.out} has shape {tuple(out.shape)} and strides {out.stride()}, "
-                "which leave gaps"
-            )
-        out = flat
+        inp = flat(op, inp, mine)
+    if out is not None:
+        out = flat(op, out, theirs)
     return POST[op.type](op, team, backend, inp, out)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from fuser.ir import scalar as sc
 from fuser.ir.domain import contiguity_for
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, Reshard, ReshapeOp, TensorOp
+from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from multidevice.communication import communicates, communication_type, is_copy, moved_axes
 from multidevice.placement import (

@@ -60,8 +60,8 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 def shard_fusion(fusion: Fusion) -> ShardingResult:
     """Propagate, decompose, lay out and finalize the shardings of a fusion, in place.
 
-    Without meshes nothing happens. Afterwards every op is local or a `Reshard`: a local slice or one
-    collective (`communication.communication_type`).
+    Without meshes nothing happens. Afterwards every op is local or a `Reshard`, whose type is
+    `communication.communication_type`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.

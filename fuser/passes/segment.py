@@ -148,7 +148,10 @@ class _Segmenter:
         """Whether communications may read this view: they send memory, which must be dense and in
         the declared order. A kernel packs any other view."""
         sent = any(self.kind.get(u) == "communication" for u in self.fusion.uses(e.out_tensor))
-        return not sent or strides == self._dense(e.out_tensor)
+        dense = zip(
+            e.out_tensor.domain.no_reductions, strides, self._dense(e.out_tensor), strict=True
+        )
+        return not sent or all(a.is_broadcast or mine == want for a, mine, want in dense)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
         """Return the view ops from which only views lead to a library op or communication."""

@@ -10,8 +10,8 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.types import ParallelType
-from hostir.ops import REDUCING, ROOTED, Communication, RedOp, TeamOf
-from hostir.post import POST, in_memory_order, post
+from hostir.ops import REDUCING, ROOTED, Communication, Order, RedOp, TeamOf
+from hostir.post import POST, flat, post
 from multidevice import Communicator, simulate
 
 N, PART = 3, 4
@@ -101,17 +101,27 @@ def test_reductions(red_op: RedOp, torch_op: str) -> None:
         assert all(torch.equal(got, want) for got in world.run(body))
 
 
-def test_permuted_shards_are_sent_in_memory_order() -> None:
+def test_permuted_shards_are_sent_in_their_declared_order() -> None:
+    op = _communication("Allreduce")
     x = torch.randn(2, 3, 4).permute(2, 0, 1)
-    flat = in_memory_order(x)
-    assert flat.data_ptr() == x.data_ptr()
-    assert flat.is_contiguous()
-    gaps = torch.randn(4, 6)[:, :3]
-    assert torch.equal(in_memory_order(gaps), gaps)
+    sent = flat(op, x, Order((1, 2, 0), ()))
+    assert sent.data_ptr() == x.data_ptr()
+    assert sent.is_contiguous()
 
 
-def test_a_result_with_gaps_is_refused() -> None:
+def test_an_expanded_axis_is_sent_once() -> None:
+    op = _communication("Allreduce")
+    x = torch.randn(2, 1, 4).expand(2, 5, 4)
+    assert torch.equal(flat(op, x, Order(None, (1,))), x[:, :1])
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(4, 6)[:, :3], torch.zeros(3, 4).t(), torch.zeros(4, 1).expand(4, 3)]
+)
+def test_a_shard_that_is_not_dense_in_its_order_is_refused(x: torch.Tensor) -> None:
+    """Sent as it lies it would arrive as other numbers."""
     op = _communication("Allreduce")
     backend = Communicator.instance().backend_for("cpu")
-    with pytest.raises(CommunicationError, match=r"shape \(4, 3\) and strides \(6, 1\)"):
-        post(op, (0,), backend, torch.zeros(4, 3), torch.zeros(4, 6)[:, :3])
+    for inp, out in ((x, torch.zeros(4, 3)), (torch.zeros(4, 3), x)):
+        with pytest.raises(CommunicationError, match=r"shape \(4, 3\) and strides"):
+            post(op, (0,), backend, inp, out)

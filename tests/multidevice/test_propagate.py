@@ -15,9 +15,9 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
+from multidevice.communication import team_of
 from multidevice.placement import placement
 from multidevice.propagate import propagate_shardings
-from multidevice.communication import team_of
 from multidevice.sharding import is_resharding
 from multidevice.sharding_passes import shard_fusion
 from tests.multidevice import sharded_models as models

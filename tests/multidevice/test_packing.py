@@ -1,0 +1,131 @@
+"""A communication sends dense memory in the declared order: a kernel packs any other view."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition, ParallelType, multidevice
+from fuser.ir.tensor import TensorView
+from multidevice import simulate
+
+X = ParallelType.mesh_x
+
+
+def cut(tv: TensorView, axis: int | None) -> None:
+    if axis is not None:
+        tv.outer_split(axis, 2)
+        tv.axis(axis).parallelize(X)
+
+
+def run_on_two(define: object, given: list[torch.Tensor], want: torch.Tensor) -> str:
+    """Run on two simulated ranks; compare every shard exactly; return the program's text.
+
+    `define(fd)` returns the inputs and the output, with their cuts.
+    """
+
+    def body() -> str:
+        with FusionDefinition() as fd:
+            inputs, out = define(fd)  # pyright: ignore[reportCallIssue]
+            fd.add_output(out)
+        shards = [multidevice.shard_tensor(t, tv) for t, tv in zip(given, inputs, strict=True)]
+        (got,) = fd.execute(shards)
+        torch.testing.assert_close(got, multidevice.shard_tensor(want, out), rtol=0, atol=0)
+        return str(fd.fec.host_program())
+
+    with simulate(2) as world:
+        return world.run(body)[0]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("target", [None, 0, 1])
+def test_a_transposed_shard_is_packed(source: int, target: int | None) -> None:
+    whole = torch.randn(4, 6)
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor([4, 6], contiguity=True)
+        t = fd.ops.permute(x, [1, 0])
+        for tv in (x, t):
+            tv.set_device_mesh([0, 1])
+        cut(x, source)
+        cut(t, target)
+        return [x], t
+
+    run_on_two(define, [whole], whole.t().contiguous())
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("source", [0, 1, 2])
+def test_permuted_shards_of_three_axes(order: tuple[int, ...], source: int) -> None:
+    whole = torch.randn(2, 4, 6)
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor([-1, -1, -1], contiguity=True)
+        t = fd.ops.permute(x, list(order))
+        y = fd.ops.set(t)
+        for tv in (x, y):
+            tv.set_device_mesh([0, 1])
+        cut(x, source)
+        return [x], y
+
+    run_on_two(define, [whole], whole.permute(order).contiguous())
+
+
+@pytest.mark.parametrize("what", ["slice", "reshape of a permute", "squeeze", "broadcast"])
+def test_other_views_that_are_sent(what: str) -> None:
+    whole = torch.randn(4, 1, 6)
+    views = {
+        "slice": (
+            lambda fd, x: fd.ops.slice(x, [0, 0, 1], [4, 1, 5]),
+            whole[:, :, 1:5],
+        ),
+        "reshape of a permute": (
+            lambda fd, x: fd.ops.reshape(
+                fd.ops.permute(fd.ops.reshape(x, [4, 2, 3]), [0, 2, 1]), [4, 6]
+            ),
+            whole.reshape(4, 2, 3).transpose(1, 2).reshape(4, 6),
+        ),
+        "squeeze": (lambda fd, x: fd.ops.squeeze(x, [1]), whole.squeeze(1)),
+        "broadcast": (
+            lambda fd, x: fd.ops.broadcast(x, [False, True, False, False]),
+            whole.unsqueeze(1),
+        ),
+    }
+    view, want = views[what]
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor([4, 1, 6], contiguity=True)
+        y = fd.ops.set(view(fd, x))
+        for tv in (x, y):
+            tv.set_device_mesh([0, 1])
+        cut(x, 0)
+        return [x], y
+
+    text = run_on_two(define, [whole], want.contiguous())
+    assert "Allgather" in text
+    # What is dense already is sent as it is.
+    assert ("LaunchKernel" in text) == (what not in ("squeeze", "broadcast"))
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [2, 0, 1, 3]])
+def test_heads_of_a_column_parallel_linear_are_gathered(order: list[int]) -> None:
+    """Attention with sequence cuts: linear, reshape to heads, permute, another axis cut."""
+    b, s, heads, width = 2, 4, 2, 3
+    x_whole = torch.randint(-3, 4, (b, s, 5)).float()
+    w_whole = torch.randint(-3, 4, (heads * width, 5)).float()
+    want = (x_whole @ w_whole.t()).view(b, s, heads, width).permute(order).contiguous()
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor([b, s, 5], contiguity=True, dtype=DataType.Float)
+        w = fd.define_tensor([heads * width, 5], contiguity=True, dtype=DataType.Float)
+        h = fd.ops.reshape(fd.ops.linear(x, w), [b, s, heads, width])
+        out = fd.ops.set(fd.ops.permute(h, order))
+        for tv in (x, w, out):
+            tv.set_device_mesh([0, 1])
+        cut(w, 0)
+        cut(out, order.index(1))
+        return [x, w], out
+
+    run_on_two(define, [x_whole, w_whole], want)
