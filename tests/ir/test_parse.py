@@ -158,6 +158,9 @@ _SAMPLES = {
     "length": "i0",
     "start": "0",
     "step": "2",
+    "ptypes": "{deviceIdx.y}",
+    "source": "1",
+    "target": "0",
 }
 _VARIANTS = [
     pytest.param(cls, attributes, text, id=f"{cls.__name__}-{i}")
