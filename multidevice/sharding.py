@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fuser.errors import ShardingError
+from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
@@ -146,6 +146,19 @@ def check_world(fusion: Fusion, size: int) -> None:
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
                 f"{size} rank{'s' if size != 1 else ''}; start it with at least "
                 f"{requested_number_of_devices(fusion)}"
+            )
+
+
+def check_streams(fusion: Fusion) -> None:
+    """Raise `UnsupportedError` naming op and axis when a tensor has a stream axis."""
+    for tv in fusion.tensors():
+        axis = next((a for a in tv.domain.all_axes() if a.is_stream), None)
+        if axis is not None:
+            op = fusion.definition(tv)
+            made = f"the result of {op.name} (user code at {op.where or 'unknown'})" if op else ""
+            raise UnsupportedError(
+                f"{axis} of {tv}, {made or 'an input'}, is a stream axis: "
+                "loops over streams are not supported yet, leave the axis serial"
             )
 
 

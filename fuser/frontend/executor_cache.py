@@ -124,6 +124,7 @@ class FusionExecutorCache:
         settings: Settings,
     ) -> Runtime:
         sharding.check_world(self._fusion, communicator.size())
+        sharding.check_streams(self._fusion)
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)
         sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}

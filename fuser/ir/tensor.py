@@ -178,6 +178,10 @@ class TensorView:
             raise DefinitionError(f"merge of a reduction with another axis: {outer}, {inner}")
         if ParallelType.serial not in (outer.ptype, inner.ptype):
             raise DefinitionError(f"merge of two parallel axes: {outer}, {inner} in {self}")
+        if outer.is_stream or inner.is_stream:
+            raise DefinitionError(
+                f"merge of a stream axis, which would stream both: {outer}, {inner} in {self}"
+            )
         transform = make_merge(self.fusion, outer, inner)
         rest = [a for k, a in enumerate(loop) if k not in (o, i)]
         rest.insert(min(o, i), transform.out)

@@ -24,7 +24,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import IterType, MemoryType
+from fuser.ir.types import IterType, LoadStoreOpType, MemoryType
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
@@ -69,6 +69,7 @@ VIEW_OPS = (
     nodes.SliceOp,
 )
 REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
+
 # A tensor whose recomputation would read more full-size tensors than this is stored instead.
 MAX_RECOMPUTED_INPUTS = 3
 
@@ -108,6 +109,9 @@ class _Segmenter:
         for e in self.exprs:
             if isinstance(e, nodes.Reshard):
                 self.kind[e] = "communication"
+            elif _is_boundary(e):
+                # An alias, as no kernel contains one; an output needs memory of its own.
+                self.kind[e] = "library" if e.out_tensor in fusion.outputs else "alias"
             else:
                 self.kind[e] = "library" if isinstance(e, LIBRARY_OPS) else "kernel"
         self.strides: dict[TensorView, tuple[Scalar, ...]] = {}
@@ -129,6 +133,8 @@ class _Segmenter:
         for e in self.exprs:
             for out in e.outputs:
                 self.strides[out] = self._dense(out)
+            if self.kind[e] == "alias":
+                self.strides[e.out_tensor] = self._view_strides(e) or self.strides[e.out_tensor]
             if self.kind[e] != "kernel" or not isinstance(e, VIEW_OPS):
                 continue
             # An identity copy is the user's wish for a separate tensor: never an alias.
@@ -196,7 +202,7 @@ class _Segmenter:
                 sc.Symbol(f"stride{source.number}_{i}", sc.ONE.dtype) for i in range(source.ndim)
             )
         picked = [None if i is None else known[i] for i in e.axis_map(0)]
-        if isinstance(e, nodes.LoadStoreOp):
+        if isinstance(e, nodes.LoadStoreOp) and e.out.domain.root:
             root = [a.number for a in e.out.domain.root]
             picked = [picked[root.index(a.number)] for a in e.out.domain.logical]
         return tuple(sc.ZERO if p is None else p for p in picked)
@@ -438,6 +444,11 @@ class _Group:
     inputs: tuple[TensorView, ...]
     scheduler: str = ""
     fusion: Fusion | None = None
+
+
+def _is_boundary(op: TensorOp) -> bool:
+    """Whether the user put a border between two kernels here (`ops.segment_set`)."""
+    return isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
 
 
 def _elements(tv: TensorView) -> Scalar:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuser import FusionDefinition, TensorView, multidevice
-from fuser.errors import KernelError, ProgramMismatchError
+from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.errors import DefinitionError, KernelError, ProgramMismatchError, UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.kernels.executor import KernelExecutor
 from fuser.options import settings
@@ -73,8 +73,6 @@ def test_schedules_of_another_device_run_on_the_cpu() -> None:
 
 
 def matrix_sum(mesh: multidevice.DeviceMesh) -> tuple[FusionDefinition, TensorView]:
-    from fuser import ParallelType
-
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         fd.add_output(fd.ops.sum(x, dim=1))
@@ -101,3 +99,50 @@ def test_ranks_with_different_options_disagree() -> None:
     with multidevice.simulate(2) as world:
         assert all("checked" in text for text in world.run(lambda: body([["checked"], []])))
         assert world.run(lambda: body([["checked"], ["checked"]])) == ["", ""]
+
+
+def test_a_stream_axis_is_refused_until_streams_are_lowered() -> None:
+    with FusionDefinition() as fd:
+        a, b = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        out = fd.ops.matmul(a, b)
+        fd.add_output(out)
+        out.outer_split(1, 3)
+        out.axis(1).parallelize(ParallelType.stream)
+    with pytest.raises(UnsupportedError) as refused:
+        fd.execute([torch.randn(4, 5), torch.randn(5, 6)])
+    message = str(refused.value)
+    assert "istreamIdx" in message and "matmul" in message
+    assert "test_call_options.py:" in message
+
+
+def test_a_stream_axis_of_an_input_is_refused_too() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([4, 6], contiguity=True)
+        fd.add_output(fd.ops.exp(x))
+        x.outer_split(1, 3)
+        x.axis(1).parallelize(ParallelType.stream)
+    with pytest.raises(UnsupportedError, match="an input, is a stream axis"):
+        fd.execute([torch.randn(4, 6)])
+
+
+def test_a_stream_axis_is_not_merged_with_another() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([4, 6], contiguity=True)
+        x.axis(0).parallelize(ParallelType.stream)
+        with pytest.raises(DefinitionError, match="merge of a stream axis"):
+            x.merge(0)
+
+
+def test_segment_set_runs() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        a = fd.ops.segment_set(fd.ops.exp(x))
+        b = fd.ops.segment_set(fd.ops.permute(a, [1, 0]))
+        fd.add_output(fd.ops.sum(b, dim=1))
+        fd.add_output(fd.ops.segment_set(a))
+    t = torch.randn(5, 7)
+    for inputs in ([t], [t], [torch.randn(3, 2)]):
+        sums, same = fd.execute(inputs)
+        expected = inputs[0].double().exp()
+        torch.testing.assert_close(sums, expected.sum(0).float())
+        torch.testing.assert_close(same, expected.float())

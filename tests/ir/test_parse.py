@@ -115,7 +115,8 @@ def _apply(tv, move) -> None:
     if name == "split" and serial:
         tv.split(at, rest[0], inner_split=rest[1])
     elif name == "merge" and at + 1 < len(tv.domain.loop) and serial:
-        tv.merge(at)
+        if not tv.axis(at + 1).is_stream:
+            tv.merge(at)
     elif name == "reorder":
         tv.reorder({at: rest[0] % len(tv.domain.loop)})
     elif name == "parallelize":

@@ -178,3 +178,23 @@ def test_an_op_that_no_scheduler_accepts_is_named() -> None:
     fusion = fusion_of(ops.exp, 2)
     with pytest.raises(UnsupportedError, match=r"T1_g_float.*test_segment\.py"):
         cut(fusion, lambda f: None)
+
+
+def test_segment_set_is_a_border_between_kernels() -> None:
+    """Without it one kernel computes all of this."""
+
+    def chain(x: TensorView, border: bool) -> tuple[TensorView, ...]:
+        a = ops.exp(x)
+        a = ops.segment_set(a) if border else a
+        return (ops.add(a, x),)
+
+    assert kinds(cut(fusion_of(lambda x: chain(x, False), 2))) == ["pointwise"]
+    assert kinds(cut(fusion_of(lambda x: chain(x, True), 2))) == ["pointwise", "alias", "pointwise"]
+
+
+def test_segment_set_of_an_output_is_a_copy() -> None:
+    def chain(x: TensorView) -> tuple[TensorView, ...]:
+        a = ops.segment_set(ops.exp(x))
+        return a, ops.add(a, 1.0)
+
+    assert kinds(cut(fusion_of(chain, 1))) == ["pointwise", "library", "pointwise"]
