@@ -3,6 +3,9 @@
 #
 # Uses the python3 that holds torch, and every visible GPU (1, 2 or 4). Steps, chosen by STEPS
 # (default "tests job bench"):
+#   fuzz    scripts/fuzz.py single and sharded on the GPUs: SINGLE_CASES and SHARDED_CASES from SEED
+#   compare scripts/compare.py with the checkout in .base
+#   cold    scripts/bench.py cold: a fresh process to the encoder layer's first result
 #   tests   pytest tests/gpu, and under mpirun on 2 or more GPUs
 #   job     scripts/encode.py --device cuda on 1, 2 and 4 ranks, as far as there are GPUs, both dtypes
 #   bench   scripts/bench.py kernels on one GPU
@@ -19,7 +22,10 @@ mkdir -p "$1"
 OUT="$(cd "$1" && pwd)"
 STEPS="${STEPS:-tests job bench}"
 for name in $STEPS; do
-  case "$name" in tests | job | bench) ;; *) echo "STEPS: '$name' is none of: tests job bench" >&2; exit 2 ;; esac
+  case "$name" in
+    tests | job | bench | fuzz | compare | cold) ;;
+    *) echo "STEPS: '$name' is none of: tests job bench fuzz compare cold" >&2; exit 2 ;;
+  esac
 done
 PY="$(command -v python3)"
 WORK="$(mktemp -d)"
@@ -129,6 +135,30 @@ run_bench() {
   local result="$WORK/bench.jsonl"
   CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "kernel benchmarks" bench.log \
     "${BENCH_LIMIT_S:-400}" "$result" "$PY" scripts/bench.py kernels --json "$result"
+}
+
+run_fuzz() {
+  local limit="${FUZZ_LIMIT_S:-240}" seed="${SEED:-$(date +%s)}" n
+  step "fuzz, one device" fuzz.log "$((limit + 60))" none "$PY" scripts/fuzz.py single \
+    --device cuda --processes "${FUZZ_PROCESSES:-13}" --seed "$seed" \
+    --cases "${SINGLE_CASES:-5000}" --seconds "$limit"
+  for n in 2 4; do
+    [ "$n" -le "$GPUS" ] || continue
+    OMP_NUM_THREADS=2 step "fuzz, sharded on $n GPUs" fuzz.log "$((limit + 60))" none \
+      "$MPIRUN" -np "$n" "$PY" scripts/fuzz.py sharded --device cuda --seed "$seed" \
+      --cases "${SHARDED_CASES:-1000}" --seconds "$limit"
+  done
+}
+
+run_compare() {
+  local result="$WORK/compare.jsonl"
+  CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "kernels beside .base" compare.log 300 \
+    "$result" "$PY" scripts/compare.py .base --json "$result"
+}
+
+run_cold() {
+  local result="$WORK/cold.jsonl"
+  step "cold start" cold.log 200 "$result" "$PY" scripts/bench.py cold --json "$result"
 }
 
 for name in $STEPS; do "run_$name"; done
