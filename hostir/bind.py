@@ -1,8 +1,4 @@
-"""Binding of runtime inputs: everything about them is checked, and symbols get their values.
-
-Extents in a program are global; a tensor that a rank passes is its local shard. So an axis that the
-mesh cuts into n blocks binds n times its local size.
-"""
+"""Inputs of a program: kinds, dtypes, devices and layouts are checked, and symbols are bound."""
 
 from __future__ import annotations
 
@@ -11,17 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.errors import InputError, ShardingError
-from fuser.ir import scalar as sc
+from fuser.errors import InputError
+from fuser.ir.binding import Argument, Binder, Values
 from fuser.ir.dtypes import category, dtype_text, from_torch, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Const, Number, Scalar, Symbol
+from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from hostir.layout import parts
 from multidevice.placement import memory_order
-
-Argument = torch.Tensor | bool | int | float
-Values = dict[Symbol, Number]
 
 _ACCEPTS: dict[str, tuple[type, ...]] = {
     "bool": (bool, int),
@@ -32,14 +25,11 @@ _ACCEPTS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """What an input tensor must look like, and which symbols its sizes bind."""
+    """What an input tensor must look like."""
 
     index: int
     tv: TensorView
     dtype: torch.dtype
-    # Per axis: the global extent over class representatives, and how many blocks it has.
-    extents: tuple[Scalar, ...]
-    parts: tuple[int, ...]
     order: tuple[tuple[int, bool | None], ...]
 
     @property
@@ -51,16 +41,13 @@ class InputBinder:
     """Checks the inputs of one program and gives its symbols their values."""
 
     def __init__(self, values: Fusion) -> None:
-        self._fusion = values
         self._specs: list[_TensorSpec | Scalar] = [
-            self._spec(i, v) if isinstance(v, TensorView) else v
+            _TensorSpec(i, v, to_torch(v.dtype()), memory_order(v))
+            if isinstance(v, TensorView)
+            else v
             for i, v in enumerate(values.inputs)
         ]
-        self._equal = values.equal_extents()
-
-    def _spec(self, index: int, tv: TensorView) -> _TensorSpec:
-        extents = tuple(self._fusion.canonical(x) for x in tv.shape())
-        return _TensorSpec(index, tv, to_torch(tv.dtype()), extents, parts(tv), memory_order(tv))
+        self._binder = Binder(values, blocks=parts)
 
     def bind(self, inputs: Sequence[Argument], device: torch.device) -> Values:
         """Return the value of every symbol.
@@ -80,41 +67,10 @@ class InputBinder:
                 _check_tensor(spec, value, device)
             else:
                 _check_scalar(i, spec, value)
-        values = self._values(inputs)
+        values = self._binder.bind(inputs)
         for spec, value in zip(self._specs, inputs, strict=True):
             if isinstance(spec, _TensorSpec) and isinstance(value, torch.Tensor):
                 _check_layout(spec, value)
-        return values
-
-    def _values(self, inputs: Sequence[Argument]) -> Values:
-        values: Values = {}
-        first: dict[Symbol, str] = {}
-        later: list[tuple[_TensorSpec, int, int]] = []
-        for spec, value in zip(self._specs, inputs, strict=True):
-            if isinstance(spec, Scalar):
-                if isinstance(spec, Symbol):
-                    values[spec] = Const(value, spec.dtype).value  # pyright: ignore[reportArgumentType]
-                    first[spec] = f"input scalar {spec}"
-                continue
-            assert isinstance(value, torch.Tensor)
-            for axis, (extent, n) in enumerate(zip(spec.extents, spec.parts, strict=True)):
-                size = value.size(axis) * n
-                if isinstance(extent, Symbol) and extent not in values:
-                    values[extent] = size
-                    first[extent] = f"axis {axis} of {spec.tv}"
-                else:
-                    later.append((spec, axis, size))
-        for spec, axis, size in later:
-            _check_extent(spec, axis, size, values, first)
-        for symbol, representative in self._equal:
-            if all(s in values for s in sc.symbols(representative)):
-                expected = sc.evaluate(representative, values)
-                if symbol in values and values[symbol] != expected:
-                    raise InputError(
-                        f"{first[symbol]} is {values[symbol]}, but {symbol} = {representative} = "
-                        f"{expected}"
-                    )
-                values[symbol] = expected
         return values
 
 
@@ -172,33 +128,3 @@ def _check_scalar(index: int, spec: Scalar, value: Argument) -> None:
             f"Scalar value {shown} is not compatible with the expected data type: "
             f"{dtype_text(spec.dtype)}."
         )
-
-
-def _check_extent(
-    spec: _TensorSpec, axis: int, size: int, values: Values, first: dict[Symbol, str]
-) -> None:
-    extent, n = spec.extents[axis], spec.parts[axis]
-    try:
-        expected = sc.evaluate(extent, values)
-    except KeyError as missing:
-        raise InputError(
-            f"{spec.where} whose axis {axis} has extent {extent}: no input binds {missing.args[0]}"
-        ) from None
-    if expected == size:
-        return
-    local = f" (local size {size // n} times {n} ranks)" if n > 1 else ""
-    if n > 1 and int(expected) % n != 0:
-        raise ShardingError(
-            f"axis {axis} of {spec.tv} has extent {extent} = {expected}, which {n} ranks do not "
-            f"divide; got {size}{local}"
-        )
-    if not sc.symbols(extent):
-        raise InputError(
-            f"{spec.where}: Tried to bind to a constant value: {expected} as {size}{local} at axis "
-            f"{axis}"
-        )
-    sources = ", ".join(first[s] for s in sc.symbols(extent) if s in first)
-    raise InputError(
-        f"{spec.where} to have extent {extent} = {expected} (from {sources}) at axis {axis}, but "
-        f"got {size}{local}"
-    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from textwrap import indent
 
+from fuser.ir.binding import free_inputs
 from fuser.ir.core import Op
 from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
@@ -58,6 +59,11 @@ class HostIrContainer:
             if isinstance(value, TensorView):
                 seen[value] = None
         return tuple(seen)
+
+    def free_inputs(self) -> frozenset[int]:
+        """Return the positions of scalar inputs that decide nothing about structure."""
+        kernels = (tv for group in self.groups.values() for tv in group.fusion.tensors())
+        return free_inputs(self.values, (*self.tensors(), *kernels))
 
     def communications(self) -> tuple[Communication, ...]:
         return tuple(op for op in walk(self.ops) if isinstance(op, Communication))

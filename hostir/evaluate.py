@@ -14,6 +14,7 @@ import torch
 
 from fuser import options
 from fuser.errors import ShardingError
+from fuser.ir.binding import signature_of
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
@@ -147,6 +148,7 @@ class HostIrEvaluator:
     ) -> None:
         self.program = program
         self._binder = InputBinder(program.values)
+        self._free = program.free_inputs()
         self._device = None if device is None else torch.device(device)
         self._make_runner = make_runner or partial(
             make_kernel_executor, settings=options.settings() if settings is None else settings
@@ -184,7 +186,7 @@ class HostIrEvaluator:
         Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
         """
         inputs = list(inputs)
-        key = _class_of(inputs) if signature is None else signature
+        key = signature_of(inputs, self._free) if signature is None else signature
         plan = self._plans.get(key)
         with torch.no_grad():
             if plan is not None:
@@ -201,7 +203,7 @@ class HostIrEvaluator:
 
     def check(self, inputs: Sequence[Argument]) -> None:
         """Raise what `run` would raise about these inputs."""
-        if _class_of(inputs) not in self._plans:
+        if signature_of(inputs, self._free) not in self._plans:
             self._frame(list(inputs))
 
     def prepare(self, inputs: Sequence[Argument]) -> None:
@@ -280,16 +282,6 @@ def check_devices(program: HostIrContainer, size: int) -> None:
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
                 f"{size} rank{'s' if size != 1 else ''}"
             )
-
-
-def _class_of(inputs: Sequence[Argument]) -> object:
-    """Return what decides everything but the contents: layouts, and the values of integers."""
-    return tuple(
-        (x.shape, x.stride(), x.dtype, x.device)
-        if isinstance(x, torch.Tensor)
-        else (type(x), x if isinstance(x, int) else None)
-        for x in inputs
-    )
 
 
 def _device_of(program: HostIrContainer, inputs: Sequence[Argument]) -> torch.device:

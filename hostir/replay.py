@@ -65,6 +65,7 @@ class Recorder:
         inputs = frame.program.inputs
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
+        self._free = _free_scalars(frame)
         self._steps: list[Step] = []
         # Buffers and where in the program they begin and end (None: they outlive it).
         self._blocks: dict[TensorView, Block] = {}
@@ -172,7 +173,7 @@ class Recorder:
         if isinstance(value, TensorView) or value in self._slot:
             i = self.slot(value)
             return lambda slots: slots[i]
-        frame, dynamic = self._frame, _floating_inputs(self._frame)
+        frame, dynamic = self._frame, self._free
         if not any(s in dynamic for s in _symbols(value)):
             number = frame.number(value)
             return lambda slots: number
@@ -287,7 +288,7 @@ class Recorder:
     def _computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
         frame = self._frame
         tensors = [(v, self.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
-        scalars = [(s, self._slot[s]) for s in _floating_inputs(frame)]
+        scalars = [(s, self._slot[s]) for s in self._free]
 
         def run(slots: Slots) -> list[torch.Tensor]:
             now = Frame(
@@ -307,13 +308,11 @@ def _symbols(value: Scalar) -> tuple[Symbol, ...]:
     return symbols(value)
 
 
-def _floating_inputs(frame: Frame) -> tuple[Symbol, ...]:
+def _free_scalars(frame: Frame) -> tuple[Symbol, ...]:
     """Return the input scalars whose value may change within a class of inputs."""
-    return tuple(
-        v
-        for v in frame.program.inputs
-        if isinstance(v, Symbol) and not isinstance(frame.values[v], int)
-    )
+    inputs, free = frame.program.inputs, frame.program.free_inputs()
+    scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
+    return tuple(v for i, v in scalars if i in free or not isinstance(frame.values[v], int))
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from fuser import options
 from fuser.errors import FuserError
 from fuser.frontend.input_class import InputClass, classify, specialise
+from fuser.ir.binding import Argument, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.options import Settings
@@ -38,8 +39,6 @@ from multidevice.sharding_passes import shard_fusion
 if TYPE_CHECKING:
     from multidevice.sharding import Sharding
 
-Argument = torch.Tensor | bool | int | float
-
 
 @dataclass
 class Runtime:
@@ -61,6 +60,7 @@ class FusionExecutorCache:
         self._fusion_id = fusion_id
         self._auto_schedule = auto_schedule
         self._binder = InputBinder(fusion)
+        self._free = free_inputs(fusion)
         self._settings = options.settings()
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
@@ -91,7 +91,7 @@ class FusionExecutorCache:
             settings = self._settings
             if _enable_options != () or _disable_options != ():
                 settings = options.settings(_enable_options, _disable_options)
-            key = (communicator, settings, signature_of(inputs))
+            key = (communicator, settings, signature_of(inputs, self._free))
             runtime = self._by_signature.get(key)
             if runtime is None:
                 runtime = self._find_or_build(inputs, device, communicator, settings)
@@ -175,7 +175,7 @@ class FusionExecutorCache:
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Return whether a program for inputs like these exists."""
         del device
-        key = (Communicator.instance(), self._settings, signature_of(inputs))
+        key = (Communicator.instance(), self._settings, signature_of(inputs, self._free))
         return key in self._by_signature
 
     def host_program(self) -> HostIrContainer:
@@ -209,20 +209,6 @@ class FusionExecutorCache:
         if recent is None:
             raise FuserError("the fusion has not run yet: execute it first")
         return recent
-
-
-def signature_of(inputs: Sequence[Argument]) -> Hashable:
-    """Return what decides how inputs are handled.
-
-    Per tensor: shape, strides, dtype, device. Per number: its type, and the value of an integer, on
-    which the structure may depend.
-    """
-    return tuple(
-        (v.shape, v.stride(), v.dtype, v.device)
-        if isinstance(v, torch.Tensor)
-        else (type(v), None if isinstance(v, float) else v)
-        for v in inputs
-    )
 
 
 def device_of(inputs: Sequence[Argument], device: int | str | torch.device | None) -> torch.device:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from fuser.errors import DefinitionError
 from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, category
+from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
@@ -46,10 +46,7 @@ class Fusion:
         self._next_axis = 0
         self._next_scalar = 0
         self._zero_is_numbered = False
-        # Symbol -> an equal scalar: extents of mapped axes are one class (checked at binding).
-        self._equal_extents: dict[Scalar, Scalar] = {}
-        # What `canonical` has answered for the number of equalities known so far.
-        self._canonical: tuple[dict[Scalar, Scalar], dict[Scalar, Scalar]] = ({}, {})
+        self.extents = ExtentClasses()
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
@@ -241,44 +238,17 @@ class Fusion:
         return any(a.out is out and a.hidden for a in self.aliases)
 
     # ------------------------------------------------------------ extents
-    def extent(self, x: Scalar) -> Scalar:
-        """Return the representative of x's class of equal extents."""
-        while x in self._equal_extents:
-            x = self._equal_extents[x]
-        return x
-
-    def unify_extents(self, a: Scalar, b: Scalar) -> None:
-        """State that two extents are equal. A constant, then the lower symbol, represents them."""
-        a, b = self.extent(a), self.extent(b)
-        if a == b:
-            return
-        if isinstance(b, Symbol) and not (isinstance(a, Symbol) and _later(a, b)):
-            self._equal_extents[b] = a
-        elif isinstance(a, Symbol):
-            self._equal_extents[a] = b
-
-    def set_equal(self, x: Scalar, representative: Scalar) -> None:
-        """State an equality that was decided before (a parsed text, another fusion's classes)."""
-        self._equal_extents[x] = representative
+    def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
+        """State that two extents are equal; `reason` is shown where inputs contradict it."""
+        self.extents.unify(a, b, reason)
 
     def canonical(self, x: Scalar) -> Scalar:
         """Rewrite a scalar over class representatives."""
-        from fuser.ir.scalar import substitute, symbols
+        return self.extents.canonical(x)
 
-        equal, answers = self._canonical
-        if equal != self._equal_extents:
-            answers = {}
-            self._canonical = (dict(self._equal_extents), answers)
-        found = answers.get(x)
-        if found is None:
-            classes = {s: self.extent(s) for s in symbols(x)}
-            changed: dict[Scalar, Scalar] = {s: e for s, e in classes.items() if e != s}
-            found = answers[x] = substitute(x, changed) if changed else x
-        return found
-
-    def equal_extents(self) -> tuple[tuple[Symbol, Scalar], ...]:
-        """Return (symbol, representative) for every symbol that has another representative."""
-        return tuple((cast(Symbol, s), self.extent(s)) for s in self._equal_extents)
+    def equal_extents(self) -> tuple[tuple[Scalar, Scalar], ...]:
+        """Return every stated equality (x, representative): symbols first."""
+        return self.extents.relations()
 
     # ------------------------------------------------------------ copying, comparing, printing
     def copy(self) -> tuple[Fusion, dict[TensorView, TensorView]]:
@@ -286,7 +256,7 @@ class Fusion:
         new = Fusion()
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
             setattr(new, name, getattr(self, name))
-        new._equal_extents = dict(self._equal_extents)
+        new.extents = self.extents.copy()
         mapping: dict[TensorView, TensorView] = {}
         for tv in self.tensors():
             twin = TensorView(
@@ -319,10 +289,6 @@ class Fusion:
 
     def __str__(self) -> str:
         return self.print_math(False)
-
-
-def _later(a: Symbol, b: Symbol) -> bool:
-    return a.key > b.key  # pyright: ignore[reportOperatorIssue]
 
 
 def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:

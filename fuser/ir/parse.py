@@ -424,9 +424,9 @@ class Parser:
         self.fusion.aliases.append(Alias(out, into, hidden=self.cursor.take_if("hidden")))
 
     def _equal(self) -> None:
-        symbol = self.scalar()
+        extent = self.scalar()
         self.cursor.take("=")
-        self.fusion.set_equal(symbol, self.scalar())
+        self.fusion.unify_extents(self.scalar(), extent)
 
     def math(self) -> None:
         """Read `Inputs: ... Outputs: ... %kernel_math { ... } // %kernel_math` into the fusion."""

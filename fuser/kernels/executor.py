@@ -22,6 +22,7 @@ from fuser import options
 from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
 from fuser.errors import InputError, KernelError
 from fuser.ir import scalar as sc
+from fuser.ir.binding import Binder, free_inputs
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
@@ -123,6 +124,11 @@ class KernelExecutor:
         ]
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
         self._free = _free_symbols(fusion, self._scalars)
+        free = free_inputs(fusion)
+        numbers = [i for i, v in enumerate(fusion.inputs) if isinstance(v, Scalar)]
+        # Which scalar inputs decide sizes, by their place among the scalars.
+        self._structural = [k for k, i in enumerate(numbers) if i not in free]
+        self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
         self._records: dict[object, Launch | None] = {}
         self._variants: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
@@ -149,7 +155,11 @@ class KernelExecutor:
         numbers = ()
         if self._scalars or self._free:
             numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
-            key = (*key, *(sizes.get(s) for s in self._free), *(_integer(n) for n in numbers))  # pyright: ignore[reportGeneralTypeIssues]
+            key = (
+                *key,
+                *(sizes.get(s) for s in self._free),
+                *(numbers[i] for i in self._structural),
+            )  # pyright: ignore[reportGeneralTypeIssues]
         else:
             key = tuple(key)  # pyright: ignore[reportArgumentType]
         with self._lock:
@@ -248,8 +258,7 @@ class KernelExecutor:
             return
         from fuser.ops.torch_meaning import evaluate_fusion
 
-        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
-        values = self._values(inputs, tensors, sizes)
+        values = self._binder.bind([*inputs, *outputs], sizes)
         results = evaluate_fusion(self.fusion, list(inputs), values=values)
         for out, value in zip(outputs, results, strict=True):
             out.copy_(value)
@@ -267,7 +276,7 @@ class KernelExecutor:
         needed; None where an extent is 0. Meta tensors will do where `device` is given."""
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         self._check(inputs, tensors)
-        values = self._values(inputs, tensors, sizes)
+        values = self._binder.bind([*inputs, *outputs], sizes)
         if any(t.numel() == 0 for t in tensors) or any(
             values.get(s) == 0 for tv in self.fusion.tensors() for s in _extent_symbols(tv)
         ):
@@ -303,29 +312,6 @@ class KernelExecutor:
         for tv, t in zip(self._tensors, tensors, strict=True):
             if t.dim() != tv.ndim:
                 raise InputError(f"kernel {self.name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
-
-    def _values(
-        self, inputs: Sequence[Value], tensors: Sequence[torch.Tensor], sizes: Sizes
-    ) -> dict[Symbol, Number]:
-        """Bind size symbols (given, and of the inputs' axes) and scalar inputs."""
-        values: dict[Symbol, Number] = dict(sizes)
-        for tv, t in zip(self._tensors, tensors, strict=True):
-            for axis, size in zip(tv.domain.no_reductions, t.shape, strict=True):
-                if isinstance(axis.size, Symbol):
-                    values.setdefault(axis.size, size)
-        for symbol, same in self.fusion.equal_extents():
-            known = values.get(symbol)
-            if known is not None and isinstance(same, Symbol):
-                values.setdefault(same, known)
-        for symbol, same in self.fusion.equal_extents():
-            if symbol not in values:
-                try:
-                    values[symbol] = sc.evaluate(same, values)
-                except KeyError:
-                    continue
-        numbers = [v for v in inputs if not isinstance(v, torch.Tensor)]
-        values.update(zip(self._scalars, numbers, strict=True))
-        return values
 
     # ------------------------------------------------------------ variants
     def _variant(
@@ -482,11 +468,6 @@ def compile_many(
 
 
 # ------------------------------------------------------------------ helpers
-def _integer(number: Number) -> Number | None:
-    """Integers may decide extents, so they are part of a class; floats never are."""
-    return number if isinstance(number, int) else None
-
-
 def _extent_symbols(tv: TensorView) -> tuple[Symbol, ...]:
     return tuple(s for a in tv.domain.logical for s in sc.symbols(a.extent))
 

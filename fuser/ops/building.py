@@ -258,7 +258,7 @@ def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
         raise DefinitionError(
             f"Expected sizes to match, but found {x} and {y} in {what} (at {user_line()})"
         )
-    fusion.unify_extents(a, b)
+    fusion.unify_extents(a, b, f"{what} at {user_line()}")
 
 
 def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> TensorView:

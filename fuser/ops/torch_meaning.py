@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fuser.errors import InputError, UnsupportedError
+from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
+from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType, is_floating, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Scalar, Symbol
@@ -313,61 +314,6 @@ def _viewed(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         return x.view(shape) if x.numel() else None
     except RuntimeError:
         return None
-
-
-def bind_inputs(fusion: Fusion, inputs: Sequence[Tensor | Number]) -> dict[Symbol, Number]:
-    """Return the value of every extent symbol and scalar input.
-
-    A symbol is bound by its first occurrence, later ones are checks, also against equal extents.
-    Raises `InputError` for a wrong count, rank or size.
-    """
-    if len(inputs) != len(fusion.inputs):
-        raise InputError(f"expected {len(fusion.inputs)} inputs, got {len(inputs)}")
-    values: dict[Symbol, Number] = {}
-    sizes: list[tuple[TensorView, int, Scalar, int]] = []
-    for declared, given in zip(fusion.inputs, inputs, strict=True):
-        if isinstance(declared, Symbol):
-            if isinstance(given, Tensor):
-                raise InputError(f"expected a number for {declared}, got a tensor")
-            values[declared] = given
-        elif isinstance(declared, TensorView):
-            sizes += _sizes_of(declared, given)
-    for _, _, size, n in sizes:
-        if isinstance(size, Symbol):
-            values.setdefault(size, n)
-    for tv, position, size, n in sizes:
-        _check_size(tv, position, int(sc.evaluate(size, values)), n)
-    _bind_classes(fusion, values)
-    return values
-
-
-def _sizes_of(tv: TensorView, given: Tensor | Number) -> list[tuple[TensorView, int, Scalar, int]]:
-    if not isinstance(given, Tensor):
-        raise InputError(f"expected a tensor for {tv}, got {given!r}")
-    axes = tv.domain.no_reductions
-    if given.ndim != len(axes):
-        raise InputError(f"{tv} has {len(axes)} axes, the input has shape {list(given.shape)}")
-    return [(tv, i, a.size, int(given.shape[i])) for i, a in enumerate(axes)]
-
-
-def _check_size(tv: TensorView, position: int, expected: int, found: int) -> None:
-    if expected != found:
-        raise InputError(f"axis {position} of {tv} has size {expected}, the input has {found}")
-
-
-def _bind_classes(fusion: Fusion, values: dict[Symbol, Number]) -> None:
-    """Check that equal extents have equal values, and bind symbols that no input has."""
-    for symbol, representative in fusion.equal_extents():
-        if isinstance(representative, Symbol) and representative not in values:
-            if symbol in values:
-                values[representative] = values[symbol]
-            continue
-        value = sc.evaluate(representative, values)
-        if values.setdefault(symbol, value) != value:
-            raise InputError(
-                f"the extents {symbol} and {representative} must be equal, but the inputs have "
-                f"{values[symbol]} and {value}"
-            )
 
 
 def evaluate_fusion(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
+from fuser.ir.binding import complete, size_of
 from fuser.ir.domain import IterDomain, Resize, Split, TensorDomain, Transform
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import ReshapeOp, TensorOp
@@ -25,7 +26,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.reshape import ReshapePlan, plan_reshape
-from fuser.passes.fill_empty import fill_empty, size_of
+from fuser.passes.fill_empty import fill_empty
 from fuser.passes.resolve_symbolic import is_undecided, resolve_symbolic
 
 ExtentMap = Callable[[Scalar], Scalar]
@@ -77,12 +78,7 @@ def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
 def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Number]:
     """Return the values of all bound symbols and of those whose extents equal bound ones."""
     values: dict[Symbol, Number] = dict(sizes)
-    for symbol, representative in fusion.equal_extents():
-        if isinstance(representative, Symbol) and symbol in values:
-            values.setdefault(representative, values[symbol])
-    for symbol, representative in fusion.equal_extents():
-        if symbol not in values and all(s in values for s in sc.symbols(representative)):
-            values[symbol] = sc.evaluate(representative, values)
+    complete(fusion, values)
     return values
 
 
@@ -169,6 +165,7 @@ def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> Non
         return memo[v] if v in memo else sc.substitute(fusion.canonical(v), zeros)
 
     fusion.exprs = tuple(op.map_values(operand) for op in fusion.exprs)
+    fusion.extents.rewrite(zeros)
 
 
 def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:

@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fuser.errors import InputError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
+from fuser.ir.binding import size_of
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, is_floating
 from fuser.ir.fusion import Fusion
@@ -24,19 +24,6 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 
 Values = Mapping[Symbol, Number]
-
-
-def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
-    """Return the value of an extent; a division by an empty extent gives 0.
-
-    Raises `InputError` for a symbol that no input binds.
-    """
-    try:
-        return int(sc.evaluate(x, values))
-    except ZeroDivisionError:
-        return 0
-    except KeyError as error:
-        raise InputError(f"the extent {x} has no value: {error.args[0]} is not bound") from None
 
 
 def fill_empty(fusion: Fusion, values: Values) -> None:

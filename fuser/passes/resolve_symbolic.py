@@ -13,6 +13,7 @@ from fuser.errors import InputError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
+from fuser.ir.binding import size_of
 from fuser.ir.domain import (
     IterDomain,
     Merge,
@@ -28,7 +29,6 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import join_axes
 from fuser.ops.reshape import ReshapePlan, transformed_domain
-from fuser.passes.fill_empty import size_of
 
 Values = Mapping[Symbol, Number]
 

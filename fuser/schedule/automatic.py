@@ -11,9 +11,10 @@ from math import gcd
 from typing import TYPE_CHECKING, overload
 
 from fuser.device import DeviceInfo, describe_device
-from fuser.errors import InputError, UnsupportedError
+from fuser.errors import UnsupportedError
+from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Number, Symbol
+from fuser.ir.scalar import Number
 from fuser.ir.tensor import TensorView
 from fuser.schedule.facts import Facts
 from fuser.schedule.registry import SCHEDULERS, Params
@@ -108,21 +109,12 @@ def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
     """Bind sizes and alignments from inputs; the device is that of the first tensor."""
     import torch
 
-    if len(inputs) != len(fusion.inputs):
-        raise InputError(f"expected {len(fusion.inputs)} inputs, got {len(inputs)}")
-    sizes: dict[Symbol, int] = {}
+    values = bind_inputs(fusion, inputs)
+    sizes = {s: v for s, v in values.items() if isinstance(v, int)}
     alignments: dict[int, int] = {}
     device: torch.device | None = None
     for declared, given in zip(fusion.inputs, inputs, strict=True):
-        if isinstance(declared, Symbol) and isinstance(given, int):
-            sizes[declared] = given
-        if not isinstance(declared, TensorView):
-            continue
-        if not isinstance(given, torch.Tensor) or given.dim() != declared.ndim:
-            raise InputError(f"{declared} is a {declared.ndim}-D tensor, got {given!r}")
-        device = device or given.device
-        alignments[declared.number] = gcd(given.data_ptr(), 16)
-        for axis, n in zip(declared.domain.no_reductions, given.shape, strict=True):
-            if isinstance(axis.size, Symbol):
-                sizes[axis.size] = n
+        if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
+            device = device or given.device
+            alignments[declared.number] = gcd(given.data_ptr(), 16)
     return Facts(sizes, alignments), describe_device(device or "cpu")

@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 
 from fuser import ops
+from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.concretize import concretize
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler

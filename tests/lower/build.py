@@ -8,6 +8,7 @@ import torch
 
 from fuser.device import CPU, H200, DeviceInfo
 from fuser.ir import scalar as sc
+from fuser.ir.binding import bind_inputs
 from fuser.ir.domain import TensorDomain, contiguity_for
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
@@ -24,7 +25,7 @@ from fuser.lower.kernel import (
     stride_symbol,
 )
 from fuser.lower.kernel_passes import lower_kernel
-from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.runtime.kernel import CompiledKernel, compile_kernels
 
 P = ParallelType

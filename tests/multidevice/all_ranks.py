@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.ir import scalar as sc
+from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import DeviceMesh
@@ -21,7 +22,7 @@ from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.ops.torch_meaning import evaluate_fusion
 from multidevice.communication import communicates, communication_type, moved_axes, team_of
 from multidevice.localize import localize
 from multidevice.placement import is_contiguous, memory_order

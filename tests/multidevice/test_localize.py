@@ -10,12 +10,13 @@ import torch
 from fuser import ops
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
+from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ir.verify import verify_fusion
-from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.ops.torch_meaning import evaluate_fusion
 from multidevice.localize import localize
 from multidevice.shard import shard_for_rank
 from multidevice.sharding_passes import shard_fusion

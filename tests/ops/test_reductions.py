@@ -10,6 +10,7 @@ import torch
 
 from fuser import ops
 from fuser.errors import DefinitionError, DtypeError
+from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -17,7 +18,7 @@ from fuser.ir.nodes import FullOp, ReductionOp, SqueezeOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
-from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.concretize import concretize
 
 D = DataType

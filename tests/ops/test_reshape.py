@@ -13,6 +13,7 @@ from fuser import ops
 from fuser.errors import DefinitionError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
+from fuser.ir.binding import bind_inputs
 from fuser.ir.domain import Merge, Split, indices_backward
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -23,7 +24,7 @@ from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
 from fuser.ops.reshape import group_sizes
-from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.concretize import concretize
 
 

@@ -10,6 +10,7 @@ import torch
 
 from fuser import ops
 from fuser.errors import InputError
+from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -19,7 +20,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
-from fuser.ops.torch_meaning import bind_inputs, evaluate_fusion
+from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.concretize import concretization_key, concretize
 from fuser.passes.fusion_passes import run_passes
 

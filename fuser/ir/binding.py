@@ -1,0 +1,231 @@
+"""Binding: the symbols of a fusion get their values from its inputs.
+
+An extent that is a symbol takes the size of the first axis that has it; later axes, and every
+equality that the ops stated, are checked. Extents are global: an axis that a mesh cuts into n
+blocks has n times its local size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser.errors import InputError, ShardingError
+from fuser.ir.scalar import Const, Number, Scalar, Symbol, evaluate, symbols
+from fuser.ir.tensor import TensorView
+
+if TYPE_CHECKING:
+    from fuser.ir.fusion import Fusion
+
+Argument = torch.Tensor | Number
+Values = dict[Symbol, Number]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis of an input: where it is, its extent over representatives, its number of blocks."""
+
+    tv: TensorView
+    position: int
+    extent: Scalar
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"axis {self.position} of {self.tv}"
+
+    def found(self, size: int) -> str:
+        """Return how the size came about."""
+        if self.blocks == 1:
+            return str(size)
+        return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
+
+
+class Binder:
+    """Gives the symbols of one fusion their values.
+
+    `declared` defaults to the fusion's inputs; `blocks` returns into how many blocks each axis of a
+    tensor is cut.
+    """
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        declared: Sequence[TensorView | Scalar] | None = None,
+        *,
+        blocks: Callable[[TensorView], Sequence[int]] | None = None,
+    ) -> None:
+        self._fusion = fusion
+        self._declared = list(fusion.inputs if declared is None else declared)
+        self._axes: list[tuple[_Axis, ...]] = []
+        for value in self._declared:
+            if not isinstance(value, TensorView):
+                self._axes.append(())
+                continue
+            counts = blocks(value) if blocks is not None else (1,) * value.ndim
+            sized = zip(value.shape(), counts, strict=True)
+            self._axes.append(
+                tuple(_Axis(value, i, fusion.canonical(x), n) for i, (x, n) in enumerate(sized))
+            )
+
+    def bind(
+        self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
+    ) -> Values:
+        """Return the value of every symbol; `known` ones are checks from the start.
+
+        Raises `InputError` naming both tensors and axes when sizes contradict each other,
+        `ShardingError` when a size does not fit the mesh.
+        """
+        if len(arguments) != len(self._declared):
+            raise InputError(f"expected {len(self._declared)} inputs, got {len(arguments)}")
+        values: Values = dict(known or {})
+        source: dict[Symbol, str] = {}
+        later: list[tuple[_Axis, int]] = []
+        for declared, axes, given in zip(self._declared, self._axes, arguments, strict=True):
+            if not isinstance(given, torch.Tensor):
+                if isinstance(declared, Symbol):
+                    values[declared] = Const(given, declared.dtype).value
+                    source[declared] = f"input scalar {declared}"
+                elif isinstance(declared, TensorView):
+                    raise InputError(f"expected a tensor for {declared}, got {given!r}")
+                continue
+            if not isinstance(declared, TensorView):
+                raise InputError(f"expected a number for {declared}, got a tensor")
+            if given.dim() != len(axes):
+                raise InputError(
+                    f"{declared} has {len(axes)} axes, the input has shape {list(given.shape)}"
+                )
+            for axis, local in zip(axes, given.shape, strict=True):
+                size = local * axis.blocks
+                if isinstance(axis.extent, Symbol) and axis.extent not in values:
+                    values[axis.extent] = size
+                    source[axis.extent] = str(axis)
+                else:
+                    later.append((axis, size))
+        complete(self._fusion, values)
+        for axis, size in later:
+            self._check_axis(axis, size, values, source)
+        self._check_relations(values, source)
+        return values
+
+    def _check_axis(
+        self, axis: _Axis, size: int, values: Values, source: Mapping[Symbol, str]
+    ) -> None:
+        where = f"Expected input {self._declared.index(axis.tv)}, {axis.tv},"
+        expected = _evaluated(axis.extent, values)
+        if expected is None:
+            unknown = next(s for s in symbols(axis.extent) if s not in values)
+            raise InputError(
+                f"{where} whose axis {axis.position} has extent {axis.extent}: no input binds "
+                f"{unknown}"
+            )
+        if expected == size:
+            return
+        if axis.blocks > 1 and expected % axis.blocks:
+            raise ShardingError(
+                f"{axis} has extent {axis.extent} = {expected}, which {axis.blocks} ranks do not "
+                f"divide; got {axis.found(size)}"
+            )
+        raw = axis.tv.shape()[axis.position]
+        why = self._because(raw, axis.extent)
+        if not symbols(axis.extent):
+            raise InputError(
+                f"{where}: Tried to bind to a constant value: {expected} as {axis.found(size)} at "
+                f"axis {axis.position}{why}"
+            )
+        raise InputError(
+            f"{where} to have extent {axis.extent} = {expected}{_from((axis.extent,), source)} at "
+            f"axis {axis.position}, but got {axis.found(size)}{why}"
+        )
+
+    def _check_relations(self, values: Values, source: Mapping[Symbol, str]) -> None:
+        for x, y in self._fusion.equal_extents():
+            a, b = _evaluated(x, values), _evaluated(y, values)
+            if a is not None and b is not None and a != b:
+                raise InputError(
+                    f"Expected extents to be equal, but {x} = {a} and {y} = {b}"
+                    f"{_from((x, y), source)}{self._because(x, y)}"
+                )
+
+    def _because(self, x: Scalar, representative: Scalar) -> str:
+        reason = self._fusion.extents.reason_of(x, representative)
+        return f": {reason}" if reason else ""
+
+
+def _from(extents: Iterable[Scalar], source: Mapping[Symbol, str]) -> str:
+    used = dict.fromkeys(s for x in extents for s in symbols(x) if s in source)
+    return f" (from {', '.join(f'{s}: {source[s]}' for s in used)})" if used else ""
+
+
+def complete(fusion: Fusion, values: Values) -> None:
+    """Add the values that follow from equal extents, in place."""
+    relations = fusion.equal_extents()
+    is_done = False
+    while not is_done:
+        is_done = True
+        for x, y in (*relations, *((y, x) for x, y in relations)):
+            found = _evaluated(y, values)
+            if isinstance(x, Symbol) and x not in values and found is not None:
+                values[x] = found
+                is_done = False
+
+
+def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
+    """Return the value of an extent, None where a symbol has none yet."""
+    return size_of(x, values) if all(s in values for s in symbols(x)) else None
+
+
+def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
+    """Return the value of an extent; a division by an empty extent gives 0.
+
+    Raises `InputError` for a symbol that no input binds.
+    """
+    try:
+        return int(evaluate(x, values))
+    except ZeroDivisionError:
+        return 0
+    except KeyError as error:
+        raise InputError(f"the extent {x} has no value: {error.args[0]} is not bound") from None
+
+
+def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
+    """Return the value of every extent symbol and scalar input of a fusion; see `Binder.bind`."""
+    return Binder(fusion).bind(arguments)
+
+
+# ------------------------------------------------------------------ signatures
+def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> frozenset[int]:
+    """Return the positions of scalar inputs on which no size, split or resize depends.
+
+    `tensors` defaults to those of the fusion.
+    """
+    structural: set[Symbol] = set()
+    for tv in fusion.tensors() if tensors is None else tensors:
+        scalars: list[object] = [
+            getattr(t, name, None)
+            for t in tv.domain.transforms
+            for name in ("factor", "left", "right")
+        ]
+        for axis in tv.domain.all_axes():
+            scalars += (axis.extent, axis.expanded)
+        structural.update(s for x in scalars if isinstance(x, Scalar) for s in symbols(x))
+    structural.update(s for pair in fusion.equal_extents() for x in pair for s in symbols(x))
+    return frozenset(
+        i for i, v in enumerate(fusion.inputs) if isinstance(v, Symbol) and v not in structural
+    )
+
+
+def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Hashable:
+    """Return what decides everything but the contents.
+
+    Per tensor: shape, strides, dtype, device. Per number: its type, and the value of an integer on
+    which the structure may depend (`free` has the positions of the others).
+    """
+    return tuple(
+        (v.shape, v.stride(), v.dtype, v.device)
+        if isinstance(v, torch.Tensor)
+        else (type(v), None if isinstance(v, float) or i in free else v)
+        for i, v in enumerate(arguments)
+    )
