@@ -40,6 +40,8 @@ class Call:
     stream: object
     key: str
     seq: int
+    # The caller's input, where `inp` is a staging buffer of another dtype.
+    given: torch.Tensor | None = None
 
     @property
     def root_index(self) -> int:
@@ -54,7 +56,7 @@ class Call:
 
     def describe(self) -> str:
         """Returns op, operand, team and sequence number as text, for errors."""
-        tensor = self.inp if self.inp is not None else self.out
+        tensor = next((t for t in (self.given, self.inp, self.out) if t is not None), None)
         detail = f"({self.reduce})" if self.reduce else ""
         detail += f" from root {self.root}" if self.root is not None else ""
         detail += f" of {tensor_text(tensor)}" if tensor is not None else ""
@@ -349,9 +351,15 @@ class CheckedBackend(ABC):
             assert call.reduce is not None, "a reduction has an op"
             byte_out = None if out is None else out.view(torch.uint8)
             as_bytes = replace(
-                call, reduce=_BOOL_OPS[call.reduce], inp=inp.view(torch.uint8), out=byte_out
+                call,
+                reduce=_BOOL_OPS[call.reduce],
+                inp=inp.view(torch.uint8),
+                out=byte_out,
+                given=inp,
             )
             return self._start(as_bytes)
+        if inp.dtype in _FLOATING and call.reduce in ("MIN", "MAX"):
+            return self._start_ordered(call, inp, is_max=call.reduce == "MAX")
         count = len(call.team)
         average = call.reduce == "AVG" and not self.has_avg
         op: RedOp | None = "SUM" if average else call.reduce
@@ -361,7 +369,7 @@ class CheckedBackend(ABC):
             if call.op == "reduce_scatter" and out is not None:
                 wide = torch.empty_like(out, dtype=torch.float32)
             work = self._start(
-                replace(call, reduce=op, inp=wide_inp, out=None if out is None else wide)
+                replace(call, reduce=op, inp=wide_inp, out=None if out is None else wide, given=inp)
             )
 
             def narrow() -> None:
@@ -373,6 +381,21 @@ class CheckedBackend(ABC):
         if not average or out is None:
             return work
         return _FinishingWork(work, lambda: _divide(out, count))
+
+    def _start_ordered(self, call: Call, inp: torch.Tensor, *, is_max: bool) -> Work:
+        """Reduces floats as integers of the same order: transports lose NaN in their MIN and MAX,
+        torch keeps it."""
+        out = call.out
+        with self._on(call.stream):
+            keys = _as_ordered(inp, is_max=is_max)
+            found = None if out is None else torch.empty_like(out, dtype=keys.dtype)
+        work = self._start(replace(call, inp=keys, out=found, given=inp))
+
+        def finish() -> None:
+            if out is not None and found is not None:
+                out.copy_(_from_ordered(found))
+
+        return _FinishingWork(work, finish)
 
     def _separate(self, call: Call) -> Call:
         """Copies the input when it shares memory with the output in a way that is not allowed."""
@@ -450,6 +473,27 @@ def _check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
     if reduce == "AVG" and dtype not in _FLOATING:
         raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
+
+
+# The integers that hold the bits of a float, and their largest value.
+_BITS = {torch.float32: (torch.int32, 2**31 - 1), torch.float64: (torch.int64, 2**63 - 1)}
+
+
+def _as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
+    """Returns integers in the order of the floats; NaN lies beyond the end that is looked for."""
+    wide = x.float() if x.dtype in _HALF else x
+    kind, largest = _BITS[wide.dtype]
+    bits = wide.view(kind)
+    # Of negative floats a larger pattern is a smaller number: flip all bits but the sign.
+    keys = torch.where(bits < 0, bits ^ largest, bits)
+    return torch.where(wide.isnan(), largest if is_max else -largest - 1, keys)
+
+
+def _from_ordered(keys: torch.Tensor) -> torch.Tensor:
+    """Returns the floats of `_as_ordered`; both ends of the integers are NaN."""
+    wide = {kind: (dtype, largest) for dtype, (kind, largest) in _BITS.items()}
+    dtype, largest = wide[keys.dtype]
+    return torch.where(keys < 0, keys ^ largest, keys).view(dtype)
 
 
 def _divide(tensor: torch.Tensor, count: int) -> None:

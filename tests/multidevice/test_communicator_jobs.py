@@ -150,7 +150,7 @@ def test_an_absent_peer_is_a_timeout_that_names_the_operation() -> None:
     job = run_job("mpirun", 2, "faults.py", "stall", FUSER_TIMEOUT_S="1")
     assert job.code != 0, job.text
     assert (
-        "timeout: rank 0: allreduce(sum) of float32[4] over team (0 1), sequence number 1 "
+        "timeout: rank 0: allreduce(SUM) of float32[4] over team (0 1), sequence number 1 "
         "did not complete within 1 s" in job.text
     ), job.text
     assert job.seconds < END_S, job.seconds

@@ -79,7 +79,7 @@ def test_deadlock_names_the_position_of_every_rank() -> None:
         world.run(crossed)
     assert str(caught.value).splitlines() == [
         "deadlock: no simulated rank can run",
-        "  rank 0: waits in allreduce(max) of float32[3] over team (0 1), sequence number 0",
+        "  rank 0: waits in allreduce(MAX) of float32[3] over team (0 1), sequence number 0",
         "  rank 1: waits in recv from rank 2 of float32[3], sequence number 0 in team (1 2)",
         "  rank 2: finished",
     ]
@@ -110,8 +110,8 @@ def test_different_operations_show_both_sides() -> None:
     with multidevice.simulate(2) as world, pytest.raises(CommunicationError) as caught:
         world.run(disagree)
     text = str(caught.value)
-    assert "rank 0 calls allreduce(sum)" in text
-    assert "rank 1 calls allreduce(max)" in text
+    assert "rank 0 calls allreduce(SUM)" in text
+    assert "rank 1 calls allreduce(MAX)" in text
 
 
 def test_a_transfer_of_different_sizes_shows_both_sides() -> None:

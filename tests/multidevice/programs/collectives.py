@@ -8,6 +8,7 @@ The inputs of all ranks come from seeds, so each rank computes what it must rece
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from functools import reduce as fold
@@ -75,6 +76,31 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str, *, ulps: float 
         assert torch.equal(found, expected), f"{what}: {found} != {expected}"
 
 
+SPECIAL = (1.5, -2.0, math.inf, -math.inf, math.nan, -math.nan, 0.0, 3.0)
+
+
+def check_special_values(
+    backend: Backend, me: int, team: Team, dtype: torch.dtype, device: torch.device, what: str
+) -> None:
+    """Checks that MIN and MAX keep NaN and infinities, wherever in the team they stand."""
+    inputs = {
+        rank: torch.tensor(
+            [SPECIAL[(k + 3 * team.index(rank)) % len(SPECIAL)] for k in range(8 * len(team))],
+            dtype=dtype,
+        )
+        for rank in team
+    }
+    for op in ("MIN", "MAX"):
+        expected = fold(_FOLDS[op], [inputs[r] for r in team])
+        out = torch.zeros_like(expected, device=device)
+        backend.allreduce(out, inputs[me].to(device), op=op, team=team).wait()
+        assert torch.equal(out.cpu().nan_to_num(6e4), expected.nan_to_num(6e4)), (op, what)
+        part = torch.zeros(8, dtype=dtype, device=device)
+        backend.reduce_scatter(part, inputs[me].to(device), op=op, team=team).wait()
+        mine = expected[8 * team.index(me) : 8 * team.index(me) + 8]
+        assert torch.equal(part.cpu().nan_to_num(6e4), mine.nan_to_num(6e4)), (op, what)
+
+
 def check_dtype(
     backend: Backend, me: int, team: Team, dtype: torch.dtype, device: torch.device, count: int
 ) -> None:
@@ -126,6 +152,8 @@ def check_dtype(
             if out is not None:
                 same(out, expected, f"reduce {op} {what}", ulps=ulps)
 
+    if dtype.is_floating_point:
+        check_special_values(backend, me, team, dtype, device, what)
     for root in (team[0], team[-1]):
         buf = mine.clone()
         backend.broadcast(buf, root=root, team=team).wait()
