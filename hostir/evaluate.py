@@ -21,7 +21,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from hostir.arena import Arena
-from hostir.bind import Argument, InputBinder
+from hostir.bind import Argument, InputBinder, Values
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.layout import allocated_strides, parts
@@ -148,7 +148,7 @@ class HostIrEvaluator:
     ) -> None:
         self.program = program
         self._binder = InputBinder(program.values)
-        self._free = program.free_inputs()
+        self.free = program.free_inputs()
         self._device = None if device is None else torch.device(device)
         self._make_runner = make_runner or partial(
             make_kernel_executor, settings=options.settings() if settings is None else settings
@@ -186,7 +186,7 @@ class HostIrEvaluator:
         Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
         """
         inputs = list(inputs)
-        key = signature_of(inputs, self._free) if signature is None else signature
+        key = signature_of(inputs, self.free) if signature is None else signature
         plan = self._plans.get(key)
         with torch.no_grad():
             if plan is not None:
@@ -201,10 +201,9 @@ class HostIrEvaluator:
             frame.tensors.clear()
             return outputs
 
-    def check(self, inputs: Sequence[Argument]) -> None:
-        """Raise what `run` would raise about these inputs."""
-        if signature_of(inputs, self._free) not in self._plans:
-            self._frame(list(inputs))
+    def check(self, inputs: Sequence[Argument]) -> Values:
+        """Return the values of all symbols; raise what `run` would raise about these inputs."""
+        return self._frame(list(inputs)).values
 
     def prepare(self, inputs: Sequence[Argument]) -> None:
         """Lower and compile, all at once, every kernel that `run` needs for inputs like these.

@@ -12,6 +12,7 @@ import torch
 
 from fuser import options
 from fuser.errors import CommunicationError, UnsupportedError
+from multidevice.agreement import Channel
 from multidevice.backends.protocol import Backend, Team
 from multidevice.control import Control, LocalControl
 from multidevice.faults import Guard
@@ -46,6 +47,7 @@ class Communicator:
         self._control = control
         self._make_backend = make_backend
         self._backends: dict[tuple[str, int], Backend] = {}
+        self._channels: dict[Team, Channel | None] = {}
 
     @classmethod
     def instance(cls) -> Communicator:
@@ -128,16 +130,16 @@ class Communicator:
         """Raises ProgramMismatchError, on every member, with the first line that differs."""
         self._control.compare_texts(text, team=team)
 
-    def agree_on_text(
-        self,
-        text: str,
-        *,
-        digest: bytes,
-        error: BaseException | None = None,
-        team: Team | None = None,
-    ) -> None:
-        """`agree` on the digest of `text`, then `compare_texts` if the digests differ."""
-        self._control.agree_on_text(text, digest=digest, error=error, team=team)
+    def channel(self, devices: Team) -> Channel | None:
+        """Returns where the ranks of these devices agree, as far as the job has them.
+
+        Collective over the team at first use; None for a rank that agrees with no other.
+        """
+        if devices not in self._channels:
+            team = tuple(sorted({rank for rank in devices if rank < self.size()}))
+            is_alone = len(team) < 2 or self.rank() not in team
+            self._channels[devices] = None if is_alone else Channel(self._control, team)
+        return self._channels[devices]
 
     def drain(self) -> None:
         """Waits, within the deadline, for communications that devices still carry out."""
@@ -191,6 +193,7 @@ def _connect(launch: Launch) -> Communicator:
     if torch.cuda.is_available() and launch.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(launch.local_rank)
     guard = Guard(control)
+    control.connect_board()
 
     def make_backend(device: torch.device) -> Backend:
         if device.type == "cpu":

@@ -7,13 +7,21 @@ steps, so the channel and the data communicators stay usable.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fuser.errors import CommunicationError, PeerError, ProgramMismatchError
+from fuser.errors import (
+    CommunicationError,
+    DeadlockError,
+    PeerError,
+    ProgramMismatchError,
+)
+from multidevice import page
 from multidevice.backends.protocol import Team
+from multidevice.board import Board, Deadlock, nbytes_of
 from multidevice.waiting import Event, Ledger, Need, Peers, poll_until, team_text
 
 # kind, status (1: this rank has an error), size of the text that follows, digest
@@ -21,6 +29,8 @@ _RECORD = struct.Struct("<BBxxI16s")
 RECORD_NBYTES = _RECORD.size
 _KINDS = ("agree", "exchange")
 _NO_DIGEST = bytes(16)
+# A wait that has lasted this long is posted on the board, and looks there.
+WATCH_AFTER_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,10 @@ class Control(ABC):
         self.ledger = Ledger()
         self.peers = Peers(rank)
         self.world: Team = tuple(range(size))
+        # Where the ranks stand, when they all share a host.
+        self.board: Board | None = None
+        # Called with the key of a stream of calls whose members no longer agree where they are.
+        self.on_lost: list[Callable[[str], None]] = []
 
     @abstractmethod
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
@@ -59,6 +73,17 @@ class Control(ABC):
     @abstractmethod
     def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
         """Gathers payloads of the given sizes from all members, in team order."""
+
+    @abstractmethod
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        """Returns zeroed memory that the team shares, in 8-byte words; None where it cannot.
+
+        Collective over the team.
+        """
+
+    def wake(self, team: Team) -> None:
+        """Tells the members of a team, if they must be told, that a shared page has changed."""
+        return
 
     def listen(self) -> None:
         """Takes in what the peers have announced so far; without peers there is nothing."""
@@ -71,14 +96,48 @@ class Control(ABC):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """Waits for `done()` with the deadline, watching the peers that the wait needs."""
+        """Waits for `done()` with the deadline, watching the peers that the wait needs.
 
-        def look() -> None:
+        Raises:
+            DeadlockError: ranks wait for each other; all of them raise it.
+            PeerError: a peer failed, left early, or its process is gone.
+            CommunicationTimeout: names what was waited for, and the ranks that have not come.
+        """
+        board = self.board
+
+        def look(waited_s: float) -> None:
             self.listen()
             if self.peers.events and not done():
                 self.peers.check(what(), needs())
+            if board is None or waited_s < WATCH_AFTER_S or done():
+                return
+            deadlock = board.watch(what(), needs(), self.ledger.entered)
+            if deadlock is not None:
+                self._count_as_entered(deadlock)
+                raise DeadlockError(deadlock.text())
 
-        poll_until(done, what=what, look=look, rank=self.rank)
+        def why() -> str:
+            return board.suspects(needs()) if board is not None else ""
+
+        try:
+            poll_until(done, what=what, look=look, rank=self.rank, why=why)
+        finally:
+            if board is not None:
+                board.clear()
+
+    def _count_as_entered(self, deadlock: Deadlock) -> None:
+        """Ends the waits of a deadlock: later calls of all its ranks meet again."""
+        for need in (need for wait in deadlock.waits for need in wait.needs):
+            if need.rank == self.rank:
+                entered = self.ledger.entered
+                entered[need.key] = max(entered.get(need.key, 0), need.count)
+        for key in sorted({n.key for wait in deadlock.waits for n in wait.needs}):
+            self.lose(key)
+
+    def lose(self, key: str) -> None:
+        """Gives up whatever transport carries a stream of calls; its next use makes another."""
+        for forget in self.on_lost:
+            forget(key)
 
     # Collective operations
 
@@ -146,21 +205,6 @@ class Control(ABC):
                 )
         raise ProgramMismatchError("the programs of the ranks differ in their line endings")
 
-    def agree_on_text(
-        self,
-        text: str,
-        *,
-        digest: bytes,
-        error: BaseException | None = None,
-        team: Team | None = None,
-    ) -> None:
-        """Agrees on the digest of a text, and shows the first differing line if it differs."""
-        try:
-            self.agree(error, digest=digest, team=team)
-        except ProgramMismatchError:
-            self.compare_texts(text, team=team)
-            raise
-
     def _members(self, team: Team | None, kind: str) -> Team:
         team = self.world if team is None else team
         if self.rank not in team:
@@ -192,6 +236,27 @@ class Control(ABC):
 class JobControl(Control):
     """The control channel of a real job, whose ranks may fail and leave."""
 
+    def connect_board(self) -> None:
+        """Makes the board when all ranks share a host; collective over all ranks."""
+        shared = self._shared(nbytes_of(self.size), self.world)
+        if shared is not None:
+            self.board = Board(shared, self.rank, self.size)
+        self.agree(None)
+        if self.board is not None:
+            self.board.connect()
+
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        """See `Control.page`."""
+        shared = self._shared(nbytes, team)
+        return None if shared is None else memoryview(shared)[page.LINE_NBYTES :].cast("Q")
+
+    def _shared(self, nbytes: int, team: Team) -> mmap.mmap | None:
+        return page.open_together(
+            lambda payload: self.exchange(payload, team=team),
+            nbytes,
+            is_first=team[0] == self.rank,
+        )
+
     @abstractmethod
     def announce(self, event: Event) -> None:
         """Tells all peers that this rank failed or leaves; never raises and never waits."""
@@ -210,6 +275,9 @@ class LocalControl(Control):
 
     def __init__(self) -> None:
         super().__init__(0, 1)
+
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        return None
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         return [record]

@@ -131,11 +131,14 @@ def has_mesh(fusion: Fusion) -> bool:
     return any(tv.mesh is not None for tv in fusion.tensors())
 
 
+def requested_devices(fusion: Fusion) -> tuple[int, ...]:
+    """Return the ranks that some tensor's mesh names, in order; () without meshes."""
+    return tuple(sorted({r for tv in fusion.tensors() if tv.mesh for r in tv.mesh.devices}))
+
+
 def requested_number_of_devices(fusion: Fusion) -> int:
     """Return 1 + the largest rank that any mesh names (1 without meshes)."""
-    return 1 + max(
-        (max(tv.mesh.devices, default=0) for tv in fusion.tensors() if tv.mesh), default=0
-    )
+    return 1 + max(requested_devices(fusion), default=0)
 
 
 def check_world(fusion: Fusion, size: int) -> None:

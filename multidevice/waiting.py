@@ -112,17 +112,18 @@ def poll_until(
     done: Callable[[], bool],
     *,
     what: Callable[[], str],
-    look: Callable[[], None],
+    look: Callable[[float], None],
     rank: int,
+    why: Callable[[], str] = lambda: "",
 ) -> None:
     """Returns when `done()` is true.
 
-    `look()` runs every few milliseconds of a longer wait and raises when a peer makes the wait
-    hopeless.
+    `look(waited_s)` runs every few milliseconds of a longer wait and raises when a peer makes the
+    wait hopeless.
 
     Raises:
         CommunicationTimeout: `done()` stayed false for `FUSER_TIMEOUT_S`; the message holds
-            `what()`.
+            `what()` and `why()`.
         PeerError: from `look()`.
     """
     for _ in range(SPINS):
@@ -134,11 +135,13 @@ def poll_until(
     while not done():
         now = time.monotonic()
         if now >= next_look:
-            look()
+            look(now - start)
             next_look = now + LOOK_EVERY_S
             if now - start > limit_s:
+                cause = why()
                 raise CommunicationTimeout(
                     f"rank {rank}: {what()} did not complete within {limit_s:g} s (FUSER_TIMEOUT_S)"
+                    + (f": {cause}" if cause else "")
                 )
         if now - start < SLEEP_AFTER_S:
             os.sched_yield()

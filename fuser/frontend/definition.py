@@ -27,6 +27,9 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops import define
+from multidevice.agreement import Prepared, run_agreed
+from multidevice.communicator import Communicator
+from multidevice.sharding import requested_devices
 
 
 class FusionDefinition:
@@ -137,8 +140,23 @@ class FusionDefinition:
             InputError: count, kind, rank, dtype, device or extent of an input is wrong.
             PeerError: another rank raised before anything was launched.
         """
-        if save_repro_inputs:
-            raise UnsupportedError("execute: save_repro_inputs is not supported yet")
+
+        def prepare() -> Prepared[list[torch.Tensor]]:
+            if save_repro_inputs:
+                raise UnsupportedError("execute: save_repro_inputs is not supported yet")
+            cache = self._executor_cache()
+            return cache.prepare(flatten(inputs), device, _enable_options, _disable_options)
+
+        return run_agreed(Communicator.instance(), self._devices(), prepare)
+
+    def _devices(self) -> tuple[int, ...]:
+        """Return the ranks that run the program; they agree before anything is checked."""
+        if hasattr(self, "fec"):
+            return self.fec.devices
+        return requested_devices(self._fusion) if self._fusion is not None else ()
+
+    def _executor_cache(self) -> FusionExecutorCache:
+        """Return the cache, which takes the definition over at the first call."""
         assert not hasattr(self, "ke"), (
             "KernelExecutor already exists! Use manual_execute() to execute the fusion."
         )
@@ -149,12 +167,7 @@ class FusionDefinition:
             assert self._fusion is not None
             self.fec = FusionExecutorCache(self._fusion)
             del self._fusion
-        return self.fec.execute(
-            flatten(inputs),
-            device=device,
-            _enable_options=_enable_options,
-            _disable_options=_disable_options,
-        )
+        return self.fec
 
     def manual_execute(self, inputs: Iterable[object]) -> list[torch.Tensor]:
         """Run the fusion as one kernel with the schedule that the user gave its tensors.

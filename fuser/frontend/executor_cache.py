@@ -7,7 +7,7 @@ structure), and, below, the kernel executors' own caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,17 @@ from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
-from hostir.digest import digest_of
+from hostir.digest import (
+    claim_of,
+    communications_text,
+    first_line,
+    input_names,
+)
 from hostir.evaluate import HostIrEvaluator
 from hostir.host_passes import run_passes
 from hostir.lower import lower
 from multidevice import sharding
+from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.localize import localize
 from multidevice.placement import memory_order
@@ -47,9 +53,8 @@ class Runtime:
     segmented: SegmentedFusion
     program: HostIrContainer
     evaluator: HostIrEvaluator
-    # The full text and its digest, which the ranks compare before they run.
-    text: str
-    digest: bytes
+    # What it sends and receives: the part of it that the ranks compare before they run.
+    communications: str
 
 
 class FusionExecutorCache:
@@ -64,10 +69,14 @@ class FusionExecutorCache:
         self._settings = options.settings()
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
-        self._by_signature: dict[object, Runtime] = {}
+        self._by_signature: dict[object, tuple[Runtime, Claim]] = {}
         self._by_class: dict[object, Runtime] = {}
         self._recent: dict[Communicator, Runtime] = {}
-        self._devices = sharding.requested_number_of_devices(fusion)
+        self.devices = sharding.requested_devices(fusion)
+        # What the ranks compare of the definition: only several ranks need it.
+        self._text = fusion_text(fusion) if self.devices else ""
+        self._names = input_names(fusion.inputs, fusion.exprs)
+        self._numbers = sorted(self._free) if self.devices else []
 
     def fusion(self) -> Fusion:
         """Return the fusion as defined."""
@@ -83,38 +92,36 @@ class FusionExecutorCache:
         _disable_options: Sequence[str] = (),
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
-        communicator = Communicator.instance()
-        runtime: Runtime | None = None
-        error: FuserError | None = None
-        key: Hashable = None
-        try:
-            settings = self._settings
-            if _enable_options != () or _disable_options != ():
-                settings = options.settings(_enable_options, _disable_options)
-            key = (communicator, settings, signature_of(inputs, self._free))
-            runtime = self._by_signature.get(key)
-            if runtime is None:
-                runtime = self._find_or_build(inputs, device, communicator, settings)
-                self._by_signature[key] = runtime
-        except FuserError as found:
-            error = found
-        self._agree(communicator, runtime, error)
-        assert runtime is not None
-        self._recent[communicator] = runtime
-        return runtime.evaluator.run(inputs, signature=key)
+        return run_agreed(
+            Communicator.instance(),
+            self.devices,
+            lambda: self.prepare(inputs, device, _enable_options, _disable_options),
+        )
 
-    def _agree(
-        self, communicator: Communicator, runtime: Runtime | None, error: FuserError | None
-    ) -> None:
-        """Let every rank of a multi-device program know of an error on any of them."""
-        if self._devices <= 1 or communicator.size() <= 1:
-            if error is not None:
-                raise error
-            return
-        if runtime is None:
-            communicator.agree(error)
-        else:
-            communicator.agree_on_text(runtime.text, digest=runtime.digest, error=error)
+    def prepare(
+        self,
+        inputs: Sequence[Argument],
+        device: int | str | torch.device | None = None,
+        _enable_options: Sequence[str] = (),
+        _disable_options: Sequence[str] = (),
+    ) -> Prepared[list[torch.Tensor]]:
+        """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
+        communicator = Communicator.instance()
+        settings = self._settings
+        if _enable_options != () or _disable_options != ():
+            settings = options.settings(_enable_options, _disable_options)
+        key = (communicator, settings, signature_of(inputs, self._free))
+        found = self._by_signature.get(key)
+        if found is None:
+            found = self._find_or_build(inputs, device, communicator, settings)
+            self._by_signature[key] = found
+        runtime, claim = found
+
+        def run() -> list[torch.Tensor]:
+            self._recent[communicator] = runtime
+            return runtime.evaluator.run(inputs, signature=key)
+
+        return claim, tuple(inputs[i] for i in self._numbers), run
 
     def _find_or_build(
         self,
@@ -122,7 +129,7 @@ class FusionExecutorCache:
         device: int | str | torch.device | None,
         communicator: Communicator,
         settings: Settings,
-    ) -> Runtime:
+    ) -> tuple[Runtime, Claim]:
         sharding.check_world(self._fusion, communicator.size())
         sharding.check_streams(self._fusion)
         where = device_of(inputs, device)
@@ -136,7 +143,12 @@ class FusionExecutorCache:
             self._by_class[key] = runtime
         sharding.check_divisible(runtime.segmented.fusion, sizes)
         runtime.evaluator.prepare(inputs)
-        return runtime
+        # Ranks that run with different options disagree, as with different programs.
+        parts = (f"// options: {settings}", self._text, runtime.communications)
+        loose = {self._fusion.inputs[i] for i in self._free}
+        fixed = {s: v for s, v in sizes.items() if s not in loose}
+        claim = claim_of(parts, self._names, inputs, fixed, where=first_line(runtime.program))
+        return runtime, claim
 
     def _build(
         self,
@@ -167,9 +179,7 @@ class FusionExecutorCache:
         evaluator = HostIrEvaluator(program, communicator, device=device, settings=settings)
         dump("segmented_fusion", segmented.describe)
         dump("host_ir", lambda: str(program))
-        # Ranks that run with different options disagree, as with different programs.
-        text = f"// options: {settings}\n{program.full_text()}"
-        return Runtime(segmented, program, evaluator, text, digest_of(text))
+        return Runtime(segmented, program, evaluator, communications_text(program))
 
     # ------------------------------------------------------------ looking inside
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:

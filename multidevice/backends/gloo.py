@@ -237,6 +237,13 @@ class GlooBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self._groups: dict[Team, Any] = {}
+        control.on_lost.append(self._forget)
+
+    def _forget(self, key: str) -> None:
+        """Drops the group of a stream of calls: what is left in it must not be matched."""
+        for team in list(self._groups):
+            if key == f"{self.name} {team_text(team)}":
+                del self._groups[team]
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
@@ -254,7 +261,9 @@ class GlooBackend(CheckedBackend):
 
             # Gloo's own rendezvous blocks: the members meet first, where peers are watched.
             self.control.exchange(b"gloo", team=team)
-            store = dist.PrefixStore(f"gloo {team_text(team)}", self.control.store)
+            # Every group has a place of its own in the store, also one that replaces another.
+            meeting = self.control.ledger.entered[f"control {team_text(team)}"]
+            store = dist.PrefixStore(f"gloo {team_text(team)} {meeting}", self.control.store)
             # The option class has no public name, but it is the only way to choose the interface.
             opts = dist.ProcessGroupGloo._Options()
             opts._timeout = self._timeout()
@@ -281,7 +290,7 @@ class GlooBackend(CheckedBackend):
             poll_until(
                 lambda: bool(self.control.peers.events) or time.monotonic() > stop,
                 what=call.describe,
-                look=self.control.listen,
+                look=lambda _: self.control.listen(),
                 rank=self.rank,
             )
             self.control.peers.check(call.describe(), call.needs())

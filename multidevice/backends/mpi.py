@@ -71,12 +71,17 @@ class MpiControl(JobControl):
         self._comms: dict[tuple[str, Team], MPI.Intracomm] = {}
         for channel in ("data", "control", "event"):
             self._comms[channel, self.world] = self._duplicate(channel)
+        # What team communicators are made from; it is never lost.
         self._events = self._comms["event", self.world]
+        # All ranks have come out of MPI_Init, so MPICH's segments need no name any more: they
+        # would stay behind if the job were killed.
+        _unlink_shared_memory()
+        self.on_lost.append(self._forget)
 
     def _duplicate(self, channel: str) -> MPI.Intracomm:
         comm, request = self.mpi.COMM_WORLD.Idup()
         what = f"start-up of the {channel} channel over all {self.size} ranks"
-        poll_until(request.Test, what=lambda: what, look=lambda: None, rank=self.rank)
+        poll_until(request.Test, what=lambda: what, look=lambda _: None, rank=self.rank)
         return comm
 
     def communicator(self, channel: str, team: Team) -> MPI.Intracomm:
@@ -87,21 +92,28 @@ class MpiControl(JobControl):
         if comm is None:
             # MPI_Comm_create_group blocks, so all members meet first, under the deadline.
             self._meet(channel, team)
-            world = self._comms["control", self.world]
-            group = world.Get_group().Incl(list(team))
+            group = self._events.Get_group().Incl(list(team))
             tag = zlib.crc32(f"{channel}{team}".encode()) % 32768
-            comm = world.Create_group(group, tag)
+            comm = self._events.Create_group(group, tag)
             self._comms[channel, team] = comm
         return comm
+
+    def _forget(self, key: str) -> None:
+        """Drops the communicator of a stream of calls: what is left in it must not be matched."""
+        for channel, team in list(self._comms):
+            name = "mpi" if channel == "data" else channel
+            if channel != "event" and key == f"{name} {team_text(team)}":
+                del self._comms[channel, team]
 
     def _meet(self, channel: str, team: Team) -> None:
         key = f"{channel} meeting {team_text(team)}"
         seq = self.ledger.enter(key)
         others = [rank for rank in team if rank != self.rank]
-        requests = [self._events.Isend([b"", self.mpi.BYTE], rank, _MEET_TAG) for rank in others]
-        requests += [
-            self._events.Irecv([bytearray(0), self.mpi.BYTE], rank, _MEET_TAG) for rank in others
-        ]
+        # Messages of one meeting only: ranks may be on their way to different ones.
+        tag = _MEET_TAG + zlib.crc32(f"{key} {seq}".encode()) % 30000
+        message = [bytearray(0), self.mpi.BYTE]
+        requests = [self._events.Isend(message, rank, tag) for rank in others]
+        requests += [self._events.Irecv(message, rank, tag) for rank in others]
         self.poll_until(
             lambda: self.mpi.Request.Testall(requests),
             what=lambda: f"set-up of the {channel} channel of team {team_text(team)}",

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,14 @@ class _Position(Protocol):
     def needs(self) -> Iterable[Need]: ...
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A position that is described only when somebody asks."""
+
+    describe: Callable[[], str]
+    needs: Callable[[], Iterable[Need]]
+
+
 class Baton:
     """The scheduler of the simulated ranks of one run."""
 
@@ -42,6 +51,7 @@ class Baton:
         self._failure: Callable[[], CommunicationError] | None = None
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self.mailboxes: dict[str, deque[_Letter]] = {}
+        self.pages: dict[Team, memoryview] = {}
 
     def start(self) -> None:
         """Lets the first rank run."""
@@ -155,6 +165,24 @@ class SimulatedControl(Control):
     def __init__(self, rank: int, size: int, baton: Baton) -> None:
         super().__init__(rank, size)
         self.baton = baton
+
+    def page(self, nbytes: int, team: Team) -> memoryview | None:
+        """See `Control.page`; the ranks are threads, so any memory is shared."""
+        return self.baton.pages.setdefault(team, memoryview(bytearray(nbytes)).cast("Q"))
+
+    def wake(self, team: Team) -> None:
+        """Makes members that wait look again."""
+        self.baton.wake(team)
+
+    def poll_until(
+        self,
+        done: Callable[[], bool],
+        *,
+        what: Callable[[], str],
+        needs: Callable[[], Iterable[Need]],
+    ) -> None:
+        """See `Control.poll_until`; the baton sees every deadlock."""
+        self.baton.wait(self.rank, done, _Place(what, needs))
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         return self._collect(record, step, "record")

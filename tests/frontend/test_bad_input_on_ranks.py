@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType
+from fuser import DataType, FusionDefinition, ParallelType
 from fuser.errors import (
-    FuserError,
     InputError,
     OptionError,
     PeerError,
     ProgramMismatchError,
     ShardingError,
+    UnsupportedError,
 )
 from fuser.multidevice import Communicator, DeviceMesh
 from multidevice import simulate
@@ -35,6 +36,19 @@ def row_parallel(scale: float = 1.0, ranks: int = 2) -> FusionDefinition:
     return fd
 
 
+def gathered() -> FusionDefinition:
+    """x [i0, i1] cut on rows, its copy whole: one allgather."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        y = fd.ops.set(x)
+        fd.add_output(y)
+        for tv in (x, y):
+            tv.set_device_mesh(DeviceMesh([0, 1]))
+        x.outer_split(0, 2)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+    return fd
+
+
 def good_inputs() -> Inputs:
     return [torch.ones(3, 4), torch.ones(5, 4)]
 
@@ -45,20 +59,41 @@ def works() -> bool:
     return torch.equal(out, torch.full((3, 5), 4.0 * 2))
 
 
-BAD: dict[str, tuple[Callable[[Inputs], Inputs], type[FuserError]]] = {
+def interrupted(inputs: Inputs) -> Iterator[object]:
+    """Inputs whose iterator fails half-way, as a user's generator may."""
+    yield inputs[0]
+    raise KeyError("planted")
+
+
+def no_sequence(inputs: Inputs) -> Any:
+    return len(inputs)
+
+
+def out_of_memory(inputs: Inputs) -> Iterator[object]:
+    yield inputs[0]
+    raise MemoryError("planted")
+
+
+BAD: dict[str, tuple[Callable[[Inputs], Iterable[object]], type[Exception]]] = {
     "rank": (lambda i: [torch.ones(4), i[1]], InputError),
     "dtype": (lambda i: [torch.ones(3, 4).double(), i[1]], InputError),
     "count": (lambda i: i[:1], InputError),
     "device": (lambda i: [torch.ones(3, 4, device="meta"), i[1]], InputError),
     "extent": (lambda i: [torch.ones(3, 5), i[1]], InputError),
     "scalar": (lambda i: [2.0, i[1]], InputError),
+    "none": (lambda i: [None, i[1]], InputError),
+    "string": (lambda i: ["x", i[1]], InputError),
+    "complex": (lambda i: [1j, i[1]], UnsupportedError),
+    "no sequence": (no_sequence, TypeError),
+    "key error": (interrupted, KeyError),
+    "memory error": (out_of_memory, MemoryError),
 }
 
 
-def caught(act: Callable[[], object]) -> FuserError | None:
+def caught(act: Callable[[], object]) -> Exception | None:
     try:
         act()
-    except FuserError as error:
+    except Exception as error:
         return error
     return None
 
@@ -67,9 +102,9 @@ def check_bad_input(kind: str, bad_rank: int) -> None:
     spoil, expected = BAD[kind]
     rank = Communicator.instance().rank()
     fd = row_parallel()
-    inputs = spoil(good_inputs()) if rank == bad_rank else good_inputs()
     for _ in range(2):
-        error = caught(lambda: fd.execute(inputs))
+        inputs = spoil(good_inputs()) if rank == bad_rank else good_inputs()
+        error = caught(lambda: fd.execute(inputs))  # noqa: B023
         if rank == bad_rank:
             assert type(error) is expected, error
         else:
@@ -125,6 +160,66 @@ def check_mesh_and_extents() -> None:
     assert works()
 
 
+def check_extents() -> None:
+    """Rows that differ, new and in the steady state, at a reduction and at a gathering."""
+    rank = Communicator.instance().rank()
+    fd = row_parallel()
+    for _ in range(2):
+        error = caught(lambda: fd.execute([torch.ones(3 + rank, 4), torch.ones(5, 4)]))
+        assert isinstance(error, InputError), error
+        assert "input 0, T0" in str(error) and "test_bad_input_on_ranks.py:" in str(error), error
+        assert "extent 3 on ranks (0) and 4 on ranks (1) on axis 0" in str(error), error
+        (out,) = fd.execute(good_inputs())
+        assert torch.equal(out, torch.full((3, 5), 8.0))
+    gather = gathered()
+    error = caught(lambda: gather.execute([torch.ones(4 - rank, 2)]))
+    assert isinstance(error, InputError) and "extent 4 on ranks (0) and 3 on ranks (1)" in str(
+        error
+    )
+    (out,) = gather.execute([torch.full((3, 2), float(rank))])
+    assert torch.equal(out, torch.tensor([0.0, 1.0]).repeat_interleave(3)[:, None].expand(6, 2))
+
+
+def check_numbers() -> None:
+    """A floating-point input belongs to all ranks; its value may change from call to call."""
+    rank = Communicator.instance().rank()
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        scale = fd.define_scalar(None, DataType.Double)
+        y = fd.ops.mul(x, scale)
+        fd.add_output(y)
+        for tv in (x, y):
+            tv.set_device_mesh(DeviceMesh([0, 1]))
+        x.outer_split(0, 2)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+    for value in (2.0, 3.0, float("nan"), 0.0):
+        (out,) = fd.execute([torch.ones(2), value])
+        torch.testing.assert_close(out, torch.full((4,), value), equal_nan=True)
+    error = caught(lambda: fd.execute([torch.ones(2), 1.0 + rank]))
+    assert isinstance(error, InputError) and "1.0 on ranks (0) and 2.0 on ranks (1)" in str(error)
+    (out,) = fd.execute([torch.ones(2), 4.0])
+    assert torch.equal(out, torch.full((4,), 4.0))
+
+
+def check_local_layouts() -> None:
+    """A shard that lies otherwise in the memory of one rank is no disagreement."""
+    rank = Communicator.instance().rank()
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=False)
+        w = fd.define_tensor([-1, -1], contiguity=False)
+        fd.add_output(fd.ops.linear(fd.ops.mul(x, 2.0), w))
+        for tv in (x, w):
+            tv.set_device_mesh(DeviceMesh([0, 1]))
+            tv.outer_split(1, 2)
+            tv.axis(1).parallelize(ParallelType.mesh_x)
+    wide = torch.arange(24.0).view(3, 8)
+    for _ in range(2):
+        mine = wide[:, ::2] if rank == 1 else torch.ones(3, 4)
+        (out,) = fd.execute([mine, torch.ones(5, 4)])
+        expected = 2 * (wide[:, ::2].sum(1) + 4)
+        assert torch.equal(out, expected[:, None].expand(3, 5)), out
+
+
 def check_options() -> None:
     rank = Communicator.instance().rank()
     options = ["nonsense"] if rank == 1 else []
@@ -144,6 +239,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "steady state": check_steady_state,
     "program mismatch": check_program_mismatch,
     "mesh and extents": check_mesh_and_extents,
+    "extents": check_extents,
+    "numbers": check_numbers,
+    "local layouts": check_local_layouts,
     "options": check_options,
 }
 

@@ -1,0 +1,292 @@
+"""The one entrance to running something on several ranks: they agree first, by a word per call.
+
+Each call of a team has a sequence number. A rank publishes one word, made of the number and of the
+*class* of what it is about to run, in a page that the team shares, and waits for the words of the
+others. Equal words mean: go. A class that this rank has not yet seen agreed, an error here, or any
+difference leads all members to an exchange over the control channel, after which either all go or
+all raise. Where the team shares no page (several hosts), the words travel in a message per call.
+
+Two words per rank, used in turn, are enough. A rank writes the word of call n + 2 over that of call
+n only after every member has published n + 1; a member does that only when it has left call n, and
+so has read all words of n. Number and class are one word of 8 bytes, written by one store, so that
+no reader can see one without the other, on any processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from fuser.errors import CommunicationError, InputError, PeerError, ProgramMismatchError
+from multidevice.backends.protocol import Team
+from multidevice.page import LINE_NBYTES, LINE_WORDS
+from multidevice.waiting import Need, team_text
+
+if TYPE_CHECKING:
+    from multidevice.communicator import Communicator
+    from multidevice.control import Control
+
+T = TypeVar("T")
+# A word: the class above, the number (from 1) in the lowest bits.
+_NUMBER_BITS = 16
+_NUMBERS = (1 << _NUMBER_BITS) - 1
+_CLASSES = (1 << 48) - 1
+# The classes that are no digest: "exchange first", and "this rank left the call with an error".
+_EXCHANGE, _GAVE_UP = 0, 1
+_KNOWN_LIMIT = 4096
+# What counts as data in a ledger: calls of these streams must be equally many on all members.
+_NOT_DATA = ("control ", "data meeting ", "call ", "send ", "recv ")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a rank is about to run, in terms that are equal on all ranks that run the same.
+
+    `parts` are texts: the program as the user wrote it, sizes, what is communicated. `inputs` names
+    each tensor input with its local extents. `where` is the user's line of what is communicated.
+    """
+
+    parts: tuple[str, ...]
+    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    where: str = ""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that tell claims apart."""
+        found = hashlib.blake2b(digest_size=16)
+        for part in (*self.parts, repr([sizes for _, sizes in self.inputs])):
+            found.update(part.encode())
+            found.update(b"\0")
+        return found.digest()
+
+    @cached_property
+    def kind(self) -> int:
+        """The class of this claim in a word; never one of the reserved ones."""
+        return int.from_bytes(self.digest[:6], "little") | 2
+
+
+# What `prepare` returns: the claim, the numbers that may change from call to call, and how to run.
+Prepared = tuple[Claim, tuple[object, ...], Callable[[], T]]
+
+
+def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
+    """Prepares on every rank of `devices`, then runs once they agree that they do the same.
+
+    Whatever `prepare` raises on one rank, every rank raises before anything is communicated.
+
+    Raises:
+        Exception: what `prepare` or the run raised here.
+        PeerError: another rank raised while it prepared; names rank, type and message.
+        InputError: the local extents, or the numbers, that the ranks were given differ.
+        ProgramMismatchError: they run different programs; shows the first differing line.
+        DeadlockError: ranks wait for each other in calls of different teams.
+    """
+    channel = communicator.channel(devices)
+    if channel is None:
+        return prepare()[2]()
+    try:
+        claim, numbers, run = prepare()
+    except BaseException as error:
+        channel.refuse(error)
+    channel.enter(claim, numbers)
+    try:
+        return run()
+    except BaseException:
+        channel.is_doubtful = True
+        raise
+
+
+class Channel:
+    """The calls of one team, seen from one of its ranks."""
+
+    def __init__(self, control: Control, team: Team) -> None:
+        self._control = control
+        self._team = team
+        self._key = f"call {team_text(team)}"
+        # Whether a run failed here, perhaps before it had communicated all that the others did.
+        self.is_doubtful = False
+        self._known: set[int] = set()
+        self._words = control.page(len(team) * LINE_NBYTES, team)
+        start = LINE_WORDS * team.index(control.rank)
+        self._mine = (start, start + 1)
+        lines = [(rank, LINE_WORDS * i) for i, rank in enumerate(team) if rank != control.rank]
+        self._others = tuple(tuple((rank, at + turn) for rank, at in lines) for turn in (0, 1))
+        self._slots = tuple(tuple(at for _, at in others) for others in self._others)
+
+    def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
+        """Returns when all members run this; see `run_agreed` for what it raises."""
+        kind = claim.kind
+        is_new = self.is_doubtful or kind not in self._known
+        if is_new:
+            kind = _EXCHANGE
+        elif numbers:
+            kind = _with_numbers(kind, numbers)
+        if self._all_say(kind, claim) and not is_new:
+            return
+        self._exchange(claim, numbers, None)
+        if len(self._known) >= _KNOWN_LIMIT:
+            self._known.clear()
+        self._known.add(claim.kind)
+
+    def refuse(self, error: BaseException) -> NoReturn:
+        """Tells the others of an error of this rank, and raises it."""
+        try:
+            self._all_say(_EXCHANGE, None)
+            self._exchange(None, (), error)
+        except BaseException as found:
+            if found is error:
+                raise
+            raise error from found
+        raise error
+
+    def _all_say(self, kind: int, claim: Claim | None) -> bool:
+        """Publishes this rank's word for the next call, and returns whether all are equal."""
+        number = self._control.ledger.enter(self._key)
+        word = kind << _NUMBER_BITS | (number + 1) & _NUMBERS
+        words, turn = self._words, number & 1
+        if words is None:
+            return self._by_message(word)
+        words[self._mine[turn]] = word
+        self._control.wake(self._team)
+        for slot in self._slots[turn]:
+            if words[slot] != word:
+                return self._wait(words, number, word, claim)
+        return True
+
+    def _by_message(self, word: int) -> bool:
+        try:
+            self._control.agree(None, digest=word.to_bytes(8, "little"), team=self._team)
+        except ProgramMismatchError:
+            return False
+        return True
+
+    def _wait(self, words: memoryview, number: int, word: int, claim: Claim | None) -> bool:
+        others = self._others[number & 1]
+        mine = word & _NUMBERS
+
+        def lag(slot: int) -> int:
+            return (mine - words[slot]) & _NUMBERS
+
+        def gone() -> list[int]:
+            # Beyond half the range a number is not behind but ahead: that rank gave this call up.
+            return [
+                rank
+                for rank, slot in others
+                if lag(slot) > _NUMBERS // 2 or (words[slot] ^ mine) == _GAVE_UP << _NUMBER_BITS
+            ]
+
+        def behind() -> list[Need]:
+            return [Need(rank, self._key, number + 1) for rank, slot in others if lag(slot)]
+
+        def what() -> str:
+            return self._what(number, claim)
+
+        try:
+            self._control.poll_until(lambda: not behind() or bool(gone()), what=what, needs=behind)
+            if left := gone():
+                raise PeerError(
+                    f"ranks {team_text(left)} gave up {what()}: an error ended their wait for it"
+                )
+        except BaseException:
+            words[self._mine[number & 1]] = _GAVE_UP << _NUMBER_BITS | mine
+            self._control.wake(self._team)
+            raise
+        return all(words[slot] == word for _, slot in others)
+
+    def _what(self, number: int, claim: Claim | None) -> str:
+        line = f", for {claim.where}" if claim is not None and claim.where else ""
+        return f"call {number} of the programs of team {team_text(self._team)}{line}"
+
+    # ------------------------------------------------------------ the exchange
+    def _exchange(
+        self, claim: Claim | None, numbers: tuple[object, ...], error: BaseException | None
+    ) -> None:
+        entered = self._control.ledger.entered
+        statement = {
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "digest": "" if claim is None else claim.digest.hex(),
+            "inputs": () if claim is None else claim.inputs,
+            "numbers": [repr(x) for x in numbers],
+            "entered": {k: n for k, n in entered.items() if not k.startswith(_NOT_DATA)},
+        }
+        payload = json.dumps(statement).encode()
+        told = self._control.exchange(payload, team=self._team)
+        statements: list[dict[str, Any]] = [json.loads(one) for one in told]
+        out_of_step = self._realign([s["entered"] for s in statements])
+        self.is_doubtful = False
+        self._check_errors([s["error"] for s in statements], error)
+        if out_of_step:
+            raise CommunicationError(
+                f"the ranks of team {team_text(self._team)} were out of step after an earlier "
+                f"error: {out_of_step}; the next call starts afresh"
+            )
+        # All ranks pass equal extents today; from these the global ones would follow if not.
+        self._check_inputs([s["inputs"] for s in statements])
+        self._check_numbers([s["numbers"] for s in statements])
+        if len({s["digest"] for s in statements}) > 1:
+            assert claim is not None, "a rank without a claim has an error"
+            self._control.compare_texts("\n".join(claim.parts), team=self._team)
+
+    def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
+        failed = [(r, e) for r, e in zip(self._team, errors, strict=True) if e is not None]
+        if mine is not None:
+            raise mine
+        if failed:
+            rank, text = failed[0]
+            rest = [r for r, _ in failed[1:]]
+            tail = f" (and ranks {team_text(rest)} failed too)" if rest else ""
+            raise PeerError(f"rank {rank} failed: {text}{tail}")
+
+    def _realign(self, counts: Sequence[dict[str, int]]) -> str:
+        """Makes the members count equally many collectives; returns where they did not."""
+        text = ""
+        for key in sorted({key for count in counts for key in count}):
+            ranks = [
+                (rank, count.get(key, 0))
+                for rank, count in zip(self._team, counts, strict=True)
+                if str(rank) in key.partition("(")[2].rstrip(")").split()
+            ]
+            most = max((n for _, n in ranks), default=0)
+            if any(n != most for _, n in ranks):
+                text = text or ", ".join(f"rank {r} has entered {n} of {key}" for r, n in ranks)
+                if any(rank == self._control.rank for rank, _ in ranks):
+                    self._control.ledger.entered[key] = most
+                    self._control.lose(key)
+        return text
+
+    def _check_inputs(self, inputs: Sequence[list[Any]]) -> None:
+        for position, (name, sizes) in enumerate(inputs[0]):
+            given = [one[position][1] if position < len(one) else None for one in inputs]
+            for axis, extent in enumerate(sizes):
+                found = [s[axis] if s is not None and axis < len(s) else None for s in given]
+                if any(e is not None and e != extent for e in found):
+                    raise InputError(
+                        f"{name} has extent {_by_rank(self._team, found)} on axis {axis}, but the "
+                        "shards of one tensor are equal"
+                    )
+
+    def _check_numbers(self, numbers: Sequence[list[str]]) -> None:
+        for position, given in enumerate(zip(*numbers, strict=False)):
+            if len(set(given)) > 1:
+                raise InputError(
+                    f"input number {position} is {_by_rank(self._team, given)}, but the "
+                    "ranks run one program on one set of numbers"
+                )
+
+
+def _with_numbers(kind: int, numbers: tuple[object, ...]) -> int:
+    bits = zlib.crc32(repr(numbers).encode())
+    return (kind ^ bits << 8) & _CLASSES | 2
+
+
+def _by_rank(team: Team, values: Sequence[object]) -> str:
+    """Returns `8 on ranks (0 1) and 9 on ranks (2)`."""
+    groups: dict[object, list[int]] = {}
+    for rank, value in zip(team, values, strict=True):
+        groups.setdefault(value, []).append(rank)
+    return " and ".join(f"{value} on ranks {team_text(r)}" for value, r in groups.items())

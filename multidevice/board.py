@@ -1,0 +1,245 @@
+"""Where the ranks of a host stand: what each waits for, and whether its process still lives.
+
+A rank that has waited for a while posts its position: what it waits in, which entries it needs of
+whom, and what it has entered itself. From these every waiting rank can tell whether its wait can
+end. Rank q is *behind* rank r when q needs an entry of r that r has not made, or is behind such a
+rank. A rank that waits for one behind itself waits in vain.
+
+The proof needs no clock. A rank waits in one place at a time, so one that needs an entry which this
+rank has not made is still where its position says; what it posted, whom it found behind itself
+included, is still true.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuser.errors import PeerError
+from multidevice.page import LINE_NBYTES, LINE_WORDS
+from multidevice.waiting import Need
+
+if TYPE_CHECKING:
+    import mmap
+
+_AREA_NBYTES = 1 << 16
+# How long a rank whose process is gone may still be announced by what it sent before.
+_GRACE_S = 0.5
+_KEPT_ENDS = 8
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead", "R": "running"}
+
+
+def nbytes_of(size: int) -> int:
+    """Returns how large the board of `size` ranks is."""
+    return size * (LINE_NBYTES + _AREA_NBYTES)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits in `what` for the entries `needs`."""
+
+    rank: int
+    what: str
+    needs: tuple[Need, ...]
+
+    def is_same(self, other: Wait) -> bool:
+        """Whether both are one wait; what it still needs may have become less."""
+        ours, theirs = ({(n.key, n.count) for n in w.needs} for w in (self, other))
+        return self.rank == other.rank and bool(ours & theirs)
+
+    def text(self) -> str:
+        return f"  rank {self.rank}: waits in {self.what}"
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Waits that cannot end; each of their ranks raises, and counts all of them as entered."""
+
+    waits: tuple[Wait, ...]
+
+    def text(self) -> str:
+        lines = [w.text() for w in sorted(self.waits, key=lambda w: w.rank)]
+        return "\n".join(["deadlock: these ranks wait for each other", *lines])
+
+
+@dataclass(frozen=True)
+class _Position:
+    wait: Wait | None
+    entered: dict[str, int]
+    behind: tuple[Wait, ...]
+    ended: tuple[Deadlock, ...]
+
+
+class Board:
+    """The positions of the ranks of one job, all on one host; `view` is the shared memory."""
+
+    def __init__(self, page: mmap.mmap, rank: int, size: int) -> None:
+        self._page = page
+        self._rank = rank
+        self._size = size
+        self._words = memoryview(page).cast("Q")
+        self._line(rank)[0] = os.getpid()
+        self._pidfds: dict[int, int] = {}
+        self._gone: dict[int, float] = {}
+        self._posted = b""
+        self._version = 0
+        self._ended: tuple[Deadlock, ...] = ()
+
+    def _line(self, rank: int) -> memoryview:
+        start = LINE_WORDS * (1 + rank)
+        return self._words[start : start + LINE_WORDS]
+
+    def _area(self, rank: int) -> int:
+        return LINE_NBYTES * (1 + self._size) + rank * _AREA_NBYTES
+
+    def connect(self) -> None:
+        """Opens handles of the peers' processes, which have all registered by now."""
+        for rank in range(self._size):
+            if rank != self._rank:
+                with suppress(OSError, AttributeError):
+                    self._pidfds[rank] = os.pidfd_open(self._line(rank)[0])
+
+    # ------------------------------------------------------------ waiting
+    def watch(
+        self, what: str, needs: Iterable[Need], entered: Mapping[str, int]
+    ) -> Deadlock | None:
+        """Posts this rank's position and returns why its wait cannot end, if so.
+
+        Raises:
+            PeerError: the process of a rank that is needed is gone.
+        """
+        mine = Wait(self._rank, what, tuple(needs))
+        peers = {r: p for r in range(self._size) if r != self._rank and (p := self._read(r))}
+        for position in peers.values():
+            for deadlock in position.ended:
+                if any(w.is_same(mine) for w in deadlock.waits):
+                    return self._end(deadlock)
+        behind = {self._rank: mine}
+        for position in peers.values():
+            wait = position.wait
+            if wait is not None and any(
+                n.rank == self._rank and entered.get(n.key, 0) < n.count for n in wait.needs
+            ):
+                behind |= {w.rank: w for w in (*position.behind, wait)}
+        for need in mine.needs:
+            peer = peers.get(need.rank)
+            if need.rank in behind and peer and peer.entered.get(need.key, 0) < need.count:
+                return self._end(Deadlock(tuple(behind.values())))
+        others = tuple(w for w in behind.values() if w is not mine)
+        self._post(_Position(mine, dict(entered), others, self._ended))
+        self._check_lives(mine)
+        return None
+
+    def _end(self, deadlock: Deadlock) -> Deadlock:
+        # The others may not have looked yet: what has ended stays readable.
+        self._ended = (*self._ended, deadlock)[-_KEPT_ENDS:]
+        self._post(_Position(None, {}, (), self._ended))
+        return deadlock
+
+    def clear(self) -> None:
+        """Takes back this rank's position, if it has posted one."""
+        if self._posted:
+            self._post(_Position(None, {}, (), self._ended))
+            self._posted = b""
+
+    def suspects(self, needs: Iterable[Need]) -> str:
+        """Returns which of the needed ranks do not wait themselves, with the state of their
+        processes.
+        """
+        texts: list[str] = []
+        for need in needs:
+            position = self._read(need.rank)
+            wait = position.wait if position is not None else None
+            if position is None or wait is None:
+                texts.append(f"rank {need.rank} has not come ({self.state(need.rank)})")
+            elif position.entered.get(need.key, 0) < need.count:
+                texts.append(f"rank {need.rank} waits in {wait.what}")
+        return "; ".join(texts)
+
+    # ------------------------------------------------------------ processes
+    def state(self, rank: int) -> str:
+        """Returns number and state of a rank's process as text."""
+        pid = self._line(rank)[0]
+        return f"process {pid} is {_STATES.get(self._letter(rank), 'alive')}"
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process of a rank is stopped by a signal."""
+        return self._letter(rank) in ("T", "t")
+
+    def _letter(self, rank: int) -> str:
+        if self._is_gone(rank):
+            return "X"
+        try:
+            text = Path(f"/proc/{self._line(rank)[0]}/stat").read_text()
+        except OSError:
+            return ""
+        return text.rpartition(")")[2].split()[0]
+
+    def _is_gone(self, rank: int) -> bool:
+        fd = self._pidfds.get(rank)
+        if fd is None:
+            return False
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _check_lives(self, mine: Wait) -> None:
+        now = time.monotonic()
+        for rank in sorted({n.rank for n in mine.needs}):
+            if self._is_gone(rank) and now - self._gone.setdefault(rank, now) > _GRACE_S:
+                raise PeerError(
+                    f"rank {rank} is gone: process {self._line(rank)[0]} ended without a word "
+                    f"while rank {self._rank} waits for it in {mine.what}"
+                )
+
+    # ------------------------------------------------------------ shared text
+    def _post(self, position: _Position) -> None:
+        data = json.dumps(position, default=_plain).encode()
+        if data == self._posted or len(data) > _AREA_NBYTES:
+            return
+        self._posted = data
+        # A reader that finds an odd version, or another one afterwards, has read in between.
+        line = self._line(self._rank)
+        self._version += 2
+        line[1] = self._version - 1
+        line[2] = len(data)
+        start = self._area(self._rank)
+        self._page[start : start + len(data)] = data
+        line[1] = self._version
+
+    def _read(self, rank: int) -> _Position | None:
+        line = self._line(rank)
+        version = line[1]
+        if version == 0 or version % 2:
+            return None
+        start = self._area(rank)
+        data = self._page[start : start + line[2]]
+        if line[1] != version:
+            return None
+        try:
+            wait, entered, behind, ended = json.loads(data)
+            return _Position(
+                _wait(wait) if wait else None,
+                entered,
+                tuple(map(_wait, behind)),
+                tuple(Deadlock(tuple(map(_wait, waits))) for (waits,) in ended),
+            )
+        except ValueError:
+            return None  # torn, on a machine that orders stores weakly: the next look reads again
+
+
+def _plain(value: Any) -> list[Any]:
+    """Returns the fields of one of the records above, for JSON."""
+    return [getattr(value, name) for name in value.__dataclass_fields__]
+
+
+def _wait(row: list[Any]) -> Wait:
+    rank, what, needs = row
+    return Wait(rank, what, tuple(Need(*need) for need in needs))
