@@ -39,10 +39,9 @@ class Allocate(HostOp):
 
     buffer: TensorView = result()
     zero_init: bool = attr(default=False)
-    resets_to_zero: bool = attr(default=False)
     TEXT = (
         "{buffer} = ALLOCATE(buffer={buffer}, mem_type={mem_type}, size={size}, "
-        "zero_init={zero_init}, resets_to_zero={resets_to_zero})"
+        "zero_init={zero_init}, resets_to_zero=false)"
     )
     OLDER = ("{buffer} = ALLOCATE(mem_type={mem_type}, zero_init={zero_init})",)
 

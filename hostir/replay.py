@@ -29,7 +29,7 @@ from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalS
 from hostir.post import post
 
 Slots = list[Any]
-Step = Callable[[Slots], None]
+Closure = Callable[[Slots], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Plan:
     `blocks` are the buffers that live in an arena of `nbytes`; outputs are allocated by steps.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Closure, ...]
     size: int
     outputs: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -66,7 +66,7 @@ class Recorder:
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
         self._free = _free_scalars(frame)
-        self._steps: list[Step] = []
+        self._steps: list[Closure] = []
         # Buffers and where in the program they begin and end (None: they outlive it).
         self._blocks: dict[TensorView, Block] = {}
         self._begin: dict[TensorView, int] = {}
@@ -106,7 +106,7 @@ class Recorder:
         placed = zip(tensors, offsets, strict=True)
         return tuple(replace(self._blocks[t], offset=at) for t, at in placed), nbytes
 
-    def _make(self, block: Block) -> Step:
+    def _make(self, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
         make, device, i = torch.empty_strided, self._frame.machine.device, block.slot
         shape, strides, dtype = block.shape, block.strides, block.dtype
@@ -124,7 +124,7 @@ class Recorder:
         return self._slot[value]
 
     # ------------------------------------------------------------ ops
-    def _absent(self, tv: TensorView) -> Step:
+    def _absent(self, tv: TensorView) -> Closure:
         i, nothing = self.slot(tv), self._frame.result(tv)
 
         def absent(slots: Slots) -> None:
@@ -132,7 +132,7 @@ class Recorder:
 
         return absent
 
-    def _allocate(self, op: Allocate) -> Step | None:
+    def _allocate(self, op: Allocate) -> Closure | None:
         tv = op.buffer
         i, shape = self.slot(tv), self._frame.local_shape(tv)
         self._blocks[tv] = Block(i, shape, allocated_strides(tv, shape), to_torch(tv.dtype()))
@@ -143,7 +143,7 @@ class Recorder:
 
         return clear if op.zero_init else None
 
-    def _deallocate(self, op: Deallocate) -> Step | None:
+    def _deallocate(self, op: Deallocate) -> Closure | None:
         tv = op.buffer
         if tv in self._blocks:
             self._end[tv] = self._position
@@ -155,7 +155,7 @@ class Recorder:
 
         return deallocate
 
-    def _launch(self, op: LaunchKernel) -> Step:
+    def _launch(self, op: LaunchKernel) -> Closure:
         for out in op.outs:
             if out not in self._slot:
                 self._slot[out] = self.slot(self._frame.alias_target(out))
@@ -186,7 +186,7 @@ class Recorder:
 
         return evaluate
 
-    def _communication(self, op: Communication) -> Step | None:
+    def _communication(self, op: Communication) -> Closure | None:
         frame = self._frame
         team = op.team.ranks(frame.machine.rank)
         if not team:
@@ -205,7 +205,7 @@ class Recorder:
 
         return communicate
 
-    def _wait(self, op: Wait) -> Step | None:
+    def _wait(self, op: Wait) -> Closure | None:
         if ("work", op.number) not in self._slot:
             return None
         work = self.slot(("work", op.number))
@@ -216,7 +216,7 @@ class Recorder:
 
         return wait
 
-    def _local_slice(self, op: LocalSlice) -> Step:
+    def _local_slice(self, op: LocalSlice) -> Closure:
         start, length = self._frame.slice_bounds(op)
         inp, out, axis = self.slot(op.inp), self.slot(op.out), op.axis
 
@@ -225,14 +225,14 @@ class Recorder:
 
         return local_slice
 
-    def _tensor_op(self, op: Op) -> Step:
+    def _tensor_op(self, op: Op) -> Closure:
         assert isinstance(op, TensorOp), f"{op.name} cannot be replayed"
         if all(out in self._slot for out in op.outputs):
             return self._into(op)
         view = self._as_strided(op)
         return view if view is not None else self._computed(op)
 
-    def _into(self, op: TensorOp) -> Step:
+    def _into(self, op: TensorOp) -> Closure:
         if not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
             return self._copied(op)
         ins, out = [self.slot(v) for v in op.inputs], self.slot(op.out)
@@ -246,7 +246,7 @@ class Recorder:
         sample = self._frame.tensors[op.out]
         return contract if as_contracted(op, sample) is sample else contract_partial
 
-    def _copied(self, op: TensorOp) -> Step:
+    def _copied(self, op: TensorOp) -> Closure:
         compute_step, outs = self._computing(op), [self.slot(o) for o in op.outputs]
 
         def copy(slots: Slots) -> None:
@@ -255,7 +255,7 @@ class Recorder:
 
         return copy
 
-    def _as_strided(self, op: TensorOp) -> Step | None:
+    def _as_strided(self, op: TensorOp) -> Closure | None:
         """Return a view by sizes and strides; None when the op made no view of its first input."""
         source = op.inputs[0] if op.inputs else None
         if not isinstance(source, TensorView) or len(op.outputs) != 1:
@@ -276,7 +276,7 @@ class Recorder:
 
         return shifted_view if shift else view
 
-    def _computed(self, op: TensorOp) -> Step:
+    def _computed(self, op: TensorOp) -> Closure:
         compute_step, outs = self._computing(op), [self.slot(o) for o in op.outputs]
 
         def assign(slots: Slots) -> None:
@@ -319,7 +319,7 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-RECORD: dict[type[Op], Callable[[Recorder, Any], Step | None]] = {
+RECORD: dict[type[Op], Callable[[Recorder, Any], Closure | None]] = {
     Allocate: Recorder._allocate,  # pyright: ignore[reportPrivateUsage]
     Deallocate: Recorder._deallocate,  # pyright: ignore[reportPrivateUsage]
     LaunchKernel: Recorder._launch,  # pyright: ignore[reportPrivateUsage]

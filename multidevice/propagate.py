@@ -55,7 +55,6 @@ class Fact:
         return f"{what} {self.direction} from {self.source.label}"
 
 
-Facts = dict[TensorView, tuple[Fact, ...]]
 # (logical axis, its cuts) of the tensor that receives them
 Transfers = tuple[tuple[IterDomain, Cuts], ...]
 
@@ -226,7 +225,7 @@ def fitting_placement(
 
 
 # ------------------------------------------------------------------ the pass
-def propagate_shardings(fusion: Fusion) -> Facts:
+def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
     """Give every tensor reachable from an annotated one a mesh and cuts; return where they came
     from.
 
@@ -272,7 +271,7 @@ class _Propagation:
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
         self.frozen = {tv for tv in fusion.tensors() if tv.mesh_is_user_set}
-        self.facts: Facts = {}
+        self.facts: dict[TensorView, tuple[Fact, ...]] = {}
 
     def forward(self, ops: Iterator[TensorOp] | tuple[TensorOp, ...]) -> None:
         for op in ops:

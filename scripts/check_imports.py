@@ -2,9 +2,9 @@
 
 Prints one line per violation and exits 1 if there is any:
 
-- direction: `fuser.* (not frontend) <- multidevice <- hostir <- fuser.frontend`; a package imports
-  only to its left, also under `TYPE_CHECKING` and inside functions;
-- communicator backends take buffers, teams and streams: they never import the IR;
+- direction: a module imports only from its own row of `ORDER` and from rows above it, also under
+  `TYPE_CHECKING` and inside functions;
+- what the direction allows and the design does not: the rows of `FORBIDDEN`;
 - lazy modules (`mpi4py`, `cupy`, `cuda`, ...) are imported inside functions, so that importing a
   package needs neither CUDA nor MPI.
 """
@@ -17,12 +17,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Longest prefix first: the first match gives the layer of a module.
-LAYERS = (("fuser.frontend", 3), ("hostir", 2), ("multidevice", 1), ("fuser", 0))
+# From left to right. The longest prefix that a module has decides its row; `fuser` itself, which
+# gives the public names of all on first use, and `fuser.multidevice`, another name of the package
+# multidevice, see everything.
+ORDER = (
+    "fuser.errors",
+    "fuser.device",
+    "fuser.kernel_source",
+    "fuser.options",
+    "fuser.ir",
+    "fuser.ops",
+    "fuser.passes",
+    "fuser.schedule",
+    "fuser.lower",
+    "fuser.codegen",
+    "fuser.runtime",
+    "fuser.kernels",
+    "multidevice",
+    "hostir",
+    "fuser.frontend",
+    "fuser",
+)
+_FUSION = ("fuser.ir", "fuser.ops", "fuser.passes", "fuser.schedule", "fuser.lower")
 
-# importer prefix -> prefixes that it must not import although the direction allows them
+# importer -> what it must not import although the direction allows it, and why
 FORBIDDEN = {
-    "multidevice.backends": ("fuser.ir", "fuser.ops", "fuser.schedule", "fuser.lower"),
+    "fuser.runtime": ((*_FUSION, "fuser.codegen"), "the runtime takes text and arguments only"),
+    "multidevice": (
+        ("fuser.schedule", "fuser.lower", "fuser.codegen", "fuser.runtime", "fuser.kernels"),
+        "shardings are decided before kernels",
+    ),
+    "multidevice.backends": (_FUSION, "backends take buffers, teams and streams only"),
 }
 
 LAZY = (
@@ -37,12 +62,6 @@ LAZY = (
     "hypothesis",
 )
 
-# file -> why its imports are not checked for direction
-EXEMPT = {
-    "fuser/__init__.py": "gives the public names of all layers, on first use only",
-    "fuser/multidevice.py": "is the public name of the package multidevice, replaced by it",
-}
-
 PACKAGES = ("fuser", "multidevice", "hostir")
 
 
@@ -55,12 +74,10 @@ class Import:
     is_eager: bool
 
 
-def layer_of(module: str) -> int | None:
-    """Return the layer of `module`, or None for one that is not ours."""
-    for prefix, layer in LAYERS:
-        if is_within(module, prefix):
-            return layer
-    return None
+def row_of(module: str) -> int | None:
+    """Return the row of `module` in `ORDER`, or None for one that is not ours."""
+    rows = [prefix for prefix in ORDER if is_within(module, prefix)]
+    return ORDER.index(max(rows, key=len)) if rows else None
 
 
 def is_within(module: str, prefix: str) -> bool:
@@ -126,26 +143,20 @@ def _is_type_checking(test: ast.expr) -> bool:
     return name == "TYPE_CHECKING"
 
 
-def violations_of(
-    source: str, *, module: str, is_package: bool = False, is_exempt: bool = False
-) -> list[str]:
+def violations_of(source: str, *, module: str, is_package: bool = False) -> list[str]:
     """Return what is wrong with the imports in `source`, each as `line N: ...`."""
     found: dict[str, None] = {}
-    own = layer_of(module)
+    own = row_of(module)
     assert own is not None, f"{module} belongs to no package of ours"
-    forbidden = [
-        banned
-        for importer, targets in FORBIDDEN.items()
-        if is_within(module, importer)
-        for banned in targets
-    ]
+    forbidden = [row for importer, row in FORBIDDEN.items() if is_within(module, importer)]
     for item in imports_of(source, module=module, is_package=is_package):
-        layer = layer_of(item.target)
+        row = row_of(item.target)
         where = f"line {item.line}: {module} imports {item.target}"
-        if layer is not None and layer > own and not is_exempt:
+        if row is not None and row > own:
             found[f"{where}, which is to its right"] = None
-        if any(is_within(item.target, banned) for banned in forbidden):
-            found[f"{where}; backends take buffers, teams and streams only"] = None
+        for banned, reason in forbidden:
+            if any(is_within(item.target, prefix) for prefix in banned):
+                found[f"{where}; {reason}"] = None
         if item.is_eager and any(is_within(item.target, lazy) for lazy in LAZY):
             found[f"{where} when it is imported; do it inside the function that needs it"] = None
     return list(found)
@@ -163,7 +174,6 @@ def check(root: Path) -> list[str]:
                     path.read_text(),
                     module=module_name(path, root),
                     is_package=path.name == "__init__.py",
-                    is_exempt=relative in EXEMPT,
                 )
             ]
     return found

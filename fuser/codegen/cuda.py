@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, category
-from fuser.ir.fusion import Fusion
+from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, category
 from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
-from fuser.ir.tensor import TensorView
 from fuser.kernel_source import KernelParam, KernelSource
 from fuser.lower.kernel import (
     Accumulate,
@@ -29,6 +27,7 @@ from fuser.lower.kernel import (
     GlobalLoad,
     If,
     Let,
+    LoweredKernel,
     ScalarValue,
     Select,
     Store,
@@ -52,26 +51,6 @@ COORDINATE_TEXT = {
     "bz": "blockIdx.z",
 }
 INDEX = "nvfuser_index_t"
-
-
-@dataclass(frozen=True)
-class KernelText:
-    """What the printer needs of a lowered kernel."""
-
-    name: str
-    body: Body
-    tensors: tuple[TensorView, ...]
-    workspaces: tuple[str, ...]
-    scalars: tuple[Symbol, ...]
-    threads: int
-    index_dtype: DataType
-    needs_smem: bool
-    fusion: Fusion
-
-
-def c_type(dtype: DataType) -> str:
-    """Return the C type of a value in registers or memory: Index values are int64_t."""
-    return "int64_t" if dtype is DataType.Index else INFO[dtype].text
 
 
 # ------------------------------------------------------------------ literals and scalars
@@ -289,11 +268,12 @@ def _if(w: Writer, s: If) -> None:
 
 def _declare(w: Writer, s: Declare) -> None:
     if s.size is None:
-        w.line(f"{s.ctype} {s.name}{f' = {_strip(s.init)}' if s.init else ''};")
+        start = "" if s.init is None else f" = {_strip(expr_text(s.init))}"
+        w.line(f"{s.ctype} {s.name}{start};")
         return
     w.line(f"Array<{s.ctype}, {s.size}> {s.name};")
-    if s.init:
-        w.line(f"{s.name}.set({_strip(s.init)});")
+    if s.init is not None:
+        w.line(f"{s.name}.set({_strip(expr_text(s.init))});")
 
 
 def _declare_shared(w: Writer, s: DeclareShared) -> None:
@@ -340,11 +320,13 @@ def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
     """Print the block step, then the grid step. Several accumulators travel as one `Pair`."""
     if len(s.parts) == 1:
         part = s.parts[0]
-        _reduce_calls(w, s, part.name, part.functor, _strip(part.identity))
+        _reduce_calls(w, s, part.name, part.functor, _strip(expr_text(part.identity)))
         return
     ctype = pair_text(p.ctype for p in s.parts)
     functor = pair_text((p.functor for p in s.parts), "PairOp")
-    identity = _make_pair([_strip(p.identity) for p in s.parts], [p.ctype for p in s.parts])
+    identity = _make_pair(
+        [_strip(expr_text(p.identity)) for p in s.parts], [p.ctype for p in s.parts]
+    )
     name = "p" + s.parts[0].name
     if s.size is None:
         w.line(
@@ -433,48 +415,48 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
 
 
 # ------------------------------------------------------------------ the kernel
-def print_kernel(text: KernelText) -> tuple[KernelSource, str]:
-    """Return the source of a kernel, and the text of its body."""
-    index_ctype = c_type(text.index_dtype)
+def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
+    """Return the source of a lowered kernel, and the text of its body."""
+    index_ctype = c_type(kernel.index_dtype)
     writer = Writer(depth=0)
-    writer.body(text.body)
-    used = _coordinates(text.body)
+    writer.body(kernel.body)
+    used = _coordinates(kernel.body)
     head = [f"  const {INDEX} {c} = {t};" for c, t in COORDINATE_TEXT.items() if c in used]
-    if text.needs_smem:
+    if kernel.needs_smem:
         head.insert(0, "  FUSER_SMEM(smem);")
-    params, declared = _parameters(text, index_ctype)
+    params, declared = _parameters(kernel, index_ctype)
     signature = ",\n    ".join(declared)
     lines = [
         f"#define {INDEX} {index_ctype}",
-        f'extern "C" __global__ void __launch_bounds__({text.threads}) {text.name}(',
+        f'extern "C" __global__ void __launch_bounds__({kernel.threads}) {kernel.name}(',
         f"    {signature}) {{",
         *head,
         *writer.lines,
         "}",
         "",
     ]
-    has_barrier = text.needs_smem or any(
-        isinstance(s, Sync | ThreadReduce) for s in walk(text.body)
+    has_barrier = kernel.needs_smem or any(
+        isinstance(s, Sync | ThreadReduce) for s in walk(kernel.body)
     )
-    source = KernelSource(text.name, "\n".join(lines), tuple(params), has_barrier)
+    source = KernelSource(kernel.name, "\n".join(lines), tuple(params), has_barrier)
     return source, "\n".join(writer.lines)
 
 
-def _parameters(text: KernelText, index_ctype: str) -> tuple[list[KernelParam], list[str]]:
+def _parameters(kernel: LoweredKernel, index_ctype: str) -> tuple[list[KernelParam], list[str]]:
     params: list[KernelParam] = []
     declared: list[str] = []
-    aliased = {tv for a in text.fusion.aliases for tv in (a.out, a.into)}
-    for tv in text.tensors:
+    aliased = {tv for a in kernel.fusion.aliases for tv in (a.out, a.into)}
+    for tv in kernel.tensors:
         name, ctype = f"T{tv.number}", c_type(tv.dtype())
-        if tv in text.fusion.inputs:
+        if tv in kernel.fusion.inputs:
             ctype = f"const {ctype}"
         macro = "FUSER_ALIASED_PTR" if tv in aliased else "FUSER_PTR"
         params.append(KernelParam(name, ctype, True))
         declared.append(f"{macro}({ctype}) {name}")
-    for k, ctype in enumerate(text.workspaces):
-        params.append(KernelParam(f"W{k}", ctype, True))
-        declared.append(f"FUSER_PTR({ctype}) W{k}")
-    for symbol in text.scalars:
+    for k, space in enumerate(kernel.workspaces):
+        params.append(KernelParam(f"W{k}", space.ctype, True))
+        declared.append(f"FUSER_PTR({space.ctype}) W{k}")
+    for symbol in kernel.scalars:
         ctype = index_ctype if symbol.dtype is DataType.Index else c_type(symbol.dtype)
         params.append(KernelParam(symbol.name, ctype, False))
         declared.append(f"const {ctype} {symbol.name}")

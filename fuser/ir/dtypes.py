@@ -99,6 +99,11 @@ def nbytes_of(dtype: DataType) -> int:
     return INFO[dtype].nbytes
 
 
+def c_type(dtype: DataType) -> str:
+    """Return the C type of a value in registers or memory: Index values are int64_t."""
+    return "int64_t" if dtype is DataType.Index else INFO[dtype].text
+
+
 def to_torch(dtype: DataType) -> torch.dtype:
     """Return the torch dtype of tensors with this IR dtype."""
     found = INFO[check_supported(dtype, "conversion to torch")].torch

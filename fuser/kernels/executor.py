@@ -34,7 +34,7 @@ from fuser.options import Settings
 from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compile_kernels
 
 if TYPE_CHECKING:
-    from fuser.lower.kernel import Kernel
+    from fuser.kernels.kernel import Kernel
 
 MAX_VARIANTS = 8
 # Inputs and outputs of at most SMALL_BYTES take the kernel of a nearby size rather than one of
@@ -392,11 +392,11 @@ class KernelExecutor:
         index: DataType,
         device: DeviceInfo,
     ) -> Variant:
-        from fuser.lower.kernel_passes import lower_kernel
+        from fuser.kernels.kernel import make_kernel
 
         outputs = len(fusion.outputs)
         self.scheduler.apply(fusion, params)
-        kernel = lower_kernel(fusion, name=self.name, index_dtype=index, device=device)
+        kernel = make_kernel(fusion, name=self.name, index_dtype=index, device=device)
         # A scheduler may replace an output by its copy; positions stay.
         named = dict(twins)
         for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fuser.errors import DefinitionError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, nbytes_of
+from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, nbytes_of
 from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import Apply, Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -24,11 +24,6 @@ from fuser.lower.loops import Loop, Stage
 
 # Shared tensors start at multiples of this many bytes.
 SHARED_ALIGNMENT = 128
-
-
-def c_type(dtype: DataType) -> str:
-    """Return the C type of an element: Index tensors hold int64_t."""
-    return "int64_t" if dtype is DataType.Index else INFO[dtype].text
 
 
 def accumulator_dtype(stage: Stage) -> DataType:
@@ -144,7 +139,7 @@ class Buffer:
         if symbols is not None and not any(map(_divides, symbols.values())):
             return self.index_at(symbols)
         if self.stage.storage == "local":
-            ctx.facts.recompute(self.stage.tv)
+            ctx.assumptions.recompute(self.stage.tv)
         if symbols is not None:
             return self.index_at(symbols)
         raise DefinitionError(
@@ -197,7 +192,7 @@ def _member(stage: Stage, tv: TensorView) -> str:
 
 def allocate(ctx: Context) -> dict[Stage, Buffer]:
     """Give every stage that needs storage its buffer; shared ones follow each other."""
-    return {s: _allocate(ctx, s) for s in ctx.plan.stages if s.storage != "global"}
+    return {s: _allocate(ctx, s) for s in ctx.nesting.stages if s.storage != "global"}
 
 
 def _allocate(ctx: Context, stage: Stage) -> Buffer:
@@ -244,7 +239,7 @@ def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
         or (not loop.is_parallel and _position(stage, loop) < stage.depth)
     }
     axes = [
-        (a.number, ctx.plan.fusion.canonical(a.size))
+        (a.number, ctx.nesting.fusion.canonical(a.size))
         for a in (domain.allocation or domain.loop)
         if a.number not in outside and a.ptype not in GRID_TYPES and not a.is_broadcast
     ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import nbytes_of
+from fuser.ir.dtypes import c_type, nbytes_of
 from fuser.ir.nodes import LoadStoreOp, ReductionOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.lower.allocate import Buffer, allocate, c_type
+from fuser.lower.allocate import Buffer, allocate
 from fuser.lower.context import Context
 from fuser.lower.kernel import (
     Accumulate,
@@ -34,7 +34,7 @@ from fuser.lower.vectorize import vector_base, vector_width
 
 
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
-    """Return the kernel IR of a planned fusion, before barriers, unswitching and hoisting."""
+    """Return the kernel IR of nested stages, before barriers, unswitching and hoisting."""
     buffers = allocate(ctx)
     builder = _Builder(ctx, buffers)
     body = Body()
@@ -43,7 +43,7 @@ def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
             body.statements.append(
                 DeclareShared(buffer.name, buffer.dtype, buffer.offset, buffer.count)
             )
-    builder.nodes(loop_tree(ctx.plan), Scope(body), 0)
+    builder.nodes(loop_tree(ctx.nesting), Scope(body), 0)
     return body, buffers
 
 
@@ -157,7 +157,7 @@ class _Builder:
         source, width = stage.op.inp, vector_width(stage)
         here = self.at(stage, scope)
         index = self.ctx.indexer.operand_index(stage.op, 0, stage.tv, here.axes)
-        origin = self.ctx.plan.stage_of.get(source)
+        origin = self.ctx.nesting.stage_of.get(source)
         if origin is not None:
             offset = self.buffers[origin].shared_index(self.ctx, index)
         else:
@@ -185,7 +185,7 @@ class _Builder:
         is_copy = isinstance(stage.op, LoadStoreOp)
         if is_copy:
             source = stage.op.inp  # pyright: ignore[reportAttributeAccessIssue]
-            origin = self.ctx.plan.stage_of.get(source)
+            origin = self.ctx.nesting.stage_of.get(source)
             if origin is not None and origin.storage == "local":
                 value = self.result(stage, scope)
                 base = sc.substitute(value.index, {v: sc.ZERO}) if isinstance(value, Element) else v
@@ -194,7 +194,7 @@ class _Builder:
         name = f"v{stage.tv.number}"
         scope.body.statements.append(Declare(name, c_type(stage.tv.dtype()), width))
         if is_copy and (
-            stage.op.inp in self.ctx.plan.fusion.inputs  # pyright: ignore[reportAttributeAccessIssue]
+            stage.op.inp in self.ctx.nesting.fusion.inputs  # pyright: ignore[reportAttributeAccessIssue]
             or self.is_shared(stage.op.inp)  # pyright: ignore[reportAttributeAccessIssue]
         ):
             self.load_vector(stage, name, sc.ZERO, scope)
@@ -205,7 +205,7 @@ class _Builder:
         return name, sc.ZERO
 
     def is_shared(self, tv: TensorView) -> bool:
-        origin = self.ctx.plan.stage_of.get(tv)
+        origin = self.ctx.nesting.stage_of.get(tv)
         return origin is not None and origin.storage == "shared"
 
     def store_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
@@ -219,7 +219,7 @@ class _Builder:
             offset = self.ctx.indexer.offset(tv, index)
             self.align(tv, width)
         base = vector_base(self.ctx, tv, offset, stage.vector.symbol, width=width)
-        streaming = not is_shared and self.ctx.plan.fusion.alias_of(tv) is None
+        streaming = not is_shared and self.ctx.nesting.fusion.alias_of(tv) is None
         scope.body.statements.append(
             VectorStore(
                 f"T{tv.number}", base, array, at, width, tv.dtype(), streaming, shared=is_shared
@@ -232,7 +232,7 @@ class _Builder:
 
     def is_read_once(self, source: TensorView, stage: Stage) -> bool:
         """Whether every element of an input is read by one iteration of one stage."""
-        fusion = self.ctx.plan.fusion
+        fusion = self.ctx.nesting.fusion
         if len(fusion.uses(source)) != 1 or any(a.into is source for a in fusion.aliases):
             return False
         if stage.reference is not None:
@@ -262,7 +262,7 @@ class _Builder:
         scope.body.statements += finish_reductions(self.ctx, [self.buffers[s] for s in stages])
         for stage in stages:
             for out in stage.op.outputs:
-                if out in self.ctx.plan.fusion.outputs:
+                if out in self.ctx.nesting.fusion.outputs:
                     self.write_result(stage, out, scope)
 
     def write_result(self, stage: Stage, out: TensorView, scope: Scope) -> None:

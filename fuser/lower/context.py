@@ -1,4 +1,4 @@
-"""What the lowering functions of one kernel share: the plan, the indexer, and what is assumed."""
+"""What the lowering functions of one kernel share: nesting, indexer, and what is assumed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.lower.index import Indexer, partial_splits
 from fuser.lower.kernel import Workspace
-from fuser.lower.loops import Plan, Stage
+from fuser.lower.loops import Nesting, Stage
 
 
-class NewFactError(Exception):
+class NewAssumptionError(Exception):
     """Lowering learned something that earlier decisions lacked; the pipeline starts again."""
 
 
 @dataclass
-class Facts:
+class Assumptions:
     """What a kernel assumes; grows monotonically between attempts.
 
     `divisible` sizes and strides are multiples of a number, which a guard checks at launch;
@@ -32,19 +32,19 @@ class Facts:
     recomputed: dict[TensorView, None] = field(default_factory=dict[TensorView, None])
 
     def assume_divisible(self, symbol: Symbol, by: int) -> None:
-        """Assume that a size or stride is a multiple of `by`; raises `NewFactError`."""
+        """Assume that a size or stride is a multiple of `by`; raises `NewAssumptionError`."""
         # A quotient stands for its size: i2_div4 being even means that i2 is a multiple of 8.
         for size, divisor in self.divisible.items():
             if quotient_symbol(size, divisor) == symbol:
                 symbol, by = size, divisor * by
                 break
         self.divisible[symbol] = math.lcm(self.divisible.get(symbol, 1), by)
-        raise NewFactError
+        raise NewAssumptionError
 
     def recompute(self, tv: TensorView) -> None:
-        """Take the storage of a local tensor away; raises `NewFactError`."""
+        """Take the storage of a local tensor away; raises `NewAssumptionError`."""
         self.recomputed[tv] = None
-        raise NewFactError
+        raise NewAssumptionError
 
     def quotients(self) -> dict[Scalar, Scalar]:
         """Return the replacement of each divisible symbol: the divisor times a quotient symbol."""
@@ -62,14 +62,13 @@ def quotient_symbol(symbol: Symbol, by: int) -> Symbol:
 class Context:
     """One attempt at lowering a kernel."""
 
-    plan: Plan
-    facts: Facts
+    nesting: Nesting
+    assumptions: Assumptions
     indexer: Indexer
     is_cpu: bool
     guards: dict[Scalar, None] = field(default_factory=dict[Scalar, None])
     alignments: dict[TensorView, int] = field(default_factory=dict[TensorView, int])
     workspaces: list[Workspace] = field(default_factory=list[Workspace])
-    workspace_ctypes: list[str] = field(default_factory=list[str])
     reduction_bytes: Scalar = sc.ZERO
     # The flag of each finished grid reduction; reductions combined together have one.
     done_flags: dict[Stage, str] = field(default_factory=dict[Stage, str])
@@ -78,8 +77,8 @@ class Context:
     _partial: dict[TensorView, list[Split]] = field(default_factory=dict[TensorView, list[Split]])
 
     def __post_init__(self) -> None:
-        self._replacements = self.facts.quotients()
-        for stage in self.plan.stages:
+        self._replacements = self.assumptions.quotients()
+        for stage in self.nesting.stages:
             if stage.vector is not None:
                 self._require_whole_words(stage)
 
@@ -88,7 +87,7 @@ class Context:
         innermost = stage.axes[-1].number
         for split in partial_splits(self.indexer.loop_transforms(stage.tv)):
             if innermost in (split.inner.number, split.outer.number):
-                size = self.plan.fusion.canonical(split.inp.size)
+                size = self.nesting.fusion.canonical(split.inp.size)
                 self._whole.add((size, split.factor))
                 self.guards[sc.eq(sc.mod(size, split.factor), 0)] = None
 
@@ -103,7 +102,7 @@ class Context:
             found = [
                 s
                 for s in partial_splits(self.indexer.loop_transforms(tv))
-                if (self.plan.fusion.canonical(s.inp.size), s.factor) not in self._whole
+                if (self.nesting.fusion.canonical(s.inp.size), s.factor) not in self._whole
             ]
             found = _without_implied(self.indexer.loop_transforms(tv), found)
             self._partial[tv] = found

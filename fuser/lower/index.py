@@ -24,17 +24,17 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.lower.kernel import stride_symbol
-from fuser.lower.loops import NoNestError, Plan, Stage
+from fuser.lower.loops import Nesting, NoNestError, Stage
 
 Index = tuple[Scalar, ...]
 
 
 class Indexer:
-    """Index queries on one planned fusion; caches what depends only on a tensor."""
+    """Index queries on one nesting; caches what depends only on a tensor."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.fusion: Fusion = plan.fusion
+    def __init__(self, nesting: Nesting) -> None:
+        self.nesting = nesting
+        self.fusion: Fusion = nesting.fusion
         self._stage_axes: dict[Stage, dict[int, Scalar]] = {}
         self._strides: dict[TensorView, tuple[tuple[IterDomain, Scalar], ...]] = {}
         self._root_transforms: dict[TensorView, tuple[Transform, ...]] = {}
@@ -86,7 +86,7 @@ class Indexer:
                 raise NoNestError(wanted)
             if value is wanted:
                 return index
-            stage = self.plan.stage_of.get(value)
+            stage = self.nesting.stage_of.get(value)
             definition = self.fusion.definition(value)
             if definition is None or (stage is not None and stage.storage != "global"):
                 continue
@@ -99,7 +99,7 @@ class Indexer:
         """Whether `tv` is `wanted` or is computed from it without storage between them."""
         if tv is wanted:
             return True
-        stage = self.plan.stage_of.get(tv)
+        stage = self.nesting.stage_of.get(tv)
         op = self.fusion.definition(tv)
         if op is None or (stage is not None and stage.storage != "global"):
             return False

@@ -1,4 +1,4 @@
-"""What lowering makes: the kernel with its launch facts, and the kernel IR that codegen prints.
+"""What lowering makes: a kernel without its text, in the kernel IR that codegen prints.
 
 The kernel IR is a tree of statements over named scalars, register arrays, shared arrays and global
 tensors. Indices and conditions are `Scalar`s over loop symbols; values are `Expr`s.
@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.kernel_source import KernelSource
 
 
 # ------------------------------------------------------------------ the kernel's interface
@@ -41,7 +42,7 @@ class StrideArg:
 
 @dataclass(frozen=True)
 class WorkspaceArg:
-    """The address of `Kernel.workspaces[index]`."""
+    """The address of `LoweredKernel.workspaces[index]`."""
 
     index: int
 
@@ -51,31 +52,41 @@ Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory of a launch. `zeroed` memory is zero before the first launch, and the kernel
-    leaves it zero."""
+    """Scratch memory of a launch, of `ctype` elements. `zeroed` memory is zero before the first
+    launch, and the kernel leaves it zero."""
 
+    ctype: str
     nbytes: Scalar
     zeroed: bool
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A lowered kernel: text, parameters in order, launch shape, and what it relies on.
+class LoweredKernel:
+    """A kernel before its text: body, arguments in order, launch shape, and what it relies on.
 
-    `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a launch;
-    `alignments` are the (tensor, bytes) that pointers must satisfy.
+    `args` are those of `tensors`, of `workspaces`, then of `scalars`, which are their names in the
+    body. `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a
+    launch; `alignments` are the (tensor, bytes) that pointers must satisfy.
     """
 
     name: str
-    source: KernelSource
+    fusion: Fusion
+    body: Body
+    index_dtype: DataType
+    tensors: tuple[TensorView, ...]
+    workspaces: tuple[Workspace, ...]
+    scalars: tuple[Symbol, ...]
     args: tuple[Arg, ...]
     grid: tuple[Scalar, Scalar, Scalar]
     block: tuple[Scalar, Scalar, Scalar]
+    threads: int
     smem_bytes: Scalar
-    workspaces: tuple[Workspace, ...] = ()
-    guards: tuple[Scalar, ...] = ()
-    alignments: tuple[tuple[TensorView, int], ...] = ()
-    ir_text: str = field(default="", compare=False)
+    guards: tuple[Scalar, ...]
+    alignments: tuple[tuple[TensorView, int], ...]
+
+    @property
+    def needs_smem(self) -> bool:
+        return sc.int_value(self.smem_bytes) != 0
 
 
 def stride_symbol(tv: TensorView, axis: int) -> Symbol:
@@ -161,17 +172,14 @@ class Body:
 
 @dataclass
 class For:
-    """A loop over `symbol` from 0 to `extent`.
-
-    `role` says who executes the loop; `pragma` is the macro printed before it, "" for none.
-    """
+    """A loop over `symbol` from 0 to `extent`; `pragma` is the macro printed before it, "" for
+    none."""
 
     symbol: Symbol
     extent: Scalar
     body: Body
     unroll: bool = False
     pragma: str = ""
-    role: str = "all"
 
 
 @dataclass
@@ -210,12 +218,12 @@ class Define:
 
 @dataclass
 class Declare:
-    """A register scalar (`size` None) or array, of `ctype` elements, with an initial value text."""
+    """A register scalar (`size` None) or array, of `ctype` elements, with an initial value."""
 
     name: str
     ctype: str
     size: int | None
-    init: str = ""
+    init: Expr | None = None
 
 
 @dataclass
@@ -301,7 +309,7 @@ class ReducePart:
     name: str
     ctype: str
     functor: str
-    identity: str
+    identity: Expr
 
 
 @dataclass

@@ -15,7 +15,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.allocate import Buffer, place_shared
 from fuser.lower.build import build_body
-from fuser.lower.context import Context, Facts, NewFactError, quotient_symbol
+from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
 from fuser.lower.hoist import Hoister
 from fuser.lower.index import Indexer
 from fuser.lower.kernel import (
@@ -23,7 +23,7 @@ from fuser.lower.kernel import (
     Body,
     DeclareShared,
     GlobalLoad,
-    Kernel,
+    LoweredKernel,
     ScalarArg,
     Store,
     StrideArg,
@@ -35,7 +35,7 @@ from fuser.lower.kernel import (
     values_of,
     walk,
 )
-from fuser.lower.loops import COORDINATES, NoNestError, Stage, plan_stages
+from fuser.lower.loops import COORDINATES, NoNestError, Stage, nest_stages
 from fuser.lower.simd import vectorize_loops
 from fuser.lower.synchronize import insert_barriers
 from fuser.lower.unroll import expand_unswitch, mark_unrolled
@@ -98,24 +98,26 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
 )
 
 
-def lower_kernel(fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo) -> Kernel:
+def lower_kernel(
+    fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo
+) -> LoweredKernel:
     """Lower a scheduled fusion to a kernel named `name`.
 
-    `index_dtype` is Int or Int32: the type of index arithmetic. The text depends on nothing else
+    `index_dtype` is Int or Int32: the type of index arithmetic. The result depends on nothing else
     than the arguments. Raises `UnsupportedError` or `DefinitionError` naming the tensor when the
     schedule cannot be carried out.
     """
     if index_dtype not in (DataType.Int, DataType.Int32):
         raise UnsupportedError(f"kernel {name}: index dtype {index_dtype.name}")
     _unify_extents(fusion)
-    facts = Facts()
+    assumptions = Assumptions()
     for _ in range(MAX_ATTEMPTS):
         try:
-            state = _attempt(fusion, facts, is_cpu=device.kind == "cpu")
-        except NewFactError:
+            state = _attempt(fusion, assumptions, is_cpu=device.kind == "cpu")
+        except NewAssumptionError:
             continue
         except NoNestError as refused:
-            facts.recomputed[refused.tv] = None
+            assumptions.recomputed[refused.tv] = None
             continue
         return _finish(state, name, index_dtype)
     raise UnsupportedError(f"kernel {name}: no consistent set of assumptions was found")
@@ -137,9 +139,9 @@ def _unify_extents(fusion: Fusion) -> None:
             tv.domain = domain
 
 
-def _attempt(fusion: Fusion, facts: Facts, *, is_cpu: bool) -> State:
-    plan = plan_stages(fusion, recomputed=facts.recomputed)
-    ctx = Context(plan, facts, Indexer(plan), is_cpu)
+def _attempt(fusion: Fusion, assumptions: Assumptions, *, is_cpu: bool) -> State:
+    nesting = nest_stages(fusion, recomputed=assumptions.recomputed)
+    ctx = Context(nesting, assumptions, Indexer(nesting), is_cpu)
     body, buffers = build_body(ctx)
     state = State(ctx, body, buffers, Hoister())
     for _, run in PASSES:
@@ -148,16 +150,14 @@ def _attempt(fusion: Fusion, facts: Facts, *, is_cpu: bool) -> State:
 
 
 # ------------------------------------------------------------------ the interface
-def _finish(state: State, name: str, index_dtype: DataType) -> Kernel:
-    from fuser.codegen.cuda import KernelText, print_kernel
-
+def _finish(state: State, name: str, index_dtype: DataType) -> LoweredKernel:
     ctx = state.ctx
     tensors = _touched_tensors(state)
     args: list[Arg] = [TensorArg(tv) for tv in tensors]
     args += [WorkspaceArg(k) for k in range(len(ctx.workspaces))]
     scalars = state.hoister.parameters.by_value
     quotients: dict[Scalar, Scalar] = {
-        quotient_symbol(s, by): sc.floordiv(s, by) for s, by in ctx.facts.divisible.items()
+        quotient_symbol(s, by): sc.floordiv(s, by) for s, by in ctx.assumptions.divisible.items()
     }
     strides = {
         stride_symbol(tv, axis): StrideArg(tv, axis) for tv in tensors for axis in range(tv.ndim)
@@ -168,37 +168,29 @@ def _finish(state: State, name: str, index_dtype: DataType) -> Kernel:
         arg = strides.get(original) if isinstance(original, Symbol) else None
         args.append(arg or ScalarArg(sc.cast(original, dtype)))
         params.append(symbol)
-    extents = ctx.plan.extents
+    extents = ctx.nesting.extents
     grid, block = _launch(extents, GRID_TYPES), _launch(extents, BLOCK_TYPES)
     threads = sc.int_value(sc.product(block))
     if threads is None:
         raise UnsupportedError(f"kernel {name}: the block size {sc.product(block)} is not constant")
-    text = KernelText(
-        name=name,
-        body=state.body,
-        tensors=tensors,
-        workspaces=tuple(ctx.workspace_ctypes),
-        scalars=tuple(params),
-        threads=threads,
-        index_dtype=index_dtype,
-        needs_smem=sc.int_value(state.smem_bytes) != 0,
-        fusion=ctx.plan.fusion,
-    )
-    source, ir_text = print_kernel(text)
-    guards = [*ctx.guards, *ctx.facts.guards()]
+    guards = [*ctx.guards, *ctx.assumptions.guards()]
     if index_dtype is DataType.Int32:
         guards += _int32_guards(state, tensors)
-    return Kernel(
-        name,
-        source,
-        tuple(args),
-        grid,
-        block,
-        state.smem_bytes,
-        tuple(ctx.workspaces),
-        tuple(g for g in dict.fromkeys(guards) if g != sc.const(True)),
-        tuple((tv, n) for tv, n in ctx.alignments.items()),
-        ir_text,
+    return LoweredKernel(
+        name=name,
+        fusion=ctx.nesting.fusion,
+        body=state.body,
+        index_dtype=index_dtype,
+        tensors=tensors,
+        workspaces=tuple(ctx.workspaces),
+        scalars=tuple(params),
+        args=tuple(args),
+        grid=grid,
+        block=block,
+        threads=threads,
+        smem_bytes=state.smem_bytes,
+        guards=tuple(g for g in dict.fromkeys(guards) if g != sc.const(True)),
+        alignments=tuple(ctx.alignments.items()),
     )
 
 
@@ -211,7 +203,7 @@ def _touched_tensors(state: State) -> tuple[TensorView, ...]:
         if isinstance(s, Store) or (isinstance(s, VectorLoad | VectorStore) and not s.shared):
             names.add(s.name)
         names.update(p.name for p in values_of(s) if isinstance(p, GlobalLoad))
-    fusion = state.ctx.plan.fusion
+    fusion = state.ctx.nesting.fusion
     known = dict.fromkeys(v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView))
     return tuple(tv for tv in known if f"T{tv.number}" in names)
 
@@ -230,11 +222,11 @@ def _int32_guards(state: State, tensors: tuple[TensorView, ...]) -> list[Scalar]
     for tv in tensors:
         last: Scalar = sc.ZERO
         for axis, stride in ctx.indexer.strides(tv):
-            last = sc.add(last, sc.mul(ctx.plan.fusion.canonical(axis.size), stride))
+            last = sc.add(last, sc.mul(ctx.nesting.fusion.canonical(axis.size), stride))
         bounds[last] = None
-    for stage in ctx.plan.stages:
+    for stage in ctx.nesting.stages:
         for split in ctx.partial_splits(stage.tv):
             reach = sc.mul(split.outer.size, split.inner.size)
-            bounds[ctx.plan.fusion.canonical(reach)] = None
+            bounds[ctx.nesting.fusion.canonical(reach)] = None
         bounds[sc.product(loop.extent for loop in stage.all_loops)] = None
     return [sc.le(b, INT32_LIMIT) for b in bounds if sc.int_value(b) is None]

@@ -34,7 +34,7 @@ COORDINATES = {
     ParallelType.block_y: "ty",
     ParallelType.block_z: "tz",
 }
-Storage = Literal["global", "shared", "local", "reduction"]
+StageMemory = Literal["global", "shared", "local", "reduction"]
 
 
 class NoNestError(Exception):
@@ -111,7 +111,7 @@ class Stage:
 
     number: int
     op: TensorOp
-    storage: Storage
+    storage: StageMemory
     compute_at: int
     reads: tuple[Stage, ...] = ()
     loops: list[Loop] = field(default_factory=list[Loop])
@@ -145,7 +145,7 @@ class Stage:
 
 
 @dataclass
-class Plan:
+class Nesting:
     """The stages of a fusion in program order, with the launch extent of each parallel type."""
 
     fusion: Fusion
@@ -165,12 +165,12 @@ class Node:
 
 
 # ------------------------------------------------------------------ stages
-def plan_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Plan:
+def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Nesting:
     """Pick the stages of a scheduled fusion and build their nests.
 
     `recomputed` local tensors get no storage although their schedule would allow it.
     """
-    plan = Plan(fusion, [], {})
+    nesting = Nesting(fusion, [], {})
     frontier: dict[TensorView, tuple[Stage, ...]] = {}
     passed: dict[TensorView, dict[Stage, None]] = {}
     through: dict[TensorView, tuple[TensorView, ...]] = {}
@@ -178,12 +178,12 @@ def plan_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> P
         operands = [v for v in op.inputs if isinstance(v, TensorView)]
         below = tuple(dict.fromkeys(s for v in operands for s in frontier.get(v, ())))
         inlined = tuple(dict.fromkeys(t for v in operands for t in through.get(v, (v,))))
-        stage = _stage_for(fusion, op, len(plan.stages), recomputed)
+        stage = _stage_for(fusion, op, len(nesting.stages), recomputed)
         if stage is not None:
             stage.reads = below
-            plan.stages.append(stage)
+            nesting.stages.append(stage)
             for out in op.outputs:
-                plan.stage_of[out] = stage
+                nesting.stage_of[out] = stage
             for t in inlined:
                 passed.setdefault(t, {})[stage] = None
         for out in op.outputs:
@@ -192,12 +192,12 @@ def plan_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> P
             through[out] = (out,) if is_buffered else (*inlined, out)
             if stage is not None and not is_buffered:
                 passed.setdefault(out, {})[stage] = None
-    _build_nests(plan)
+    _build_nests(nesting)
     for tv, stages in passed.items():
         if (tv.compute_at or tv in fusion.inputs) and len(stages) > 1:
-            _fuse_readers(plan, tuple(stages))
-    _assign_symbols(plan)
-    return plan
+            _fuse_readers(nesting, tuple(stages))
+    _assign_symbols(nesting)
+    return nesting
 
 
 def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
@@ -218,7 +218,7 @@ def _stage_for(
     outputs = [o for o in op.outputs if o in fusion.outputs]
     used = [o for o in op.outputs if fusion.uses(o)]
     compute_at = min((o.compute_at for o in used), default=0)
-    storage: Storage
+    storage: StageMemory
     if isinstance(op, REDUCTIONS):
         storage = "reduction"
     elif outputs:
@@ -238,18 +238,18 @@ def _stage_for(
 class _Nests:
     """Builds nests from consumers to producers."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, nesting: Nesting) -> None:
+        self.nesting = nesting
         self._graph: AxisGraph | None = None
 
     @property
     def graph(self) -> AxisGraph:
         if self._graph is None:
-            self._graph = AxisGraph(self.plan.fusion)
+            self._graph = AxisGraph(self.nesting.fusion)
         return self._graph
 
     def size(self, axis: IterDomain) -> Scalar:
-        return self.plan.fusion.canonical(axis.size)
+        return self.nesting.fusion.canonical(axis.size)
 
     def new_loop(self, axis: IterDomain) -> Loop:
         return Loop(self.size(axis), axis.ptype, is_reduction=axis.is_reduction())
@@ -356,8 +356,8 @@ class _Nests:
     def _is_load(self, stage: Stage) -> bool:
         if not isinstance(stage.op, LoadStoreOp) or stage.storage != "local":
             return False
-        source = self.plan.stage_of.get(stage.op.inp)
-        return stage.op.inp in self.plan.fusion.inputs or (
+        source = self.nesting.stage_of.get(stage.op.inp)
+        return stage.op.inp in self.nesting.fusion.inputs or (
             source is not None and source.storage == "shared"
         )
 
@@ -367,17 +367,17 @@ def _leading(axes: Sequence[IterDomain]) -> int:
     return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
 
 
-def _build_nests(plan: Plan) -> None:
-    nests = _Nests(plan)
-    readers: dict[Stage, list[Stage]] = {s: [] for s in plan.stages}
-    for s in plan.stages:
+def _build_nests(nesting: Nesting) -> None:
+    nests = _Nests(nesting)
+    readers: dict[Stage, list[Stage]] = {s: [] for s in nesting.stages}
+    for s in nesting.stages:
         for read in s.reads:
             readers[read].append(s)
-    for s in reversed(plan.stages):
+    for s in reversed(nesting.stages):
         nests.build(s, readers[s])
 
 
-def _fuse_readers(plan: Plan, stages: tuple[Stage, ...]) -> None:
+def _fuse_readers(nesting: Nesting, stages: tuple[Stage, ...]) -> None:
     """Share equal outer loops among stages that compute the same inlined tensor."""
     first = stages[0]
     for other in stages[1:]:
@@ -401,25 +401,25 @@ def _limit(source: Stage, target: Stage) -> float:
     return limit
 
 
-def _assign_symbols(plan: Plan) -> None:
+def _assign_symbols(nesting: Nesting) -> None:
     """Settle launch extents and give every loop its index symbol."""
-    for stage in plan.stages:
+    for stage in nesting.stages:
         for loop in stage.all_loops:
             if loop.is_parallel:
-                known = plan.extents.get(loop.ptype, sc.ONE)
-                plan.extents[loop.ptype] = sc.maximum(known, loop.extent)
+                known = nesting.extents.get(loop.ptype, sc.ONE)
+                nesting.extents[loop.ptype] = sc.maximum(known, loop.extent)
             elif loop.ptype in (ParallelType.stream, ParallelType.mma, ParallelType.tma) or (
                 loop.ptype.is_device
             ):
                 raise UnsupportedError(f"{stage.tv} has a {loop.ptype.text} axis in a kernel")
     numbered: dict[Loop, None] = {}
-    for stage in plan.stages:
+    for stage in nesting.stages:
         for loop in stage.all_loops:
             loop = loop.find()
             if sc.int_value(loop.extent) == 1 or loop in numbered:
                 continue
             if loop.is_parallel:
-                extent = plan.extents[loop.ptype]
+                extent = nesting.extents[loop.ptype]
                 loop.symbol = Symbol(COORDINATES[loop.ptype], DataType.Index, extent=extent)
             else:
                 loop.symbol = Symbol(f"k{len(numbered)}", DataType.Index, extent=loop.extent)
@@ -427,9 +427,9 @@ def _assign_symbols(plan: Plan) -> None:
 
 
 # ------------------------------------------------------------------ the tree
-def loop_tree(plan: Plan) -> list[Node]:
+def loop_tree(nesting: Nesting) -> list[Node]:
     """Order the stages into a tree of shared loops: producers before consumers at every level."""
-    return _order(plan.stages, 0)
+    return _order(nesting.stages, 0)
 
 
 def _order(stages: Sequence[Stage], depth: int) -> list[Node]:

@@ -16,7 +16,7 @@ from fuser.ir.nodes import PadOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.context import Context
-from fuser.lower.loops import COORDINATES, Loop, Plan, Stage
+from fuser.lower.loops import COORDINATES, Loop, Nesting, Stage
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def range_conditions(ctx: Context, stage: Stage) -> list[Scalar]:
         conds = [
             sc.lt(
                 ctx.simplify(known[split.inp.number]),
-                ctx.simplify(ctx.plan.fusion.canonical(split.inp.size)),
+                ctx.simplify(ctx.nesting.fusion.canonical(split.inp.size)),
             )
             for split in ctx.partial_splits(stage.tv)
         ]
@@ -50,10 +50,10 @@ def range_conditions(ctx: Context, stage: Stage) -> list[Scalar]:
         assert width is not None
         last: dict[Scalar, Scalar] = {stage.vector.symbol: sc.const(width - 1)}
         conds = [sc.substitute(c, last) for c in conds]
-    return [*conds, *_partial_launch(ctx.plan, stage.all_loops)]
+    return [*conds, *_partial_launch(ctx.nesting, stage.all_loops)]
 
 
-def _partial_launch(plan: Plan, loops: list[Loop]) -> list[Scalar]:
+def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
     """Test the coordinates of parallel loops that are shorter than the launch."""
     conds: list[Scalar] = []
     for loop in loops:
@@ -78,13 +78,13 @@ def writer_predicate(
     A thread axis that the writer does not iterate is fixed to 0; of the blocks of a grid reduction,
     the one that finished it writes.
     """
-    finished = _grid_reductions(ctx.plan, stage)
+    finished = _grid_reductions(ctx.nesting, stage)
     by_flag = {p for s in finished for p in grid_axes(s)}
     types = BLOCK_TYPES if stage.storage == "shared" else (*GRID_TYPES, *BLOCK_TYPES)
     used = {loop.ptype for loop in loops if isinstance(loop.symbol, Symbol)}
     extra: list[Scalar] = []
     for ptype in types:
-        extent = ctx.plan.extents.get(ptype, sc.ONE)
+        extent = ctx.nesting.extents.get(ptype, sc.ONE)
         if ptype in used or ptype in by_flag or sc.int_value(extent) == 1:
             continue
         extra.append(sc.eq(Symbol(COORDINATES[ptype], DataType.Index, extent=extent), 0))
@@ -109,7 +109,7 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
     )
 
 
-def _grid_reductions(plan: Plan, stage: Stage) -> list[Stage]:
+def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
     """Return the grid reductions that a stage depends on, itself included."""
     seen: dict[Stage, None] = {}
 
@@ -129,7 +129,7 @@ def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
 
     Only the sides that are padded are tested: where elements are dropped, every index is inside.
     """
-    canonical, simplify = ctx.plan.fusion.canonical, ctx.simplify
+    canonical, simplify = ctx.nesting.fusion.canonical, ctx.simplify
     conds: list[Scalar] = []
     sides = zip(op.inp.domain.no_reductions, index, op.left, op.right, strict=True)
     for axis, i, left, right in sides:

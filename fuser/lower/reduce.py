@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, nbytes_of
+from fuser.ir.dtypes import DataType, c_type, nbytes_of
 from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
-from fuser.lower.allocate import Buffer, c_type
+from fuser.lower.allocate import Buffer
 from fuser.lower.context import Context
-from fuser.lower.kernel import Declare, ReducePart, ThreadReduce, Workspace
+from fuser.lower.kernel import (
+    Compute,
+    Declare,
+    Expr,
+    ReducePart,
+    ScalarValue,
+    ThreadReduce,
+    Workspace,
+)
 from fuser.lower.loops import Stage
 from fuser.ops.table import REDUCTIONS
 
@@ -27,15 +35,13 @@ def _type(axis: str, kind: str) -> ParallelType:
     return ParallelType[f"{kind}_{axis}"]
 
 
-def identity_of(buffer: Buffer) -> str:
-    """Return the C text of the value that changes nothing."""
-    from fuser.codegen.cuda import literal
-
+def identity_of(buffer: Buffer) -> Expr:
+    """Return the value that changes nothing."""
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
-        return f"{buffer.ctype}{{0, 0, 0}}"
+        return Compute(buffer.ctype + "{{0, 0, 0}}", (), buffer.dtype)
     assert isinstance(op, ReductionOp)
-    return literal(REDUCTIONS[op.kind].identity(buffer.dtype), buffer.dtype)
+    return ScalarValue(sc.const(REDUCTIONS[op.kind].identity(buffer.dtype)), buffer.dtype)
 
 
 def functor_of(buffer: Buffer) -> str:
@@ -110,7 +116,7 @@ def _flags(kind: str, types: Collection[ParallelType]) -> tuple[bool, bool, bool
 
 
 def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
-    return sc.product(ctx.plan.extents.get(p, sc.ONE) for p in types)
+    return sc.product(ctx.nesting.extents.get(p, sc.ONE) for p in types)
 
 
 def _iterated(stage: Stage) -> frozenset[ParallelType]:
@@ -158,11 +164,11 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
     groups = _product(ctx, [p for p in GRID_TYPES if p not in reduced_types(stage)])
     first = len(ctx.workspaces)
     nbytes, _ = _layout(group)
+    pair = pair_text(p.ctype for p in statement.parts)
     ctx.workspaces += [
-        Workspace(sc.mul(sc.mul(elements, nbytes), turns), zeroed=False),
-        Workspace(sc.mul(sc.mul(groups, 4), turns), zeroed=True),
+        Workspace(pair, sc.mul(sc.mul(elements, nbytes), turns), zeroed=False),
+        Workspace("int", sc.mul(sc.mul(groups, 4), turns), zeroed=True),
     ]
-    ctx.workspace_ctypes += [pair_text(p.ctype for p in statement.parts), "int"]
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)
     statement.same_axes = (x, y, z)
     statement.work, statement.semaphore = f"W{first}", f"W{first + 1}"

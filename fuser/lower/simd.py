@@ -190,4 +190,8 @@ def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
     loop.pragma = f"{macro}_NAN({name}, {step.nan_flag})"
     flag = Var(step.nan_flag, DataType.Int32)
     settled = Compute("fm_nan_if({0}, {1})", (flag, step.target), dtype)
-    return [Declare(step.nan_flag, "int", None, "0"), loop, Assign(step.target, settled)]
+    return [
+        Declare(step.nan_flag, "int", None, ScalarValue(sc.ZERO, DataType.Int32)),
+        loop,
+        Assign(step.target, settled),
+    ]

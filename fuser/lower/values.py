@@ -123,7 +123,7 @@ class ValueBuilder:
         """Return operand `position` of `op`, converted to `dtype` (None: as it is)."""
         operand = op.inputs[position]
         if isinstance(operand, Scalar):
-            scalar = self.ctx.plan.fusion.canonical(operand)
+            scalar = self.ctx.nesting.fusion.canonical(operand)
             return ScalarValue(scalar, dtype if dtype is not None else operand.dtype)
         index = self.ctx.indexer.operand_index(op, position, at.out, at.axes)
         value = self.value(operand, index, stage=at.stage, scope=at.scope, guard=at.guard)
@@ -140,10 +140,10 @@ class ValueBuilder:
     def _make(
         self, tv: TensorView, index: Index, stage: Stage, scope: Scope, guard: Scalar
     ) -> Expr:
-        source = self.ctx.plan.stage_of.get(tv)
+        source = self.ctx.nesting.stage_of.get(tv)
         if source is not None and source.storage != "global":
             return self.buffers[source].read(self.ctx, tv, index, reader=stage, guard=guard)
-        op = self.ctx.plan.fusion.definition(tv)
+        op = self.ctx.nesting.fusion.definition(tv)
         if op is None:
             if tv.is_cpu_scalar:
                 raise UnsupportedError(f"{tv} is a CPU scalar, which kernels do not take yet")
@@ -195,13 +195,13 @@ def _cast(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 def _full(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     assert isinstance(op, FullOp)
-    return ScalarValue(build.ctx.plan.fusion.canonical(op.value), at.out.dtype())
+    return ScalarValue(build.ctx.nesting.fusion.canonical(op.value), at.out.dtype())
 
 
 def _iota(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     assert isinstance(op, IotaOp)
     dtype = at.out.dtype()
-    canonical = build.ctx.plan.fusion.canonical
+    canonical = build.ctx.nesting.fusion.canonical
     args = (
         ScalarValue(canonical(op.start), dtype),
         ScalarValue(build.ctx.simplify(at.index[0]), dtype),
@@ -214,7 +214,7 @@ def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     assert isinstance(op, PadOp)
     inside, value = _padded_operand(build, op, at)
     dtype = at.out.dtype()
-    filler = ScalarValue(build.ctx.plan.fusion.canonical(op.value), dtype)
+    filler = ScalarValue(build.ctx.nesting.fusion.canonical(op.value), dtype)
     return value if inside == TRUE else Select(inside, value, filler, dtype)
 
 
@@ -245,13 +245,13 @@ def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr
     filler is never needed.
     """
     piece = op.pieces[k]
-    definition = build.ctx.plan.fusion.definition(piece)
-    if isinstance(definition, PadOp) and piece not in build.ctx.plan.stage_of:
+    definition = build.ctx.nesting.fusion.definition(piece)
+    if isinstance(definition, PadOp) and piece not in build.ctx.nesting.stage_of:
         index = build.ctx.indexer.operand_index(op, k, at.out, at.axes)
         axes = build.ctx.indexer.tensor_axes(piece, index)
         inner = At(at.stage, at.scope, at.guard, piece, axes, index)
         return _padded_operand(build, definition, inner)
-    canonical, simplify = build.ctx.plan.fusion.canonical, build.ctx.simplify
+    canonical, simplify = build.ctx.nesting.fusion.canonical, build.ctx.simplify
     i = simplify(at.index[op.dim])
     start = canonical(op.ends[k - 1]) if k else sc.ZERO
     inside = sc.logical_and(sc.le(start, i), sc.lt(i, simplify(canonical(op.ends[k]))))

@@ -32,7 +32,7 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
     """Return the offset of a vector's first element.
 
     `offset` must be base + v, with a base that is a multiple of `width`. Where that needs sizes or
-    strides to be multiples of the width, they are assumed to be (`Facts.assume_divisible`).
+    strides to be multiples of the width, they are assumed to be (`Assumptions.assume_divisible`).
     Raises `UnsupportedError` when the access cannot be a vector.
     """
     offset = ctx.simplify(offset)
@@ -40,8 +40,8 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
     base = sc.substitute(offset, zero)
     if sc.add(base, v) != offset:
         for symbol in _divisors(offset, v):
-            if symbol not in ctx.facts.divisible:
-                ctx.facts.assume_divisible(symbol, width)
+            if symbol not in ctx.assumptions.divisible:
+                ctx.assumptions.assume_divisible(symbol, width)
         raise UnsupportedError(f"vectorized access of {tv} at {offset}: not contiguous along {v}")
     for mono, coef in _terms(base):
         if coef % width == 0:
@@ -57,7 +57,7 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
             raise UnsupportedError(
                 f"vectorized access of {tv} at {offset}: {base} is not a multiple of {width}"
             )
-        ctx.facts.assume_divisible(symbol, width // math.gcd(coef, width))
+        ctx.assumptions.assume_divisible(symbol, width // math.gcd(coef, width))
     return base
 
 

@@ -16,15 +16,14 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Number
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
+from fuser.kernels.kernel import Kernel, make_kernel
 from fuser.lower.kernel import (
-    Kernel,
     ScalarArg,
     StrideArg,
     TensorArg,
     WorkspaceArg,
     stride_symbol,
 )
-from fuser.lower.kernel_passes import lower_kernel
 from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.runtime.kernel import CompiledKernel, compile_kernels
 
@@ -86,7 +85,7 @@ def lower(
     index: DataType = DataType.Int32,
     device: DeviceInfo = H200,
 ) -> Kernel:
-    return lower_kernel(fusion, name=name, index_dtype=index, device=device)
+    return make_kernel(fusion, name=name, index_dtype=index, device=device)
 
 
 def launch(

@@ -19,7 +19,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.lower.kernel import Kernel
+from fuser.kernels.kernel import Kernel
 from fuser.runtime.kernel import compile_kernels
 from fuser.schedule.inline import inline_most
 from fuser.schedule.propagate import parallelize_like, transform_like

@@ -1,0 +1,47 @@
+"""A kernel as data: its text and what a launch needs to know; lowering and printing make it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fuser.codegen.cuda import print_kernel
+from fuser.device import DeviceInfo
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.kernel_source import KernelSource
+from fuser.lower.kernel import Arg, Workspace
+from fuser.lower.kernel_passes import lower_kernel
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Text, arguments in order, launch shape, and what it relies on: see `LoweredKernel`."""
+
+    source: KernelSource
+    args: tuple[Arg, ...]
+    grid: tuple[Scalar, Scalar, Scalar]
+    block: tuple[Scalar, Scalar, Scalar]
+    smem_bytes: Scalar
+    workspaces: tuple[Workspace, ...]
+    guards: tuple[Scalar, ...]
+    alignments: tuple[tuple[TensorView, int], ...]
+    ir_text: str = field(compare=False)
+
+
+def make_kernel(fusion: Fusion, *, name: str, index_dtype: DataType, device: DeviceInfo) -> Kernel:
+    """Lower a scheduled fusion and print it; for the arguments and errors see `lower_kernel`."""
+    lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device)
+    source, ir_text = print_kernel(lowered)
+    return Kernel(
+        source,
+        lowered.args,
+        lowered.grid,
+        lowered.block,
+        lowered.smem_bytes,
+        lowered.workspaces,
+        lowered.guards,
+        lowered.alignments,
+        ir_text,
+    )
