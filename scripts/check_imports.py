@@ -24,6 +24,7 @@ ORDER = (
     "fuser.errors",
     "fuser.device",
     "fuser.kernel_source",
+    "fuser.option_names",
     "fuser.options",
     "fuser.ir",
     "fuser.ops",
