@@ -20,7 +20,7 @@ import torch
 
 from fuser import options
 from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
-from fuser.errors import InputError, KernelError
+from fuser.errors import DefinitionError, FuserError, InputError, KernelError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Binder, free_inputs
 from fuser.ir.domain import IterDomain
@@ -331,7 +331,7 @@ class KernelExecutor:
             known = [k for k in self._variants if k[0] == layouts]
             if not known:
                 return self._generic
-        fusion, twins = self._specialized(layouts)
+        fusion, _ = self._specialized(layouts)
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         params = self.scheduler.heuristics(fusion, Facts(sizes, alignments), device)
         index = self._index_dtype(values, tensors)
@@ -340,7 +340,7 @@ class KernelExecutor:
         if found is None:
             if len(self._variants) >= MAX_VARIANTS:
                 return self._generic_variant(device)
-            found = self._variants[key] = self._lower(fusion, twins, params, index, device)
+            found = self._variants[key] = self._lower_first(key, device)
             found.nbytes = _nbytes(tensors)
         return found
 
@@ -371,9 +371,8 @@ class KernelExecutor:
                 (tuple(range(tv.ndim)), (False,) * tv.ndim) if order is not None else ((), ())
                 for tv, order in zip(self._tensors, self._orders, strict=True)
             )
-            fusion, twins = self._specialized(layouts)
             params = self.scheduler.generic(device)
-            self._generic = self._lower(fusion, twins, params, DataType.Int, device)
+            self._generic = self._lower((layouts, params, DataType.Int), device)
         return self._generic
 
     def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
@@ -384,16 +383,26 @@ class KernelExecutor:
                 twins[tv].domain = with_layout(twins[tv].domain, layout)
         return fusion, {tv.number: twins[tv] for tv in self._tensors}
 
-    def _lower(
-        self,
-        fusion: Fusion,
-        twins: Mapping[int, TensorView],
-        params: object,
-        index: DataType,
-        device: DeviceInfo,
-    ) -> Variant:
+    def _lower_first(self, key: VariantKey, device: DeviceInfo) -> Variant:
+        """Lower with the first parameters of the ladder that can be; raises what refused the
+        last."""
+        from fuser.schedule.ladder import rungs
+
+        layouts, chosen, index = key
+        refused: FuserError | None = None
+        for params in rungs(chosen, self.scheduler.generic(device)):
+            try:
+                return self._lower((layouts, params, index), device)
+            except (UnsupportedError, DefinitionError) as error:
+                refused = error
+        assert refused is not None
+        raise refused
+
+    def _lower(self, key: VariantKey, device: DeviceInfo) -> Variant:
         from fuser.kernels.kernel import make_kernel
 
+        layouts, params, index = key
+        fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
         self.scheduler.apply(fusion, params)
         kernel = make_kernel(fusion, name=self.name, index_dtype=index, device=device)

@@ -179,7 +179,10 @@ def _in_blocks(loop: For, step: Accumulate) -> list[Statement]:
 
 
 def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
-    """Vectorise a maximum: NaNs of floating types are collected in a flag beside it."""
+    """Vectorise a maximum: NaNs of floating types are collected in a flag beside it.
+
+    The flag starts from the accumulator, where a loop around this one may have left a NaN.
+    """
     assert isinstance(step.target, Var)
     name, dtype = step.target.name, step.target.dtype
     macro = _EXTREMA[step.kind]
@@ -190,8 +193,5 @@ def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
     loop.pragma = f"{macro}_NAN({name}, {step.nan_flag})"
     flag = Var(step.nan_flag, DataType.Int32)
     settled = Compute("fm_nan_if({0}, {1})", (flag, step.target), dtype)
-    return [
-        Declare(step.nan_flag, "int", None, ScalarValue(sc.ZERO, DataType.Int32)),
-        loop,
-        Assign(step.target, settled),
-    ]
+    start = Compute("fm_isnan({0})", (step.target,), DataType.Bool)
+    return [Declare(step.nan_flag, "int", None, start), loop, Assign(step.target, settled)]

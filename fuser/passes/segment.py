@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NoReturn
 
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
@@ -118,8 +118,7 @@ class _Segmenter:
 
     def run(self) -> SegmentedFusion:
         self._mark_aliases()
-        stored = self._materialised()
-        groups = self._merge(self._cones(stored))
+        groups = self._merge(self._accepted_cones(self._materialised()))
         return SegmentedFusion(self.fusion, tuple(self._order(groups)))
 
     # ------------------------------------------------------------ views
@@ -250,7 +249,8 @@ class _Segmenter:
         reduced = self._reduced_space()
         for tv in reduced:
             uses = [u for u in self.fusion.uses(tv) if u in self.position]
-            if any(not all(o in reduced for o in u.outputs) for u in uses):
+            # A reduction of a reduced tensor has an iteration space of its own.
+            if any(isinstance(u, REDUCTION_OPS) or u.out_tensor not in reduced for u in uses):
                 stored[tv] = None
         self._store_expensive(stored)
         return stored
@@ -266,6 +266,9 @@ class _Segmenter:
                 continue
             tensors = [v for v in e.inputs if isinstance(v, TensorView)]
             if not tensors or not all(t in reduced for t in tensors):
+                continue
+            # An expanded result is larger than what it repeats: the readers expand it.
+            if any(a.expanded is not None for o in e.outputs for a in o.domain.logical):
                 continue
             biggest = {_elements(t) for t in tensors}
             if all(_elements(o) in biggest for o in e.outputs) and len(biggest) == 1:
@@ -306,7 +309,8 @@ class _Segmenter:
                     inputs[v] = None
                 else:
                     todo.append(self.fusion.definition(v))
-        return ops, inputs
+        # The sibling of a result that is computed here (a mean beside its variance) is not read.
+        return ops, {v: None for v in inputs if self.fusion.definition(v) not in ops}
 
     def _cones(self, stored: dict[TensorView, None]) -> list[_Group]:
         groups: list[_Group] = []
@@ -322,9 +326,32 @@ class _Segmenter:
             groups.append(_Group(frozenset(ops), tuple(targets), tuple(inputs)))
         return groups
 
+    def _accepted_cones(self, stored: dict[TensorView, None]) -> list[_Group]:
+        """Return the cones; what no scheduler accepts is cut where its reductions end."""
+        known: dict[object, _Group] = {}
+        while True:
+            refused: _Group | None = None
+            for group in (groups := self._cones(stored)):
+                accepted = known.get((group.ops, group.outputs)) or self._accepted(group)
+                if accepted is None:
+                    refused = group
+                    break
+                known[group.ops, group.outputs] = accepted
+            if refused is None:
+                return [known[g.ops, g.outputs] for g in groups]
+            ends = [
+                out
+                for op in refused.ops
+                if isinstance(op, REDUCTION_OPS)
+                for out in op.outputs
+                if out not in stored and self.fusion.uses(out)
+            ]
+            if not ends:
+                self._refuse(refused)
+            stored.update(dict.fromkeys(ends))
+
     def _merge(self, groups: list[_Group]) -> list[_Group]:
         """Merge groups that share inputs or feed one another while a scheduler accepts them."""
-        groups = [self._scheduled(g) for g in groups]
         merged = True
         while merged:
             merged = False
@@ -386,10 +413,7 @@ class _Segmenter:
         scheduler = self.find_scheduler(fusion)
         return None if scheduler is None else replace(group, scheduler=scheduler, fusion=fusion)
 
-    def _scheduled(self, group: _Group) -> _Group:
-        accepted = self._accepted(group)
-        if accepted is not None:
-            return accepted
+    def _refuse(self, group: _Group) -> NoReturn:
         ops = self._in_order(group)
         outputs = ", ".join(map(str, group.outputs))
         raise UnsupportedError(

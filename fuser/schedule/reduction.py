@@ -289,7 +289,8 @@ def _apply_loops(fusion: Fusion, space: Space, runs: _Runs) -> None:
     reference = space.reference
     rows, reduced = _iterated_groups(space, runs), [list(r) for r in runs.reduced]
     arrange(reference, [*rows, *reduced])
-    shared = len(rows)
+    # Broadcast axes alone are no rows: what reads the result may lack them.
+    shared = len(rows) if runs.iterated else 0
     if not runs.inner:
         # [rows, columns, r..] -> [rows, column tiles, US, r.., columns of a tile]
         last = shared - 1
@@ -327,6 +328,8 @@ def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionP
     rows = _iterated_groups(space, runs)
     reduced = [list(r) for r in runs.reduced]
     shared, unswitch = shape(reference, rows, reduced, params)
+    if not runs.iterated:
+        shared = 0  # broadcast axes alone are no rows: what reads the result may lack them
     vectors = {
         tv: params.vector > 1 and a.is_vector_candidate(runs.innermost) for tv, a in loaded.items()
     }

@@ -9,7 +9,7 @@ from typing import Any
 from fuser.device import DeviceInfo
 from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
-from fuser.schedule import pointwise, reduction
+from fuser.schedule import plain, pointwise, reduction
 from fuser.schedule.facts import Facts
 
 # Frozen, hashable, with a text form; each scheduler has its own class.
@@ -42,6 +42,10 @@ _ROWS = (
 )
 
 
+# Tried for segments when no other accepts: it takes every single op that a kernel can compute.
+_PLAIN = Scheduler("plain", plain.accepts, plain.heuristics, plain.apply, plain.generic)
+
+
 @dataclass(frozen=True)
 class UserParams:
     """The schedule is the user's: there is nothing to choose."""
@@ -69,12 +73,14 @@ _USER = Scheduler(
     apply=lambda fusion, params: None,
     generic=_no_generic_schedule,
 )
+# The ones that a user may ask for by name.
 SCHEDULERS: Mapping[str, Scheduler] = {row.name: row for row in _ROWS}
+_BY_NAME: Mapping[str, Scheduler] = {row.name: row for row in (*_ROWS, _PLAIN, _USER)}
 
 
 def find_scheduler(fusion: Fusion) -> str | None:
     """Return the name of the first scheduler that accepts the fusion, None for none."""
-    return next((s.name for s in _ROWS if s.accepts(fusion) is None), None)
+    return next((s.name for s in (*_ROWS, _PLAIN) if s.accepts(fusion) is None), None)
 
 
 def rejections(fusion: Fusion) -> dict[str, str]:
@@ -89,8 +95,6 @@ def scheduler(name: str) -> Scheduler:
     Raises:
         UnsupportedError: there is none of this name.
     """
-    if name == _USER.name:
-        return _USER
-    if name not in SCHEDULERS:
+    if name not in _BY_NAME:
         raise UnsupportedError(f"no scheduler {name!r}; there are {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[name]
+    return _BY_NAME[name]

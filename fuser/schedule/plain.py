@@ -1,0 +1,92 @@
+"""The plain scheduler: the floor below all others, one op with everything above it recomputed.
+
+Nothing is shared between loops, so nothing has to be proved about axes: whatever can be indexed can
+be computed. Each result has loops of its own, in the order of its memory:
+
+    GPU pointwise  [BIDx, TIDx]              one thread per element
+    GPU reduction  [BIDx rows | r S, r TIDx]  one block per row
+    CPU            [S.. | r S..]             plain loops
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.device import DeviceInfo
+from fuser.schedule.facts import Facts
+from fuser.schedule.tiling import arrange, intermediates, parallelize
+
+PT = ParallelType
+REDUCTIONS = (ReductionOp, WelfordOp)
+THREADS = 128
+
+
+@dataclass(frozen=True)
+class PlainParams:
+    """Threads of a block; zero: plain loops of the CPU."""
+
+    threads: int = 0
+    vector: int = 1
+
+    def is_near(self, other: PlainParams) -> bool:
+        return self == other
+
+    def __str__(self) -> str:
+        return f"plain(threads {self.threads})" if self.threads else "plain(loops)"
+
+
+def accepts(fusion: Fusion) -> str | None:
+    """Return why the fusion is not one op over recomputed pointwise ops, None when it is."""
+    if not fusion.exprs or not fusion.outputs:
+        return "the fusion computes nothing"
+    last = fusion.definition(fusion.outputs[0])
+    for out in fusion.outputs:
+        if fusion.definition(out) is not last:
+            return f"{out} and {fusion.outputs[0]} are computed by different ops"
+    for op in fusion.exprs:
+        if isinstance(op, (MatmulOp, LinearOp)):
+            return f"{op.name} of {op.outputs[0]} is a contraction"
+        if isinstance(op, REDUCTIONS) and op is not last:
+            return f"{op.out_tensor} is a reduction that other ops read"
+    if fusion.aliases:
+        return "an output is written into an input"
+    return None
+
+
+def generic(device: DeviceInfo) -> PlainParams:
+    """Return the only parameters."""
+    return PlainParams() if device.kind == "cpu" else PlainParams(THREADS)
+
+
+def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> PlainParams:
+    del fusion, facts  # there is nothing to choose
+    return generic(device)
+
+
+def apply(fusion: Fusion, params: PlainParams) -> None:
+    """Schedule the fusion in place."""
+    for out in fusion.outputs:
+        _shape(out, params.threads)
+    for tv in intermediates(fusion, ()):
+        if isinstance(tv.definition(), REDUCTIONS):
+            _shape(tv, params.threads)  # a result that nothing asks for, beside one that is
+        tv.compute_at = len(tv.domain.loop)
+
+
+def _shape(tv: TensorView, threads: int) -> None:
+    """Give one result its loops: iterated axes as they lie in memory, then reduced ones."""
+    place = {a.number: k for k, a in enumerate(tv.domain.logical)}
+    order = [place[a.number] for a in tv.domain.maybe_allocation if a.number in place]
+    order += [k for k in place.values() if k not in order]
+    logical = tv.domain.logical
+    reduced = [k for k in order if logical[k].is_reduction()]
+    rows = [k for k in order if k not in reduced]
+    arrange(tv, [g for g in (rows, reduced) if g] if threads else [[k] for k in (*rows, *reduced)])
+    if threads and order:
+        tv.split(len(tv.domain.loop) - 1, threads)
+        rest = [PT.serial] if reduced else []
+        parallelize(tv, [*([PT.grid_x] if rows else []), *rest, PT.block_x])
