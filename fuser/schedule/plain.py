@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.device import DeviceInfo
 from fuser.schedule.facts import Facts
 from fuser.schedule.tiling import arrange, intermediates, parallelize
 
