@@ -386,11 +386,9 @@ class KernelExecutor:
     def _lower_first(self, key: VariantKey, device: DeviceInfo) -> Variant:
         """Lower with the first parameters of the ladder that can be; raises what refused the
         last."""
-        from fuser.schedule.ladder import rungs
-
         layouts, chosen, index = key
         refused: FuserError | None = None
-        for params in rungs(chosen, self.scheduler.generic(device)):
+        for params in self.scheduler.ladder(chosen, device):
             try:
                 return self._lower((layouts, params, index), device)
             except (UnsupportedError, DefinitionError) as error:

@@ -8,7 +8,6 @@ serves every input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,13 +16,15 @@ SCALAR = {"vector": 1}
 INLINED = {"vector": 1, "unroll": 1, "unroll_outer": False}
 
 
-def rungs(chosen: Any, generic: Any) -> Iterator[Any]:
-    """Yield parameters from `chosen` down to `generic`, each once.
+def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
+    """Return parameters from `chosen` down to `generic`, each once.
 
     vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
     """
     narrower = [{"vector": chosen.vector >> k} for k in range(1, chosen.vector.bit_length() - 1)]
-    steps = [{}, *narrower, SCALAR, INLINED]
     known = {f.name for f in fields(chosen)}
-    tried = [replace(chosen, **{k: v for k, v in s.items() if k in known}) for s in steps]
-    yield from dict.fromkeys([*tried, generic])
+    tried = [
+        replace(chosen, **{name: value for name, value in step.items() if name in known})
+        for step in ({}, *narrower, SCALAR, INLINED)
+    ]
+    return tuple(dict.fromkeys([*tried, generic]))

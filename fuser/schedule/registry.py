@@ -11,6 +11,7 @@ from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.schedule import plain, pointwise, reduction
 from fuser.schedule.facts import Facts
+from fuser.schedule.ladder import rungs
 
 # Frozen, hashable, with a text form; each scheduler has its own class.
 Params = Any
@@ -22,7 +23,8 @@ class Scheduler:
 
     `accepts` returns a reason against the fusion or None. `heuristics` depends on sizes and
     alignments; `apply` schedules in place and depends on the parameters alone. `generic` gives
-    parameters that rely on nothing, for the variant that serves every input.
+    parameters that rely on nothing, for the variant that serves every input; `ladder` all that are
+    worth a try, from those chosen down.
     """
 
     name: str
@@ -30,6 +32,11 @@ class Scheduler:
     heuristics: Callable[[Fusion, Facts, DeviceInfo], Params]
     apply: Callable[[Fusion, Params], None]
     generic: Callable[[DeviceInfo], Params]
+
+    def ladder(self, chosen: Params, device: DeviceInfo) -> tuple[Params, ...]:
+        if isinstance(chosen, UserParams):
+            return (chosen,)  # the schedule is the user's: there is no other
+        return rungs(chosen, self.generic(device))
 
 
 _ROWS = (
