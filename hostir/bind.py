@@ -14,6 +14,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from hostir.layout import parts
+from hostir.overlap import overlaps_itself
 from multidevice.placement import memory_order
 
 _ACCEPTS: dict[str, tuple[type, ...]] = {
@@ -47,6 +48,7 @@ class InputBinder:
             else v
             for i, v in enumerate(values.inputs)
         ]
+        self._updated = {a.into: a.out for a in values.aliases}
         self._binder = Binder(values, blocks=parts)
 
     def bind(self, inputs: Sequence[Argument], device: torch.device) -> Values:
@@ -71,6 +73,12 @@ class InputBinder:
         for spec, value in zip(self._specs, inputs, strict=True):
             if isinstance(spec, _TensorSpec) and isinstance(value, torch.Tensor):
                 _check_layout(spec, value)
+                if spec.tv in self._updated and overlaps_itself(value):
+                    raise InputError(
+                        f"{spec.where} into which {self._updated[spec.tv]} is written, to have a "
+                        f"place for every element, but got shape {tuple(value.shape)} with strides "
+                        f"{value.stride()}"
+                    )
         return values
 
 

@@ -27,6 +27,7 @@ from hostir.frame import Frame, KernelRunner, Machine
 from hostir.layout import allocated_strides, parts
 from hostir.library import compute, compute_into
 from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalSlice, Wait
+from hostir.overlap import Updates
 from hostir.post import post
 from hostir.replay import Plan, Recorder
 from multidevice.backends.protocol import Backend
@@ -166,6 +167,8 @@ class HostIrEvaluator:
         self._sharded = [tv for tv in program.tensors() if any(n > 1 for n in parts(tv))]
         into = {a.out: a.into for a in program.aliases}
         hidden = {a.out for a in program.aliases if a.hidden}
+        updated = [i for a in program.aliases for i, v in enumerate(program.inputs) if v is a.into]
+        self._updates = Updates(updated) if updated else None
         self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
 
     def kernel(self, group: int) -> KernelRunner:
@@ -187,19 +190,24 @@ class HostIrEvaluator:
         """
         inputs = list(inputs)
         key = signature_of(inputs, self.free) if signature is None else signature
-        plan = self._plans.get(key)
         with torch.no_grad():
-            if plan is not None:
-                return plan.run(inputs, self._arena)
-            frame = self._frame(inputs)
-            recorder = Recorder(frame)
-            outputs = self._walk(frame, recorder)
-            if len(self._plans) >= MAX_PLANS:
-                self._arena.forget(self._plans.pop(next(iter(self._plans))))
-            self._plans[key] = recorder.finish(self._visible)
-            # The plan's steps know the frame's values; they must not keep its tensors.
-            frame.tensors.clear()
-            return outputs
+            if self._updates is None:
+                return self._run(inputs, key)
+            return self._updates.run(inputs, key, lambda apart: self._run(apart, key))
+
+    def _run(self, inputs: list[Argument], key: Hashable) -> list[torch.Tensor]:
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan.run(inputs, self._arena)
+        frame = self._frame(inputs)
+        recorder = Recorder(frame)
+        outputs = self._walk(frame, recorder)
+        if len(self._plans) >= MAX_PLANS:
+            self._arena.forget(self._plans.pop(next(iter(self._plans))))
+        self._plans[key] = recorder.finish(self._visible)
+        # The plan's steps know the frame's values; they must not keep its tensors.
+        frame.tensors.clear()
+        return outputs
 
     def check(self, inputs: Sequence[Argument]) -> Values:
         """Return the values of all symbols; raise what `run` would raise about these inputs."""
@@ -237,8 +245,11 @@ class HostIrEvaluator:
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
+        updates = self._updates or Updates([])
         with torch.no_grad():
-            return self._walk(self._frame(list(inputs)), None)
+            return updates.run(
+                list(inputs), None, lambda apart: self._walk(self._frame(apart), None)
+            )
 
     def _walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
         for op in self.program.ops:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.core import Op
-from fuser.ir.fusion import Alias
+from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
@@ -40,7 +39,6 @@ def lower(segmented: SegmentedFusion, *, backend_name: str) -> HostIrContainer:
     """Return the host program of a segmented fusion; `hostir.host_passes.run_passes` completes it.
 
     The fusion is complete, sharded and finalized. `backend_name` is written on communications.
-    Raises `UnsupportedError` for aliases that cannot be written without losing a value.
     """
     return _Lowering(segmented, backend_name).run()
 
@@ -57,12 +55,10 @@ class _Lowering:
         copy, self.twins = self.segmented.fusion.copy()
         copy.exprs = ()
         self.values = copy
-        self._check_aliases()
         self.in_place = self._in_place_outputs()
-        self.overwritten = {a.into for a in copy.aliases}
-        self.shows: dict[TensorView, TensorView] = {}
         for segment in self.segmented.segments:
             LOWER[segment.kind](self, segment)
+        # Last, when everything has been computed from old values.
         for alias in copy.aliases:
             if alias.out not in self.in_place and alias.out is not alias.into:
                 self.ops.append(nodes.LoadStoreOp(alias.into, alias.out))
@@ -70,15 +66,31 @@ class _Lowering:
 
     # ------------------------------------------------------------ segments
     def kernel(self, segment: Segment) -> None:
-        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
         outs = tuple(self._twin(t) for t in segment.outputs)
         for out in outs:
             if out not in self.in_place:
                 self._allocate(out)
-        group = KernelGroup(segment.number, segment.fusion, segment.scheduler)
+        group = KernelGroup(segment.number, self._kernel_fusion(segment), segment.scheduler)
         self.groups[segment.number] = group
         ins = tuple(self._twin(v) if isinstance(v, TensorView) else v for v in segment.inputs)
         self.ops.append(LaunchKernel(ins, outs, group=segment.number))
+
+    def _kernel_fusion(self, segment: Segment) -> Fusion:
+        """Return the kernel's fusion, which knows of buffers that it both reads and writes."""
+        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
+        targets = {o.number: self.in_place.get(self._twin(o)) for o in segment.outputs}
+        read = {v.number: v for v in segment.fusion.inputs if isinstance(v, TensorView)}
+        pairs = [
+            (number, into.number)
+            for number, into in targets.items()
+            if into is not None and into.number in read
+        ]
+        if not pairs:
+            return segment.fusion
+        fusion, _ = segment.fusion.copy()
+        known = {tv.number: tv for tv in fusion.tensors()}
+        fusion.aliases = [Alias(known[out], known[into]) for out, into in pairs]
+        return fusion
 
     def library(self, segment: Segment) -> None:
         for expr in segment.exprs:
@@ -90,15 +102,11 @@ class _Lowering:
     def view(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
-            source: TensorView = op.inputs[0]
-            root = self.shows.get(source, source)
             out = op.out_tensor
             out.memory = MemoryType.global_
-            if root in self.overwritten or out in self.values.outputs:
-                # A view of a buffer that is written later would show the new value.
+            if out in self.values.outputs:
+                # What a caller gets does not change with the input that it would show.
                 self._allocate(out)
-            else:
-                self.shows[out] = root
             self.ops.append(op)
 
     def communication(self, segment: Segment) -> None:
@@ -139,55 +147,58 @@ class _Lowering:
         self.ops.append(Allocate(tv))
 
     # ------------------------------------------------------------ aliases
-    def _check_aliases(self) -> None:
-        """Refuse what copies at the end, one after another, would get wrong."""
-        targets = [a.into for a in self.values.aliases]
-        for alias in self.values.aliases:
-            if targets.count(alias.into) > 1:
-                raise UnsupportedError(f"two outputs are written into the buffer of {alias.into}")
-            if alias.out in targets and alias.out is not alias.into:
-                raise UnsupportedError(
-                    f"{alias.out} is written into {alias.into}, and is itself overwritten"
-                )
-
-    def _in_place_outputs(self) -> set[TensorView]:
+    def _in_place_outputs(self) -> dict[TensorView, TensorView]:
         """Return the aliased outputs that a kernel may write into the input's buffer directly."""
-        return {a.out for a in self.values.aliases if self._is_in_place(a)}
+        return {a.out: a.into for a in self.values.aliases if self._is_in_place(a)}
 
     def _is_in_place(self, alias: Alias) -> bool:
-        """An elementwise kernel that is the last reader of the input, element for element."""
+        """Whether nothing that the program computes or returns can see the write too early.
+
+        One kernel writes the whole buffer, no other step reads the old value then or later, through
+        a view or as itself, and within the kernel only the result's own element reads it.
+        """
         original = {twin: tv for tv, twin in self.twins.items()}
         out, into = original[alias.out], original[alias.into]
-        outputs = self.segmented.fusion.outputs
-        sharers = [a for a in self.values.aliases if a.out is alias.out]
-        if into in outputs or len(sharers) > 1 or out.dtype() is not into.dtype():
+        if into in self.segmented.fusion.outputs or out.dtype() is not into.dtype():
+            return False
+        if sum(a.out is alias.out for a in self.values.aliases) > 1:
             return False
         segments = self.segmented.segments
         at = next((i for i, s in enumerate(segments) if out in s.outputs), None)
         if at is None or segments[at].kind != "kernel":
             return False
-        if any(into in s.inputs for s in segments[at + 1 :]):
+        if any(into in s.inputs and (s.kind == "alias" or i > at) for i, s in enumerate(segments)):
             return False
-        # A view of the input, taken earlier, might be read later.
-        if any(into in s.inputs and s.kind == "alias" for s in segments):
+        return _has_layout_of(out, into) and _reads_own_element(segments[at], out, into)
+
+
+def _shape(tv: TensorView) -> object:
+    return local_extents(tv), [a.is_broadcast for a in tv.domain.no_reductions]
+
+
+def _has_layout_of(out: TensorView, into: TensorView) -> bool:
+    """Whether the buffer of `into` can hold `out` as a kernel lays it out."""
+    is_plain = not (out.domain.allocation or into.domain.allocation)
+    return is_plain and _shape(out) == _shape(into) and memory_flags(out) == memory_flags(into)
+
+
+def memory_flags(tv: TensorView) -> list[bool | None]:
+    """Return the contiguity of the axes that have memory."""
+    axes = zip(tv.domain.maybe_allocation, tv.domain.contiguity, strict=True)
+    return [flag for a, flag in axes if not a.is_reduction()]
+
+
+def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> bool:
+    """Whether element i of `into` is read for element i of `out`, and for nothing else."""
+    reading: set[TensorView] = {into}
+    for e in segment.exprs:
+        if not reading.intersection(v for v in e.inputs if isinstance(v, TensorView)):
+            continue
+        is_copy = isinstance(e, nodes.LoadStoreOp) and not e.out.domain.root
+        if not (is_copy or isinstance(e, _ELEMENTWISE)) or _shape(e.out_tensor) != _shape(into):
             return False
-        return _is_elementwise(segments[at], out, into)
-
-
-def _is_elementwise(segment: Segment, out: TensorView, into: TensorView) -> bool:
-    """Whether the segment computes element i of everything from element i of its inputs."""
-
-    def shape(tv: TensorView) -> object:
-        return local_extents(tv), [a.is_broadcast for a in tv.domain.no_reductions]
-
-    same_order = out.domain.contiguity == into.domain.contiguity and not (
-        out.domain.allocation or into.domain.allocation
-    )
-    plain = all(
-        isinstance(e, _ELEMENTWISE) or (isinstance(e, nodes.LoadStoreOp) and not e.out.domain.root)
-        for e in segment.exprs
-    )
-    return plain and same_order and shape(out) == shape(into)
+        reading.update(e.outputs)
+    return all(o is out or o not in reading for o in segment.outputs)
 
 
 LOWER: dict[str, Callable[[_Lowering, Segment], None]] = {

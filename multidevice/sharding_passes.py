@@ -9,12 +9,14 @@ from types import MappingProxyType
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import Reshard
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import DEVICE_TYPES
 from fuser.ir.verify import verify_fusion
+from fuser.passes.separate_updates import write_instead
 from multidevice.communication import communicates
 from multidevice.decompose import decompose_reshardings
 from multidevice.finalize import complete_meshes, finalize_domains
 from multidevice.layout import lay_out_communication
-from multidevice.placement import unparallelize
+from multidevice.placement import copy_like, placement, unparallelize
 from multidevice.propagate import Fact, propagate_shardings
 from multidevice.sharding import Sharding, check_annotations, has_mesh, sharding_of
 
@@ -46,6 +48,17 @@ def drop_unit_axes(fusion: Fusion) -> None:
             unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
 
 
+def place_updates(fusion: Fusion) -> None:
+    """Give what is written into an input that input's placement, through a copy where it differs.
+
+    T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
+    """
+    for alias in fusion.aliases:
+        there = placement(alias.into, DEVICE_TYPES)
+        if alias.out.mesh != alias.into.mesh or placement(alias.out, DEVICE_TYPES) != there:
+            write_instead(fusion, alias, copy_like(alias.out, alias.into.mesh, there))
+
+
 # The order matters: units are dropped once shardings are known (the outputs' shardings name them)
 # and before communication is inserted; layout looks at single collectives; domains are finalized
 # last, because allocation domains describe whole tensors before it and shards after it.
@@ -72,6 +85,7 @@ def shard_fusion(fusion: Fusion) -> ShardingResult:
     check_annotations(fusion)
     facts = propagate_shardings(fusion)
     complete_meshes(fusion)
+    place_updates(fusion)
     verify_fusion(fusion, after="propagate_shardings")
     outputs = tuple(sharding_of(out) for out in fusion.outputs)
     for name, run in PASSES:

@@ -27,6 +27,7 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops import define
+from fuser.ops.building import user_line
 from multidevice.agreement import Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.sharding import requested_devices
@@ -108,7 +109,7 @@ class FusionDefinition:
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
         """Register an output, or an in-place update of `alias_input` (see `Fusion.add_output`)."""
-        self.fusion.add_output(output, alias_input)
+        self.fusion.add_output(output, alias_input, where=user_line())
 
     def validate_definition(self) -> tuple[bool, str | None]:
         """Return (whether the definition can run, why not)."""

@@ -15,7 +15,7 @@ from fuser.ir.dtypes import DataType, category
 from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar import Scalar, Symbol, int_value
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
 
@@ -206,9 +206,15 @@ class Fusion:
             raise DefinitionError(f"Immediate scalar value cannot be added as an input: {value}")
         self.inputs.append(value)
 
-    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+    def add_output(
+        self, output: TensorView, alias_input: TensorView | None = None, *, where: str = ""
+    ) -> None:
         """Register an output; with `alias_input` the result is written into that input's buffer and
-        hidden unless it is also added plainly."""
+        hidden unless it is also added plainly.
+
+        All outputs are computed from the old values of inputs; updates are written at the end. An
+        input that is itself an output is returned as it is, so it shows its update.
+        """
         if not isinstance(output, TensorView):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DefinitionError(
                 f"Non-TensorView outputs are not supported at this point: {output}"
@@ -225,10 +231,26 @@ class Fusion:
             return
         if alias_input not in self.inputs:
             raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")
+        self._check_update(output, alias_input, where)
         is_visible = output in self.outputs
         self.aliases.append(Alias(output, alias_input, hidden=not is_visible))
         if not is_visible:
             self.outputs.append(output)
+
+    def _check_update(self, out: TensorView, into: TensorView, where: str) -> None:
+        """Require one update per input, of the input's own shape."""
+        what = f"add_output: {out}, to be written into {into}"
+        line = f" (at {where})" if where else ""
+        for other in (a.out for a in self.aliases if a.into is into and a.out is not out):
+            raise DefinitionError(f"{what}: {other} is written there already{line}")
+        sizes = [tv.shape() for tv in (out, into)]
+        fixed = [(a, b) for a, b in zip(*sizes, strict=False) if int_value(a) is not None]
+        if len(sizes[0]) != len(sizes[1]) or any(
+            int_value(b) not in (int_value(a), None) for a, b in fixed
+        ):
+            raise DefinitionError(f"{what}, does not have its shape{line}")
+        for a, b in zip(*sizes, strict=True):
+            self.unify_extents(b, a, f"{what}{line}")
 
     def alias_of(self, out: TensorView) -> TensorView | None:
         """Return the input whose buffer `out` is written into, None for a fresh output."""

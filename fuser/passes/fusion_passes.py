@@ -9,9 +9,12 @@ from fuser.ir.verify import verify_fusion
 from fuser.passes.consecutive_casts import consecutive_casts
 from fuser.passes.remove_bcast_squeeze import remove_bcast_squeeze
 from fuser.passes.remove_unused import remove_unused
+from fuser.passes.separate_updates import separate_updates
 
 PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
-    # First, so that the others do not count uses that do not matter.
+    # Before uses are counted: it adds some.
+    ("separate_updates", separate_updates),
+    # Early, so that the others do not count uses that do not matter.
     ("remove_unused", remove_unused),
     ("remove_bcast_squeeze", remove_bcast_squeeze),
     # After the views are gone that stood between two casts.

@@ -16,6 +16,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion
+from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
@@ -60,6 +61,7 @@ def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrCon
     """Return the host program of a fusion for global inputs like these."""
     sizes = {s: int(v) for s, v in bind_inputs(user, inputs).items() if isinstance(v, int)}
     fusion, _ = concretize(user, sizes)
+    fusion_passes.run_passes(fusion)
     shard_fusion(fusion)
     segmented = segment_fusion(
         fusion,

@@ -11,15 +11,15 @@ import torch
 
 from fuser import ops
 from fuser.errors import (
+    DefinitionError,
     FuserError,
     InputError,
     PeerError,
     ProgramMismatchError,
     ShardingError,
-    UnsupportedError,
 )
 from fuser.ir.dtypes import DataType
-from fuser.ops.define import define_scalar
+from fuser.ops.define import define_scalar, define_tensor
 from hostir.container import HostIrContainer
 from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator
@@ -180,14 +180,75 @@ def test_a_visible_update_returns_the_input_itself() -> None:
         assert torch.equal(x, torch.full((3, 4), float(run)))
 
 
-def test_updates_that_overwrite_each_other_are_refused() -> None:
+def test_an_output_beside_an_update_sees_the_old_value() -> None:
+    """In one kernel, whose compiler may read again what was just written."""
+
+    def define() -> None:
+        x, y = tensor(-1, -1), tensor(-1, -1)
+        out(ops.add(x, ops.mul(y, 2.0)), x)
+        out(ops.mul(x, y))
+
+    evaluator = HostIrEvaluator(_aliased(define, (30, 40), (30, 40)))
+    x, y = torch.randn(30, 40), torch.randn(30, 40)
+    for _ in range(2):
+        old = x.clone()
+        (product,) = evaluator.run([x, y])
+        assert torch.equal(product, old * y)
+        assert torch.equal(x, old + y * 2.0)
+
+
+def test_updates_swap_two_buffers() -> None:
     def define() -> None:
         x, y = tensor(-1, -1), tensor(-1, -1)
         out(x, y)
         out(y, x)
 
-    with pytest.raises(UnsupportedError, match="is itself overwritten"):
-        _aliased(define, (3, 4), (3, 4))
+    evaluator = HostIrEvaluator(_aliased(define, (3, 4), (3, 4)))
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    for _ in range(2):
+        old = x.clone(), y.clone()
+        assert evaluator.run([x, y]) == []
+        assert torch.equal(y, old[0]) and torch.equal(x, old[1])
+
+
+def test_two_updates_of_one_input_are_refused() -> None:
+    def define() -> None:
+        x = tensor(-1)
+        out(ops.add(x, 1.0), x)
+        out(ops.add(x, 2.0), x)
+
+    with pytest.raises(
+        DefinitionError, match=r"T2.* to be written into T0.*: T1.* is written there"
+    ):
+        Case(define, ()).fusion()
+
+
+def test_an_update_has_the_shape_of_its_input() -> None:
+    def define() -> None:
+        x, y = tensor(-1, 4), tensor(-1, 3)
+        out(ops.add(y, 1.0), x)
+
+    with pytest.raises(DefinitionError, match=r"T2.* to be written into T0.* not have its shape"):
+        Case(define, ()).fusion()
+
+    def rows() -> None:
+        x, y = tensor(-1, 4), tensor(-1, 4)
+        out(ops.add(y, 1.0), x)
+
+    evaluator = HostIrEvaluator(_aliased(rows, (2, 4), (2, 4)))
+    with pytest.raises(InputError, match=r"axis 0 of T0.*got 1"):
+        evaluator.run([torch.zeros(3, 4), torch.zeros(1, 4)])
+
+
+def test_an_update_of_an_expanded_input_is_refused() -> None:
+    def define() -> None:
+        x = define_tensor([-1, -1], contiguity=False)
+        x.fusion.add_input(x)
+        out(ops.add(x, 1.0), x)
+
+    evaluator = HostIrEvaluator(build_for(Case(define, ()).fusion(), [torch.zeros(3, 4)]))
+    with pytest.raises(InputError, match=r"T0.* into which T1.* is written.*strides \(0, 1\)"):
+        evaluator.run([torch.zeros(4).expand(3, 4)])
 
 
 def test_duplicate_and_input_outputs() -> None:
