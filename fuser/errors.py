@@ -27,6 +27,10 @@ class InputError(FuserError, ValueError):
     """The runtime inputs do not fit the program: count, rank, dtype, device, extent."""
 
 
+class DivisionByZeroError(InputError, ZeroDivisionError):
+    """The integer scalars of a run divide by 0; the message names the scalar and its symbols."""
+
+
 class ShardingError(FuserError, ValueError):
     """A mesh, a sharding or a resharding is impossible or inconsistent."""
 

@@ -17,9 +17,8 @@ from fuser.ir.domain import (
     ancestors,
     indices_forward,
 )
-from fuser.ir.dtypes import DataType
 from fuser.ir.nodes import TensorOp
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from multidevice.placement import SPREAD_TYPES, is_plain_broadcast, sharded_axis
@@ -69,7 +68,7 @@ class Comparison:
         extent = self.rewrite(extent)
         if sc.int_value(extent) == 1:
             return sc.ZERO
-        return Symbol(name, DataType.Index, extent=extent)
+        return sc.index(name, extent)
 
     def fresh_index(self, number: int, extent: Scalar) -> Scalar:
         return self._index(f"u{number}", extent)
@@ -108,7 +107,7 @@ class Comparison:
         if len(atoms) != 1 or atoms[0] in sc.symbols(factor):
             return
         (symbol,) = atoms
-        part = Symbol(f"{symbol.name}'", symbol.dtype)
+        part = sc.name_for(f"{symbol.name}'", symbol, symbol.dtype)
         if extent == symbol:
             self._divisible[symbol] = sc.mul(factor, part)
             return
@@ -145,7 +144,7 @@ class _View:
 
         def coordinate(ptype: ParallelType) -> Scalar:
             count = sc.const(tv.mesh.size_of(ptype) if tv.mesh else 1)
-            return Symbol(f"coordinate of {ptype.text}", DataType.Index, extent=count)
+            return sc.index(f"coordinate of {ptype.text}", count)
 
         self._indices = indices_forward(domain.transforms, indices, coordinate=coordinate)
 

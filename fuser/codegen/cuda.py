@@ -121,7 +121,23 @@ def _infix(x: Apply) -> str:
 
 def _ceil_div(x: Apply) -> str:
     a, b = (_atom(y) for y in x.args)
+    if not sc.is_nonnegative(x.args[0]):
+        return f"-fm_floordiv({INDEX}(-{a}), {INDEX}({b}))"
     return f"({a} + {b} - 1) / {b}"
+
+
+def _floor_div(x: Apply) -> str:
+    a, b = (_atom(y) for y in x.args)
+    return f"fm_floordiv({INDEX}({a}), {INDEX}({b}))"
+
+
+def _floor_mod(x: Apply) -> str:
+    """A power of two takes a mask, which is right for negative numbers too."""
+    a, b = (_atom(y) for y in x.args)
+    size = sc.int_value(x.args[1])
+    if size is not None and size > 0 and size & (size - 1) == 0:
+        return f"{a} & {_integer(size - 1, is_long=size > 2**31)}"
+    return f"fm_remainder({INDEX}({a}), {INDEX}({b}))"
 
 
 def _where(x: Apply) -> str:
@@ -136,6 +152,9 @@ def _extreme(x: Apply) -> str:
 
 _APPLY: dict[str, Callable[[Apply], str]] = {
     "ceilDiv": _ceil_div,
+    "floorDiv": _floor_div,
+    "floorMod": _floor_mod,
+    "abs": lambda x: f"fm_abs({INDEX}({_atom(x.args[0])}))",
     "where": _where,
     "min": _extreme,
     "max": _extreme,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fuser.ir.scalar import Const, Scalar, Symbol, substitute, symbols
+from fuser.ir.scalar_nodes import sort_key
 
 Relation = tuple[Scalar, Scalar]
 
@@ -101,4 +102,4 @@ def _rank(x: Scalar) -> tuple[int, object]:
     """Return how far back an extent stands: constants, symbols by number, the rest."""
     if isinstance(x, Const):
         return (0, ())
-    return (1, x.key) if isinstance(x, Symbol) else (2, ())
+    return (1, sort_key(x)) if isinstance(x, Symbol) else (2, ())

@@ -68,11 +68,16 @@ class Fusion:
         self._next_axis = max(self._next_axis, axis + 1)
         self._next_scalar = max(self._next_scalar, scalar + 1)
 
-    def new_symbol(self, dtype: DataType = DataType.Index) -> Symbol:
-        """Create a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`."""
+    def new_extent(self, *, lo: int = 0) -> Symbol:
+        """Create the symbol of an axis's extent, `i3`: at least 0, or 1 in a concretized fusion."""
+        return self.new_symbol(lo=lo)
+
+    def new_symbol(self, dtype: DataType = DataType.Index, *, lo: int | None = None) -> Symbol:
+        """Create a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`. It is
+        unbounded, or at least `lo`."""
         prefix = {"bool": "b", "int": "i", "float": "f", "complex": "c"}[category(dtype)]
         prefix = "d" if dtype is DataType.Double else prefix
-        return Symbol(f"{prefix}{self.next_scalar()}", dtype)
+        return Symbol(f"{prefix}{self.next_scalar()}", dtype, lo=lo)
 
     def new_axis(
         self,

@@ -1,10 +1,10 @@
 """Symbolic scalars that simplify when they are built.
 
 A scalar is a constant, a symbol, or an op applied to scalars. Integer sums and products are kept as
-polynomials over atoms (symbols and non-polynomial ops such as `//`), so two equal index expressions
-usually become the same object text. Division and modulo use ranges: an index symbol `v` with extent
-`n` satisfies 0 <= v < n, and every other integer symbol (an extent) is at least 1; extents of 0 are
-removed before anything here divides by them.
+polynomials over atoms (symbols and non-polynomial ops such as `/`), so two equal index expressions
+usually become the same object. A symbol carries its range: extents are at least 0 (at least 1 once
+a fusion is concretized), an index is in [0, extent - 1], a user's integers are unbounded; what is
+simplified is proved from these ranges (`fuser.ir.scalar_algebra`).
 
 Constructors (`add`, `mul`, `floordiv`, ...) are the only way to build a non-leaf; nothing
 simplifies later.
@@ -14,33 +14,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 
-from fuser.errors import DefinitionError
+from fuser.errors import DivisionByZeroError, InputError
 from fuser.ir.dtypes import DataType, common_dtype, dtype_text
+from fuser.ir.scalar_algebra import (
+    absolute,
+    add_terms,
+    ceil_divide,
+    divide,
+    extremum,
+    has_index,
+    is_less,
+    is_nonnegative,
+    multiply,
+    remainder,
+)
 from fuser.ir.scalar_compute import COMPUTE
 from fuser.ir.scalar_nodes import (
     ONE,
     ZERO,
     Apply,
     Const,
-    Monomial,
     Number,
     Poly,
     Scalar,
     ScalarLike,
     Symbol,
     as_scalar,
+    children,
     const,
-    from_terms,
-    int_dtype,
     int_value,
     is_int,
-    join_monomials,
-    single_term,
-    terms_of,
-    without_factors,
+    postorder,
+    symbols,
 )
+from fuser.ir.scalar_range import interval
 from fuser.ir.scalar_text import literal_text, scalar_text
 
 __all__ = [
@@ -66,7 +74,9 @@ __all__ = [
     "evaluate",
     "floordiv",
     "has_index",
+    "index",
     "int_value",
+    "interval",
     "is_int",
     "is_less",
     "is_nonnegative",
@@ -78,65 +88,41 @@ __all__ = [
     "minimum",
     "mod",
     "mul",
+    "name_for",
     "product",
     "rebuild",
     "scalar_text",
     "sub",
     "substitute",
     "symbols",
+    "truncdiv",
+    "truncmod",
     "where",
 ]
 
 
-def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Rewrite c*(x // b)*b + c*(x % b) into c*x."""
-    for mono, coef in list(terms.items()):
-        for atom in mono:
-            if not (isinstance(atom, Apply) and atom.op == "%") or mono not in terms:
-                continue
-            x, b = atom.args
-            rest = without_factors(mono, (atom,))
-            # x // b may have another spelling: (k // m) // n is k // (m*n).
-            split, quotient = single_term(b), single_term(_floordiv(x, b))
-            if rest is None or split is None or quotient is None:
-                continue
-            partner_mono = join_monomials(join_monomials(rest, split[0]), quotient[0])
-            if terms.get(partner_mono) == coef * split[1] * quotient[1]:
-                del terms[partner_mono], terms[mono]
-                for m, c in terms_of(x).items():
-                    full = join_monomials(rest, m)
-                    terms[full] = terms.get(full, 0) + coef * c
-                return _recombine({m: c for m, c in terms.items() if c})
-    return terms
+def index(name: str, extent: ScalarLike) -> Symbol:
+    """Return the index of a loop, a thread or a mesh axis: 0 <= index < extent."""
+    return Symbol(name, DataType.Index, lo=0, hi=sub(extent, 1))
 
 
+def name_for(name: str, x: Scalar, dtype: DataType = DataType.Index) -> Symbol:
+    """Return a name for the value of `x`, with the lower bound of `x`."""
+    low = interval(x)[0]
+    return Symbol(name, dtype, lo=low if isinstance(low, int) else None)
+
+
+# ---------------------------------------------------------------- arithmetic
 def add(a: ScalarLike, b: ScalarLike) -> Scalar:
-    a, b = as_scalar(a), as_scalar(b)
-    if not (is_int(a) and is_int(b)):
-        return _float_op("+", a, b)
-    terms = terms_of(a)
-    for mono, coef in terms_of(b).items():
-        terms[mono] = terms.get(mono, 0) + coef
-    return from_terms(_recombine({m: c for m, c in terms.items() if c}), int_dtype(a, b))
+    return apply("+", a, b)
 
 
 def mul(a: ScalarLike, b: ScalarLike) -> Scalar:
-    a, b = as_scalar(a), as_scalar(b)
-    if not (is_int(a) and is_int(b)):
-        return _float_op("*", a, b)
-    terms: dict[Monomial, int] = {}
-    for ma, ca in terms_of(a).items():
-        for mb, cb in terms_of(b).items():
-            mono = join_monomials(ma, mb)
-            terms[mono] = terms.get(mono, 0) + ca * cb
-    return from_terms(_recombine({m: c for m, c in terms.items() if c}), int_dtype(a, b))
+    return apply("*", a, b)
 
 
 def sub(a: ScalarLike, b: ScalarLike) -> Scalar:
-    a, b = as_scalar(a), as_scalar(b)
-    if not (is_int(a) and is_int(b)):
-        return _float_op("-", a, b)
-    return add(a, mul(b, Const(-1, b.dtype)))
+    return apply("-", a, b)
 
 
 def product(factors: Iterable[ScalarLike]) -> Scalar:
@@ -147,244 +133,40 @@ def product(factors: Iterable[ScalarLike]) -> Scalar:
     return out
 
 
-# ---------------------------------------------------------------- ranges
-def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
-    """Replace every index in `x` by the end of its range that makes `x` largest or smallest.
-
-    The result holds no index symbols; None when an atom's range is unknown.
-    """
-    total: Scalar = Const(0, x.dtype)
-    for mono, coef in terms_of(x).items():
-        factors = [_atom_extreme(atom, largest=(coef > 0) == largest) for atom in mono]
-        term: Scalar = Const(coef, x.dtype)
-        for f in factors:
-            if f is None:
-                return None
-            term = mul(term, f)
-        total = add(total, term)
-    return total
-
-
-def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
-    """Return an end of a non-negative atom's range; None when it may be negative or is unknown."""
-    if isinstance(atom, Symbol):
-        if atom.extent is None:
-            return atom
-        return sub(atom.extent, 1) if largest else ZERO
-    assert isinstance(atom, Apply)
-    if atom.op == "%":
-        if not is_nonnegative(atom.args[0]):
-            return None
-        return sub(atom.args[1], 1) if largest else ZERO
-    if atom.op in ("/", "ceilDiv"):
-        if not has_index(atom):
-            return atom
-        end = _extreme(atom.args[0], largest=largest)
-        if end is None or not is_nonnegative(atom.args[0]):
-            return None
-        return floordiv(end, atom.args[1]) if atom.op == "/" else ceildiv(end, atom.args[1])
-    if atom.op in ("min", "max") and not has_index(atom):
-        return atom
-    return None
-
-
-def _constant_floor(x: Scalar) -> int | None:
-    """Return a constant lower bound of an index-free integer whose symbols are >= 1."""
-    total = 0
-    for mono, coef in terms_of(x).items():
-        if mono and coef < 0:
-            return None
-        low = coef
-        for atom in mono:
-            low *= _atom_floor(atom)
-        total += low
-    return total
-
-
-def _atom_floor(atom: Scalar) -> int:
-    if isinstance(atom, Symbol):
-        return 1 if atom.extent is None else 0
-    return 1 if isinstance(atom, Apply) and atom.op == "ceilDiv" else 0
-
-
-def is_nonnegative(x: ScalarLike) -> bool:
-    """Return whether x >= 0 is provable."""
-    low = _extreme(as_scalar(x), largest=False)
-    floor = None if low is None else _constant_floor(low)
-    return floor is not None and floor >= 0
-
-
-def is_less(a: ScalarLike, b: ScalarLike) -> bool:
-    """Return whether a < b is provable."""
-    return is_nonnegative(sub(sub(b, a), 1))
-
-
-# ---------------------------------------------------------------- division
-def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
-    """Write a as q*b + r with every term of q*b a multiple of b; None when b is a sum."""
-    divisor = single_term(b)
-    if divisor is None:
-        return None
-    q: dict[Monomial, int] = {}
-    r: dict[Monomial, int] = {}
-    for mono, coef in terms_of(a).items():
-        rest = without_factors(mono, divisor[0])
-        if rest is not None and coef % divisor[1] == 0:
-            q[rest] = coef // divisor[1]
-        else:
-            r[mono] = coef
-    return from_terms(q, a.dtype), from_terms(r, a.dtype)
-
-
-def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
-    """Find g > 1 dividing b with a = g*high + low, 0 <= low < g; return (g, high, low).
-
-    g is a constant, an extent, or a product of such: (x*n + y) over (m*n) has g = n when y < n.
-    """
-    divisor = single_term(b)
-    if divisor is None:
-        return None
-    for mono, coef in _factors_shared(a, divisor):
-        high: dict[Monomial, int] = {}
-        rest: dict[Monomial, int] = {}
-        for m, c in terms_of(a).items():
-            quotient = without_factors(m, mono)
-            if quotient is not None and c % coef == 0:
-                high[quotient] = c // coef
-            else:
-                rest[m] = c
-        low, g = from_terms(rest, a.dtype), from_terms({mono: coef}, b.dtype)
-        if high and is_nonnegative(low) and is_less(low, g):
-            return g, from_terms(high, a.dtype), low
-    return None
-
-
-def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
-    """Return the non-trivial common factors of the divisor and of single terms of `a`, larger
-    first."""
-    found: dict[tuple[Monomial, int], None] = {}
-    for mono, coef in terms_of(a).items():
-        if not mono:
-            continue
-        left, shared = list(divisor[0]), list[Scalar]()
-        for atom in mono:
-            if atom in left:
-                left.remove(atom)
-                shared.append(atom)
-        found[(tuple(shared), math.gcd(coef, divisor[1]))] = None
-    return sorted((f for f in found if f != ((), 1)), key=lambda f: (len(f[0]), f[1]), reverse=True)
-
-
-@lru_cache(maxsize=100_000)
-def _floordiv(a: Scalar, b: Scalar) -> Scalar:
-    dtype = int_dtype(a, b)
-    av, bv = int_value(a), int_value(b)
-    if bv == 0:
-        raise DefinitionError(f"division of {a} by zero")
-    if av is not None and bv is not None:
-        return Const(av // bv, dtype)
-    if bv == 1 or av == 0:
-        return a
-    parts = _split_by(a, b)
-    if parts is not None:
-        q, r = parts
-        if int_value(r) == 0:
-            return q
-        if is_nonnegative(r):
-            if is_less(r, b):
-                return q
-            if int_value(q) != 0:
-                return add(q, _floordiv(r, b))
-    elif a == b:
-        return Const(1, dtype)
-    if is_nonnegative(a) and is_less(a, b):
-        return Const(0, dtype)
-    if isinstance(a, Apply) and a.op == "/" and is_nonnegative(a.args[0]):
-        return _floordiv(a.args[0], mul(a.args[1], b))
-    common = _common_factor(a, b)
-    if common is not None:
-        g, high, _ = common
-        return _floordiv(high, _floordiv(b, g))
-    return Apply("/", (a, b), dtype)
-
-
-@lru_cache(maxsize=100_000)
-def _mod(a: Scalar, b: Scalar) -> Scalar:
-    dtype = int_dtype(a, b)
-    av, bv = int_value(a), int_value(b)
-    if bv == 0:
-        raise DefinitionError(f"{a} modulo zero")
-    if av is not None and bv is not None:
-        return Const(av % bv, dtype)
-    if bv == 1 or a == b:
-        return Const(0, dtype)
-    parts = _split_by(a, b)
-    if parts is not None:
-        q, r = parts
-        if int_value(r) == 0:
-            return Const(0, dtype)
-        if is_nonnegative(r):
-            if is_less(r, b):
-                return r
-            if int_value(q) != 0:
-                return _mod(r, b)
-    if is_nonnegative(a) and is_less(a, b):
-        return a
-    if isinstance(a, Apply) and a.op == "%":
-        inner = _split_by(a.args[1], b)
-        if inner is not None and int_value(inner[1]) == 0:
-            return _mod(a.args[0], b)
-    common = _common_factor(a, b)
-    if common is not None:
-        g, high, low = common
-        return add(mul(_mod(high, _floordiv(b, g)), g), low)
-    return Apply("%", (a, b), dtype)
-
-
 def floordiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Integer division; operands are non-negative wherever the value is used."""
-    return _floordiv(as_scalar(a), as_scalar(b))
+    """Integer division that rounds down: what index arithmetic means."""
+    return divide(as_scalar(a), as_scalar(b), "floorDiv")
 
 
 def mod(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Integer remainder; operands are non-negative wherever the value is used."""
-    return _mod(as_scalar(a), as_scalar(b))
+    """What `floordiv` leaves: in [0, b) for a positive b."""
+    return remainder(as_scalar(a), as_scalar(b), "floorMod")
+
+
+def truncdiv(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Integer division that rounds towards zero, as C's `/`: what a user's program means."""
+    return divide(as_scalar(a), as_scalar(b), "/")
+
+
+def truncmod(a: ScalarLike, b: ScalarLike) -> Scalar:
+    """What `truncdiv` leaves, with the sign of `a`, as C's `%`."""
+    return remainder(as_scalar(a), as_scalar(b), "%")
 
 
 def ceildiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    a, b = as_scalar(a), as_scalar(b)
-    av, bv = int_value(a), int_value(b)
-    if av is not None and bv is not None:
-        return Const(-(-av // bv), int_dtype(a, b))
-    if bv == 1:
-        return a
-    parts = _split_by(a, b)
-    if parts is not None and int_value(parts[1]) == 0:
-        return parts[0]
-    return Apply("ceilDiv", (a, b), int_dtype(a, b))
+    """Integer division that rounds up."""
+    return ceil_divide(as_scalar(a), as_scalar(b))
 
 
-# ---------------------------------------------------------------- comparisons, logic, floats
 def minimum(a: ScalarLike, b: ScalarLike) -> Scalar:
-    return _extremum("min", as_scalar(a), as_scalar(b))
+    return apply("min", a, b)
 
 
 def maximum(a: ScalarLike, b: ScalarLike) -> Scalar:
-    return _extremum("max", as_scalar(a), as_scalar(b))
+    return apply("max", a, b)
 
 
-def _extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
-    if not (is_int(a) and is_int(b)):
-        return _float_op(op, a, b)
-    if a == b:
-        return a
-    if is_less(a, b) or is_nonnegative(sub(b, a)):
-        return a if op == "min" else b
-    if is_nonnegative(sub(a, b)):
-        return b if op == "min" else a
-    return Apply(op, (a, b), int_dtype(a, b))
-
-
+# ---------------------------------------------------------------- comparisons, logic, choice
 def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
     a, b = as_scalar(a), as_scalar(b)
     if is_int(a) and is_int(b):
@@ -432,7 +214,7 @@ def cast(x: ScalarLike, dtype: DataType) -> Scalar:
     x = as_scalar(x)
     if x.dtype is dtype:
         return x
-    if isinstance(x, Const):
+    if isinstance(x, Const) and math.isfinite(x.value):
         return Const(x.value, dtype)
     return Apply(f"cast:{dtype_text(dtype)}", (x,), dtype)
 
@@ -447,10 +229,12 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
-    """Apply a named op of `COMPUTE`, folding constants. Integer + - * / % go to their own form."""
+    """Apply a named op of `COMPUTE`, folding constants. Integer arithmetic has its own form: `/`
+    and `%` truncate, as in C."""
     scalars = tuple(as_scalar(a) for a in args)
-    if len(scalars) == 2 and all(is_int(s) for s in scalars) and op in _INT_FORMS:
-        return _INT_FORMS[op](*scalars)
+    form = _INT_FORMS.get(op)
+    if form is not None and all(is_int(s) for s in scalars):
+        return form(*scalars)
     dtype = _result_dtype(scalars, op)
     values = [s.value for s in scalars if isinstance(s, Const)]
     if len(values) == len(scalars):
@@ -461,58 +245,42 @@ def apply(op: str, *args: ScalarLike) -> Scalar:
     return Apply(op, scalars, dtype)
 
 
-def _float_op(op: str, a: Scalar, b: Scalar) -> Scalar:
-    return apply(op, a, b)
-
-
-_INT_FORMS: dict[str, Callable[[Scalar, Scalar], Scalar]] = {
-    "+": add,
-    "-": sub,
-    "*": mul,
-    "/": floordiv,
-    "%": mod,
+_INT_FORMS: dict[str, Callable[..., Scalar]] = {
+    "+": add_terms,
+    "-": lambda a, b: add_terms(a, b, -1),
+    "*": multiply,
+    "/": truncdiv,
+    "%": truncmod,
+    "floorDiv": floordiv,
+    "floorMod": mod,
     "ceilDiv": ceildiv,
-    "min": minimum,
-    "max": maximum,
+    "min": lambda a, b: extremum("min", a, b),
+    "max": lambda a, b: extremum("max", a, b),
+    "abs": absolute,
+    "neg": lambda a: multiply(a, Const(-1, a.dtype)),
 }
 
 
 # ---------------------------------------------------------------- traversal
-@lru_cache(maxsize=100_000)
-def symbols(x: Scalar) -> tuple[Symbol, ...]:
-    """Return the symbols of `x` in order of first appearance, without repeats."""
-    if isinstance(x, Symbol):
-        return (x,)
-    found: dict[Symbol, None] = {}
-    for child in children(x):
-        found.update(dict.fromkeys(symbols(child)))
-    return tuple(found)
-
-
-def children(x: Scalar) -> tuple[Scalar, ...]:
-    if isinstance(x, Apply):
-        return x.args
-    return tuple(a for m, _ in x.terms for a in m) if isinstance(x, Poly) else ()
-
-
-def has_index(x: Scalar) -> bool:
-    """Return whether any symbol of `x` is an index (has an extent)."""
-    return any(s.extent is not None for s in symbols(x))
-
-
 def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
-    """Rebuild `x` with atoms replaced, simplifying again."""
-    if x in mapping:
-        return mapping[x]
+    """Rebuild `x` with symbols and other atoms replaced, simplifying again."""
+    done = dict(mapping)
+    for y in postorder(x, done.__contains__):
+        done[y] = _rebuilt(y, done)
+    return done[x]
+
+
+def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
+    """Return `x` over what its children became."""
+    if all(done[c] is c for c in children(x)):
+        return x
     if isinstance(x, Poly):
         total: Scalar = Const(0, x.dtype)
         for mono, coef in x.terms:
-            total = add(total, mul(coef, product(substitute(a, mapping) for a in mono)))
+            total = add(total, mul(coef, product(done[a] for a in mono)))
         return total
-    if isinstance(x, Apply):
-        args = tuple(substitute(a, mapping) for a in x.args)
-        return x if args == x.args else rebuild(x, args)
-    return x
+    assert isinstance(x, Apply)
+    return rebuild(x, [done[a] for a in x.args])
 
 
 def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
@@ -527,16 +295,52 @@ def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
     return apply(x.op, *args)
 
 
+# Scalars up to this depth are evaluated by plain recursion.
+_SHALLOW = 8
+
+
 def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
-    """Return the value of `x`; raises KeyError for a symbol that `values` does not bind."""
+    """Return the value of `x`.
+
+    Raises:
+        KeyError: a symbol that `values` does not bind.
+        DivisionByZeroError: an integer is divided by 0.
+        InputError: an infinity or a NaN becomes an integer.
+    """
+    if x.depth <= _SHALLOW:
+        return _evaluate(x, values)
+    done: dict[Scalar, Number] = {}
+    for y in postorder(x, done.__contains__):
+        done[y] = _value(y, values, [done[c] for c in children(y)])
+    return done[x]
+
+
+def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
+    if isinstance(x, Const):
+        return x.value
+    if isinstance(x, Symbol):
+        return values[x]
+    return _value(x, values, [_evaluate(c, values) for c in children(x)])
+
+
+def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -> Number:
+    """Return the value of `x` from those of its children."""
     if isinstance(x, Const):
         return x.value
     if isinstance(x, Symbol):
         return values[x]
     if isinstance(x, Poly):
-        return sum(c * math.prod(int(evaluate(a, values)) for a in m) for m, c in x.terms)
+        given = iter(args)
+        return sum(c * math.prod(int(next(given)) for _ in m) for m, c in x.terms)
     assert isinstance(x, Apply)
-    args = [evaluate(a, values) for a in x.args]
-    if x.op.startswith("cast:"):
-        return Const(args[0], x.dtype).value
-    return COMPUTE[x.op](*args)
+    try:
+        return Const(args[0], x.dtype).value if x.op not in COMPUTE else COMPUTE[x.op](*args)
+    except ZeroDivisionError:
+        raise DivisionByZeroError(f"{x} divides {args[0]} by 0{_bound(x, values)}") from None
+    except (OverflowError, ValueError):
+        raise InputError(f"{x} has no value for {args}{_bound(x, values)}") from None
+
+
+def _bound(x: Scalar, values: Mapping[Symbol, Number]) -> str:
+    known = ", ".join(f"{s} = {values[s]}" for s in symbols(x)[:8])
+    return f": {known}" if known else ""

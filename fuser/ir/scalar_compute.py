@@ -1,4 +1,7 @@
-"""What scalar ops compute on Python numbers."""
+"""What scalar ops compute on Python numbers: C on integers, IEEE 754 on floats.
+
+Raises `ZeroDivisionError` for an integer divided by 0.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,30 @@ def _c_div(a: Number, b: Number) -> Number:
     if isinstance(a, int) and isinstance(b, int):
         quotient = abs(a) // abs(b)
         return quotient if (a < 0) == (b < 0) else -quotient
-    return a / b if b else math.copysign(math.inf, a) if a else math.nan
+    if b:
+        return a / b
+    return a * math.copysign(math.inf, b) if a else math.nan
 
 
 def _c_mod(a: Number, b: Number) -> Number:
     """C's remainder: the sign of the dividend."""
-    rest = math.fmod(a, b)
-    return int(rest) if isinstance(a, int) and isinstance(b, int) else rest
+    if isinstance(a, int) and isinstance(b, int):
+        rest = abs(a) % abs(b)
+        return -rest if a < 0 else rest
+    return math.fmod(a, b) if b and math.isfinite(a) else math.nan
 
 
 def _pow(a: Number, b: Number) -> Number:
-    """a ** b; a negative base with a fractional exponent has no real value (ValueError)."""
-    if isinstance(a, int) and isinstance(b, int) and b >= 0:
-        return a**b
-    return math.pow(a, b)
+    """a ** b as C's: of integers, a negative exponent gives 0 except for a base of 1 or -1."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a**b if b >= 0 else 0 if abs(a) != 1 else a ** (b & 1)
+    try:
+        return math.pow(a, b)
+    except OverflowError:
+        return -math.inf if a < 0 and b % 2 == 1 else math.inf
+    except ValueError:
+        # 0 to a negative power is infinite; a negative base has no fractional power.
+        return math.copysign(math.inf, a if b % 2 == 1 else 1) if a == 0 else math.nan
 
 
 def _ceil_div(a: Number, b: Number) -> Number:
@@ -42,12 +55,36 @@ def _or(a: Number, b: Number) -> Number:
     return bool(a) or bool(b)
 
 
+def _sqrt(a: Number) -> Number:
+    return math.sqrt(a) if a >= 0 else math.nan
+
+
 def _rsqrt(a: Number) -> Number:
-    return 1.0 / math.sqrt(a)
+    return _c_div(1.0, _sqrt(a))
+
+
+def _exp(a: Number) -> Number:
+    try:
+        return math.exp(a)
+    except OverflowError:
+        return math.inf
+
+
+def _log(a: Number) -> Number:
+    return math.log(a) if a > 0 else -math.inf if a == 0 else math.nan
 
 
 def _reciprocal(a: Number) -> Number:
     return _c_div(1.0, a)
+
+
+def _minimum(a: Number, b: Number) -> Number:
+    """NaN wins, as in torch."""
+    return a if a < b or a != a else b
+
+
+def _maximum(a: Number, b: Number) -> Number:
+    return a if a > b or a != a else b
 
 
 def _where(cond: Number, a: Number, b: Number) -> Number:
@@ -60,9 +97,11 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "*": operator.mul,
     "/": _c_div,
     "%": _c_mod,
+    "floorDiv": operator.floordiv,
+    "floorMod": operator.mod,
     "ceilDiv": _ceil_div,
-    "min": min,
-    "max": max,
+    "min": _minimum,
+    "max": _maximum,
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -74,10 +113,10 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "!": operator.not_,
     "neg": operator.neg,
     "abs": abs,
-    "sqrt": math.sqrt,
+    "sqrt": _sqrt,
     "rsqrt": _rsqrt,
-    "exp": math.exp,
-    "log": math.log,
+    "exp": _exp,
+    "log": _log,
     "reciprocal": _reciprocal,
     "pow": _pow,
     "where": _where,

@@ -5,34 +5,34 @@ Use `fuser.ir.scalar`: its constructors keep every scalar simplified.
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from fuser.ir.dtypes import DataType, category, dtype_of_python
 
 Number = bool | int | float
-Key = tuple[object, ...]
+# The ends of a range of integers; the only floats are -inf and inf.
+Interval = tuple[int | float, int | float]
+_S = TypeVar("_S", bound="Scalar")
 
 
 class Scalar:
-    """Base of all scalars; immutable, compared by structure."""
+    """Base of all scalars; immutable. Equal scalars are one object, so `==` and hashing are those
+    of `object`, whatever the depth."""
 
-    __slots__ = ("_hash", "dtype", "key")
+    __slots__ = ("__weakref__", "depth", "dtype", "interval", "order", "symbols")
     dtype: DataType
-    key: Key
-
-    def __init__(self, dtype: DataType, key: Key) -> None:
-        self.dtype = dtype
-        self.key = key
-        self._hash = hash(key)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Scalar) and self.key == other.key)
-
-    def __hash__(self) -> int:
-        return self._hash
+    # The longest way down to a leaf, which is at depth 0.
+    depth: int
+    # What `fuser.ir.scalar_range` and the walks below have found out; None: not asked yet.
+    interval: Interval | None
+    order: tuple[object, ...] | None
+    symbols: tuple[Symbol, ...] | None
 
     def __str__(self) -> str:
         from fuser.ir.scalar_text import scalar_text
@@ -50,73 +50,191 @@ class Scalar:
         return not isinstance(self, Const)
 
 
+_known: WeakValueDictionary[object, Scalar] = WeakValueDictionary()
+_known_lock = threading.Lock()
+
+
+def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
+    """Return the scalar of this key, and whether it is new (its fields are still to be set)."""
+    found = _known.get(key)
+    if found is not None:
+        return cast(_S, found), False
+    made = object.__new__(cls)
+    made.dtype, made.depth = dtype, depth
+    made.interval = made.order = made.symbols = None
+    return made, True
+
+
+def _published(made: _S, key: object) -> _S:
+    """Make a finished scalar known; another thread's equal one wins."""
+    with _known_lock:
+        return cast(_S, _known.setdefault(key, made))
+
+
 class Const(Scalar):
     """A literal."""
 
     __slots__ = ("value",)
+    value: Number
 
-    def __init__(self, value: Number, dtype: DataType) -> None:
+    def __new__(cls, value: Number, dtype: DataType) -> Const:
         kind = category(dtype)
-        self.value: Number = (
-            bool(value) if kind == "bool" else int(value) if kind == "int" else float(value)
-        )
+        value = bool(value) if kind == "bool" else int(value) if kind == "int" else float(value)
         # repr() separates 0.0 from -0.0 and lets nan equal itself.
-        super().__init__(dtype, ("const", dtype.name, repr(self.value)))
+        key = (Const, dtype, value if kind == "int" else repr(value))
+        made, is_new = _interned(cls, key, dtype)
+        if not is_new:
+            return made
+        made.value = value
+        return _published(made, key)
 
 
 class Symbol(Scalar):
-    """A named value. With `extent` it is an index: 0 <= symbol < extent."""
+    """A named value in [lo, hi]; None: unbounded.
 
-    __slots__ = ("extent", "name")
+    The range is part of the identity: two symbols of one name and different ranges are two values.
+    A tighter range is another symbol, put in the place of this one by `substitute`.
+    """
 
-    def __init__(self, name: str, dtype: DataType, *, extent: Scalar | None = None) -> None:
-        self.name = name
-        self.extent = extent
-        # The extent is part of the identity: simplifications that rely on it are cached.
-        super().__init__(
-            dtype, ("sym", _natural(name), dtype.name, None if extent is None else extent.key)
-        )
+    __slots__ = ("hi", "lo", "name")
+    name: str
+    lo: int | None
+    hi: Scalar | None
+
+    def __new__(
+        cls, name: str, dtype: DataType, *, lo: int | None = None, hi: Scalar | int | None = None
+    ) -> Symbol:
+        hi = const(hi) if isinstance(hi, int) else hi
+        key = (Symbol, name, dtype, lo, hi)
+        made, is_new = _interned(cls, key, dtype)
+        if not is_new:
+            return made
+        made.name, made.lo, made.hi = name, lo, hi
+        return _published(made, key)
+
+    @property
+    def is_index(self) -> bool:
+        """Whether this is a position below some extent: of a loop, a thread, a mesh."""
+        return self.hi is not None
+
+    def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
+        """Return the symbol of the same name and dtype with another range."""
+        return Symbol(self.name, self.dtype, lo=lo, hi=hi)
 
 
 class Apply(Scalar):
-    """An op on scalars that is not polynomial: `//`, `%`, ceilDiv, comparisons, float math."""
+    """An op on scalars that is not polynomial: divisions, ceilDiv, comparisons, float math."""
 
     __slots__ = ("args", "op")
+    args: tuple[Scalar, ...]
+    op: str
 
-    def __init__(self, op: str, args: tuple[Scalar, ...], dtype: DataType) -> None:
-        self.op = op
-        self.args = args
-        super().__init__(dtype, ("apply", op, dtype.name, *(a.key for a in args)))
+    def __new__(cls, op: str, args: tuple[Scalar, ...], dtype: DataType) -> Apply:
+        key = (Apply, op, dtype, args)
+        made, is_new = _interned(cls, key, dtype, 1 + max((a.depth for a in args), default=0))
+        if not is_new:
+            return made
+        made.op, made.args = op, args
+        return _published(made, key)
 
 
 Monomial = tuple[Scalar, ...]
+Terms = tuple[tuple[Monomial, int], ...]
 
 
 class Poly(Scalar):
     """An integer polynomial: sorted (monomial, coefficient) terms; () is the constant term."""
 
     __slots__ = ("terms",)
+    terms: Terms
 
-    def __init__(self, terms: tuple[tuple[Monomial, int], ...], dtype: DataType) -> None:
-        self.terms = terms
-        super().__init__(
-            dtype, ("poly", dtype.name, *((tuple(a.key for a in m), c) for m, c in terms))
-        )
+    def __new__(cls, terms: Terms, dtype: DataType) -> Poly:
+        key = (Poly, dtype, terms)
+        depth = 1 + max((a.depth for m, _ in terms for a in m), default=0)
+        made, is_new = _interned(cls, key, dtype, depth)
+        if not is_new:
+            return made
+        made.terms = terms
+        return _published(made, key)
 
 
+# ---------------------------------------------------------------- walks
+def children(x: Scalar) -> tuple[Scalar, ...]:
+    if isinstance(x, Apply):
+        return x.args
+    return tuple(a for m, _ in x.terms for a in m) if isinstance(x, Poly) else ()
+
+
+def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]:
+    """Yield what `x` is made of, each once and children first, down to what is known.
+
+    Chains of thousands of ops are walked without recursion. `is_known` must hold for a scalar once
+    it was yielded.
+    """
+    stack = [x]
+    while stack:
+        top = stack[-1]
+        if is_known(top):
+            stack.pop()
+            continue
+        waiting = [c for c in children(top) if not is_known(c)]
+        if waiting:
+            stack += reversed(waiting)
+        else:
+            yield top
+
+
+def symbols(x: Scalar) -> tuple[Symbol, ...]:
+    """Return the symbols of `x` in order of first appearance, without repeats."""
+    if isinstance(x, Symbol):
+        return (x,)
+    if x.symbols is None:
+        for y in postorder(x, lambda s: s.symbols is not None or isinstance(s, Symbol)):
+            found = (s for c in children(y) for s in ((c,) if isinstance(c, Symbol) else c.symbols))
+            y.symbols = tuple(dict.fromkeys(found))
+    return x.symbols or ()
+
+
+# ---------------------------------------------------------------- the order of a sum's terms
+@lru_cache(maxsize=10_000)
 def _natural(name: str) -> tuple[object, ...]:
     """Split a name so that i2 sorts before i10."""
     return tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in re.split(r"(\d+)", name))
 
 
-def _order(key: object) -> str:
-    return repr(key)
+_ORDER_LENGTH = 400
 
 
-@lru_cache(maxsize=100_000)
-def _sort_key(atom: Scalar) -> tuple[object, ...]:
-    kind = 0 if isinstance(atom, Symbol) else 1
-    return (kind, _natural(atom.name) if isinstance(atom, Symbol) else (), _order(atom.key))
+def _order_text(x: Scalar) -> str:
+    """Return the structure of `x` as text of bounded length; its children's is known."""
+
+    def texts(parts: Iterable[Scalar]) -> str:
+        return ", ".join(str(cast("tuple[object, ...]", p.order)[-1]) for p in parts)
+
+    match x:
+        case Const():
+            return f"('const', '{x.dtype.name}', '{x.value!r}')"
+        case Symbol():
+            text = f"('sym', {_natural(x.name)}, '{x.dtype.name}', {x.lo}, {x.hi})"
+        case Apply():
+            text = f"('apply', '{x.op}', '{x.dtype.name}', {texts(x.args)})"
+        case _:
+            terms = [f"(({texts(m)}), {c})" for m, c in cast(Poly, x).terms]
+            text = f"('poly', '{x.dtype.name}', {', '.join(terms)})"
+    if len(text) <= _ORDER_LENGTH:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return text[: _ORDER_LENGTH - len(digest)] + digest
+
+
+def sort_key(x: Scalar) -> tuple[object, ...]:
+    """Return the place of `x` among the atoms of a sum: symbols by name, then ops by structure."""
+    if x.order is None:
+        for y in postorder(x, lambda s: s.order is not None):
+            is_symbol = isinstance(y, Symbol)
+            y.order = (0 if is_symbol else 1, _natural(y.name) if is_symbol else (), _order_text(y))
+    assert x.order is not None
+    return x.order
 
 
 def const(value: Number, dtype: DataType | None = None) -> Const:
@@ -155,7 +273,7 @@ def terms_of(x: Scalar) -> dict[Monomial, int]:
 
 
 def join_monomials(a: Monomial, b: Monomial) -> Monomial:
-    return tuple(sorted((*a, *b), key=_sort_key)) if a and b else a or b
+    return tuple(sorted((*a, *b), key=sort_key)) if a and b else a or b
 
 
 def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
@@ -178,7 +296,7 @@ def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
             return Const(coef, dtype)
         if coef == 1 and len(mono) == 1:
             return mono[0]
-    ordered = sorted(terms.items(), key=lambda t: (-len(t[0]), [_sort_key(a) for a in t[0]]))
+    ordered = sorted(terms.items(), key=lambda t: (-len(t[0]), [sort_key(a) for a in t[0]]))
     return Poly(tuple(ordered), dtype)
 
 

@@ -21,32 +21,51 @@ def literal_text(value: Number, dtype: DataType) -> str:
     return f"{dtype_text(dtype)}({digits[:-2] if digits.endswith('.0') else digits})"
 
 
-@lru_cache(maxsize=100_000)
+@lru_cache(maxsize=10_000)
 def scalar_text(x: Scalar) -> str:
     """Return nvFuser's inline form: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
-    if isinstance(x, Const):
-        return literal_text(x.value, x.dtype)
-    if isinstance(x, Symbol):
-        return x.name
-    if isinstance(x, Apply):
-        args = [scalar_text(a) for a in x.args]
-        if x.op in _INFIX and len(args) == 2:
-            return f"( {args[0]} {x.op} {args[1]} )"
-        op = x.op.replace("cast:", "cast_")
-        return f"( {op}({', '.join(args)}) )"
-    assert isinstance(x, Poly)
-    parts = [_monomial_text(m, abs(c)) for m, c in x.terms]
-    out = parts[0] if x.terms[0][1] > 0 else f"( 0 - {parts[0]} )"
+    out: list[str] = []
+    stack: list[Scalar | str] = [x]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, str):
+            out.append(top)
+        else:
+            stack += reversed(_pieces(top))
+    return "".join(out)
+
+
+def _pieces(x: Scalar) -> list[Scalar | str]:
+    """Return the text of `x` with its children in place of theirs."""
+    match x:
+        case Const():
+            return [literal_text(x.value, x.dtype)]
+        case Symbol():
+            return [x.name]
+        case Apply(op=op, args=(a, b)) if op in _INFIX:
+            return ["( ", a, f" {op} ", b, " )"]
+        case Apply():
+            args: list[Scalar | str] = [p for a in x.args for p in (", ", a)]
+            return ["( ", x.op.replace("cast:", "cast_"), "(", *args[1:], ") )"]
+        case Poly():
+            return _sum_pieces(x)
+        case _:
+            raise AssertionError(f"no text for a {type(x).__name__}")
+
+
+def _sum_pieces(x: Poly) -> list[Scalar | str]:
+    parts = [_product_pieces(m, abs(c)) for m, c in x.terms]
+    out = parts[0] if x.terms[0][1] > 0 else ["( 0 - ", *parts[0], " )"]
     for (_, coef), part in zip(x.terms[1:], parts[1:], strict=True):
-        out = f"( {out} {'+' if coef > 0 else '-'} {part} )"
+        out = ["( ", *out, " + " if coef > 0 else " - ", *part, " )"]
     return out
 
 
-def _monomial_text(mono: Monomial, coef: int) -> str:
-    factors = [scalar_text(a) for a in mono]
+def _product_pieces(mono: Monomial, coef: int) -> list[Scalar | str]:
+    factors: list[Scalar | str] = list(mono)
     if coef != 1 or not factors:
         factors.append(str(coef))
-    out = factors[0]
+    out = factors[:1]
     for f in factors[1:]:
-        out = f"( {out} * {f} )"
+        out = ["( ", *out, " * ", f, " )"]
     return out

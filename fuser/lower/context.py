@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split, Transform
-from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.lower.index import Indexer, partial_splits
@@ -55,7 +54,7 @@ class Assumptions:
 
 
 def quotient_symbol(symbol: Symbol, by: int) -> Symbol:
-    return Symbol(f"{symbol.name}_div{by}", DataType.Index)
+    return sc.name_for(f"{symbol.name}_div{by}", sc.ceildiv(symbol, by))
 
 
 @dataclass

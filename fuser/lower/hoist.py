@@ -53,7 +53,7 @@ class Parameters:
             else:
                 name = f"s{self.composite}"
                 self.composite += 1
-            found = self.by_value[key] = Symbol(name, dtype)
+            found = self.by_value[key] = sc.name_for(name, value, dtype)
         return found
 
 
@@ -130,7 +130,7 @@ class Hoister:
         return self._let(rebuilt, max(self._level(a) for a in args))
 
     def _symbol(self, x: Symbol) -> Symbol:
-        if x.extent is not None or x in self._levels:
+        if x.is_index or x in self._levels:
             return x
         return self.parameters.symbol(x, x.dtype)
 
@@ -158,7 +158,7 @@ class Hoister:
         frame = self._frames[level]
         found = frame.known.get(value)
         if found is None:
-            found = frame.known[value] = Symbol(f"h{self._names}", DataType.Index)
+            found = frame.known[value] = sc.name_for(f"h{self._names}", value)
             self._names += 1
             self._levels[found] = level
             frame.lets.append(Let(found, value))

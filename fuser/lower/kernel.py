@@ -91,7 +91,7 @@ class LoweredKernel:
 
 def stride_symbol(tv: TensorView, axis: int) -> Symbol:
     """Return the symbol of the stride of a non-contiguous axis: `T0_s1`."""
-    return Symbol(f"T{tv.number}_s{axis}", DataType.Index)
+    return Symbol(f"T{tv.number}_s{axis}", DataType.Index, lo=0)
 
 
 # ------------------------------------------------------------------ values

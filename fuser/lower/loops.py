@@ -16,10 +16,9 @@ from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LoadStoreOp, ReductionOp, TensorOp, WelfordOp
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType
 
@@ -420,9 +419,9 @@ def _assign_symbols(nesting: Nesting) -> None:
                 continue
             if loop.is_parallel:
                 extent = nesting.extents[loop.ptype]
-                loop.symbol = Symbol(COORDINATES[loop.ptype], DataType.Index, extent=extent)
+                loop.symbol = sc.index(COORDINATES[loop.ptype], extent)
             else:
-                loop.symbol = Symbol(f"k{len(numbered)}", DataType.Index, extent=loop.extent)
+                loop.symbol = sc.index(f"k{len(numbered)}", loop.extent)
                 numbered[loop] = None
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType
 from fuser.ir.nodes import PadOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
@@ -87,7 +86,7 @@ def writer_predicate(
         extent = ctx.nesting.extents.get(ptype, sc.ONE)
         if ptype in used or ptype in by_flag or sc.int_value(extent) == 1:
             continue
-        extra.append(sc.eq(Symbol(COORDINATES[ptype], DataType.Index, extent=extent), 0))
+        extra.append(sc.eq(sc.index(COORDINATES[ptype], extent), 0))
     flags = tuple(dict.fromkeys(ctx.done_flags[s] for s in finished))
     if len(flags) > 1:
         names = " and ".join(str(s.tv) for s in finished)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import INFO, DataType, is_floating
-from fuser.ir.scalar import Apply, Scalar, Symbol
+from fuser.ir.scalar import Apply, Scalar
 from fuser.lower.kernel import (
     Accumulate,
     AccumulateBlock,
@@ -155,8 +155,8 @@ def _in_blocks(loop: For, step: Accumulate) -> list[Statement]:
     if not isinstance(target, Var):
         return [loop]
     name = loop.symbol.name
-    chunk = Symbol(f"{name}_block", DataType.Index, extent=sc.ceildiv(loop.extent, BLOCK))
-    lane = Symbol(f"{name}_lane", DataType.Index, extent=sc.const(BLOCK))
+    chunk = sc.index(f"{name}_block", sc.ceildiv(loop.extent, BLOCK))
+    lane = sc.index(f"{name}_lane", BLOCK)
     count = sc.minimum(BLOCK, sc.sub(loop.extent, sc.mul(chunk, BLOCK)))
     index: dict[Scalar, Scalar] = {loop.symbol: sc.add(sc.mul(chunk, BLOCK), lane)}
 

@@ -7,7 +7,8 @@ import math
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.scalar import Apply, Monomial, Poly, Scalar, Symbol
+from fuser.ir.scalar import Apply, Poly, Scalar, Symbol
+from fuser.ir.scalar_nodes import Monomial
 from fuser.ir.tensor import TensorView
 from fuser.lower.context import Context
 from fuser.lower.loops import Stage
@@ -46,7 +47,7 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
     for mono, coef in _terms(base):
         if coef % width == 0:
             continue
-        sizes = [a for a in mono if isinstance(a, Symbol) and a.extent is None]
+        sizes = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
         if len(sizes) > 1:
             # Any of the sizes may bring the factors of two, so their product is tested.
             size = sc.product([math.gcd(coef, width), *sizes])
@@ -70,7 +71,7 @@ def _terms(x: Scalar) -> list[tuple[Monomial, int]]:
 
 def _size_in(mono: Monomial) -> Symbol | None:
     """Return the innermost size or stride of a product that no loop changes."""
-    found = [a for a in mono if isinstance(a, Symbol) and a.extent is None]
+    found = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
     return found[-1] if found else None
 
 
@@ -80,7 +81,7 @@ def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
 
     def visit(y: Scalar) -> None:
         if isinstance(y, Apply) and y.op in ("/", "%") and v in sc.symbols(y.args[0]):
-            found.update(dict.fromkeys(s for s in sc.symbols(y.args[1]) if s.extent is None))
+            found.update(dict.fromkeys(s for s in sc.symbols(y.args[1]) if not s.is_index))
         for child in sc.children(y):
             visit(child)
 

@@ -131,7 +131,7 @@ def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
 def _make_axes(shape: Sequence[int], flags: Contiguity) -> list[IterDomain]:
     """Create the extents of all axes, then the axes (so that scalars are numbered first)."""
     fusion = active_fusion()
-    sizes: list[Scalar] = [fusion.new_symbol() if s == -1 else sc.const(s) for s in shape]
+    sizes: list[Scalar] = [fusion.new_extent() if s == -1 else sc.const(s) for s in shape]
     axes: list[IterDomain] = []
     for s, size, flag in zip(shape, sizes, flags, strict=True):
         if flag is not None:

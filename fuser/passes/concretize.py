@@ -2,7 +2,8 @@
 
 Before: reshapes that could not be compared symbolically have `?` axes, and any extent may be 0.
 After: no axis is `?`, the extents of one class are one scalar, and a tensor without elements (or a
-reduction over none) is a `full`. Every later stage relies on it.
+reduction over none) is a `full`. An extent of 0 is the constant 0, the symbol of any other is at
+least 1, wherever it stands. Every later stage relies on it.
 
     T1[?S2{i1}, ?S3{i2}] = reshape( T0[iS0{i0}] )       sizes i0=12, i1=3, i2=4
     T1[iS2{i1}rf, iS3{i2}rf] = reshape( T0[iS0{i0}] )   Split: iS4{i0} by factor i2 -> iS2, iS3
@@ -83,7 +84,10 @@ def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Num
 
 
 def _empty_extents(fusion: Fusion, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
-    """Yield the symbolic extents that are 0, each once, in program order."""
+    """Yield the symbolic extents that are 0, each once, in program order.
+
+    Raises `InputError` for an extent below 0.
+    """
     seen: set[Scalar] = set()
     for tv in _used_tensors(fusion):
         for axis in tv.domain.logical:
@@ -91,7 +95,13 @@ def _empty_extents(fusion: Fusion, values: Mapping[Symbol, Number]) -> Iterator[
             if size in seen or sc.int_value(size) is not None:
                 continue
             seen.add(size)
-            if size_of(size, values) == 0:
+            found = size_of(size, values)
+            if found < 0:
+                op = fusion.definition(tv)
+                raise InputError(
+                    f"{tv}: the extent {size} is {found} for these inputs{_at(op) if op else ''}"
+                )
+            if found == 0:
                 yield size
 
 
@@ -145,27 +155,56 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 # ------------------------------------------------------------------ extents
 def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> None:
     """Rewrite every extent and scalar operand over class representatives; empty ones become 0."""
+    known = _decided(fusion, values.get)
     memo: dict[Scalar, Scalar] = {}
-    zeros: dict[Scalar, Scalar] = {
-        s: sc.ZERO for s in _empty_extents(fusion, values) if isinstance(s, Symbol)
-    }
 
     def extent(x: Scalar) -> Scalar:
         if x not in memo:
             is_empty = sc.symbols(x) and size_of(x, values) == 0
-            memo[x] = sc.ZERO if is_empty else sc.substitute(fusion.canonical(x), zeros)
+            memo[x] = sc.ZERO if is_empty else sc.substitute(fusion.canonical(x), known)
         return memo[x]
 
+    def operand(v: Scalar) -> Scalar:
+        return memo[v] if v in memo else sc.substitute(fusion.canonical(v), known)
+
+    _rewrite(fusion, extent, operand, known)
+
+
+def refine_extents(fusion: Fusion) -> None:
+    """State that no extent of `fusion` is 0, for a fusion that is not concretized.
+
+    Its kernels run where that holds.
+    """
+    known = _decided(fusion, lambda _: None)
+    _rewrite(fusion, *[lambda x: sc.substitute(fusion.canonical(x), known)] * 2, known)
+
+
+def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
+    """Return what replaces the symbols that are extents: 0, or a symbol that is at least 1."""
+    extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.all_axes()}
+    extents.update({x: None for pair in fusion.equal_extents() for x in pair})
+    known: dict[Scalar, Scalar] = {}
+    for x in extents:
+        if isinstance(x, Symbol):
+            known[x] = sc.ZERO if value(x) == 0 else x.with_range(lo=max(x.lo or 0, 1))
+    return known
+
+
+def _rewrite(
+    fusion: Fusion, extent: ExtentMap, operand: ExtentMap, known: Mapping[Scalar, Scalar]
+) -> None:
+    """Rewrite every scalar of a fusion: extents, operands, inputs and classes."""
     for tv in fusion.tensors():
         tv.domain = _map_extents(tv.domain, extent)
-
-    def operand(v: TensorView | Scalar) -> TensorView | Scalar:
-        if isinstance(v, TensorView):
-            return v
-        return memo[v] if v in memo else sc.substitute(fusion.canonical(v), zeros)
-
-    fusion.exprs = tuple(op.map_values(operand) for op in fusion.exprs)
-    fusion.extents.rewrite(zeros)
+    fusion.exprs = tuple(
+        op.map_values(lambda v: v if isinstance(v, TensorView) else operand(v))
+        for op in fusion.exprs
+    )
+    fusion.inputs = [
+        v if isinstance(v, TensorView) or not isinstance(found := known.get(v), Symbol) else found
+        for v in fusion.inputs
+    ]
+    fusion.extents.rewrite(known)
 
 
 def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:

@@ -198,7 +198,8 @@ class _Segmenter:
         if known is None:
             # Any other view fits any strides; only a later reshape asks for them.
             known = tuple(
-                sc.Symbol(f"stride{source.number}_{i}", sc.ONE.dtype) for i in range(source.ndim)
+                sc.Symbol(f"stride{source.number}_{i}", sc.ONE.dtype, lo=0)
+                for i in range(source.ndim)
             )
         picked = [None if i is None else known[i] for i in e.axis_map(0)]
         if isinstance(e, nodes.LoadStoreOp) and e.out.domain.root:

@@ -37,8 +37,8 @@ def test_literals(value: float, dtype: DataType, text: str) -> None:
 
 
 def test_index_texts_parenthesise() -> None:
-    a, b = (Symbol(n, DataType.Index) for n in "ab")
-    k = Symbol("k", DataType.Index, extent=a)
+    a, b = (Symbol(n, DataType.Index, lo=1) for n in "ab")
+    k = sc.index("k", a)
     assert scalar_text(sc.add(sc.mul(k, 4), 3)) == "4 * k + 3"
     assert scalar_text(sc.sub(k, a)) == "k - a"
     assert scalar_text(sc.sub(0, a)) == "-a"

@@ -19,7 +19,7 @@ N, PART = 3, 4
 
 def _communication(kind: str, red_op: RedOp = "SUM") -> Communication:
     fusion, mesh = Fusion(), DeviceMesh(range(N))
-    axes = [fusion.new_axis(fusion.new_symbol())]
+    axes = [fusion.new_axis(fusion.new_extent())]
     inp, out = (fusion.new_tensor(axes, DataType.Float, mesh=mesh) for _ in range(2))
     op = Communication(
         inp,

@@ -24,7 +24,7 @@ from fuser.ir.verify import domain_problem, verify_fusion
 
 def tensor(fusion: Fusion, *extents: int | None) -> TensorView:
     """Make a Float input; None is a fresh symbol."""
-    sizes = [fusion.new_symbol() if e is None else sc.const(e) for e in extents]
+    sizes = [fusion.new_extent() if e is None else sc.const(e) for e in extents]
     tv = fusion.new_tensor([fusion.new_axis(s) for s in sizes], DataType.Float)
     fusion.add_input(tv)
     return tv
@@ -105,9 +105,7 @@ def test_indices_by_brute_force() -> None:
             else:
                 tv.split(rng.randrange(n), rng.choice([2, 3]), rng.random() < 0.5)
         domain = tv.domain
-        symbols = {
-            a.number: Symbol(f"x{a.number}", DataType.Index, extent=a.extent) for a in domain.loop
-        }
+        symbols = {a.number: sc.index(f"x{a.number}", a.extent) for a in domain.loop}
         back = indices_backward(domain.transforms, symbols)
         points = itertools.product(*(range(int(sc.int_value(a.extent) or 0)) for a in domain.loop))
         covered = set()

@@ -129,9 +129,9 @@ def _apply(tv, move) -> None:
 @given(st.lists(_MOVES, max_size=6), st.integers(1, 3), st.booleans())
 def test_domains_round_trip(moves: list[tuple], rank: int, is_expanded: bool) -> None:
     fusion = Fusion()
-    axes = [fusion.new_axis(fusion.new_symbol()) for _ in range(rank)]
+    axes = [fusion.new_axis(fusion.new_extent()) for _ in range(rank)]
     if is_expanded:
-        axes.append(fusion.new_axis(sc.ONE, nodes.IterType.broadcast, expanded=fusion.new_symbol()))
+        axes.append(fusion.new_axis(sc.ONE, nodes.IterType.broadcast, expanded=fusion.new_extent()))
     tv = fusion.new_tensor(axes, DataType.BFloat16, memory=MemoryType.global_)
     for move in moves:
         _apply(tv, move)
@@ -223,7 +223,7 @@ def _parse_sample(cls: type[Op], text: str, out: DataType, inp: DataType) -> Op 
 def _fusion() -> Fusion:
     """A fusion with every section: aliases, equal extents, an Int scalar, a mesh, duplicates."""
     f = Fusion()
-    n, m = f.new_symbol(), f.new_symbol()
+    n, m = f.new_extent(), f.new_extent()
     x = f.new_tensor([f.new_axis(n), f.new_axis(m)], DataType.Float)
     f.add_input(x)
     scale, shift = f.new_symbol(DataType.Double), f.new_symbol(DataType.Int)
@@ -245,7 +245,7 @@ def _fusion() -> Fusion:
     z.outer_split(0, 2)
     z.axis(0).parallelize(ParallelType.mesh_x)
     z.set_device_mesh([0, 1])
-    f.unify_extents(n, f.new_symbol())
+    f.unify_extents(n, f.new_extent())
     return f
 
 
@@ -260,7 +260,7 @@ def test_a_parsed_fusion_hands_out_fresh_numbers() -> None:
     fusion = parse_fusion(fusion_text(_fusion()))
     taken = {a.number for tv in fusion.tensors() for a in tv.domain.all_axes()}
     assert fusion.next_axis() not in taken
-    assert fusion.new_symbol().name == "i6"
+    assert fusion.new_extent().name == "i6"
     assert fusion.new_tensor([], DataType.Float).number == 4
 
 

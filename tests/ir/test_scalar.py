@@ -16,7 +16,7 @@ INDEX = DataType.Index
 
 
 def symbol(name: str, extent: int | Scalar | None = None) -> Symbol:
-    return Symbol(name, INDEX, extent=None if extent is None else sc.as_scalar(extent))
+    return Symbol(name, INDEX, lo=1) if extent is None else sc.index(name, extent)
 
 
 i0, i1 = symbol("i0"), symbol("i1")

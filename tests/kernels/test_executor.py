@@ -197,7 +197,7 @@ def test_scalar_inputs_may_change_at_every_call() -> None:
     with FusionGuard(fusion):
         scale, shift = fusion.new_symbol(DataType.Double), fusion.new_symbol(DataType.Int)
         fusion.add_input(scale)
-        x = fusion.new_tensor([fusion.new_axis(fusion.new_symbol())], DataType.Float)
+        x = fusion.new_tensor([fusion.new_axis(fusion.new_extent())], DataType.Float)
         fusion.add_input(x)
         fusion.add_input(shift)
         fusion.add_output(ops.add(ops.mul(x, scale), shift))  # pyright: ignore[reportArgumentType]
@@ -213,7 +213,7 @@ def test_an_output_may_be_an_input_in_place() -> None:
     for device in ("cpu", "h200"):
         fusion = Fusion()
         with FusionGuard(fusion):
-            x = fusion.new_tensor([fusion.new_axis(fusion.new_symbol())], DataType.Float)
+            x = fusion.new_tensor([fusion.new_axis(fusion.new_extent())], DataType.Float)
             fusion.add_input(x)
             y = ops.add(x, 1.0)
             assert isinstance(y, TensorView)

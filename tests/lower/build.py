@@ -46,7 +46,7 @@ def new_input(
     axes = [
         fusion.new_axis(sc.ONE, IterType.broadcast)
         if n == 1
-        else fusion.new_axis(fusion.new_symbol() if n < 0 else sc.const(n))
+        else fusion.new_axis(fusion.new_extent(lo=1) if n < 0 else sc.const(n))
         for n in shape
     ]
     allocation = tuple(axes[k] for k in order) if order is not None else ()

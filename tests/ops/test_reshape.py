@@ -117,7 +117,7 @@ def test_symbolic_shapes_map_every_element_after_concretization(count: int) -> N
         with FusionGuard(fusion):
             x = define_tensor([-1] * len(shapes[0]))
             fusion.add_input(x)
-            sizes = [fusion.new_symbol() for _ in shapes[1]]
+            sizes = [fusion.new_extent() for _ in shapes[1]]
             for s in sizes:
                 fusion.add_input(s)
             fusion.add_output(ops.reshape(x, sizes))

@@ -31,7 +31,7 @@ def new_input(
     axes = [
         fusion.new_axis(sc.ONE, IterType.broadcast)
         if n == 1
-        else fusion.new_axis(fusion.new_symbol() if n is None else sc.const(n))
+        else fusion.new_axis(fusion.new_extent(lo=1) if n is None else sc.const(n))
         for n in shape
     ]
     domain = TensorDomain(tuple(axes), tuple(axes), contiguity=contiguity_for(axes, contiguous))
