@@ -10,7 +10,7 @@ from fuser.ir.core import Op
 from fuser.ir.cursor import Cursor
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.parse import Attribute, Parser, parse_fusion_at
+from fuser.ir.parse import Attribute, Parser, concretized_bounds, parse_fusion_at
 from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup
@@ -33,7 +33,8 @@ def parse(text: str) -> HostIrContainer:
     cursor = Cursor(text, end=headers[0].start() if headers else None)
     values = Fusion()
     ops = (*tensor_op_classes(), *HOST_OPS)
-    parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES)
+    bounds = concretized_bounds(text)
+    parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES, bounds=bounds)
     parser.declarations()
     program = _program(parser, values)
     parser.relations()
@@ -44,7 +45,7 @@ def parse(text: str) -> HostIrContainer:
         number = int(header[1])
         if number in groups:
             raise cursor.fail(f"kernel group {number} appears twice", header.start())
-        fusion = parse_fusion_at(Cursor(text, header.end(), end))
+        fusion = parse_fusion_at(Cursor(text, header.end(), end), bounds)
         groups[number] = KernelGroup(number, fusion, header[2])
     return HostIrContainer(values, program, groups)
 

@@ -21,7 +21,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.options import Settings
 from fuser.passes import fusion_passes
-from fuser.passes.concretize import concretize
+from fuser.passes.concretize import concretize, refined_sizes
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
 from hostir.bind import InputBinder
@@ -141,7 +141,7 @@ class FusionExecutorCache:
         if runtime is None:
             runtime = self._build(input_class, communicator, where, settings)
             self._by_class[key] = runtime
-        sharding.check_divisible(runtime.segmented.fusion, sizes)
+        sharding.check_divisible(runtime.segmented.fusion, refined_sizes(sizes))
         runtime.evaluator.prepare(inputs)
         # Ranks that run with different options disagree, as with different programs.
         parts = (f"// options: {settings}", self._text, runtime.communications)

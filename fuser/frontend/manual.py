@@ -12,6 +12,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
 from fuser.kernels.executor import KernelExecutor
+from fuser.passes.concretize import refine_extents
 from hostir.bind import InputBinder
 
 
@@ -27,8 +28,9 @@ class ManualKernel:
             raise UnsupportedError("manual_execute: meshes and aliased outputs are for execute()")
         if len(set(fusion.outputs)) != len(fusion.outputs):
             raise DefinitionError("manual_execute: an output was added twice")
-        self._binder = InputBinder(fusion)
         self._fusion, _ = fusion.copy()
+        refine_extents(self._fusion)
+        self._binder = InputBinder(self._fusion)
         self._executor = KernelExecutor(self._fusion, scheduler="user", name="user")
 
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ before, may be written as its bare name `T3`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fuser.errors import FuserError, ParseError
 from fuser.ir import nodes
@@ -25,7 +25,7 @@ from fuser.ir.domain import (
     Transform,
     contiguity_for,
 )
-from fuser.ir.dtypes import FROM_TEXT, INFO
+from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar, Symbol
@@ -58,6 +58,9 @@ _AXIS = re.compile(
     + "|".join(sorted((re.escape(p) for p in PTYPE_FROM_TEXT), key=len, reverse=True))
     + r")(\d+)\{"
 )
+_EXTENT = re.compile(_AXIS.pattern + r"(?:[^{}]* ex )?([A-Za-z_]\w*)\}")
+_EQUAL = re.compile(r"^ +([A-Za-z_]\w*) = ", re.MULTILINE)
+_INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*->", re.DOTALL)
 _SECTION = re.compile(r"^(Aliases|Equal extents|Symbols|TransformPrinter) :[ ]*$", re.MULTILINE)
 
 Attribute = Callable[["Parser"], object]
@@ -73,7 +76,9 @@ class Parser:
         *,
         ops: tuple[type[Op], ...] = (),
         attributes: Mapping[str, Attribute] | None = None,
+        bounds: Mapping[str, int | None] | None = None,
     ) -> None:
+        """`bounds` are the lower bounds of integer symbols by name; others have none."""
         self.cursor = cursor
         self.fusion = fusion
         self.templates = templates_of(ops or tensor_op_classes())
@@ -81,6 +86,7 @@ class Parser:
         self.tensors: dict[int, TensorView] = {}
         self.symbols: dict[str, Symbol] = {}
         self._text_of: dict[int, str] = {}
+        self._bounds = bounds or {}
 
     # ------------------------------------------------------------ scalars
     def scalar(self) -> Scalar:
@@ -123,7 +129,7 @@ class Parser:
         if name in ("true", "false"):
             return sc.const(name == "true")
         if name not in self.symbols:
-            self.symbols[name] = Symbol(name, default_dtype(name))
+            self._new_symbol(name, default_dtype(name))
         return self.symbols[name]
 
     def _call(self, op: str, args: list[Scalar]) -> Scalar:
@@ -415,7 +421,11 @@ class Parser:
         text = self.cursor.expect(_WORD, "a dtype")[0]
         if text not in FROM_TEXT:
             raise self.cursor.fail(f"unknown dtype {text}")
-        self.symbols[name] = Symbol(name, FROM_TEXT[text])
+        self._new_symbol(name, FROM_TEXT[text])
+
+    def _new_symbol(self, name: str, dtype: DataType) -> None:
+        low = self._bounds.get(name) if category(dtype) == "int" else None
+        self.symbols[name] = Symbol(name, dtype, lo=low)
 
     def _alias(self) -> None:
         out = self.tensor()
@@ -467,13 +477,13 @@ def parse_scalar(text: str) -> Scalar:
 
 def parse_fusion(text: str) -> Fusion:
     """Read what `fusion_text` (or `print_math`, for plain domains) prints. Raises `ParseError`."""
-    return parse_fusion_at(Cursor(text))
+    return parse_fusion_at(Cursor(text), _bounds(text, _scalar_inputs(text), extent=0))
 
 
-def parse_fusion_at(cursor: Cursor) -> Fusion:
-    """Read the fusion that [pos, end) of the cursor holds."""
+def parse_fusion_at(cursor: Cursor, bounds: Mapping[str, int | None]) -> Fusion:
+    """Read the fusion that [pos, end) of the cursor holds; `bounds` as of `Parser`."""
     fusion = Fusion()
-    parser = Parser(cursor, fusion)
+    parser = Parser(cursor, fusion, bounds=bounds)
     parser.declarations()
     parser.math()
     parser.relations()
@@ -483,6 +493,27 @@ def parse_fusion_at(cursor: Cursor) -> Fusion:
         raise cursor.fail("expected a section or the end")
     cursor.pos = cursor.end
     return fusion
+
+
+def concretized_bounds(text: str) -> dict[str, int | None]:
+    """Return the lower bounds of the symbols in a concretized program's text.
+
+    No extent is 0 there, also where it is a scalar input; other scalar inputs are unbounded.
+    """
+    extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
+    unbounded = [name for name in _scalar_inputs(text) if name not in extents]
+    return _bounds(text, unbounded, extent=1)
+
+
+def _bounds(text: str, unbounded: Iterable[str], *, extent: int) -> dict[str, int | None]:
+    return {**dict.fromkeys(_NAME.findall(text), extent), **dict.fromkeys(unbounded)}
+
+
+def _scalar_inputs(text: str) -> list[str]:
+    """Return the names among the inputs of a fusion or a host program that are no tensors."""
+    found = _INPUTS.search(text)
+    inputs = re.sub(r"\[[^\]]*\]", "", found[1] or found[2] or "") if found else ""
+    return _NAME.findall(inputs)
 
 
 def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:

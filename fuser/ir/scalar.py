@@ -22,12 +22,15 @@ from fuser.ir.scalar_algebra import (
     add_terms,
     ceil_divide,
     divide,
-    extremum,
     has_index,
     is_less,
     is_nonnegative,
+    larger,
     multiply,
+    negate,
     remainder,
+    smaller,
+    subtract,
 )
 from fuser.ir.scalar_compute import COMPUTE
 from fuser.ir.scalar_nodes import (
@@ -247,17 +250,17 @@ def apply(op: str, *args: ScalarLike) -> Scalar:
 
 _INT_FORMS: dict[str, Callable[..., Scalar]] = {
     "+": add_terms,
-    "-": lambda a, b: add_terms(a, b, -1),
+    "-": subtract,
     "*": multiply,
     "/": truncdiv,
     "%": truncmod,
     "floorDiv": floordiv,
     "floorMod": mod,
     "ceilDiv": ceildiv,
-    "min": lambda a, b: extremum("min", a, b),
-    "max": lambda a, b: extremum("max", a, b),
+    "min": smaller,
+    "max": larger,
     "abs": absolute,
-    "neg": lambda a: multiply(a, Const(-1, a.dtype)),
+    "neg": negate,
 }
 
 
@@ -309,10 +312,28 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
     """
     if x.depth <= _SHALLOW:
         return _evaluate(x, values)
-    done: dict[Scalar, Number] = {}
+    # Both values of a `where` are computed: an error counts only when it reaches the result.
+    done: dict[Scalar, Number | InputError] = {}
     for y in postorder(x, done.__contains__):
-        done[y] = _value(y, values, [done[c] for c in children(y)])
-    return done[x]
+        try:
+            done[y] = _value(y, values, [_defined(done[c]) for c in _relevant(y, done)])
+        except InputError as error:
+            done[y] = error
+    return _defined(done[x])
+
+
+def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
+    """Return what the value of `x` depends on."""
+    if isinstance(x, Apply) and x.op == "where":
+        cond, a, b = x.args
+        return (cond, *((a, a) if done[cond] else (b, b)))
+    return children(x)
+
+
+def _defined(value: Number | InputError) -> Number:
+    if isinstance(value, InputError):
+        raise value
+    return value
 
 
 def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
@@ -320,6 +341,8 @@ def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
         return x.value
     if isinstance(x, Symbol):
         return values[x]
+    if isinstance(x, Apply) and x.op == "where":
+        return _evaluate(x.args[1 if _evaluate(x.args[0], values) else 2], values)
     return _value(x, values, [_evaluate(c, values) for c in children(x)])
 
 

@@ -57,11 +57,11 @@ def multiply(a: Scalar, b: Scalar) -> Scalar:
     return from_terms(_recombine(terms), int_dtype(a, b))
 
 
-def _sub(a: Scalar, b: ScalarLike) -> Scalar:
-    return add_terms(a, as_scalar(b), -1)
+def subtract(a: Scalar, b: Scalar) -> Scalar:
+    return add_terms(a, b, -1)
 
 
-def _negated(x: Scalar) -> Scalar:
+def negate(x: Scalar) -> Scalar:
     return multiply(x, Const(-1, x.dtype))
 
 
@@ -149,7 +149,7 @@ def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
     if has_index(b):
         return None
     if atom.op in _DIVISION_OF:
-        return _sub(b, 1) if largest else ZERO
+        return subtract(b, ONE) if largest else ZERO
     end = _extreme(x, largest=largest)
     if end is None:
         return None
@@ -169,12 +169,12 @@ def is_nonnegative(x: ScalarLike) -> bool:
 
 def is_less(a: ScalarLike, b: ScalarLike) -> bool:
     """Return whether a < b is provable."""
-    return is_nonnegative(_sub(_sub(as_scalar(b), as_scalar(a)), 1))
+    return is_nonnegative(subtract(subtract(as_scalar(b), as_scalar(a)), ONE))
 
 
 def _is_smaller(a: Scalar, b: Scalar) -> bool:
     """Return whether -b < a < b is provable."""
-    return is_less(a, b) and is_less(_negated(a), b)
+    return is_less(a, b) and is_less(negate(a), b)
 
 
 # ---------------------------------------------------------------- division
@@ -327,13 +327,20 @@ def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
 
 
 # ---------------------------------------------------------------- extrema
-def extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
-    """Return the `min` or `max`."""
+def smaller(a: Scalar, b: Scalar) -> Scalar:
+    return _extremum("min", a, b)
+
+
+def larger(a: Scalar, b: Scalar) -> Scalar:
+    return _extremum("max", a, b)
+
+
+def _extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
     if a == b:
         return a
-    if is_nonnegative(_sub(b, a)):
+    if is_nonnegative(subtract(b, a)):
         return a if op == "min" else b
-    if is_nonnegative(_sub(a, b)):
+    if is_nonnegative(subtract(a, b)):
         return b if op == "min" else a
     return Apply(op, (a, b), int_dtype(a, b))
 
@@ -341,5 +348,5 @@ def extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
 def absolute(x: Scalar) -> Scalar:
     if is_nonnegative(x):
         return x
-    minus = _negated(x)
+    minus = negate(x)
     return minus if is_nonnegative(minus) else Apply("abs", (x,), x.dtype)

@@ -43,6 +43,10 @@ def _pow(a: Number, b: Number) -> Number:
         return math.copysign(math.inf, a if b % 2 == 1 else 1) if a == 0 else math.nan
 
 
+def _floor_div(a: Number, b: Number) -> Number:
+    return a // b
+
+
 def _ceil_div(a: Number, b: Number) -> Number:
     return -(-int(a) // int(b))
 
@@ -97,7 +101,7 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "*": operator.mul,
     "/": _c_div,
     "%": _c_mod,
-    "floorDiv": operator.floordiv,
+    "floorDiv": _floor_div,
     "floorMod": operator.mod,
     "ceilDiv": _ceil_div,
     "min": _minimum,

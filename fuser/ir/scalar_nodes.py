@@ -190,8 +190,8 @@ def symbols(x: Scalar) -> tuple[Symbol, ...]:
         return (x,)
     if x.symbols is None:
         for y in postorder(x, lambda s: s.symbols is not None or isinstance(s, Symbol)):
-            found = (s for c in children(y) for s in ((c,) if isinstance(c, Symbol) else c.symbols))
-            y.symbols = tuple(dict.fromkeys(found))
+            # One level: the children's are known.
+            y.symbols = tuple(dict.fromkeys(s for c in children(y) for s in symbols(c)))
     return x.symbols or ()
 
 

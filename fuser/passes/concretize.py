@@ -170,13 +170,26 @@ def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> Non
     _rewrite(fusion, extent, operand, known)
 
 
+def _refined(symbol: Symbol) -> Symbol:
+    return symbol.with_range(lo=max(symbol.lo or 0, 1))
+
+
+def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
+    """Return `sizes` with those of the symbols that `concretize` puts in the place of extents."""
+    return {**sizes, **{_refined(s): n for s, n in sizes.items() if n > 0}}
+
+
 def refine_extents(fusion: Fusion) -> None:
     """State that no extent of `fusion` is 0, for a fusion that is not concretized.
 
     Its kernels run where that holds.
     """
     known = _decided(fusion, lambda _: None)
-    _rewrite(fusion, *[lambda x: sc.substitute(fusion.canonical(x), known)] * 2, known)
+
+    def refined(x: Scalar) -> Scalar:
+        return sc.substitute(fusion.canonical(x), known)
+
+    _rewrite(fusion, refined, refined, known)
 
 
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
@@ -186,7 +199,7 @@ def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[S
     known: dict[Scalar, Scalar] = {}
     for x in extents:
         if isinstance(x, Symbol):
-            known[x] = sc.ZERO if value(x) == 0 else x.with_range(lo=max(x.lo or 0, 1))
+            known[x] = sc.ZERO if value(x) == 0 else _refined(x)
     return known
 
 

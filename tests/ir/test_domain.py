@@ -15,7 +15,6 @@ from fuser.ir.domain import indices_backward, indices_forward
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
 from fuser.ir.types import IterType, ParallelType

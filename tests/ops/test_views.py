@@ -19,7 +19,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_scalar, define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion, evaluate_into
-from fuser.passes.concretize import concretize
+from fuser.passes.concretize import concretize, refined_sizes
 
 D = DataType
 
@@ -45,6 +45,7 @@ def run(
     verify_fusion(fusion)
     values = bind_inputs(fusion, inputs)
     concrete, _ = concretize(fusion, values)  # pyright: ignore[reportArgumentType]
+    values = refined_sizes(values)  # pyright: ignore[reportArgumentType]
     return concrete, evaluate_fusion(concrete, inputs, dtype=torch.float64, values=values)
 
 
@@ -159,6 +160,7 @@ def test_slice_with_scalar_bounds() -> None:
         inputs = [data, a, b]
         values = bind_inputs(fusion, inputs)
         concrete, _ = concretize(fusion, values)  # pyright: ignore[reportArgumentType]
+        values = refined_sizes(values)  # pyright: ignore[reportArgumentType]
         (out,) = evaluate_fusion(concrete, inputs, values=values)
         torch.testing.assert_close(out, data[a:b])
 
