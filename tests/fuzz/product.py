@@ -1,0 +1,92 @@
+"""What the fuzzers need of the product beyond its API: schedules of another device, checked mode,
+and one compiler process for the kernels of many programs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fuser.runtime import executor, kernel
+from fuser.runtime.device import H200
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a program runs: whose schedules, with checks or without, and on which device."""
+
+    schedules: str = "cpu"
+    checked: bool = False
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return "+".join(
+            [
+                self.schedules,
+                *(["checked"] if self.checked else []),
+                *([self.device] * (self.device != "cpu")),
+            ]
+        )
+
+
+@contextmanager
+def schedules(name: str, *, checked: bool = False) -> Generator[None]:
+    """Run kernels with the schedules of a described device (`cpu`: its own)."""
+    original = executor.KernelExecutor.__init__
+    described = H200 if name == "h200" else None
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["checked"] = kwargs.get("checked") or checked
+        kwargs["device"] = kwargs.get("device") or described
+        original(self, *args, **kwargs)
+
+    executor.KernelExecutor.__init__ = patched
+    try:
+        yield
+    finally:
+        executor.KernelExecutor.__init__ = original
+
+
+class _Postponed(BaseException):
+    """Ends a run at the point where it would have called the compiler."""
+
+
+@contextmanager
+def collecting(sources: list[tuple[Any, bool]]) -> Generator[None]:
+    """Note the kernels that a run asks for, and end the run there by raising `_Postponed`."""
+    original = kernel.compile_kernels
+
+    def postpone(wanted: Sequence[Any], device: Any, *, checked: bool = False) -> Any:
+        sources.extend((source, checked) for source in wanted)
+        raise _Postponed
+
+    users = [m for m in list(sys.modules.values()) if vars(m).get("compile_kernels") is original]
+    for module in users:
+        setattr(module, "compile_kernels", postpone)  # noqa: B010
+    try:
+        yield
+    except _Postponed:
+        pass
+    finally:
+        for module in users:
+            setattr(module, "compile_kernels", original)  # noqa: B010
+
+
+def compile_all(sources: Sequence[tuple[Any, bool]], device: str) -> None:
+    """Compile kernels together; one that is refused does not keep the others."""
+    for checked in (False, True):
+        wanted = [s for s, c in sources if c is checked]
+        if not wanted:
+            continue
+        try:
+            kernel.compile_kernels(wanted, device, checked=checked)
+        except Exception:
+            # The program that owns the refused kernel meets the error again when it runs.
+            for source in wanted:
+                try:
+                    kernel.compile_kernels([source], device, checked=checked)
+                except Exception:
+                    continue

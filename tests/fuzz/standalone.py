@@ -1,0 +1,112 @@
+"""Writes a failing program as a script of its own: definition, inputs, expected values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.fuzz.oracle import evaluate
+from tests.fuzz.product import Mode
+from tests.fuzz.program import Program, TensorArg, TensorInput, define_text
+from tests.fuzz.table import DTYPES
+from tests.fuzz.values import Val
+
+_HEAD = '''"""{title}
+
+{story}
+Expected values: torch in float64, with the error that rounding allows.
+"""
+
+import sys
+
+import torch
+
+from fuser import DataType, FusionDefinition, ParallelType, multidevice
+{imports}
+nan, inf = float("nan"), float("inf")
+
+'''
+
+
+def _tensor_text(t: torch.Tensor, dtype: str) -> str:
+    return f"torch.tensor({t.flatten().tolist()}, dtype={dtype}).reshape({list(t.shape)})"
+
+
+def _calls_text(program: Program) -> str:
+    lines = ["CALLS = [\n"]
+    for m, call in enumerate(program.calls):
+        env, _ = evaluate(program, m)
+        lines.append("    (\n        [\n")
+        for declared, given in zip(program.inputs, call, strict=True):
+            if isinstance(given, TensorArg):
+                assert isinstance(declared, TensorInput)
+                strides = declared.layout.strides(given.shape)
+                lines.append(
+                    f"            make_tensor({given.shape}, {strides}, {given.offset}, "
+                    f"{DTYPES[declared.dtype].torch}, {given.fill!r}, {given.seed}),\n"
+                )
+            else:
+                lines.append(f"            {given!r},\n")
+        lines.append("        ],\n        [\n")
+        for out in program.outputs:
+            value = env[out.name]
+            assert isinstance(value, Val)
+            lines.append(
+                f"            ({_tensor_text(value.ref, str(value.ref.dtype))},\n"
+                f"             {_tensor_text(value.bound, 'torch.float64')},\n"
+                f"             {DTYPES[value.dtype].torch}),\n"
+            )
+        lines.append("        ],\n    ),\n")
+    return "".join([*lines, "]\n"])
+
+
+_TAIL = """
+
+def check(fd):
+    for number, (inputs, expected) in enumerate(CALLS):
+        results = list(fd.execute(inputs))
+        outs = [inputs[at] if at is not None else results.pop(0) for at in INTO]
+        assert not results, "more outputs than were defined"
+        for out, (value, bound, dtype) in zip(outs, expected):
+            assert out.dtype is dtype and out.shape == value.shape, (out.dtype, out.shape)
+            off = (out.double() - value.double()).abs()
+            same = (out.double() == value) | (out.isnan() & value.double().isnan()) | bound.isinf()
+            if not (same | (off <= bound)).all():
+                print(f"call {number}: got\\n{out}\\nexpected\\n{value}")
+                sys.exit(1)
+    print("as expected")
+
+
+fd = FusionDefinition()
+with fd:
+    define(fd)
+"""
+
+
+def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str:
+    """Return a script that exits with 1 (or as the program did) while the failure is there."""
+    names = [i.name for i in program.inputs]
+    into = [None if o.alias is None else names.index(o.alias) for o in program.outputs]
+    plain = mode.schedules == "cpu" and not mode.checked
+    imports = "" if plain else "from tests.fuzz.product import schedules\n"
+    source = Path(__file__).with_name("tensors.py").read_text()
+    make = source[source.index("_SPECIAL") :]
+    run = (
+        "check(fd)\n"
+        if plain
+        else f"with schedules({mode.schedules!r}, checked={mode.checked}):\n    check(fd)\n"
+    )
+    story = "".join(f"{line}\n" for line in story.replace('"""', "'''").splitlines()[-12:])
+    story = story.replace("\\", "/")
+    return (
+        _HEAD.format(title=title, story=story, imports=imports)
+        + make
+        + "\n\n"
+        + define_text(program)
+        + "\n\n"
+        + _calls_text(program)
+        + f"INTO = {into}\n"
+        + _TAIL
+        + run
+    )

@@ -1,0 +1,170 @@
+"""Values with error bounds: float64 (integers and Bool exactly) beside what may be off.
+
+A value's `bound` is per element: 0 is exact, inf is unknown (not compared, and what follows from it
+is unknown too). An elementwise function is evaluated at the corners of its operands' intervals,
+which is the exact bound where it is monotone in each operand and shows every jump.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.fuzz.table import DTYPES, HALF, Fn
+
+Tensor = torch.Tensor
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Val:
+    """A tensor: `ref` is float64, int64 or bool; `bound` is float64 of the same shape."""
+
+    ref: Tensor
+    bound: Tensor
+    dtype: str
+
+    @property
+    def is_exact(self) -> bool:
+        return not bool(self.bound.any())
+
+    def view(self, fn: Fn) -> Val:
+        """Rearrange the elements."""
+        return Val(fn(self.ref), fn(self.bound), self.dtype)
+
+
+@dataclass(frozen=True)
+class Num:
+    """A scalar."""
+
+    value: int | float | bool
+    dtype: str
+
+
+def exact(ref: Tensor, dtype: str) -> Val:
+    return Val(ref, torch.zeros(ref.shape, dtype=torch.float64), dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return float64, int64 or bool."""
+    if x.dtype is torch.bool:
+        return x
+    return x.double() if x.dtype.is_floating_point else x.long()
+
+
+def nonnan(bound: Tensor) -> Tensor:
+    return torch.nan_to_num(bound, nan=INF, posinf=INF)
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """Return |a - b|: 0 where both are NaN or the same infinity, inf where one is."""
+    if a.dtype is torch.bool:
+        return (a != b).double()
+    gap = (a - b).abs().double()
+    same = (a == b) | ((a != a) & (b != b))
+    return torch.where(same, torch.zeros_like(gap), nonnan(gap))
+
+
+def corners(fn: Fn, vals: Sequence[Val]) -> tuple[Tensor, Tensor]:
+    """Return fn of the reference values and how far it is from that within the bounds."""
+    xs = [v.ref for v in vals]
+    out = fn(*xs)
+    deviation = torch.zeros(out.shape, dtype=torch.float64)
+    choices: list[list[Tensor]] = []
+    for v in vals:
+        if v.is_exact:
+            choices.append([v.ref])
+        elif v.ref.dtype is torch.bool:
+            choices.append([v.ref, torch.where(v.bound > 0, ~v.ref, v.ref)])
+        else:
+            e = v.bound if v.ref.dtype.is_floating_point else v.bound.clamp(max=2.0**40).long()
+            choices.append([v.ref, v.ref - e, v.ref + e])
+    for combination in itertools.islice(itertools.product(*choices), 1, None):
+        deviation = torch.maximum(deviation, difference(fn(*combination), out))
+    for v in vals:
+        if torch.isinf(v.bound).any():
+            deviation = torch.where(torch.isinf(v.bound), INF, deviation)
+    return out, nonnan(deviation)
+
+
+# ------------------------------------------------------------------ rounding
+def round_to(x: Tensor, dtype: str) -> Tensor:
+    return x.to(DTYPES[dtype].torch).double()
+
+
+def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
+    """Round to a floating dtype: exact values to a known one, others within half a unit."""
+    facts = DTYPES[dtype]
+    rounded = round_to(ref, dtype)
+    loose = bound + facts.eps * (ref.abs() + bound) + facts.tiny * facts.eps
+    limit = facts.largest * (1 - 4 * facts.eps)
+    near = torch.isfinite(ref) & ((ref.abs() + loose) > limit)
+    new = torch.where(bound == 0, torch.zeros_like(bound), nonnan(loose))
+    new = torch.where(torch.isinf(ref) | torch.isnan(ref), bound, new)
+    return Val(
+        torch.where(bound == 0, rounded, ref), torch.where(near & (bound > 0), INF, new), dtype
+    )
+
+
+def computed(ref: Tensor, bound: Tensor, dtype: str, ulps: float, scale: Tensor | None) -> Val:
+    """Add the error of one floating operation in `dtype`, of `ulps` units in the last place.
+
+    An operation that rounds correctly (at most 2 units here) on exact operands is exact where its
+    result is representable.
+    """
+    facts = DTYPES[dtype]
+    if not ulps:
+        return overflow(Val(ref, bound, dtype))
+    size = ref.abs() if scale is None else torch.maximum(ref.abs(), scale.abs())
+    unit = facts.eps * (size + bound) + facts.tiny * (facts.eps if ulps < 4 else 1)
+    new = bound + ulps * unit
+    if ulps <= 2:
+        is_exact = (bound == 0) & (round_to(ref, dtype) == ref)
+        new = torch.where(is_exact, torch.zeros_like(new), new)
+    new = torch.where(torch.isinf(ref) | torch.isnan(ref), bound, new)
+    return overflow(Val(ref, nonnan(new), dtype))
+
+
+def overflow(v: Val) -> Val:
+    """Forget values that the dtype can not hold, finite as they are in float64."""
+    facts = DTYPES[v.dtype]
+    if facts.category == "bool":
+        return v
+    size = v.ref.double().abs()
+    beyond = torch.isfinite(size) & (size + v.bound > facts.largest * 0.999)
+    return Val(v.ref, torch.where(beyond, INF, v.bound), v.dtype) if beyond.any() else v
+
+
+def cast(v: Val, dtype: str) -> Val:
+    """Convert as C does: to integers by truncation, to Bool by comparing with 0."""
+    if v.dtype == dtype:
+        return v
+    src, dst = DTYPES[v.dtype].category, DTYPES[dtype].category
+    if dst == "bool":
+        out, dev = corners(lambda x: x != 0, [v])
+        inside = (v.bound > 0) & (v.ref.double().abs() <= v.bound)
+        return Val(out, torch.where(inside, 1.0, dev), dtype)
+    if dst == "float":
+        widened = Val(v.ref.double(), v.bound, dtype)
+        return stored(widened.ref, widened.bound, dtype)
+    if src == "float":
+        safe = torch.nan_to_num(v.ref, nan=0.0, posinf=0.0, neginf=0.0)
+        lost = ~torch.isfinite(v.ref) | (v.ref.abs() > 2.0**53)
+        out, dev = corners(torch.trunc, [Val(torch.where(lost, 0.0, safe), v.bound, v.dtype)])
+        return overflow(Val(out.long(), torch.where(lost, INF, dev), dtype))
+    return overflow(Val(v.ref.long(), v.bound, dtype))
+
+
+def accumulated(total: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str) -> Val:
+    """Add the error of summing `n` numbers whose sizes add up to `sizes`, in any order.
+
+    Rounding errors of a sum are as good as random: they grow with the root of the count.
+    """
+    facts = DTYPES["Float" if dtype in HALF else dtype]
+    depth = min(n, 16 + 6 * n**0.5)
+    return overflow(
+        Val(total, nonnan(bound + depth * facts.eps * sizes + facts.tiny * (sizes > 0)), dtype)
+    )

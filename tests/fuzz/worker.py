@@ -1,0 +1,134 @@
+"""The processes that run programs: each takes seeds from its input and reports what it does.
+
+One line of JSON per event on the descriptor it was given: `at` before anything that may crash or
+hang, `done` after. A batch of programs is lowered first, so that one compiler process serves it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fuzz import sharded, single
+from tests.fuzz.minimise import in_child, minimise
+from tests.fuzz.product import Mode, compile_all
+from tests.fuzz.program import Program
+from tests.fuzz.ranks import run_ranks
+from tests.fuzz.runner import Case, Outcome, collect, run
+from tests.fuzz.standalone import standalone_text
+
+# A worker that has grown this large is replaced by a fresh one.
+MAX_RESIDENT_KB = 4_000_000
+
+
+def modes_of(seed: int, schedules: Sequence[str], device: str) -> list[Mode]:
+    """Return the modes of one seed: every tenth program runs in checked mode."""
+    checked = seed % 10 == 3 and device == "cpu"
+    return [Mode(name, checked, device) for name in schedules]
+
+
+def program_of(kind: str, seed: int) -> Program:
+    return (single if kind == "single" else sharded).generate(seed)
+
+
+def outcome_of(kind: str, case: Case, mode: Mode, fd: Any = None) -> Outcome:
+    return run(case, mode, fd) if kind == "single" else run_ranks(case, mode)
+
+
+class _Reporter:
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "w", buffering=1)
+
+    def send(self, **event: Any) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+
+def serve(kind: str, schedules: Sequence[str], device: str, descriptor: int) -> None:
+    """Run the batches of seeds that arrive on stdin, one line each."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    reporter = _Reporter(descriptor)
+    reporter.send(ready=True)
+    for line in sys.stdin:
+        batch = json.loads(line)
+        if kind == "single":
+            _batch(batch, schedules, device, reporter)
+        else:
+            _one_by_one(batch, schedules, device, reporter)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MAX_RESIDENT_KB
+        reporter.send(idle=True, tired=grown)
+
+
+def _batch(seeds: Iterable[int], schedules: Sequence[str], device: str, to: _Reporter) -> None:
+    work: list[tuple[int, Mode, Case, Any]] = []
+    sources: list[tuple[Any, bool]] = []
+    for seed in seeds:
+        to.send(at=seed, mode="oracle")
+        case = Case.of(program_of("single", seed))
+        for mode in modes_of(seed, schedules, device):
+            to.send(at=seed, mode=str(mode))
+            fd, wanted = collect(case, mode)
+            sources += wanted
+            work.append((seed, mode, case, fd))
+    to.send(at=None, mode="compiler")
+    compile_all(sources, device)
+    for seed, mode, case, fd in work:
+        to.send(at=seed, mode=str(mode))
+        to.send(done=seed, mode=str(mode), **asdict(run(case, mode, fd)))
+
+
+def _one_by_one(seeds: Iterable[int], schedules: Sequence[str], device: str, to: _Reporter) -> None:
+    for seed in seeds:
+        case = Case.of(program_of("sharded", seed))
+        for mode in modes_of(seed, schedules, device):
+            to.send(at=seed, mode=str(mode))
+            to.send(done=seed, mode=str(mode), **asdict(outcome_of("sharded", case, mode)))
+
+
+def mode_named(text: str) -> Mode:
+    words = text.split("+")
+    return Mode(words[0], "checked" in words, "cuda" if "cuda" in words else "cpu")
+
+
+def shrink(kind: str, seed: int, mode_text: str, seconds: float, folder: Path) -> Path:
+    """Minimise the failure of a seed and write the standalone program; returns its path."""
+    mode = mode_named(mode_text)
+    torch.set_num_threads(1)
+
+    def result(program: Program) -> tuple[str, str]:
+        if mode.device == "cuda":
+            out = outcome_of(kind, Case.of(program), mode)
+            return out.kind, out.reason
+
+        def body() -> tuple[str, str]:
+            out = outcome_of(kind, Case.of(program), mode)
+            return out.kind, out.reason
+
+        return in_child(body)
+
+    program = program_of(kind, seed)
+    wanted = result(program)
+    if wanted[0] == "ok" and mode.device == "cpu" and not mode.checked:
+        # What damages memory may die later, or not at all: checked mode sees the access itself.
+        mode = Mode(mode.schedules, True)
+        wanted = result(program)
+    if wanted[0] not in ("ok", "refused") or seconds < 0:
+        program = minimise(program, lambda p: result(p) == wanted, seconds=abs(seconds))
+    title = f"{kind} seed {seed}, {mode}: {wanted[0]} {wanted[1]}"
+    story = ""
+    if wanted[0] not in ("crash", "hang"):
+        # The story of a crash would be told by nobody.
+        story = outcome_of(kind, Case.of(program), mode).detail
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}_{seed}_{mode_text.replace('+', '_')}.py"
+    path.write_text(standalone_text(program, mode, title, story))
+    return path
