@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.fuzz.campaign import Campaign, Failure, summary  # noqa: E402
+from tests.fuzz.campaign import Campaign, Failure, summary
 
 
 def main() -> int:
