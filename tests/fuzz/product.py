@@ -1,5 +1,5 @@
-"""What the fuzzers need of the product beyond its API: schedules of another device, checked mode,
-and one compiler process for the kernels of many programs.
+"""How a program runs; and what the fuzzers need of the product beyond its API: one compiler process
+for the kernels of many programs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fuser.runtime import executor, kernel
-from fuser.runtime.device import H200
+from fuser.runtime import kernel
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,12 @@ class Mode:
     checked: bool = False
     device: str = "cpu"
 
+    @property
+    def options(self) -> list[str]:
+        """The options of `FusionDefinition.execute`."""
+        described = ["schedules_for(h200)"] if self.schedules == "h200" else []
+        return [*described, *(["checked"] if self.checked else [])]
+
     def __str__(self) -> str:
         return "+".join(
             [
@@ -30,24 +35,6 @@ class Mode:
                 *([self.device] * (self.device != "cpu")),
             ]
         )
-
-
-@contextmanager
-def schedules(name: str, *, checked: bool = False) -> Generator[None]:
-    """Run kernels with the schedules of a described device (`cpu`: its own)."""
-    original = executor.KernelExecutor.__init__
-    described = H200 if name == "h200" else None
-
-    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["checked"] = kwargs.get("checked") or checked
-        kwargs["device"] = kwargs.get("device") or described
-        original(self, *args, **kwargs)
-
-    executor.KernelExecutor.__init__ = patched
-    try:
-        yield
-    finally:
-        executor.KernelExecutor.__init__ = original
 
 
 class _Postponed(BaseException):

@@ -22,7 +22,7 @@ from fuser.errors import (
     UnsupportedError,
 )
 from tests.fuzz.oracle import Env, evaluate
-from tests.fuzz.product import Mode, collecting, schedules
+from tests.fuzz.product import Mode, collecting
 from tests.fuzz.program import Program, define_text
 from tests.fuzz.table import DTYPES
 from tests.fuzz.values import Val
@@ -138,8 +138,7 @@ def quietly(fn: Callable[[], Outcome]) -> Outcome:
 
 def run(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Outcome:
     """Define (unless `fd` is given) and run all calls; compare every output."""
-    with schedules(mode.schedules, checked=mode.checked):
-        return quietly(lambda: _run(case, mode, fd))
+    return quietly(lambda: _run(case, mode, fd))
 
 
 def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
@@ -149,7 +148,7 @@ def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
         for m in range(len(case.program.calls)):
             inputs = case.passed(m, mode.device)
             before = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
-            outs = fd.execute(inputs)
+            outs = fd.execute(inputs, _enable_options=mode.options)
             if mode.device != "cpu":
                 torch.cuda.synchronize()
             difference = check_call(case, m, outs, inputs, before)
@@ -203,13 +202,12 @@ def collect(case: Case, mode: Mode) -> tuple[FusionDefinition | None, list[tuple
         for m in range(len(case.program.calls)):
             inputs = case.passed(m, mode.device)
             with contextlib.suppress(Exception), collecting(sources):
-                fd.execute(inputs)
+                fd.execute(inputs, _enable_options=mode.options)
         return Outcome("ok")
 
-    with schedules(mode.schedules, checked=mode.checked):
-        try:
-            fd = define(case.program)
-        except Exception:
-            return None, []
-        quietly(body)
+    try:
+        fd = define(case.program)
+    except Exception:
+        return None, []
+    quietly(body)
     return fd, sources

@@ -23,7 +23,6 @@ import sys
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
-{imports}
 nan, inf = float("nan"), float("inf")
 
 '''
@@ -65,7 +64,7 @@ _TAIL = """
 
 def check(fd):
     for number, (inputs, expected) in enumerate(CALLS):
-        results = list(fd.execute(inputs))
+        results = list(fd.execute(inputs, _enable_options=OPTIONS))
         outs = [inputs[at] if at is not None else results.pop(0) for at in INTO]
         assert not results, "more outputs than were defined"
         for out, (value, bound, dtype) in zip(outs, expected):
@@ -88,25 +87,18 @@ def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str
     """Return a script that exits with 1 (or as the program did) while the failure is there."""
     names = [i.name for i in program.inputs]
     into = [None if o.alias is None else names.index(o.alias) for o in program.outputs]
-    plain = mode.schedules == "cpu" and not mode.checked
-    imports = "" if plain else "from tests.fuzz.product import schedules\n"
     source = Path(__file__).with_name("tensors.py").read_text()
     make = source[source.index("_SPECIAL") :]
-    run = (
-        "check(fd)\n"
-        if plain
-        else f"with schedules({mode.schedules!r}, checked={mode.checked}):\n    check(fd)\n"
-    )
     story = "".join(f"{line}\n" for line in story.replace('"""', "'''").splitlines()[-12:])
     story = story.replace("\\", "/")
     return (
-        _HEAD.format(title=title, story=story, imports=imports)
+        _HEAD.format(title=title, story=story)
         + make
         + "\n\n"
         + define_text(program)
         + "\n\n"
         + _calls_text(program)
         + f"INTO = {into}\n"
+        + f"OPTIONS = {mode.options}\n"
         + _TAIL
-        + run
     )
