@@ -55,6 +55,10 @@ class KernelError(FuserError):
     """A kernel failed while running: a checked-mode finding or a device error."""
 
 
+class ExecutionError(FuserError):
+    """An op of a host program failed while running; the message holds the op and the cause."""
+
+
 class CommunicationError(FuserError):
     """A communication could not be carried out."""
 

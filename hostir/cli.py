@@ -14,10 +14,11 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import category, to_torch
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.options import Settings
 from hostir.bind import Argument
 from hostir.container import HostIrContainer
 from hostir.digest import run_agreed
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import HostIrEvaluator, MakeRunner
 from hostir.parse import parse
 from hostir.verify import verify
 from multidevice.communicator import Communicator
@@ -129,24 +130,40 @@ def random_inputs(
 
 
 def run_simulated(
-    program: HostIrContainer, inputs: Sequence[Argument], *, ranks: int
+    program: HostIrContainer,
+    inputs: Sequence[Argument],
+    *,
+    ranks: int,
+    settings: Settings | None = None,
+    make_runner: MakeRunner | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Run on simulated ranks, each with its shards of the inputs; returns outputs by rank."""
+    """Run on simulated ranks, each with its shards of the inputs; returns outputs by rank.
+
+    `settings` and `make_runner` are those of `HostIrEvaluator`.
+    """
 
     def body() -> list[torch.Tensor]:
         communicator = Communicator.instance()
-        mine = [
-            shard_for_rank(value, declared, communicator.rank())
-            if isinstance(declared, TensorView)
-            and declared.mesh is not None
-            and isinstance(value, torch.Tensor)
-            else value
-            for declared, value in zip(program.inputs, inputs, strict=True)
-        ]
-        return run_agreed(HostIrEvaluator(program, communicator), mine, communicator)
+        mine = shards_of(program, inputs, communicator.rank())
+        evaluator = HostIrEvaluator(
+            program, communicator, settings=settings, make_runner=make_runner
+        )
+        return run_agreed(evaluator, mine, communicator)
 
     with simulate(ranks) as world:
         return world.run(body)
+
+
+def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
+    """Return a rank's local shards of global inputs."""
+    return [
+        shard_for_rank(value, declared, rank)
+        if isinstance(declared, TensorView)
+        and declared.mesh is not None
+        and isinstance(value, torch.Tensor)
+        else value
+        for declared, value in zip(program.inputs, inputs, strict=True)
+    ]
 
 
 COMMANDS = {"print": _print, "verify": _verify, "run": _run}

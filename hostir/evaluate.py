@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser import options
-from fuser.errors import ShardingError
+from fuser.errors import ExecutionError, FuserError, ShardingError
 from fuser.ir.binding import signature_of
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import op_text
 from fuser.options import Settings
 from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder, Values
@@ -109,13 +111,21 @@ HANDLERS: dict[type[Op], Callable[..., None]] = {
 
 
 def carry_out(op: Op, frame: Frame) -> None:
-    """Run one op that concerns this rank."""
-    handler = HANDLERS.get(type(op))
-    if handler is not None:
+    """Run one op that concerns this rank.
+
+    Raises `ExecutionError` naming op and user line where torch refuses it.
+    """
+    handler = HANDLERS.get(type(op), _tensor_op)
+    try:
         handler(op, frame)
-        return
-    assert isinstance(op, TensorOp), f"{op.name} has no handler"
-    _tensor_op(op, frame)
+    except (FuserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # Torch raises errors of every kind, and knows neither the op nor where it was written.
+        raise ExecutionError(
+            f"{op.name} failed ({type(error).__name__}: {error}), user code at "
+            f"{op.where or 'unknown'}:\n{op_text(op)}"
+        ) from error
 
 
 # ------------------------------------------------------------------ the evaluator
@@ -164,7 +174,8 @@ class HostIrEvaluator:
         self._communicator = communicator
         self._rank = communicator.rank() if communicator is not None else 0
         check_devices(program, communicator.size() if communicator is not None else 1)
-        self._sharded = [tv for tv in program.tensors() if any(n > 1 for n in parts(tv))]
+        # Whose local shape may be impossible, which is checked before anything runs.
+        self._sized = [tv for tv in program.tensors() if _is_computed(tv)]
         into = {a.out: a.into for a in program.aliases}
         hidden = {a.out for a in program.aliases if a.hidden}
         updated = [i for a in program.aliases for i, v in enumerate(program.inputs) if v is a.into]
@@ -265,7 +276,7 @@ class HostIrEvaluator:
         device = self._device or _device_of(self.program, inputs)
         values = self._binder.bind(inputs, device)
         frame = Frame(self.program, self._machine(device), values, {})
-        for tv in self._sharded:
+        for tv in self._sized:
             frame.local_shape(tv)
         for declared, given in zip(self.program.inputs, inputs, strict=True):
             if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
@@ -278,6 +289,11 @@ class HostIrEvaluator:
             return self._communicator.backend_for(device)
 
         return Machine(self._rank, device, backend, self.kernel)
+
+
+def _is_computed(tv: TensorView) -> bool:
+    """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
+    return any(n > 1 for n in parts(tv)) or not all(isinstance(x, Symbol) for x in tv.shape())
 
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from fuser.errors import InputError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
@@ -56,7 +57,14 @@ class Frame:
     works: dict[int, Work] = field(default_factory=dict[int, Work])
 
     def number(self, x: Scalar) -> Number:
-        return sc.evaluate(x, self.values)
+        """Return the value of `x`. Raises `InputError` where these inputs give it none."""
+        try:
+            return sc.evaluate(x, self.values)
+        except KeyError as missing:
+            raise InputError(f"{x}: no input binds {missing.args[0]}") from None
+        except (ArithmeticError, ValueError) as error:
+            bound = ", ".join(f"{s} = {self.values[s]}" for s in sc.symbols(x))
+            raise InputError(f"{x} has no value for {bound}: {error}") from None
 
     def operand(self, value: TensorView | Scalar) -> Argument:
         return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
@@ -67,8 +75,15 @@ class Frame:
         return {s: int(v) for s, v in self.values.items() if isinstance(v, int)}
 
     def local_shape(self, tv: TensorView) -> tuple[int, ...]:
-        """Return the sizes of the local shard. Raises `ShardingError` for an indivisible extent."""
-        return local_sizes(tv, [int(self.number(x)) for x in tv.shape()])
+        """Return the sizes of the local shard.
+
+        Raises `ShardingError` for an indivisible extent, `InputError` for a negative one.
+        """
+        sizes = [int(self.number(x)) for x in tv.shape()]
+        for axis, size in enumerate(sizes):
+            if size < 0:
+                raise InputError(f"axis {axis} of {tv} has extent {tv.shape()[axis]} = {size}")
+        return local_sizes(tv, sizes)
 
     def is_mine(self, tv: TensorView) -> bool:
         """Whether this rank holds a part of `tv`."""

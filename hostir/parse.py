@@ -19,7 +19,7 @@ from hostir.post import POST
 from multidevice.backends.protocol import RED_OPS
 from multidevice.communication import TeamOf
 
-_GROUP = re.compile(r"^Kernel group (\d+) \(([^()\n]*)\) :[ ]*$", re.MULTILINE)
+_GROUP = re.compile(r"^Kernel group ([0-9]+) \(([^()\n]*)\) :[ ]*$", re.MULTILINE)
 _TYPE_NAME = re.compile(r"[a-z]\w*")
 
 
@@ -42,7 +42,7 @@ def parse(text: str) -> HostIrContainer:
     groups: dict[int, KernelGroup] = {}
     for i, header in enumerate(headers):
         end = headers[i + 1].start() if i + 1 < len(headers) else None
-        number = int(header[1])
+        number = cursor.number(header, 1)
         if number in groups:
             raise cursor.fail(f"kernel group {number} appears twice", header.start())
         fusion = parse_fusion_at(Cursor(text, header.end(), end), bounds)

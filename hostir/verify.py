@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
-from fuser.ir.scalar import Scalar, symbols
+from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text, program_symbols
 from fuser.ir.types import MemoryType
-from fuser.ir.verify import domain_problem
+from fuser.ir.verify import domain_problem, verify_fusion
 from hostir.container import HostIrContainer
 from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalSlice, Wait
 from hostir.storage import Storage
@@ -51,7 +51,7 @@ def marked(program: HostIrContainer, index: int, *, around: int = 2) -> str:
 def _kind(value: TensorView | Scalar) -> object:
     """Return what a launch and its kernel must agree on."""
     if isinstance(value, TensorView):
-        return (value.dtype(), value.ndim, value.mesh)
+        return (value.dtype(), list(map(str, value.shape())), value.mesh)
     return value.dtype
 
 
@@ -90,18 +90,23 @@ class _Checker:
         for out in self.program.outputs:
             if out not in self.written:
                 raise VerifyError(f"output {out} is never written")
+        for value in self.program.inputs:
+            if isinstance(value, Scalar) and not isinstance(value, Symbol):
+                raise VerifyError(f"the input {value} is no symbol")
         for alias in self.program.aliases:
             if alias.into not in self.program.inputs:
                 raise VerifyError(f"{alias.out} is an alias of {alias.into}, which is no input")
+            if alias.out not in self.program.outputs:
+                raise VerifyError(f"{alias.out}, an alias of {alias.into}, is no output")
         for tv in self.program.tensors():
             problem = domain_problem(tv.domain)
             if problem:
                 raise VerifyError(f"{tv}: {problem}")
-        unbound = [
-            s
-            for s in program_symbols(self.program.values, self.program.tensors(), self.program.ops)
-            if s not in self.bound
-        ]
+        used = list(program_symbols(self.program.values, self.program.tensors(), self.program.ops))
+        for number, group in self.program.groups.items():
+            verify_fusion(group.fusion, after=f"cutting kernel group {number}")
+            used += program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
+        unbound = [s for s in dict.fromkeys(used) if s not in self.bound]
         if unbound:
             raise VerifyError(f"no input binds {', '.join(map(str, unbound))}")
         if self.freed:

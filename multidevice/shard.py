@@ -105,7 +105,7 @@ def _split_sizes(size: int, split: Transform, tv: TensorView) -> tuple[int, int]
     factor = sc.int_value(split.factor)
     if factor is None:
         raise UnsupportedError(f"{tv} is split by the symbolic factor {split.factor}")
-    if size % factor != 0:
+    if factor < 1 or size % factor != 0:
         raise ShardingError(
             f"the extent {size} of {split.inp} of {tv} is not divisible by {factor} "
             f"(device mesh {tv.mesh})"

@@ -10,7 +10,9 @@ from fuser.errors import ParseError
 
 T = TypeVar("T")
 SPACE = re.compile(r"\s+")
-_INT = re.compile(r"-?\d+")
+_INT = re.compile(r"-?[0-9]+")
+# What 64 bits hold: no extent, number or rank of a program is longer.
+MAX_DIGITS = 19
 
 
 class Cursor:
@@ -73,7 +75,14 @@ class Cursor:
         return self.pos >= self.end
 
     def integer(self) -> int:
-        return int(self.expect(_INT, "an integer")[0])
+        return self.number(self.expect(_INT, "an integer"))
+
+    def number(self, found: re.Match[str], group: int = 0) -> int:
+        """Return the integer that a group of a match spells."""
+        digits = found[group].removeprefix("-")
+        if len(digits) > MAX_DIGITS:
+            raise self.fail(f"an integer of {len(digits)} digits", found.start(group))
+        return int(found[group])
 
     def items(self, close: str, item: Callable[[], T]) -> list[T]:
         """Read comma separated items up to and including `close`."""

@@ -515,13 +515,20 @@ class LinearOp(TensorOp):
         yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
 
+    def verify(self) -> None:
+        axes = self.out.domain.maybe_root
+        has_k = bool(axes) and axes[-1].kind is IterType.reduction
+        if len(axes) - has_k != self.x.ndim or self.weight.ndim != 2:
+            raise VerifyError(
+                f"linear of x [*i, k] and weight [n, k] gives [*i, n], not {self.x}, {self.weight} "
+                f"-> {self.out}"
+            )
+
     def axis_map(self, operand_index: int) -> AxisMap:
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         nx = len(self.x.domain.no_reductions)
         leading = nx - 1
-        n_axis = len(axes) - has_k - 1
-        assert n_axis == leading, "linear with batched weights is not declared"
         if operand_index == 0:
             return (*range(leading), None, *([nx - 1] if has_k else []))
         if operand_index == 1:

@@ -14,7 +14,7 @@ from fuser.errors import FuserError, ParseError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.cursor import SPACE, Cursor
+from fuser.ir.cursor import MAX_DIGITS, SPACE, Cursor
 from fuser.ir.domain import (
     IterDomain,
     Merge,
@@ -29,6 +29,7 @@ from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar_compute import ARITY
 from fuser.ir.templates import (
     Template,
     key_of,
@@ -39,9 +40,10 @@ from fuser.ir.templates import (
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import default_dtype, tensor_text, value_text
 from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
+from fuser.ir.verify import derivation_problem
 
-_INT = re.compile(r"-?\d+")
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_INT = re.compile(r"-?[0-9]+")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _WORD = re.compile(r"[^\s,(){}]+")
 _INFIX = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>]")
 _CALL = re.compile(
@@ -51,17 +53,20 @@ _CALL = re.compile(
 )
 _LITERAL = re.compile(r"(double|float|__half|__bfloat)\(([^()\s]*)\)")
 _DTYPES = "|".join(sorted((info.text for info in INFO.values()), key=len, reverse=True))
-_TENSOR = re.compile(rf"T(\d+)_(sym|[gslt])_({_DTYPES})\[")
-_BARE_TENSOR = re.compile(r"T(\d+)(?!\w)")
+_TENSOR = re.compile(rf"T([0-9]+)_(sym|[gslt])_({_DTYPES})\[")
+_BARE_TENSOR = re.compile(r"T([0-9]+)(?!\w)")
 _AXIS = re.compile(
     r"([irb?n])("
     + "|".join(sorted((re.escape(p) for p in PTYPE_FROM_TEXT), key=len, reverse=True))
-    + r")(\d+)\{"
+    + r")([0-9]+)\{"
 )
 _EXTENT = re.compile(_AXIS.pattern + r"(?:[^{}]* ex )?([A-Za-z_]\w*)\}")
 _EQUAL = re.compile(r"^ +([A-Za-z_]\w*) = ", re.MULTILINE)
 _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*->", re.DOTALL)
 _SECTION = re.compile(r"^(Aliases|Equal extents|Symbols|TransformPrinter) :[ ]*$", re.MULTILINE)
+
+# Deeper than any program; far from the depth at which Python gives up.
+MAX_DEPTH = 64
 
 Attribute = Callable[["Parser"], object]
 
@@ -87,6 +92,7 @@ class Parser:
         self.symbols: dict[str, Symbol] = {}
         self._text_of: dict[int, str] = {}
         self._bounds = bounds or {}
+        self._depth = 0
 
     # ------------------------------------------------------------ scalars
     def scalar(self) -> Scalar:
@@ -94,19 +100,25 @@ class Parser:
         c = self.cursor
         c.skip()
         start = c.pos
+        self._depth += 1
         try:
+            if self._depth > MAX_DEPTH:
+                raise c.fail(f"more than {MAX_DEPTH} nested parentheses")
             return self._scalar()
         except ParseError:
             raise
         except FuserError as error:
             raise c.fail(str(error), start) from error
+        finally:
+            self._depth -= 1
 
     def _scalar(self) -> Scalar:
         c = self.cursor
         if c.take_if("("):
             call = c.match(_CALL)
             if call:
-                value = self._call(call[1], self.cursor.items(")", self.scalar))
+                at = c.pos
+                value = self._call(call[1], c.items(")", self.scalar), at)
             else:
                 value = self.scalar()
                 op = c.match(_INFIX)
@@ -122,7 +134,7 @@ class Parser:
                 raise c.fail(f"{literal[2]!r} is not a number", literal.start(2)) from None
         number = c.match(_INT)
         if number:
-            return sc.const(int(number[0]))
+            return sc.const(c.number(number))
         if c.at("T") and (_TENSOR.match(c.text, c.pos) or _BARE_TENSOR.match(c.text, c.pos)):
             raise c.fail("expected a scalar")
         name = c.expect(_NAME, "a scalar")[0]
@@ -132,7 +144,10 @@ class Parser:
             self._new_symbol(name, default_dtype(name))
         return self.symbols[name]
 
-    def _call(self, op: str, args: list[Scalar]) -> Scalar:
+    def _call(self, op: str, args: list[Scalar], at: int) -> Scalar:
+        arity = 1 if op.startswith("cast_") else ARITY[op]
+        if len(args) != arity:
+            raise self.cursor.fail(f"{op} takes {arity} operands, got {len(args)}", at)
         if not op.startswith("cast_"):
             return _apply(op, tuple(args))
         dtype = FROM_TEXT.get(op.removeprefix("cast_"))
@@ -151,7 +166,7 @@ class Parser:
         rfactor = c.text.startswith("rf", c.pos)
         c.pos += 2 * rfactor
         return IterDomain(
-            int(head[3]),
+            c.number(head, 3),
             IterType(head[1]),
             extent,
             ptype=PTYPE_FROM_TEXT[head[2]],
@@ -166,15 +181,17 @@ class Parser:
         start = c.pos
         c.take("DeviceMesh")
 
-        def nested() -> list[object]:
+        def nested(depth: int) -> list[object]:
+            if depth > MAX_DEPTH:
+                raise c.fail(f"more than {MAX_DEPTH} nested braces")
             c.take("{")
             items: list[object] = []
             while not c.take_if("}"):
-                items.append(nested() if c.at("{") else c.integer())
+                items.append(nested(depth + 1) if c.at("{") else c.integer())
             return items
 
         try:
-            return DeviceMesh(nested())
+            return DeviceMesh(nested(1))
         except ParseError:
             raise
         except FuserError as error:
@@ -187,18 +204,19 @@ class Parser:
         start = c.pos
         bare = c.match(_BARE_TENSOR)
         if bare:
-            if int(bare[1]) not in self.tensors:
+            known = self.tensors.get(c.number(bare, 1))
+            if known is None:
                 raise c.fail(f"T{bare[1]} is not declared", start)
-            return self.tensors[int(bare[1])]
+            return known
         head = c.expect(_TENSOR, "a tensor")
-        number = int(head[1])
+        number = c.number(head, 1)
         known = self._text_of.get(number)
         if known is not None and c.text.startswith(known, start) and start + len(known) <= c.end:
             c.pos = start + len(known)
             return self.tensors[number]
         tv = self._new_tensor(head, self._spelled())
         if known is None:
-            return self._declare(tv)
+            return self._declare(tv, start)
         if tensor_text(tv) != known:
             raise c.fail(f"T{number} was declared as {known}", start)
         return self.tensors[number]
@@ -219,12 +237,19 @@ class Parser:
             mesh = self.mesh()
             c.take(")")
         tv = self.fusion.new_tensor(
-            domain, FROM_TEXT[head[3]], memory=MemoryType(head[2]), mesh=mesh, number=int(head[1])
+            domain,
+            FROM_TEXT[head[3]],
+            memory=MemoryType(head[2]),
+            mesh=mesh,
+            number=c.number(head, 1),
         )
         tv.compute_at = compute_at
         return tv
 
-    def _declare(self, tv: TensorView) -> TensorView:
+    def _declare(self, tv: TensorView, start: int) -> TensorView:
+        problem = derivation_problem(tv.domain)
+        if problem:
+            raise self.cursor.fail(f"T{tv.number}: {problem}", start)
         self.tensors[tv.number] = tv
         self._text_of[tv.number] = tensor_text(tv)
         for a in tv.domain.all_axes():
@@ -267,7 +292,7 @@ class Parser:
             contiguity=tuple(flags),
             transforms=tuple(transforms),
         )
-        return self._declare(tv)
+        return self._declare(tv, start)
 
     def _transform(self) -> Transform:
         c = self.cursor
@@ -462,8 +487,9 @@ class Parser:
     def reserve_symbols(self) -> None:
         """Keep the fusion from handing out the numbers of the symbols that were read."""
         for name in self.symbols:
-            if name[1:].isdigit():
-                self.fusion.reserve(scalar=int(name[1:]))
+            digits = name[1:]
+            if digits.isdigit() and len(digits) <= MAX_DIGITS:
+                self.fusion.reserve(scalar=int(digits))
 
 
 def parse_scalar(text: str) -> Scalar:

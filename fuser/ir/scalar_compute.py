@@ -33,6 +33,8 @@ def _c_mod(a: Number, b: Number) -> Number:
 def _pow(a: Number, b: Number) -> Number:
     """a ** b as C's: of integers, a negative exponent gives 0 except for a base of 1 or -1."""
     if isinstance(a, int) and isinstance(b, int):
+        if abs(a) > 1 and b * math.log2(abs(a)) > 64:
+            raise OverflowError(f"{a} ** {b} needs more than 64 bits")
         return a**b if b >= 0 else 0 if abs(a) != 1 else a ** (b & 1)
     try:
         return math.pow(a, b)
@@ -125,3 +127,6 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "pow": _pow,
     "where": _where,
 }
+
+_UNARY = frozenset({"!", "neg", "abs", "sqrt", "rsqrt", "exp", "log", "reciprocal"})
+ARITY = {op: 3 if op == "where" else 1 if op in _UNARY else 2 for op in COMPUTE}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fuser.errors import VerifyError
 from fuser.ir.domain import TensorDomain
 from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
 from fuser.ir.types import IterType, ParallelType
@@ -32,6 +33,14 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
     for out in fusion.outputs:
         if out not in known:
             raise VerifyError(f"after {after}: output {out} has no definition")
+    for value in fusion.inputs:
+        if isinstance(value, Scalar) and not isinstance(value, Symbol):
+            raise VerifyError(f"after {after}: the input {value} is no symbol")
+    for alias in fusion.aliases:
+        if alias.out not in fusion.outputs or alias.into not in fusion.inputs:
+            raise VerifyError(
+                f"after {after}: {alias.out} -> {alias.into} is no output written into an input"
+            )
     for tv in fusion.tensors():
         problem = domain_problem(tv.domain)
         if problem:
@@ -47,14 +56,9 @@ def domain_problem(domain: TensorDomain) -> str | None:
         skipped = axis.kind in (IterType.broadcast, IterType.reduction)
         if skipped != (flag is None):
             return f"contiguity {flag} of {axis}"
-    derived = {a.number for a in domain.logical}
-    for t in domain.transforms:
-        if all(i.number in derived for i in t.inputs):
-            derived.update(o.number for o in t.outputs)
-    for title, group in (("loop", domain.loop), ("allocation", domain.allocation)):
-        for axis in group:
-            if axis.number not in derived:
-                return f"{title} axis {axis} is not derived from the logical domain"
+    problem = derivation_problem(domain)
+    if problem:
+        return problem
     seen: dict[ParallelType, str] = {}
     for axis in domain.loop:
         if axis.is_reduction() or not (axis.is_device or axis.is_stream):
@@ -65,4 +69,30 @@ def domain_problem(domain: TensorDomain) -> str | None:
                 f"{seen[axis.ptype]} and {axis}"
             )
         seen[axis.ptype] = str(axis)
+    return None
+
+
+def derivation_problem(domain: TensorDomain) -> str | None:
+    """Return where the transforms do not lead from the root to the loop and allocation axes."""
+    made = {a.number for a in domain.root or domain.logical}
+    if len(made) != len(domain.root or domain.logical):
+        return "an axis stands twice in its root or logical domain"
+    for t in domain.transforms:
+        for axis in t.inputs:
+            if axis.number not in made:
+                return f"{t} reads {axis}, which does not exist yet"
+        for axis in t.outputs:
+            if axis.number in made:
+                return f"{t} makes {axis}, which exists already"
+            made.add(axis.number)
+    derived = {a.number for a in domain.logical}
+    if not derived <= made:
+        return "a logical axis is not derived from the root domain"
+    for t in domain.transforms:
+        if all(i.number in derived for i in t.inputs):
+            derived.update(o.number for o in t.outputs)
+    for title, group in (("loop", domain.loop), ("allocation", domain.allocation)):
+        for axis in group:
+            if axis.number not in derived:
+                return f"{title} axis {axis} is not derived from the logical domain"
     return None
