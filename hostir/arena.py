@@ -6,12 +6,13 @@ Each plan has fixed offsets; two tensors share bytes when one is given up before
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from fuser.locks import make_lock
 
 # Offsets are multiples of this, so that every block is as well aligned as a fresh tensor.
 ALIGNMENT_NBYTES = 256
@@ -75,7 +76,7 @@ class Arena:
     def __init__(self) -> None:
         self._buffers: dict[object, torch.Tensor] = {}
         self._views: dict[tuple[object, object], dict[int, torch.Tensor]] = {}
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     @contextmanager
     def views(

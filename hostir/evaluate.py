@@ -22,6 +22,7 @@ from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
 from fuser.options import Settings
+from fuser.recent import Recent
 from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import HostIrContainer, KernelGroup
@@ -35,11 +36,11 @@ from hostir.replay import Plan, Recorder
 from multidevice.backends.protocol import Backend
 
 if TYPE_CHECKING:
-    from fuser.kernels.executor import KernelRequest
+    from fuser.kernels.executor import KernelExecutor, KernelRequest
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
-# Classes of inputs that an evaluator remembers; the oldest is forgotten first.
+# Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
 
 
@@ -129,7 +130,7 @@ def carry_out(op: Op, frame: Frame) -> None:
 
 
 # ------------------------------------------------------------------ the evaluator
-def make_kernel_executor(group: KernelGroup, settings: Settings) -> KernelRunner:
+def make_kernel_executor(group: KernelGroup, settings: Settings) -> KernelExecutor:
     """Return the executor that compiles a group's kernel for local shards."""
     from fuser.kernels.executor import KernelExecutor
     from multidevice.localize import localize
@@ -165,8 +166,8 @@ class HostIrEvaluator:
             make_kernel_executor, settings=options.settings() if settings is None else settings
         )
         self._runners: dict[int, KernelRunner] = {}
-        self._plans: dict[object, Plan] = {}
         self._arena = Arena()
+        self._plans: Recent[object, Plan] = Recent(MAX_PLANS, on_drop=self._arena.forget)
         if communicator is None and program.devices():
             from multidevice.communicator import Communicator
 
@@ -207,14 +208,12 @@ class HostIrEvaluator:
             return self._updates.run(inputs, key, lambda apart: self._run(apart, key))
 
     def _run(self, inputs: list[Argument], key: Hashable) -> list[torch.Tensor]:
-        plan = self._plans.get(key)
+        plan = self._plans.get(key) or self._plans.recall(key)
         if plan is not None:
             return plan.run(inputs, self._arena)
         frame = self._frame(inputs)
         recorder = Recorder(frame)
         outputs = self._walk(frame, recorder)
-        if len(self._plans) >= MAX_PLANS:
-            self._arena.forget(self._plans.pop(next(iter(self._plans))))
         self._plans[key] = recorder.finish(self._visible)
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()

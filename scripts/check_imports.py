@@ -24,6 +24,8 @@ ORDER = (
     "fuser.errors",
     "fuser.device",
     "fuser.kernel_source",
+    "fuser.locks",
+    "fuser.recent",
     "fuser.option_names",
     "fuser.options",
     "fuser.ir",

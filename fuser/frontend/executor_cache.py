@@ -2,13 +2,15 @@
 
 Three levels: the signature of the inputs (shapes, strides, dtypes, devices: one dictionary look-up
 in the steady state), the input class (what changes the program: dtypes, memory layouts, concretized
-structure), and, below, the kernel executors' own caches.
+structure), which finds the process-wide program (`program_cache`) and binds it to this rank, and,
+below, the kernel executors' own caches. All are bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +18,15 @@ import torch
 from fuser import options
 from fuser.errors import FuserError
 from fuser.frontend.input_class import InputClass, classify, specialise
+from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.ir.binding import Argument, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.options import Settings
 from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize, refined_sizes
-from fuser.passes.segment import SegmentedFusion, segment_fusion
+from fuser.passes.segment import segment_fusion
+from fuser.recent import Recent
 from fuser.schedule.registry import find_scheduler
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
@@ -46,15 +50,18 @@ if TYPE_CHECKING:
     from multidevice.sharding import Sharding
 
 
-@dataclass
-class Runtime:
-    """One program for one input class."""
+_DUMPS = ("fusion_ir_concretized", "fusion_ir_preseg", "segmented_fusion", "host_ir")
+# What one definition remembers: signatures of inputs, and programs bound to a rank.
+MAX_SIGNATURES = 512
+MAX_BOUND = 64
 
-    segmented: SegmentedFusion
-    program: HostIrContainer
+
+@dataclass
+class BoundProgram:
+    """A program and what runs it on this rank."""
+
+    program: Program
     evaluator: HostIrEvaluator
-    # What it sends and receives: the part of it that the ranks compare before they run.
-    communications: str
 
 
 class FusionExecutorCache:
@@ -69,18 +76,21 @@ class FusionExecutorCache:
         self._settings = options.settings()
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
-        self._by_signature: dict[object, tuple[Runtime, Claim]] = {}
-        self._by_class: dict[object, Runtime] = {}
-        self._recent: dict[Communicator, Runtime] = {}
+        self._by_signature: Recent[object, tuple[BoundProgram, Claim]] = Recent(MAX_SIGNATURES)
+        self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
+        self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = sharding.requested_devices(fusion)
-        # What the ranks compare of the definition: only several ranks need it.
-        self._text = fusion_text(fusion) if self.devices else ""
         self._names = input_names(fusion.inputs, fusion.exprs)
         self._numbers = sorted(self._free) if self.devices else []
 
     def fusion(self) -> Fusion:
         """Return the fusion as defined."""
         return self._fusion
+
+    @cached_property
+    def _text(self) -> str:
+        """The structure: what ranks compare of the definition, and what programs are found by."""
+        return fusion_text(self._fusion)
 
     # ------------------------------------------------------------ running
     def execute(
@@ -113,13 +123,16 @@ class FusionExecutorCache:
         key = (communicator, settings, signature_of(inputs, self._free))
         found = self._by_signature.get(key)
         if found is None:
+            found = self._by_signature.recall(key)
+        if found is None:
             found = self._find_or_build(inputs, device, communicator, settings)
             self._by_signature[key] = found
-        runtime, claim = found
+        bound, claim = found
 
         def run() -> list[torch.Tensor]:
-            self._recent[communicator] = runtime
-            return runtime.evaluator.run(inputs, signature=key)
+            if self._recent.get(communicator) is not bound:
+                self._recent[communicator] = bound
+            return bound.evaluator.run(inputs, signature=key)
 
         return claim, tuple(inputs[i] for i in self._numbers), run
 
@@ -129,7 +142,7 @@ class FusionExecutorCache:
         device: int | str | torch.device | None,
         communicator: Communicator,
         settings: Settings,
-    ) -> tuple[Runtime, Claim]:
+    ) -> tuple[BoundProgram, Claim]:
         sharding.check_world(self._fusion, communicator.size())
         sharding.check_streams(self._fusion)
         where = device_of(inputs, device)
@@ -137,29 +150,59 @@ class FusionExecutorCache:
         sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
         input_class = classify(self._fusion, inputs, sizes, where)
         key = (communicator, settings, input_class.key)
-        runtime = self._by_class.get(key)
-        if runtime is None:
-            runtime = self._build(input_class, communicator, where, settings)
-            self._by_class[key] = runtime
-        sharding.check_divisible(runtime.segmented.fusion, refined_sizes(sizes))
-        runtime.evaluator.prepare(inputs)
+        bound = self._by_class.recall(key)
+        if bound is None:
+            bound = self._by_class[key] = self._bind(input_class, communicator, where, settings)
+        sharding.check_divisible(bound.program.segmented.fusion, refined_sizes(sizes))
+        bound.evaluator.prepare(inputs)
         # Ranks that run with different options disagree, as with different programs.
-        parts = (f"// options: {settings}", self._text, runtime.communications)
+        parts = (
+            f"// options: {settings}",
+            self._text if self.devices else "",
+            bound.program.communications,
+        )
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
-        claim = claim_of(parts, self._names, inputs, fixed, where=first_line(runtime.program))
-        return runtime, claim
+        claim = claim_of(
+            parts, self._names, inputs, fixed, where=first_line(bound.program.container)
+        )
+        return bound, claim
 
-    def _build(
+    def _bind(
         self,
         input_class: InputClass,
         communicator: Communicator,
         device: torch.device,
         settings: Settings,
-    ) -> Runtime:
+    ) -> BoundProgram:
+        """Find or build the program, and bind it to this rank."""
+        # Asked for outside of the cache's lock: it may connect.
+        backend = communicator.backend_for(device).name.upper()
+        dumps = tuple(name for name in _DUMPS if options.dump_enabled(name))
+        key = (self._text, backend, input_class.key, settings, dumps)
+        texts: dict[str, str] = {}
+        try:
+            program = PROGRAMS.find_or_build(
+                key, lambda: self._build(input_class, backend, settings, texts)
+            )
+            texts = program.dumps
+        finally:
+            # Also those of a program that could not be built.
+            if communicator.rank() == 0:
+                print("\n".join(texts.values()), end="\n" if texts else "")
+        evaluator = HostIrEvaluator(
+            program.container, communicator, device=device, make_runner=program.kernel
+        )
+        return BoundProgram(program, evaluator)
+
+    def _build(
+        self, input_class: InputClass, backend: str, settings: Settings, dumps: dict[str, str]
+    ) -> Program:
+        """Lower this definition for a class; `dumps` receives the texts that were asked for."""
+
         def dump(name: str, text: Callable[[], str]) -> None:
-            if options.dump_enabled(name) and communicator.rank() == 0:
-                print(text())
+            if options.dump_enabled(name):
+                dumps[name] = text()
 
         fusion, _ = concretize(self._fusion, input_class.sizes)
         specialise(fusion, input_class)
@@ -173,46 +216,44 @@ class FusionExecutorCache:
             local_shape=sharding.local_extents,
             memory_order=memory_order,
         )
-        program = run_passes(
-            lower(segmented, backend_name=communicator.backend_for(device).name.upper())
-        )
-        evaluator = HostIrEvaluator(program, communicator, device=device, settings=settings)
+        program = run_passes(lower(segmented, backend_name=backend))
         dump("segmented_fusion", segmented.describe)
         dump("host_ir", lambda: str(program))
-        return Runtime(segmented, program, evaluator, communications_text(program))
+        return Program(segmented, program, communications_text(program), settings, dumps)
 
     # ------------------------------------------------------------ looking inside
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Return whether a program for inputs like these exists."""
         del device
         key = (Communicator.instance(), self._settings, signature_of(inputs, self._free))
-        return key in self._by_signature
+        return self._by_signature.recall(key) is not None
 
     def host_program(self) -> HostIrContainer:
         """Return the program of the most recent run."""
-        return self._last().program
+        return self._last().program.container
 
     def statistics(self) -> dict[str, int]:
         """Return launches per execution of the most recent program, by kind of segment.
 
         Keys: segments, kernels, library_calls, aliases, collectives.
         """
-        kinds = [s.kind for s in self._last().segmented.segments]
+        program = self._last().program
+        kinds = [s.kind for s in program.segmented.segments]
         return {
             "segments": len(kinds),
             "kernels": kinds.count("kernel"),
             "library_calls": kinds.count("library"),
             "aliases": kinds.count("alias"),
-            "collectives": len(self._last().program.communications()),
+            "collectives": len(program.container.communications()),
         }
 
     def get_output_shardings(self) -> list[Sharding]:
         """Return the sharding of every visible output; [] when nothing has a mesh."""
-        fusion = self._last().segmented.fusion
+        fusion = self._last().program.segmented.fusion
         found = (sharding.sharding_of(o) for o in fusion.outputs if not fusion.is_hidden(o))
         return [s for s in found if s is not None]
 
-    def _last(self) -> Runtime:
+    def _last(self) -> BoundProgram:
         # After a simulation has ended, its programs can still be looked at.
         latest = next(reversed(self._recent.values()), None)
         recent = self._recent.get(Communicator.instance(), latest)

@@ -10,7 +10,6 @@ nothing, serves every new class.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
@@ -30,13 +29,17 @@ from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text
+from fuser.locks import make_reentrant_lock
 from fuser.options import Settings
+from fuser.recent import Recent
 from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compile_kernels
 
 if TYPE_CHECKING:
     from fuser.kernels.kernel import Kernel
 
 MAX_VARIANTS = 8
+# Classes of tensors whose launches are remembered.
+MAX_RECORDS = 256
 # Inputs and outputs of at most SMALL_BYTES take the kernel of a nearby size rather than one of
 # their own: they stay in the cache, where parameters matter little and a compilation much.
 SMALL_BYTES = 32 << 20
@@ -129,10 +132,10 @@ class KernelExecutor:
         # Which scalar inputs decide sizes, by their place among the scalars.
         self._structural = [k for k, i in enumerate(numbers) if i not in free]
         self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
-        self._records: dict[object, Launch | None] = {}
+        self._records: Recent[object, Launch | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
-        self._lock = threading.RLock()
+        self._lock = make_reentrant_lock()
 
     # ------------------------------------------------------------ running
     def run(
@@ -166,7 +169,8 @@ class KernelExecutor:
             if key in self._records:
                 record = self._records[key]
             else:
-                record = self._records[key] = self.bind(inputs, outputs, sizes=sizes)
+                record = self._records.recall(key) or self.bind(inputs, outputs, sizes=sizes)
+                self._records[key] = record
             if record is None:
                 self._run_empty(inputs, outputs, sizes)
                 return

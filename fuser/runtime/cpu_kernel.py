@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from fuser.errors import KernelError
 from fuser.kernel_source import KernelSource
+from fuser.locks import make_lock
 from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, PreparedLaunch
 from fuser.runtime.slots import NUMBERS, slot_code
 
@@ -163,7 +163,7 @@ class CheckedCpuKernel(CpuKernel):
     def __init__(self, source: KernelSource, function: LaunchFunction, engine: int) -> None:
         super().__init__(source, function, engine)
         self.order_seed = 0
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._extents = struct.Struct(f"={len(source.params)}q")
 
     @property

@@ -10,12 +10,12 @@ import ctypes
 import functools
 import importlib
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from fuser.errors import InputError, KernelError
 from fuser.kernel_source import KernelSource
+from fuser.locks import make_lock
 from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, PreparedLaunch
 from fuser.runtime.nvrtc import cubins
 from fuser.runtime.slots import NUMBERS, slot_code
@@ -105,7 +105,7 @@ class CudaKernel(CompiledKernel):
         self._success = driver.CUresult.CUDA_SUCCESS
         self._pack_into = struct.Struct("=" + "".join(map(slot_code, source.params))).pack_into
         self._arguments = _Arguments(len(source.params))
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._smem_allowed: dict[int, int] = {}
 
     def _pack(self, arguments: _Arguments, args: Sequence[Argument]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from fuser.device import device_parts
 from fuser.errors import KernelError
 from fuser.kernel_source import KernelSource
+from fuser.locks import make_lock, make_reentrant_lock
 
 if TYPE_CHECKING:
     import torch
@@ -89,14 +89,14 @@ class CompiledKernel(ABC):
 
 class _Statistics:
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = make_lock()
         self.compilations = 0
         self.requests = 0
 
 
 _statistics = _Statistics()
 _memory: dict[tuple[str, str], CompiledKernel] = {}
-_compile_lock = threading.RLock()
+_compile_lock = make_reentrant_lock()
 
 
 def compilations() -> int:

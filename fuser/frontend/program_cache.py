@@ -1,0 +1,76 @@
+"""The programs of this process: one for each structure, whichever definition or rank asks for it.
+
+A program is what lowering makes of a structure (the fusion's full text), a backend's name, an input
+class and options. No rank stands in it, so simulated ranks share one, as equal definitions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from fuser.kernels.executor import KernelExecutor
+from fuser.locks import make_reentrant_lock
+from fuser.options import Settings
+from fuser.passes.segment import SegmentedFusion
+from fuser.recent import Recent
+from hostir.container import HostIrContainer, KernelGroup
+from hostir.evaluate import make_kernel_executor
+
+# Programs that the process keeps; those used least lately go first.
+MAX_PROGRAMS = 256
+
+
+@dataclass
+class Program:
+    """One lowering: the host program, and the kernels that all its ranks and users share.
+
+    `communications` is what it sends and receives: what the ranks compare before they run.
+    `dumps` are the texts of the stages that were asked for.
+    """
+
+    segmented: SegmentedFusion
+    container: HostIrContainer
+    communications: str
+    settings: Settings
+    dumps: dict[str, str]
+    _kernels: dict[int, KernelExecutor] = field(default_factory=dict)
+
+    def kernel(self, group: KernelGroup) -> KernelExecutor:
+        """Return what runs a kernel group, made at its first use."""
+        found = self._kernels.get(group.number)
+        if found is None:
+            made = make_kernel_executor(group, self.settings)
+            found = self._kernels.setdefault(group.number, made)
+        return found
+
+
+class ProgramCache:
+    """Finds or builds programs; one is built at a time, so that nothing is lowered twice."""
+
+    def __init__(self, limit: int = MAX_PROGRAMS) -> None:
+        self._programs: Recent[Hashable, Program] = Recent(limit)
+        self._lock = make_reentrant_lock()
+        self.lowerings = 0
+
+    def find_or_build(self, key: Hashable, build: Callable[[], Program]) -> Program:
+        """Return the program of a key. `build` must not communicate: it runs under the lock."""
+        found = self._programs.recall(key)
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._programs.recall(key)
+            if found is None:
+                found = self._programs[key] = build()
+                self.lowerings += 1
+            return found
+
+    def size(self) -> int:
+        return self._programs.size()
+
+    def clear(self) -> None:
+        """Forget all programs; those in use live on with their users."""
+        self._programs = Recent(MAX_PROGRAMS)
+
+
+PROGRAMS = ProgramCache()
