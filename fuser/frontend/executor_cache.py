@@ -50,7 +50,10 @@ if TYPE_CHECKING:
     from multidevice.sharding import Sharding
 
 
-_DUMPS = ("fusion_ir_concretized", "fusion_ir_preseg", "segmented_fusion", "host_ir")
+_DUMPS = (
+    *("fusion_ir_concretized", "fusion_ir_preseg", "segmented_fusion", "host_ir"),
+    *("scheduler_params", "fusion_ir", "kernel_ir", "cuda_kernel"),
+)
 # What one definition remembers: signatures of inputs, and programs bound to a rank.
 MAX_SIGNATURES = 512
 MAX_BOUND = 64
@@ -71,6 +74,7 @@ class FusionExecutorCache:
         self._fusion = fusion
         self._fusion_id = fusion_id
         self._auto_schedule = auto_schedule
+        self._identity = object()
         self._binder = InputBinder(fusion)
         self._free = free_inputs(fusion)
         self._settings = options.settings()
@@ -178,8 +182,9 @@ class FusionExecutorCache:
         """Find or build the program, and bind it to this rank."""
         # Asked for outside of the cache's lock: it may connect.
         backend = communicator.backend_for(device).name.upper()
-        dumps = tuple(name for name in _DUMPS if options.dump_enabled(name))
-        key = (self._text, backend, input_class.key, settings, dumps)
+        # What is dumped is lowered again for each definition, so that each shows all its stages.
+        owner = self._identity if any(map(options.dump_enabled, _DUMPS)) else None
+        key = (self._text, backend, input_class.key, settings, owner)
         texts: dict[str, str] = {}
         try:
             program = PROGRAMS.find_or_build(
