@@ -305,6 +305,9 @@ def _apply_loops(fusion: Fusion, space: Space, runs: _Runs) -> None:
 def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionParams) -> None:
     reference = space.reference
     below = _below(fusion)
+    # Before outputs are copied: a copy of the reference has no reduced axes.
+    rows = _iterated_groups(space, runs)
+    reduced = [list(r) for r in runs.reduced]
     loaded: dict[TensorView, Access] = {}
     if params.vector * params.unroll > 1:
         for access in space.accesses:
@@ -325,8 +328,6 @@ def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionP
         # The reduction moved into the registers; they are the reference now.
         reference = next(reg for reg, out in stored.items() if out is reference)
     shape = _shape_inner if runs.inner else _shape_outer
-    rows = _iterated_groups(space, runs)
-    reduced = [list(r) for r in runs.reduced]
     shared, unswitch = shape(reference, rows, reduced, params)
     if not runs.iterated:
         shared = 0  # broadcast axes alone are no rows: what reads the result may lack them
