@@ -171,32 +171,40 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
     """
     nesting = Nesting(fusion, [], {})
     frontier: dict[TensorView, tuple[Stage, ...]] = {}
-    passed: dict[TensorView, dict[Stage, None]] = {}
-    through: dict[TensorView, tuple[TensorView, ...]] = {}
-    for op in fusion.used_exprs():
+    exprs = fusion.used_exprs()
+    for op in exprs:
         operands = [v for v in op.inputs if isinstance(v, TensorView)]
         below = tuple(dict.fromkeys(s for v in operands for s in frontier.get(v, ())))
-        inlined = tuple(dict.fromkeys(t for v in operands for t in through.get(v, (v,))))
         stage = _stage_for(fusion, op, len(nesting.stages), recomputed)
         if stage is not None:
             stage.reads = below
             nesting.stages.append(stage)
-            for out in op.outputs:
-                nesting.stage_of[out] = stage
-            for t in inlined:
-                passed.setdefault(t, {})[stage] = None
-        for out in op.outputs:
-            is_buffered = stage is not None and stage.storage != "global"
-            frontier[out] = (stage,) if stage is not None and is_buffered else below
-            through[out] = (out,) if is_buffered else (*inlined, out)
-            if stage is not None and not is_buffered:
-                passed.setdefault(out, {})[stage] = None
+            nesting.stage_of.update(dict.fromkeys(op.outputs, stage))
+        is_buffered = stage is not None and stage.storage != "global"
+        frontier.update(dict.fromkeys(op.outputs, (stage,) if is_buffered else below))
     _build_nests(nesting)
-    for tv, stages in passed.items():
+    for tv, stages in _computed_by(nesting, exprs).items():
         if (tv.compute_at or tv in fusion.inputs) and len(stages) > 1:
-            _fuse_readers(nesting, tuple(stages))
+            _fuse_readers(nesting, tuple(sorted(stages, key=lambda s: s.number)))
     _assign_symbols(nesting)
     return nesting
+
+
+def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView, set[Stage]]:
+    """Return, for each tensor, the stages that compute or read it without storage between, in
+    program order."""
+    found: dict[TensorView, set[Stage]] = {}
+    for op in reversed(exprs):
+        stage = nesting.stage_of.get(op.out_tensor)
+        mine = set() if stage is None else {stage}
+        if stage is None or stage.storage == "global":
+            for out in op.outputs:
+                mine |= found.get(out, set())
+                found[out] = mine
+        for v in op.inputs:
+            if isinstance(v, TensorView):
+                found[v] = found.get(v, set()) | mine
+    return dict(reversed(found.items()))
 
 
 def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:

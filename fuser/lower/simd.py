@@ -123,8 +123,10 @@ def _mark(loop: For) -> list[Statement]:
     welford = loop.body.statements[-1] if loop.body.statements else None
     if isinstance(welford, Accumulate) and welford.kind == "welford":
         return _in_blocks(loop, welford)
+    # An accumulator of one iteration: its reduction has an extent of 1.
+    private = {s.name for s in walk(loop.body) if isinstance(s, Declare)}
     for s in walk(loop.body):
-        if not isinstance(s, Accumulate):
+        if not isinstance(s, Accumulate) or s.target.name in private:
             continue
         if isinstance(s.target, Element) and loop.symbol in sc.symbols(s.target.index):
             continue

@@ -91,6 +91,20 @@ class At:
     index: Index
 
 
+# Ops that one value is followed up through before the one reached is built first, so that chains
+# of any length need little of Python's stack.
+MAX_DEPTH = 50
+Request: TypeAlias = tuple[TensorView, Index, Stage, Scope, Scalar]
+
+
+class _TooDeepError(Exception):
+    """The value asked for lies too far up; it must be known before what reads it is built."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+
 class ValueBuilder:
     """Builds the values that one stage reads, into a scope."""
 
@@ -98,6 +112,7 @@ class ValueBuilder:
         self.ctx = ctx
         self.buffers = buffers
         self._names: dict[int, int] = {}
+        self._depth = 0
 
     def value(
         self, tv: TensorView, index: Index, *, stage: Stage, scope: Scope, guard: Scalar = TRUE
@@ -106,12 +121,35 @@ class ValueBuilder:
 
         Nothing is loaded from global memory where `guard` is false; the value is arbitrary there.
         """
-        key = (tv, index, guard)
-        known = scope.find(key)
-        if known is None:
-            known = self._make(tv, index, stage, scope, guard)
-            scope.remember(key, known)
-        return known
+        known = scope.find((tv, index, guard))
+        if known is not None:
+            return known
+        request = (tv, index, stage, scope, guard)
+        if self._depth:
+            return self._known(request)
+        todo: list[Request] = [request]
+        while True:
+            try:
+                known = self._known(todo[-1])
+            except _TooDeepError as deep:
+                todo.append(deep.request)
+                continue
+            todo.pop()
+            if not todo:
+                return known
+
+    def _known(self, request: Request) -> Expr:
+        """Return a value that is not known yet, and remember it."""
+        if self._depth == MAX_DEPTH:
+            raise _TooDeepError(request)
+        tv, index, stage, scope, guard = request
+        self._depth += 1
+        try:
+            made = self._make(tv, index, stage, scope, guard)
+        finally:
+            self._depth -= 1
+        scope.remember((tv, index, guard), made)
+        return made
 
     def operand(
         self,
