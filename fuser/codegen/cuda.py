@@ -197,7 +197,9 @@ def _load(e: GlobalLoad) -> str:
 def _scalar_value(e: ScalarValue) -> str:
     if isinstance(e.scalar, Const):
         return literal(e.scalar.value, e.dtype)
-    if e.scalar.dtype is e.dtype and isinstance(e.scalar, Symbol):
+    # An Index symbol has the index type of the kernel, a value of that dtype 64 bits.
+    exact = DataType.Int if e.dtype is DataType.Index else e.dtype
+    if e.scalar.dtype is exact and isinstance(e.scalar, Symbol):
         return e.scalar.name
     return f"fm_cast<{c_type(e.dtype)}>({scalar_text(e.scalar)})"
 

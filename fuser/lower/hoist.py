@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType, is_floating
+from fuser.ir.dtypes import HALF_LIKE, DataType
 from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
 from fuser.lower.kernel import (
     Body,
@@ -107,8 +107,8 @@ class Hoister:
             return ScalarValue(self.rewrite(scalar), value.dtype)
         # The host converts: no double arithmetic for a Double input of a Float op.
         dtype = DataType.Float if value.dtype in HALF_LIKE else value.dtype
-        if not is_floating(dtype) and dtype is not DataType.Bool:
-            dtype = DataType.Index if dtype is DataType.Index else dtype
+        # A value is 64 bits wide, unlike an index, whose type is the kernel's choice.
+        dtype = DataType.Int if dtype is DataType.Index else dtype
         return ScalarValue(self.parameters.symbol(scalar, dtype), value.dtype)
 
     # ------------------------------------------------------------ scalars

@@ -1,0 +1,184 @@
+"""Integer scalars of a user, of any sign: the host's arithmetic and a kernel's are one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition
+from fuser.errors import DefinitionError, DivisionByZeroError, InputError
+from fuser.ir.equality import equal_fusions
+from fuser.ir.parse import parse_fusion
+from fuser.ir.scalar import Symbol
+from fuser.ir.text import fusion_text
+from hostir.parse import parse
+
+VALUES = (-9, -5, -4, -1, 0, 1, 3, 4, 7)
+# What is computed from a scalar (or a tensor) n and a number, and what it means.
+Build = Callable[[Any, Any], Any]
+Program = tuple[Build, Callable[[int], int]]
+
+
+def _trunc(a: int, b: int) -> int:
+    return math.trunc(Fraction(a, b))
+
+
+PROGRAMS: dict[str, Program] = {
+    "maximum": (lambda ops, n: ops.maximum(n, 0), lambda n: max(n, 0)),
+    "minimum": (lambda ops, n: ops.minimum(n, 1), lambda n: min(n, 1)),
+    "quotient": (
+        lambda ops, n: ops.div(ops.add(ops.mul(n, 4), 1), 4),
+        lambda n: _trunc(4 * n + 1, 4),
+    ),
+    "remainder": (
+        lambda ops, n: ops.mod(ops.add(ops.mul(n, 4), 1), 4),
+        lambda n: math.trunc(math.fmod(4 * n + 1, 4)),
+    ),
+    "negative divisor": (lambda ops, n: ops.div(n, -3), lambda n: _trunc(n, -3)),
+    "negative modulus": (lambda ops, n: ops.mod(n, -3), lambda n: n + 3 * _trunc(n, -3)),
+    "divisor": (
+        lambda ops, n: ops.div(20, ops.sub(ops.mul(n, 2), 1)),
+        lambda n: _trunc(20, 2 * n - 1),
+    ),
+    "whole": (
+        lambda ops, n: ops.add(ops.mul(ops.div(n, 4), 4), ops.mod(n, 4)),
+        lambda n: n,
+    ),
+    "nested": (lambda ops, n: ops.div(ops.div(n, 2), 2), lambda n: _trunc(_trunc(n, 2), 2)),
+    "abs": (lambda ops, n: ops.abs(ops.sub(n, 1)), lambda n: abs(n - 1)),
+    "neg": (lambda ops, n: ops.neg(n), lambda n: -n),
+    "where": (
+        lambda ops, n: ops.where(ops.lt(n, 1), ops.mul(n, n), ops.sub(n, 2)),
+        lambda n: n * n if n < 1 else n - 2,
+    ),
+    "guarded": (
+        lambda ops, n: ops.where(ops.ne(n, 0), ops.div(7, n), 0),
+        lambda n: _trunc(7, n) if n else 0,
+    ),
+    "comparisons": (
+        lambda ops, n: ops.add(
+            ops.cast(ops.le(n, 0), DataType.Int), ops.cast(ops.ge(n, -4), DataType.Int)
+        ),
+        lambda n: int(n <= 0) + int(n >= -4),
+    ),
+    "through a float": (
+        lambda ops, n: ops.cast(ops.mul(ops.cast(n, DataType.Double), 0.5), DataType.Int),
+        lambda n: math.trunc(n * 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_scalar_and_a_tensor_mean_the_same(name: str) -> None:
+    """The scalar is computed by the host and passed to the kernel, the tensor by the kernel."""
+    build, meaning = PROGRAMS[name]
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], dtype=DataType.Int, contiguity=True)
+        n = fd.define_scalar(dtype=DataType.Int)
+        fd.add_output(fd.ops.add(x, build(fd.ops, n)))
+        fd.add_output(build(fd.ops, x))
+    for value in VALUES:
+        added, computed = fd.execute([torch.tensor([value, 2]), value])
+        assert added.tolist() == [meaning(value) + value, meaning(value) + 2], (name, value)
+        assert computed[0] == meaning(value), (name, value)
+
+
+def test_index_arithmetic_with_a_negative_scalar() -> None:
+    """The scalar moves a window: pads and slices of any sign."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        n = fd.define_scalar(dtype=DataType.Int)
+        moved = fd.ops.pad(x, [n, fd.ops.neg(n)])
+        fd.add_output(fd.ops.add(moved, fd.ops.cast(fd.ops.maximum(n, 0), DataType.Float)))
+    x = torch.rand(6)
+    for shift in (-5, -1, 1, 5):
+        (out,) = fd.execute([x, shift])
+        expected = torch.nn.functional.pad(x, [shift, -shift]) + max(shift, 0)
+        torch.testing.assert_close(out, expected)
+
+
+def test_a_scalar_that_is_an_extent() -> None:
+    """An extent is at least 1 in a program; 0 has a program of its own; below 0 is an error."""
+    with FusionDefinition() as fd:
+        n = fd.define_scalar(dtype=DataType.Int)
+        fd.add_output(fd.ops.full([n, 2], 3.0, DataType.Float))
+        fd.add_output(fd.ops.full([2], fd.ops.maximum(n, 1), DataType.Int))
+    for size in (3, 0, 5, 1):
+        full, largest = fd.execute([size])
+        assert full.tolist() == [[3.0, 3.0]] * size
+        assert largest.tolist() == [max(size, 1)] * 2
+    with pytest.raises(InputError, match=r"extent i0 is -2 for these inputs.*test_scalars"):
+        fd.execute([-2])
+
+
+def test_division_by_a_scalar_of_zero() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], dtype=DataType.Int, contiguity=True)
+        n = fd.define_scalar(dtype=DataType.Int)
+        fd.add_output(fd.ops.add(x, fd.ops.div(7, n)))
+    x = torch.arange(3)
+    for _ in range(2):
+        with pytest.raises(DivisionByZeroError, match=r"divides 7 by 0: i\d+ = 0"):
+            fd.execute([x, 0])
+        assert fd.execute([x, -2])[0].tolist() == [-3, -2, -1]
+    with FusionDefinition() as fd, pytest.raises(DefinitionError, match="zero"):
+        fd.ops.mod(fd.define_scalar(dtype=DataType.Int), 0)
+
+
+def test_thousands_of_chained_scalar_ops() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], dtype=DataType.Int, contiguity=True)
+        n = s = fd.define_scalar(dtype=DataType.Int)
+        for i in range(2500):
+            s = fd.ops.maximum(fd.ops.sub(s, 1), -i)
+        fd.add_output(fd.ops.add(x, s))
+        del n
+    value = 100
+    for i in range(2500):
+        value = max(value - 1, -i)
+    assert fd.execute([torch.arange(3), 100])[0].tolist() == [value, value + 1, value + 2]
+
+
+# ------------------------------------------------------------------ text
+def test_ranges_follow_from_where_symbols_stand() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        n, m = fd.define_scalar(dtype=DataType.Int), fd.define_scalar(dtype=DataType.Index)
+        shifted = fd.ops.add(fd.ops.maximum(n, 0), fd.ops.minimum(m, 1))
+        y = fd.ops.add(x, fd.ops.cast(shifted, DataType.Float))
+        fd.add_output(fd.ops.reshape(y, [fd.ops.mul(x.size(0), x.size(1))]))
+    again = parse_fusion(fusion_text(fd.fusion))
+    assert equal_fusions(again, fd.fusion)
+    assert again.inputs[1:] == [n, m]
+    assert [a.extent for a in again.inputs[0].domain.logical] == [x.size(0), x.size(1)]  # pyright: ignore
+    (out,) = fd.execute([torch.ones(2, 3), -4, -5])
+    assert out.tolist() == [-4.0] * 6
+    program = fd.fec.host_program()
+    text = program.full_text()
+    read = parse(text)
+    assert read.full_text() == text
+    assert list(read.inputs[1:]) == [n, m]
+    extents = [a.extent for a in read.inputs[0].domain.logical]  # pyright: ignore
+    assert all(isinstance(e, Symbol) and e.lo == 1 for e in extents)
+
+
+# ------------------------------------------------------------------ the count of a welford
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sub", -4), ("fmod", 9), ("mod", 9), ("mul", 117), ("maximum", 13)]
+)
+def test_arithmetic_of_a_count_and_an_extent(name: str, expected: int) -> None:
+    """The count and the extent are of one C type, whatever type indices have."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        _, _, count = fd.ops.welford(x, [1])
+        fd.add_output(getattr(fd.ops, name)(count, x.size(0)))
+        fd.add_output(getattr(fd.ops, name)(x.size(0), count))
+    out, turned = fd.execute([torch.rand(13, 9)])
+    assert out.tolist() == [expected] * 13
+    back = {"sub": 4, "fmod": 4, "mod": 4, "mul": 117, "maximum": 13}[name]
+    assert turned.tolist() == [back] * 13
