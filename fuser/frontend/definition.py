@@ -87,7 +87,8 @@ class FusionDefinition:
         """Define a scalar: symbolic (then an input) without a value, else a constant."""
         scalar = define.define_scalar(value, dtype)
         if scalar.is_symbolic():
-            self.fusion.add_input(scalar)
+            # It was just made: no need to look for it among all inputs, as add_input does.
+            self.fusion.inputs.append(scalar)
         return scalar
 
     def define_vector(self, size: int) -> list[Scalar]:

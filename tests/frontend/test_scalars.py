@@ -13,6 +13,7 @@ import torch
 from fuser import DataType, FusionDefinition
 from fuser.errors import DefinitionError, DivisionByZeroError, InputError
 from fuser.ir.equality import equal_fusions
+from fuser.ir.fusion import Fusion
 from fuser.ir.parse import parse_fusion
 from fuser.ir.scalar import Symbol
 from fuser.ir.text import fusion_text
@@ -142,6 +143,16 @@ def test_thousands_of_chained_scalar_ops() -> None:
     for i in range(2500):
         value = max(value - 1, -i)
     assert fd.execute([torch.arange(3), 100])[0].tolist() == [value, value + 1, value + 2]
+
+
+def test_defining_a_long_vector_looks_at_no_input_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """n scalars are n inputs, without a search through the inputs for each."""
+    monkeypatch.setattr(Fusion, "add_input", lambda *_: pytest.fail("searched"))
+    with FusionDefinition() as fd:
+        vector = fd.define_vector(1000)
+        assert fd.fusion.inputs == vector
+        assert len(set(vector)) == 1000
+    monkeypatch.undo()
 
 
 # ------------------------------------------------------------------ text
