@@ -52,15 +52,20 @@ def claim_of(
     inputs: Sequence[Argument],
     sizes: Mapping[Symbol, int],
     *,
+    free: Iterable[int] = (),
     where: str = "",
 ) -> Claim:
-    """Return what a rank claims to run: texts, what its structure depends on, local extents."""
+    """Return what a rank claims to run: texts, what its structure depends on, local extents.
+
+    `free` has the positions of the scalars on which the structure does not depend.
+    """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(
         (name, tuple(x.shape) if isinstance(x, torch.Tensor) else ())
         for name, x in zip(names, inputs, strict=True)
     )
-    return Claim((*parts, f"// sizes: {bound}"), extents, where)
+    numbers = tuple(names[i] for i in sorted(free))
+    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where)
 
 
 def run_agreed(
@@ -81,6 +86,7 @@ def run_agreed(
             input_names(program.inputs, program.ops),
             inputs,
             {s: v for s, v in values.items() if isinstance(v, int) and s not in free},
+            free=evaluator.free,
             where=first_line(program),
         )
         run: Callable[[], list[torch.Tensor]] = lambda: evaluator.run(inputs)  # noqa: E731

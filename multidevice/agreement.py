@@ -48,11 +48,13 @@ class Claim:
     """What a rank is about to run, in terms that are equal on all ranks that run the same.
 
     `parts` are texts: the program as the user wrote it, sizes, what is communicated. `inputs` names
-    each tensor input with its local extents. `where` is the user's line of what is communicated.
+    each tensor input with its local extents, `numbers` the inputs whose values may change from call
+    to call. `where` is the user's line of what is communicated.
     """
 
     parts: tuple[str, ...]
     inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    numbers: tuple[str, ...] = ()
     where: str = ""
 
     @cached_property
@@ -211,7 +213,9 @@ class Channel:
             "error": None if error is None else f"{type(error).__name__}: {error}",
             "digest": "" if claim is None else claim.digest.hex(),
             "inputs": () if claim is None else claim.inputs,
-            "numbers": [repr(x) for x in numbers],
+            "numbers": []
+            if claim is None
+            else [*zip(claim.numbers, map(repr, numbers), strict=True)],
             "entered": {k: n for k, n in entered.items() if not k.startswith(_NOT_DATA)},
         }
         payload = json.dumps(statement).encode()
@@ -270,12 +274,12 @@ class Channel:
                         "shards of one tensor are equal"
                     )
 
-    def _check_numbers(self, numbers: Sequence[list[str]]) -> None:
-        for position, given in enumerate(zip(*numbers, strict=False)):
-            if len(set(given)) > 1:
+    def _check_numbers(self, numbers: Sequence[list[tuple[str, str]]]) -> None:
+        for pairs in zip(*numbers, strict=False):
+            if len({value for _, value in pairs}) > 1:
+                name, found = pairs[0][0], _by_rank(self._team, [value for _, value in pairs])
                 raise InputError(
-                    f"input number {position} is {_by_rank(self._team, given)}, but the "
-                    "ranks run one program on one set of numbers"
+                    f"{name} is {found}, but the ranks run one program on one set of numbers"
                 )
 
 

@@ -167,9 +167,8 @@ class FusionExecutorCache:
         )
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
-        claim = claim_of(
-            parts, self._names, inputs, fixed, where=first_line(bound.program.container)
-        )
+        where = first_line(bound.program.container)
+        claim = claim_of(parts, self._names, inputs, fixed, free=self._numbers, where=where)
         return bound, claim
 
     def _bind(
