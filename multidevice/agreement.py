@@ -98,8 +98,8 @@ def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], 
     channel.enter(claim, numbers)
     try:
         return run()
-    except BaseException:
-        channel.is_doubtful = True
+    except BaseException as error:
+        channel.doubt(error)
         raise
 
 
@@ -110,8 +110,7 @@ class Channel:
         self._control = control
         self._team = team
         self._key = f"call {team_text(team)}"
-        # Whether a run failed here, perhaps before it had communicated all that the others did.
-        self.is_doubtful = False
+        self._is_doubtful = False
         self._known: set[int] = set()
         self._words = control.page(len(team) * LINE_NBYTES, team)
         start = LINE_WORDS * team.index(control.rank)
@@ -123,7 +122,7 @@ class Channel:
     def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
         """Returns when all members run this; see `run_agreed` for what it raises."""
         kind = claim.kind
-        is_new = self.is_doubtful or kind not in self._known
+        is_new = self._is_doubtful or kind not in self._known
         if is_new:
             kind = _EXCHANGE
         elif numbers:
@@ -134,6 +133,12 @@ class Channel:
         if len(self._known) >= _KNOWN_LIMIT:
             self._known.clear()
         self._known.add(claim.kind)
+
+    def doubt(self, error: BaseException) -> None:
+        """Notes that a run failed here, perhaps before it had communicated what the others did."""
+        self._is_doubtful = True
+        if not isinstance(error, CommunicationError):
+            self._control.trouble = f", after {_error_text(error)}"
 
     def refuse(self, error: BaseException) -> NoReturn:
         """Tells the others of an error of this rank, and raises it."""
@@ -210,7 +215,7 @@ class Channel:
     ) -> None:
         entered = self._control.ledger.entered
         statement = {
-            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "error": None if error is None else _error_text(error),
             "digest": "" if claim is None else claim.digest.hex(),
             "inputs": () if claim is None else claim.inputs,
             "numbers": []
@@ -222,7 +227,8 @@ class Channel:
         told = self._control.exchange(payload, team=self._team)
         statements: list[dict[str, Any]] = [json.loads(one) for one in told]
         out_of_step = self._realign([s["entered"] for s in statements])
-        self.is_doubtful = False
+        self._is_doubtful = False
+        self._control.trouble = ""
         self._check_errors([s["error"] for s in statements], error)
         if out_of_step:
             raise CommunicationError(
@@ -281,6 +287,10 @@ class Channel:
                 raise InputError(
                     f"{name} is {found}, but the ranks run one program on one set of numbers"
                 )
+
+
+def _error_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _with_numbers(kind: int, numbers: tuple[object, ...]) -> int:

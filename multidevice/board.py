@@ -50,9 +50,9 @@ class Wait:
     needs: tuple[Need, ...]
 
     def is_same(self, other: Wait) -> bool:
-        """Whether both are one wait; what it still needs may have become less."""
+        """Whether both wait in one collective."""
         ours, theirs = ({(n.key, n.count) for n in w.needs} for w in (self, other))
-        return self.rank == other.rank and bool(ours & theirs)
+        return bool(ours & theirs)
 
     def text(self) -> str:
         return f"  rank {self.rank}: waits in {self.what}"
@@ -60,7 +60,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """Waits that cannot end; each of their ranks raises, and counts all of them as entered."""
+    """Waits that cannot end. Their ranks raise and count all of them as entered; so does whoever
+    comes to one of these collectives later, since it cannot complete any more.
+    """
 
     waits: tuple[Wait, ...]
 

@@ -63,6 +63,8 @@ class Control(ABC):
         self.world: Team = tuple(range(size))
         # Where the ranks stand, when they all share a host.
         self.board: Board | None = None
+        # What an earlier call ran into here, for the errors of those who wait for this rank.
+        self.trouble = ""
         # Called with the key of a stream of calls whose members no longer agree where they are.
         self.on_lost: list[Callable[[str], None]] = []
 
@@ -111,7 +113,7 @@ class Control(ABC):
                 self.peers.check(what(), needs())
             if board is None or waited_s < WATCH_AFTER_S or done():
                 return
-            deadlock = board.watch(what(), needs(), self.ledger.entered)
+            deadlock = board.watch(what() + self.trouble, needs(), self.ledger.entered)
             if deadlock is not None:
                 self._count_as_entered(deadlock)
                 raise DeadlockError(deadlock.text())

@@ -84,14 +84,16 @@ class MpiControl(JobControl):
         poll_until(request.Test, what=lambda: what, look=lambda _: None, rank=self.rank)
         return comm
 
-    def communicator(self, channel: str, team: Team) -> MPI.Intracomm:
+    def communicator(
+        self, channel: str, team: Team, call: Step | Call | None = None
+    ) -> MPI.Intracomm:
         """Returns the team's communicator for data or control; collective over the team at first
-        use.
+        use. `call` is what needs it.
         """
         comm = self._comms.get((channel, team))
         if comm is None:
             # MPI_Comm_create_group blocks, so all members meet first, under the deadline.
-            self._meet(channel, team)
+            self._meet(channel, team, call)
             group = self._events.Get_group().Incl(list(team))
             tag = zlib.crc32(f"{channel}{team}".encode()) % 32768
             comm = self._events.Create_group(group, tag)
@@ -105,7 +107,7 @@ class MpiControl(JobControl):
             if channel != "event" and key == f"{name} {team_text(team)}":
                 del self._comms[channel, team]
 
-    def _meet(self, channel: str, team: Team) -> None:
+    def _meet(self, channel: str, team: Team, call: Step | Call | None) -> None:
         key = f"{channel} meeting {team_text(team)}"
         seq = self.ledger.enter(key)
         others = [rank for rank in team if rank != self.rank]
@@ -116,14 +118,20 @@ class MpiControl(JobControl):
         requests += [self._events.Irecv(message, rank, tag) for rank in others]
         self.poll_until(
             lambda: self.mpi.Request.Testall(requests),
-            what=lambda: f"set-up of the {channel} channel of team {team_text(team)}",
-            needs=lambda: [Need(rank, key, seq + 1) for rank in others],
+            what=lambda: (
+                f"set-up of the {channel} channel of team {team_text(team)}"
+                + (f" for {call.describe()}" if call is not None else "")
+            ),
+            needs=lambda: (
+                [Need(rank, key, seq + 1) for rank in others]
+                + (call.needs() if call is not None else [])
+            ),
         )
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         byte = self.mpi.BYTE
         everything = bytearray(RECORD_NBYTES * len(step.team))
-        comm = self.communicator("control", step.team)
+        comm = self.communicator("control", step.team, step)
         self._complete(comm.Iallgather([record, byte], [everything, byte]), step)
         view = bytes(everything)
         return [view[start : start + RECORD_NBYTES] for start in range(0, len(view), RECORD_NBYTES)]
@@ -131,7 +139,7 @@ class MpiControl(JobControl):
     def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
         byte = self.mpi.BYTE
         everything = bytearray(sum(sizes))
-        comm = self.communicator("control", step.team)
+        comm = self.communicator("control", step.team, step)
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         request = comm.Iallgatherv([payload, byte], [everything, (list(sizes), offsets), byte])
         self._complete(request, step)
@@ -250,7 +258,7 @@ class MpiBackend(CheckedBackend):
             raise InputError(f"backend mpi takes CPU tensors, found one on {tensor.device}")
 
     def _start(self, call: Call) -> _MpiWork:
-        comm = self.control.communicator("data", call.team)
+        comm = self.control.communicator("data", call.team, call)
         return self._track([_COLLECTIVES[call.op](self, comm, call)], call)
 
     def _start_batch(self, batch: Exchange) -> _MpiWork:

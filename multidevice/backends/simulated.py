@@ -182,7 +182,7 @@ class SimulatedControl(Control):
         needs: Callable[[], Iterable[Need]],
     ) -> None:
         """See `Control.poll_until`; the baton sees every deadlock."""
-        self.baton.wait(self.rank, done, _Place(what, needs))
+        self.baton.wait(self.rank, done, _Place(lambda: what() + self.trouble, needs))
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         return self._collect(record, step, "record")
@@ -202,7 +202,8 @@ class SimulatedControl(Control):
             arrival=None,
             complete=lambda _: None,
         )
-        self.baton.wait(self.rank, lambda: meeting.done, step)
+        place = _Place(lambda: step.describe() + self.trouble, step.needs)
+        self.baton.wait(self.rank, lambda: meeting.done, place)
         return [meeting.entries[i] for i in range(len(step.team))]
 
 
