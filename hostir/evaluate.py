@@ -210,7 +210,12 @@ class HostIrEvaluator:
     def _run(self, inputs: list[Argument], key: Hashable) -> list[torch.Tensor]:
         plan = self._plans.get(key) or self._plans.recall(key)
         if plan is not None:
-            return plan.run(inputs, self._arena)
+            try:
+                return plan.run(inputs, self._arena)
+            except BaseException:
+                # What is still in flight may write to this arena: it is not used again.
+                self._arena = Arena()
+                raise
         frame = self._frame(inputs)
         recorder = Recorder(frame)
         outputs = self._walk(frame, recorder)

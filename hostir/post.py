@@ -105,4 +105,7 @@ def post(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buff
         inp = flat(op, inp, mine)
     if out is not None:
         out = flat(op, out, theirs)
-    return POST[op.type](op, team, backend, inp, out)
+    backend.where = op.where
+    work = POST[op.type](op, team, backend, inp, out)
+    backend.where = ""
+    return work

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from fuser import options
 from fuser.errors import (
     CommunicationError,
+    CommunicationTimeout,
     DeadlockError,
     PeerError,
     ProgramMismatchError,
@@ -29,6 +33,9 @@ _RECORD = struct.Struct("<BBxxI16s")
 RECORD_NBYTES = _RECORD.size
 _KINDS = ("agree", "exchange")
 _NO_DIGEST = bytes(16)
+# What a rank enters last, and how often the processes of those that have not are looked at.
+_END = "end"
+LEAVERS_EVERY_S = 0.2
 # A wait that has lasted this long is posted on the board, and looks there.
 WATCH_AFTER_S = 0.1
 
@@ -266,6 +273,36 @@ class JobControl(Control):
     @abstractmethod
     def finish(self) -> None:
         """Waits, with a deadline, until every peer has announced that it leaves too."""
+
+    def wait_for_leavers(self, progress: Callable[[], None]) -> bool:
+        """Waits until every peer has announced that it leaves; returns whether all have.
+
+        A peer that still computes may take its time: after the deadline this rank says so and
+        leaves. One whose process is stopped or gone will not come.
+
+        Raises:
+            CommunicationTimeout: names the peers whose processes are stopped.
+            PeerError: the process of a peer is gone.
+        """
+        limit_s, board = options.timeout_s(), self.board
+        stop = time.monotonic() + limit_s
+        next_look = 0.0
+        while missing := [r for r in self.world if r != self.rank and r not in self.peers.events]:
+            self.listen()
+            progress()
+            now = time.monotonic()
+            if board is not None and now >= next_look:
+                next_look = now + LEAVERS_EVERY_S
+                board.watch("the end of the job", [Need(r, _END, 1) for r in missing], {})
+            if now < stop:
+                continue
+            states = [f"rank {r}" + (f" ({board.state(r)})" if board else "") for r in missing]
+            text = f"{', '.join(states)} did not leave within {limit_s:g} s (FUSER_TIMEOUT_S)"
+            if board is not None and any(map(board.is_stopped, missing)):
+                raise CommunicationTimeout(f"rank {self.rank} has finished, but {text}")
+            print(f"[fuser] rank {self.rank}: has finished; {text}", file=sys.stderr)
+            return False
+        return True
 
     @abstractmethod
     def abort(self, code: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fuser.errors import PeerError
+from fuser.errors import CommunicationError
 
 if TYPE_CHECKING:
     from multidevice.control import JobControl
@@ -161,7 +161,7 @@ class Guard:
                 self._end(f"exited with code {code!r}", code if isinstance(code, int) else 1)
         try:
             control.finish()
-        except PeerError as error:
+        except CommunicationError as error:
             self._end(str(error), 1)
         for hook in self.after_exit:
             hook()

@@ -393,7 +393,7 @@ def attempt(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--cases", type=int, default=34)
     parser.add_argument("--ranks", type=int, default=0, help="simulate so many ranks")

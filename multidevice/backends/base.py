@@ -42,6 +42,7 @@ class Call:
     seq: int
     # The caller's input, where `inp` is a staging buffer of another dtype.
     given: torch.Tensor | None = None
+    where: str = ""
 
     @property
     def root_index(self) -> int:
@@ -60,7 +61,10 @@ class Call:
         detail = f"({self.reduce})" if self.reduce else ""
         detail += f" from root {self.root}" if self.root is not None else ""
         detail += f" of {tensor_text(tensor)}" if tensor is not None else ""
-        return f"{self.op}{detail} over team {team_text(self.team)}, sequence number {self.seq}"
+        line = f", for {self.where}" if self.where else ""
+        return (
+            f"{self.op}{detail} over team {team_text(self.team)}, sequence number {self.seq}{line}"
+        )
 
     def needs(self) -> list[Need]:
         """Returns what this call needs of its peers."""
@@ -145,6 +149,8 @@ class CheckedBackend(ABC):
     name = ""
     # Reductions of 16-bit floats run in float32 and are rounded once (MPI knows no 16-bit floats).
     stages_half = True
+    # The user's line of what is communicated now, for errors.
+    where = ""
     has_avg = False
     # Collectives whose input may be this rank's own part of the output.
     in_place_parts: frozenset[str] = frozenset()
@@ -342,7 +348,8 @@ class CheckedBackend(ABC):
         index = self._index(op, team)
         self._check_root(op, root, team)
         key = f"{self.name} {team_text(team)}"
-        return Call(op, team, index, out, inp, reduce, root, stream, key, self._ledger.enter(key))
+        seq = self._ledger.enter(key)
+        return Call(op, team, index, out, inp, reduce, root, stream, key, seq, where=self.where)
 
     def _start_reduction(self, call: Call) -> Work:
         inp, out = call.inp, call.out

@@ -97,18 +97,9 @@ class StoreControl(JobControl):
 
     def finish(self) -> None:
         """Waits until all peers have announced too: rank 0 may serve the store and leaves last."""
-        stop = time.monotonic() + options.timeout_s()
         try:
-            while len(self.peers.events) < self.size - 1:
-                self.listen()
-                if time.monotonic() > stop:
-                    print(
-                        f"[fuser] rank {self.rank}: leaving, though not all ranks have finished "
-                        f"{options.timeout_s():g} s after this rank",
-                        file=sys.stderr,
-                    )
-                    return
-                time.sleep(_FINISH_SLEEP_S)
+            if not self.wait_for_leavers(lambda: time.sleep(_FINISH_SLEEP_S)):
+                return
             self._leave_store()
         except torch.distributed.DistError:
             return  # Rank 0 served the store and has left after all others announced.
@@ -237,13 +228,15 @@ class GlooBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self._groups: dict[Team, Any] = {}
+        # Groups with work in flight, whose end would wait for it.
+        self._lost: list[Any] = []
         control.on_lost.append(self._forget)
 
     def _forget(self, key: str) -> None:
         """Drops the group of a stream of calls: what is left in it must not be matched."""
         for team in list(self._groups):
             if key == f"{self.name} {team_text(team)}":
-                del self._groups[team]
+                self._lost.append(self._groups.pop(team))
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":

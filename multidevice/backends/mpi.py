@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -68,6 +67,8 @@ class MpiControl(JobControl):
                 f"({MPI.Get_library_version().split(',')[0].strip()})"
             )
         self._posted: list[MPI.Request] = []
+        # Requests of waits that ended with an error still write to their buffers.
+        self._unfinished: list[MPI.Request] = []
         self._comms: dict[tuple[str, Team], MPI.Intracomm] = {}
         for channel in ("data", "control", "event"):
             self._comms[channel, self.world] = self._duplicate(channel)
@@ -149,7 +150,11 @@ class MpiControl(JobControl):
         ]
 
     def _complete(self, request: MPI.Request, step: Step) -> None:
-        self.poll_until(request.Test, what=step.describe, needs=step.needs)
+        try:
+            self.poll_until(request.Test, what=step.describe, needs=step.needs)
+        except BaseException:
+            self._unfinished.append(request)
+            raise
 
     def listen(self) -> None:
         """Takes in the announcements that have arrived."""
@@ -174,22 +179,16 @@ class MpiControl(JobControl):
         """Keeps MPI progressing until all peers have announced too, or the deadline has passed."""
         if self.mpi.Is_finalized():
             return
-        stop = time.monotonic() + options.timeout_s()
         sleep_s = 0.0
-        while len(self.peers.events) < self.size - 1:
-            self.listen()
+
+        def progress() -> None:
+            nonlocal sleep_s
             self.mpi.Request.Testall(self._posted)
-            if time.monotonic() > stop:
-                # The others may still compute; MPI_Finalize and the launcher take over from here.
-                missing = [r for r in self.world if r != self.rank and r not in self.peers.events]
-                print(
-                    f"[fuser] rank {self.rank}: ranks {team_text(missing)} have not finished "
-                    f"{options.timeout_s():g} s after this rank",
-                    file=sys.stderr,
-                )
-                return
             time.sleep(sleep_s)
             sleep_s = min(_FINISH_SLEEP_S, sleep_s + _FINISH_SLEEP_S / 20)
+
+        # MPI_Finalize and the launcher take over from here.
+        self.wait_for_leavers(progress)
 
     def abort(self, code: int) -> None:
         """Ends all ranks of the job."""

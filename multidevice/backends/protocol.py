@@ -63,7 +63,12 @@ class Transfer:
 
 
 class Backend(Protocol):
-    """Collectives and point-to-point copies among the ranks of a team."""
+    """Collectives and point-to-point copies among the ranks of a team.
+
+    `where` is the user's line of what is communicated next, for errors.
+    """
+
+    where: str
 
     @property
     def name(self) -> str:
