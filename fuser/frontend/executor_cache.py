@@ -167,8 +167,8 @@ class FusionExecutorCache:
         )
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
-        where = first_line(bound.program.container)
-        claim = claim_of(parts, self._names, inputs, fixed, free=self._numbers, where=where)
+        line = first_line(bound.program.container)
+        claim = claim_of(parts, self._names, inputs, fixed, free=self._numbers, where=line)
         return bound, claim
 
     def _bind(
