@@ -16,6 +16,7 @@ from tests.fuzz.table import DTYPES, HALF, ROWS, SHIFTS, Row
 from tests.fuzz.tensors import make_tensor
 from tests.fuzz.values import (
     INF,
+    RANKS,
     Num,
     Val,
     accumulated,
@@ -391,7 +392,7 @@ def matmul(a: Val, b: Val, bias: Val | None = None) -> Val:
     compute = "Float" if a.dtype in HALF else a.dtype
     whole = all(bool((v.ref == v.ref.round()).all()) and v.is_exact for v in (a, b))
     whole = whole and float(sizes.nan_to_num(INF).max() if sizes.numel() else 0) < 2**11
-    out = accumulated(ref, bound, sizes, k, compute) if not whole else exact(ref, compute)
+    out = accumulated(ref, bound, sizes, k, a.dtype) if not whole else exact(ref, compute)
     if bias is not None:
         ref, extra = out.ref + bias.ref, out.bound + bias.bound
         if a.dtype in HALF:
@@ -620,6 +621,7 @@ def input_env(program: Program, call: int) -> tuple[Env, list[Any]]:
 
 def evaluate(program: Program, call: int) -> tuple[Env, list[Any]]:
     """Return all values of one call, and its inputs."""
+    RANKS.set(program.ranks)
     env, passed = input_env(program, call)
     for stmt in program.stmts:
         run_stmt(stmt, env)

@@ -196,6 +196,17 @@ def annotation_lines(program: Program) -> Iterator[str]:
             yield f"cut({note.name}, {axis}, mesh{note.mesh}, ParallelType.mesh_{dim})"
 
 
+# What annotates one tensor: positions count the axes that a user sees.
+CUT_TEXT = """
+def cut(tv, axis, mesh, ptype):
+    seen = [k for k, a in enumerate(tv.get_loop_domain()) if not a.is_reduction()]
+    tv.outer_split(seen[axis], mesh.size_of(ptype))
+    tv.axis(seen[axis]).parallelize(ptype)
+
+
+"""
+
+
 def _as_list(ranks: object) -> object:
     return [_as_list(r) for r in ranks] if isinstance(ranks, tuple) else ranks
 
@@ -208,7 +219,8 @@ def define_text(program: Program) -> str:
     for out in program.outputs:
         alias = f", {out.alias}" if out.alias else ""
         lines.append(f"fd.add_output({out.name}{alias})")
-    return "def define(fd):\n" + "".join(f"    {line}\n" for line in lines)
+    cut = CUT_TEXT if program.annotations else ""
+    return cut + "def define(fd):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 def names_in(arg: Arg) -> Iterator[str]:

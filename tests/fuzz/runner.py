@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fuser import DataType, FusionDefinition, ParallelType
+from fuser import DataType, FusionDefinition, ParallelType, multidevice
 from fuser.errors import (
     DefinitionError,
     DtypeError,
@@ -96,7 +96,11 @@ def unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
 # ------------------------------------------------------------------ running
 def define(program: Program) -> FusionDefinition:
     """Run the program's own text inside a definition."""
-    names: dict[str, Any] = {"DataType": DataType, "ParallelType": ParallelType}
+    names: dict[str, Any] = {
+        "DataType": DataType,
+        "ParallelType": ParallelType,
+        "multidevice": multidevice,
+    }
     exec(compile(define_text(program), "<program>", "exec"), names)
     fd = FusionDefinition()
     with contextlib.redirect_stdout(io.StringIO()), fd:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,10 @@ def corners(fn: Fn, vals: Sequence[Val]) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------ rounding
+# On how many ranks the program runs: each may round its part of a sum to the result's dtype.
+RANKS: ContextVar[int] = ContextVar("RANKS", default=1)
+
+
 def round_to(x: Tensor, dtype: str) -> Tensor:
     return x.to(DTYPES[dtype].torch).double()
 
@@ -165,6 +170,8 @@ def accumulated(total: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str)
     """
     facts = DTYPES["Float" if dtype in HALF else dtype]
     depth = min(n, 16 + 6 * n**0.5)
+    if RANKS.get() > 1 and dtype in HALF:
+        bound = bound + DTYPES[dtype].eps * sizes
     return overflow(
         Val(total, nonnan(bound + depth * facts.eps * sizes + facts.tiny * (sizes > 0)), dtype)
     )

@@ -22,7 +22,7 @@ from tests.fuzz import sharded, single
 from tests.fuzz.minimise import in_child, minimise
 from tests.fuzz.product import Mode, compile_all
 from tests.fuzz.program import Program
-from tests.fuzz.ranks import run_ranks
+from tests.fuzz.ranks import collect_ranks, run_ranks
 from tests.fuzz.runner import Case, Outcome, collect, run
 from tests.fuzz.standalone import standalone_text
 
@@ -41,7 +41,7 @@ def program_of(kind: str, seed: int) -> Program:
 
 
 def outcome_of(kind: str, case: Case, mode: Mode, fd: Any = None) -> Outcome:
-    return run(case, mode, fd) if kind == "single" else run_ranks(case, mode)
+    return run(case, mode, fd) if kind == "single" else run_ranks(case, mode, fd)
 
 
 class _Reporter:
@@ -59,39 +59,30 @@ def serve(kind: str, schedules: Sequence[str], device: str, descriptor: int) -> 
     reporter = _Reporter(descriptor)
     reporter.send(ready=True)
     for line in sys.stdin:
-        batch = json.loads(line)
-        if kind == "single":
-            _batch(batch, schedules, device, reporter)
-        else:
-            _one_by_one(batch, schedules, device, reporter)
+        _batch(kind, json.loads(line), schedules, device, reporter)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MAX_RESIDENT_KB
         reporter.send(idle=True, tired=grown)
 
 
-def _batch(seeds: Iterable[int], schedules: Sequence[str], device: str, to: _Reporter) -> None:
+def _batch(
+    kind: str, seeds: Iterable[int], schedules: Sequence[str], device: str, to: _Reporter
+) -> None:
     work: list[tuple[int, Mode, Case, Any]] = []
     sources: list[tuple[Any, bool]] = []
+    lower = collect if kind == "single" else collect_ranks
     for seed in seeds:
         to.send(at=seed, mode="oracle")
-        case = Case.of(program_of("single", seed))
+        case = Case.of(program_of(kind, seed))
         for mode in modes_of(seed, schedules, device):
             to.send(at=seed, mode=str(mode))
-            fd, wanted = collect(case, mode)
+            fd, wanted = lower(case, mode)
             sources += wanted
             work.append((seed, mode, case, fd))
     to.send(at=None, mode="compiler")
     compile_all(sources, device)
     for seed, mode, case, fd in work:
         to.send(at=seed, mode=str(mode))
-        to.send(done=seed, mode=str(mode), **asdict(run(case, mode, fd)))
-
-
-def _one_by_one(seeds: Iterable[int], schedules: Sequence[str], device: str, to: _Reporter) -> None:
-    for seed in seeds:
-        case = Case.of(program_of("sharded", seed))
-        for mode in modes_of(seed, schedules, device):
-            to.send(at=seed, mode=str(mode))
-            to.send(done=seed, mode=str(mode), **asdict(outcome_of("sharded", case, mode)))
+        to.send(done=seed, mode=str(mode), **asdict(outcome_of(kind, case, mode, fd)))
 
 
 def mode_named(text: str) -> Mode:
