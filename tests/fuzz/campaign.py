@@ -48,6 +48,13 @@ class Tally:
     elements: int = 0
     masked: int = 0
 
+    def fail(self, failure: Failure) -> None:
+        """Count a failure, and say so at once: a run may be stopped before its summary."""
+        self.failures.append(failure)
+        last = (failure.detail.strip().splitlines() or [""])[-1][:200]
+        what = f"{failure.kind}: {failure.reason}"
+        print(f"  seed {failure.seed} {failure.mode}: {what} | {last}", flush=True)
+
     def add(self, event: dict[str, Any]) -> None:
         mode, reason = event["mode"].replace("+checked", ""), event["reason"]
         self.cases[mode] += 1
@@ -55,9 +62,7 @@ class Tally:
             self.refused.setdefault(mode, Counter())[reason] += 1
             self.examples.setdefault((mode, reason), event["done"])
         elif event["kind"] != "ok":
-            self.failures.append(
-                Failure(event["done"], event["mode"], event["kind"], reason, event["detail"])
-            )
+            self.fail(Failure(event["done"], event["mode"], event["kind"], reason, event["detail"]))
         self.outputs += event["outputs"]
         self.elements += event["elements"]
         self.masked += event["masked"]
@@ -221,7 +226,7 @@ class Campaign:
         if seed is not None:
             tally.cases[mode.replace("+checked", "")] += 1
             story = worker.last_words()
-            tally.failures.append(Failure(seed, mode, kind, f"{kind} (exit code {code})", story))
+            tally.fail(Failure(seed, mode, kind, f"{kind} (exit code {code})", story))
             left = [x for x in left if x != seed]
         elif worker.batch or code:
             raise RuntimeError(f"a worker ended in {mode} with {code}:\n{worker.last_words()}")

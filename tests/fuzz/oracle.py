@@ -222,6 +222,7 @@ def scalar_op(name: str, values: Sequence[Num]) -> Num:
         "sub": lambda a, b: a - b,
         "mul": lambda a, b: a * b,
         "div": lambda a, b: a / b,
+        "mod": math.fmod,
         "neg": lambda a: -a,
         "abs": abs,
         "maximum": max,

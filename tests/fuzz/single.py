@@ -197,8 +197,14 @@ class _Single(Builder):
     def unary(self) -> None:
         row = ROWS[self.rng.choice(_UNARY)]
         name = self.pick(lambda n: self.is_a(n, row.dtypes))
-        if name is not None:
-            self.emit(row.name, [Ref(name)], self.dims[name])
+        if name is None:
+            return
+        for op, *more in _INTO_DOMAIN.get(row.name, ()) if self.chance(0.7) else ():
+            made = self.emit(op, [Ref(name), *more], self.dims[name])
+            if not made:
+                return
+            name = made[0]
+        self.emit(row.name, [Ref(name)], self.dims[name])
 
     def binary(self) -> None:
         row = ROWS[self.rng.choice(_BINARY)]
@@ -439,6 +445,14 @@ def step_ref(name: str) -> Ref:
     return Ref(name)
 
 
+# What leads most values into the domain of an op.
+_POSITIVE: tuple[tuple[str, *tuple[float, ...]], ...] = (("abs",), ("add", 0.1))
+_INTO_DOMAIN: dict[str, tuple[tuple[str, *tuple[float, ...]], ...]] = {
+    "acosh": (("abs",), ("add", 1.0)),
+    "erfcinv": (("tanh",), ("add", 1.0)),
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (("tanh",),)),
+    **dict.fromkeys(("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "lgamma"), _POSITIVE),
+}
 _UNARY = [r.name for r in ROWS.values() if r.arity == 1]
 _BINARY = [r.name for r in ROWS.values() if r.arity == 2]
 _BINARY += ["add", "mul", "sub", "maximum", "div"] * 4

@@ -80,6 +80,7 @@ def check(fd):
 fd = FusionDefinition()
 with fd:
     define(fd)
+check(fd)
 """
 
 

@@ -108,10 +108,12 @@ def shrink(kind: str, seed: int, mode_text: str, seconds: float, folder: Path) -
 
     program = program_of(kind, seed)
     wanted = result(program)
-    if wanted[0] == "ok" and mode.device == "cpu" and not mode.checked:
+    if wanted[0] in ("ok", "crash") and mode.device == "cpu" and not mode.checked:
         # What damages memory may die later, or not at all: checked mode sees the access itself.
-        mode = Mode(mode.schedules, True)
+        seen, mode = (wanted, mode), Mode(mode.schedules, True)
         wanted = result(program)
+        if wanted[0] == "ok":
+            wanted, mode = seen
     if wanted[0] not in ("ok", "refused") or seconds < 0:
         program = minimise(program, lambda p: result(p) == wanted, seconds=abs(seconds))
     title = f"{kind} seed {seed}, {mode}: {wanted[0]} {wanted[1]}"

@@ -1,0 +1,112 @@
+"""The fuzzers find planted faults, and what they write down shows them again."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuser.ops import table
+from tests.fuzz import oracle, single
+from tests.fuzz.minimise import minimise
+from tests.fuzz.product import Mode
+from tests.fuzz.program import Output, Program, Ref, Stmt, TensorArg, TensorInput, plain_layout
+from tests.fuzz.runner import Case, run
+from tests.fuzz.standalone import standalone_text
+
+ROOT = Path(__file__).parents[2]
+
+
+def _first_wrong(seeds: Iterable[int], uses: Callable[[Program], bool]) -> Program | None:
+    """Return the first of the programs that can meet a fault and gives a wrong value."""
+    for seed in seeds:
+        program = single.generate(seed)
+        if uses(program) and run(Case.of(program), Mode()).kind == "wrong":
+            return program
+    return None
+
+
+def _uses(*ops: str) -> Callable[[Program], bool]:
+    return lambda p: any(s.op in ops for s in p.stmts)
+
+
+def test_a_program_is_a_function_of_its_seed() -> None:
+    assert single.generate(17) == single.generate(17)
+    assert single.generate(17) != single.generate(18)
+
+
+def test_every_op_is_generated() -> None:
+    found = {s.op for seed in range(1500) for s in single.generate(seed).stmts}
+    assert set(oracle.OPS) <= found
+
+
+def test_a_wrong_op_is_found_minimised_and_written_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = table.POINTWISE["maximum"]
+    wrong = dataclasses.replace(row, cuda=row.cuda.replace("maximum", "minimum"))
+    monkeypatch.setitem(table.POINTWISE, "maximum", wrong)
+    program = _first_wrong(range(300), _uses("maximum"))
+    assert program is not None
+
+    def fails(p: Program) -> bool:
+        return run(Case.of(p), Mode()).kind == "wrong"
+
+    small = minimise(program, fails, seconds=30)
+    assert [s.op for s in small.stmts] == ["maximum"] and len(small.outputs) == 1
+    script = tmp_path / "failure.py"
+    script.write_text(standalone_text(small, Mode(), "planted", ""))
+    # Without the fault the script is content; with it, it is not.
+    healthy = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=100)
+    assert healthy.returncode == 0
+    plant = f"""
+import dataclasses
+from fuser.ops import table
+row = table.POINTWISE["maximum"]
+table.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
+"""
+    text = script.read_text()
+    at = text.index("\nnan, inf")
+    script.write_text(text[:at] + plant + text[at:])
+    faulty = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=100)
+    assert faulty.returncode == 1
+
+
+def test_a_wrong_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuser.ops import views
+
+    def flipped(arg: object, dims: list[int]) -> object:
+        return views.permute(arg, dims[::-1])  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr("fuser.ops.permute", flipped)
+    square = TensorInput("x", "Float", (3, 3, 3), True, (), plain_layout(3))
+    stmt = Stmt(("t",), "permute", (Ref("x"), [1, 2, 0]))
+    call = (TensorArg((3, 3, 3), 0, "normal", 1),)
+    program = Program((square,), (stmt,), (Output("t"),), (call,))
+    assert run(Case.of(program), Mode()).kind == "wrong"
+
+
+def test_a_lost_update_is_found() -> None:
+    """An input that changed although the program says nothing of it is a failure."""
+    x = TensorInput("x", "Float", (4,), True, (), plain_layout(1))
+    stmt = Stmt(("t",), "neg", (Ref("x"),))
+    call = (TensorArg((4,), 0, "normal", 1),)
+    updated = Program((x,), (stmt,), (Output("t", "x"),), (call,))
+    case = Case.of(updated)
+    assert run(case, Mode()).kind == "ok"
+    case.expected[0]["t"] = case.expected[0]["x"]
+    assert run(case, Mode()).kind == "wrong"
+
+
+def test_the_command_reports_and_exits(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/fuzz.py", "single", "--seed", "0", "--cases", "3"]
+    command += ["--seconds", "100", "--schedules", "cpu", "--out", str(tmp_path)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert "3 runs" in answer.stdout and "refused" in answer.stdout, answer.stdout + answer.stderr
+    assert answer.returncode == (0 if "\n0 failures" in answer.stdout else 1)
+    assert torch.get_num_threads() >= 1
