@@ -29,6 +29,7 @@ def main() -> int:
     worker.add_argument("kind")
     worker.add_argument("--schedules", required=True)
     worker.add_argument("--device", required=True)
+    worker.add_argument("--without", required=True)
     worker.add_argument("--report-to", type=int, required=True)
     for name in ("shrink", "show"):
         one = commands.add_parser(name, help=f"{name} the program of one seed")
@@ -47,6 +48,7 @@ def _campaign_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", default="cpu,h200", help="whose schedules")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--without", default="", help="skip programs with these ops, or `expanded`")
     parser.add_argument("--minimise", type=int, default=6, help="how many failures, at most")
     parser.add_argument("--minimise-seconds", type=float, default=30, help="for each failure")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"))
@@ -65,6 +67,7 @@ def _campaign(args: argparse.Namespace) -> int:
         args.schedules,
         args.device,
         args.processes,
+        args.without,
     )
     tally = campaign.run()
     seconds = time.monotonic() - started
@@ -87,7 +90,8 @@ def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namesp
 def _worker(args: argparse.Namespace) -> int:
     from tests.fuzz.worker import serve
 
-    serve(args.kind, args.schedules.split(","), args.device, args.report_to)
+    without = args.without.split(",")
+    serve(args.kind, args.schedules.split(","), args.device, without, args.report_to)
     return 0
 
 

@@ -139,6 +139,7 @@ class Campaign:
     schedules: str = "cpu,h200"
     device: str = "cpu"
     processes: int = 1
+    without: str = ""
     batch: int = 24
 
     def run(self) -> Tally:
@@ -183,9 +184,8 @@ class Campaign:
             found = visible.split(",") if visible else _gpus()
             if found:
                 environment["CUDA_VISIBLE_DEVICES"] = found[n % len(found)]
-        worker = _Worker(
-            [self.kind, "--schedules", self.schedules, "--device", self.device], environment
-        )
+        arguments = [self.kind, "--schedules", self.schedules, "--device", self.device]
+        worker = _Worker([*arguments, "--without", self.without], environment)
         selector.register(worker.pipe, selectors.EVENT_READ, n)
         return worker
 

@@ -21,7 +21,7 @@ import torch
 from tests.fuzz import sharded, single
 from tests.fuzz.minimise import in_child, minimise
 from tests.fuzz.product import Mode, compile_all
-from tests.fuzz.program import Program
+from tests.fuzz.program import Program, TensorInput
 from tests.fuzz.ranks import collect_ranks, run_ranks
 from tests.fuzz.runner import Case, Outcome, collect, run
 from tests.fuzz.standalone import standalone_text
@@ -52,14 +52,26 @@ class _Reporter:
         self._file.write(json.dumps(event) + "\n")
 
 
-def serve(kind: str, schedules: Sequence[str], device: str, descriptor: int) -> None:
+def has_any(program: Program, words: Iterable[str]) -> bool:
+    """Whether a program has one of these ops, or `expanded` inputs."""
+    found = {s.op for s in program.stmts}
+    found |= {
+        "expanded" for i in program.inputs if isinstance(i, TensorInput) and i.layout.expanded
+    }
+    return bool(found & set(words))
+
+
+def serve(
+    kind: str, schedules: Sequence[str], device: str, without: Sequence[str], descriptor: int
+) -> None:
     """Run the batches of seeds that arrive on stdin, one line each."""
     faulthandler.enable()
     torch.set_num_threads(1)
     reporter = _Reporter(descriptor)
     reporter.send(ready=True)
     for line in sys.stdin:
-        _batch(kind, json.loads(line), schedules, device, reporter)
+        seeds = [s for s in json.loads(line) if not has_any(program_of(kind, s), without)]
+        _batch(kind, seeds, schedules, device, reporter)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MAX_RESIDENT_KB
         reporter.send(idle=True, tired=grown)
 
