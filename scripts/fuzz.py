@@ -2,6 +2,7 @@
 
     python scripts/fuzz.py single --seed 0 --cases 1000 --seconds 600
     python scripts/fuzz.py sharded --seed 0 --cases 100 --seconds 600
+    mpirun -np 4 python scripts/fuzz.py sharded --seed 0 --cases 100
 
 Prints what was compared, what was refused and why, and what failed; a failure is written as a
 standalone program, whose path is printed, and makes the exit code 1. A program is a function of
@@ -11,6 +12,7 @@ its seed alone.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -57,6 +59,12 @@ def _campaign_arguments(parser: argparse.ArgumentParser) -> None:
 def _campaign(args: argparse.Namespace) -> int:
     if args.device == "cuda" and args.schedules == "cpu,h200":
         args.schedules = "own"
+    if args.command == "sharded" and _is_launched():
+        from tests.fuzz.launched import run_launched
+
+        seeds = range(args.seed, args.seed + args.cases)
+        tally = run_launched(seeds, args.seconds, args.schedules, args.device, args.without)
+        return 1 if tally.failures else 0
     print(f"{args.command} from seed {args.seed}, schedules {args.schedules} on {args.device}")
     started = time.monotonic()
     campaign = Campaign(
@@ -74,6 +82,12 @@ def _campaign(args: argparse.Namespace) -> int:
     _minimise(campaign, tally.failures, args)
     print(summary(tally, seconds))
     return 1 if tally.failures else 0
+
+
+def _is_launched() -> bool:
+    """Whether mpirun or torchrun started several ranks of this script."""
+    sizes = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+    return any(int(os.environ.get(name, "1")) > 1 for name in sizes)
 
 
 def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namespace) -> None:

@@ -94,7 +94,7 @@ def output_cuts(
 
 
 # ------------------------------------------------------------------ one rank
-def _run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) -> str | None:
+def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) -> str | None:
     """Run all calls on this rank; return how a result differs."""
     rank = multidevice.Communicator.instance().rank()
     program = case.program
@@ -129,7 +129,7 @@ def run_ranks(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Out
         try:
             shared = fd or define(case.program)
             with multidevice.simulate(case.program.ranks) as world:
-                found = world.run(_run_rank, case, mode, shared, counts)
+                found = world.run(run_rank, case, mode, shared, counts)
         except Exception as error:
             return failure(error)
         wrong = next((d for d in found if d is not None), None)
