@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from fuser.frontend.definition import FusionDefinition
-    from fuser.ir.domain import IterDomain, TensorDomain
+    from fuser.ir.axis import Axis as IterDomain
+    from fuser.ir.domain import TensorDomain
     from fuser.ir.dtypes import DataType
     from fuser.ir.fusion import Fusion
     from fuser.ir.mesh import DeviceMesh
@@ -79,11 +80,12 @@ _DEFINED_IN: dict[str, str] = {
     "IterType": "fuser.ir.types",
     "Fusion": "fuser.ir.fusion",
     "TensorView": "fuser.ir.tensor",
-    "IterDomain": "fuser.ir.domain",
+    "IterDomain": "fuser.ir.axis:Axis",
     "TensorDomain": "fuser.ir.domain",
     "DeviceMesh": "fuser.ir.mesh",
 }
-"""Public name -> the module that defines it; every other name of `__all__` is an error type."""
+"""Public name -> the module that defines it (and its name there); every other name of `__all__` is
+an error type."""
 
 
 def __getattr__(name: str) -> Any:
@@ -92,7 +94,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = import_module(f"fuser.{name}")
     else:
-        value = getattr(import_module(_DEFINED_IN.get(name, "fuser.errors")), name)
+        module, _, defined_as = _DEFINED_IN.get(name, "fuser.errors").partition(":")
+        value = getattr(import_module(module), defined_as or name)
     globals()[name] = value
     return value
 

@@ -13,11 +13,9 @@ with one device type changing.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from fuser.errors import ShardingError
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
-from fuser.ir.domain import contiguity_for
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
@@ -42,7 +40,6 @@ from multidevice.placement import (
     clone_domain,
     placement,
     unparallelize,
-    without_root,
 )
 from multidevice.propagate import (
     Transfers,
@@ -151,7 +148,7 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
         unparallelize(local, lambda a: True)
         for axis, cuts in zip(local.domain.logical, _device_cuts(first), strict=True):
             add_cuts(local, axis.number, cuts)
-        out.domain = without_root(out.domain)
+        out.domain = out.domain.without_root()
         computed = computed.map_values(lambda v, o=out, n=local: n if v is o else v)
         copies.append(LoadStoreOp(out, local).replace(where=op.where))
     if copies:
@@ -196,7 +193,7 @@ def _compute_whole(fusion: Fusion, op: TensorOp, types: Collection[ParallelType]
     local = _result_like(out, out.mesh)
     unparallelize(local, lambda a: a.ptype in types and not a.is_reduction())
     computed = op.map_values(lambda v: local if v is out else v)
-    out.domain = without_root(out.domain)
+    out.domain = out.domain.without_root()
     fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
     return computed
 
@@ -213,7 +210,7 @@ def _uncuttable_axes(op: TensorOp) -> set[int]:
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
     """Create a tensor with a fresh copy of `out`'s domain, without a declared memory order."""
     domain, _ = clone_domain(out.fusion, out.domain)
-    plain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
+    plain = domain.in_logical_order()
     return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
 
 
@@ -251,7 +248,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
         return False
     if is_resharding(computed):
         return False
-    out.domain = without_root(out.domain)
+    out.domain = out.domain.without_root()
     fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
     return True
 

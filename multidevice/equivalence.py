@@ -9,15 +9,9 @@ from dataclasses import replace
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
-from fuser.ir.domain import (
-    IterDomain,
-    Merge,
-    Split,
-    TensorDomain,
-    ancestors,
-    indices_forward,
-)
+from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.nodes import TensorOp
+from fuser.ir.path import SizeRules, forward, indices_forward, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -75,32 +69,22 @@ class Comparison:
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
         """Return the domain over rewritten extents; `sizes` gives those of some source axes."""
-        for t in tv.domain.transforms:
-            match t:
-                case Split() if t.inp.number in sizes:
-                    factor = self.rewrite(t.factor)
-                    quotient = sc.ceildiv(sizes[t.inp.number], factor)
-                    sizes[t.outer.number] = quotient if t.inner_split else factor
-                    sizes[t.inner.number] = factor if t.inner_split else quotient
-                case Merge() if t.outer.number in sizes and t.inner.number in sizes:
-                    size = sc.mul(sizes[t.outer.number], sizes[t.inner.number])
-                    sizes[t.out.number] = size
-                case _:
-                    pass
+        sizes = replay(forward(tv.domain.transforms), sizes, SizeRules(self.rewrite))
 
         def rewritten(a: IterDomain) -> IterDomain:
             size = sizes.get(a.number) or self.rewrite(a.size)
             if a.expanded is not None:
-                return replace(a, extent=sc.ONE, expanded=size, owner=None)
-            return replace(a, extent=sc.ONE if a.is_broadcast else size, owner=None)
+                return replace(a, extent=sc.ONE, expanded=size)
+            return replace(a, extent=sc.ONE if a.is_broadcast else size)
 
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
         """Learn `s = factor * s'` from the splits of views and of devices, which leave no rest."""
-        for t in tv.domain.transforms:
-            if isinstance(t, Split) and (t.outer.rfactor or t.outer.ptype in SPREAD_TYPES):
-                self._learn(self.rewrite(t.inp.size), self.rewrite(t.factor))
+        axes = tv.domain.axes
+        for t in tv.domain.splits.values():
+            if axes[t.outer].rfactor or axes[t.outer].ptype in SPREAD_TYPES:
+                self._learn(self.rewrite(axes[t.inp].size), self.rewrite(t.factor))
 
     def _learn(self, extent: Scalar, factor: Scalar) -> None:
         atoms = sc.symbols(extent)
@@ -146,15 +130,15 @@ class _View:
             count = sc.const(tv.mesh.size_of(ptype) if tv.mesh else 1)
             return sc.index(f"coordinate of {ptype.text}", count)
 
-        self._indices = indices_forward(domain.transforms, indices, coordinate=coordinate)
+        self._indices = indices_forward(domain, indices, coordinate=coordinate)
 
     def index_of(self, ptype: ParallelType) -> Scalar | None:
         """Return the index of the loop axis with this type; None when there is none that counts."""
         axis = sharded_axis(self._tv, ptype)
         if axis is None:
             return None
-        origins = ancestors(self._tv.domain, axis, self._sources)
-        if not any(n in self._shared for n in origins):
+        origins = self._tv.domain.above({axis.number})
+        if not any(a.number in origins and a.number in self._shared for a in self._sources):
             return None
         if axis.number not in self._indices:
             raise UnsupportedError(f"{axis} of {self._tv} has no index over the logical axes")

@@ -9,10 +9,8 @@ that is cut has an allocation domain with its device axes in it, and every loop 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fuser.errors import ShardingError
-from fuser.ir.domain import IterDomain, Split
+from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.tensor import TensorView
@@ -113,35 +111,26 @@ def shard_allocation(tv: TensorView) -> None:
         if root.is_reduction()
         for a in _parts(tv, root, with_stream=False)
     ]
-    tv.domain = replace(
-        domain,
-        allocation=(*allocation, *reductions),
-        contiguity=(*contiguity, *(None for _ in reductions)),
+    tv.domain = domain.with_allocation(
+        numbers((*allocation, *reductions)), (*contiguity, *(None for _ in reductions))
     )
 
 
 def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
     """Return the device axes of a logical axis and its remainder, outermost first."""
     parts: list[IterDomain] = []
+    axes = tv.domain.axes
     while True:
-        split = next(
-            (
-                t
-                for t in tv.domain.transforms
-                if isinstance(t, Split) and t.inp.number == axis.number
-            ),
-            None,
-        )
-        is_kept = split is not None and (
-            split.outer.is_device or (split.outer.is_stream and with_stream)
-        )
-        if split is None or not is_kept:
+        split = tv.domain.splits.get(axis.number)
+        outer = None if split is None else axes[split.outer]
+        is_kept = outer is not None and (outer.is_device or (outer.is_stream and with_stream))
+        if split is None or outer is None or not is_kept:
             return [*parts, axis]
-        parts.append(split.outer)
-        axis = split.inner
+        parts.append(outer)
+        axis = axes[split.inner]
 
 
 def parallel_axes_to_front(tv: TensorView) -> None:
     """Reorder loop axes: stream, mesh_z, mesh_y, mesh_x, then the others in their order."""
     loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))
-    tv.domain = replace(tv.domain, loop=tuple(loop))
+    tv.domain = tv.domain.with_loop(numbers(loop))

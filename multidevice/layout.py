@@ -11,10 +11,7 @@ permuted allocation domain is put between.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fuser.ir import scalar as sc
-from fuser.ir.domain import contiguity_for
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
@@ -27,7 +24,6 @@ from multidevice.placement import (
     memory_order,
     placement,
     set_memory_order,
-    without_root,
 )
 
 _OUTERMOST = ("Allgather", "ReduceScatter")
@@ -112,9 +108,8 @@ def _fit_consumer(fusion: Fusion, op: Reshard) -> None:
         set_memory_order(out, order)
         return
     domain, _ = clone_domain(fusion, out.domain)
-    plain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
-    made = fusion.new_tensor(plain, out.dtype(), mesh=out.mesh)
-    out.domain = without_root(out.domain)
+    made = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
+    out.domain = out.domain.without_root()
     set_memory_order(made, order)
     computed = op.map_values(lambda v: made if v is out else v)
     fusion.replace_expr(op, [computed, LoadStoreOp(out, made).replace(where=op.where)])

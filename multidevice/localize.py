@@ -8,22 +8,14 @@ Sizes stay written over the global symbols: a shard of `i0` rows has `ceilDiv(i0
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import (
-    IterDomain,
-    Merge,
-    Resize,
-    Split,
-    TensorDomain,
-    Transform,
-    transforms_between,
-)
+from fuser.ir.domain import IterDomain, TensorDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, Reshard, SliceOp, TensorOp
+from fuser.ir.path import transforms_between, with_exact_splits
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
@@ -32,7 +24,6 @@ from multidevice.placement import (
     local_extent,
     memory_order,
     path_to_root,
-    without_root,
 )
 from multidevice.sharding import has_mesh, rfactor_device_axis
 
@@ -56,7 +47,7 @@ def localize(fusion: Fusion) -> tuple[Fusion, dict[TensorView, TensorView]]:
             raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
     for tv, twin in twins.items():
         domain = local_domain(tv)
-        twin.domain = without_root(domain) if tv.definition() is None else domain
+        twin.domain = domain.without_root() if tv.definition() is None else domain
         twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
     ops: list[TensorOp] = []
     for op, twin in zip(fusion.exprs, local.exprs, strict=True):
@@ -77,40 +68,34 @@ def local_domain(tv: TensorView) -> TensorDomain:
             raise UnsupportedError(f"stream axis {axis} of {tv} in a kernel is not supported yet")
     sizes = _local_sizes(tv)
 
+    partial = {a.number for a in domain.no_reductions if a.rfactor and a.is_device}
+
     def local(axis: IterDomain) -> IterDomain:
-        plain = replace(axis, ptype=ParallelType.serial, owner=None)
+        kind = IterType.broadcast if axis.number in partial else axis.kind
+        plain = replace(axis, kind=kind, ptype=ParallelType.serial)
         size = sizes.get(axis.number)
         if size is None:
             return plain
         return replace(plain, expanded=size) if axis.is_broadcast else replace(plain, extent=size)
 
-    transforms = transforms_between(domain, domain.maybe_root, domain.logical)
-    partial = {a.number for a in domain.no_reductions if a.rfactor and a.is_device}
-    if partial:
-        # A partial sum: its op reduces the local part, then a broadcast stands for the device axis.
-        transforms = ()
-
-    def of_logical(axis: IterDomain) -> IterDomain:
-        made = local(axis)
-        return replace(made, kind=IterType.broadcast) if axis.number in partial else made
-
     kept = [a for a in domain.logical if not (partial and a.is_reduction())]
-    logical = tuple(of_logical(a) for a in kept)
-    allocation, contiguity = _local_allocation(tv, logical)
-    return TensorDomain(
-        logical=logical,
-        loop=logical,
-        root=() if partial else tuple(local(a) for a in domain.root),
-        allocation=allocation,
-        contiguity=contiguity,
-        transforms=tuple(_local_transform(t, local) for t in transforms),
+    # A partial sum: its op reduces the local part, then a broadcast stands for the device axis.
+    whole = domain.having(
+        logical=numbers(kept),
+        loop=numbers(kept),
+        root=() if partial else domain.root_numbers,
+        allocation=(),
+        contiguity=(),
+        transforms=() if partial else transforms_between(domain, domain.root, domain.logical),
     )
+    made = with_exact_splits(whole.map_axes(local))
+    return made.with_allocation(*_local_allocation(tv, made.logical))
 
 
 def _local_sizes(tv: TensorView) -> dict[int, Scalar]:
     """Return the local size of every root and logical axis that devices cut, by axis number."""
     fusion = tv.fusion
-    axes = {a.number: a for a in tv.domain.all_axes()}
+    axes = tv.domain.axes
     sizes: dict[int, Scalar] = {}
     for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
         path = path_to_root(tv, axes[number])
@@ -125,31 +110,18 @@ def _local_sizes(tv: TensorView) -> dict[int, Scalar]:
     return sizes
 
 
-def _local_transform(t: Transform, local: Callable[[IterDomain], IterDomain]) -> Transform:
-    match t:
-        case Split():
-            outer, inner = local(t.outer), local(t.inner)
-            factor = inner.size if t.inner_split else outer.size
-            return replace(t, inp=local(t.inp), outer=outer, inner=inner, factor=factor)
-        case Merge():
-            return replace(t, outer=local(t.outer), inner=local(t.inner), out=local(t.out))
-        case Resize():
-            return replace(t, inp=local(t.inp), out=local(t.out))
-        case _:
-            raise UnsupportedError(f"{t} inside a local fusion")
-
-
 def _local_allocation(
     tv: TensorView, logical: tuple[IterDomain, ...]
-) -> tuple[tuple[IterDomain, ...], tuple[bool | None, ...]]:
+) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
     """Return allocation (() when it is the logical order) and contiguity of a shard."""
     axes = [a for a in logical if not a.is_reduction()]
     order = memory_order(tv)
     flags = {axes[p].number: None if axes[p].is_broadcast else flag for p, flag in order}
     if [p for p, _ in order] == list(range(len(axes))):
         return (), tuple(flags.get(a.number) for a in logical)
-    allocation = (*(axes[p] for p, _ in order), *(a for a in logical if a.is_reduction()))
-    return allocation, tuple(flags.get(a.number) for a in allocation)
+    reductions = (a.number for a in logical if a.is_reduction())
+    allocation = (*(axes[p].number for p, _ in order), *reductions)
+    return allocation, tuple(map(flags.get, allocation))
 
 
 # ------------------------------------------------------------------ ops

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
+from fuser.ir.domain import IterDomain, contiguity_for, numbers
 from fuser.ir.dtypes import HALF_LIKE, DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import (
@@ -35,7 +35,6 @@ from multidevice.placement import (
     placement,
     reduction_cuts,
     unparallelize,
-    without_root,
 )
 
 
@@ -54,7 +53,7 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
     out = op.out
     domain, _ = clone_domain(fusion, out.domain)
     plain = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
-    out.domain = without_root(out.domain)
+    out.domain = out.domain.without_root()
     ops: list[TensorOp] = [op.replace(out=plain, bias=None)]
     addend = bias
     if out.ndim > 1:
@@ -145,36 +144,23 @@ def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
     """Create the result of the local op: device axes of reductions become iteration axes."""
     fusion = out.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
-    local = fusion.new_tensor(
-        replace(
-            out.domain,
-            logical=tuple(axes[a.number] for a in out.domain.logical),
-            loop=tuple(axes[a.number] for a in out.domain.logical),
-            root=(),
-            allocation=(),
-            contiguity=contiguity_for(out.domain.logical),
-            transforms=(),
-        ),
-        out.dtype(),
-        mesh=out.mesh,
-    )
+    logical = [axes[a.number] for a in out.domain.logical]
+    local = fusion.new_tensor(logical, out.dtype(), mesh=out.mesh)
     for number, mine in cuts.items():
         for cut in mine:
             # A whole cut still needs an axis of extent 1 to contract locally.
             add_cut(local, axes[number].number, replace(cut, whole=False))
-    is_rfactor = {o.number for t in local.domain.transforms for o in t.outputs}
+    is_rfactor = {n for t in local.domain.transforms for n in t.outputs}
     device = {a.number for a in local.domain.loop if a.is_device}
-    local.domain = local.domain.map_axes(
+    domain = local.domain.map_axes(
         lambda a: replace(
             a,
             rfactor=a.number in is_rfactor,
             kind=IterType.iteration if a.number in device else a.kind,
         )
     )
-    domain = local.domain
-    local.domain = replace(
-        domain, logical=domain.loop, root=domain.logical, contiguity=contiguity_for(domain.loop)
-    )
+    whole = domain.having(logical=domain.loop_numbers, root=domain.logical_numbers)
+    local.domain = whole.having(contiguity=contiguity_for(whole.logical))
     busy = {c.ptype for mine in cuts.values() for c in mine}
     for number, mine in axis_cuts(out).items():
         if number not in cuts:
@@ -184,7 +170,7 @@ def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
 
 def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
     """Rebind `out` as the sum of `source` over its axis with device type `ptype`."""
-    fusion, domain = out.fusion, without_root(out.domain)
+    fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
     summed: IterDomain | None = None
     logical: list[IterDomain] = []
@@ -195,17 +181,15 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
         else:
             logical.append(next(mine))
     assert summed is not None, f"{source} has no partial-sum axis along {ptype.text}"
-    allocation, contiguity = domain.allocation, domain.contiguity
+    allocation, contiguity = domain.allocation_numbers, contiguity_for(logical)
     if allocation:
-        allocation, contiguity = (*allocation, summed), (*contiguity, None)
-    else:
-        contiguity = contiguity_for(logical)
-    out.domain = TensorDomain(
-        logical=tuple(logical),
-        loop=(*domain.loop, summed),
+        allocation, contiguity = (*allocation, summed.number), (*domain.contiguity, None)
+    out.domain = domain.having(
+        logical=numbers(logical),
+        loop=(*domain.loop_numbers, summed.number),
         allocation=allocation,
         contiguity=contiguity,
-        transforms=domain.transforms,
+        axes=(summed,),
     )
 
 

@@ -25,8 +25,10 @@ from fuser.ir.domain import (
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.path import Rules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import transform_text
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 
 SPREAD_TYPES = (*DEVICE_TYPES, ParallelType.stream)
@@ -83,21 +85,41 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
     Depth 0: the logical axis itself. Raises `UnsupportedError` when the axis is not a block of
     consecutive elements: the inner output of a split, or part of a merge.
     """
-    logical = {a.number for a in tv.domain.logical}
-    number, depth = axis.number, 0
-    while number not in logical:
-        t = next(t for t in tv.domain.transforms if any(o.number == number for o in t.outputs))
-        depth += 1
-        match t:
-            case Split() if t.outer.number == number or t.outer.ptype in SPREAD_TYPES:
-                number = t.inp.number
-            case Swizzle1D():
-                number = t.inp.number
-            case _:
-                raise UnsupportedError(
-                    f"Currently, we don't support DID on inner splits: {axis} of {tv}, from {t}"
-                )
-    return number, depth
+    domain = tv.domain
+    steps = path(domain, (axis,), domain.logical)
+    depths = replay(steps, {axis.number: 0}, _BlockDepth(tv, axis))
+    return next((n, depths[n]) for n in domain.logical_numbers if n in depths)
+
+
+class _BlockDepth(Rules[int]):
+    """How many splits lie around a block of consecutive elements."""
+
+    needs_all = False
+
+    def __init__(self, tv: TensorView, axis: IterDomain) -> None:
+        self._tv, self._axis = tv, axis
+
+    def unsplit(self, t: Split, outer: int | None, inner: int | None) -> int:
+        if outer is not None:
+            return outer + 1
+        if inner is None or self._tv.domain.axes[t.outer].ptype not in SPREAD_TYPES:
+            raise self._refusal(t)
+        return inner + 1
+
+    def unswizzle(self, t: Swizzle1D, out: int) -> int:
+        return out + 1
+
+    def unmerge(self, t: Merge, out: int) -> tuple[int | None, int | None]:
+        raise self._refusal(t)
+
+    def unresize(self, t: Resize, out: int) -> int:
+        raise self._refusal(t)
+
+    def _refusal(self, t: Transform) -> UnsupportedError:
+        return UnsupportedError(
+            f"Currently, we don't support DID on inner splits: {self._axis} of {self._tv}, "
+            f"from {transform_text(t, self._tv.domain)}"
+        )
 
 
 def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
@@ -138,16 +160,13 @@ def local_extent(extent: Scalar, cuts: Cuts) -> Scalar:
 def _remainder(tv: TensorView, number: int) -> IterDomain | None:
     """Return the loop axis that holds the rest of a logical axis below its cuts."""
     while True:
-        axis = next((a for a in tv.domain.loop if a.number == number), None)
-        if axis is not None:
+        if number in tv.domain.loop_numbers:
+            axis = tv.domain.axes[number]
             return axis if axis.ptype is ParallelType.serial else None
-        split = next(
-            (t for t in tv.domain.transforms if isinstance(t, Split) and t.inp.number == number),
-            None,
-        )
-        if split is None or split.outer.ptype not in SPREAD_TYPES:
+        split = tv.domain.splits.get(number)
+        if split is None or tv.domain.axes[split.outer].ptype not in SPREAD_TYPES:
             return None
-        number = split.inner.number
+        number = split.inner
 
 
 def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
@@ -159,7 +178,7 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     rest = _remainder(tv, number)
     if rest is None:
         return False
-    position = tv.domain.loop.index(rest)
+    position = tv.domain.loop_numbers.index(rest.number)
     if not cut.whole:
         tv.split(position, cut.count, inner_split=False)
     tv.parallelize_axis(tv.domain.loop[position], cut.ptype)
@@ -178,26 +197,25 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 
     An idle split has two serial outputs in the loop domain and none in the allocation domain.
     """
-    domain = tv.domain
-    for axis in spread_axes(tv):
-        if drop(axis):
-            domain = domain.replace_axis(replace(axis, ptype=ParallelType.serial))
-    kept_by = {a.number for a in (*domain.logical, *domain.allocation)}
+    domain = tv.domain.with_axes(
+        *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
+    )
+    kept_by = {*domain.logical_numbers, *domain.allocation_numbers}
     for t in reversed(domain.transforms):
-        outputs = {o.number for o in t.outputs}
-        in_loop = [a for a in domain.loop if a.number in outputs]
-        is_idle = len(in_loop) == len(outputs) and all(
+        in_loop = [a for a in domain.loop if a.number in t.outputs]
+        is_idle = len(in_loop) == len(t.outputs) and all(
             a.ptype is ParallelType.serial for a in in_loop
         )
-        if is_idle and isinstance(t, Split | Swizzle1D) and not outputs & kept_by:
-            last = t.outputs[-1].number
-            loop = tuple(
-                t.inputs[0] if a.number == last else a
-                for a in domain.loop
-                if a.number == last or a.number not in outputs
+        if is_idle and len(t.inputs) == 1 and kept_by.isdisjoint(t.outputs):
+            last = t.outputs[-1]
+            domain = domain.having(
+                loop=[
+                    t.inputs[0] if n == last else n
+                    for n in domain.loop_numbers
+                    if n == last or n not in t.outputs
+                ],
+                transforms=[u for u in domain.transforms if u is not t],
             )
-            transforms = tuple(u for u in domain.transforms if u is not t)
-            domain = replace(domain, loop=loop, transforms=transforms)
     tv.domain = domain
 
 
@@ -215,33 +233,8 @@ def copy_like(
 
 def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
     """Return the domain under fresh axis numbers, and the map from old to new numbers."""
-    numbers = {a.number: fusion.next_axis() for a in domain.all_axes()}
-    return (
-        domain.map_axes(lambda a: replace(a, number=numbers[a.number], owner=None)),
-        numbers,
-    )
-
-
-def without_root(domain: TensorDomain) -> TensorDomain:
-    """Return the domain as that of a copy: no root axes, no reductions."""
-    logical = domain.no_reductions
-    derived = {a.number for a in logical}
-    kept: list[Transform] = []
-    for t in domain.transforms:
-        if all(i.number in derived for i in t.inputs) and not any(
-            o.number in derived for o in t.outputs
-        ):
-            kept.append(t)
-            derived.update(o.number for o in t.outputs)
-    flags = zip(domain.maybe_allocation, domain.contiguity, strict=True)
-    contiguity = [(a, f) for a, f in flags if a.number in derived]
-    return TensorDomain(
-        logical=logical,
-        loop=tuple(a for a in domain.loop if a.number in derived),
-        allocation=tuple(a for a, _ in contiguity) if domain.allocation else (),
-        contiguity=tuple(f for _, f in contiguity),
-        transforms=tuple(kept),
-    )
+    made = {n: fusion.next_axis() for n in sorted(domain.axes)}
+    return domain.map_axes(lambda a: replace(a, number=made[a.number])), made
 
 
 # ------------------------------------------------------------------ through views (root <->
@@ -250,11 +243,46 @@ def _is_unit(axis: IterDomain) -> bool:
     return sc.int_value(axis.size) == 1
 
 
-def _split_ahead(t: Split, number: int) -> bool:
-    """Whether `number` is the outermost part of the split input, beside a unit or a device axis."""
-    if t.outer.number == number:
+class _Outermost(Rules[bool]):
+    """Marks the axis that is the outermost part of a marked one, or of which that is the outermost
+    part, units and device axes aside."""
+
+    needs_all = False
+
+    def __init__(self, tv: TensorView) -> None:
+        self._tv, self._axes = tv, tv.domain.axes
+
+    def split(self, t: Split, inp: bool) -> tuple[bool | None, bool | None]:
+        return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)
+
+    def merge(self, t: Merge, outer: bool | None, inner: bool | None) -> bool:
+        if outer is None and not _is_unit(self._axes[t.outer]):
+            raise ShardingError(
+                "Expected the sharding to be on the outer reshaped id. "
+                f"{self._axes[t.inner]} is the inner input of "
+                f"{transform_text(t, self._tv.domain)} in {self._tv}"
+            )
         return True
-    return _is_unit(t.outer) or t.outer.ptype.is_device
+
+    def unsplit(self, t: Split, outer: bool | None, inner: bool | None) -> bool | None:
+        beside = self._axes[t.outer]
+        return True if outer or _is_unit(beside) or beside.ptype.is_device else None
+
+    def unmerge(self, t: Merge, out: bool) -> tuple[bool | None, bool | None]:
+        return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)
+
+
+class _TowardsRoot(_Outermost):
+    """Marks what an axis comes from: of a merge the outermost part, of any other the input."""
+
+    def unsplit(self, t: Split, outer: bool | None, inner: bool | None) -> bool:
+        return True
+
+    def unresize(self, t: Resize, out: bool) -> bool:
+        return True
+
+    def unswizzle(self, t: Swizzle1D, out: bool) -> bool:
+        return True
 
 
 def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
@@ -262,58 +290,24 @@ def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
 
     Raises `ShardingError` when a merge puts the axis on its inner side.
     """
-    number = root.number
-    for t in tv.domain.transforms:
-        if not any(i.number == number for i in t.inputs):
-            continue
-        if any(a.number == number for a in tv.domain.logical):
-            break
-        match t:
-            case Split():
-                number = (t.inner if _is_unit(t.outer) else t.outer).number
-            case Merge():
-                if t.outer.number != number and not _is_unit(t.outer):
-                    raise ShardingError(
-                        "Expected the sharding to be on the outer reshaped id. "
-                        f"{t.inner} is the inner input of {t} in {tv}"
-                    )
-                number = t.out.number
-            case Resize() | Swizzle1D():
-                return None
-    return next((a for a in tv.domain.logical if a.number == number), None)
+    domain = tv.domain
+    steps = path(domain, domain.maybe_root, domain.logical)
+    marked = replay(steps, {root.number: True}, _Outermost(tv))
+    return next((a for a in domain.logical if a.number in marked), None)
 
 
 def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
     """Return the root axis whose outermost part a logical axis is; None when there is none."""
-    roots = {a.number: a for a in tv.domain.maybe_root}
-    number = logical.number
-    while number not in roots:
-        t = next(
-            (t for t in tv.domain.transforms if any(o.number == number for o in t.outputs)),
-            None,
-        )
-        match t:
-            case Split() if _split_ahead(t, number):
-                number = t.inp.number
-            case Merge():
-                number = (t.inner if _is_unit(t.outer) else t.outer).number
-            case _:
-                return None
-    return roots[number]
+    domain = tv.domain
+    steps = path(domain, (logical,), domain.maybe_root)
+    marked = replay(steps, {logical.number: True}, _Outermost(tv))
+    return next((a for a in domain.maybe_root if a.number in marked), None)
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
     """Return the numbers of the axes from a logical axis to its root axis, both included."""
-    roots = {a.number for a in tv.domain.maybe_root}
-    numbers = [logical.number]
-    while numbers[-1] not in roots:
-        t = next(t for t in tv.domain.transforms if any(o.number == numbers[-1] for o in t.outputs))
-        match t:
-            case Merge():
-                numbers.append((t.inner if _is_unit(t.outer) else t.outer).number)
-            case _:
-                numbers.append(t.inputs[0].number)
-    return tuple(numbers)
+    steps = path(tv.domain, (logical,), tv.domain.maybe_root)
+    return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))
 
 
 # ------------------------------------------------------------------ memory order
@@ -325,11 +319,9 @@ def memory_order(tv: TensorView) -> tuple[tuple[int, bool | None], ...]:
     """
     axes = tv.domain.no_reductions
     positions = {a.number: p for p, a in enumerate(axes)}
-    cut_splits = [
-        t for t in tv.domain.transforms if isinstance(t, Split) and t.outer.ptype in SPREAD_TYPES
-    ]
-    split_of = {t.inner.number: t.inp.number for t in cut_splits}
-    folded = {t.outer.number for t in cut_splits} - positions.keys()
+    cuts = [t for t in tv.domain.splits.values() if tv.domain.axes[t.outer].ptype in SPREAD_TYPES]
+    split_of = {t.inner: t.inp for t in cuts}
+    folded = {t.outer for t in cuts} - positions.keys()
     order: list[tuple[int, bool | None]] = []
     for axis, flag in zip(tv.domain.maybe_allocation, tv.domain.contiguity, strict=True):
         if axis.is_reduction() or axis.number in folded:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Split, Transform, transforms_between
+from fuser.ir.domain import Split
+from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import transform_text
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 
 if TYPE_CHECKING:
@@ -82,12 +84,16 @@ def _split_view(
     steps: list[tuple[int, int]] = []
     view = tensor
     for t in transforms_between(domain, logical, device):
-        dim = next((d for d, (n, _) in enumerate(axes) if n == t.inputs[0].number), None)
-        if not isinstance(t, Split) or dim is None:
-            raise UnsupportedError(f"only splits lead to device axes of a shard, found {t} in {tv}")
-        sizes = _split_sizes(view.size(dim), t, tv)
+        dim = next((d for d, (n, _) in enumerate(axes) if n == t.inputs[0]), None)
+        split = domain.splits.get(t.inputs[0])
+        if split is None or split is not t or dim is None:
+            raise UnsupportedError(
+                "only splits lead to device axes of a shard, found "
+                f"{transform_text(t, domain)} in {tv}"
+            )
+        sizes = _split_sizes(view.size(dim), split, tv)
         view = view.reshape(*view.shape[:dim], *sizes, *view.shape[dim + 1 :])
-        axes[dim : dim + 1] = [(o.number, types.get(o.number)) for o in t.outputs]
+        axes[dim : dim + 1] = [(n, types.get(n)) for n in t.outputs]
         steps.append((dim, 2))
     for dim, (number, ptype) in enumerate(axes):
         if ptype is not None and view.size(dim) != tv.mesh.size_of(ptype):
@@ -100,14 +106,13 @@ def _split_view(
     return view, axes, steps
 
 
-def _split_sizes(size: int, split: Transform, tv: TensorView) -> tuple[int, int]:
-    assert isinstance(split, Split)
-    factor = sc.int_value(split.factor)
+def _split_sizes(size: int, split: Split, tv: TensorView) -> tuple[int, int]:
+    axis, factor = tv.domain.axes[split.inp], sc.int_value(split.factor)
     if factor is None:
         raise UnsupportedError(f"{tv} is split by the symbolic factor {split.factor}")
     if factor < 1 or size % factor != 0:
         raise ShardingError(
-            f"the extent {size} of {split.inp} of {tv} is not divisible by {factor} "
+            f"the extent {size} of {axis} of {tv} is not divisible by {factor} "
             f"(device mesh {tv.mesh})"
         )
     return (size // factor, factor) if split.inner_split else (factor, size // factor)

@@ -155,7 +155,7 @@ def check_world(fusion: Fusion, size: int) -> None:
 def check_streams(fusion: Fusion) -> None:
     """Raise `UnsupportedError` naming op and axis when a tensor has a stream axis."""
     for tv in fusion.tensors():
-        axis = next((a for a in tv.domain.all_axes() if a.is_stream), None)
+        axis = next((a for a in tv.domain.axes.values() if a.is_stream), None)
         if axis is not None:
             op = fusion.definition(tv)
             made = f"the result of {op.name} (user code at {op.where or 'unknown'})" if op else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, Merge, Resize, Split, Swizzle1D, Transform
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
@@ -62,11 +63,12 @@ class AxisGraph:
         self._fusion = fusion
         self._parent: dict[int, int] = {}
         self._concrete: dict[int, set[int]] = {}
+        self._axes: dict[int, IterDomain] = {}
         self._transforms: list[Transform] = []
         for tv in fusion.tensors():
-            for axis in tv.domain.all_axes():
-                self._parent.setdefault(axis.number, axis.number)
+            self._axes.update(tv.domain.axes)
             self._transforms.extend(tv.domain.transforms)
+        self._parent.update((n, n) for n in self._axes)
         for op in fusion.exprs:
             for out in op.outputs:
                 for index, _ in tensor_operands(op):
@@ -78,15 +80,15 @@ class AxisGraph:
                     self._union(a.number, b.number)
         self._close()
 
-    def find(self, axis: IterDomain) -> int:
+    def find(self, axis: Axis | IterDomain) -> int:
         """Return the representative number of the axis's exact class."""
         return self._find(axis.number)
 
-    def mapped(self, a: IterDomain, b: IterDomain) -> bool:
+    def mapped(self, a: Axis | IterDomain, b: Axis | IterDomain) -> bool:
         """Whether two axes are provably the same axis."""
         return self._find(a.number) == self._find(b.number)
 
-    def concretized(self, axis: IterDomain) -> frozenset[int]:
+    def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
         """Return the classes of concrete axes that a broadcast axis becomes downstream."""
         seen: set[int] = set()
         todo = [self._find(axis.number)]
@@ -121,18 +123,18 @@ class AxisGraph:
         self._parent[max(a, b)] = min(a, b)
         return True
 
-    def _extent(self, x: Scalar) -> Scalar:
-        return self._fusion.canonical(x)
+    def _size(self, number: int) -> Scalar:
+        return self._fusion.canonical(self._axes[number].size)
 
     def _key(self, t: Transform) -> tuple[object, ...]:
         """Everything about a transform but its axes."""
         match t:
             case Split():
-                return ("split", self._extent(t.inner.size), self._extent(t.outer.size))
+                return ("split", self._size(t.inner), self._size(t.outer))
             case Merge():
-                return ("merge", self._extent(t.inner.size))
+                return ("merge", self._size(t.inner))
             case Resize():
-                return ("resize", self._extent(t.left), self._extent(t.right))
+                return ("resize", *map(self._fusion.canonical, t.scalars))
             case Swizzle1D():
                 return ("swizzle", t.ptype)
 
@@ -145,14 +147,14 @@ class AxisGraph:
             forward: dict[object, Transform] = {}
             backward: dict[object, Transform] = {}
             for key, t in keyed:
-                ins = tuple(self._find(i.number) for i in t.inputs)
+                ins = tuple(self._find(i) for i in t.inputs)
                 twin = forward.setdefault((key, ins), t)
                 for a, b in zip(twin.outputs, t.outputs, strict=True):
-                    changed |= self._union(a.number, b.number)
+                    changed |= self._union(a, b)
                 # Outputs determine inputs only when the input extents agree as well: a
                 # non-divisible split of 10 and of 12 by 4 has the same outputs.
-                outs = tuple(self._find(o.number) for o in t.outputs)
-                extents = tuple(self._extent(i.size) for i in t.inputs)
+                outs = tuple(self._find(o) for o in t.outputs)
+                extents = tuple(self._size(i) for i in t.inputs)
                 twin = backward.setdefault((key, outs, extents), t)
                 for a, b in zip(twin.inputs, t.inputs, strict=True):
-                    changed |= self._union(a.number, b.number)
+                    changed |= self._union(a, b)

@@ -208,7 +208,7 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
             for t in tv.domain.transforms
             for name in ("factor", "left", "right")
         ]
-        for axis in tv.domain.all_axes():
+        for axis in tv.domain.axes.values():
             scalars += (axis.extent, axis.expanded)
         structural.update(s for x in scalars if isinstance(x, Scalar) for s in symbols(x))
     structural.update(s for pair in fusion.equal_extents() for x in pair for s in symbols(x))

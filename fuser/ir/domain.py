@@ -1,31 +1,27 @@
 """Iteration domains and the transforms between the four views of a tensor.
 
-A `TensorDomain` holds root, logical, allocation and loop axes, and the transforms (`Split`,
-`Merge`, `Resize`, `Swizzle1D`) that derive one view from another. Everything here is frozen:
-scheduling makes a new `TensorDomain` and the tensor rebinds it. An `IterDomain` is identified by
-its number, which is unique in a fusion; its other fields may differ between two states of the same
-axis (a parallelised axis keeps its number).
+A `TensorDomain` holds every axis once, by number, in one state. Root, logical, allocation and loop
+are tuples of numbers, and so are the inputs and outputs of the transforms (`Split`, `Merge`,
+`Resize`, `Swizzle1D`) that derive one view from another. Everything here is frozen: scheduling
+makes a new `TensorDomain` and the tensor rebinds it. What transforms do to sizes, indices, strides
+or cuts is asked from `fuser.ir.path`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
 
-from fuser.errors import DefinitionError
-from fuser.ir import scalar as sc
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
-
-if TYPE_CHECKING:
-    from fuser.ir.tensor import TensorView
 
 
 @dataclass(frozen=True)
 class IterDomain:
-    """One axis of one tensor.
+    """The state of one axis of one tensor.
 
+    `number` is unique in a fusion and names the axis; the other fields are its present state.
     `extent` is the number of iterations (1 for a broadcast); `expanded` is the apparent size of an
     expanded broadcast. `rfactor` marks an axis made by a view-like op or rfactor.
     """
@@ -36,8 +32,6 @@ class IterDomain:
     ptype: ParallelType = ParallelType.serial
     expanded: Scalar | None = None
     rfactor: bool = False
-    # The tensor whose domain holds this state of the axis; set when a tensor binds its domain.
-    owner: TensorView | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_broadcast(self) -> bool:
@@ -59,15 +53,6 @@ class IterDomain:
     def is_reduction(self) -> bool:
         return self.kind is IterType.reduction
 
-    def parallelize(self, parallel_type: ParallelType) -> None:
-        """Give the axis a parallel type in its tensor (device and stream types fit any axis).
-
-        Raises `DefinitionError` when unroll, vectorize or group meet a symbolic extent.
-        """
-        if self.owner is None:
-            raise DefinitionError(f"{self} belongs to no tensor, so it cannot be parallelized")
-        self.owner.parallelize_axis(self, parallel_type)
-
     def __str__(self) -> str:
         ex = f" ex {self.expanded}" if self.expanded is not None else ""
         rf = "rf" if self.rfactor else ""
@@ -75,6 +60,10 @@ class IterDomain:
 
 
 # ------------------------------------------------------------------ transforms
+Renumber = Callable[[int], int]
+Rewrite = Callable[[Scalar], Scalar]
+
+
 @dataclass(frozen=True)
 class Split:
     """inp -> outer, inner.
@@ -82,111 +71,215 @@ class Split:
     An inner split gives inner the extent `factor`, an outer split gives it to outer.
     """
 
-    inp: IterDomain
-    outer: IterDomain
-    inner: IterDomain
+    inp: int
+    outer: int
+    inner: int
     factor: Scalar
     inner_split: bool = True
 
     @property
-    def inputs(self) -> tuple[IterDomain, ...]:
+    def inputs(self) -> tuple[int, ...]:
         return (self.inp,)
 
     @property
-    def outputs(self) -> tuple[IterDomain, ...]:
+    def outputs(self) -> tuple[int, ...]:
         return (self.outer, self.inner)
 
     @property
-    def is_divisible(self) -> bool:
-        """Whether the factor provably divides the input extent."""
-        return sc.int_value(sc.mod(self.inp.size, self.factor)) == 0
+    def form(self) -> tuple[object, ...]:
+        return (self.factor, self.inner_split)
 
-    def __str__(self) -> str:
-        head = "Split" if self.inner_split else "Outer split"
-        return f"{head}: {self.inp} by factor {self.factor} -> {self.outer}, {self.inner}"
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return (self.factor,)
+
+    def renumbered(self, fn: Renumber) -> Split:
+        return replace(self, inp=fn(self.inp), outer=fn(self.outer), inner=fn(self.inner))
+
+    def rewritten(self, fn: Rewrite) -> Split:
+        return replace(self, factor=fn(self.factor))
 
 
 @dataclass(frozen=True)
 class Merge:
     """outer, inner -> out, with extent outer * inner."""
 
-    outer: IterDomain
-    inner: IterDomain
-    out: IterDomain
+    outer: int
+    inner: int
+    out: int
 
     @property
-    def inputs(self) -> tuple[IterDomain, ...]:
+    def inputs(self) -> tuple[int, ...]:
         return (self.outer, self.inner)
 
     @property
-    def outputs(self) -> tuple[IterDomain, ...]:
+    def outputs(self) -> tuple[int, ...]:
         return (self.out,)
 
-    def __str__(self) -> str:
-        return f"Merge: {self.outer} and {self.inner} -> {self.out}"
+    @property
+    def form(self) -> tuple[object, ...]:
+        return ()
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def renumbered(self, fn: Renumber) -> Merge:
+        return Merge(fn(self.outer), fn(self.inner), fn(self.out))
+
+    def rewritten(self, fn: Rewrite) -> Merge:
+        return self
 
 
 @dataclass(frozen=True)
 class Resize:
     """inp -> out, with extent inp + left + right (either sign): index out = index in + left."""
 
-    inp: IterDomain
-    out: IterDomain
+    inp: int
+    out: int
     left: Scalar
     right: Scalar
 
     @property
-    def inputs(self) -> tuple[IterDomain, ...]:
+    def inputs(self) -> tuple[int, ...]:
         return (self.inp,)
 
     @property
-    def outputs(self) -> tuple[IterDomain, ...]:
+    def outputs(self) -> tuple[int, ...]:
         return (self.out,)
 
-    def __str__(self) -> str:
-        return f"Resize: {self.inp} by {self.left} and {self.right} -> {self.out}"
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.left, self.right)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return (self.left, self.right)
+
+    def renumbered(self, fn: Renumber) -> Resize:
+        return replace(self, inp=fn(self.inp), out=fn(self.out))
+
+    def rewritten(self, fn: Rewrite) -> Resize:
+        return replace(self, left=fn(self.left), right=fn(self.right))
 
 
 @dataclass(frozen=True)
 class Swizzle1D:
     """inp -> out, a rotation by my mesh coordinate c: index in = (index out + c) % extent."""
 
-    inp: IterDomain
-    out: IterDomain
+    inp: int
+    out: int
     ptype: ParallelType
 
     @property
-    def inputs(self) -> tuple[IterDomain, ...]:
+    def inputs(self) -> tuple[int, ...]:
         return (self.inp,)
 
     @property
-    def outputs(self) -> tuple[IterDomain, ...]:
+    def outputs(self) -> tuple[int, ...]:
         return (self.out,)
 
-    def __str__(self) -> str:
-        return f"{self.out} = Swizzle1D({self.inp}, parallelType={self.ptype.text})"
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.ptype,)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def renumbered(self, fn: Renumber) -> Swizzle1D:
+        return replace(self, inp=fn(self.inp), out=fn(self.out))
+
+    def rewritten(self, fn: Rewrite) -> Swizzle1D:
+        return self
 
 
+# Each has `inputs` and `outputs` (axis numbers), `form` (everything else), `scalars` (the scalars
+# in it), and copies of itself between other numbers or with other scalars.
 Transform = Split | Merge | Resize | Swizzle1D
+
+
+def same_form(a: Transform, b: Transform) -> bool:
+    """Whether two transforms do the same to their axes."""
+    return type(a) is type(b) and a.form == b.form
+
+
+def splits_of(transforms: Iterable[Transform]) -> dict[int, Split]:
+    """Return the splits among `transforms` by the number of the axis that they split."""
+    return {t.inp: t for t in transforms if isinstance(t, Split)}
 
 
 # ------------------------------------------------------------------ tensor domain
 @dataclass(frozen=True)
 class TensorDomain:
-    """The views of one tensor.
+    """The axes of one tensor and its four views of them.
 
-    `root` is () when it equals logical; `allocation` is () when memory order is logical order.
-    `contiguity` runs parallel to allocation (or logical): None exactly at broadcast and reduction
-    axes, True where stride == next inner non-broadcast stride * extent (innermost: stride 1).
-    `transforms` derive logical from root and loop/allocation from logical, in order.
+    `axes` holds exactly the axes that a view or a transform names. `root_numbers` is () when root
+    equals logical; `allocation_numbers` is () when memory order is logical order. `contiguity` runs
+    parallel to allocation (or logical): None exactly at broadcast and reduction axes, True where
+    stride == next inner non-broadcast stride * extent (innermost: stride 1). `transforms` derive
+    logical from root and loop and allocation from logical, in order.
     """
 
-    logical: tuple[IterDomain, ...]
-    loop: tuple[IterDomain, ...]
-    root: tuple[IterDomain, ...] = ()
-    allocation: tuple[IterDomain, ...] = ()
+    axes: Mapping[int, IterDomain] = field(hash=False)
+    logical_numbers: tuple[int, ...]
+    loop_numbers: tuple[int, ...]
+    root_numbers: tuple[int, ...] = ()
+    allocation_numbers: tuple[int, ...] = ()
     contiguity: tuple[bool | None, ...] = ()
     transforms: tuple[Transform, ...] = ()
+
+    @staticmethod
+    def of(
+        logical: Sequence[IterDomain],
+        loop: Sequence[IterDomain] | None = None,
+        *,
+        root: Sequence[IterDomain] = (),
+        allocation: Sequence[IterDomain] = (),
+        contiguity: Sequence[bool | None] | None = None,
+        transforms: Sequence[Transform] = (),
+        between: Iterable[IterDomain] = (),
+    ) -> TensorDomain:
+        """Return the domain with these views; `between` are axes that only transforms name.
+
+        `loop` defaults to logical and `contiguity` to contiguous.
+        """
+        axes: dict[int, IterDomain] = {}
+        for axis in (*between, *root, *allocation, *(loop or ()), *logical):
+            held = axes.setdefault(axis.number, axis)
+            assert held is axis or held == axis, f"two states of one axis: {held} and {axis}"
+        if contiguity is None:
+            contiguity = contiguity_for(allocation or logical)
+        return TensorDomain(
+            axes,
+            numbers(logical),
+            numbers(logical if loop is None else loop),
+            numbers(root),
+            numbers(allocation),
+            tuple(contiguity),
+            tuple(transforms),
+        )._pruned()
+
+    # ------------------------------------------------------------ views
+    def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
+        """Return the axes with these numbers."""
+        return tuple(map(self.axes.__getitem__, group))
+
+    @cached_property
+    def root(self) -> tuple[IterDomain, ...]:
+        return self.states(self.root_numbers)
+
+    @cached_property
+    def logical(self) -> tuple[IterDomain, ...]:
+        return self.states(self.logical_numbers)
+
+    @cached_property
+    def allocation(self) -> tuple[IterDomain, ...]:
+        return self.states(self.allocation_numbers)
+
+    @cached_property
+    def loop(self) -> tuple[IterDomain, ...]:
+        return self.states(self.loop_numbers)
 
     @property
     def maybe_root(self) -> tuple[IterDomain, ...]:
@@ -196,161 +289,140 @@ class TensorDomain:
     def maybe_allocation(self) -> tuple[IterDomain, ...]:
         return self.allocation or self.logical
 
-    @property
+    @cached_property
     def no_reductions(self) -> tuple[IterDomain, ...]:
         """The logical axes that consumers and users see."""
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
-    def producer_of(self, axis: IterDomain) -> Transform | None:
-        """Return the transform that made `axis`, None for a root (or untransformed) axis."""
-        return next(
-            (t for t in self.transforms if any(o.number == axis.number for o in t.outputs)), None
-        )
+    @cached_property
+    def splits(self) -> Mapping[int, Split]:
+        """The splits, by the number of the axis that they split."""
+        return splits_of(self.transforms)
 
-    def all_axes(self) -> tuple[IterDomain, ...]:
-        """Return every axis once, by number: root, logical, transform outputs, with the state of
-        the loop, allocation or logical list where the axis is in one."""
-        seen: dict[int, IterDomain] = {}
-        for t in self.transforms:
-            for axis in (*t.inputs, *t.outputs):
-                seen[axis.number] = axis
-        for axis in (*self.maybe_root, *self.allocation, *self.logical, *self.loop):
-            seen[axis.number] = axis
-        return tuple(seen[n] for n in sorted(seen))
+    def above(self, group: Iterable[int]) -> set[int]:
+        """Return these axes and all that they are derived from, by number."""
+        found = set(group)
+        for t in reversed(self.transforms):
+            if not found.isdisjoint(t.outputs):
+                found.update(t.inputs)
+        return found
 
-    def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
-        """Return the domain with `fn` applied to every axis, inside transforms too."""
+    # ------------------------------------------------------------ changes
+    def having(
+        self,
+        *,
+        logical: Iterable[int] | None = None,
+        loop: Iterable[int] | None = None,
+        root: Iterable[int] | None = None,
+        allocation: Iterable[int] | None = None,
+        contiguity: Iterable[bool | None] | None = None,
+        transforms: Iterable[Transform] | None = None,
+        axes: Iterable[IterDomain] = (),
+    ) -> TensorDomain:
+        """Return the domain with other views, given as axis numbers; `axes` are new or changed
+        states. Axes that nothing names any more are left out."""
 
-        def seq(axes: tuple[IterDomain, ...]) -> tuple[IterDomain, ...]:
-            return tuple(fn(a) for a in axes)
+        def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
+            return old if new is None else tuple(new)
 
+        return TensorDomain(
+            {**self.axes, **{a.number: a for a in axes}},
+            group(logical, self.logical_numbers),
+            group(loop, self.loop_numbers),
+            group(root, self.root_numbers),
+            group(allocation, self.allocation_numbers),
+            self.contiguity if contiguity is None else tuple(contiguity),
+            self.transforms if transforms is None else tuple(transforms),
+        )._pruned()
+
+    def with_loop(
+        self, loop: Iterable[int], *transforms: Transform, axes: Iterable[IterDomain] = ()
+    ) -> TensorDomain:
+        """Return the domain with other loop axes, which further transforms lead to."""
         return replace(
             self,
-            logical=seq(self.logical),
-            loop=seq(self.loop),
-            root=seq(self.root),
-            allocation=seq(self.allocation),
-            transforms=tuple(map_transform(t, fn) for t in self.transforms),
+            axes={**self.axes, **{a.number: a for a in axes}},
+            loop_numbers=tuple(loop),
+            transforms=(*self.transforms, *transforms),
         )
 
-    def replace_axis(self, new: IterDomain) -> TensorDomain:
-        """Return the domain in which the axis numbered `new.number` has the state `new`."""
-        return self.map_axes(lambda a: new if a.number == new.number else a)
+    def with_allocation(
+        self, allocation: Iterable[int], contiguity: Iterable[bool | None]
+    ) -> TensorDomain:
+        """Return the domain with another memory order; () for the logical one."""
+        return self.having(allocation=allocation, contiguity=contiguity)
+
+    def with_axes(self, *states: IterDomain) -> TensorDomain:
+        """Return the domain in which these axes have these states."""
+        return replace(self, axes={**self.axes, **{a.number: a for a in states}})
+
+    def in_logical_order(self) -> TensorDomain:
+        """Return the domain without a memory order of its own, contiguous."""
+        return self.having(allocation=(), contiguity=contiguity_for(self.logical))
+
+    def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
+        """Return the domain with `fn` applied to every axis; `fn` may renumber axes."""
+        made = {n: fn(a) for n, a in self.axes.items()}
+
+        def new(number: int) -> int:
+            return made[number].number
+
+        if all(a.number == n for n, a in made.items()):
+            return replace(self, axes=made)
+        return TensorDomain(
+            {a.number: a for a in made.values()},
+            tuple(map(new, self.logical_numbers)),
+            tuple(map(new, self.loop_numbers)),
+            tuple(map(new, self.root_numbers)),
+            tuple(map(new, self.allocation_numbers)),
+            self.contiguity,
+            tuple(t.renumbered(new) for t in self.transforms),
+        )
+
+    def without_root(self) -> TensorDomain:
+        """Return the domain as that of a copy: no root axes, no reductions, nor what comes of them.
+
+        Loop and allocation axes that are derived from the other logical axes stay.
+        """
+        derived = {a.number for a in self.no_reductions}
+        kept: list[Transform] = []
+        for t in self.transforms:
+            if derived.issuperset(t.inputs) and derived.isdisjoint(t.outputs):
+                kept.append(t)
+                derived.update(t.outputs)
+        order = self.allocation_numbers or self.logical_numbers
+        flags = [(n, f) for n, f in zip(order, self.contiguity, strict=True) if n in derived]
+        return self.having(
+            root=(),
+            logical=(a.number for a in self.no_reductions),
+            loop=(n for n in self.loop_numbers if n in derived),
+            allocation=(n for n, _ in flags) if self.allocation_numbers else (),
+            contiguity=(f for _, f in flags),
+            transforms=kept,
+        )
+
+    def _pruned(self) -> TensorDomain:
+        """Return the domain with the axes that it names, in the order of their numbers."""
+        used = {
+            *self.root_numbers,
+            *self.logical_numbers,
+            *self.allocation_numbers,
+            *self.loop_numbers,
+        }
+        for t in self.transforms:
+            used.update(t.inputs)
+            used.update(t.outputs)
+        return replace(self, axes={n: self.axes[n] for n in sorted(used)})
 
     def __str__(self) -> str:
         return "[" + ", ".join(map(str, self.loop)) + "]"
 
 
-def map_transform(t: Transform, fn: Callable[[IterDomain], IterDomain]) -> Transform:
-    """Return the transform between other axes, with the same factors."""
-    match t:
-        case Split():
-            return replace(t, inp=fn(t.inp), outer=fn(t.outer), inner=fn(t.inner))
-        case Merge():
-            return replace(t, outer=fn(t.outer), inner=fn(t.inner), out=fn(t.out))
-        case Resize() | Swizzle1D():
-            return replace(t, inp=fn(t.inp), out=fn(t.out))
+def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:
+    return tuple(a.number for a in axes)
 
 
 def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool | None, ...]:
     """Return `flag` for every axis, None at broadcast and reduction axes."""
     none = (IterType.broadcast, IterType.reduction)
     return tuple(None if a.kind in none else flag for a in axes)
-
-
-# ------------------------------------------------------------------ the index engine
-Indices = dict[int, Scalar]
-
-
-def indices_forward(
-    transforms: Sequence[Transform],
-    indices: Mapping[int, Scalar],
-    *,
-    coordinate: Callable[[ParallelType], Scalar] | None = None,
-) -> Indices:
-    """Push indices (axis number -> index) from inputs to outputs of the transforms.
-
-    A transform whose inputs are not all known is skipped. `coordinate` gives this device's mesh
-    coordinate, for Swizzle1D.
-    """
-    known: Indices = dict(indices)
-    for t in transforms:
-        if not all(i.number in known for i in t.inputs):
-            continue
-        match t:
-            case Split():
-                idx, inner_extent = known[t.inp.number], t.inner.size
-                known.setdefault(t.outer.number, sc.floordiv(idx, inner_extent))
-                known.setdefault(t.inner.number, sc.mod(idx, inner_extent))
-            case Merge():
-                idx = sc.add(sc.mul(known[t.outer.number], t.inner.size), known[t.inner.number])
-                known.setdefault(t.out.number, idx)
-            case Resize():
-                known.setdefault(t.out.number, sc.add(known[t.inp.number], t.left))
-            case Swizzle1D():
-                assert coordinate is not None, "Swizzle1D needs the mesh coordinate"
-                shifted = sc.sub(sc.add(known[t.inp.number], t.inp.size), coordinate(t.ptype))
-                known.setdefault(t.out.number, sc.mod(shifted, t.inp.size))
-    return known
-
-
-def indices_backward(
-    transforms: Sequence[Transform],
-    indices: Mapping[int, Scalar],
-    *,
-    coordinate: Callable[[ParallelType], Scalar] | None = None,
-) -> Indices:
-    """Pull indices from outputs to inputs of the transforms (loop -> logical -> root)."""
-    known: Indices = dict(indices)
-    for t in reversed(transforms):
-        if not all(o.number in known for o in t.outputs):
-            continue
-        match t:
-            case Split():
-                idx = sc.add(sc.mul(known[t.outer.number], t.inner.size), known[t.inner.number])
-                known.setdefault(t.inp.number, idx)
-            case Merge():
-                idx, inner_extent = known[t.out.number], t.inner.size
-                known.setdefault(t.outer.number, sc.floordiv(idx, inner_extent))
-                known.setdefault(t.inner.number, sc.mod(idx, inner_extent))
-            case Resize():
-                known.setdefault(t.inp.number, sc.sub(known[t.out.number], t.left))
-            case Swizzle1D():
-                assert coordinate is not None, "Swizzle1D needs the mesh coordinate"
-                shifted = sc.add(known[t.out.number], coordinate(t.ptype))
-                known.setdefault(t.inp.number, sc.mod(shifted, t.inp.size))
-    return known
-
-
-def transforms_between(
-    domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
-) -> tuple[Transform, ...]:
-    """Return the transforms on the way from `sources` to `targets`, in order."""
-    wanted = {a.number for a in targets}
-    start = {a.number for a in sources}
-    picked: list[Transform] = []
-    for t in reversed(domain.transforms):
-        if any(o.number in wanted and o.number not in start for o in t.outputs):
-            picked.append(t)
-            wanted.update(i.number for i in t.inputs)
-    return tuple(reversed(picked))
-
-
-def ancestors(
-    domain: TensorDomain, axis: IterDomain, among: Iterable[IterDomain]
-) -> tuple[int, ...]:
-    """Return the numbers of the axes in `among` that `axis` is derived from."""
-    stop = {a.number for a in among}
-    found: dict[int, None] = {}
-
-    def visit(number: int) -> None:
-        if number in stop:
-            found[number] = None
-            return
-        for t in domain.transforms:
-            if any(o.number == number for o in t.outputs):
-                for i in t.inputs:
-                    visit(i.number)
-
-    visit(axis.number)
-    return tuple(found)

@@ -16,6 +16,7 @@ from fuser.ir.dtypes import category
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Const, Scalar, scalar_text
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import transform_text
 
 Key = tuple[object, ...]
 
@@ -62,8 +63,9 @@ def tensor_key(tv: TensorView) -> Key:
 
 
 def _domain_key(domain: TensorDomain) -> Key:
-    groups = (domain.root, domain.logical, domain.allocation, domain.loop, domain.transforms)
-    return (*(tuple(map(str, group)) for group in groups), domain.contiguity)
+    groups = (domain.root, domain.logical, domain.allocation, domain.loop)
+    transforms = tuple(transform_text(t, domain) for t in domain.transforms)
+    return (*(tuple(map(str, group)) for group in groups), transforms, domain.contiguity)
 
 
 def op_key(op: Op) -> Key:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fuser.errors import DefinitionError
-from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
+from fuser.ir.axis import Axis
+from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category
 from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
@@ -89,13 +90,9 @@ class Fusion:
     ) -> IterDomain:
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
-    def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
+    def clone_axis(self, axis: Axis | IterDomain, **changes: object) -> IterDomain:
         """Return a serial copy of an axis under a new number."""
-        from fuser.ir.types import ParallelType
-
-        fresh = replace(
-            axis, number=self.next_axis(), ptype=ParallelType.serial, rfactor=False, owner=None
-        )
+        fresh = IterDomain(self.next_axis(), axis.kind, axis.extent, expanded=axis.expanded)
         return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]
 
     def new_tensor(
@@ -109,8 +106,7 @@ class Fusion:
     ) -> TensorView:
         """Create a tensor; a sequence of axes becomes a contiguous domain with logical = loop."""
         if not isinstance(domain, TensorDomain):
-            axes = tuple(domain)
-            domain = TensorDomain(axes, axes, contiguity=contiguity_for(axes))
+            domain = TensorDomain.of(tuple(domain))
         if number is None:
             number = self._next_tensor
         self._next_tensor = max(self._next_tensor, number + 1)

@@ -7,7 +7,6 @@ of actual tensors decide, not the user's declaration, so one definition serves e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from fuser.ir.domain import TensorDomain
@@ -63,8 +62,7 @@ def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:
     }
     if order == tuple(range(len(axes))):
         contiguity = tuple(by_number.get(a.number) for a in domain.logical)
-        return replace(domain, allocation=(), contiguity=contiguity)
-    reduced = tuple(a for a in domain.logical if a.is_reduction())
-    allocation = (*reduced, *(axes[k] for k in order))
-    contiguity = tuple(by_number.get(a.number) for a in allocation)
-    return replace(domain, allocation=allocation, contiguity=contiguity)
+        return domain.with_allocation((), contiguity)
+    reduced = (a.number for a in domain.logical if a.is_reduction())
+    allocation = (*reduced, *(axes[k].number for k in order))
+    return domain.with_allocation(allocation, map(by_number.get, allocation))

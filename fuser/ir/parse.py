@@ -23,7 +23,6 @@ from fuser.ir.domain import (
     Swizzle1D,
     TensorDomain,
     Transform,
-    contiguity_for,
 )
 from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
 from fuser.ir.fusion import Alias, Fusion
@@ -222,8 +221,8 @@ class Parser:
         return self.tensors[number]
 
     def _spelled(self) -> TensorDomain:
-        axes = tuple(self.cursor.items("]", self.axis))
-        return TensorDomain(axes, axes, contiguity=contiguity_for(axes))
+        axes: dict[int, IterDomain] = {}
+        return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
         """Read the suffixes and return a tensor that the fusion does not know yet."""
@@ -252,8 +251,8 @@ class Parser:
             raise self.cursor.fail(f"T{tv.number}: {problem}", start)
         self.tensors[tv.number] = tv
         self._text_of[tv.number] = tensor_text(tv)
-        for a in tv.domain.all_axes():
-            self.fusion.reserve(axis=a.number)
+        for number in tv.domain.axes:
+            self.fusion.reserve(axis=number)
         return tv
 
     def domain_section(self) -> TensorView:
@@ -266,63 +265,85 @@ class Parser:
         tv = self._new_tensor(head, spelled)
         if tv.number in self.tensors:
             raise c.fail(f"T{tv.number} has two domain sections", start)
+        axes: dict[int, IterDomain] = {}
         groups: dict[str, tuple[IterDomain, ...]] = {}
         for title in ("root", "logical", "allocation"):
             if c.take_if(f"{title} domain: ("):
-                groups[title] = tuple(self.cursor.items(")", self.axis))
+                groups[title] = tuple(self.cursor.items(")", lambda: self._state(axes)))
         c.take("contiguity:")
         flags: list[bool | None] = []
         while found := c.match(re.compile(r"[tfn]\b")):
             flags.append({"t": True, "f": False, "n": None}[found[0]])
         transforms: list[Transform] = []
         while not c.take_if("loop domain: ("):
-            transforms.append(self._transform())
+            transforms.append(self._transform(axes))
+        at = c.pos
         loop = tuple(self.cursor.items(")", self.axis))
         if loop != spelled.loop:
             raise c.fail(f"the loop domain of {head[0][:-1]} differs from its header", start)
+        for axis in loop:
+            self._hold(axes, axis, at)
         tv.is_cpu_scalar = c.take_if("cpu scalar")
         tv.mesh_is_user_set = c.take_if("mesh set by user")
         if "logical" not in groups:
             raise c.fail(f"T{tv.number} has no logical domain", start)
-        tv.domain = TensorDomain(
+        tv.domain = TensorDomain.of(
             groups["logical"],
             loop,
             root=groups.get("root", ()),
             allocation=groups.get("allocation", ()),
-            contiguity=tuple(flags),
-            transforms=tuple(transforms),
+            contiguity=flags,
+            transforms=transforms,
+            between=axes.values(),
         )
         return self._declare(tv, start)
 
-    def _transform(self) -> Transform:
+    def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
+        """Read an axis of one tensor, which has one state wherever it is written."""
         c = self.cursor
+        c.skip()
+        start = c.pos
+        return self._hold(axes, self.axis(), start)
+
+    def _hold(self, axes: dict[int, IterDomain], axis: IterDomain, at: int) -> IterDomain:
+        held = axes.setdefault(axis.number, axis)
+        if held != axis:
+            raise self.cursor.fail(f"axis {axis.number} was {held} before", at)
+        return held
+
+    def _transform(self, axes: dict[int, IterDomain]) -> Transform:
+        c = self.cursor
+
+        def number() -> int:
+            return self._state(axes).number
+
         for title, is_inner in (("Split:", True), ("Outer split:", False)):
             if c.take_if(title):
-                inp = self.axis()
+                inp = number()
                 c.take("by factor")
                 factor = self.scalar()
                 c.take("->")
-                outer = self.axis()
+                outer = number()
                 c.take(",")
-                return Split(inp, outer, self.axis(), factor, is_inner)
+                return Split(inp, outer, number(), factor, is_inner)
         if c.take_if("Merge:"):
-            outer = self.axis()
+            outer = number()
             c.take("and")
-            inner = self.axis()
+            inner = number()
             c.take("->")
-            return Merge(outer, inner, self.axis())
+            return Merge(outer, inner, number())
         if c.take_if("Resize:"):
-            inp = self.axis()
+            inp = number()
             c.take("by")
             left = self.scalar()
             c.take("and")
             right = self.scalar()
             c.take("->")
-            return Resize(inp, self.axis(), left, right)
-        out = self.axis()
+            return Resize(inp, number(), left, right)
+        out = number()
         c.take("=")
         c.take("Swizzle1D(")
-        inp = self.axis()
+        inp = number()
         c.take(", parallelType=")
         ptype = self.ptype()
         c.take(")")

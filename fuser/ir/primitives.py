@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir import scalar as sc
@@ -19,13 +18,11 @@ from fuser.ir.domain import (
     IterDomain,
     TensorDomain,
     Transform,
-    contiguity_for,
-    map_transform,
-    transforms_between,
 )
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, TensorOp
+from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
 
@@ -79,8 +76,7 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
         raise DefinitionError(f"cache_before of {tv}, which is already inlined")
     # The producer takes the domain itself: an allocation domain describes tv's memory, so it stays.
     domain = tv.domain
-    plain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
-    new = fusion.new_tensor(plain, tv.dtype(), mesh=tv.mesh)
+    new = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
     moved = definition.map_values(lambda v: new if v is tv else v)
     copy = LoadStoreOp(tv, new, kind=op_type)
     tv.domain = _copied_domain(fusion, domain, keep_allocation=True)
@@ -109,8 +105,7 @@ def cache_fork(tv: TensorView) -> TensorView:
     fusion.outputs = [copy if out is tv else out for out in fusion.outputs]
     fusion.aliases = [Alias(copy, a.into, a.hidden) if a.out is tv else a for a in fusion.aliases]
     tv.memory = MemoryType.local
-    domain = tv.domain
-    tv.domain = replace(domain, allocation=(), contiguity=contiguity_for(domain.logical))
+    tv.domain = tv.domain.in_logical_order()
     return copy
 
 
@@ -120,36 +115,19 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
     Loop transforms are repeated with the parallel types of device and stream axes only: those say
     which part of the tensor a device holds, the others how one kernel runs.
     """
-    clones: dict[int, IterDomain] = {}
+    plain = source.without_root()
+    if not keep_allocation:
+        plain = plain.in_logical_order()
+    needed = transforms_between(plain, plain.logical, (*plain.loop, *plain.allocation))
+    plain = plain.having(transforms=needed)
 
     def clone(axis: IterDomain) -> IterDomain:
-        if axis.number not in clones:
-            state = states.get(axis.number, axis)
-            keeps = state.is_device or state.is_stream
-            clones[axis.number] = fusion.clone_axis(
-                axis, ptype=state.ptype if keeps else ParallelType.serial
-            )
-        return clones[axis.number]
+        keeps = axis.is_device or axis.is_stream
+        return fusion.clone_axis(axis, ptype=axis.ptype if keeps else ParallelType.serial)
 
-    states = {a.number: a for a in (*source.loop, *source.allocation)}
-    logical = tuple(clone(a) for a in source.no_reductions)
-    transforms = tuple(
-        map_transform(t, clone)
-        for t in transforms_between(source, source.logical, (*source.loop, *source.allocation))
-        if not any(i.is_reduction() for i in t.inputs)
-    )
-    loop = tuple(clone(a) for a in source.loop if not a.is_reduction())
-    allocation: tuple[IterDomain, ...] = ()
-    contiguity = contiguity_for(logical)
-    if keep_allocation:
-        kept = [
-            (clone(a), flag)
-            for a, flag in zip(source.maybe_allocation, source.contiguity, strict=True)
-            if not a.is_reduction()
-        ]
-        contiguity = tuple(flag for _, flag in kept)
-        allocation = tuple(a for a, _ in kept) if source.allocation else ()
-    return TensorDomain(logical, loop, (), allocation, contiguity, transforms)
+    order = (*plain.logical_numbers, *(n for t in needed for n in t.outputs))
+    clones = {n: clone(plain.axes[n]) for n in order}
+    return plain.map_axes(lambda a: clones[a.number])
 
 
 # ------------------------------------------------------------------ rfactor
@@ -207,47 +185,33 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
     history = transforms_between(domain, domain.logical, domain.loop)
     factored = _connected(domain, history, listed)
     # An axis that leads to a listed axis is reduced (in part); other reductions are iterated.
-    root_numbers = {a.number for a in domain.logical}
-    reduced = set(listed)
-    for t in reversed(history):
-        if any(o.number in reduced for o in t.outputs):
-            reduced.update(i.number for i in t.inputs)
+    reduced = domain.above(listed)
     clones: dict[int, IterDomain] = {}
-
-    def clone(axis: IterDomain) -> IterDomain:
-        if axis.number not in clones:
-            iterated = axis.is_reduction() and axis.number not in reduced
-            kind = IterType.iteration if iterated else axis.kind
-            made = axis.number in factored and axis.number not in root_numbers
-            clones[axis.number] = fusion.clone_axis(axis, kind=kind, rfactor=made)
-        return clones[axis.number]
-
-    root = tuple(clone(a) for a in domain.logical)
-    logical = list(root)
-    inner: list[Transform] = []
-    outer: list[Transform] = []
+    for number in (*domain.logical_numbers, *(n for t in history for n in (*t.inputs, *t.outputs))):
+        if number not in clones:
+            axis = domain.axes[number]
+            iterated = axis.is_reduction() and number not in reduced
+            clones[number] = fusion.clone_axis(
+                axis,
+                kind=IterType.iteration if iterated else axis.kind,
+                rfactor=number in factored and number not in domain.logical_numbers,
+            )
+    logical = list(domain.logical_numbers)
     for t in history:
-        twin = map_transform(t, clone)
-        if not all(i.number in factored for i in t.inputs):
-            outer.append(twin)
-            continue
-        inner.append(twin)
-        inputs = {i.number for i in twin.inputs}
-        at = min(k for k, a in enumerate(logical) if a.number in inputs)
-        logical = [a for a in logical if a.number not in inputs]
-        logical[at:at] = list(twin.outputs)
-    loop = tuple(clone(a) for a in domain.loop)
-    changed = tuple(logical) != root
+        if factored.issuperset(t.inputs):
+            at = min(k for k, n in enumerate(logical) if n in t.inputs)
+            logical = [n for n in logical if n not in t.inputs]
+            logical[at:at] = t.outputs
     # Without transforms the root axis itself is iterated or reduced: no second view is needed.
-    plain = TensorDomain(
-        tuple(logical),
-        loop,
-        root if changed else (),
-        (),
-        contiguity_for(logical),
-        (*inner, *outer),
-    )
-    return fusion.new_tensor(plain, tv.dtype(), mesh=tv.mesh)
+    is_changed = logical != list(domain.logical_numbers)
+    plain = domain.having(
+        root=domain.logical_numbers if is_changed else (),
+        logical=logical,
+        transforms=sorted(history, key=lambda t: not factored.issuperset(t.inputs)),
+        allocation=(),
+        contiguity=(),
+    ).map_axes(lambda a: clones[a.number])
+    return fusion.new_tensor(plain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
 
 
 def _connected(
@@ -259,7 +223,7 @@ def _connected(
     while changed:
         changed = False
         for t in history:
-            numbers = {a.number for a in (*t.inputs, *t.outputs)}
+            numbers = {*t.inputs, *t.outputs}
             if numbers & found and not numbers <= found:
                 found |= numbers
                 changed = True
@@ -272,28 +236,21 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
     # Producer loop axes stand in the order of tv's old loop axes, so their kinds pair up.
     was_reduction = {n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)}
     ptypes = {n.number: o.ptype for o, n in zip(old.loop, new.loop, strict=True)}
-    loop_transforms = transforms_between(new, new.logical, new.loop)
-    for t in reversed(loop_transforms):
-        for i in t.inputs:
-            was_reduction[i.number] = any(was_reduction.get(o.number, False) for o in t.outputs)
-    clones: dict[int, IterDomain] = {}
-
-    def clone(axis: IterDomain) -> IterDomain:
-        if axis.number not in clones:
-            kind = IterType.reduction if was_reduction.get(axis.number, False) else axis.kind
-            clones[axis.number] = fusion.clone_axis(
-                axis, kind=kind, ptype=ptypes.get(axis.number, ParallelType.serial)
-            )
-        return clones[axis.number]
-
-    logical = tuple(clone(a) for a in new.no_reductions)
-    transforms = tuple(
-        map_transform(t, clone)
-        for t in loop_transforms
-        if not any(a.is_reduction() for a in t.inputs)
-    )
-    loop = tuple(clone(a) for a in new.loop if not a.is_reduction())
-    tv.domain = TensorDomain(logical, loop, (), (), _kept_contiguity(old, logical), transforms)
+    plain = new.without_root()
+    for t in reversed(plain.transforms):
+        for n in t.inputs:
+            was_reduction[n] = any(was_reduction.get(o, False) for o in t.outputs)
+    order = (*plain.logical_numbers, *(n for t in plain.transforms for n in t.outputs))
+    clones = {
+        n: fusion.clone_axis(
+            plain.axes[n],
+            kind=IterType.reduction if was_reduction.get(n, False) else plain.axes[n].kind,
+            ptype=ptypes.get(n, ParallelType.serial),
+        )
+        for n in order
+    }
+    made = plain.map_axes(lambda a: clones[a.number])
+    tv.domain = made.having(contiguity=_kept_contiguity(old, made.logical))
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:

@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING
 
 from fuser.errors import DefinitionError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import (
-    IterDomain,
-    Merge,
-    Split,
-    Swizzle1D,
-    TensorDomain,
-    Transform,
-    contiguity_for,
-)
+from fuser.ir.axis import Axis
+from fuser.ir.build_domain import DomainBuilder
+from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for, numbers
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar, ScalarLike
-from fuser.ir.types import IterType, MemoryType, ParallelType
+from fuser.ir.types import MemoryType, ParallelType
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
@@ -64,14 +58,6 @@ class TensorView:
 
     # ------------------------------------------------------------ queries
     @property
-    def domain(self) -> TensorDomain:
-        return self._domain
-
-    @domain.setter
-    def domain(self, domain: TensorDomain) -> None:
-        self._domain = domain.map_axes(lambda a: a if a.owner is self else replace(a, owner=self))
-
-    @property
     def label(self) -> str:
         """`T0_g_float`: number, memory, dtype."""
         return f"T{self.number}_{self.memory.value}_{dtype_text(self._dtype)}"
@@ -107,20 +93,24 @@ class TensorView:
     def has_root(self) -> bool:
         return bool(self.domain.root)
 
-    def get_root_domain(self) -> list[IterDomain]:
-        return list(self.domain.root)
+    def get_root_domain(self) -> list[Axis]:
+        return self._handles(self.domain.root_numbers)
 
-    def get_logical_domain(self) -> list[IterDomain]:
-        return list(self.domain.logical)
+    def get_logical_domain(self) -> list[Axis]:
+        return self._handles(self.domain.logical_numbers)
 
-    def get_loop_domain(self) -> list[IterDomain]:
-        return list(self.domain.loop)
+    def get_loop_domain(self) -> list[Axis]:
+        return self._handles(self.domain.loop_numbers)
 
-    def axis(self, index: int) -> IterDomain:
+    def _handles(self, group: Sequence[int]) -> list[Axis]:
+        return [Axis(self, n) for n in group]
+
+    def axis(self, index: int) -> Axis:
         """Return loop axis `index` (negative counts from the end)."""
-        if not self.domain.loop:
+        loop = self.domain.loop_numbers
+        if not loop:
             raise DefinitionError(f"Tried to access an axis in a 0-dim TensorView: {self}")
-        return self.domain.loop[self._wrap(index, len(self.domain.loop))]
+        return Axis(self, loop[self._wrap(index, len(loop))])
 
     def _wrap(self, index: int, length: int) -> int:
         wrapped = index + length if index < 0 else index
@@ -150,11 +140,10 @@ class TensorView:
             )
         if position < self.compute_at:
             raise DefinitionError(f"split of {inp}, which is inside the compute-at of {self}")
-        transform = make_split(self.fusion, inp, factor, inner_split=inner_split)
+        built = DomainBuilder(self.fusion)
+        parts = built.split(inp, factor, inner_split=inner_split)
         loop = self.domain.loop
-        self._set_loop(
-            (*loop[:position], transform.outer, transform.inner, *loop[position + 1 :]), transform
-        )
+        self._set_loop((*loop[:position], *parts, *loop[position + 1 :]), built)
         return self
 
     def inner_split(self, axis: int, factor: ScalarLike) -> TensorView:
@@ -182,10 +171,10 @@ class TensorView:
             raise DefinitionError(
                 f"merge of a stream axis, which would stream both: {outer}, {inner} in {self}"
             )
-        transform = make_merge(self.fusion, outer, inner)
+        built = DomainBuilder(self.fusion)
         rest = [a for k, a in enumerate(loop) if k not in (o, i)]
-        rest.insert(min(o, i), transform.out)
-        self._set_loop(tuple(rest), transform)
+        rest.insert(min(o, i), built.merge(outer, inner))
+        self._set_loop(rest, built)
         return self
 
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
@@ -197,7 +186,7 @@ class TensorView:
             raise DefinitionError(f"reorder {old2new}: repeated positions for {self}")
         placed = {new: loop[old] for old, new in moves.items()}
         rest = iter(a for k, a in enumerate(loop) if k not in moves)
-        self._set_loop(tuple(placed[k] if k in placed else next(rest) for k in range(n)))
+        self._set_loop([placed[k] if k in placed else next(rest) for k in range(n)])
         return self
 
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
@@ -205,29 +194,27 @@ class TensorView:
         if not parallel_type.is_device:
             raise DefinitionError(f"swizzle1d takes a device type, got {parallel_type.text}")
         position = self._wrap(axis, len(self.domain.loop))
-        inp = self.domain.loop[position]
-        out = replace(inp, number=self.fusion.next_axis())
         loop = self.domain.loop
-        self._set_loop(
-            (*loop[:position], out, *loop[position + 1 :]), Swizzle1D(inp, out, parallel_type)
-        )
+        built = DomainBuilder(self.fusion)
+        out = built.swizzle(loop[position], parallel_type)
+        self._set_loop((*loop[:position], out, *loop[position + 1 :]), built)
         return self
 
-    def _set_loop(self, loop: tuple[IterDomain, ...], *transforms: Transform) -> None:
-        self.domain = replace(
-            self.domain, loop=loop, transforms=(*self.domain.transforms, *transforms)
-        )
+    def _set_loop(self, loop: Sequence[IterDomain], built: DomainBuilder | None = None) -> None:
+        made = () if built is None else built.transforms
+        axes = () if built is None else built.axes.values()
+        self.domain = self.domain.with_loop(numbers(loop), *made, axes=axes)
 
-    def parallelize_axis(self, axis: IterDomain, ptype: ParallelType) -> None:
-        """Give the axis with this number a parallel type (see `IterDomain.parallelize`)."""
+    def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
+        """Give the axis with this number a parallel type (see `Axis.parallelize`)."""
         if ptype in _CONSTANT_EXTENT and sc.int_value(axis.extent) is None:
             raise DefinitionError(
                 f"{ptype.text} needs a constant extent, but {axis} of {self} is symbolic"
             )
-        current = next((a for a in self.domain.all_axes() if a.number == axis.number), None)
+        current = self.domain.axes.get(axis.number)
         if current is None:
             raise DefinitionError(f"{axis} is not an axis of {self}")
-        self.domain = self.domain.replace_axis(replace(current, ptype=ptype))
+        self.domain = self.domain.with_axes(replace(current, ptype=ptype))
 
     # ------------------------------------------------------------ facts that the user sets
     def set_device_mesh(self, mesh: object) -> None:
@@ -244,22 +231,21 @@ class TensorView:
 
     def set_allocation_domain(
         self,
-        new_allocation_domain: Sequence[IterDomain],
+        new_allocation_domain: Sequence[Axis | IterDomain],
         new_contiguity: bool | Sequence[bool | None],
     ) -> None:
         """Declare memory order with axes reachable from logical or loop; contiguity as one flag or
         one per axis. Broadcast and reduction axes get None."""
-        known = {a.number: a for a in self.domain.all_axes()}
         for a in new_allocation_domain:
-            if a.number not in known:
+            if a.number not in self.domain.axes:
                 raise DefinitionError(f"{a} is not an axis of {self}")
-        axes = tuple(known[a.number] for a in new_allocation_domain)
+        order = [a.number for a in new_allocation_domain]
         flags = (
-            contiguity_for(axes, new_contiguity)
+            contiguity_for(self.domain.states(order), new_contiguity)
             if isinstance(new_contiguity, bool)
-            else tuple(new_contiguity)
+            else new_contiguity
         )
-        self.domain = replace(self.domain, allocation=axes, contiguity=flags)
+        self.domain = self.domain.with_allocation(order, flags)
 
     # Caching and rfactor rewrite the fusion; they live beside the other schedule primitives.
     def rfactor(self, axes: Sequence[int]) -> TensorView:
@@ -290,67 +276,3 @@ class TensorView:
         from fuser.ir.text import tensor_text
 
         return tensor_text(self)
-
-
-# ------------------------------------------------------------------ transform makers
-def _kind_after(*axes: IterDomain) -> IterType:
-    """Iteration wins over broadcast; reductions stay reductions."""
-    kinds = [a.kind for a in axes]
-    return next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
-
-
-def make_split(
-    fusion: Fusion,
-    inp: IterDomain,
-    factor: Scalar,
-    *,
-    inner_split: bool = True,
-    rfactor: bool = False,
-) -> Split:
-    """Create the outer and inner axes of a split; kind and parallel type are inherited.
-
-    An expanded broadcast keeps extent 1 on both sides and splits its expanded size.
-    """
-
-    def sizes(extent: Scalar) -> tuple[Scalar, Scalar]:
-        rest = sc.ceildiv(extent, factor)
-        return (rest, factor) if inner_split else (factor, rest)
-
-    plain = (sc.ONE, sc.ONE) if inp.is_broadcast else sizes(inp.extent)
-    expanded = sizes(inp.expanded) if inp.expanded is not None else (None, None)
-    outer, inner = (
-        replace(
-            inp,
-            number=fusion.next_axis(),
-            extent=plain[k],
-            expanded=expanded[k],
-            rfactor=rfactor,
-            owner=None,
-        )
-        for k in range(2)
-    )
-    return Split(inp, outer, inner, factor, inner_split)
-
-
-def make_merge(
-    fusion: Fusion, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False
-) -> Merge:
-    """Create the merged axis: extent outer * inner, outer's parallel type."""
-    kind = _kind_after(outer, inner)
-    has_expanded = outer.expanded is not None or inner.expanded is not None
-    if kind is IterType.broadcast:
-        extent: Scalar = sc.ONE
-        expanded = sc.mul(outer.size, inner.size) if has_expanded else None
-    else:
-        # An expanded broadcast merged with a concrete axis iterates its expanded size.
-        extent, expanded = sc.mul(outer.size, inner.size), None
-    out = replace(
-        outer,
-        number=fusion.next_axis(),
-        kind=kind,
-        extent=extent,
-        expanded=expanded,
-        rfactor=rfactor,
-        owner=None,
-    )
-    return Merge(outer, inner, out)

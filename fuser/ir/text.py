@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.domain import TensorDomain
+from fuser.ir.domain import Merge, Resize, Split, Swizzle1D, TensorDomain, Transform
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import ParallelType
@@ -76,6 +76,21 @@ def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
     return "\n".join(lines) + "\n} // %kernel_math \n\n"
 
 
+def transform_text(t: Transform, domain: TensorDomain) -> str:
+    """Return `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )}, iS3{4}`."""
+    ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
+    match t:
+        case Split():
+            title = "Split" if t.inner_split else "Outer split"
+            return f"{title}: {ins[0]} by factor {t.factor} -> {outs}"
+        case Merge():
+            return f"Merge: {ins[0]} and {ins[1]} -> {outs}"
+        case Resize():
+            return f"Resize: {ins[0]} by {t.left} and {t.right} -> {outs}"
+        case Swizzle1D():
+            return f"{outs} = Swizzle1D({ins[0]}, parallelType={t.ptype.text})"
+
+
 def domain_text(tv: TensorView, indent: str = "") -> str:
     """Return the domain section of one tensor: root, logical, allocation, contiguity, transforms,
     loop."""
@@ -92,7 +107,7 @@ def domain_text(tv: TensorView, indent: str = "") -> str:
         lines.append(axes("allocation", domain.allocation))
     flags = " ".join("n" if c is None else "t" if c else "f" for c in domain.contiguity)
     lines.append(f"{indent} contiguity: {flags}".rstrip())
-    lines += [f"{indent}  {t}" for t in domain.transforms]
+    lines += [f"{indent}  {transform_text(t, domain)}" for t in domain.transforms]
     lines.append(axes("loop", domain.loop))
     if tv.is_cpu_scalar:
         lines.append(f"{indent} cpu scalar")
@@ -154,11 +169,11 @@ def program_symbols(
     for value in fusion.inputs:
         add(value)
     for tv in tensors:
-        for axis in tv.domain.all_axes():
+        for axis in tv.domain.axes.values():
             add(axis.extent)
             add(axis.expanded)
         for t in tv.domain.transforms:
-            for value in (getattr(t, name, None) for name in ("factor", "left", "right")):
+            for value in t.scalars:
                 add(value)
     for op in ops:
         for value in op.inputs:

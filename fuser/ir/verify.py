@@ -7,7 +7,7 @@ from fuser.ir.domain import TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text
+from fuser.ir.text import op_text, transform_text
 from fuser.ir.types import IterType, ParallelType
 
 
@@ -74,23 +74,24 @@ def domain_problem(domain: TensorDomain) -> str | None:
 
 def derivation_problem(domain: TensorDomain) -> str | None:
     """Return where the transforms do not lead from the root to the loop and allocation axes."""
-    made = {a.number for a in domain.root or domain.logical}
-    if len(made) != len(domain.root or domain.logical):
+    roots = domain.root_numbers or domain.logical_numbers
+    made = set(roots)
+    if len(made) != len(roots):
         return "an axis stands twice in its root or logical domain"
     for t in domain.transforms:
-        for axis in t.inputs:
+        for axis in domain.states(t.inputs):
             if axis.number not in made:
-                return f"{t} reads {axis}, which does not exist yet"
-        for axis in t.outputs:
+                return f"{transform_text(t, domain)} reads {axis}, which does not exist yet"
+        for axis in domain.states(t.outputs):
             if axis.number in made:
-                return f"{t} makes {axis}, which exists already"
+                return f"{transform_text(t, domain)} makes {axis}, which exists already"
             made.add(axis.number)
-    derived = {a.number for a in domain.logical}
+    derived = set(domain.logical_numbers)
     if not derived <= made:
         return "a logical axis is not derived from the root domain"
     for t in domain.transforms:
-        if all(i.number in derived for i in t.inputs):
-            derived.update(o.number for o in t.outputs)
+        if derived.issuperset(t.inputs):
+            derived.update(t.outputs)
     for title, group in (("loop", domain.loop), ("allocation", domain.allocation)):
         for axis in group:
             if axis.number not in derived:

@@ -22,7 +22,6 @@ from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
 from fuser.errors import DefinitionError, FuserError, InputError, KernelError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Binder, free_inputs
-from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
@@ -490,8 +489,7 @@ def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ..
     }
     used: dict[Symbol, None] = {}
     for tv in fusion.tensors():
-        axes: tuple[IterDomain, ...] = tv.domain.all_axes()
-        for axis in axes:
+        for axis in tv.domain.axes.values():
             used.update(dict.fromkeys(sc.symbols(axis.size)))
     for op in fusion.exprs:
         for value in op.inputs:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Split, Transform
+from fuser.ir.domain import Split, Transform, splits_of
+from fuser.ir.path import partial_splits
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.lower.index import Indexer, partial_splits
+from fuser.lower.index import Indexer
 from fuser.lower.kernel import Workspace
 from fuser.lower.loops import Nesting, Stage
 
@@ -84,9 +85,9 @@ class Context:
     def _require_whole_words(self, stage: Stage) -> None:
         """A vector never runs past the end: its split is divisible, or guarded to be."""
         innermost = stage.axes[-1].number
-        for split in partial_splits(self.indexer.loop_transforms(stage.tv)):
-            if innermost in (split.inner.number, split.outer.number):
-                size = self.nesting.fusion.canonical(split.inp.size)
+        for split in self._incomplete_splits(stage.tv):
+            if innermost in split.outputs:
+                size = self.size(stage.tv, split.inp)
                 self._whole.add((size, split.factor))
                 self.guards[sc.eq(sc.mod(size, split.factor), 0)] = None
 
@@ -94,14 +95,21 @@ class Context:
         """Rewrite over the quotients of divisible sizes."""
         return sc.substitute(x, self._replacements) if self._replacements else x
 
+    def size(self, tv: TensorView, number: int) -> Scalar:
+        """Return the size of an axis of `tv`, over class representatives."""
+        return self.nesting.fusion.canonical(tv.domain.axes[number].size)
+
+    def _incomplete_splits(self, tv: TensorView) -> list[Split]:
+        return partial_splits(tv.domain, self.indexer.loop_transforms(tv))
+
     def partial_splits(self, tv: TensorView) -> list[Split]:
         """Return the splits whose last part may be incomplete."""
         found = self._partial.get(tv)
         if found is None:
             found = [
                 s
-                for s in partial_splits(self.indexer.loop_transforms(tv))
-                if (self.nesting.fusion.canonical(s.inp.size), s.factor) not in self._whole
+                for s in self._incomplete_splits(tv)
+                if (self.size(tv, s.inp), s.factor) not in self._whole
             ]
             found = _without_implied(self.indexer.loop_transforms(tv), found)
             self._partial[tv] = found
@@ -113,12 +121,10 @@ def _without_implied(transforms: Sequence[Transform], tested: list[Split]) -> li
     below the extent implies that the block is below the number of blocks."""
     implied: set[int] = set()
     kept: list[Split] = []
-    for t in transforms:
-        if not isinstance(t, Split):
-            continue
-        is_implied = t.inp.number in implied
+    for t in splits_of(transforms).values():
+        is_implied = t.inp in implied
         if t in tested and not is_implied:
             kept.append(t)
         if t.inner_split and (is_implied or t in tested):
-            implied.add(t.outer.number)
+            implied.add(t.outer)
     return kept

@@ -6,20 +6,14 @@ map gives those of its operands, and so on up to a tensor with storage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import (
-    IterDomain,
-    Split,
-    Transform,
-    indices_backward,
-    indices_forward,
-    transforms_between,
-)
+from fuser.ir.domain import IterDomain, Transform
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import PadOp, TensorOp
+from fuser.ir.path import indices_backward, indices_forward, transforms_between
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -50,7 +44,7 @@ class Indexer:
             else:
                 start: dict[int, Scalar] = {a.number: sc.ZERO for a in stage.axes}
                 start.update({n: loop.symbol for n, loop in stage.axis_loops.items()})
-                found = indices_backward(stage.tv.domain.transforms, start)
+                found = indices_backward(stage.tv.domain, start)
             self._stage_axes[stage] = found
         return found
 
@@ -116,7 +110,7 @@ class Indexer:
         if transforms is None:
             transforms = transforms_between(domain, domain.root, domain.logical)
             self._root_transforms[tv] = transforms
-        return indices_backward(transforms, known)
+        return indices_backward(domain, known, transforms)
 
     def operand_index(
         self, op: TensorOp, position: int, out: TensorView, axes: Mapping[int, Scalar]
@@ -142,7 +136,7 @@ class Indexer:
     def forward(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
         """Return the index of every axis derived from the logical ones."""
         known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
-        return indices_forward(tv.domain.transforms, known)
+        return indices_forward(tv.domain, known)
 
     # ------------------------------------------------------------ addresses
     def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
@@ -190,8 +184,3 @@ class Indexer:
                 raise UnsupportedError(f"{tv}: allocation axis {axis} is not derived from logical")
             total = sc.add(total, sc.mul(known[axis.number], stride))
         return total
-
-
-def partial_splits(transforms: Sequence[Transform]) -> list[Split]:
-    """Return the splits whose loops may run past the end of the split axis."""
-    return [t for t in transforms if isinstance(t, Split) and not t.is_divisible]

@@ -226,7 +226,6 @@ def _int32_guards(state: State, tensors: tuple[TensorView, ...]) -> list[Scalar]
         bounds[last] = None
     for stage in ctx.nesting.stages:
         for split in ctx.partial_splits(stage.tv):
-            reach = sc.mul(split.outer.size, split.inner.size)
-            bounds[ctx.nesting.fusion.canonical(reach)] = None
+            bounds[sc.product(ctx.size(stage.tv, n) for n in split.outputs)] = None
         bounds[sc.product(loop.extent for loop in stage.all_loops)] = None
     return [sc.le(b, INT32_LIMIT) for b in bounds if sc.int_value(b) is None]

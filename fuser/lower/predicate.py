@@ -39,8 +39,8 @@ def range_conditions(ctx: Context, stage: Stage) -> list[Scalar]:
         known = ctx.indexer.stage_axes(stage)
         conds = [
             sc.lt(
-                ctx.simplify(known[split.inp.number]),
-                ctx.simplify(ctx.nesting.fusion.canonical(split.inp.size)),
+                ctx.simplify(known[split.inp]),
+                ctx.simplify(ctx.size(stage.tv, split.inp)),
             )
             for split in ctx.partial_splits(stage.tv)
         ]

@@ -146,13 +146,11 @@ def _set_layout(
     tv: TensorView, axes: Sequence[IterDomain], positions: Sequence[int], flags: Contiguity
 ) -> None:
     placed = sorted(range(len(axes)), key=lambda i: positions[i])
-    logical = tuple(axes)
-    allocation = tuple(axes[i] for i in placed)
-    tv.domain = TensorDomain(
-        logical,
-        logical,
-        allocation=() if allocation == logical else allocation,
-        contiguity=tuple(flags[i] for i in placed),
+    is_logical_order = placed == list(range(len(axes)))
+    tv.domain = TensorDomain.of(
+        axes,
+        allocation=() if is_logical_order else [axes[i] for i in placed],
+        contiguity=[flags[i] for i in placed],
     )
 
 

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, TensorDomain, Transform, contiguity_for
+from fuser.ir.build_domain import DomainBuilder
+from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import ReshapeOp
 from fuser.ir.scalar import Const, Scalar
-from fuser.ir.tensor import TensorView, make_merge, make_split
+from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
@@ -199,7 +200,7 @@ def transformed_domain(
     A group is (root positions, output sizes). `named` gives the logical axes' numbers, where they
     exist already.
     """
-    transforms: list[Transform] = []
+    built = DomainBuilder(fusion, root)
     logical: list[IterDomain] = []
     for ins, sizes in groups:
         at = len(logical)
@@ -207,51 +208,30 @@ def transformed_domain(
         if len(ins) == len(sizes) == 1:
             logical.append(root[ins[0]])
             continue
-        merged, made = _merge_all(fusion, [root[p] for p in ins])
-        logical += _split_all(fusion, merged, sizes, made, numbers)
-        transforms += made
-    axes = tuple(logical)
-    return TensorDomain(
-        axes, axes, root=tuple(root), contiguity=contiguity_for(axes), transforms=tuple(transforms)
+        merged = root[ins[0]]
+        for p in ins[1:]:
+            merged = built.merge(merged, root[p], rfactor=True)
+        logical += _split_all(built, merged, sizes, numbers)
+    return TensorDomain.of(
+        logical, root=root, transforms=built.transforms, between=built.axes.values()
     )
 
 
-def _merge_all(fusion: Fusion, axes: Sequence[IterDomain]) -> tuple[IterDomain, list[Transform]]:
-    made: list[Transform] = []
-    current = axes[0]
-    for axis in axes[1:]:
-        merge = make_merge(fusion, current, axis, rfactor=True)
-        made.append(merge)
-        current = merge.out
-    return current, made
-
-
 def _split_all(
-    fusion: Fusion,
-    axis: IterDomain,
-    sizes: Sequence[Scalar],
-    made: list[Transform],
-    numbers: Sequence[int],
+    built: DomainBuilder, axis: IterDomain, sizes: Sequence[Scalar], numbers: Sequence[int]
 ) -> list[IterDomain]:
-    """Split `axis` from the right into axes of these sizes; appends the transforms to `made`."""
-    if len(sizes) == 1:
-        last = replace(_with_size(axis, sizes[0]), number=numbers[0] if numbers else axis.number)
-        made[-1] = replace(made[-1], out=last)  # pyright: ignore[reportCallIssue]
-        return [last]
+    """Split `axis` from the right into axes of these sizes, under these numbers if given."""
+
+    def settle(made: IterDomain, k: int) -> IterDomain:
+        state = _with_size(made, sizes[k])
+        return built.restate(made, replace(state, number=numbers[k]) if numbers else state)
+
     inner_axes: list[IterDomain] = []
     for k in range(len(sizes) - 1, 0, -1):
-        split = make_split(fusion, axis, sizes[k], rfactor=True)
-        inner, outer = _with_size(split.inner, sizes[k]), split.outer
-        if numbers:
-            inner = replace(inner, number=numbers[k])
-        if k == 1:
-            # The quotient is the declared size: the split is exact.
-            outer = _with_size(outer, sizes[0])
-            outer = replace(outer, number=numbers[0]) if numbers else outer
-        made.append(replace(split, outer=outer, inner=inner))
-        inner_axes.append(inner)
-        axis = outer
-    return [axis, *reversed(inner_axes)]
+        axis, inner = built.split(axis, sizes[k], rfactor=True)
+        inner_axes.append(settle(inner, k))
+    # The quotient is the declared size: the split is exact.
+    return [settle(axis, 0), *reversed(inner_axes)]
 
 
 def _with_size(axis: IterDomain, size: Scalar) -> IterDomain:
@@ -342,7 +322,7 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
         raise fail("reshape", f"to rank 0, but the element count of {tv} is not known to be 1")
     root = tuple(clone_axes(tv))
     logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in outs)
-    domain = TensorDomain(logical, logical, root=root, contiguity=contiguity_for(logical))
+    domain = TensorDomain.of(logical, root=root)
     out = new_output(domain, tv.dtype(), [tv])
     add_op(ReshapeOp(out, tv))
     return out

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from fuser.errors import DtypeError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, Resize, TensorDomain, contiguity_for
+from fuser.ir.build_domain import DomainBuilder
+from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import category, dtype_text
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
     add_op,
@@ -32,39 +32,19 @@ from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
 
 
-def make_resize(fusion: Fusion, inp: IterDomain, left: Scalar, right: Scalar) -> Resize:
-    """Create the resized axis: a broadcast where its size is the constant 1, else an iteration.
-
-    An expanded broadcast that is only cropped stays one.
-    """
-    extent = sc.add(sc.add(inp.size, left), right)
-    if inp.is_broadcast and inp.expanded is not None and _only_crops(left, right):
-        out = fusion.new_axis(sc.ONE, IterType.broadcast, expanded=extent, rfactor=True)
-    else:
-        kind = IterType.broadcast if sc.int_value(extent) == 1 else IterType.iteration
-        out = fusion.new_axis(extent, kind, rfactor=True)
-    return Resize(inp, out, left, right)
-
-
-def _only_crops(left: Scalar, right: Scalar) -> bool:
-    return all(sc.is_nonnegative(sc.mul(v, -1)) for v in (left, right))
-
-
 def resized_domain(
     fusion: Fusion, root: Sequence[IterDomain], widths: Sequence[tuple[Scalar, Scalar]]
 ) -> TensorDomain:
     """Return the domain whose logical axes are root axes, resized where the widths are not 0."""
-    transforms: list[Resize] = []
-    logical: list[IterDomain] = []
-    for axis, (left, right) in zip(root, widths, strict=True):
-        if sc.int_value(left) == 0 and sc.int_value(right) == 0:
-            logical.append(axis)
-            continue
-        transforms.append(make_resize(fusion, axis, left, right))
-        logical.append(transforms[-1].out)
-    axes = tuple(logical)
-    return TensorDomain(
-        axes, axes, root=tuple(root), contiguity=contiguity_for(axes), transforms=tuple(transforms)
+    built = DomainBuilder(fusion, root)
+    logical = [
+        axis
+        if sc.int_value(left) == 0 and sc.int_value(right) == 0
+        else built.resize(axis, left, right)
+        for axis, (left, right) in zip(root, widths, strict=True)
+    ]
+    return TensorDomain.of(
+        logical, root=root, transforms=built.transforms, between=built.axes.values()
     )
 
 

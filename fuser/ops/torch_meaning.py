@@ -85,10 +85,10 @@ def _cast(op: nodes.CastOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 # ------------------------------------------------------------------ views
 def _load_store(op: nodes.LoadStoreOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    root = [a.number for a in op.out.domain.root]
+    root = op.out.domain.root_numbers
     if not root:
         return [inputs[0]]
-    return [inputs[0].permute([root.index(a.number) for a in op.out.domain.logical])]
+    return [inputs[0].permute([root.index(n) for n in op.out.domain.logical_numbers])]
 
 
 def _broadcast(op: nodes.BroadcastOp, inputs: Inputs, cx: _Context) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for
+from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import ExpandOp, LoadStoreOp, SqueezeOp
 from fuser.ir.scalar import Const, Scalar
@@ -141,7 +141,7 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
         raise fail("permute", f"dims {list(dims)} are not a permutation of {tv.ndim} axes of {tv}")
     root = tuple(clone_axes(tv))
     logical = tuple(root[d] for d in order)
-    domain = TensorDomain(logical, logical, root=root, contiguity=contiguity_for(logical))
+    domain = TensorDomain.of(logical, root=root)
     out = new_output(domain, tv.dtype(), [tv])
     add_op(LoadStoreOp(out, tv))
     return out

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
 from fuser.ir.binding import complete, size_of
-from fuser.ir.domain import IterDomain, Resize, Split, TensorDomain, Transform
+from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import ReshapeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
@@ -194,7 +194,7 @@ def refine_extents(fusion: Fusion) -> None:
 
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
     """Return what replaces the symbols that are extents: 0, or a symbol that is at least 1."""
-    extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.all_axes()}
+    extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.axes.values()}
     extents.update({x: None for pair in fusion.equal_extents() for x in pair})
     known: dict[Scalar, Scalar] = {}
     for x in extents:
@@ -225,14 +225,4 @@ def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:
         expanded = None if a.expanded is None else extent(a.expanded)
         return replace(a, extent=extent(a.extent), expanded=expanded)
 
-    def factors(t: Transform) -> Transform:
-        match t:
-            case Split():
-                return replace(t, factor=extent(t.factor))
-            case Resize():
-                return replace(t, left=extent(t.left), right=extent(t.right))
-            case _:
-                return t
-
-    mapped = domain.map_axes(axis)
-    return replace(mapped, transforms=tuple(factors(t) for t in mapped.transforms))
+    return domain.map_axes(axis).having(transforms=(t.rewritten(extent) for t in domain.transforms))

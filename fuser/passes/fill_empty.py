@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.binding import size_of
-from fuser.ir.domain import IterDomain, TensorDomain
+from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, is_floating
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
@@ -56,7 +55,7 @@ def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.Te
         return [op]
     fills: list[nodes.TensorOp] = []
     for out, value in zip(op.outputs, _fill_values(op), strict=True):
-        out.domain = plain_domain(out.domain)
+        out.domain = out.domain.without_root()
         shape = tuple(a.size for a in out.domain.logical)
         fills.append(nodes.FullOp(out, shape, value))
     return fills
@@ -82,7 +81,7 @@ def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
 
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[nodes.TensorOp]:
     """Return the ops of a linear without contracted elements: the bias, expanded."""
-    op.out.domain = plain_domain(op.out.domain)
+    op.out.domain = op.out.domain.without_root()
     logical = op.out.domain.logical
     flags = (*(True for _ in logical[:-1]), False)
     (source,) = bias.domain.no_reductions
@@ -100,25 +99,3 @@ def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[no
         nodes.BinaryOp(op.out, row, zeros, kind="add"),
     ]
     return made
-
-
-def plain_domain(domain: TensorDomain) -> TensorDomain:
-    """Return the domain without root and reduction axes; loop transforms of the rest stay."""
-    logical = domain.no_reductions
-    derived = {a.number for a in logical}
-    transforms = []
-    for t in domain.transforms:
-        if all(i.number in derived for i in t.inputs):
-            transforms.append(t)
-            derived.update(o.number for o in t.outputs)
-    order = domain.maybe_allocation
-    flags = [(a, c) for a, c in zip(order, domain.contiguity, strict=True) if a.number in derived]
-    return replace(
-        domain,
-        root=(),
-        logical=logical,
-        loop=tuple(a for a in domain.loop if a.number in derived),
-        allocation=tuple(a for a, _ in flags) if domain.allocation else (),
-        contiguity=tuple(c for _, c in flags),
-        transforms=tuple(transforms),
-    )

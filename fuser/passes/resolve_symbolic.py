@@ -21,9 +21,9 @@ from fuser.ir.domain import (
     Split,
     Swizzle1D,
     TensorDomain,
-    Transform,
 )
 from fuser.ir.fusion import Fusion
+from fuser.ir.path import Rules, SizeRules, forward, replay
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -37,9 +37,9 @@ def is_undecided(op: nodes.TensorOp) -> bool:
     """Whether the op is a reshape whose output axes do not belong to its root axes yet."""
     if not isinstance(op, nodes.ReshapeOp):
         return False
-    root = {a.number for a in op.out.domain.root}
-    is_kept = any(a.number in root for a in op.out.domain.logical)
-    is_transformed = any(i.number in root for t in op.out.domain.transforms for i in t.inputs)
+    domain = op.out.domain
+    is_kept = any(n in domain.root_numbers for n in domain.logical_numbers)
+    is_transformed = any(n in domain.root_numbers for t in domain.transforms for n in t.inputs)
     return not (is_kept or is_transformed)
 
 
@@ -73,7 +73,7 @@ def _decide(
     out = op.out
     if not plan.groups and not plan.added:
         states = [replace(a, kind=IterType.iteration) for a in out.domain.logical]
-        out.domain = _updated(replace(out.domain, root=()), states)
+        out.domain = _updated(out.domain.having(root=()), states)
         return [op]
     exprs: list[nodes.TensorOp] = []
     source = op.inp
@@ -99,7 +99,7 @@ def _decide(
         else _like(a, next(sources))
         for a, new in zip(out.domain.logical, flags, strict=True)
     ]
-    out.domain = _updated(replace(out.domain, root=()), states)
+    out.domain = _updated(out.domain.having(root=()), states)
     exprs.append(nodes.BroadcastOp(out, middle, flags=flags))
     return exprs
 
@@ -145,18 +145,21 @@ def _view(
     """Return a reshape, or a copy when every axis is kept."""
     if domain.transforms:
         return nodes.ReshapeOp(out, source)
-    out.domain = replace(out.domain, root=())
+    out.domain = out.domain.having(root=())
     return nodes.LoadStoreOp(out, source)
 
 
 def _define(out: TensorView, domain: TensorDomain) -> None:
     """Give `out` new root, logical axes and transforms, and replay its loop transforms."""
     old = out.domain
-    whole = replace(
-        old,
-        root=domain.root,
-        logical=domain.logical,
+    whole = old.having(
+        root=domain.root_numbers,
+        logical=domain.logical_numbers,
         transforms=(*domain.transforms, *old.transforms),
+        axes=(
+            replace(a, ptype=old.axes[n].ptype if n in old.axes else a.ptype)
+            for n, a in domain.axes.items()
+        ),
     )
     out.domain = _updated(whole, list(domain.root))
 
@@ -226,51 +229,42 @@ def _check_sizes(
 # ------------------------------------------------------------------ replay
 def _updated(domain: TensorDomain, states: Sequence[IterDomain]) -> TensorDomain:
     """Return the domain in which these axes have new states and derived axes follow."""
-    known = {a.number: a for a in states}
-    transforms: list[Transform] = []
-    for t in domain.transforms:
-        if any(i.number in known for i in t.inputs):
-            t = _replay(t, known)
-            known.update((o.number, o) for o in t.outputs)
-        transforms.append(t)
-    mapped = replace(domain, transforms=tuple(transforms)).map_axes(
-        lambda a: replace(known[a.number], ptype=a.ptype) if a.number in known else a
+    known = replay(forward(domain.transforms), {a.number: a for a in states}, _Restate(domain))
+    made = domain.with_axes(
+        *(replace(a, ptype=domain.axes[n].ptype) for n, a in known.items() if n in domain.axes)
     )
     flags: list[bool | None] = []
-    for a, had in zip(mapped.maybe_allocation, domain.contiguity, strict=True):
+    for a, had in zip(made.maybe_allocation, domain.contiguity, strict=True):
         is_skipped = a.kind in (IterType.broadcast, IterType.reduction)
         flags.append(None if is_skipped else had is not False)
-    return replace(mapped, contiguity=tuple(flags))
+    return made.having(contiguity=flags)
 
 
-def _replay(t: Transform, known: Mapping[int, IterDomain]) -> Transform:
-    """Return the transform over new input states, its outputs' kinds and extents following."""
+class _Restate(Rules[IterDomain]):
+    """Derived axes over new states of their inputs: kinds and extents follow."""
 
-    def now(a: IterDomain) -> IterDomain:
-        return known.get(a.number, a)
+    needs_all = False
 
-    match t:
-        case Split():
-            inp = now(t.inp)
-            rest = sc.ceildiv(inp.size, t.factor)
-            outer, inner = (rest, t.factor) if t.inner_split else (t.factor, rest)
-            if t.outer.rfactor:
-                # A reshape's split is exact: its declared sizes stay.
-                outer, inner = t.outer.size, t.inner.size
-            return replace(
-                t, inp=inp, outer=_sized(t.outer, inp, outer), inner=_sized(t.inner, inp, inner)
-            )
-        case Merge():
-            o, i = now(t.outer), now(t.inner)
-            like = replace(i if o.is_broadcast else o, expanded=o.expanded or i.expanded)
-            return replace(t, outer=o, inner=i, out=_sized(t.out, like, sc.mul(o.size, i.size)))
-        case Resize():
-            inp = now(t.inp)
-            size = sc.add(sc.add(inp.size, t.left), t.right)
-            return replace(t, inp=inp, out=replace(t.out, extent=size))
-        case Swizzle1D():
-            inp = now(t.inp)
-            return replace(t, inp=inp, out=_sized(t.out, inp, inp.size))
+    def __init__(self, domain: TensorDomain) -> None:
+        self._axes = domain.axes
+        self._sizes = SizeRules()
+
+    def split(self, t: Split, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
+        outer, inner = self._axes[t.outer], self._axes[t.inner]
+        # A reshape's split is exact: its declared sizes stay.
+        sizes = (outer.size, inner.size) if outer.rfactor else self._sizes.split(t, inp.size)
+        return _sized(outer, inp, sizes[0]), _sized(inner, inp, sizes[1])
+
+    def merge(self, t: Merge, outer: IterDomain | None, inner: IterDomain | None) -> IterDomain:
+        o, i = outer or self._axes[t.outer], inner or self._axes[t.inner]
+        like = replace(i if o.is_broadcast else o, expanded=o.expanded or i.expanded)
+        return _sized(self._axes[t.out], like, self._sizes.merge(t, o.size, i.size))
+
+    def resize(self, t: Resize, inp: IterDomain) -> IterDomain:
+        return replace(self._axes[t.out], extent=self._sizes.resize(t, inp.size))
+
+    def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
+        return _sized(self._axes[t.out], inp, inp.size)
 
 
 def _sized(out: IterDomain, inp: IterDomain, size: Scalar) -> IterDomain:

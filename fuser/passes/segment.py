@@ -19,12 +19,13 @@ from typing import Literal, NoReturn
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, Merge, Split, TensorDomain, contiguity_for
+from fuser.ir.domain import TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
+from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import IterType, LoadStoreOpType, MemoryType
+from fuser.ir.types import LoadStoreOpType, MemoryType
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
@@ -203,39 +204,23 @@ class _Segmenter:
             )
         picked = [None if i is None else known[i] for i in e.axis_map(0)]
         if isinstance(e, nodes.LoadStoreOp) and e.out.domain.root:
-            root = [a.number for a in e.out.domain.root]
-            picked = [picked[root.index(a.number)] for a in e.out.domain.logical]
+            root = e.out.domain.root_numbers
+            picked = [picked[root.index(n)] for n in e.out.domain.logical_numbers]
         return tuple(sc.ZERO if p is None else p for p in picked)
 
     def _reshape_strides(
         self, e: nodes.ReshapeOp, known: tuple[Scalar, ...]
     ) -> tuple[Scalar, ...] | None:
-        extents = dict(
-            zip((a.number for a in e.out.domain.root), self.local_shape(e.inp), strict=True)
-        )
-        logical_sizes = dict(
-            zip((a.number for a in e.out.domain.logical), self.local_shape(e.out), strict=True)
-        )
-        strides = dict(zip((a.number for a in e.out.domain.root), known, strict=True))
-        logical = {a.number for a in e.out.domain.logical}
-        for t in e.out.domain.transforms:
-            if not all(i.number in strides for i in t.inputs):
-                continue
-            if isinstance(t, Split):
-                inner = logical_sizes.get(t.inner.number, t.inner.extent)
-                strides[t.inner.number] = strides[t.inp.number]
-                strides[t.outer.number] = sc.mul(strides[t.inp.number], inner)
-                extents[t.inner.number] = inner
-                extents[t.outer.number] = logical_sizes.get(t.outer.number, t.outer.extent)
-            elif isinstance(t, Merge):
-                inner = extents[t.inner.number]
-                if strides[t.outer.number] != sc.mul(strides[t.inner.number], inner):
-                    return None
-                strides[t.out.number] = strides[t.inner.number]
-                extents[t.out.number] = sc.mul(extents[t.outer.number], inner)
-            if logical <= strides.keys():
-                break
-        return tuple(strides.get(a.number, sc.ZERO) for a in e.out.domain.logical)
+        domain = e.out.domain
+        sizes = dict(zip(domain.root_numbers, self.local_shape(e.inp), strict=True))
+        sizes.update(zip(domain.logical_numbers, self.local_shape(e.out), strict=True))
+        steps = path(domain, domain.root, domain.logical)
+        sizes = replay(steps, sizes, SizeRules())
+        strides = dict(zip(domain.root_numbers, known, strict=True))
+        strides = replay(steps, strides, StrideRules(sizes.__getitem__))
+        if not strides.keys() >= set(domain.logical_numbers):
+            return None
+        return tuple(strides[n] for n in domain.logical_numbers)
 
     # ------------------------------------------------------------ what memory holds
     def _materialised(self) -> dict[TensorView, None]:
@@ -526,27 +511,5 @@ def extract(
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
     """Return the domain of a tensor that a segment reads: no root, no reductions, no rf marks."""
-    gone = {a.number for a in domain.logical if a.kind is IterType.reduction}
-    known = {a.number for a in domain.no_reductions}
-    transforms = []
-    for t in domain.transforms:
-        if any(i.number in gone for i in t.inputs):
-            gone.update(o.number for o in t.outputs)
-        elif all(i.number in known for i in t.inputs):
-            known.update(o.number for o in t.outputs)
-            transforms.append(t)
-
-    def keep(axes: Iterable[IterDomain]) -> tuple[IterDomain, ...]:
-        return tuple(a for a in axes if a.number in known)
-
-    allocation = keep(domain.allocation)
-    pairs = zip(domain.maybe_allocation, domain.contiguity, strict=True)
-    contiguity = tuple(flag for a, flag in pairs if a.number in known)
-    out = TensorDomain(
-        domain.no_reductions,
-        keep(domain.loop),
-        allocation=allocation,
-        contiguity=contiguity or contiguity_for(allocation or domain.no_reductions),
-        transforms=tuple(transforms),
-    )
-    return out.map_axes(lambda a: replace(a, rfactor=False) if a.rfactor else a)
+    made = domain.without_root()
+    return made.with_axes(*(replace(a, rfactor=False) for a in made.axes.values() if a.rfactor))

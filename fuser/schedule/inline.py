@@ -120,11 +120,7 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
 
 def _logical_sources(tv: TensorView, number: int) -> set[int]:
     """Return the logical axes that a loop axis is derived from."""
-    sources = {number}
-    for t in reversed(tv.domain.transforms):
-        if any(o.number in sources for o in t.outputs):
-            sources.update(i.number for i in t.inputs)
-    return sources
+    return tv.domain.above({number})
 
 
 def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
@@ -194,10 +190,7 @@ def _axes_upstream(
         for out in op.outputs:
             if out not in marked:
                 continue
-            axes = set(marked[out])
-            for t in reversed(out.domain.transforms):
-                if any(o.number in axes for o in t.outputs):
-                    axes.update(i.number for i in t.inputs)
+            axes = out.domain.above(marked[out])
             for index, operand in tensor_operands(op):
                 hit = {s.number for s, t in mapped_axes(op, index, out) if t.number in axes}
                 marked.setdefault(operand, set()).update(hit)

@@ -13,18 +13,20 @@ from dataclasses import replace
 
 from fuser.errors import DefinitionError
 from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import (
     IterDomain,
     Merge,
-    Resize,
     Split,
     Swizzle1D,
     TensorDomain,
     Transform,
-    transforms_between,
+    numbers,
+    same_form,
 )
 from fuser.ir.fusion import Fusion
-from fuser.ir.tensor import TensorView, make_merge, make_split
+from fuser.ir.path import Rules, forward, replay, transforms_between
+from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 
 Matches = Mapping[int, IterDomain]
@@ -69,37 +71,26 @@ class AxisMatcher:
 
 
 # ------------------------------------------------------------------ transforms
-def replay(
-    fusion: Fusion, reference: TensorDomain, matches: Matches
-) -> tuple[dict[int, IterDomain], list[Transform]]:
-    """Repeat the reference's logical-to-loop transforms on matched axes.
+class _Repeat(Rules[IterDomain]):
+    """Makes the target's twins of a reference's derived axes; a resize has none."""
 
-    Returns the match of every reference axis that the target has, and the new transforms.
-    """
-    found = dict(matches)
-    made: list[Transform] = []
-    for t in transforms_between(reference, reference.logical, reference.loop):
-        match t:
-            case Split() if t.inp.number in found:
-                split = make_split(fusion, found[t.inp.number], t.factor, inner_split=t.inner_split)
-                made.append(split)
-                found[t.outer.number], found[t.inner.number] = split.outer, split.inner
-            case Merge():
-                outer, inner = found.get(t.outer.number), found.get(t.inner.number)
-                if outer is not None and inner is not None:
-                    merge = make_merge(fusion, outer, inner)
-                    made.append(merge)
-                    found[t.out.number] = merge.out
-                elif (one := outer or inner) is not None:
-                    found[t.out.number] = one
-            case Swizzle1D() if t.inp.number in found:
-                inp = found[t.inp.number]
-                out = replace(inp, number=fusion.next_axis(), owner=None)
-                made.append(Swizzle1D(inp, out, t.ptype))
-                found[t.out.number] = out
-            case Resize() | Split() | Swizzle1D():
-                pass  # resizes belong to logical domains; missing axes are skipped
-    return found, made
+    needs_all = False
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.built = DomainBuilder(fusion)
+
+    def split(self, t: Split, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
+        return self.built.split(inp, t.factor, inner_split=t.inner_split)
+
+    def merge(
+        self, t: Merge, outer: IterDomain | None, inner: IterDomain | None
+    ) -> IterDomain | None:
+        if outer is None or inner is None:
+            return outer or inner
+        return self.built.merge(outer, inner)
+
+    def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
+        return self.built.swizzle(inp, t.ptype)
 
 
 def apply_replay(
@@ -114,23 +105,28 @@ def apply_replay(
     reference axis.
     """
     domain = target.domain
+    rules = _Repeat(target.fusion)
     serial = {n: _unparallelized(a) for n, a in matches.items()}
-    found, made = replay(target.fusion, reference, serial)
+    steps = forward(transforms_between(reference, reference.logical, reference.loop))
+    found = replay(steps, serial, rules)
+    made = rules.built.transforms
     loop: dict[int, IterDomain] = {}
     for axis in reference.loop:
         mine = found.get(axis.number)
         if mine is not None and mine.number not in loop:
             ptype = types.get(axis.number) if types else None
             loop[mine.number] = mine if ptype is None else replace(mine, ptype=ptype)
-    used = {i.number for t in made for i in t.inputs} | set(loop)
-    rest = [a for a in domain.logical if a.number not in used]
+    used = {n for t in made for n in t.inputs} | set(loop)
+    rest = [n for n in domain.logical_numbers if n not in used]
     kept = domain.transforms
     if kept:
-        kept = (
-            *transforms_between(domain, domain.maybe_root, domain.logical),
-            *(t for t in domain.transforms if _reaches_allocation(domain, t)),
-        )
-    target.domain = replace(domain, loop=(*loop.values(), *rest), transforms=(*kept, *made))
+        to_memory = transforms_between(domain, domain.logical, domain.allocation)
+        kept = (*transforms_between(domain, domain.maybe_root, domain.logical), *to_memory)
+    target.domain = domain.having(
+        loop=(*loop, *rest),
+        transforms=(*kept, *made),
+        axes=(*serial.values(), *rules.built.axes.values(), *loop.values()),
+    )
     return found
 
 
@@ -141,11 +137,6 @@ def _unparallelized(axis: IterDomain) -> IterDomain:
     return replace(axis, ptype=ParallelType.serial)
 
 
-def _reaches_allocation(domain: TensorDomain, t: Transform) -> bool:
-    logical_to = transforms_between(domain, domain.logical, domain.allocation)
-    return bool(domain.allocation) and t in logical_to
-
-
 def follow(
     transforms: Sequence[Transform], target: TensorDomain, matches: Matches
 ) -> dict[int, IterDomain]:
@@ -153,36 +144,18 @@ def follow(
 
     `transforms` are the reference's. A merge with an axis that the target lacks matches the other.
     """
-    users = {i.number: t for t in target.transforms for i in t.inputs}
+    users = {n: t for t in target.transforms for n in t.inputs}
     found = dict(matches)
     for t in transforms:
-        inputs = [found.get(i.number) for i in t.inputs]
-        present = [i for i in inputs if i is not None]
-        if isinstance(t, Merge) and len(present) == 1:
-            found[t.out.number] = present[0]
+        present = [found[n] for n in t.inputs if n in found]
+        if 0 < len(present) < len(t.inputs):
+            found[t.outputs[0]] = present[0]
             continue
-        if len(present) < len(inputs):
+        twin = users.get(present[0].number) if present else None
+        if twin is None or twin.inputs != numbers(present) or not same_form(t, twin):
             continue
-        twin = users.get(present[0].number)
-        if twin is None or [i.number for i in twin.inputs] != [i.number for i in present]:
-            continue
-        if _same_form(t, twin):
-            found.update(zip((o.number for o in t.outputs), twin.outputs, strict=True))
+        found.update(zip(t.outputs, target.states(twin.outputs), strict=True))
     return found
-
-
-def _same_form(a: Transform, b: Transform) -> bool:
-    match a, b:
-        case Split(), Split():
-            return a.factor == b.factor and a.inner_split == b.inner_split
-        case Merge(), Merge():
-            return True
-        case Swizzle1D(), Swizzle1D():
-            return a.ptype is b.ptype
-        case Resize(), Resize():
-            return a.left == b.left and a.right == b.right
-        case _:
-            return False
 
 
 # ------------------------------------------------------------------ the user's functions
@@ -224,8 +197,8 @@ def bounded_transform_backward(
     chosen = [tv for tv in fusion.tensors() if tv in above and tv in below]
     domain = from_.domain
     wanted = domain.loop[:position]
-    bounded = replace(
-        domain, loop=wanted, transforms=transforms_between(domain, domain.logical, wanted)
+    bounded = domain.having(
+        root=(), loop=numbers(wanted), transforms=transforms_between(domain, domain.logical, wanted)
     )
     matcher = AxisMatcher(AxisGraph(fusion), from_)
     for tv in chosen:
@@ -271,9 +244,8 @@ def parallelize_like(
 def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
     """Give several axes of one tensor their parallel types at once (axis number -> type)."""
     if types:
-        tv.domain = tv.domain.map_axes(
-            lambda a: replace(a, ptype=types[a.number]) if a.number in types else a
-        )
+        axes = tv.domain.axes
+        tv.domain = tv.domain.with_axes(*(replace(axes[n], ptype=p) for n, p in types.items()))
 
 
 # ------------------------------------------------------------------ helpers

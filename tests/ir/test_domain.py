@@ -11,12 +11,12 @@ from fuser.errors import DefinitionError, ShardingError, VerifyError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
-from fuser.ir.domain import indices_backward, indices_forward
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.path import indices_backward, indices_forward
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text
+from fuser.ir.text import domain_text, fusion_text
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import domain_problem, verify_fusion
 
@@ -81,6 +81,30 @@ def test_bad_transforms_name_the_axis(act: object, message: str) -> None:
         act(tv)  # type: ignore[operator]
 
 
+def test_an_axis_handle_shows_the_present_state() -> None:
+    tv = tensor(Fusion(), 8, 4)
+    axis, same = tv.axis(0), tv.get_logical_domain()[0]
+    axis.parallelize(ParallelType.mesh_x)
+    assert axis.ptype is same.ptype is ParallelType.mesh_x and axis == same
+    assert str(axis) == "ideviceIdx.x0{8}" == str(tv.domain.logical[0])
+    tv.split(1, 2)
+    inner = tv.axis(2)
+    tv.domain = tv.domain.having(loop=tv.domain.logical_numbers, transforms=())
+    with pytest.raises(DefinitionError, match="no longer an axis"):
+        inner.parallelize(ParallelType.block_x)
+
+
+def test_one_axis_has_one_state_in_every_view() -> None:
+    """Parallel types reach logical, loop, allocation and the transforms' printed axes alike."""
+    tv = tensor(Fusion(), 8, 4)
+    tv.set_allocation_domain([tv.axis(1), tv.axis(0)], True)
+    tv.split(0, 2)
+    tv.axis(0).parallelize(ParallelType.mesh_x)
+    tv.axis(2).parallelize(ParallelType.block_x)
+    assert domain_text(tv).count("ithreadIdx.x1{4}") == 4
+    assert domain_text(tv).count("ideviceIdx.x2{4}") == 3
+
+
 def test_split_of_a_parallel_axis_is_refused() -> None:
     fusion = Fusion()
     tv = tensor(fusion, 8)
@@ -105,7 +129,7 @@ def test_indices_by_brute_force() -> None:
                 tv.split(rng.randrange(n), rng.choice([2, 3]), rng.random() < 0.5)
         domain = tv.domain
         symbols = {a.number: sc.index(f"x{a.number}", a.extent) for a in domain.loop}
-        back = indices_backward(domain.transforms, symbols)
+        back = indices_backward(domain, symbols)
         points = itertools.product(*(range(int(sc.int_value(a.extent) or 0)) for a in domain.loop))
         covered = set()
         for point in points:
@@ -113,13 +137,13 @@ def test_indices_by_brute_force() -> None:
             logical = tuple(int(sc.evaluate(back[a.number], env)) for a in domain.logical)
             # A non-divisible split over-runs: its input must be in range too.
             inside = all(
-                int(sc.evaluate(back[i.number], env)) < int(sc.int_value(i.extent) or 0)
+                int(sc.evaluate(back[n], env)) < int(sc.int_value(domain.axes[n].extent) or 0)
                 for t in domain.transforms
-                for i in t.inputs
+                for n in t.inputs
             )
             if inside and all(v < e for v, e in zip(logical, extents, strict=True)):
                 ahead = indices_forward(
-                    domain.transforms,
+                    domain,
                     {a.number: sc.const(v) for a, v in zip(domain.logical, logical, strict=True)},
                 )
                 assert tuple(sc.int_value(ahead[a.number]) for a in domain.loop) == point
@@ -182,7 +206,8 @@ def test_copy_keeps_text_and_does_not_share_state() -> None:
     assert fusion_text(twin) == fusion_text(fusion)
     mapping[b].split(0, 2)
     assert len(b.domain.loop) == 2 and len(mapping[b].domain.loop) == 3
-    assert b.axis(0).owner is b and mapping[b].axis(0).owner is mapping[b]
+    mapping[b].axis(0).parallelize(ParallelType.mesh_x)
+    assert b.axis(0).ptype is ParallelType.serial
 
 
 def test_equal_extents_have_one_representative() -> None:

@@ -187,7 +187,7 @@ def test_every_spelling_of_every_op_round_trips(
 def _parse_sample(cls: type[Op], text: str, out: DataType, inp: DataType) -> Op | None:
     """Parse the spelling filled with sample values; None when these dtypes print otherwise."""
     results = cls.fields_of("result")
-    root = " root domain: (iS9{i0}, iS8{i1})\n" if ".Permute" in text else ""
+    root = " root domain: (iS9{i1}, iS8{i0})\n" if ".Permute" in text else ""
 
     def section(number: int, dtype: DataType, root: str) -> str:
         name = f"T{number}_l_{INFO[dtype].text}[iS8{{i0}}, iS9{{i1}}]"
@@ -258,7 +258,7 @@ def test_fusions_round_trip() -> None:
 
 def test_a_parsed_fusion_hands_out_fresh_numbers() -> None:
     fusion = parse_fusion(fusion_text(_fusion()))
-    taken = {a.number for tv in fusion.tensors() for a in tv.domain.all_axes()}
+    taken = {a.number for tv in fusion.tensors() for a in tv.domain.axes.values()}
     assert fusion.next_axis() not in taken
     assert fusion.new_extent().name == "i6"
     assert fusion.new_tensor([], DataType.Float).number == 4
@@ -292,6 +292,7 @@ def test_fusions_that_differ_are_unequal() -> None:
         ("by factor 2 ->", "by factr 2 ->", "expected 'by factor'"),
         ("(DeviceMesh{0 1})", "(DeviceMesh{0 0})", "duplicates"),
         ("loop domain: (iS0{i0}", "loop domain: (iS0{i1}", "differs from its header"),
+        ("logical domain: (iS0{i0}", "logical domain: (iS0{i1}", "axis 0 was iS0{i1} before"),
         ("   * d3;", "   * d3", "expected ';'"),
     ],
 )

@@ -55,7 +55,7 @@ def new_input(
         if isinstance(contiguity, bool)
         else tuple(contiguity)
     )
-    domain = TensorDomain(tuple(axes), tuple(axes), allocation=allocation, contiguity=flags)
+    domain = TensorDomain.of(axes, allocation=allocation, contiguity=flags)
     tv = fusion.new_tensor(domain, dtype)
     fusion.add_input(tv)
     return tv

@@ -14,10 +14,11 @@ from fuser.errors import DefinitionError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.binding import bind_inputs
-from fuser.ir.domain import Merge, Split, indices_backward
+from fuser.ir.domain import Merge, Split
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import ReshapeOp
+from fuser.ir.path import indices_backward
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -44,7 +45,7 @@ def source_element(
     while tv is not source:
         op = tv.definition()
         assert op is not None
-        known = indices_backward(tv.domain.transforms, known)
+        known = indices_backward(tv.domain, known)
         producer = op.inputs[0]
         known = {
             p.number: sc.ZERO if p.is_broadcast else known[c.number]
@@ -84,12 +85,13 @@ def check_transforms(fusion: Fusion, values: dict[Symbol, Number]) -> None:
 
     for tv in fusion.tensors():
         for t in tv.domain.transforms:
+            sizes = {k: n(a.size) for k, a in tv.domain.axes.items()}
             match t:
                 case Split():
-                    assert n(t.factor) == n(t.inner.size)
-                    assert n(t.outer.size) * n(t.inner.size) == n(t.inp.size)
+                    assert n(t.factor) == sizes[t.inner]
+                    assert sizes[t.outer] * sizes[t.inner] == sizes[t.inp]
                 case Merge():
-                    assert n(t.outer.size) * n(t.inner.size) == n(t.out.size)
+                    assert sizes[t.outer] * sizes[t.inner] == sizes[t.out]
                 case _:
                     raise AssertionError(t)
 

@@ -34,7 +34,7 @@ def new_input(
         else fusion.new_axis(fusion.new_extent(lo=1) if n is None else sc.const(n))
         for n in shape
     ]
-    domain = TensorDomain(tuple(axes), tuple(axes), contiguity=contiguity_for(axes, contiguous))
+    domain = TensorDomain.of(axes, contiguity=contiguity_for(axes, contiguous))
     tv = fusion.new_tensor(domain, dtype)
     fusion.add_input(tv)
     return tv
