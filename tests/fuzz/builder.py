@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tests.fuzz.oracle import Env, InvalidProgram, run_stmt
+from tests.fuzz.oracle import Env, run_stmt
 from tests.fuzz.program import (
     VERSION,
     Arg,
@@ -31,7 +31,7 @@ from tests.fuzz.program import (
 )
 from tests.fuzz.table import DTYPES
 from tests.fuzz.tensors import make_tensor
-from tests.fuzz.values import Num, Val, exact, wide
+from tests.fuzz.values import InvalidProgram, Num, Val, exact, wide
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 23, 31, 37, 61, 97, 127, 131, 251, 257)
 

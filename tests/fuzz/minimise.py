@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tests.fuzz.builder import without_dead
-from tests.fuzz.oracle import InvalidProgram, evaluate
+from tests.fuzz.oracle import evaluate
 from tests.fuzz.program import (
     Arg,
     Program,
@@ -28,7 +28,7 @@ from tests.fuzz.program import (
     operands,
     plain_layout,
 )
-from tests.fuzz.values import Val
+from tests.fuzz.values import InvalidProgram, Val
 
 Fails = Callable[[Program], bool]
 

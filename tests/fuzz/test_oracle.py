@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.fuzz import oracle
+from tests.fuzz import elementwise, oracle, reductions
 from tests.fuzz.program import Ref, Stmt
 from tests.fuzz.runner import compare
 from tests.fuzz.table import DTYPES, ROWS
-from tests.fuzz.values import Num, Val, exact
+from tests.fuzz.values import Num, Val, cast, exact
 
 _TORCH_OPS = [r.name for r in ROWS.values() if r.arity == 1 and hasattr(torch, r.name)]
 
@@ -21,7 +21,7 @@ def _inputs(seed: int, n: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", [n for n in _TORCH_OPS if not n.startswith("bitwise")])
 def test_torch_in_float32_is_within_the_bounds(name: str) -> None:
     x = _inputs(0, 500)
-    value = oracle.pointwise(name, [exact(x.double(), "Float")])
+    value = elementwise.pointwise(name, [exact(x.double(), "Float")])
     assert compare(getattr(torch, name)(x), value) is None
 
 
@@ -30,7 +30,7 @@ def test_one_dropped_term_of_a_sum_is_noticed(n: int) -> None:
     noticed = 0
     for seed in range(100):
         x = _inputs(seed, n)
-        value = oracle.reduce("sum", exact(x.double(), "Float"), [0])
+        value = reductions.reduce("sum", exact(x.double(), "Float"), [0])
         assert compare(x.sum(), value) is None
         dropped = x.abs().argsort()[n // 2]
         noticed += compare(x.sum() - x[dropped], value) is not None
@@ -39,7 +39,7 @@ def test_one_dropped_term_of_a_sum_is_noticed(n: int) -> None:
 
 def test_one_wrong_element_is_noticed() -> None:
     x, y = _inputs(0, 100_000), _inputs(1, 100_000)
-    value = oracle.pointwise("mul", [exact(t.double(), "Float") for t in (x, y)])
+    value = elementwise.pointwise("mul", [exact(t.double(), "Float") for t in (x, y)])
     out = x * y
     assert compare(out, value) is None
     out[77_777] *= 1 + 1e-6
@@ -61,17 +61,17 @@ def test_a_value_near_a_jump_is_not_compared() -> None:
     near = Val(
         torch.tensor([1.0, 1.5], dtype=torch.float64), torch.full((2,), 1e-6).double(), "Float"
     )
-    value = oracle.pointwise("floor", [near])
+    value = elementwise.pointwise("floor", [near])
     assert compare(torch.tensor([0.0, 1.0]), value) is None
     assert compare(torch.tensor([1.0, 2.0]), value) is not None
-    compared = oracle.pointwise("ge", [near, Num(1.0, "Double")])
+    compared = elementwise.pointwise("ge", [near, Num(1.0, "Double")])
     assert compare(torch.tensor([False, True]), compared) is None
     assert compare(torch.tensor([False, False]), compared) is not None
 
 
 def test_explicit_casts_round() -> None:
     x = _inputs(4, 100)
-    value = oracle.cast(exact(x.double(), "Float"), "BFloat16")
+    value = cast(exact(x.double(), "Float"), "BFloat16")
     assert value.is_exact and torch.equal(value.ref, x.bfloat16().double())
 
 
@@ -80,11 +80,11 @@ def test_contractions(dtype: str) -> None:
     torch_dtype = DTYPES[dtype].torch
     a, b = _inputs(5, 12 * 64).reshape(12, 64).to(torch_dtype), _inputs(6, 64 * 8).reshape(64, 8)
     b = b.to(torch_dtype)
-    value = oracle.matmul(exact(a.double(), dtype), exact(b.double(), dtype))
+    value = reductions.matmul(exact(a.double(), dtype), exact(b.double(), dtype))
     assert compare(a @ b, value) is None
     assert compare(a[:, 1:] @ b[1:], value) is not None
 
 
 def test_scalars_divide_with_truncation() -> None:
-    assert oracle.scalar_op("div", [Num(-5, "Int"), Num(2, "Int")]) == Num(-2, "Int")
-    assert oracle.scalar_op("mod", [Num(-5, "Int"), Num(3, "Int")]) == Num(-2, "Int")
+    assert elementwise.scalar_op("div", [Num(-5, "Int"), Num(2, "Int")]) == Num(-2, "Int")
+    assert elementwise.scalar_op("mod", [Num(-5, "Int"), Num(3, "Int")]) == Num(-2, "Int")

@@ -20,6 +20,10 @@ Tensor = torch.Tensor
 INF = float("inf")
 
 
+class InvalidProgram(Exception):
+    """The program is not valid for these inputs: shapes or dtypes do not fit."""
+
+
 @dataclass(frozen=True)
 class Val:
     """A tensor: `ref` is float64, int64 or bool; `bound` is float64 of the same shape."""

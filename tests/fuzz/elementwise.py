@@ -1,0 +1,248 @@
+"""The oracle's elementwise ops: dtype rules, values, bounds.
+
+Nothing of the code under test is used: dtype rules and meanings are written here again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tests.fuzz.table import DTYPES, HALF, ROWS, SHIFTS, Row
+from tests.fuzz.values import INF, Num, Val, cast, computed, corners, exact, nonnan, stored
+
+Tensor = torch.Tensor
+
+
+# ------------------------------------------------------------------ dtypes
+def category(dtype: str) -> str:
+    return DTYPES[dtype].category
+
+
+_ORDER = {"bool": 0, "int": 1, "float": 2}
+_NAME = {f.torch: n for n, f in DTYPES.items()}
+
+
+def _promote_pair(a: str, b: str) -> str:
+    return _NAME[torch.promote_types(DTYPES[a].torch, DTYPES[b].torch)]
+
+
+def common_dtype(operands: Sequence[Val | Num]) -> str:
+    """Return the promoted dtype: tensors outrank 0-d tensors, which outrank scalars; a lower class
+    counts only if its category is higher."""
+    ranks: list[list[str]] = [[], [], []]
+    for v in operands:
+        ranks[2 if isinstance(v, Num) else int(v.ref.ndim == 0)].append(v.dtype)
+    if len({d for r in ranks for d in r}) == 1:
+        return operands[0].dtype
+    result: str | None = None
+    for members in reversed(ranks):
+        if not members:
+            continue
+        own = members[0]
+        for m in members[1:]:
+            own = _promote_pair(own, m)
+        if result is None:
+            result = own
+        elif _ORDER[category(own)] < _ORDER[category(result)]:
+            result = _promote_pair(own, result)
+        else:
+            result = own
+    assert result is not None
+    return result
+
+
+def typed(row: Row, operands: Sequence[Val | Num]) -> tuple[str, str]:
+    """Return (dtype of the computation, dtype of the result)."""
+    counted = operands[1:] if row.rule == "select" else operands
+    first = operands[0].dtype
+    if row.rule in ("keep", "test"):
+        return ("Float" if first in HALF else first), ("Bool" if row.rule == "test" else first)
+    if row.rule == "bool":
+        return "Bool", "Bool"
+    dtype = common_dtype(counted)
+    if row.rule == "float" and category(dtype) != "float":
+        dtype = "Float"
+    compute = "Float" if dtype in HALF else dtype
+    if row.rule == "comparison":
+        return compute, "Bool"
+    return compute, dtype if row.rule == "select" else compute
+
+
+def operand_in(v: Val | Num, dtype: str) -> Val:
+    """Return an operand as a computation in `dtype` sees it."""
+    if isinstance(v, Val):
+        return cast(v, dtype)
+    if category(dtype) == "float":
+        ref = torch.tensor(float(v.value), dtype=torch.float64)
+        bound = (ref.to(DTYPES[dtype].torch).double() - ref).abs()
+        return Val(ref, torch.nan_to_num(bound), dtype)
+    if category(dtype) == "bool":
+        return exact(torch.tensor(bool(v.value)), dtype)
+    return exact(torch.tensor(int(v.value)), dtype)
+
+
+# ------------------------------------------------------------------ elementwise
+def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
+    """Return one elementwise op of the table."""
+    row = ROWS[name]
+    compute, result = typed(row, operands)
+    vals = [operand_in(v, compute) for v in operands]
+    if row.rule == "select":
+        vals[0] = operand_in(operands[0], "Bool")
+        return _where(vals, result)
+    if category(compute) != "float":
+        return _integers(row, vals, compute, result)
+    ref, bound = corners(row.fn, vals)
+    if row.rule in ("test", "comparison", "bool"):
+        if row.rule == "comparison":
+            a, b = vals
+            near = ((a.ref - b.ref).abs() <= a.bound + b.bound) & (a.bound + b.bound > 0)
+            bound = torch.where(near, 1.0, bound)
+        return _zero_signs(row, vals, Val(ref, bound, "Bool"))
+    bound = torch.where(_turns(name, vals), INF, bound)
+    scale = None if row.scale is None else row.scale(*(v.ref for v in vals)).abs()
+    out = computed(ref, bound, compute, row.ulps, scale)
+    out = _zero_signs(row, vals, out)
+    return stored(out.ref, out.bound, result) if result in HALF else out
+
+
+def _turns(name: str, vals: Sequence[Val]) -> Tensor:
+    """Whether a function is not monotone within its operands' bounds: corners say little."""
+    if name in ("mod", "fmod", "remainder"):
+        return corners(lambda a, b: torch.trunc(a / b), vals)[1] > 0
+    if name in ("sin", "cos", "tan", "lgamma"):
+        return vals[0].bound > 0.25
+    return torch.zeros((), dtype=torch.bool)
+
+
+def _zero_signs(row: Row, vals: Sequence[Val], out: Val) -> Val:
+    """Forget results that depend on the sign of a zero."""
+    if not row.zero_sign:
+        return out
+    at_zero = (vals[-1] if row.name not in ("atan2", "pow") else vals[0]).ref == 0
+    if row.name == "atan2":
+        at_zero = at_zero | (vals[1].ref == 0)
+    at_zero = at_zero.expand(out.ref.shape)
+    return Val(out.ref, torch.where(at_zero, INF, out.bound), out.dtype)
+
+
+def _where(vals: Sequence[Val], dtype: str) -> Val:
+    cond, a, b = vals
+    if dtype in HALF:
+        a, b = (stored(v.ref, v.bound, dtype) for v in (a, b))
+    ref = torch.where(cond.ref, a.ref, b.ref)
+    bound = torch.where(cond.ref, a.bound, b.bound)
+    if not cond.is_exact:
+        other = nonnan((a.ref.double() - b.ref.double()).abs())
+        both = other + torch.maximum(*torch.broadcast_tensors(a.bound, b.bound))
+        bound = torch.where(cond.bound > 0, both, bound)
+    return Val(ref, bound, dtype)
+
+
+_INT_GROWING = ("add", "sub", "mul", "neg", "pow", "bitwise_left_shift")
+_BOOL_FN: dict[str, Callable[..., Tensor]] = {
+    "add": torch.logical_or,
+    "mul": torch.logical_and,
+    "maximum": torch.logical_or,
+    "minimum": torch.logical_and,
+    "bitwise_not": torch.logical_not,
+    "bitwise_and": torch.logical_and,
+    "bitwise_or": torch.logical_or,
+    "bitwise_xor": torch.logical_xor,
+    "real": lambda x: x,
+}
+
+
+def _integers(row: Row, vals: list[Val], compute: str, result: str) -> Val:
+    fn = row.int_fn or row.fn
+    known = torch.ones((), dtype=torch.bool)
+    if compute == "Bool":
+        fn = _BOOL_FN.get(row.name, fn)
+    elif row.name in ("div", "mod", "fmod", "remainder"):
+        known = vals[1].ref != 0
+        vals[1] = Val(torch.where(known, vals[1].ref, 1), vals[1].bound, compute)
+    elif row.name == "pow":
+        known = (vals[1].ref >= 0) & (vals[1].ref < 64)
+        vals[1] = Val(torch.where(known, vals[1].ref, 1), vals[1].bound, compute)
+    elif row.name in SHIFTS:
+        width = 32 if compute == "Int32" else 64
+        known = (vals[1].ref >= 0) & (vals[1].ref < width)
+        vals[1] = Val(torch.where(known, vals[1].ref, 0), vals[1].bound, compute)
+        if row.name == "logical_right_shift":
+            fn = lambda a, n: row.fn(a, n, width)  # noqa: E731
+    ref, bound = corners(fn, vals)
+    for v in vals:
+        bound = torch.where(v.bound > 0, INF, bound) if result != "Bool" else bound
+    if row.rule in ("comparison", "test", "bool"):
+        if row.rule == "comparison" and compute != "Bool":
+            a, b = vals
+            near = ((a.ref - b.ref).abs() <= a.bound + b.bound) & (a.bound + b.bound > 0)
+            bound = torch.where(near, 1.0, bound)
+        return Val(ref, bound, "Bool")
+    if row.name in _INT_GROWING and compute != "Bool":
+        bound = torch.where(_estimate(row.name, vals) > DTYPES[compute].largest, INF, bound)
+    bound = torch.where(known, bound, INF)
+    return Val(ref if compute == "Bool" else ref.long(), bound, result)
+
+
+def _estimate(name: str, vals: Sequence[Val]) -> Tensor:
+    xs = [v.ref.double() for v in vals]
+    if name == "bitwise_left_shift":
+        return xs[0].abs() * torch.exp2(xs[1])
+    return nonnan(ROWS[name].fn(*xs).abs())
+
+
+# ------------------------------------------------------------------ scalars
+def scalar_op(name: str, values: Sequence[Num]) -> Num:
+    """Return an op of scalars. Integers divide with truncation, `mod` as C's `%`."""
+    xs = [v.value for v in values]
+    is_float = any(v.dtype in ("Double", "Float") for v in values)
+    if name == "div" and not is_float:
+        q = abs(int(xs[0])) // abs(int(xs[1]))
+        return Num(q if (xs[0] >= 0) == (xs[1] >= 0) else -q, "Int")
+    if name == "mod" and not is_float:
+        return Num(int(math.fmod(xs[0], xs[1])), "Int")
+    table: dict[str, Callable[..., Any]] = {
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+        "mod": math.fmod,
+        "neg": lambda a: -a,
+        "abs": abs,
+        "maximum": max,
+        "minimum": min,
+    }
+    value = table[name](*xs)
+    return Num(float(value), "Double") if is_float else Num(int(value), "Int")
+
+
+SCALAR_OPS = ("add", "sub", "mul", "div", "mod", "neg", "abs", "maximum", "minimum")
+
+
+def addcmul(a: Val | Num, b: Val | Num, c: Val | Num, value: Val | Num) -> Val:
+    product = pointwise("mul", [pointwise("mul", [b, c]), value])
+    return pointwise("add", [a, product])
+
+
+def clamp(x: Val, low: Any, high: Any) -> Val:
+    ends: list[Val | Num] = []
+    for limit, sign in ((low, -1), (high, 1)):
+        if limit is not None:
+            ends.append(limit if isinstance(limit, Num) else as_num(limit))
+        elif category(x.dtype) == "float":
+            ends.append(Num(sign * INF, "Double"))
+        else:
+            info = torch.iinfo(DTYPES[x.dtype].torch)
+            ends.append(Num(info.max if sign > 0 else info.min, "Int"))
+    return pointwise("clamp", [x, *ends])
+
+
+def as_num(value: int | float | bool) -> Num:
+    if isinstance(value, bool):
+        return Num(value, "Bool")
+    return Num(value, "Int" if isinstance(value, int) else "Double")
