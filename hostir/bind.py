@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fuser.errors import InputError
-from fuser.ir.binding import Argument, Binder, Values
+from fuser.ir.binding import Argument, Binder, Values, tensor_problem
 from fuser.ir.dtypes import category, dtype_text, from_torch, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar
@@ -85,6 +85,9 @@ class InputBinder:
 def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{spec.where} to be an at::Tensor but got scalar {value}")
+    problem = tensor_problem(value)
+    if problem:
+        raise InputError(f"{spec.where} to be a plain tensor, but it is {problem}")
     tv = spec.tv
     if value.dim() != tv.ndim:
         raise InputError(

@@ -122,7 +122,7 @@ _DAMAGES: tuple[Callable[[str, random.Random], str], ...] = (
 
 
 # ------------------------------------------------------------------ what is damaged
-def corpus() -> tuple[list[str], list[str]]:
+def corpus() -> dict[str, list[str]]:
     """Return the full texts of host programs, and of the fusions that they came from."""
     import torch
 
@@ -191,7 +191,7 @@ def corpus() -> tuple[list[str], list[str]]:
         with multidevice.simulate(2 if tensors[0].mesh is not None else 1) as world:
             world.run(lambda fd=fd, inputs=inputs: fd.execute(inputs))
         programs.append(fd.fec.host_program().full_text())
-    return programs, fusions
+    return {"programs": programs, "fusions": fusions}
 
 
 # ------------------------------------------------------------------ one case
@@ -256,6 +256,11 @@ class TorchRunner:
             out.copy_(value)
 
 
+def _torch_runner(group: Any, settings: Any) -> TorchRunner:
+    del settings
+    return TorchRunner(group)
+
+
 def run_fusion(text: str, rng: random.Random, watch: Watch) -> str:
     """Parse and verify a fusion, and take it through the compiler to a host program."""
     import hostir.evaluate
@@ -285,7 +290,7 @@ def run_fusion(text: str, rng: random.Random, watch: Watch) -> str:
     compiler = hostir.evaluate.make_kernel_executor
     try:
         if not compiled:
-            hostir.evaluate.make_kernel_executor = lambda group, settings: TorchRunner(group)
+            hostir.evaluate.make_kernel_executor = _torch_runner  # pyright: ignore[reportAttributeAccessIssue]
         with simulate(ranks) as world:
             world.run(body)
     finally:
@@ -312,7 +317,7 @@ def work(kind: str, seed: int, cases: int) -> None:
 
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    texts = dict(zip(("programs", "fusions"), corpus(), strict=True))[kind]
+    texts = corpus()[kind]
     watch = Watch()
     print(json.dumps({"ready": True}), flush=True)
     for s in range(seed, seed + cases):
@@ -372,7 +377,7 @@ def campaign(kind: str, seed: int, cases: int) -> tuple[dict[str, int], list[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kind", choices=sorted(RUN))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
@@ -383,7 +388,7 @@ def main() -> int:
         work(args.kind, args.seed, args.cases)
         return 0
     if args.show:
-        texts = dict(zip(("programs", "fusions"), corpus(), strict=True))[args.kind]
+        texts = corpus()[args.kind]
         print(text_of(args.kind, texts, args.seed)[0])
         return 0
     start = time.monotonic()

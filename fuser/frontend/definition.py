@@ -109,7 +109,12 @@ class FusionDefinition:
         )
 
     def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
-        """Register an output, or an in-place update of `alias_input` (see `Fusion.add_output`)."""
+        """Register an output, or an in-place update of `alias_input` (see `Fusion.add_output`).
+
+        Everything that the program computes sees the value that an updated input had at the start
+        of the call. An input that is an output itself is returned as the caller's own tensor, which
+        shows its update.
+        """
         self.fusion.add_output(output, alias_input, where=user_line())
 
     def validate_definition(self) -> tuple[bool, str | None]:
@@ -136,7 +141,8 @@ class FusionDefinition:
         """Run the program on `inputs` and return its visible outputs in `add_output` order.
 
         Tensors are local shards where the program shards them; numbers fill scalar inputs; nested
-        sequences are flattened in place. The options hold for this call only.
+        sequences are flattened in place. The options (`docs/options.md`) hold for this call only.
+        Outputs carry no gradient; an input that requires one is warned about once.
 
         Raises:
             InputError: count, kind, rank, dtype, device or extent of an input is wrong.

@@ -8,6 +8,7 @@ below, the kernel executors' own caches. All are bounded.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser import options
-from fuser.errors import FuserError
+from fuser.errors import FuserError, InputError
 from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.ir.binding import Argument, free_inputs, signature_of
@@ -80,7 +81,10 @@ class FusionExecutorCache:
         self._settings = options.settings()
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
-        self._by_signature: Recent[object, tuple[BoundProgram, Claim]] = Recent(MAX_SIGNATURES)
+        self._by_signature: Recent[object, tuple[BoundProgram, Claim, bool]] = Recent(
+            MAX_SIGNATURES
+        )
+        self._is_warned = False
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = sharding.requested_devices(fusion)
@@ -129,16 +133,51 @@ class FusionExecutorCache:
         if found is None:
             found = self._by_signature.recall(key)
         if found is None:
-            found = self._find_or_build(inputs, device, communicator, settings)
+            self._warn_of_gradients(inputs)
+            given = self._resolved(inputs)
+            made = self._find_or_build(given, device, communicator, settings)
+            found = (*made, given is not inputs)
             self._by_signature[key] = found
-        bound, claim = found
+        bound, claim, is_lazy = found
 
         def run() -> list[torch.Tensor]:
             if self._recent.get(communicator) is not bound:
                 self._recent[communicator] = bound
-            return bound.evaluator.run(inputs, signature=key)
+            given = self._resolved(inputs) if is_lazy else inputs
+            return bound.evaluator.run(given, signature=key)
 
         return claim, tuple(inputs[i] for i in self._numbers), run
+
+    def _resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the inputs with lazy negative views computed; kernels read by address.
+
+        Raises `InputError` for one that the program writes into.
+        """
+        lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.is_neg()]
+        if not lazy:
+            return inputs
+        targets = {alias.into for alias in self._fusion.aliases}
+        for i in lazy:
+            if i < len(self._fusion.inputs) and self._fusion.inputs[i] in targets:
+                raise InputError(
+                    f"input {i}, {self._fusion.inputs[i]}, is updated in place, but is a lazy "
+                    "negative view: pass resolve_neg()"
+                )
+        return [v.resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs]
+
+    def _warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
+        """Warn once that outputs carry no gradient although an input asks for one."""
+        if self._is_warned or not torch.is_grad_enabled():
+            return
+        for i, (declared, v) in enumerate(zip(self._fusion.inputs, inputs, strict=False)):
+            if isinstance(v, torch.Tensor) and v.requires_grad:
+                self._is_warned = True
+                warnings.warn(
+                    f"input {i}, {declared}, requires grad, but no output will carry a gradient: "
+                    "pass detach(), or run under torch.no_grad()",
+                    stacklevel=2,
+                )
+                return
 
     def _find_or_build(
         self,

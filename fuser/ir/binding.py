@@ -220,12 +220,51 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Hashable:
     """Return what decides everything but the contents.
 
-    Per tensor: shape, strides, dtype, device. Per number: its type, and the value of an integer on
-    which the structure may depend (`free` has the positions of the others).
+    Per tensor: shape, strides, dtype, device, and what a call may change behind them: whether it is
+    a lazy negative view, records gradients, has memory at all. Per number: its type, and the value
+    of an integer on which the structure may depend (`free` has the positions of the others).
+
+    Raises `InputError` for a tensor of a kind that has no strides or no memory of its own.
     """
-    return tuple(
-        (v.shape, v.stride(), v.dtype, v.device)
-        if isinstance(v, torch.Tensor)
-        else (type(v), None if isinstance(v, float) or i in free else v)
-        for i, v in enumerate(arguments)
-    )
+    try:
+        return tuple(
+            (
+                *(v.shape, v.stride(), v.dtype, v.device),
+                *(v.is_neg(), v.requires_grad, v.untyped_storage().nbytes() != 0),
+            )
+            if isinstance(v, torch.Tensor)
+            else (type(v), None if isinstance(v, float) or i in free else v)
+            for i, v in enumerate(arguments)
+        )
+    except RuntimeError as error:
+        for i, v in enumerate(arguments):
+            problem = isinstance(v, torch.Tensor) and tensor_problem(v)
+            if problem:
+                raise InputError(f"input {i} is {problem}") from None
+        raise InputError(f"an input cannot be read: {error}") from error
+
+
+# What a subclass overrides whose values lie elsewhere: sharded, functional, fake tensors.
+_DISPATCH = "__torch_dispatch__"
+
+
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Return why kernels cannot read a tensor by its address and strides, None when they can."""
+    if getattr(type(tensor), _DISPATCH) is not getattr(torch.Tensor, _DISPATCH):
+        return f"a {type(tensor).__name__}, which is no plain tensor: pass its local tensor"
+    if tensor.is_nested:
+        return "a nested tensor: pass its values() and offsets()"
+    if tensor.is_quantized:
+        return f"quantized ({tensor.dtype}): pass int_repr() and the scales"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}: pass to_dense()"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"on device {tensor.device}: kernels run on cpu and cuda"
+    if tensor.is_neg() or tensor.is_conj():
+        return "a lazy view: pass resolve_neg() or resolve_conj()"
+    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    nbytes = (tensor.storage_offset() + span) * tensor.element_size() if tensor.numel() else 0
+    found = tensor.untyped_storage().nbytes()
+    if found < nbytes:
+        return f"a tensor of {nbytes} bytes, whose storage was resized to {found}"
+    return None
