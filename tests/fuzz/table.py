@@ -162,11 +162,15 @@ def _rows() -> list[Row]:
         Row("gcd", 2, "int", torch.gcd, "i"),
         Row("nextafter", 2, "float", torch.nextafter, "f", 2),
         Row("where", 3, "select", torch.where, "fib"),
-        Row("lerp", 3, "default", lambda a, b, w: a + w * (b - a), "f", 4, _lerp_scale),
+        Row("lerp", 3, "default", _lerp, "f", 4, _lerp_scale),
         Row("clamp", 3, "keep", _clamp, "fi"),
         Row("threshold", 3, "keep", lambda x, t, v: torch.where(x <= t, v, x), "fi"),
     ]
     return rows
+
+
+def _lerp(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.lerp(*torch.broadcast_tensors(a, b, w))
 
 
 def _lerp_scale(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
