@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -95,7 +96,9 @@ class _Statistics:
 
 
 _statistics = _Statistics()
-_memory: dict[tuple[str, str], CompiledKernel] = {}
+# Kernels live as long as somebody can launch them.
+_memory: weakref.WeakValueDictionary[tuple[str, str], CompiledKernel]
+_memory = weakref.WeakValueDictionary()
 _compile_lock = make_reentrant_lock()
 
 
@@ -167,12 +170,12 @@ def compile_kernels(
         raise KernelError(f"kernels run on cpu and cuda devices, not on {device}")
     with _compile_lock:
         keys = [(variant, key_of(source)) for source in sources]
-        missing = {
-            key: source for key, source in zip(keys, sources, strict=True) if key not in _memory
-        }
+        found = {key: kernel for key in keys if (kernel := _memory.get(key)) is not None}
+        missing = {k: source for k, source in zip(keys, sources, strict=True) if k not in found}
         if missing:
-            _memory.update(zip(missing, compile_missing(list(missing.values())), strict=True))
-        return [_memory[key] for key in keys]
+            found.update(zip(missing, compile_missing(list(missing.values())), strict=True))
+            _memory.update(found)
+        return [found[key] for key in keys]
 
 
 def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:

@@ -77,17 +77,16 @@ def _compile(source: KernelSource, arch: str) -> bytes:
 
 
 def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: str) -> bytes:
-    entry = cache.find(key)
-    if entry is None:
+    found = cache.find(key, source.name)
+    if found is None:
         with cache.lock(key):
             # Another rank may have compiled it while this one waited.
-            entry = cache.find(key)
-            if entry is None:
+            found = cache.find(key, source.name)
+            if found is None:
                 code = _compile(source, arch)
                 count_compilations(1)
-                cache.store({key: source.name}, code, "cubin")
-                return code
-    return entry.path.read_bytes()
+                found = cache.store({key: source.name}, code, "cubin")
+    return found.data
 
 
 def cubins(sources: Sequence[KernelSource], arch: str) -> list[bytes]:

@@ -5,21 +5,25 @@ A library exports, for each kernel, a C function of a launch record (`fuser.runt
 
 from __future__ import annotations
 
+import _ctypes
+import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from fuser.errors import CompileError
 from fuser.kernel_source import KernelParam, KernelSource
 from fuser.runtime.cpu_kernel import CheckedCpuKernel, CpuKernel, LaunchFunction
 from fuser.runtime.kernel import CompiledKernel, count_compilations
-from fuser.runtime.kernel_cache import CachedKernel, KernelCache, digest
+from fuser.runtime.kernel_cache import Binary, KernelCache, digest
 from fuser.runtime.sources import (
     ENGINE_FILE,
     RT_FILES,
@@ -84,6 +88,20 @@ def _compiler_identity(compiler: str) -> str:
     return "\n".join([version, *features])
 
 
+@contextlib.contextmanager
+def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
+    """Yields the paths of a source file with `text`, and of the library to make beside it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="fuser-") as folder:
+            source = Path(folder, "unit.cpp")
+            source.write_text(text)
+            yield source, Path(folder, "unit.so")
+    except OSError as error:
+        raise CompileError(
+            f"no temporary files for the compiler ({error}): set TMPDIR to a folder with room"
+        ) from error
+
+
 def _run_compiler(flags: Sequence[str], text: str, texts: dict[str, str]) -> bytes:
     """Compiles one translation unit to a shared library.
 
@@ -91,9 +109,7 @@ def _run_compiler(flags: Sequence[str], text: str, texts: dict[str, str]) -> byt
         CompileError: with the log and the lines around the first error.
     """
     compiler = _compiler()
-    with tempfile.TemporaryDirectory(prefix="fuser-") as folder:
-        source, library = Path(folder, "unit.cpp"), Path(folder, "unit.so")
-        source.write_text(text)
+    with _scratch_folder(text) as (source, library):
         command = [compiler, *_COMMON_FLAGS, *flags, "-o", str(library), str(source), "-lm"]
         environment = os.environ | {"LC_ALL": "C"}
         try:
@@ -185,40 +201,59 @@ def kernel_key_checked(source: KernelSource) -> str:
     return _kernel_key(source, checked=True)
 
 
+def _symbol(key: str) -> str:
+    return f"fuser_{key[:32]}"
+
+
+def _compile_missing(
+    cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
+) -> Binary:
+    """Compiles kernels together, in one compiler process, and stores them."""
+    symbols = {key: _symbol(key) for key in sources}
+    units = [_unit(source, symbols[key], checked=checked) for key, source in sources.items()]
+    text = preamble(SIMT_FILES + RT_FILES) + "".join(units)
+    texts = {name: codegen_text(name) for name in SIMT_FILES + RT_FILES}
+    texts |= {source.name: source.text for source in sources.values()}
+    library = _run_compiler(_CHECKED_FLAGS if checked else _FAST_FLAGS, text, texts)
+    count_compilations(len(sources))
+    return cache.store(symbols, library, "so")
+
+
 def _load_or_compile(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
-) -> dict[str, CachedKernel]:
-    """Finds each key on disk; compiles the missing ones together, in one compiler process."""
-    found = {key: entry for key in sources if (entry := cache.find(key))}
-    missing = [key for key in sources if key not in found]
-    if not missing:
-        return found
-    with cache.lock(missing[0]):
-        # Another rank may have compiled them while this one waited.
-        found |= {key: entry for key in missing if (entry := cache.find(key))}
-        missing = [key for key in missing if key not in found]
-        if missing:
-            symbols = {key: f"fuser_{key[:32]}" for key in missing}
-            units = [_unit(sources[key], symbols[key], checked=checked) for key in missing]
-            text = preamble(SIMT_FILES + RT_FILES) + "".join(units)
-            texts = {name: codegen_text(name) for name in SIMT_FILES + RT_FILES}
-            texts |= {sources[key].name: sources[key].text for key in missing}
-            library = _run_compiler(_CHECKED_FLAGS if checked else _FAST_FLAGS, text, texts)
-            count_compilations(len(missing))
-            found |= cache.store(symbols, library, "so")
-    return found
+) -> dict[str, LaunchFunction]:
+    """Finds each key on disk and loads it; compiles together what is missing or cannot be loaded,
+    and what another rank has not compiled while this one waited."""
+    functions: dict[str, LaunchFunction] = {}
+
+    def load_known() -> dict[str, KernelSource]:
+        for key in sources.keys() - functions.keys():
+            binary = cache.find(key, _symbol(key))
+            if binary is not None:
+                with contextlib.suppress(OSError, AttributeError):
+                    functions[key] = _function(binary, _symbol(key))
+        return {key: source for key, source in sources.items() if key not in functions}
+
+    missing = load_known()
+    if missing:
+        with cache.lock(next(iter(missing))):
+            missing = load_known()
+            if missing:
+                binary = _compile_missing(cache, missing, checked=checked)
+                functions |= {key: _function(binary, _symbol(key)) for key in missing}
+    return functions
 
 
 def _compile(sources: Sequence[KernelSource], *, checked: bool) -> list[CompiledKernel]:
-    by_key = {_kernel_key(source, checked=checked): source for source in sources}
-    entries = _load_or_compile(KernelCache(), by_key, checked=checked)
+    keys = [_kernel_key(source, checked=checked) for source in sources]
+    by_key = dict(zip(keys, sources, strict=True))
+    functions = _load_or_compile(KernelCache(), by_key, checked=checked)
     kernels: dict[str, CompiledKernel] = {}
     for key, source in by_key.items():
-        function = _function(entries[key])
         engine = _engine_address() if checked or source.uses_barriers else 0
         make = CheckedCpuKernel if checked else CpuKernel
-        kernels[key] = make(source, function, engine)
-    return [kernels[_kernel_key(source, checked=checked)] for source in sources]
+        kernels[key] = make(source, functions[key], engine)
+    return [kernels[key] for key in keys]
 
 
 def compile_unchecked(sources: Sequence[KernelSource]) -> list[CompiledKernel]:
@@ -232,27 +267,50 @@ def compile_checked(sources: Sequence[KernelSource]) -> list[CompiledKernel]:
 
 
 # ---- loading ------------------------------------------------------------------------------------
-_libraries: dict[str, ctypes.CDLL] = {}
+class _Library(ctypes.CDLL):
+    """A loaded library, by content: unloaded with the last function that was taken from it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        weakref.finalize(self, _ctypes.dlclose, self._handle).atexit = False
 
 
-def _library(path: Path) -> ctypes.CDLL:
-    # Named by content: one name is one library for good, also when a damaged file was replaced.
-    loaded = _libraries.get(path.name)
+_libraries: weakref.WeakValueDictionary[str, _Library] = weakref.WeakValueDictionary()
+_loads = itertools.count(1)
+
+
+def _library(binary: Binary) -> _Library:
+    """Loads a library from memory that nobody else can change, or finds it loaded."""
+    loaded = _libraries.get(binary.name)
     if loaded is None:
-        loaded = _libraries[path.name] = ctypes.CDLL(str(path))
+        handle = os.memfd_create(binary.name, os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(handle, "wb", closefd=False) as file:
+                file.write(binary.data)
+            # The loader takes one path for one library, and numbers of closed files come again: so
+            # each load spells its path in a way of its own.
+            spelling = "".join("./" if bit == "1" else "/" for bit in f"{next(_loads):b}")
+            loaded = _libraries[binary.name] = _Library(f"/proc/self/fd/{spelling}{handle}")
+        finally:
+            os.close(handle)
     return loaded
 
 
-def _function(entry: CachedKernel) -> LaunchFunction:
-    function = getattr(_library(entry.path), entry.symbol)
+def _function(binary: Binary, symbol: str) -> LaunchFunction:
+    """Raises OSError or AttributeError for what is no library, or lacks the symbol."""
+    # By index, because a library remembers, and so never lets go, what is asked for by attribute.
+    function = _library(binary)[symbol]
     function.argtypes = [ctypes.c_void_p]
     function.restype = ctypes.c_int
     return cast("LaunchFunction", function)
 
 
+_ENGINE_SYMBOL = "fuser_simt_engine"
+
+
 @functools.cache
-def _engine_address() -> int:
-    """Loads the SIMT engine, compiled on first use; returns the address of its function table."""
+def _engine() -> Callable[[], int]:
+    """Loads the SIMT engine, compiled on first use, for good; it returns its function table."""
     text = preamble((SIMT_FILES[0],)) + preamble((ENGINE_FILE,)).replace(
         '#include "simt_abi.h"', ""
     )
@@ -260,14 +318,27 @@ def _engine_address() -> int:
         text, " ".join(_COMMON_FLAGS + _ENGINE_FLAGS), _compiler_identity(_compiler()), "engine"
     )
     cache = KernelCache()
-    entry = cache.find(key)
-    if entry is None:
+
+    def load(binary: Binary | None) -> Any:
+        if binary is not None:
+            with contextlib.suppress(OSError, AttributeError):
+                return _library(binary)[_ENGINE_SYMBOL]
+        return None
+
+    function = load(cache.find(key, _ENGINE_SYMBOL))
+    if function is None:
         with cache.lock(key):
-            entry = cache.find(key)
-            if entry is None:
+            function = load(cache.find(key, _ENGINE_SYMBOL))
+            if function is None:
                 texts = {name: codegen_text(name) for name in (SIMT_FILES[0], ENGINE_FILE)}
                 library = _run_compiler(_ENGINE_FLAGS, text, texts)
-                entry = cache.store({key: "fuser_simt_engine"}, library, "so")[key]
-    function = getattr(_library(entry.path), entry.symbol)
+                function = _library(cache.store({key: _ENGINE_SYMBOL}, library, "so"))[
+                    _ENGINE_SYMBOL
+                ]
     function.restype = ctypes.c_void_p
-    return int(function())
+    return function
+
+
+def _engine_address() -> int:
+    """Returns the address of the SIMT engine's function table."""
+    return int(_engine()())

@@ -1,0 +1,119 @@
+"""A fresh process to the first result of one encoder layer, in phases; `bench.py cold` runs it.
+
+python scripts/cold_start.py DEVICE    prints one JSON object: seconds by phase
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+BATCH, TOKENS = 8, 128
+# What torch itself takes, and what this project adds to it.
+TORCH_PHASES = ("import_torch", "device")
+OWN_PHASES = ("import", "define", "first_result")
+
+
+def measure(device: str) -> dict[str, Any]:
+    """Return the seconds of each phase in this process."""
+    marks = [("", time.perf_counter())]
+
+    def mark(phase: str) -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        marks.append((phase, time.perf_counter()))
+
+    import torch
+
+    marks.append(("import_torch", time.perf_counter()))
+    # The device's context and its matrix library: any torch program pays for them.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    square = torch.ones(64, 64, device=device, dtype=dtype)
+    torch.addmm(square[0], square, square)
+    mark("device")
+    import minilm
+
+    from fuser import DataType
+    from fuser.multidevice import DeviceMesh
+
+    mark("import")
+    layer = minilm.encoder_layer(
+        DeviceMesh([0]), DataType.BFloat16 if device == "cuda" else DataType.Float
+    )
+    mark("define")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (_, n, k, _) in minilm.LINEARS.items():
+        shapes |= {f"{name}.weight": (n, k), f"{name}.bias": (n,)}
+    for name in minilm.NORMS:
+        shapes |= {f"{name}.weight": (minilm.HIDDEN,), f"{name}.bias": (minilm.HIDDEN,)}
+    weights = {k: torch.full(s, 0.01, dtype=dtype, device=device) for k, s in shapes.items()}
+    x = torch.ones(BATCH, TOKENS, minilm.HIDDEN, dtype=dtype, device=device)
+    mask = torch.zeros(BATCH, 1, 1, TOKENS, dtype=dtype, device=device)
+    inputs = [x, mask, *layer.bind(weights, device)]
+    mark("inputs")
+    layer.fd.execute(inputs)
+    mark("first_result")
+    layer.fd.execute(inputs)
+    mark("second_result")
+    found: dict[str, Any] = {phase: end - start for (_, start), (phase, end) in pairwise(marks)}
+    heavy = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed")
+    found["imported"] = [name for name in heavy if name in sys.modules]
+    return found
+
+
+def run_fresh(device: str, cache: str) -> dict[str, Any]:
+    """Measure in a new process, with the kernel cache in a folder."""
+    done = subprocess.run(
+        [sys.executable, __file__, device],
+        env=os.environ | {"FUSER_CACHE_DIR": cache, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bench_cold(device: str, repeats: int = 5) -> list[dict[str, Any]]:
+    """Return medians over fresh processes, with an empty kernel cache and with a filled one."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as filled:
+        run_fresh(device, filled)
+        for kind in ("cold", "warm"):
+            found: list[dict[str, Any]] = []
+            for _ in range(repeats):
+                with tempfile.TemporaryDirectory() as empty:
+                    found.append(run_fresh(device, empty if kind == "cold" else filled))
+            row: dict[str, Any] = {"bench": "cold", "device": device, "kernel_cache": kind}
+            row |= {
+                f"{phase}_s": round(statistics.median(f[phase] for f in found), 4)
+                for phase in found[0]
+                if phase != "imported"
+            }
+            own = [sum(f[p] for p in OWN_PHASES) for f in found]
+            torchs = [sum(f[p] for p in TORCH_PHASES) for f in found]
+            row["own_s"] = round(statistics.median(own), 4)
+            row["own_spread_s"] = round(max(own) - min(own), 4)
+            row["torch_s"] = round(statistics.median(torchs), 4)
+            row["imported"] = found[0]["imported"]
+            rows.append(row)
+            print(
+                f"{device} {kind} cache: {row['own_s']:.3f} s from `import fuser` to the first "
+                f"result (spread {row['own_spread_s']:.3f}; import {row['import_s']:.3f}, define "
+                f"{row['define_s']:.3f}, execute {row['first_result_s']:.3f}); torch itself "
+                f"{row['torch_s']:.3f}; second call {1e3 * row['second_result_s']:.2f} ms"
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
