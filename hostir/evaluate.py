@@ -231,7 +231,8 @@ class HostIrEvaluator:
     def prepare(self, inputs: Sequence[Argument]) -> None:
         """Lower and compile, all at once, every kernel that `run` needs for inputs like these.
 
-        Nothing is launched or communicated: the program is walked on tensors without contents.
+        Nothing is launched, computed or communicated: the program is walked on tensors without
+        contents, of which only views are taken.
         Raises what `run` would raise about these inputs or their kernels.
         """
         from fuser.kernels.executor import KernelExecutor, compile_many
@@ -250,7 +251,8 @@ class HostIrEvaluator:
                 if rehearsal.is_idle(op) or isinstance(op, Communication | Wait):
                     continue
                 if not isinstance(op, LaunchKernel):
-                    carry_out(op, rehearsal)
+                    if isinstance(op, Allocate | Deallocate) or not rehearsal.has_results(op):
+                        carry_out(op, rehearsal)
                     continue
                 ins, outs = launch_operands(op, rehearsal)
                 runner = self.kernel(op.group)

@@ -94,6 +94,10 @@ class Frame:
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
         return bool(tensors) and not any(map(self.is_mine, tensors))
 
+    def has_results(self, op: Op) -> bool:
+        """Whether the op only fills buffers that exist."""
+        return all(out in self.tensors for out in op.outputs)
+
     def result(self, tv: TensorView) -> torch.Tensor:
         """Return an output; a tensor of no elements for one that this rank holds no part of."""
         if not self.is_mine(tv):

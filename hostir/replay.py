@@ -19,7 +19,7 @@ from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ops.torch_meaning import evaluate_into
+from fuser.ops.torch_meaning import bind_contraction
 from hostir.arena import Arena, Block, first_fit
 from hostir.bind import Argument
 from hostir.frame import Frame
@@ -237,14 +237,17 @@ class Recorder:
             return self._copied(op)
         ins, out = [self.slot(v) for v in op.inputs], self.slot(op.out)
 
+        sample = self._frame.tensors[op.out]
+        result = as_contracted(op, sample)
+        way = bind_contraction(op, [self._frame.tensors[v] for v in op.inputs], result)
+
         def contract(slots: Slots) -> None:
-            evaluate_into(op, [slots[i] for i in ins], slots[out])
+            way([slots[i] for i in ins], slots[out])
 
         def contract_partial(slots: Slots) -> None:
-            evaluate_into(op, [slots[i] for i in ins], as_contracted(op, slots[out]))
+            way([slots[i] for i in ins], as_contracted(op, slots[out]))
 
-        sample = self._frame.tensors[op.out]
-        return contract if as_contracted(op, sample) is sample else contract_partial
+        return contract if result is sample else contract_partial
 
     def _copied(self, op: TensorOp) -> Closure:
         compute_step, outs = self._computing(op), [self.slot(o) for o in op.outputs]

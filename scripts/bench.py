@@ -13,6 +13,8 @@ host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
 
 cpu: the encoder layer's kernel kinds on the CPU device beside torch's own op, one thread each,
 interleaved.
+
+cold: a fresh process to the first result of an encoder layer, on the GPU where there is one.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cold_start import bench_cold
 
 from fuser import DataType, FusionDefinition
 
@@ -435,6 +438,7 @@ BENCHES = {
     "explore": bench_explore,
     "host": bench_host,
     "cpu": bench_cpu,
+    "cold": lambda args: bench_cold("cuda" if torch.cuda.is_available() else "cpu"),
 }
 
 

@@ -276,44 +276,77 @@ def evaluate_into(
     `out` is never resized. Nothing is allocated where torch can view operands and result as one
     matrix product or one batch of them.
     """
-    if isinstance(op, nodes.MatmulOp):
-        _matmul_into(inputs[0], inputs[1], out)
-        return
-    x, weight = inputs[0], inputs[1]
-    rows, result = _viewed(x, (-1, x.shape[-1])), _viewed(out, (-1, out.shape[-1]))
-    if rows is None or result is None:
-        out.copy_(F.linear(x, weight, *inputs[2:]))
-    elif len(inputs) == 2:
-        torch.mm(rows, weight.t(), out=result)
-    else:
-        torch.addmm(inputs[2], rows, weight.t(), out=result)
+    bind_contraction(op, inputs, out)(inputs, out)
 
 
-def _matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
-    views: list[Tensor | None] = []
-    product = torch.mm
-    if b.ndim == 2:
+Contract = Callable[[Sequence[Tensor], Tensor], None]
+"""Writes the product of the inputs into the output."""
+
+
+def bind_contraction(
+    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor], out: Tensor
+) -> Contract:
+    """Return how `evaluate_into` computes for operands of these shapes and strides.
+
+    Which views torch can make is found out here, once, and not by every call.
+    """
+    return (_bind_matmul if isinstance(op, nodes.MatmulOp) else _bind_linear)(inputs, out)
+
+
+def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
+    rows, result = (-1, inputs[0].shape[-1]), (-1, out.shape[-1])
+
+    def with_bias(ins: Sequence[Tensor], out: Tensor) -> None:
+        x, weight, bias = ins
+        torch.addmm(bias, x.view(rows), weight.t(), out=out.view(result))
+
+    def without_bias(ins: Sequence[Tensor], out: Tensor) -> None:
+        torch.mm(ins[0].view(rows), ins[1].t(), out=out.view(result))
+
+    def copied(ins: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(F.linear(*ins))
+
+    if not (_can_view(inputs[0], rows) and _can_view(out, result)):
+        return copied
+    return without_bias if len(inputs) == 2 else with_bias
+
+
+def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
+    a, b = inputs
+
+    def rows(ins: Sequence[Tensor], out: Tensor) -> None:
         # A vector is one row.
-        views = [_viewed(a, (-1, a.shape[-1])), b, _viewed(out, (-1, out.shape[-1]))]
+        torch.mm(ins[0].view(-1, a_end[0]), ins[1], out=out.view(-1, out_end[0]))
+
+    def batches(ins: Sequence[Tensor], out: Tensor) -> None:
+        left, right = ins[0].view(-1, *a_end), ins[1].view(-1, *b_end)
+        torch.bmm(left, right, out=out.view(-1, *out_end))
+
+    def direct(ins: Sequence[Tensor], out: Tensor) -> None:
+        torch.matmul(ins[0], ins[1], out=out)
+
+    def copied(ins: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(torch.matmul(ins[0], ins[1]))
+
+    kept, way = 0, copied
+    if b.ndim == 2:
+        kept, way = 1, rows
     elif a.ndim == b.ndim > 2 and a.shape[:-2] == b.shape[:-2]:
-        views = [_viewed(x, (-1, *x.shape[-2:])) for x in (a, b, out)]
-        product = torch.bmm
-    found = [v for v in views if v is not None]
-    if len(found) == 3:
-        product(found[0], found[1], out=found[2])
-    elif a.ndim > 2 and b.ndim > 2 and out.is_contiguous():
-        # Permuted heads: torch packs the operands, and writes a contiguous `out` without a copy.
-        torch.matmul(a, b, out=out)
-    else:
-        out.copy_(torch.matmul(a, b))
+        kept, way = 2, batches
+    a_end, b_end, out_end = (tuple(x.shape[-kept:]) if kept else () for x in (a, b, out))
+    viewed = ((a, a_end), (out, out_end), *(((b, b_end),) if kept == 2 else ()))
+    if kept and all(_can_view(x, (-1, *end)) for x, end in viewed):
+        return way
+    # Permuted heads: torch packs the operands, and writes a contiguous `out` without a copy.
+    return direct if a.ndim > 2 and b.ndim > 2 and out.is_contiguous() else copied
 
 
-def _viewed(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return a view of another shape, None when the layout (or emptiness) allows none."""
+def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether there is a view of another shape; never of an empty tensor."""
     try:
-        return x.view(shape) if x.numel() else None
+        return x.numel() > 0 and x.view(shape) is not None
     except RuntimeError:
-        return None
+        return False
 
 
 def evaluate_fusion(
