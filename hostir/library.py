@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import evaluate_into, evaluate_op
 from hostir.frame import Frame
-from multidevice.sharding import rfactor_device_axis
 
 _CONTRACTIONS = (nodes.MatmulOp, nodes.LinearOp)
 _Shape = tuple[int, ...]
@@ -45,6 +45,18 @@ def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> No
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
-    """Return the output without the axis of size 1 that numbers the ranks of a partial result."""
-    mark = rfactor_device_axis(op.out_tensor)
-    return out if mark is None else out.squeeze(mark)
+    """Return the output without the axis that numbers the ranks of a partial result.
+
+    Its size is 1 here. Raises `UnsupportedError` for a result that keeps reduced elements apart.
+    """
+    axes = op.out_tensor.domain.no_reductions
+    for position, axis in enumerate(axes):
+        if axis.rfactor:
+            if out.shape[position] != 1:
+                raise UnsupportedError(
+                    f"{op.name} {op.out_tensor.label} keeps {out.shape[position]} parts of its "
+                    f"reduced axis ({axis}) on one device; rfactor the part that stays local "
+                    f"instead{f', user code at {op.where}' if op.where else ''}"
+                )
+            return out.squeeze(position)
+    return out
