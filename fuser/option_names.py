@@ -25,6 +25,7 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
     },
     "DISABLE": {
+        "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",
     },
     "PROF": {},
@@ -35,7 +36,7 @@ _NO_PROTOCOLS = "a communication has one protocol per backend"
 _NO_SUCH_SCHEDULER = "there is no such scheduler"
 _LIBRARY = "matmul and linear are always evaluated by torch"
 _ALWAYS = "the code generator has one form, which needs no such switch"
-_LATER = "not there yet"
+_NO_DEBUG = "kernels carry no debug information: FUSER_DUMP=cuda_kernel shows their text"
 _NO_OUTPUT = "no such text exists here"
 _NO_PROFILER = "there is no profiler: use torch.profiler or nsys"
 
@@ -66,8 +67,8 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "fuse_multiple_matmuls": _LIBRARY,
         "cutlass_scheduler": _LIBRARY,
         "kernel_profile": _NO_PROFILER,
-        "kernel_debug": _LATER,
-        "kernel_lineinfo": _LATER,
+        "kernel_debug": _NO_DEBUG,
+        "kernel_lineinfo": _NO_DEBUG,
         "kernel_db": "compiled kernels are always kept on disk, by content",
         "static_fusion_count": "kernels are named by segment",
         "warn_register_spill": "CudaKernel.attributes() tells the local bytes of a kernel",
@@ -86,10 +87,10 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "resize_scheduler": _NO_SUCH_SCHEDULER,
         "greedy_scheduler": _NO_SUCH_SCHEDULER,
         "matmul_expr_eval": _LIBRARY,
-        "kernel_reuse": _LATER,
-        "parallel_compile": _LATER,
-        "nvrtc_caching": _LATER,
-        "fma": _LATER,
+        "parallel_compile": "one compiler process or a few threads make all kernels of a program",
+        "nvrtc_caching": "compiled kernels are kept by content: FUSER_CACHE_DIR names an empty "
+        "folder to compile anew",
+        "fma": "the compiler of each device decides about contraction",
         "index_hoist": _ALWAYS,
         "compile_to_sass": "kernels are always compiled to machine code",
         "fallback": "nothing falls back: what cannot be compiled raises",

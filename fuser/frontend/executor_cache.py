@@ -261,7 +261,7 @@ class FusionExecutorCache:
         )
         program = run_passes(lower(segmented, backend_name=backend))
         dump("segmented_fusion", segmented.describe)
-        dump("host_ir", lambda: str(program))
+        dump("host_ir", program.full_text)
         return Program(segmented, program, communications_text(program), settings, dumps)
 
     # ------------------------------------------------------------ looking inside
@@ -307,9 +307,18 @@ class FusionExecutorCache:
 
 def device_of(inputs: Sequence[Argument], device: int | str | torch.device | None) -> torch.device:
     """Return where the program runs: `device`, else that of the first tensor input (not a 0-dim CPU
-    tensor among CUDA ones), else the CPU."""
+    tensor among CUDA ones), else the CPU.
+
+    Raises `InputError` for a device that torch does not know.
+    """
     if device is not None:
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        # Torch keeps the index in 8 bits, and wraps without a word.
+        if isinstance(device, int) and not 0 <= device < 128:
+            raise InputError(f"device={device} is no index of a CUDA device")
+        try:
+            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"device={device!r}: {error}") from None
     devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else _CPU)
 

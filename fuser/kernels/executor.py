@@ -112,6 +112,7 @@ class KernelExecutor:
         self.name = name
         self.scheduler = registry.scheduler(scheduler)
         self.checked = checked or settings.enabled("checked")
+        self._reuses_nearby = not settings.disabled("kernel_reuse")
         self._device = device or (DESCRIPTIONS[described] if described else None)
         self._tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
         self._tensors += fusion.outputs
@@ -357,7 +358,7 @@ class KernelExecutor:
         """Return a variant made for a size not much smaller, for inputs too small for their own."""
         layouts, params, index = key
         nbytes = _nbytes(tensors)
-        if nbytes > SMALL_BYTES:
+        if nbytes > SMALL_BYTES or not self._reuses_nearby:
             return None
         for (its_layouts, its_params, its_index), variant in self._variants.items():
             if (its_layouts, its_index) != (layouts, index) or nbytes > NEARBY * variant.nbytes:

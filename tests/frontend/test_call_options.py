@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.errors import DefinitionError, KernelError, ProgramMismatchError, UnsupportedError
+from fuser.errors import (
+    DefinitionError,
+    InputError,
+    KernelError,
+    ProgramMismatchError,
+    UnsupportedError,
+)
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Binder
 from fuser.kernels.executor import KernelExecutor
@@ -149,3 +155,22 @@ def test_segment_set_runs() -> None:
         expected = inputs[0].double().exp()
         torch.testing.assert_close(sums, expected.sum(0).float())
         torch.testing.assert_close(same, expected.float())
+
+
+def test_without_kernel_reuse_every_size_has_parameters_of_its_own() -> None:
+    for options, kernels in (((), 1), (["kernel_reuse"], 2)):
+        fd = row_sums()
+        for width in (4096, 8192):
+            x = torch.randn(6, width)
+            (out,) = fd.execute(
+                [x], _enable_options=["schedules_for(h200)"], _disable_options=options
+            )
+            expected = (x.double() * 2).sum(1).float()
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-3)
+        assert len(executor(fd.fec).variants) == kernels
+
+
+@pytest.mark.parametrize("device", [-1, 300, "abc", "cuda:x"])
+def test_a_device_that_does_not_exist(device: int | str) -> None:
+    with pytest.raises(InputError, match=f"device='?{device}"):
+        row_sums().execute([torch.randn(2, 3)], device=device)

@@ -277,6 +277,7 @@ def test_the_text_does_not_depend_on_the_hash_seed() -> None:
     ("name", "mark"),
     [
         ("host_ir", "%HostIrContainer"),
+        ("host_ir", "Kernel group 0 (pointwise)"),
         ("fusion_ir_concretized", "%kernel_math"),
         ("fusion_ir_preseg", "TransformPrinter"),
         ("segmented_fusion", "0: pointwise {add} -> T1_g_float"),
