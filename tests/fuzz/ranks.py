@@ -11,64 +11,32 @@ import torch
 from fuser import FusionDefinition, multidevice
 from fuser.ir.types import ParallelType
 from tests.fuzz.product import Mode, collecting
-from tests.fuzz.program import Layout, Program, TensorArg, TensorInput
+from tests.fuzz.program import Program
 from tests.fuzz.runner import Case, Outcome, compare, define, failure, quietly
-from tests.fuzz.sharded import mesh_sizes
+from tests.fuzz.shards import coordinate, local_input, shard_of, spread_of
 from tests.fuzz.values import Val
 
 Cuts = Sequence[tuple[int, str]]
 
 
 # ------------------------------------------------------------------ shards
-def coordinate(ranks: Sequence[object], rank: int, dim: str) -> int | None:
-    """Return where a rank stands along a mesh dimension, None outside the mesh."""
-    rows = [list(r) if isinstance(r, Sequence) else [r] for r in ranks]
-    if not isinstance(ranks[0], Sequence):
-        rows = [list(ranks)]
-    for y, row in enumerate(rows):
-        if rank in row:
-            return row.index(rank) if dim == "x" else y
-    return None
-
-
-def shard_of(t: torch.Tensor, ranks: Sequence[object], cuts: Cuts, rank: int) -> torch.Tensor:
-    """Return what `rank` holds of a tensor: outer blocks; block 0 outside the mesh."""
-    sizes = mesh_sizes(ranks)
-    for axis, dim in cuts:
-        length = t.shape[axis] // sizes[dim]
-        t = t.narrow(axis, length * (coordinate(ranks, rank, dim) or 0), length)
-    return t
-
-
-def _laid_out(part: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a shard in the layout of the whole tensor, in memory of its own."""
-    strides = layout.strides(tuple(part.shape))
-    out = torch.empty_strided(part.shape, strides, dtype=part.dtype)
-    base, source = out, part
-    for axis in layout.expanded:
-        base, source = base.narrow(axis, 0, 1), source.narrow(axis, 0, 1)
-    base.copy_(source)
-    return out
-
-
 def local_inputs(case: Case, call: int, rank: int, device: str) -> list[Any]:
-    """Return what a rank passes: its shards, in the declared layouts."""
+    """Return what a rank passes: its shards."""
     program = case.program
     notes = {a.name: a for a in program.annotations}
     out: list[Any] = []
-    for declared, given, whole in zip(
-        program.inputs, program.calls[call], case.passed(call, "cpu"), strict=True
-    ):
-        if not isinstance(given, TensorArg):
+    for declared, whole in zip(program.inputs, case.passed(call, "cpu"), strict=True):
+        note = notes.get(declared.name)
+        if not isinstance(whole, torch.Tensor):
             out.append(whole)
             continue
-        note = notes.get(declared.name)
         if note is not None and note.cuts:
-            part = shard_of(whole, program.meshes[note.mesh], note.cuts, rank)
-            assert isinstance(declared, TensorInput)
-            whole = _laid_out(part, declared.layout)
+            whole = local_input(whole, program.meshes[note.mesh], note.cuts, rank)
         out.append(whole.to(device))
     return out
+
+
+_TYPES = {"x": ParallelType.mesh_x, "y": ParallelType.mesh_y}
 
 
 def output_cuts(
@@ -83,11 +51,7 @@ def output_cuts(
             note = notes[o.name]
             out.append((program.meshes[note.mesh], note.cuts))
         elif len(shardings) == len(program.outputs):
-            found = shardings[k]
-            rows = torch.tensor(found.mesh.devices).reshape(found.mesh.shape).tolist()
-            types = {"x": ParallelType.mesh_x, "y": ParallelType.mesh_y}
-            cuts = [(found.axis_sharded_on(p), d) for d, p in types.items()]
-            out.append((rows, [c for c in cuts if c[0] >= 0]))
+            out.append(spread_of(shardings[k], _TYPES))
         else:
             out.append((None, ()))
     return out

@@ -21,6 +21,7 @@ from tests.fuzz.program import (
     Ref,
     plain_layout,
 )
+from tests.fuzz.shards import mesh_sizes
 
 _DTYPES = ("Float",) * 6 + ("BFloat16", "Double", "Double", "Int")
 _SIZES = (4, 4, 8, 8, 8, 12, 16)
@@ -277,13 +278,6 @@ class _Sharded(Builder):
         if axis >= len(dims) or dims[axis].is_broadcast or dims[axis].expanded:
             return False
         return all(n and n % count == 0 for n in dims[axis].vec)
-
-
-def mesh_sizes(ranks: Sequence[object]) -> dict[str, int]:
-    """Return the size along each mesh dimension: x is the last one."""
-    if isinstance(ranks[0], Sequence):
-        return {"x": len(ranks[0]), "y": len(ranks)}
-    return {"x": len(ranks)}
 
 
 # ------------------------------------------------------------------ random ops

@@ -62,16 +62,22 @@ def _calls_text(program: Program) -> str:
 
 _TAIL = """
 
+def differs(out, value, bound, dtype):
+    assert out.dtype is dtype and out.shape == value.shape, (out.dtype, out.shape, value.shape)
+    off = (out.double() - value.double()).abs()
+    same = (out.double() == value) | (out.isnan() & value.double().isnan()) | bound.isinf()
+    return not (same | (off <= bound)).all()
+
+"""
+_ONE_DEVICE = """
+
 def check(fd):
     for number, (inputs, expected) in enumerate(CALLS):
         results = list(fd.execute(inputs, _enable_options=OPTIONS))
         outs = [inputs[at] if at is not None else results.pop(0) for at in INTO]
         assert not results, "more outputs than were defined"
         for out, (value, bound, dtype) in zip(outs, expected):
-            assert out.dtype is dtype and out.shape == value.shape, (out.dtype, out.shape)
-            off = (out.double() - value.double()).abs()
-            same = (out.double() == value) | (out.isnan() & value.double().isnan()) | bound.isinf()
-            if not (same | (off <= bound)).all():
+            if differs(out, value, bound, dtype):
                 print(f"call {number}: got\\n{out}\\nexpected\\n{value}")
                 sys.exit(1)
     print("as expected")
@@ -84,12 +90,56 @@ check(fd)
 """
 
 
+_RANKS = """
+def check(fd):
+    rank = multidevice.Communicator.instance().rank()
+    for number, (inputs, expected) in enumerate(CALLS):
+        local = [
+            t if not NOTES.get(k) else local_input(t, *NOTES[k], rank)
+            for k, t in enumerate(inputs)
+        ]
+        outs = fd.execute(local, _enable_options=OPTIONS)
+        told = fd.fec.get_output_shardings()
+        for k, (out, (value, bound, dtype)) in enumerate(zip(outs, expected)):
+            spread = SPREADS.get(k)
+            if spread is None and len(told) == len(outs):
+                spread = spread_of(told[k], TYPES)
+            if spread and coordinate(spread[0], rank, "x") is None:
+                continue
+            if spread:
+                value, bound = (shard_of(t, *spread, rank) for t in (value, bound))
+            if differs(out, value, bound, dtype):
+                raise SystemExit(f"rank {rank}, call {number}: got\\n{out}\\nexpected\\n{value}")
+
+
+TYPES = {"x": ParallelType.mesh_x, "y": ParallelType.mesh_y}
+fd = FusionDefinition()
+with fd:
+    define(fd)
+with multidevice.simulate(RANKS) as world:
+    world.run(check, fd)
+print("as expected")
+"""
+
+
+def _spreads(program: Program, names: list[str]) -> dict[int, object]:
+    """Return (mesh, cuts) of the annotated ones among some values, by position."""
+    notes = {a.name: (program.meshes[a.mesh], a.cuts) for a in program.annotations}
+    return {k: notes[n] for k, n in enumerate(names) if n in notes}
+
+
 def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str:
     """Return a script that exits with 1 (or as the program did) while the failure is there."""
     names = [i.name for i in program.inputs]
     into = [None if o.alias is None else names.index(o.alias) for o in program.outputs]
     source = Path(__file__).with_name("tensors.py").read_text()
     make = source[source.index("_SPECIAL") :]
+    constants = f"INTO = {into}\nOPTIONS = {mode.options}\n"
+    if program.annotations:
+        text = Path(__file__).with_name("shards.py").read_text()
+        make += "\n\n" + text[text.index("from collections") :].replace("import torch\n", "")
+        constants += f"RANKS = {program.ranks}\nNOTES = {_spreads(program, names)}\n"
+        constants += f"SPREADS = {_spreads(program, [o.name for o in program.outputs])}\n"
     story = "".join(f"{line}\n" for line in story.replace('"""', "'''").splitlines()[-12:])
     story = story.replace("\\", "/")
     return (
@@ -99,7 +149,7 @@ def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str
         + define_text(program)
         + "\n\n"
         + _calls_text(program)
-        + f"INTO = {into}\n"
-        + f"OPTIONS = {mode.options}\n"
+        + constants
         + _TAIL
+        + (_RANKS if program.annotations else _ONE_DEVICE)
     )

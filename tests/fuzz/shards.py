@@ -1,0 +1,63 @@
+"""Which part of a tensor a rank holds. The text of this file is part of sharded standalone scripts.
+
+A mesh is a sequence of ranks (mesh dimension x) or of rows of them (y, then x); cuts are pairs of
+an axis and a mesh dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def mesh_sizes(ranks: Sequence[Any]) -> dict[str, int]:
+    """Return the size along each mesh dimension: x is the last one."""
+    if isinstance(ranks[0], Sequence):
+        return {"x": len(ranks[0]), "y": len(ranks)}
+    return {"x": len(ranks)}
+
+
+def coordinate(ranks: Sequence[Any], rank: int, dim: str) -> int | None:
+    """Return where a rank stands along a mesh dimension, None outside the mesh."""
+    rows = [list(r) for r in ranks] if isinstance(ranks[0], Sequence) else [list(ranks)]
+    for y, row in enumerate(rows):
+        if rank in row:
+            return row.index(rank) if dim == "x" else y
+    return None
+
+
+def shard_of(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> torch.Tensor:
+    """Return what `rank` holds of a tensor: outer blocks; block 0 outside the mesh."""
+    sizes = mesh_sizes(ranks)
+    for axis, dim in cuts:
+        length = t.shape[axis] // sizes[dim]
+        t = t.narrow(axis, length * (coordinate(ranks, rank, dim) or 0), length)
+    return t
+
+
+def local_input(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> torch.Tensor:
+    """Return a rank's shard in memory of its own: dense, in the memory order of the whole tensor,
+    with stride 0 where that has it."""
+    part = shard_of(t, ranks, cuts, rank)
+    places = sorted(range(t.ndim), key=lambda k: (t.stride(k), -k))
+    strides, step = [0] * t.ndim, 1
+    for k in places:
+        if t.stride(k):
+            strides[k] = step
+            step *= max(part.shape[k], 1)
+    out = torch.empty_strided(part.shape, strides, dtype=t.dtype)
+    base = out
+    for k in range(t.ndim):
+        if not t.stride(k):
+            base, part = base.narrow(k, 0, 1), part.narrow(k, 0, 1)
+    base.copy_(part)
+    return out
+
+
+def spread_of(sharding: Any, types: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """Return (mesh, cuts) of what the product says of an output."""
+    mesh = torch.tensor(sharding.mesh.devices).reshape(sharding.mesh.shape).tolist()
+    found = [(sharding.axis_sharded_on(types[d]), d) for d in mesh_sizes(mesh)]
+    return mesh, [(axis, dim) for axis, dim in found if axis >= 0]
