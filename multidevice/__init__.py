@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from multidevice import early
+
 if TYPE_CHECKING:
     from multidevice.communicator import Communicator as Communicator
     from multidevice.mesh import DeviceMesh as DeviceMesh
@@ -38,3 +40,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(_EXPORTS)
+
+
+early.install()

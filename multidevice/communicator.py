@@ -12,6 +12,7 @@ import torch
 
 from fuser import options
 from fuser.errors import CommunicationError, UnsupportedError
+from multidevice import early
 from multidevice.agreement import Channel
 from multidevice.backends.protocol import Backend, Team
 from multidevice.control import Control, LocalControl
@@ -209,4 +210,5 @@ def _connect(launch: Launch) -> Communicator:
     guard.on_exit.append(communicator.drain)
     guard.after_exit.append(communicator.close)
     guard.install()
+    early.disarm()
     return communicator

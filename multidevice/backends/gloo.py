@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fuser import options
-from fuser.errors import CommunicationError, InputError, PeerError
+from fuser.errors import CommunicationError, CommunicationTimeout, InputError, PeerError
 from multidevice.backends.base import DONE, Call, CheckedBackend, Exchange
 from multidevice.backends.protocol import Team, Work
 from multidevice.control import JobControl, Step
@@ -62,6 +62,10 @@ class StoreControl(JobControl):
             self.store.set(mine, b"+" + payload)
             self.poll_until(lambda: self.store.check(keys), what=step.describe, needs=step.needs)
             values = [value[1:] for value in self.store.multi_get(keys)]
+        except CommunicationTimeout as error:
+            pairs = zip(step.team, keys, strict=True)
+            late = [rank for rank, key in pairs if not self.store.check([key])]
+            raise CommunicationTimeout(f"{error}; ranks {team_text(late)} have not come") from error
         except torch.distributed.DistError as error:
             raise PeerError(f"the job's store is gone in {step.describe()}: {error}") from error
         # Whoever enters operation n has left n - 2 behind, on every rank.

@@ -71,6 +71,13 @@ class NcclBackend(CheckedBackend):
         self.device = device
         self.binding = load_binding() if binding is None else binding
         self._comms: dict[Team, NcclComm] = {}
+        control.on_lost.append(self._forget)
+
+    def _forget(self, key: str) -> None:
+        """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
+        for team in list(self._comms):
+            if key == f"{self.name} {team_text(team)}":
+                self._comms.pop(team).abort()
 
     def poll(
         self,

@@ -8,14 +8,17 @@ Each kind prints what it does; the test that starts it measures the time from th
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
+from importlib import import_module
 
 import torch
 
 from fuser.errors import CommunicationTimeout, PeerError
 from multidevice.communicator import Communicator
+from multidevice.launch import read_launch
 
 
 def bad_rank(kind: str) -> None:
@@ -43,12 +46,22 @@ def bad_rank(kind: str) -> None:
     if kind == "stall":
         while True:
             time.sleep(0.1)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     raise AssertionError(kind)
+
+
+def limit_waits() -> None:
+    """A short deadline, once the ranks are connected: start-up may take long on a busy machine."""
+    os.environ["FUSER_TIMEOUT_S"] = "1"
 
 
 def main() -> None:
     """Runs one collective, then lets the last rank misbehave."""
     kind = sys.argv[1]
+    if kind == "import" and read_launch().rank == 1:
+        print("go", flush=True)
+        import_module("no_such_module")
     comm = Communicator.instance()
     backend = comm.backend_for("cpu")
     team = tuple(range(comm.size()))
@@ -71,8 +84,12 @@ def main() -> None:
             time.sleep(1.0)
         backend.broadcast(x, root=team[-1], team=team).wait()
         return
+    if kind in ("stall", "stop"):
+        limit_waits()
     if last:
         bad_rank(kind)
+    if kind == "stop":
+        return
     if kind.endswith("_unwaited"):
         while True:
             time.sleep(0.1)

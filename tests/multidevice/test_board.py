@@ -1,0 +1,104 @@
+"""What ranks of a host can tell about each other: positions, deadlocks, processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from fuser.errors import PeerError
+from multidevice import board as boards
+from multidevice.board import Board
+from multidevice.page import LINE_NBYTES
+from multidevice.waiting import Need
+
+
+def make(size: int) -> list[Board]:
+    """The boards of `size` ranks, all of this process."""
+    page = mmap.mmap(-1, boards.nbytes_of(size) + LINE_NBYTES)
+    return [Board(page, rank, size) for rank in range(size)]
+
+
+def test_two_ranks_that_wait_for_each_other_both_hear_it() -> None:
+    first, second = make(2)
+    entered = [{"A": 4, "B": 2}, {"A": 3, "B": 3}]
+    assert first.watch("call A3", [Need(1, "A", 4)], entered[0]) is None
+    found = second.watch("call B2", [Need(0, "B", 3)], entered[1])
+    assert found is not None
+    assert found.text().splitlines()[1:] == [
+        "  rank 0: waits in call A3",
+        "  rank 1: waits in call B2",
+    ]
+    # The second has raised and waits no more; the first still learns of it.
+    second.clear()
+    assert first.watch("call A3", [Need(1, "A", 4)], entered[0]) == found
+    # What they wait for next is no part of it.
+    assert first.watch("call A4", [Need(1, "A", 5)], {"A": 5, "B": 3}) is None
+
+
+def test_a_circle_of_three() -> None:
+    ranks = make(3)
+    # Rank r has entered A(r) alone and waits there for rank r + 1.
+    needs = [[Need((r + 1) % 3, f"A{r}", 1)] for r in range(3)]
+    found = None
+    for _ in range(3):
+        for r, rank in enumerate(ranks):
+            found = found or rank.watch(f"A{r}", needs[r], {f"A{r}": 1})
+    assert found is not None
+    assert {w.rank for w in found.waits} == {0, 1, 2}
+
+
+def test_a_rank_that_has_come_is_not_waited_for_in_vain() -> None:
+    """The first has not noticed yet that the second came to A, and is in B now."""
+    first, second = make(2)
+    for _ in range(2):
+        assert first.watch("A", [Need(1, "A", 1)], {"A": 1}) is None
+        assert second.watch("B", [Need(0, "B", 1)], {"A": 1, "B": 1}) is None
+
+
+def test_who_has_not_come() -> None:
+    first, second, _ = make(3)
+    second.watch("call B", [Need(2, "B", 1)], {"B": 1})
+    text = first.suspects([Need(1, "A", 1), Need(2, "A", 1)])
+    assert text == f"rank 1 waits in call B; rank 2 has not come (process {os.getpid()} is running)"
+
+
+@pytest.fixture
+def child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def with_process(child: subprocess.Popen[bytes]) -> Board:
+    """The board of rank 0; rank 1 is the child."""
+    first, second = make(2)
+    second._line(1)[0] = child.pid
+    first.connect()
+    return first
+
+
+def test_a_stopped_process_is_seen(child: subprocess.Popen[bytes]) -> None:
+    board = with_process(child)
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert board.is_stopped(1)
+    assert board.state(1) == f"process {child.pid} is stopped"
+    child.kill()
+    child.wait()
+
+
+def test_a_killed_process_is_named(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boards, "_GRACE_S", -1.0)
+    board = with_process(child)
+    assert board.watch("allreduce, for model.py:7", [Need(1, "A", 1)], {}) is None
+    child.kill()
+    child.wait()
+    expected = f"rank 1 is gone: process {child.pid} ended without a word while rank 0 waits for it"
+    with pytest.raises(PeerError, match=expected) as error:
+        board.watch("allreduce, for model.py:7", [Need(1, "A", 1)], {})
+    assert "model.py:7" in str(error.value)
