@@ -215,6 +215,8 @@ class FusionDefinition:
 
 def flatten(inputs: Iterable[object]) -> list[torch.Tensor | bool | int | float]:
     """Return tensors and numbers with nested lists and tuples flattened in place."""
+    if not isinstance(inputs, Iterable):
+        raise InputError(f"inputs are a list of tensors and numbers, got {type(inputs).__name__}")
     flat: list[torch.Tensor | bool | int | float] = []
     for value in inputs:
         if isinstance(value, list | tuple):

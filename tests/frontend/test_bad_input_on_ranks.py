@@ -84,7 +84,7 @@ BAD: dict[str, tuple[Callable[[Inputs], Iterable[object]], type[Exception]]] = {
     "none": (lambda i: [None, i[1]], InputError),
     "string": (lambda i: ["x", i[1]], InputError),
     "complex": (lambda i: [1j, i[1]], UnsupportedError),
-    "no sequence": (no_sequence, TypeError),
+    "no sequence": (no_sequence, InputError),
     "key error": (interrupted, KeyError),
     "memory error": (out_of_memory, MemoryError),
 }
