@@ -231,14 +231,21 @@ class HostIrEvaluator:
     def prepare(self, inputs: Sequence[Argument]) -> None:
         """Lower and compile, all at once, every kernel that `run` needs for inputs like these.
 
-        Nothing is launched, computed or communicated: the program is walked on tensors without
-        contents, of which only views are taken.
         Raises what `run` would raise about these inputs or their kernels.
         """
-        from fuser.kernels.executor import KernelExecutor, compile_many
+        from fuser.kernels.executor import compile_many
+
+        compile_many(self.requests(inputs), device=self._device or _device_of(self.program, inputs))
+
+    def requests(self, inputs: Sequence[Argument]) -> list[KernelRequest]:
+        """Return what `prepare` compiles.
+
+        Nothing is launched, computed or communicated: the program is walked on tensors without
+        contents, of which only views are taken.
+        """
+        from fuser.kernels.executor import KernelExecutor
 
         frame = self._frame(list(inputs))
-        device = frame.machine.device
         rehearsal = Frame(
             self.program,
             self._machine(torch.device("meta")),
@@ -258,7 +265,7 @@ class HostIrEvaluator:
                 runner = self.kernel(op.group)
                 if isinstance(runner, KernelExecutor):
                     requests.append((runner, ins, outs, rehearsal.sizes))
-        compile_many(requests, device=device)
+        return requests
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
