@@ -57,11 +57,15 @@ class Group:
 
 @dataclass(frozen=True)
 class ReshapePlan:
-    """Squeeze these input positions, transform the groups, broadcast these output positions."""
+    """Squeeze these input positions, transform the groups, broadcast these output positions.
+
+    Where there are no elements, there is nothing to transform: only the broadcasts count.
+    """
 
     groups: tuple[Group, ...]
     squeezed: Positions = ()
     added: Positions = ()
+    is_empty: bool = False
 
 
 # ------------------------------------------------------------------ analysis

@@ -136,12 +136,13 @@ def _at(op: TensorOp) -> str:
 
 
 def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> ReshapePlan:
-    """Return the plan for these sizes; for empty tensors it is not used, and says nothing."""
+    """Return the plan for these sizes."""
     sources = op.inp.domain.no_reductions
     ins = [size_of(a.size, values) for a in sources]
     outs = [size_of(a.size, values) for a in op.out.domain.logical]
     if 0 in ins or 0 in outs:
-        return ReshapePlan(())
+        ones = tuple(q for q, n in enumerate(outs) if n == 1)
+        return ReshapePlan((), added=ones, is_empty=True)
     plan = plan_reshape(
         [sc.const(n) for n in ins],
         [sc.const(n) for n in outs],

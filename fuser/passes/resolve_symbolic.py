@@ -68,11 +68,16 @@ def _decide(
 ) -> list[nodes.TensorOp]:
     """Return squeeze, reshape and broadcast in place of an undecided reshape.
 
-    An empty plan stands for a tensor without elements: its axes become iterations.
+    Of a tensor without elements the axes of size 1 become broadcasts, the others iterations.
     """
     out = op.out
-    if not plan.groups and not plan.added:
-        states = [replace(a, kind=IterType.iteration) for a in out.domain.logical]
+    if plan.is_empty:
+        states = [
+            replace(a, kind=IterType.broadcast, extent=sc.ONE)
+            if q in plan.added
+            else replace(a, kind=IterType.iteration)
+            for q, a in enumerate(out.domain.logical)
+        ]
         out.domain = _updated(out.domain.having(root=()), states)
         return [op]
     exprs: list[nodes.TensorOp] = []

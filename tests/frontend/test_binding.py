@@ -140,3 +140,17 @@ def test_integers_that_decide_no_size_share_a_program() -> None:
     assert len(fd.fec._by_signature) == 1
     (out,) = fd.execute([x, 2, 3])
     torch.testing.assert_close(out, (x * 2 + 2)[:3])
+
+
+@pytest.mark.parametrize("declared", [(-1, 37, -1, 6), (-1, -1, -1, -1)])
+def test_a_chain_of_symbolic_reshapes(declared: tuple[int, ...]) -> None:
+    """Empty tensors among the sizes: an axis of size 1 stayed one that cannot be squeezed."""
+    with FusionDefinition() as fd:
+        x = tensor(fd, *declared)
+        t = fd.ops.reshape(x, [1, x.size(0), 37, x.size(2), 2, 3])
+        rows, pairs = t.size(1), fd.ops.mul(t.size(3), 2)
+        fd.add_output(fd.ops.add(fd.ops.reshape(t, [rows, 1, 37, pairs, 3]), 1.0))
+    for n, m in [(2, 4), (0, 4), (2, 0), (0, 0), (1, 1), (1, 0), (37, 2), (2, 4)]:
+        x = torch.randn(n, 37, m, 6)
+        (out,) = fd.execute([x])
+        torch.testing.assert_close(out, x.reshape(n, 1, 37, m * 2, 3) + 1.0)
