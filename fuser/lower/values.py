@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType
+from fuser.ir.dtypes import HALF_LIKE, DataType
 from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -238,14 +238,14 @@ def _full(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 def _iota(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     assert isinstance(op, IotaOp)
-    dtype = at.out.dtype()
+    dtype = DataType.Float if at.out.dtype() in HALF_LIKE else at.out.dtype()
     canonical = build.ctx.nesting.fusion.canonical
     args = (
         ScalarValue(canonical(op.start), dtype),
         ScalarValue(build.ctx.simplify(at.index[0]), dtype),
         ScalarValue(canonical(op.step), dtype),
     )
-    return Compute("{0} + {1} * {2}", args, dtype)
+    return convert(Compute("{0} + {1} * {2}", args, dtype), at.out.dtype())
 
 
 def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
