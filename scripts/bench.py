@@ -312,7 +312,7 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
         launch = executor().bind(sets[0], [out], sizes=sizes)
         assert launch is not None
         candidates: dict[str, KernelExecutor] = {}
-        for params in neighbours(launch.variant.params):
+        for params in neighbours(launch[0].params):
             e = candidates[str(params)] = executor()
             e.scheduler = replace(e.scheduler, heuristics=lambda *_, params=params: params)
         compile_many([(e, sets[0], [out], sizes) for e in candidates.values()], device="cuda")
@@ -321,7 +321,7 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
             run = partial(_run_kernel, e, out, sizes)
             ((results[text], _, _),) = time_interleaved([Replay(run, sets)])
         best = sorted(results, key=results.__getitem__)[:5]
-        for text in dict.fromkeys((str(launch.variant.params), *best)):
+        for text in dict.fromkeys((str(launch[0].params), *best)):
             us = round(results[text] * 1e6, 2)
             row = {"bench": "explore", "pattern": name, "shape": [m, n], "us": us, "params": text}
             print(json.dumps(row), flush=True)
@@ -360,7 +360,7 @@ def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
         executor = KernelExecutor(fusion, scheduler="pointwise", name="kernel", device=H200)
         launch = executor.bind(inputs, [out], sizes={s: int(v) for s, v in sizes.items()})
         times.append((time.perf_counter() - began) * 1e3)
-        assert launch is not None and "__global__" in launch.variant.kernel.source.text
+        assert launch is not None and "__global__" in launch[0].kernel.source.text
     row = {
         "bench": "host",
         "what": "definition to CUDA source, 20 ops",

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,13 +27,15 @@ from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text
+from fuser.kernels.kernel import make_kernel
+from fuser.kernels.variant import Variant, launch_of
 from fuser.locks import make_reentrant_lock
 from fuser.options import Settings
 from fuser.recent import Recent
-from fuser.runtime.kernel import CompiledKernel, PreparedLaunch, compile_kernels
-
-if TYPE_CHECKING:
-    from fuser.kernels.kernel import Kernel
+from fuser.runtime.kernel import CompiledKernel, compile_kernels
+from fuser.runtime.launch import BoundLaunch
+from fuser.schedule import registry
+from fuser.schedule.facts import Facts
 
 MAX_VARIANTS = 8
 # Classes of tensors whose launches are remembered.
@@ -52,38 +53,7 @@ Value = torch.Tensor | Number
 Sizes = Mapping[Symbol, int]
 # Layouts, parameters of the scheduler, index type.
 VariantKey = tuple[tuple[Layout, ...], Any, DataType]
-
-
-@dataclass
-class Variant:
-    """One kernel of a fusion: lowered, and compiled on first use."""
-
-    kernel: Kernel
-    params: object
-    twins: Mapping[int, TensorView]
-    nbytes: int = 0
-    compiled: CompiledKernel | None = None
-
-
-@dataclass
-class Launch:
-    """A kernel bound to sizes and strides: what is left to give are pointers and scalar inputs.
-
-    `pointers` are (parameter, position among inputs then outputs); `numbers` are the parameters
-    that depend on scalar inputs.
-    """
-
-    variant: Variant
-    args: list[Any]
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    smem_bytes: int
-    pointers: tuple[tuple[int, int], ...]
-    numbers: tuple[tuple[int, Scalar], ...]
-    workspaces: tuple[tuple[int, int, bool], ...]
-    values: Mapping[Symbol, Number]
-    prepared: PreparedLaunch | None = None
-    scratch: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+Record = tuple[Variant, BoundLaunch]
 
 
 class KernelExecutor:
@@ -104,8 +74,6 @@ class KernelExecutor:
         checked: bool = False,
         settings: Settings | None = None,
     ) -> None:
-        from fuser.schedule import registry
-
         settings = options.settings() if settings is None else settings
         described = settings.argument("schedules_for")
         self.fusion = fusion
@@ -132,7 +100,7 @@ class KernelExecutor:
         # Which scalar inputs decide sizes, by their place among the scalars.
         self._structural = [k for k, i in enumerate(numbers) if i not in free]
         self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
-        self._records: Recent[object, Launch | None] = Recent(MAX_RECORDS)
+        self._records: Recent[object, Record | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
         self._lock = make_reentrant_lock()
@@ -174,43 +142,11 @@ class KernelExecutor:
             if record is None:
                 self._run_empty(inputs, outputs, sizes)
                 return
+            variant, launch = record
             try:
-                self._launch(record, tensors, numbers, stream)
+                launch.run(self._compiled(variant, tensors), tensors, numbers, stream)
             except KernelError as error:
-                raise KernelError(f"{error}\n{self._blame(record.variant, error)}") from None
-
-    def _launch(
-        self,
-        record: Launch,
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[Number],
-        stream: int | None,
-    ) -> None:
-        compiled = self._compiled(record.variant, tensors)
-        if record.numbers or self.checked or record.workspaces:
-            args = list(record.args)
-            for param, position in record.pointers:
-                args[param] = tensors[position]
-            self._fill(record, args, numbers, tensors, stream)
-            compiled.launch(
-                args,
-                grid=record.grid,
-                block=record.block,
-                smem_bytes=record.smem_bytes,
-                stream=stream,
-            )
-            return
-        if record.prepared is None:
-            args = list(record.args)
-            for param, position in record.pointers:
-                args[param] = tensors[position]
-            record.prepared = compiled.prepare(
-                args, grid=record.grid, block=record.block, smem_bytes=record.smem_bytes
-            )
-        set_pointer = record.prepared.set_pointer
-        for param, position in record.pointers:
-            set_pointer(param, tensors[position].data_ptr())
-        record.prepared.run(stream)
+                raise KernelError(f"{error}\n{self._blame(variant, error)}") from None
 
     def _blame(self, variant: Variant, error: KernelError) -> str:
         """Return the op and the user's line of the tensor that a finding names (else all ops)."""
@@ -224,35 +160,6 @@ class KernelExecutor:
             what = f"T{tv.number} is of"
             ops = self.fusion.uses(tv) if definition is None else (definition,)
         return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
-
-    def _fill(
-        self,
-        record: Launch,
-        args: list[Any],
-        numbers: Sequence[Number],
-        tensors: Sequence[torch.Tensor],
-        stream: int | None,
-    ) -> None:
-        """Fill in what depends on scalar inputs and on the stream."""
-        if record.numbers:
-            values = dict(record.values)
-            values.update(zip(self._scalars, numbers, strict=True))
-            for param, scalar in record.numbers:
-                args[param] = sc.evaluate(scalar, values)
-        if record.workspaces:
-            # Launches on two streams may overlap, so each stream has memory of its own.
-            device = tensors[0].device
-            lane = stream if stream is not None else _current_stream(device)
-            scratch = record.scratch.get(lane)
-            if scratch is None:
-                scratch = record.scratch[lane] = [
-                    (torch.zeros if zeroed else torch.empty)(
-                        nbytes, dtype=torch.uint8, device=device
-                    )
-                    for _, nbytes, zeroed in record.workspaces
-                ]
-            for (param, _, _), memory in zip(record.workspaces, scratch, strict=True):
-                args[param] = memory
 
     def _run_empty(
         self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], sizes: Sizes
@@ -275,9 +182,10 @@ class KernelExecutor:
         *,
         sizes: Sizes,
         device: DeviceInfo | None = None,
-    ) -> Launch | None:
-        """Return the launch record of an input class, lowering (not compiling) a new variant when
-        needed; None where an extent is 0. Meta tensors will do where `device` is given."""
+    ) -> Record | None:
+        """Return the variant and the launch of an input class, lowering (not compiling) a new
+        variant when needed; None where an extent is 0. Meta tensors will do where `device` is
+        given."""
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         self._check(inputs, tensors)
         values = self._binder.bind([*inputs, *outputs], sizes)
@@ -297,13 +205,25 @@ class KernelExecutor:
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, dict.fromkeys(alignments, 1), None):
             variant = self._variant(layouts, known, values, tensors, device)
-            launch = _launch_of(variant, self._tensors, tensors, values, alignments, self._scalars)
+            launch = self._launch_of(variant, tensors, values, alignments)
             if launch is not None:
-                return launch
+                return variant, launch
         raise KernelError(
             f"kernel {self.name} cannot serve {[tuple(t.shape) for t in tensors]} with strides "
             f"{[t.stride() for t in tensors]}: its generic variant relies on "
             f"{', '.join(map(str, variant.kernel.guards))}"
+        )
+
+    def _launch_of(
+        self,
+        variant: Variant,
+        tensors: Sequence[torch.Tensor],
+        values: Mapping[Symbol, Number],
+        alignments: Mapping[int, int],
+    ) -> BoundLaunch | None:
+        scalars, checked = self._scalars, self.checked
+        return launch_of(
+            variant, self._tensors, tensors, values, alignments, scalars, checked=checked
         )
 
     def _check(self, inputs: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
@@ -327,8 +247,6 @@ class KernelExecutor:
         device: DeviceInfo,
     ) -> Variant:
         """Return the variant for these layouts and alignments (None: the generic one)."""
-        from fuser.schedule.facts import Facts
-
         if alignments is None:
             return self._generic_variant(device)
         if self._generic is not None and len(self._variants) >= MAX_VARIANTS:
@@ -363,9 +281,7 @@ class KernelExecutor:
         for (its_layouts, its_params, its_index), variant in self._variants.items():
             if (its_layouts, its_index) != (layouts, index) or nbytes > NEARBY * variant.nbytes:
                 continue
-            if params.is_near(its_params) and _launch_of(
-                variant, self._tensors, tensors, values, alignments, self._scalars
-            ):
+            if params.is_near(its_params) and self._launch_of(variant, tensors, values, alignments):
                 return variant
         return None
 
@@ -401,8 +317,6 @@ class KernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo) -> Variant:
-        from fuser.kernels.kernel import make_kernel
-
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
@@ -465,11 +379,11 @@ def compile_many(
     missing: dict[bool, list[Variant]] = {}
     described = describe_device(device)
     for executor, inputs, outputs, sizes in requests:
-        launch = executor.bind(inputs, outputs, sizes=sizes, device=described)
-        if launch is not None and launch.variant.compiled is None:
+        record = executor.bind(inputs, outputs, sizes=sizes, device=described)
+        if record is not None and record[0].compiled is None:
             group = missing.setdefault(executor.checked, [])
-            if launch.variant not in group:
-                group.append(launch.variant)
+            if record[0] not in group:
+                group.append(record[0])
     for checked, variants in missing.items():
         sources = [v.kernel.source for v in variants]
         compiled = compile_kernels(sources, device, checked=checked)
@@ -522,67 +436,3 @@ def _describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
     if not tensors:
         raise InputError("a kernel without tensors has no device")
     return describe_device(tensors[0].device)
-
-
-def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _launch_of(
-    variant: Variant,
-    tvs: Sequence[TensorView],
-    tensors: Sequence[torch.Tensor],
-    values: Mapping[Symbol, Number],
-    alignments: Mapping[int, int],
-    scalars: Sequence[Symbol],
-) -> Launch | None:
-    """Evaluate a kernel's arguments and shape; None where it relies on something that fails."""
-    from fuser.lower.kernel import ScalarArg, StrideArg, TensorArg, WorkspaceArg, stride_symbol
-
-    kernel = variant.kernel
-    positions = {variant.twins[tv.number].number: k for k, tv in enumerate(tvs)}
-    known: dict[Symbol, Number] = dict(values)
-    for tv, t in zip(tvs, tensors, strict=True):
-        twin = variant.twins[tv.number]
-        known.update((stride_symbol(twin, k), s) for k, s in enumerate(t.stride()))
-    number_of = {variant.twins[tv.number].number: tv.number for tv in tvs}
-    for tv, nbytes in kernel.alignments:
-        if alignments[number_of[tv.number]] % nbytes:
-            return None
-    if not all(sc.evaluate(guard, known) for guard in kernel.guards):
-        return None
-    dynamic = set(scalars)
-    args: list[Any] = []
-    pointers: list[tuple[int, int]] = []
-    numbers: list[tuple[int, Scalar]] = []
-    workspaces: list[tuple[int, int, bool]] = []
-    for param, arg in enumerate(kernel.args):
-        match arg:
-            case TensorArg():
-                pointers.append((param, positions[arg.tv.number]))
-                args.append(0)
-            case ScalarArg():
-                if dynamic and any(s in dynamic for s in sc.symbols(arg.scalar)):
-                    numbers.append((param, arg.scalar))
-                args.append(sc.evaluate(arg.scalar, known))
-            case StrideArg():
-                args.append(tensors[positions[arg.tv.number]].stride(arg.axis))
-            case WorkspaceArg():
-                space = kernel.workspaces[arg.index]
-                workspaces.append((param, int(sc.evaluate(space.nbytes, known)), space.zeroed))
-                args.append(0)
-    grid, block = (
-        (int(sc.evaluate(x, known)), int(sc.evaluate(y, known)), int(sc.evaluate(z, known)))
-        for x, y, z in (kernel.grid, kernel.block)
-    )
-    return Launch(
-        variant,
-        args,
-        grid,
-        block,
-        int(sc.evaluate(kernel.smem_bytes, known)),
-        tuple(pointers),
-        tuple(numbers),
-        tuple(workspaces),
-        known,
-    )

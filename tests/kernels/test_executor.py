@@ -285,7 +285,7 @@ def test_small_inputs_take_the_kernel_of_a_nearby_size() -> None:
         tensors = [torch.empty(rows, cols, device="meta"), torch.empty(rows, device="meta")]
         launch = executor.bind(tensors[:1], tensors[1:], sizes=sizes_of(fusion, (rows, cols)))
         assert launch is not None
-        return str(launch.variant.params)
+        return str(launch[0].params)
 
     first = params(2000, 56)
     # Smaller, and up to eight times larger: the same kernel.

@@ -1,0 +1,102 @@
+"""A launch as data: function, grid, arguments, workspaces; what is left to give are pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fuser.runtime.kernel import CompiledKernel, Dim3, PreparedLaunch
+
+if TYPE_CHECKING:
+    import torch
+
+Number = bool | int | float
+
+
+@dataclass
+class BoundLaunch:
+    """A kernel's launch for one class of tensors.
+
+    `args` has every argument that the class decides, in order. `pointers` are (parameter, position
+    of its tensor); `numbers` are (parameter, its value for the scalar inputs of a call);
+    `workspaces` are (parameter, bytes, whether zeroed before the first launch). Where
+    `is_repeatable` is False, arguments are packed anew by every launch.
+    """
+
+    args: list[Any]
+    grid: Dim3
+    block: Dim3
+    smem_bytes: int
+    pointers: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, Callable[[Sequence[Number]], Number]], ...] = ()
+    workspaces: tuple[tuple[int, int, bool], ...] = ()
+    is_repeatable: bool = True
+    _prepared: PreparedLaunch | None = None
+    _scratch: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_repeatable = self.is_repeatable and not (self.numbers or self.workspaces)
+
+    def run(
+        self,
+        kernel: CompiledKernel,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Number],
+        stream: int | None,
+    ) -> None:
+        """Launch on these tensors and scalar inputs; `stream` None is torch's current one.
+
+        Raises:
+            KernelError: the launch failed, or a finding of checked mode.
+        """
+        if not self.is_repeatable:
+            kernel.launch(
+                self._arguments(tensors, numbers, stream),
+                grid=self.grid,
+                block=self.block,
+                smem_bytes=self.smem_bytes,
+                stream=stream,
+            )
+            return
+        prepared = self._prepared
+        if prepared is None:
+            prepared = self._prepared = kernel.prepare(
+                self._arguments(tensors, numbers, stream),
+                grid=self.grid,
+                block=self.block,
+                smem_bytes=self.smem_bytes,
+            )
+        set_pointer = prepared.set_pointer
+        for param, position in self.pointers:
+            set_pointer(param, tensors[position].data_ptr())
+        prepared.run(stream)
+
+    def _arguments(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[Number], stream: int | None
+    ) -> list[Any]:
+        args = list(self.args)
+        for param, position in self.pointers:
+            args[param] = tensors[position]
+        for param, value_for in self.numbers:
+            args[param] = value_for(numbers)
+        if self.workspaces:
+            memories = self._memories(tensors[0].device, stream)
+            for (param, _, _), memory in zip(self.workspaces, memories, strict=True):
+                args[param] = memory
+        return args
+
+    def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
+        """Return the workspaces of a stream: launches on two streams may overlap."""
+        import torch
+
+        if stream is None:
+            is_cuda = device.type == "cuda"
+            stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
+        found = self._scratch.get(stream)
+        if found is None:
+            found = self._scratch[stream] = [
+                (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+                for _, nbytes, zeroed in self.workspaces
+            ]
+        return found
