@@ -52,7 +52,7 @@ def test_name_license_and_dependencies(project: dict[str, Any]) -> None:
     assert about["requires-python"] == ">=3.11"
     assert sorted(item.split(">")[0] for item in about["dependencies"]) == ["numpy", "torch"]
     assert set(about["optional-dependencies"]) == {
-        "mpi", "cu12", "cu13", "nvrtc", "test", "viz", "demo",
+        "mpi", "cu12", "cu13", "nvrtc", "test", "demo",
     }  # fmt: skip
 
 
