@@ -252,7 +252,7 @@ def summary(tally: Tally, seconds: float) -> str:
     """Return the report: counts, refusals by reason, failures."""
     runs = sum(tally.cases.values())
     lines = [
-        f"{runs} runs in {seconds:.0f} s, {tally.outputs} outputs and {tally.elements} elements "
+        f"{runs} runs in {seconds:.1f}s, {tally.outputs} outputs and {tally.elements} elements "
         f"compared, {100 * tally.masked / max(tally.elements, 1):.1f}% of them uncertain"
     ]
     for mode, count in sorted(tally.cases.items()):

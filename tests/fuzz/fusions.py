@@ -117,7 +117,7 @@ class FusionBuilder(Builder):
     def scalar(self, kinds: str) -> Arg:
         """Return a constant or a scalar of the program."""
         names = [n for n in self.scalars if self._scalar_kind(n) in kinds]
-        if names and self.chance(0.4):
+        if names and self.chance(0.6):
             return Ref(self.rng.choice(names))
         if self.chance(0.08) and "i" in kinds:
             name = self.pick(lambda n: bool(self.dims[n]))

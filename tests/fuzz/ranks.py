@@ -62,7 +62,7 @@ def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) ->
     """Run all calls on this rank; return how a result differs."""
     rank = multidevice.Communicator.instance().rank()
     program = case.program
-    for m in range(len(program.calls)):
+    for m in case.order:
         outs = fd.execute(local_inputs(case, m, rank, mode.device), _enable_options=mode.options)
         spread = output_cuts(fd, program)
         for o, out, (ranks, cuts) in zip(program.outputs, outs, spread, strict=True):

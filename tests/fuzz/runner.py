@@ -119,6 +119,11 @@ class Case:
     def of(cls, program: Program) -> Case:
         return cls(program, [evaluate(program, m)[0] for m in range(len(program.calls))])
 
+    @property
+    def order(self) -> list[int]:
+        """All calls, then all again: the first of a kind is walked, later ones are replayed."""
+        return [*range(len(self.program.calls))] * 2
+
     def passed(self, call: int, device: str) -> list[Any]:
         from tests.fuzz.oracle import input_env
 
@@ -149,7 +154,7 @@ def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
     outputs = elements = masked = 0
     try:
         fd = fd or define(case.program)
-        for m in range(len(case.program.calls)):
+        for m in case.order:
             inputs = case.passed(m, mode.device)
             before = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
             outs = fd.execute(inputs, _enable_options=mode.options)

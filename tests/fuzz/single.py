@@ -43,7 +43,7 @@ class _Single(FusionBuilder):
         if not self.chance(0.15):
             chosen = list(dict.fromkeys(chosen))
         outputs = [Output(n) for n in chosen]
-        return self.with_aliases(outputs) if self.chance(0.15) else outputs
+        return self.with_aliases(outputs) if self.chance(0.3) else outputs
 
     def with_aliases(self, outputs: list[Output]) -> list[Output]:
         taken: set[str] = {o.name for o in outputs if o.name.startswith("x")}
@@ -71,7 +71,7 @@ _TABLE: tuple[tuple[Callable[[FusionBuilder], None], int], ...] = (
     (FusionBuilder.ternary, 7),
     (FusionBuilder.cast, 5),
     (FusionBuilder.copy, 2),
-    (FusionBuilder.scalar_arithmetic, 3),
+    (FusionBuilder.scalar_arithmetic, 5),
     (FusionBuilder.reduction, 14),
     (FusionBuilder.moments, 4),
     (FusionBuilder.norm, 3),

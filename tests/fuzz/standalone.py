@@ -33,7 +33,7 @@ def _tensor_text(t: torch.Tensor, dtype: str) -> str:
 
 
 def _calls_text(program: Program) -> str:
-    lines = ["CALLS = [\n"]
+    lines = ["def calls():\n    return [\n"]
     for m, call in enumerate(program.calls):
         env, _ = evaluate(program, m)
         lines.append("    (\n        [\n")
@@ -57,7 +57,7 @@ def _calls_text(program: Program) -> str:
                 f"             {DTYPES[value.dtype].torch}),\n"
             )
         lines.append("        ],\n    ),\n")
-    return "".join([*lines, "]\n"])
+    return "".join([*lines, "    ]\n\n\n"])
 
 
 _TAIL = """
@@ -72,7 +72,7 @@ def differs(out, value, bound, dtype):
 _ONE_DEVICE = """
 
 def check(fd):
-    for number, (inputs, expected) in enumerate(CALLS):
+    for number, (inputs, expected) in enumerate(calls() + calls()):
         results = list(fd.execute(inputs, _enable_options=OPTIONS))
         outs = [inputs[at] if at is not None else results.pop(0) for at in INTO]
         assert not results, "more outputs than were defined"
@@ -93,7 +93,7 @@ check(fd)
 _RANKS = """
 def check(fd):
     rank = multidevice.Communicator.instance().rank()
-    for number, (inputs, expected) in enumerate(CALLS):
+    for number, (inputs, expected) in enumerate(calls() + calls()):
         local = [
             t if not NOTES.get(k) else local_input(t, *NOTES[k], rank)
             for k, t in enumerate(inputs)

@@ -7,6 +7,7 @@ hang, `done` after. A batch of programs is lowered first, so that one compiler p
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import resource
@@ -36,6 +37,7 @@ def modes_of(seed: int, schedules: Sequence[str], device: str) -> list[Mode]:
     return [Mode(name, checked, device) for name in schedules]
 
 
+@functools.lru_cache(maxsize=64)
 def program_of(kind: str, seed: int) -> Program:
     return (single if kind == "single" else sharded).generate(seed)
 
