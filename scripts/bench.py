@@ -11,6 +11,8 @@ explore: the same kernels with neighbouring scheduler parameters, to tune the he
 
 host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
 
+agree: what ranks need to agree on a call, under mpirun.
+
 cpu: the encoder layer's kernel kinds on the CPU device beside torch's own op, one thread each,
 interleaved.
 
@@ -433,7 +435,38 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
+    """What it costs ranks to agree, beside a message of the control channel; in lockstep."""
+    from multidevice import Communicator
+    from multidevice.agreement import Claim, run_agreed
+
+    communicator = Communicator.instance()
+    team, claim = tuple(range(communicator.size())), Claim(("a program",))
+    ways = {
+        "word": lambda: run_agreed(communicator, team, lambda: (claim, (), list[object])),
+        "message": lambda: communicator.agree(None, b"digest"),
+        "alone": lambda: run_agreed(communicator, (), lambda: (claim, (), list[object])),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(40):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            for _ in range(200):
+                way()
+            times[name].append((time.perf_counter() - start) / 200 * 1e6)
+    if communicator.rank():
+        return []
+    rows = [
+        {"bench": "agree", "way": name, "min_us": min(t), "median_us": statistics.median(t)}
+        for name, t in times.items()
+    ]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
 BENCHES = {
+    "agree": bench_agree,
     "kernels": bench_kernels,
     "explore": bench_explore,
     "host": bench_host,
