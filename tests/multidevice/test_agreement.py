@@ -9,10 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-from fuser.errors import FuserError, InputError, PeerError, ProgramMismatchError
-from multidevice import Communicator, simulate
+from fuser import FusionDefinition, ParallelType
+from fuser.errors import DeadlockError, FuserError, InputError, PeerError, ProgramMismatchError
+from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.agreement import Claim, run_agreed
+from multidevice.backends.simulated import SimulatedControl
 
 
 def load_script() -> ModuleType:
@@ -53,7 +56,7 @@ def call(claim: Claim | BaseException, *numbers: float) -> str:
     communicator = Communicator.instance()
     try:
         return run_agreed(communicator, tuple(range(communicator.size())), prepare)
-    except (FuserError, ArithmeticError) as error:
+    except (FuserError, ArithmeticError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -109,3 +112,41 @@ def test_numbers_of_a_known_class_are_compared() -> None:
         assert found[2].startswith(
             f"{InputError.__name__}: input 1, d1 is 3.0 on ranks (0) and 4.0 on ranks (1)"
         )
+
+
+def test_without_a_page_the_words_travel_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As across hosts."""
+    monkeypatch.setattr(SimulatedControl, "page", lambda *_: None)
+
+    def act(rank: int) -> list[str]:
+        claims = [SAME, SAME, OTHER if rank else SAME, SAME, KeyError("mine") if rank else SAME]
+        return [*(call(claim) for claim in claims), call(SAME)]
+
+    first, second = on_ranks(act)
+    for found in (first, second):
+        assert found[:2] + found[3:4] + found[5:] == ["ran"] * 4
+        assert found[2].startswith(f"{ProgramMismatchError.__name__}: ")
+    assert first[4] == f"{PeerError.__name__}: rank 1 failed: KeyError: 'mine'"
+    assert second[4] == "KeyError: 'mine'"
+
+
+def test_a_wait_for_a_rank_that_has_left_names_the_users_line() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        y = fd.ops.sum(x, [0])
+        fd.add_output(y)
+        x.set_device_mesh(DeviceMesh([0, 1]))
+        x.outer_split(0, 2)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+
+    def act() -> None:
+        if Communicator.instance().rank() == 0:
+            for _ in range(2):
+                fd.execute([torch.ones(3)])
+        else:
+            fd.execute([torch.ones(3)])
+
+    with simulate(2) as world, pytest.raises(DeadlockError) as error:
+        world.run(act)
+    assert "call 1 of the programs of team (0 1), for " in str(error.value)
+    assert "test_agreement.py:" in str(error.value)
