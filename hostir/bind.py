@@ -12,10 +12,10 @@ from fuser.ir.binding import Argument, Binder, Values, tensor_problem
 from fuser.ir.dtypes import category, dtype_text, from_torch, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from hostir.layout import parts
 from hostir.overlap import overlaps_itself
-from multidevice.placement import memory_order
 
 _ACCEPTS: dict[str, tuple[type, ...]] = {
     "bool": (bool, int),

@@ -13,15 +13,15 @@ from functools import cached_property
 from typing import ClassVar
 
 from fuser.errors import VerifyError
-from fuser.ir import nodes
+from fuser.ir import nodes, storage
 from fuser.ir.core import Op, attr, operand, operands, result, results
 from fuser.ir.scalar import Scalar
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.layout import allocated_elements
 from multidevice.backends.protocol import RED_OPS, RedOp
 from multidevice.communication import CommunicationType, TeamOf
-from multidevice.placement import memory_order
 
 ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
 REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
@@ -83,10 +83,8 @@ class Order:
     def of(tv: TensorView) -> Order:
         """Return the order that the allocation domain declares."""
         axes = tuple(p for p, _ in memory_order(tv))
-        expanded = tuple(
-            p for p, a in enumerate(tv.domain.no_reductions) if a.is_broadcast and a.expanded
-        )
-        return Order(None if axes == tuple(range(len(axes))) else axes, expanded)
+        is_logical = axes == tuple(range(len(axes)))
+        return Order(None if is_logical else axes, storage.expanded_positions(tv))
 
 
 class Communication(HostOp):

@@ -13,10 +13,11 @@ from fuser.errors import ShardingError
 from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from multidevice.communication import communicates
-from multidevice.placement import is_contiguous, memory_order, spread_axes
+from multidevice.placement import is_contiguous, spread_axes
 from multidevice.sharding import have_different_shardings
 
 # Outermost first. Other types stand behind, in their order.

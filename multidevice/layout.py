@@ -14,6 +14,7 @@ from __future__ import annotations
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, Reshard, TensorOp
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from multidevice.communication import communicates, communication_type, is_copy, moved_axes
 from multidevice.placement import (
@@ -21,7 +22,6 @@ from multidevice.placement import (
     copy_like,
     is_contiguous,
     is_plain_broadcast,
-    memory_order,
     placement,
     set_memory_order,
 )

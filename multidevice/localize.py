@@ -17,14 +17,10 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, Reshard, SliceOp, TensorOp
 from fuser.ir.path import transforms_between, with_exact_splits
 from fuser.ir.scalar import Scalar
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
-from multidevice.placement import (
-    axis_cuts,
-    local_extent,
-    memory_order,
-    path_to_root,
-)
+from multidevice.placement import axis_cuts, local_extent, path_to_root
 from multidevice.sharding import has_mesh, rfactor_device_axis
 
 

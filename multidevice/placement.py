@@ -311,34 +311,6 @@ def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------ memory order
-def memory_order(tv: TensorView) -> tuple[tuple[int, bool | None], ...]:
-    """Return (logical position without reductions, contiguity), outermost in memory first.
-
-    Device and stream axes in the allocation domain are folded into the axis that they cut.
-    Raises `UnsupportedError` for an allocation domain that is no permutation of the logical axes.
-    """
-    axes = tv.domain.no_reductions
-    positions = {a.number: p for p, a in enumerate(axes)}
-    cuts = [t for t in tv.domain.splits.values() if tv.domain.axes[t.outer].ptype in SPREAD_TYPES]
-    split_of = {t.inner: t.inp for t in cuts}
-    folded = {t.outer for t in cuts} - positions.keys()
-    order: list[tuple[int, bool | None]] = []
-    for axis, flag in zip(tv.domain.maybe_allocation, tv.domain.contiguity, strict=True):
-        if axis.is_reduction() or axis.number in folded:
-            continue
-        number = axis.number
-        while number not in positions and number in split_of:
-            number = split_of[number]
-        if number not in positions:
-            raise UnsupportedError(
-                f"{tv}: allocation axis {axis} is no logical axis and no cut of one"
-            )
-        order.append((positions[number], flag))
-    if sorted(p for p, _ in order) != list(range(len(axes))):
-        raise UnsupportedError(f"{tv}: the allocation domain is no permutation of the logical axes")
-    return tuple(order)
-
-
 def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
     """Declare a contiguous memory order of the logical axes (positions, outermost first)."""
     axes = [tv.domain.no_reductions[p] for p in order]

@@ -44,7 +44,6 @@ from multidevice import sharding
 from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.localize import localize
-from multidevice.placement import memory_order
 from multidevice.sharding_passes import shard_fusion
 
 if TYPE_CHECKING:
@@ -257,7 +256,6 @@ class FusionExecutorCache:
             fusion,
             find_scheduler=_find_scheduler,
             local_shape=sharding.local_extents,
-            memory_order=memory_order,
         )
         program = run_passes(lower(segmented, backend_name=backend))
         dump("segmented_fusion", segmented.describe)

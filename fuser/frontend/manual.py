@@ -14,6 +14,7 @@ from fuser.ir.fusion import Fusion
 from fuser.kernels.executor import KernelExecutor
 from fuser.passes.concretize import refine_extents
 from hostir.bind import InputBinder
+from hostir.layout import allocated_strides
 
 
 class ManualKernel:
@@ -37,14 +38,12 @@ class ManualKernel:
         """Return the outputs, freshly allocated, in order."""
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
-        outputs = [
-            torch.empty(
-                [int(sc.evaluate(self._fusion.canonical(x), values)) for x in out.shape()],
-                dtype=to_torch(out.dtype()),
-                device=device,
-            )
-            for out in self._fusion.outputs
-        ]
+        outputs: list[torch.Tensor] = []
+        for out in self._fusion.outputs:
+            shape = [int(sc.evaluate(self._fusion.canonical(x), values)) for x in out.shape()]
+            strides = allocated_strides(out, shape)
+            dtype = to_torch(out.dtype())
+            outputs.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         self._executor.run(list(inputs), outputs, sizes=sizes)
         return outputs

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
 
 
+def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
+    """Return the extent of a merge; see `DomainBuilder.merge`."""
+    if is_view and not (outer.is_broadcast and inner.is_broadcast):
+        return sc.mul(outer.size, inner.size)
+    return sc.mul(outer.extent, inner.extent)
+
+
 class DomainBuilder:
     """Grows axes by transforms; `axes` and `transforms` are what a domain needs in the end."""
 
@@ -54,16 +61,14 @@ class DomainBuilder:
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
         """Merge two axes: extent outer * inner, outer's parallel type.
 
-        Iteration wins over broadcast; reductions stay reductions.
+        Iteration wins over broadcast; reductions stay reductions. With a concrete axis, a view
+        merges the apparent size of an expanded broadcast, a loop the one element that it is.
         """
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
-        size = sc.mul(outer.size, inner.size)
-        extent, expanded = size, None
-        if kind is IterType.broadcast:
-            has_expanded = outer.expanded is not None or inner.expanded is not None
-            extent, expanded = sc.ONE, size if has_expanded else None
-        # An expanded broadcast merged with a concrete axis iterates its expanded size.
+        extent, expanded = merged_extent(outer, inner, is_view=rfactor), None
+        if kind is IterType.broadcast and (outer.expanded or inner.expanded) is not None:
+            expanded = sc.mul(outer.size, inner.size)
         out = self._derive(outer, kind=kind, extent=extent, expanded=expanded, rfactor=rfactor)
         self._lead(Merge(outer.number, inner.number, out.number), outer, inner)
         return out

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
+from fuser.errors import UnsupportedError
 from fuser.ir.domain import TensorDomain
+from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
+
+if TYPE_CHECKING:
+    import torch
 
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 """Axes that are no reductions: (order, outermost in memory first; contiguity in that order)."""
@@ -46,10 +52,17 @@ def layout_of(
 def declared_order(tv: TensorView) -> tuple[int, ...] | None:
     """Return the axes of a tensor, reductions left out, in declared memory order; None where the
     allocation domain holds other axes than logical ones."""
-    places = {a.number: k for k, a in enumerate(tv.domain.no_reductions)}
-    axes = [a for a in tv.domain.maybe_allocation if not a.is_reduction()]
-    order = tuple(places.get(a.number, -1) for a in axes)
-    return order if sorted(order) == list(range(len(places))) else None
+    try:
+        return tuple(p for p, _ in memory_order(tv))
+    except UnsupportedError:
+        return None
+
+
+def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor that memory holds: one element along expanded axes."""
+    for axis in expanded_positions(tv):
+        tensor = tensor.narrow(axis, 0, min(tensor.size(axis), 1))
+    return tensor
 
 
 def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:

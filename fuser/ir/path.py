@@ -191,10 +191,20 @@ class IndexRules(Rules[Scalar]):
         return self._apart(t.inner, inp)
 
     def unmerge(self, t: Merge, out: Scalar) -> tuple[Scalar, Scalar]:
+        if self._only_concrete(t):
+            is_inner = self._axes[t.outer].is_broadcast
+            return (sc.ZERO, out) if is_inner else (out, sc.ZERO)
         return self._apart(t.inner, out)
 
     def merge(self, t: Merge, outer: Scalar, inner: Scalar) -> Scalar:
+        if self._only_concrete(t):
+            return inner if self._axes[t.outer].is_broadcast else outer
         return self._together(t.inner, outer, inner)
+
+    def _only_concrete(self, t: Merge) -> bool:
+        """Whether a loop over a broadcast and a concrete axis runs over the concrete one alone."""
+        outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
+        return outer.is_broadcast != inner.is_broadcast and not out.rfactor
 
     def unsplit(self, t: Split, outer: Scalar, inner: Scalar) -> Scalar:
         return self._together(t.inner, outer, inner)

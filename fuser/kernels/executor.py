@@ -23,8 +23,9 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import Binder, free_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
+from fuser.ir.layout_class import Layout, declared_order, layout_of, stored_part, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text
 from fuser.kernels.kernel import make_kernel
@@ -85,14 +86,7 @@ class KernelExecutor:
         self._tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
         self._tensors += fusion.outputs
         self._orders = [declared_order(tv) for tv in self._tensors]
-        inputs = set(fusion.inputs)
-        self._skipped = [
-            [
-                a.is_broadcast and (a.expanded is None or tv in inputs)
-                for a in tv.domain.no_reductions
-            ]
-            for tv in self._tensors
-        ]
+        self._skipped = [[a.is_broadcast for a in tv.domain.no_reductions] for tv in self._tensors]
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
         self._free = _free_symbols(fusion, self._scalars)
         free = free_inputs(fusion)
@@ -171,8 +165,8 @@ class KernelExecutor:
 
         values = self._binder.bind([*inputs, *outputs], sizes)
         results = evaluate_fusion(self.fusion, list(inputs), values=values)
-        for out, value in zip(outputs, results, strict=True):
-            out.copy_(value)
+        for tv, out, value in zip(self.fusion.outputs, outputs, results, strict=True):
+            stored_part(tv, out).copy_(stored_part(tv, value))
 
     # ------------------------------------------------------------ binding
     def bind(
@@ -236,6 +230,14 @@ class KernelExecutor:
         for tv, t in zip(self._tensors, tensors, strict=True):
             if t.dim() != tv.ndim:
                 raise InputError(f"kernel {self.name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
+        for tv, t in zip(self.fusion.outputs, tensors[-len(self.fusion.outputs) :], strict=True):
+            for axis in expanded_positions(tv):
+                if t.size(axis) > 1 and t.stride(axis):
+                    raise InputError(
+                        f"kernel {self.name}: axis {axis} of {tv} is expanded, one element that is "
+                        f"written once, but its buffer of shape {tuple(t.shape)} has strides "
+                        f"{t.stride()}"
+                    )
 
     # ------------------------------------------------------------ variants
     def _variant(

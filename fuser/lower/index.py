@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, Transform
+from fuser.ir.domain import IterDomain, Transform, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import PadOp, TensorOp
 from fuser.ir.path import indices_backward, indices_forward, transforms_between
 from fuser.ir.scalar import Scalar
+from fuser.ir.storage import memory_strides
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import IterType
 from fuser.lower.kernel import stride_symbol
 from fuser.lower.loops import Nesting, NoNestError, Stage
 
@@ -140,36 +140,22 @@ class Indexer:
 
     # ------------------------------------------------------------ addresses
     def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
-        """Return (allocation axis, stride in elements) of a global tensor, without broadcasts.
-
-        A contiguous axis has the stride of the next inner one times its extent; another one is a
-        parameter. An expanded broadcast of an output is written in full.
-        """
+        """Return (allocation axis, stride in elements) of a global tensor; see `memory_strides`.
+        The stride of an axis that is not contiguous is a parameter."""
         found = self._strides.get(tv)
         if found is None:
             found = self._strides[tv] = self._find_strides(tv)
         return found
 
     def _find_strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
-        domain = tv.domain
-        is_output = tv not in self.fusion.inputs
-        logical = [a.number for a in domain.no_reductions]
-        out: list[tuple[IterDomain, Scalar]] = []
-        dense: Scalar = sc.ONE
-        pairs = zip(domain.maybe_allocation, domain.contiguity, strict=True)
-        for axis, is_contiguous in reversed(list(pairs)):
-            if axis.kind is IterType.reduction:
-                continue
-            if axis.is_broadcast and not (is_output and axis.expanded is not None):
-                continue
-            stride = dense
-            if is_contiguous is False:
-                if axis.number not in logical:
-                    raise UnsupportedError(f"{tv}: strided allocation axis {axis} is not logical")
-                stride = stride_symbol(tv, logical.index(axis.number))
-            out.append((axis, stride))
-            dense = sc.mul(stride, self.fusion.canonical(axis.size))
-        return tuple(reversed(out))
+        logical = numbers(tv.domain.no_reductions)
+
+        def gap(axis: IterDomain) -> Scalar:
+            if axis.number not in logical:
+                raise UnsupportedError(f"{tv}: strided allocation axis {axis} is not logical")
+            return stride_symbol(tv, logical.index(axis.number))
+
+        return memory_strides(tv, lambda a: self.fusion.canonical(a.size), gap)
 
     def offset(self, tv: TensorView, index: Index) -> Scalar:
         """Return the element offset of a logical index in a global tensor."""

@@ -214,7 +214,7 @@ def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
-    sizes = [fusion.canonical(a.size) for a in own if a.ptype not in COORDINATES]
+    sizes = [fusion.canonical(a.extent) for a in own if a.ptype not in COORDINATES]
     return bool(own) and is_scheduled and all(sc.int_value(s) is not None for s in sizes)
 
 
@@ -256,7 +256,8 @@ class _Nests:
         return self._graph
 
     def size(self, axis: IterDomain) -> Scalar:
-        return self.nesting.fusion.canonical(axis.size)
+        """Return how often an axis is iterated: an expanded broadcast is one element."""
+        return self.nesting.fusion.canonical(axis.extent)
 
     def new_loop(self, axis: IterDomain) -> Loop:
         return Loop(self.size(axis), axis.ptype, is_reduction=axis.is_reduction())

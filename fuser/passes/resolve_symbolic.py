@@ -14,6 +14,7 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.binding import size_of
+from fuser.ir.build_domain import merged_extent
 from fuser.ir.domain import (
     IterDomain,
     Merge,
@@ -263,7 +264,10 @@ class _Restate(Rules[IterDomain]):
     def merge(self, t: Merge, outer: IterDomain | None, inner: IterDomain | None) -> IterDomain:
         o, i = outer or self._axes[t.outer], inner or self._axes[t.inner]
         like = replace(i if o.is_broadcast else o, expanded=o.expanded or i.expanded)
-        return _sized(self._axes[t.out], like, self._sizes.merge(t, o.size, i.size))
+        out = self._axes[t.out]
+        if not like.is_broadcast:
+            return _sized(out, like, merged_extent(o, i, is_view=out.rfactor))
+        return _sized(out, like, self._sizes.merge(t, o.size, i.size))
 
     def resize(self, t: Resize, inp: IterDomain) -> IterDomain:
         return replace(self._axes[t.out], extent=self._sizes.resize(t, inp.size))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from fuser.errors import UnsupportedError
-from fuser.ir import nodes
+from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
 from fuser.ir.domain import TensorDomain
 from fuser.ir.fusion import Fusion
@@ -80,16 +80,14 @@ def segment_fusion(
     *,
     find_scheduler: Callable[[Fusion], str | None],
     local_shape: Callable[[TensorView], Sequence[Scalar]],
-    memory_order: Callable[[TensorView], Sequence[tuple[int, bool | None]]],
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
-    `find_scheduler` names a scheduler that accepts a kernel's
-    fusion, `local_shape` gives the extents of a tensor's local shard, and `memory_order` its axes
-    as (logical position, contiguity), outermost first. Raises `UnsupportedError` naming an op that
-    no scheduler accepts even alone.
+    `find_scheduler` names a scheduler that accepts a kernel's fusion, and `local_shape` gives the
+    extents of a tensor's local shard. Raises `UnsupportedError` naming an op that no scheduler
+    accepts even alone.
     """
-    return _Segmenter(fusion, find_scheduler, local_shape, memory_order).run()
+    return _Segmenter(fusion, find_scheduler, local_shape).run()
 
 
 class _Segmenter:
@@ -98,13 +96,11 @@ class _Segmenter:
         fusion: Fusion,
         find_scheduler: Callable[[Fusion], str | None],
         local_shape: Callable[[TensorView], Sequence[Scalar]],
-        memory_order: Callable[[TensorView], Sequence[tuple[int, bool | None]]],
     ) -> None:
         self.fusion = fusion
         self.exprs = fusion.used_exprs()
         self.find_scheduler = find_scheduler
         self.local_shape = local_shape
-        self.memory_order = memory_order
         self.position = {e: i for i, e in enumerate(self.exprs)}
         self.kind: dict[TensorOp, SegmentKind] = {}
         for e in self.exprs:
@@ -176,13 +172,7 @@ class _Segmenter:
 
     def _dense(self, tv: TensorView) -> tuple[Scalar, ...]:
         """Return the strides of a freshly allocated local tensor, per logical axis."""
-        shape = self.local_shape(tv)
-        strides: list[Scalar] = [sc.ONE] * len(shape)
-        step: Scalar = sc.ONE
-        for position, _ in reversed(self.memory_order(tv)):
-            strides[position] = step
-            step = sc.mul(step, shape[position])
-        return tuple(strides)
+        return storage.dense_strides(tv, self.local_shape(tv))
 
     def _input_strides(self, tv: TensorView) -> tuple[Scalar, ...] | None:
         """Return the strides of a fusion input; None when it is not dense."""
@@ -463,10 +453,7 @@ def _is_boundary(op: TensorOp) -> bool:
 
 def _elements(tv: TensorView) -> Scalar:
     """Return the number of elements that memory holds (broadcast axes count once)."""
-    fusion = tv.fusion
-    return fusion.canonical(
-        sc.product(a.extent for a in tv.domain.no_reductions if not a.is_broadcast)
-    )
+    return tv.fusion.canonical(storage.elements(tv))
 
 
 def _space(group: _Group) -> tuple[object, ...]:

@@ -140,8 +140,6 @@ def _tail_rejection(
             return f"{tv} repeats the result of {reference} along a reduced axis"
         if is_output and numbers != (iterated if tv in below else everything):
             return f"output {tv} does not have the axes of reduction {reference}"
-        if is_output and any(a.is_broadcast and a.expanded is not None for a in tv.domain.logical):
-            return f"output {tv} has an expanded axis"
     return None
 
 

@@ -130,9 +130,6 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
             order.append(place[match.number])
             flags.append(flag)
         known = known and len(set(order)) == len(order)
-        if any(a.expanded is not None and a.is_broadcast for a in tv.domain.logical):
-            # An output is written in full: the expanded axes lie between the others.
-            flags = [flag and tv not in outputs for flag in flags]
         accesses.append(
             Access(
                 tv, tv in outputs, tuple(order) if known else None, tuple(flags) if known else ()

@@ -26,7 +26,6 @@ from hostir.host_passes import run_passes
 from hostir.lower import lower
 from multidevice import sharding
 from multidevice.localize import localize
-from multidevice.placement import memory_order
 from multidevice.shard import unshard
 from multidevice.sharding_passes import shard_fusion
 
@@ -67,7 +66,6 @@ def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrCon
         fusion,
         find_scheduler=lambda f: find_scheduler(localize(f)[0]),
         local_shape=sharding.local_extents,
-        memory_order=memory_order,
     )
     return run_passes(lower(segmented, backend_name="SIMULATED"))
 

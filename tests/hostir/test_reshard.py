@@ -8,7 +8,6 @@ from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
 from hostir.lower import lower
 from multidevice.localize import localize
-from multidevice.placement import memory_order
 from multidevice.sharding import local_extents
 from multidevice.sharding_passes import shard_fusion
 from tests.multidevice import sharded_models as models
@@ -34,6 +33,5 @@ def test_a_change_of_placement_is_proved_before_it_is_named_and_never_again(
         model.fusion,
         find_scheduler=lambda fusion: find_scheduler(localize(fusion)[0]),
         local_shape=local_extents,
-        memory_order=memory_order,
     )
     assert len(lower(segmented, backend_name="SIMULATED").communications()) == 1

@@ -100,10 +100,12 @@ def launch(
     values = dict(bind_inputs(fusion, inputs))
     outputs = []
     for tv in fusion.outputs:
-        shape = [
-            int(sc.evaluate(fusion.canonical(a.size), values)) for a in tv.domain.no_reductions
+        sizes = [
+            (int(sc.evaluate(fusion.canonical(x), values)) for x in (a.extent, a.size))
+            for a in tv.domain.no_reductions
         ]
-        outputs.append(torch.full(shape, 77, dtype=to_torch(tv.dtype())))
+        held, shape = zip(*sizes, strict=True) if sizes else ((), ())
+        outputs.append(torch.full(held, 77, dtype=to_torch(tv.dtype())).expand(shape))
     given = dict(zip((*fusion.inputs, *fusion.outputs), (*inputs, *outputs), strict=True))
     for tv, t in given.items():
         if isinstance(tv, TensorView):

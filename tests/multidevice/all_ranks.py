@@ -20,12 +20,13 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Symbol
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import evaluate_fusion
 from multidevice.communication import communicates, communication_type, moved_axes, team_of
 from multidevice.localize import localize
-from multidevice.placement import is_contiguous, memory_order
+from multidevice.placement import is_contiguous
 from multidevice.shard import shard_for_rank, unshard
 from multidevice.sharding import local_sizes
 from multidevice.sharding_passes import ShardingResult, shard_fusion

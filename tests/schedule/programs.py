@@ -94,12 +94,14 @@ def make_executor(
 def run(
     executor: KernelExecutor, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Run on inputs; outputs are allocated densely with a pattern that no result has."""
+    """Run on inputs; outputs are allocated densely, one element along expanded axes, with a pattern
+    that no result has."""
     fusion = executor.fusion
-    outputs = [
-        torch.full(tuple(shape), 77, dtype=to_torch(tv.dtype()))
-        for tv, shape in zip(fusion.outputs, shapes, strict=True)
-    ]
+    outputs: list[torch.Tensor] = []
+    for tv, shape in zip(fusion.outputs, shapes, strict=True):
+        axes = zip(tv.domain.no_reductions, shape, strict=True)
+        held = [1 if a.is_broadcast else n for a, n in axes]
+        outputs.append(torch.full(held, 77, dtype=to_torch(tv.dtype())).expand(tuple(shape)))
     executor.run(list(inputs), outputs, sizes=sizes_of(fusion, *(t.shape for t in inputs)))
     return outputs
 

@@ -18,7 +18,6 @@ from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
-from multidevice.placement import memory_order
 
 
 def fusion_of(build: Callable[..., Any], *ranks: int) -> Fusion:
@@ -41,7 +40,6 @@ def cut(
         fusion,
         find_scheduler=scheduler,
         local_shape=TensorView.shape,
-        memory_order=memory_order,
     )
 
 

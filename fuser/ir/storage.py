@@ -1,0 +1,116 @@
+"""The account of storage: what memory holds of a tensor, in which order and at which strides.
+
+Memory holds neither reductions nor broadcasts: an expanded axis is one element with stride 0, which
+is written once and read at every index. Allocation, kernels, segments, communication, views and the
+caller's tensors all ask here. Extents are an argument: those of the whole tensor or of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fuser.errors import UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+
+MemoryOrder = tuple[tuple[int, bool | None], ...]
+"""(logical position without reductions, contiguity), outermost in memory first."""
+
+
+def is_stored(axis: IterDomain) -> bool:
+    """Whether memory holds more than one element along an axis (extents of 1 aside)."""
+    return not (axis.is_broadcast or axis.is_reduction())
+
+
+def expanded_positions(tv: TensorView) -> tuple[int, ...]:
+    """Return the logical positions (without reductions) of expanded axes."""
+    axes = enumerate(tv.domain.no_reductions)
+    return tuple(p for p, a in axes if a.is_broadcast and a.expanded is not None)
+
+
+def memory_order(tv: TensorView) -> MemoryOrder:
+    """Return the order that the allocation domain declares, and which axes are contiguous.
+
+    Device and stream axes in the allocation domain are folded into the axis that they cut.
+    Raises `UnsupportedError` for an allocation domain that is no permutation of the logical axes.
+    """
+    domain = tv.domain
+    axes = domain.no_reductions
+    positions = {a.number: p for p, a in enumerate(axes)}
+    outers = {t: domain.axes[t.outer] for t in domain.splits.values()}
+    cuts = [t for t, outer in outers.items() if outer.is_device or outer.is_stream]
+    split_of = {t.inner: t.inp for t in cuts}
+    folded = {t.outer for t in cuts} - positions.keys()
+    order: list[tuple[int, bool | None]] = []
+    for axis, flag in zip(domain.maybe_allocation, domain.contiguity, strict=True):
+        if axis.is_reduction() or axis.number in folded:
+            continue
+        number = axis.number
+        while number not in positions and number in split_of:
+            number = split_of[number]
+        if number not in positions:
+            raise UnsupportedError(
+                f"{tv}: allocation axis {axis} is no logical axis and no cut of one"
+            )
+        order.append((positions[number], flag))
+    if sorted(p for p, _ in order) != list(range(len(axes))):
+        raise UnsupportedError(f"{tv}: the allocation domain is no permutation of the logical axes")
+    return tuple(order)
+
+
+def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
+    """Return how many elements memory holds.
+
+    `extents` runs parallel to the logical axes without reductions; default: the whole tensor's.
+    """
+    axes = tv.domain.no_reductions
+    sizes = (a.size for a in axes) if extents is None else extents
+    return sc.product(n for a, n in zip(axes, sizes, strict=True) if is_stored(a))
+
+
+def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
+    """Return the strides, per logical axis without reductions, of a tensor without gaps in its
+    memory order: 0 for expanded axes. `extents` runs parallel to these axes."""
+    axes = tv.domain.no_reductions
+    sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
+    order = [(axes[p], True) for p, _ in memory_order(tv)]
+    strides = _strides(order, lambda a: sizes[a.number], _no_gaps)
+    return tuple(sc.ZERO if a.expanded is not None else strides[a.number] for a in axes)
+
+
+def memory_strides(
+    tv: TensorView, size: Callable[[IterDomain], Scalar], gap: Callable[[IterDomain], Scalar]
+) -> tuple[tuple[IterDomain, Scalar], ...]:
+    """Return (allocation axis, stride in elements) of what memory holds, outermost first.
+
+    A contiguous axis has the stride of the next inner one times its size; `gap` gives the stride of
+    any other one.
+    """
+    domain = tv.domain
+    order = list(zip(domain.maybe_allocation, domain.contiguity, strict=True))
+    strides = _strides(order, size, gap)
+    return tuple((a, strides[a.number]) for a, _ in order if is_stored(a))
+
+
+def _strides(
+    order: Sequence[tuple[IterDomain, bool | None]],
+    size: Callable[[IterDomain], Scalar],
+    gap: Callable[[IterDomain], Scalar],
+) -> dict[int, Scalar]:
+    """Return the stride of every axis, by number; an axis that is not stored has that of the next
+    inner one, as torch gives axes of extent 1."""
+    strides: dict[int, Scalar] = {}
+    step: Scalar = sc.ONE
+    for axis, is_contiguous in reversed(order):
+        if not is_stored(axis):
+            strides[axis.number] = step
+            continue
+        strides[axis.number] = gap(axis) if is_contiguous is False else step
+        step = sc.mul(strides[axis.number], size(axis))
+    return strides
+
+
+def _no_gaps(axis: IterDomain) -> Scalar:
+    raise AssertionError(f"{axis} is contiguous")
