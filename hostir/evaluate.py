@@ -28,7 +28,7 @@ from hostir.bind import Argument, InputBinder, Values
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.layout import allocated_strides, parts
-from hostir.library import compute, compute_into
+from hostir.library import compute, compute_into, write
 from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalSlice, Wait
 from hostir.overlap import Updates
 from hostir.post import post
@@ -90,7 +90,7 @@ def _wait(op: Wait, frame: Frame) -> None:
 
 def _local_slice(op: LocalSlice, frame: Frame) -> None:
     start, length = frame.slice_bounds(op)
-    frame.tensors[op.out].copy_(frame.tensors[op.inp].narrow(op.axis, start, length))
+    write(frame.tensors[op.out], frame.tensors[op.inp].narrow(op.axis, start, length))
 
 
 def _tensor_op(op: TensorOp, frame: Frame) -> None:

@@ -37,11 +37,33 @@ def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
 def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> None:
     """Write the op's results into `outs`."""
     if isinstance(op, _CONTRACTIONS):
-        inputs = [frame.tensors[v] for v in op.inputs]
-        evaluate_into(op, inputs, as_contracted(op, outs[0]))
+        inputs, out = [frame.tensors[v] for v in op.inputs], as_contracted(op, outs[0])
+        (contract_repeated if is_repeated(out) else evaluate_into)(op, inputs, out)
         return
     for out, value in zip(outs, compute(op, frame), strict=True):
-        out.copy_(value)
+        write(out, value)
+
+
+def contract_repeated(
+    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[torch.Tensor], out: torch.Tensor
+) -> None:
+    """Compute a contraction into `out`, of which memory holds one element along some axes."""
+    whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    evaluate_into(op, inputs, whole)
+    write(out, whole)
+
+
+def is_repeated(out: torch.Tensor) -> bool:
+    """Whether `out` has an expanded axis, whose one element torch refuses to write repeatedly."""
+    return any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True))
+
+
+def write(out: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` into what memory holds of `out`: one element along expanded axes."""
+    for axis, (n, step) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if n > 1 and not step:
+            out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    out.copy_(value)
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:

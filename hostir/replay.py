@@ -24,7 +24,7 @@ from hostir.arena import Arena, Block, first_fit
 from hostir.bind import Argument
 from hostir.frame import Frame
 from hostir.layout import allocated_strides
-from hostir.library import as_contracted, compute
+from hostir.library import as_contracted, compute, contract_repeated, is_repeated, write
 from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalSlice, Wait
 from hostir.post import post
 
@@ -220,8 +220,10 @@ class Recorder:
         start, length = self._frame.slice_bounds(op)
         inp, out, axis = self.slot(op.inp), self.slot(op.out), op.axis
 
+        put = self._writer(op.out)
+
         def local_slice(slots: Slots) -> None:
-            slots[out].copy_(slots[inp].narrow(axis, start, length))
+            put(slots[out], slots[inp].narrow(axis, start, length))
 
         return local_slice
 
@@ -239,6 +241,10 @@ class Recorder:
 
         sample = self._frame.tensors[op.out]
         result = as_contracted(op, sample)
+        if is_repeated(result):
+            return lambda slots: contract_repeated(
+                op, [slots[i] for i in ins], as_contracted(op, slots[out])
+            )
         way = bind_contraction(op, [self._frame.tensors[v] for v in op.inputs], result)
 
         def contract(slots: Slots) -> None:
@@ -252,11 +258,17 @@ class Recorder:
     def _copied(self, op: TensorOp) -> Closure:
         compute_step, outs = self._computing(op), [self.slot(o) for o in op.outputs]
 
+        puts = [self._writer(o) for o in op.outputs]
+
         def copy(slots: Slots) -> None:
-            for out, value in zip(outs, compute_step(slots), strict=True):
-                slots[out].copy_(value)
+            for put, out, value in zip(puts, outs, compute_step(slots), strict=True):
+                put(slots[out], value)
 
         return copy
+
+    def _writer(self, tv: TensorView) -> Callable[[torch.Tensor, torch.Tensor], object]:
+        """Return how values are copied into a tensor of this layout."""
+        return write if is_repeated(self._frame.tensors[tv]) else torch.Tensor.copy_
 
     def _as_strided(self, op: TensorOp) -> Closure | None:
         """Return a view by sizes and strides; None when the op made no view of its first input."""
