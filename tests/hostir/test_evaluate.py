@@ -285,7 +285,7 @@ _GOOD = [torch.zeros(5, 6), torch.zeros(7, 6), torch.zeros(7)]
         ),
         ([*_GOOD[:2], torch.zeros(8)], "input 2, T2.*= 7 .*axis 0 of T1.*got 8"),
         ([torch.zeros(6, 5).t(), *_GOOD[1:]], "Stride mismatch with contiguity info.*axis 1"),
-        ([_GOOD[0].to("meta"), *_GOOD[1:]], "on device meta, but got a tensor on device cpu"),
+        ([_GOOD[0].to("meta"), *_GOOD[1:]], "to be a plain tensor, but it is on device meta"),
     ],
 )
 def test_bad_inputs_are_named(inputs: list[object], message: str) -> None:
