@@ -138,7 +138,8 @@ class KernelExecutor:
                 return
             variant, launch = record
             try:
-                launch.run(self._compiled(variant, tensors), tensors, numbers, stream)
+                kernel = variant.compiled or self._compiled(variant, tensors)
+                launch.run(kernel, tensors, numbers, stream)
             except KernelError as error:
                 raise KernelError(f"{error}\n{self._blame(variant, error)}") from None
 

@@ -94,7 +94,7 @@ def test_many_shapes_leave_bounded_caches() -> None:
         x = torch.full((n, 2), 0.5)
         torch.testing.assert_close(fd.execute([x])[0], x * 2 + 1)
     assert fd.fec._by_signature.size() <= executor_cache.MAX_SIGNATURES
-    (bound,) = {id(b): b for b, _ in fd.fec._by_signature.values()}.values()
+    (bound,) = {id(e[0]): e[0] for e in fd.fec._by_signature.values()}.values()
     assert bound.evaluator._plans.size() <= 256
     (group,) = bound.program.container.groups.values()
     assert bound.program.kernel(group)._records.size() <= 256
@@ -107,7 +107,9 @@ def test_programs_beyond_the_bound_are_freed() -> None:
     for n in range(12):
         fd = scaled(float(n))
         fd.execute([x])
-        (program,) = {id(b.program): b.program for b, _ in fd.fec._by_signature.values()}.values()
+        (program,) = {
+            id(e[0].program): e[0].program for e in fd.fec._by_signature.values()
+        }.values()
         cache.find_or_build(n, lambda program=program: program)
         seen.append(weakref.ref(program))
         del fd, program
