@@ -55,12 +55,19 @@ INDEX = "nvfuser_index_t"
 
 # ------------------------------------------------------------------ literals and scalars
 def literal(value: bool | int | float, dtype: DataType) -> str:
-    """Return an atom of C text of exactly this type and value."""
+    """Return an atom of C text of exactly this type and value.
+
+    An integer wraps; a number that no integer of the type is near is converted as a tensor's is.
+    """
     kind = category(dtype)
     if kind == "bool":
         return "true" if value else "false"
     if kind == "int":
-        return _integer(int(value), is_long=dtype is not DataType.Int32)
+        half = 1 << (31 if dtype is DataType.Int32 else 63)
+        if isinstance(value, float) and not -half <= value < half:
+            return f"fm_cast<{c_type(dtype)}>({_floating(value, DataType.Double)})"
+        wrapped = (int(value) + half) % (2 * half) - half
+        return _integer(wrapped, is_long=dtype is not DataType.Int32)
     if dtype in HALF_LIKE:
         return f"fm_cast<{c_type(dtype)}>({literal(value, DataType.Float)})"
     return _floating(float(value), dtype)
