@@ -124,16 +124,15 @@ def cache_dir() -> Path:
     """Returns the folder of compiled kernels; the folder need not exist yet.
 
     Raises:
-        OptionError: the folder begins with the home of an unknown user.
+        OptionError: the folder begins with a home that is unknown.
     """
     text = VARIABLES["FUSER_CACHE_DIR"].text()
-    if text is not None:
-        try:
-            return Path(text).expanduser()
-        except RuntimeError as error:
-            raise OptionError(f"FUSER_CACHE_DIR={text!r}: {error}") from None
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fuser-hostir"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(f"{base}/fuser-hostir" if text is None else text).expanduser()
+    except RuntimeError as error:
+        given = "FUSER_CACHE_DIR is not set" if text is None else f"FUSER_CACHE_DIR={text!r}"
+        raise OptionError(f"{given}: {error}") from None
 
 
 def master_addr() -> str | None:

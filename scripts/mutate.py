@@ -1,19 +1,20 @@
 """Damages printed programs and cached kernels, and demands typed errors: nothing else may happen.
 
-    python scripts/mutate.py programs --seed 0 --cases 1000
+    python scripts/mutate.py programs|fusions|cache --seed 0 --cases 1000
 
-Every case takes a text (a host program, a fusion) or a kernel cache, changes a few places, and
-parses, verifies and runs what is left: on simulated ranks, kernels in checked mode or as torch
-reads them. Right are a run without an error and every `FuserError`. Wrong, with exit code 1, are
-any other exception, more than LIMIT_S seconds, a dead process, and code that is executed or files
-that are opened while a text is parsed and verified. Cases run in a process of their own, which
-another one watches; `--show SEED` prints the damaged text of one case.
+Every case takes a text (a host program, a fusion), changes a few places, and parses, verifies and
+runs what is left: on simulated ranks, kernels in checked mode or as torch reads them; or it takes a
+kernel cache, see `mutate_cache.py`. Right are a run without an error and every `FuserError`. Wrong,
+with exit code 1, are any other exception, more than LIMIT_S seconds, a dead process, and code that
+is executed or files that are opened while a text is parsed and verified. Cases run in a process of
+their own, which another one watches; `--show` prints the damage of the case `--seed`.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 LIMIT_S = 5.0
@@ -302,6 +303,7 @@ RUN: dict[str, Callable[[str, random.Random, Watch], str]] = {
     "programs": run_program,
     "fusions": run_fusion,
 }
+KINDS = (*RUN, "cache")
 
 
 def text_of(kind: str, texts: list[str], seed: int) -> tuple[str, random.Random]:
@@ -309,23 +311,42 @@ def text_of(kind: str, texts: list[str], seed: int) -> tuple[str, random.Random]
     return damaged(rng.choice(texts), rng), rng
 
 
+@contextlib.contextmanager
+def runner(kind: str, watch: Watch) -> Iterator[Callable[[int], str]]:
+    """Yield what runs the case of a seed."""
+    if kind == "cache":
+        import mutate_cache
+
+        cache = mutate_cache.Cache()
+        try:
+            yield lambda seed: mutate_cache.run(cache, seed)
+        finally:
+            cache.close()
+        return
+    texts = corpus()[kind]
+    yield lambda seed: RUN[kind](*text_of(kind, texts, seed), watch)
+
+
 def work(kind: str, seed: int, cases: int) -> None:
     """The watched process: one line of JSON per case on stdout."""
     import torch
 
-    from fuser.errors import FuserError
-
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    texts = corpus()[kind]
     watch = Watch()
-    print(json.dumps({"ready": True}), flush=True)
-    for s in range(seed, seed + cases):
-        text, rng = text_of(kind, texts, s)
+    with runner(kind, watch) as run:
+        print(json.dumps({"ready": True}), flush=True)
+        _work(range(seed, seed + cases), run, watch)
+
+
+def _work(seeds: range, run: Callable[[int], str], watch: Watch) -> None:
+    from fuser.errors import FuserError
+
+    for s in seeds:
         start = time.monotonic()
         bad = ""
         try:
-            result = RUN[kind](text, rng, watch)
+            result = run(s)
         except FuserError as error:
             result = type(error).__name__
         except BaseException as error:
@@ -378,14 +399,21 @@ def campaign(kind: str, seed: int, cases: int) -> tuple[dict[str, int], list[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("kind", choices=sorted(RUN))
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--show", action="store_true", help="print the damaged text of --seed")
+    parser.add_argument("--show", action="store_true", help="print the damage of the case --seed")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         work(args.kind, args.seed, args.cases)
+        return 0
+    if args.show and args.kind == "cache":
+        import mutate_cache
+
+        cache = mutate_cache.Cache()
+        print(mutate_cache.run(cache, args.seed, tell=print))
+        cache.close()
         return 0
     if args.show:
         texts = corpus()[args.kind]

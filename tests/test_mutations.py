@@ -1,4 +1,4 @@
-"""Damaged texts end in typed errors: a sample of what `scripts/mutate.py` does at length."""
+"""Damaged texts and caches do no harm: a sample of what `scripts/mutate.py` does at length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fuser.ops.define import define_tensor
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("kind", ["programs", "fusions"])
-def test_a_sample_of_damaged_texts(kind: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), kind]
+@pytest.mark.parametrize(("kind", "cases"), [("programs", 150), ("fusions", 150), ("cache", 40)])
+def test_a_sample_of_damage(kind: str, cases: int) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), kind, "--seed", "5000"]
     answer = subprocess.run(
-        [*command, "--seed", "5000", "--cases", "150"], capture_output=True, text=True, check=False
+        [*command, "--cases", str(cases)], capture_output=True, text=True, check=False
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
 

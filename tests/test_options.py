@@ -137,6 +137,10 @@ def test_the_cache_of_an_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSER_CACHE_DIR", "~no-such-user-here/kernels")
     with pytest.raises(OptionError, match="FUSER_CACHE_DIR='~no-such-user-here/kernels'"):
         options.cache_dir()
+    monkeypatch.delenv("FUSER_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user-here")
+    with pytest.raises(OptionError, match="FUSER_CACHE_DIR is not set"):
+        options.cache_dir()
 
 
 @pytest.mark.parametrize(("name", "value"), [("FUSER_DUMP", "ptx"), ("FUSER_PROF", "print")])

@@ -286,7 +286,8 @@ class KernelCache:
                 with contextlib.suppress(OSError):
                     fcntl.flock(handle, fcntl.LOCK_UN)
             _open_locks.discard(handle)
-            os.close(handle)
+            with contextlib.suppress(OSError):
+                os.close(handle)
 
 
 def _open_lock(path: Path) -> int | None:
