@@ -7,7 +7,8 @@ rank. A rank that waits for one behind itself waits in vain.
 
 The proof needs no clock. A rank waits in one place at a time, so one that needs an entry which this
 rank has not made is still where its position says; what it posted, whom it found behind itself
-included, is still true.
+included, is still true. Only an error can end its wait otherwise: collectives that have ended so stay
+posted, and nobody counts as stuck in them.
 """
 
 from __future__ import annotations
@@ -118,26 +119,41 @@ class Board:
             PeerError: the process of a rank that is needed is gone.
         """
         mine = Wait(self._rank, what, tuple(needs))
-        peers = {r: p for r in range(self._size) if r != self._rank and (p := self._read(r))}
+        peers = self._peers()
         for position in peers.values():
             for deadlock in position.ended:
                 if any(w.is_same(mine) for w in deadlock.waits):
                     return self._end(deadlock)
-        behind = {self._rank: mine}
-        for position in peers.values():
-            wait = position.wait
-            if wait is not None and any(
-                n.rank == self._rank and entered.get(n.key, 0) < n.count for n in wait.needs
-            ):
-                behind |= {w.rank: w for w in (*position.behind, wait)}
+        behind = self._behind(mine, entered, peers)
         for need in mine.needs:
             peer = peers.get(need.rank)
             if need.rank in behind and peer and peer.entered.get(need.key, 0) < need.count:
-                return self._end(Deadlock(tuple(behind.values())))
+                # A collective that has ended since is being left: nobody is stuck there.
+                again = self._behind(mine, entered, self._peers())
+                if again.keys() >= behind.keys():
+                    return self._end(Deadlock(tuple(behind.values())))
         others = tuple(w for w in behind.values() if w is not mine)
         self._post(_Position(mine, dict(entered), others, self._ended))
         self._check_lives(mine)
         return None
+
+    def _peers(self) -> dict[int, _Position]:
+        return {r: p for r in range(self._size) if r != self._rank and (p := self._read(r))}
+
+    def _behind(
+        self, mine: Wait, entered: Mapping[str, int], peers: Mapping[int, _Position]
+    ) -> dict[int, Wait]:
+        """Returns the waits that cannot end before this rank has left its own, by rank."""
+        records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
+        ended = [w for deadlock in records for w in deadlock.waits]
+        behind = {self._rank: mine}
+        for position in peers.values():
+            wait = position.wait
+            if wait is None or any(wait.is_same(e) for e in ended):
+                continue
+            if any(n.rank == self._rank and entered.get(n.key, 0) < n.count for n in wait.needs):
+                behind |= {w.rank: w for w in (*position.behind, wait)}
+        return behind
 
     def _end(self, deadlock: Deadlock) -> Deadlock:
         # The others may not have looked yet: what has ended stays readable.
