@@ -7,7 +7,7 @@ rank. A rank that waits for one behind itself waits in vain.
 
 The proof needs no clock. A rank waits in one place at a time, so one that needs an entry which this
 rank has not made is still where its position says; what it posted, whom it found behind itself
-included, is still true. Only an error can end its wait otherwise: collectives that have ended so stay
+included, is still true. Only an error ends its wait otherwise: collectives that have ended so stay
 posted, and nobody counts as stuck in them.
 """
 
