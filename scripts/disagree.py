@@ -248,7 +248,7 @@ def failing_build(case: Case, main: Program) -> None:
         if case.odd:
             fd.fec = cache = type_of_cache(fd)
             del fd._fusion
-            cache._build = failing  # pyright: ignore[reportPrivateUsage]
+            cache._bind = failing  # pyright: ignore[reportPrivateUsage]
         check(fd, main, given, case.rank)
 
     given = case.inputs()
@@ -264,14 +264,14 @@ def failing_run(case: Case, main: Program) -> None:
         if case.odd:
             fd.fec = cache = type_of_cache(fd)
             del fd._fusion
-            build = cache._build  # pyright: ignore[reportPrivateUsage]
+            bind = cache._bind  # pyright: ignore[reportPrivateUsage]
 
             def failing_later(*args: Any) -> Any:
-                runtime = build(*args)
-                runtime.evaluator.run = failing
-                return runtime
+                bound = bind(*args)
+                bound.evaluator.run = failing
+                return bound
 
-            cache._build = failing_later  # pyright: ignore[reportPrivateUsage]
+            cache._bind = failing_later  # pyright: ignore[reportPrivateUsage]
         check(fd, main, given, case.rank)
 
     case.calls.append(act)
