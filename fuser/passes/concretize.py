@@ -49,6 +49,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
     """
     key = concretization_key(fusion, sizes)
     new, _ = fusion.copy()
+    # A reshape that no output needs is never decided.
+    new.exprs = new.used_exprs()
     values = _all_values(new, sizes)
     if isinstance(key, ConcretizationKey):
         resolve_symbolic(new, iter(key.plans), values)

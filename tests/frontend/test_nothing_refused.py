@@ -283,6 +283,15 @@ def reshapes_through_an_axis_of_one(
 
 
 @case
+def reshape_that_nothing_reads(fd: FusionDefinition, ops: ModuleType) -> tuple[Tensors, Tensors]:
+    t = fd.define_tensor([-1, -1], contiguity=True)
+    ops.reshape(ops.abs(t), [1, 4, 2, 3])
+    fd.add_output(ops.neg(t))
+    x = drawn(4, 6)
+    return [x], [-x]
+
+
+@case
 def long_chain(fd: FusionDefinition, ops: ModuleType) -> tuple[Tensors, Tensors]:
     t = fd.define_tensor([-1], contiguity=True)
     x = drawn(16)
