@@ -6,6 +6,10 @@ of the user's program. `assert` is kept for our own bugs.
 
 from __future__ import annotations
 
+import sys
+
+_OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice"})
+
 
 class FuserError(RuntimeError):
     """Base of all errors raised on purpose by `fuser`, `multidevice` and `hostir`."""
@@ -77,3 +81,18 @@ class PeerError(CommunicationError):
 
 class ProgramMismatchError(CommunicationError):
     """The ranks were about to run different programs; the message shows the first difference."""
+
+
+def user_line() -> str:
+    """Return `file.py:12` of the innermost frame outside our packages."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def user_code(where: str) -> str:
+    """Return what a message ends in that knows the user's line; "" for an unknown one."""
+    return f" (user code at {where})" if where else ""

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fuser.errors import ShardingError, UnsupportedError
+from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain import IterDomain
 from fuser.ir.mesh import DeviceMesh
@@ -143,14 +143,14 @@ def as_reshard(op: TensorOp) -> Reshard | None:
     is_reduction = isinstance(op, ReductionOp)
     if not (is_copy(op) or is_reduction) or producer.mesh is None or consumer.mesh is None:
         raise ShardingError(
-            f"{op.name} is not one communication: {producer} -> {consumer}{_at(op)}"
+            f"{op.name} is not one communication: {producer} -> {consumer}{user_code(op.where)}"
         )
     ptype = _changing_type(op)
     source, target = _position(producer, ptype), _position(consumer, ptype)
     if is_reduction and source is None:
         raise ShardingError(
             f"Expected a reduction-based communication: {op.name} of {producer} -> "
-            f"{consumer}{_at(op)}"
+            f"{consumer}{user_code(op.where)}"
         )
     return Reshard(
         consumer,
@@ -168,12 +168,8 @@ def check_lowerable(op: Reshard) -> None:
     if found not in SUPPORTED:
         raise UnsupportedError(
             f"{found} of {op.inp} on {op.inp.mesh} -> {op.out} on {op.out.mesh}: only "
-            f"{', '.join(SUPPORTED)} on one mesh are supported yet{_at(op)}"
+            f"{', '.join(SUPPORTED)} on one mesh are supported yet{user_code(op.where)}"
         )
-
-
-def _at(op: TensorOp) -> str:
-    return f" (user code at {op.where})" if op.where else ""
 
 
 def _changing_type(op: TensorOp) -> ParallelType:
@@ -194,7 +190,7 @@ def _changing_type(op: TensorOp) -> ParallelType:
         names = ", ".join(p.text for p in types)
         raise ShardingError(
             f"Expected at most one sharding change in {op.name} of {producer} -> {consumer}, "
-            f"found {names}{_at(op)}"
+            f"found {names}{user_code(op.where)}"
         )
     return types[0]
 

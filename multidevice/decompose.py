@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fuser.errors import ShardingError
+from fuser.errors import ShardingError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
@@ -112,6 +112,7 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
             raise ShardingError(
                 f"{op.name} of {', '.join(str(v) for _, v in tensor_operands(op))} cannot be "
                 f"computed as {op.out_tensor}: an operand has no matching placement"
+                f"{user_code(op.where)}"
             )
 
 

@@ -9,7 +9,7 @@ that is cut has an allocation domain with its device axes in it, and every loop 
 
 from __future__ import annotations
 
-from fuser.errors import ShardingError
+from fuser.errors import ShardingError, user_code
 from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
@@ -46,6 +46,7 @@ def finalize_domains(fusion: Fusion) -> None:
             if not is_contiguous(tv):
                 raise ShardingError(
                     f"Resharding expression must have contiguous inputs and outputs: {tv} in {op}"
+                    f"{user_code(op.where)}"
                 )
 
 
@@ -66,7 +67,7 @@ def complete_meshes(fusion: Fusion) -> None:
                 found = ", ".join(f"{mesh} ({of.label})" for mesh, of in meshes.items())
                 raise ShardingError(
                     "Cannot have some TensorViews with device mesh and some without: "
-                    f"{tv} has none, and there are {found}"
+                    f"{tv} has none, and there are {found}{user_code(tv.user_line())}"
                 )
             tv.mesh = next(iter(meshes))
 

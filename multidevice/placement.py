@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from fuser.errors import ShardingError, UnsupportedError
+from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.domain import (
     IterDomain,
@@ -71,7 +71,10 @@ def _count(tv: TensorView, axis: IterDomain) -> int:
     """Return into how many blocks a spread axis cuts: the mesh's size, or a stream's extent."""
     if axis.ptype.is_device:
         if tv.mesh is None:
-            raise ShardingError(f"{axis} of {tv} is device-parallel, but the tensor has no mesh")
+            raise ShardingError(
+                f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
+                f"call set_device_mesh{user_code(tv.user_line())}"
+            )
         return tv.mesh.size_of(axis.ptype)
     count = sc.int_value(axis.size)
     if count is None:
@@ -261,6 +264,7 @@ class _Outermost(Rules[bool]):
                 "Expected the sharding to be on the outer reshaped id. "
                 f"{self._axes[t.inner]} is the inner input of "
                 f"{transform_text(t, self._tv.domain)} in {self._tv}"
+                f"{user_code(self._tv.user_line())}"
             )
         return True
 

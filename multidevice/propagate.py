@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fuser.errors import ShardingError
+from fuser.errors import ShardingError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
@@ -156,7 +156,7 @@ def _check_divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> None:
     if not _divides(tv, axis, cuts):
         raise ShardingError(
             "Require the sharded ID to be divisible by the split factor: "
-            f"{axis} of {tv} by {_product(cuts)}"
+            f"{axis} of {tv} by {_product(cuts)}{user_code(tv.user_line())}"
         )
 
 

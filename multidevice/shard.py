@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fuser.errors import ShardingError, UnsupportedError
+from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split
 from fuser.ir.path import transforms_between
@@ -113,7 +113,7 @@ def _split_sizes(size: int, split: Split, tv: TensorView) -> tuple[int, int]:
     if factor < 1 or size % factor != 0:
         raise ShardingError(
             f"the extent {size} of {axis} of {tv} is not divisible by {factor} "
-            f"(device mesh {tv.mesh})"
+            f"(device mesh {tv.mesh}){user_code(tv.user_line())}"
         )
     return (size // factor, factor) if split.inner_split else (factor, size // factor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fuser.errors import ShardingError, UnsupportedError
+from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
@@ -113,7 +113,7 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
         if rest % cut.count != 0 or (cut.whole and rest != cut.count):
             raise ShardingError(
                 f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.count} "
-                f"devices of {tv.mesh} along {cut.ptype.text}"
+                f"devices of {tv.mesh} along {cut.ptype.text}{user_code(tv.user_line())}"
             )
         rest //= cut.count
     return rest
@@ -148,7 +148,7 @@ def check_world(fusion: Fusion, size: int) -> None:
             raise ShardingError(
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
                 f"{size} rank{'s' if size != 1 else ''}; start it with at least "
-                f"{requested_number_of_devices(fusion)}"
+                f"{requested_number_of_devices(fusion)}{user_code(tv.user_line())}"
             )
 
 
@@ -168,21 +168,22 @@ def check_streams(fusion: Fusion) -> None:
 def check_annotations(fusion: Fusion) -> None:
     """Raise `ShardingError` when a device axis does not fit its tensor's mesh."""
     for tv in fusion.tensors():
+        where = user_code(tv.user_line())
         for axis in tv.domain.loop:
             if not axis.is_device or is_plain_broadcast(axis):
                 continue
             if tv.mesh is None:
                 raise ShardingError(
                     f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
-                    "call set_device_mesh"
+                    f"call set_device_mesh{where}"
                 )
             if tv.mesh.dim_of(axis.ptype) is None:
-                raise ShardingError(f"{tv.mesh} of {tv} has no dimension {axis.ptype.text}")
+                raise ShardingError(f"{tv.mesh} of {tv} has no dimension {axis.ptype.text}{where}")
             extent, count = sc.int_value(fusion.canonical(axis.size)), tv.mesh.size_of(axis.ptype)
             if extent is not None and extent != count:
                 raise ShardingError(
                     f"{axis} of {tv} has extent {extent}, but {tv.mesh} has {count} devices along "
-                    f"{axis.ptype.text}"
+                    f"{axis.ptype.text}{where}"
                 )
         axis_cuts(tv)
 

@@ -18,7 +18,7 @@ import torch
 
 import fuser.ops
 import fuser.schedule
-from fuser.errors import InputError, UnsupportedError
+from fuser.errors import InputError, UnsupportedError, user_line
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual import ManualKernel
 from fuser.ir.dtypes import DataType, from_torch
@@ -27,7 +27,6 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops import define
-from fuser.ops.building import user_line
 from multidevice.agreement import Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.sharding import requested_devices

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuser.errors import InputError, ShardingError
+from fuser.errors import InputError, ShardingError, user_code
 from fuser.ir.scalar import Const, Number, Scalar, Symbol, evaluate, symbols
 from fuser.ir.tensor import TensorView
 
@@ -126,7 +126,7 @@ class Binder:
         if axis.blocks > 1 and expected % axis.blocks:
             raise ShardingError(
                 f"{axis} has extent {axis.extent} = {expected}, which {axis.blocks} ranks do not "
-                f"divide; got {axis.found(size)}"
+                f"divide; got {axis.found(size)}{user_code(axis.tv.user_line())}"
             )
         raw = axis.tv.shape()[axis.position]
         why = self._because(raw, axis.extent)

@@ -292,7 +292,7 @@ class Fusion:
                 mesh_is_user_set=tv.mesh_is_user_set,
                 is_cpu_scalar=tv.is_cpu_scalar,
             )
-            twin.compute_at = tv.compute_at
+            twin.compute_at, twin.where = tv.compute_at, tv.where
             mapping[tv] = twin
 
         def twin_of(v: Value) -> Value:

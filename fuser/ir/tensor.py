@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fuser.errors import DefinitionError
+from fuser.errors import DefinitionError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.axis import Axis
 from fuser.ir.build_domain import DomainBuilder
@@ -55,6 +55,8 @@ class TensorView:
         # How many loop axes, from the outside, are shared with the consumers.
         self.compute_at = 0
         self.domain = domain
+        # The user's line that defined an input, or that gave a tensor its mesh.
+        self.where = ""
 
     # ------------------------------------------------------------ queries
     @property
@@ -119,6 +121,11 @@ class TensorView:
                 f"Tried to access out of boundary index {index}. total index: {length} in {self}"
             )
         return wrapped
+
+    def user_line(self) -> str:
+        """Return `file.py:12` of the user's line that this tensor comes from, "" if unknown."""
+        op = self.definition()
+        return self.where or (op.where if op is not None else "")
 
     # ------------------------------------------------------------ loop transforms
     def split(self, axis: int, factor: ScalarLike, inner_split: bool = True) -> TensorView:
@@ -221,6 +228,7 @@ class TensorView:
         """Attach a mesh (a DeviceMesh or whatever its constructor takes). Parallelizes nothing."""
         self.mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
         self.mesh_is_user_set = True
+        self.where = user_line()
 
     def set_memory_type(self, memory_type: MemoryType) -> None:
         """Move the tensor; fusion inputs and outputs accept global and symmetric only."""

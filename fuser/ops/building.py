@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from fuser.errors import DefinitionError, DtypeError, UnsupportedError
+from fuser.errors import DefinitionError, DtypeError, UnsupportedError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import (
@@ -32,18 +31,6 @@ Operand = TensorView | Scalar
 OperandLike = TensorView | Scalar | bool | int | float
 SizeLike = Scalar | int
 OpT = TypeVar("OpT", bound=TensorOp)
-
-_OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice"})
-
-
-def user_line() -> str:
-    """Return `file.py:12` of the innermost frame outside our packages."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def fail(op_name: str, message: str) -> DefinitionError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DefinitionError
+from fuser.errors import DefinitionError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, check_supported, dtype_of_python
@@ -97,7 +97,7 @@ def _from_shape(
         _check_flags(shape, flags)
     axes = _make_axes(shape, flags)
     tv = active_fusion().new_tensor(axes, dtype)
-    tv.is_cpu_scalar = is_cpu
+    tv.is_cpu_scalar, tv.where = is_cpu, user_line()
     _set_layout(tv, axes, positions, flags)
     return tv
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast as typing_cast
 from typing import overload
 
-from fuser.errors import DtypeError
+from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, category, check_supported, dtype_text, is_floating
 from fuser.ir.nodes import BinaryOp, LoadStoreOp, TernaryOp, UnaryOp
@@ -32,7 +32,6 @@ from fuser.ops.building import (
     promote,
     promote_keeping_half,
     unsupported,
-    user_line,
 )
 from fuser.ops.table import (
     LOGICAL_TWIN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError
+from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import IterDomain, TensorDomain
@@ -25,7 +25,6 @@ from fuser.ops.building import (
     join_axes,
     new_output,
     unsupported,
-    user_line,
     wrap_dim,
 )
 from fuser.ops.elementwise import copy_tensor
