@@ -37,6 +37,7 @@ class Plan:
     """What a class of inputs repeats: the steps, how many slots they need, where outputs lie.
 
     `blocks` are the buffers that live in an arena of `nbytes`; outputs are allocated by steps.
+    `records` tells whether torch would record gradients, of inputs that require some.
     """
 
     steps: tuple[Closure, ...]
@@ -45,10 +46,15 @@ class Plan:
     blocks: tuple[Block, ...]
     nbytes: int
     device: torch.device
+    records: bool
 
     def run(self, inputs: list[Argument], arena: Arena) -> list[torch.Tensor]:
         """Carry out the steps on these inputs and return the visible outputs."""
         slots: Slots = [*inputs, *[None] * (self.size - len(inputs))]
+        if not self.blocks:
+            for step in self.steps:
+                step(slots)
+            return [slots[i] for i in self.outputs]
         with arena.views(self, self.blocks, self.nbytes, self.device) as views:
             for slot, tensor in views.items():
                 slots[slot] = tensor
@@ -66,6 +72,7 @@ class Recorder:
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
         self._free = _free_scalars(frame)
+        self._records = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[Closure] = []
         # Buffers and where in the program they begin and end (None: they outlive it).
         self._blocks: dict[TensorView, Block] = {}
@@ -94,6 +101,7 @@ class Recorder:
             blocks,
             nbytes,
             self._frame.machine.device,
+            self._records,
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:

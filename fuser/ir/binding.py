@@ -227,14 +227,22 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
     Raises `InputError` for a tensor of a kind that has no strides or no memory of its own.
     """
     try:
+        # Once per call: a list is faster than a generator, and one display than two joined.
         return tuple(
-            (
-                *(v.shape, v.stride(), v.dtype, v.device),
-                *(v.is_neg(), v.requires_grad, v.untyped_storage().nbytes() != 0),
-            )
-            if isinstance(v, torch.Tensor)
-            else (type(v), None if isinstance(v, float) or i in free else v)
-            for i, v in enumerate(arguments)
+            [
+                (
+                    v.shape,
+                    v.stride(),
+                    v.dtype,
+                    v.device,
+                    v.is_neg(),
+                    v.requires_grad,
+                    v.untyped_storage().nbytes() != 0,
+                )
+                if isinstance(v, torch.Tensor)
+                else (type(v), None if isinstance(v, float) or i in free else v)
+                for i, v in enumerate(arguments)
+            ]
         )
     except RuntimeError as error:
         for i, v in enumerate(arguments):

@@ -108,6 +108,25 @@ def test_a_gradient_that_is_lost_is_warned_about_once() -> None:
         doubled().execute([torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)])
 
 
+def test_replays_record_no_gradient() -> None:
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        y = fd.ops.linear(x, w)
+        fd.add_output(fd.ops.permute(y, [1, 0]))
+        fd.add_output(fd.ops.relu(y))
+    plain, weight = torch.randn(3, 4), torch.randn(5, 4)
+    asking = plain.clone().requires_grad_()
+    expected = plain.double() @ weight.double().T
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given in (plain, asking, plain, asking, asking):
+            transposed, positive = fd.execute([given, weight])
+            assert not transposed.requires_grad and not positive.requires_grad
+            assert torch.is_grad_enabled()
+            torch.testing.assert_close(transposed.double(), expected.T, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(positive.double(), expected.relu(), atol=1e-5, rtol=1e-5)
+
+
 def test_a_returned_input_is_the_callers_tensor_and_shows_its_update() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
