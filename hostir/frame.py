@@ -115,4 +115,7 @@ class Frame:
         mesh = op.out.mesh
         assert mesh is not None, f"{op.out} has no mesh"
         length = self.local_shape(op.out)[op.axis]
+        if op.inp.domain.no_reductions[op.axis].is_broadcast:
+            # Expanded: every part is the same element, and there may be fewer than wanted.
+            return 0, min(length, self.local_shape(op.inp)[op.axis])
         return mesh.coordinate(self.machine.rank, op.ptype) * length, length

@@ -29,7 +29,7 @@ from hostir.ops import (
     LocalSlice,
     Wait,
 )
-from multidevice.communication import RED_OP_OF, communication_type, team_of
+from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
 from multidevice.sharding import local_extents
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
@@ -116,9 +116,9 @@ class _Lowering:
             self._allocate(op.out)
             kind = communication_type(op)
             if kind == "LocalSlice":
-                assert op.target is not None, f"{op} slices no axis"
+                axis = sliced_axis(op)
                 self.ops.append(
-                    LocalSlice(op.out, op.inp, axis=op.target, ptype=op.ptypes[0]).replace(
+                    LocalSlice(op.out, op.inp, axis=axis, ptype=op.ptypes[0]).replace(
                         where=op.where
                     )
                 )

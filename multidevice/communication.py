@@ -64,18 +64,26 @@ class TeamOf:
 def communication_type(op: Reshard) -> CommunicationType:
     """Return the type of a `Reshard`: a function of its axes, its reduction and its meshes."""
     one_mesh = op.inp.mesh == op.out.mesh
-    is_spread, becomes_spread = op.source is not None, op.target is not None
+    source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
+    is_spread, becomes_spread = source is not None, target is not None
     if op.reduction is not None:
         whole: CommunicationType = "Allreduce" if one_mesh else "Reduce"
         return "ReduceScatter" if becomes_spread else whole
     if is_spread and becomes_spread:
-        is_one_axis = position_map(op).get(op.source) == op.target  # pyright: ignore[reportArgumentType]
+        is_one_axis = position_map(op).get(source) == target  # pyright: ignore[reportArgumentType]
         return "SendRecv" if is_one_axis else "AllToAll"
     if is_spread:
         return "Allgather" if one_mesh else "Gather"
     if becomes_spread:
         return "LocalSlice" if one_mesh else "Scatter"
-    return "Broadcast"
+    return "LocalSlice" if one_mesh else "Broadcast"
+
+
+def _stored(tv: TensorView, position: int | None) -> int | None:
+    """Return the position, None for an expanded axis: every device holds its one element."""
+    if position is None or tv.domain.no_reductions[position].is_broadcast:
+        return None
+    return position
 
 
 def communicates(op: TensorOp) -> bool:
@@ -89,12 +97,21 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
     None on a side that has no such axis; both None for an allreduce.
     """
     to_out = position_map(op)
-    if op.target is not None and (op.source is None or op.reduction is not None):
+    source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
+    if target is not None and (source is None or op.reduction is not None):
         to_inp = {c: p for p, c in to_out.items()}
-        return to_inp.get(op.target), op.target
-    if op.reduction is not None or op.source is None:
+        return to_inp.get(target), target
+    if op.reduction is not None or source is None:
         return None, None
-    return op.source, to_out.get(op.source) if op.target is None else op.target
+    return source, to_out.get(source) if target is None else target
+
+
+def sliced_axis(op: Reshard) -> int:
+    """Return the logical position, in `inp` and `out`, of the axis that a local slice changes."""
+    if op.target is not None:
+        return op.target
+    assert op.source is not None, f"{op} changes no axis"
+    return position_map(op)[op.source]
 
 
 def position_map(op: TensorOp) -> dict[int, int]:

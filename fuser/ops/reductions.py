@@ -7,6 +7,7 @@ reduction over an axis of constant size 0 is filled with the identity.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast as typing_cast
 
@@ -137,7 +138,17 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
         out = apply_pointwise("mul", (out, repeated))
     elif kind == "mul" and repeated != sc.ONE:
         out = apply_pointwise("pow", (out, repeated))
+    elif kind in ("max", "min"):
+        out = _unless_empty(repeated, out, init)
     return typing_cast(TensorView, convert(out, tv.dtype()))
+
+
+def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
+    """Return `init` where the broadcasts that were squeezed have no elements, else `out`."""
+    if sc.is_less(0, repeated):
+        return out
+    chosen = apply_pointwise("where", (sc.eq(repeated, 0), init, out))
+    return typing_cast(TensorView, convert(chosen, out.dtype()))
 
 
 def _squeeze_broadcasts(tv: TensorView, axes: set[int]) -> tuple[TensorView, set[int], Scalar]:
@@ -182,7 +193,7 @@ def welford(
         # Every element equals the average; x - x keeps NaN and makes one of an infinity.
         deviation = typing_cast(TensorView, convert(apply_pointwise("sub", (tv, tv)), tv.dtype()))
         count = full_tensor(tv.shape(), repeated, DataType.Index)
-        return tv, deviation, count
+        return _unless_empty(repeated, tv, sc.const(math.nan, tv.dtype())), deviation, count
     outs = [
         new_output(_output_axes(tv, left), dtype, [tv])
         for dtype in (tv.dtype(), tv.dtype(), DataType.Index)
@@ -192,6 +203,7 @@ def welford(
         for i in (1, 2):
             scaled = apply_pointwise("mul", (outs[i], repeated))
             outs[i] = typing_cast(TensorView, convert(scaled, outs[i].dtype()))
+        outs[0] = _unless_empty(repeated, outs[0], sc.const(math.nan, outs[0].dtype()))
     return outs[0], outs[1], outs[2]
 
 

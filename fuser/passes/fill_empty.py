@@ -50,8 +50,13 @@ def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.Te
     pads_nothing = isinstance(op, nodes.PadOp) and any(
         _is_empty(a, values) for a in op.inp.domain.no_reductions
     )
+    # An expanded axis without elements is dropped before it is reduced: there is nothing to pick.
+    drops_nothing = isinstance(op, nodes.SqueezeOp) and any(
+        is_gone and _is_empty(a, values)
+        for a, is_gone in zip(op.inp.domain.no_reductions, op.flags, strict=True)
+    )
     is_empty = any(_is_empty(a, values) for a in op.out_tensor.domain.logical)
-    if not (reduces_nothing or pads_nothing or is_empty):
+    if not (reduces_nothing or pads_nothing or drops_nothing or is_empty):
         return [op]
     fills: list[nodes.TensorOp] = []
     for out, value in zip(op.outputs, _fill_values(op), strict=True):

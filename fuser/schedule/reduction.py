@@ -122,6 +122,8 @@ def _tail_rejection(
     fusion: Fusion, graph: AxisGraph, reference: TensorView, below: set[TensorView]
 ) -> str | None:
     """After the reduction, every tensor has iterated axes of the reference only; outputs all."""
+    if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
+        return f"the result of {reference} has an expanded axis, which its operands may iterate"
     matcher = AxisMatcher(graph, reference)
     iterated = {
         a.number for a in reference.domain.logical if not a.is_broadcast and not a.is_reduction()

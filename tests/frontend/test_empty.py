@@ -145,3 +145,43 @@ def test_static_zero_extents(name: str) -> None:
     for shapes in different(row):
         if any(0 in s for s in shapes):
             run(define(row, shapes), row, shapes)
+
+
+EMPTY_EXPANDED = [((17, 0), (0, 0)), ((17, 0), (1, 0)), ((0, 5), (0, 1)), ((3, 2), (1, 0))]
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("dims", [[0, 1], [0], [1]])
+@pytest.mark.parametrize("name", ["sum", "prod", "max", "min", "var_mean"])
+def test_reductions_of_expanded_axes_without_elements(name: str, dims: list[int]) -> None:
+    """An expanded axis is dropped before it is reduced; without elements there is none to keep."""
+    for shape, strides in EMPTY_EXPANDED:
+        t = torch.arange(1.0, 18.0).as_strided(shape, strides)
+        with FusionDefinition() as fd:
+            flags = [None if step == 0 else False for step in strides]
+            x = fd.define_tensor([-1, -1], contiguity=flags)
+            made = (
+                fd.ops.var_mean(x, dims, 0)
+                if name == "var_mean"
+                else getattr(fd.ops, name)(x, dims)
+            )
+            for out in made if isinstance(made, tuple) else [made]:
+                fd.add_output(out)
+        kept = [n for i, n in enumerate(shape) if i not in dims]
+        is_empty = any(shape[d] == 0 for d in dims)
+        wide = t.double()
+        if name == "var_mean":
+            var = wide.var(dims, correction=0)
+            want = [var, torch.full_like(var, torch.nan) if is_empty else wide.mean(dims)]
+        elif is_empty:
+            identity = {"sum": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}[name]
+            want = [torch.full(kept, identity, dtype=torch.float64)]
+        else:
+            fold = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+            want = [
+                fold[name](wide, dims) if name in fold else wide.prod(1) if dims == [1] else None
+            ]
+            if want[0] is None:
+                want = [wide.prod(0) if dims == [0] else wide.prod()]
+        for got, expected in zip(fd.execute([t]), want, strict=True):
+            torch.testing.assert_close(got.double(), expected, equal_nan=True)

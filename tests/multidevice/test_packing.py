@@ -129,3 +129,24 @@ def test_heads_of_a_column_parallel_linear_are_gathered(order: list[int]) -> Non
         return [x, w], out
 
     run_on_two(define, [x_whole, w_whole], want)
+
+
+@pytest.mark.parametrize("source", [None, 0, 1])
+@pytest.mark.parametrize("target", [None, 0, 1])
+@pytest.mark.parametrize("computed", [False, True])
+def test_expanded_axes_are_resharded_without_their_copies(
+    source: int | None, target: int | None, computed: bool
+) -> None:
+    """x is [4, 6 expanded]: a cut of axis 1 moves nothing, every rank holds the one element."""
+    whole = torch.randn(4, 1).expand(4, 6)
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor([4, -1], contiguity=[True, None])
+        y = fd.ops.set(fd.ops.neg(x) if computed else x)
+        for tv in (x, y):
+            tv.set_device_mesh([0, 1])
+        cut(x, source)
+        cut(y, target)
+        return [x], y
+
+    run_on_two(define, [whole], -whole if computed else whole)
