@@ -6,7 +6,9 @@ of the user's program. `assert` is kept for our own bugs.
 
 from __future__ import annotations
 
+import operator
 import sys
+from typing import SupportsIndex, cast
 
 _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice"})
 
@@ -21,6 +23,14 @@ class UnsupportedError(FuserError):
 
 class DefinitionError(FuserError, ValueError):
     """A fusion or a schedule is ill-formed: shapes, axes, arguments of an op."""
+
+
+class ArgumentError(FuserError, TypeError):
+    """An argument of a call is of a kind that the call does not take."""
+
+
+class UnknownOpError(FuserError, AttributeError):
+    """There is no op of that name; the message shows how it is spelled."""
 
 
 class DtypeError(FuserError, TypeError):
@@ -91,6 +101,22 @@ def user_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise `ArgumentError` unless `value` is of a kind; `what` says who expected what."""
+    if not isinstance(value, kind):
+        raise ArgumentError(
+            f"{what}, got {value!r} of type {type(value).__name__}{user_code(user_line())}"
+        )
+
+
+def as_index(value: object, what: str) -> int:
+    """Return an integer of any library as Python's; raises `ArgumentError` like `check_kind`."""
+    if type(value) is int:
+        return value
+    check_kind(value, SupportsIndex, what)
+    return operator.index(cast("SupportsIndex", value))
 
 
 def user_code(where: str) -> str:

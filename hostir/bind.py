@@ -9,7 +9,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.ir.binding import Argument, Binder, Values, tensor_problem
-from fuser.ir.dtypes import category, dtype_text, from_torch, to_torch
+from fuser.ir.dtypes import category, dtype_text, from_torch, misfit, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
@@ -139,3 +139,6 @@ def _check_scalar(index: int, spec: Scalar, value: Argument) -> None:
             f"Scalar value {shown} is not compatible with the expected data type: "
             f"{dtype_text(spec.dtype)}."
         )
+    problem = misfit(value, spec.dtype)
+    if problem:
+        raise InputError(f"Expected input {index}, {spec}, to fit its dtype, but {problem}")

@@ -18,10 +18,10 @@ import torch
 
 import fuser.ops
 import fuser.schedule
-from fuser.errors import InputError, UnsupportedError, user_line
+from fuser.errors import InputError, UnsupportedError, as_index, check_kind, user_line
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual import ManualKernel
-from fuser.ir.dtypes import DataType, from_torch
+from fuser.ir.dtypes import DataType, DtypeLike, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Scalar
@@ -82,7 +82,7 @@ class FusionDefinition:
         self.fusion.add_input(tv)
         return tv
 
-    def define_scalar(self, value: Any = None, dtype: DataType | None = None) -> Scalar:
+    def define_scalar(self, value: Any = None, dtype: DtypeLike | None = None) -> Scalar:
         """Define a scalar: symbolic (then an input) without a value, else a constant."""
         scalar = define.define_scalar(value, dtype)
         if scalar.is_symbolic():
@@ -92,12 +92,14 @@ class FusionDefinition:
 
     def define_vector(self, size: int) -> list[Scalar]:
         """Define `size` symbolic Int scalars, each an input of its own."""
+        size = as_index(size, "define_vector: expected the number of scalars")
         return [self.define_scalar(None, DataType.Int) for _ in range(size)]
 
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
         """Define a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`."""
+        check_kind(tensor, torch.Tensor, "from_pytorch: expected a tensor")
         if tensor.device.type not in ("cuda", "cpu"):
-            raise ValueError(
+            raise InputError(
                 f"Found unsupported device {tensor.device}, only CPU or CUDA tensors are supported"
             )
         return self.define_tensor(
@@ -118,7 +120,7 @@ class FusionDefinition:
 
     def validate_definition(self) -> tuple[bool, str | None]:
         """Return (whether the definition can run, why not)."""
-        if self._fusion is None and not hasattr(self, "fec"):
+        if not hasattr(self, "fec") and self._fusion is None:
             return False, (
                 "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define "
                 "a fusion."
@@ -214,6 +216,8 @@ class FusionDefinition:
 
 def flatten(inputs: Iterable[object]) -> list[torch.Tensor | bool | int | float]:
     """Return tensors and numbers with nested lists and tuples flattened in place."""
+    if isinstance(inputs, torch.Tensor):
+        raise InputError("inputs are a list of tensors and numbers, got a tensor: pass [tensor]")
     if not isinstance(inputs, Iterable):
         raise InputError(f"inputs are a list of tensors and numbers, got {type(inputs).__name__}")
     flat: list[torch.Tensor | bool | int | float] = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from fuser.errors import DtypeError, UnsupportedError
+from fuser.errors import DtypeError, UnsupportedError, check_kind
 
 
 class DataType(enum.Enum):
@@ -37,6 +38,8 @@ class DataType(enum.Enum):
         return f"<DataType.{self.name}: {self.value}>"
 
 
+# What a user may pass for a dtype.
+DtypeLike = DataType | torch.dtype
 Category = Literal["bool", "int", "float", "complex"]
 
 
@@ -79,11 +82,20 @@ FROM_TORCH = {
     for dtype, info in INFO.items()
     if info.torch is not None and dtype is not D.Index
 }
+# What every floating dtype can hold.
+_SMALLEST_MAX = 65504
 HALF_LIKE = frozenset({D.Half, D.BFloat16})
 
 
-def check_supported(dtype: DataType, what: str) -> DataType:
-    """Return `dtype`, or raise `UnsupportedError` naming `what` when no layer implements it."""
+def check_supported(dtype: DtypeLike, what: str) -> DataType:
+    """Return `dtype`, or the counterpart of a torch dtype.
+
+    Raises `UnsupportedError` naming `what` when no layer implements it, `ArgumentError` for what is
+    no dtype.
+    """
+    if isinstance(dtype, torch.dtype):
+        return from_torch(dtype)
+    check_kind(dtype, DataType, f"{what}: expected a dtype like DataType.Float or torch.float32")
     if dtype not in INFO:
         raise UnsupportedError(f"{what}: dtype {dtype_text(dtype)} is not supported yet")
     return dtype
@@ -117,6 +129,38 @@ def from_torch(dtype: torch.dtype) -> DataType:
     if found is None:
         raise DtypeError(f"torch dtype {dtype} has no supported counterpart")
     return found
+
+
+def misfit(value: bool | int | float, dtype: DataType) -> str | None:
+    """Return why a number is no value of a dtype, None when it is one: `2**40 is out of the range
+    of int`."""
+    kind = category(dtype)
+    if kind == "int" and isinstance(value, float) and not value.is_integer():
+        return f"{value:g} is no integer"
+    return (
+        None
+        if kind == "bool" or _is_in_range(value, dtype, kind)
+        else (f"{_short(value)} is out of the range of {c_type(dtype)}")
+    )
+
+
+def _is_in_range(value: int | float, dtype: DataType, kind: Category) -> bool:
+    if kind == "int":
+        end = 1 << 8 * nbytes_of(dtype) - 1
+        return -end <= value < end
+    if abs(value) <= _SMALLEST_MAX or (isinstance(value, float) and not math.isfinite(value)):
+        return True
+    try:
+        return bool(torch.tensor(float(value), dtype=torch.float64).to(to_torch(dtype)).isfinite())
+    except OverflowError:
+        return False
+
+
+def _short(value: int | float) -> str:
+    """Return a number without its thousands of digits."""
+    if isinstance(value, float) or value.bit_length() <= 128:
+        return str(value)
+    return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
 
 
 def category(dtype: DataType) -> Category:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fuser.errors import DefinitionError
+from fuser.errors import DefinitionError, user_code
 from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category
@@ -219,6 +219,11 @@ class Fusion:
         if not isinstance(output, TensorView):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DefinitionError(
                 f"Non-TensorView outputs are not supported at this point: {output}"
+            )
+        if output.fusion is not self:
+            raise DefinitionError(
+                f"add_output of {output}, which belongs to another definition"
+                f"{user_code(where or output.user_line())}"
             )
         if output.memory is not MemoryType.symmetric:
             output.memory = MemoryType.global_

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Protocol, cast
 
-from fuser.errors import ShardingError
+from fuser.errors import ShardingError, check_kind
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 
 
@@ -18,6 +18,8 @@ def _flatten(nested: object) -> tuple[list[int], tuple[int, ...]]:
     """Return (row-major ids, shape) of nested sequences of ints."""
     if isinstance(nested, int):
         return [nested], ()
+    is_text = isinstance(nested, str | bytes)
+    check_kind(nested, int if is_text else Iterable, "DeviceMesh: expected (nested) lists of ranks")
     items = [_flatten(item) for item in cast(Iterable[object], nested)]
     if not items:
         return [], (0,)

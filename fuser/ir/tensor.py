@@ -7,11 +7,11 @@ The handle keeps its identity while scheduling rebinds its frozen `TensorDomain`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
-from fuser.errors import DefinitionError, user_line
+from fuser.errors import ArgumentError, DefinitionError, as_index, check_kind, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.axis import Axis
 from fuser.ir.build_domain import DomainBuilder
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from fuser.ir.nodes import TensorOp
 
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
+
+
+def _check_parallel_type(ptype: object, what: str) -> None:
+    is_name = isinstance(ptype, str) and ptype in ParallelType.__members__
+    hint = f"ParallelType.{ptype}" if is_name else "a ParallelType"
+    check_kind(ptype, ParallelType, f"{what}: expected {hint}")
 
 
 class TensorView:
@@ -115,6 +121,8 @@ class TensorView:
         return Axis(self, loop[self._wrap(index, len(loop))])
 
     def _wrap(self, index: int, length: int) -> int:
+        if type(index) is not int:
+            index = as_index(index, f"expected the position of an axis of {self}")
         wrapped = index + length if index < 0 else index
         if not 0 <= wrapped < length:
             raise DefinitionError(
@@ -136,6 +144,9 @@ class TensorView:
         """
         position = self._wrap(axis, len(self.domain.loop))
         inp = self.domain.loop[position]
+        check_kind(
+            factor, (SupportsIndex, Scalar), f"split of {inp} in {self}: expected an integer factor"
+        )
         factor = sc.as_scalar(factor)
         value = sc.int_value(factor)
         if value is not None and value <= 0:
@@ -186,6 +197,11 @@ class TensorView:
 
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
         """Move loop axes: {old position: new position}; the others keep their order."""
+        check_kind(
+            {} if old2new is None else old2new,
+            Mapping,
+            f"reorder of {self}: expected {{old position: new position}}",
+        )
         loop = self.domain.loop
         n = len(loop)
         moves = {self._wrap(o, n): self._wrap(w, n) for o, w in (old2new or {}).items()}
@@ -198,6 +214,7 @@ class TensorView:
 
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
         """Rotate loop axis `axis` by my coordinate along a device type (for ring schedules)."""
+        _check_parallel_type(parallel_type, f"swizzle1d of {self}")
         if not parallel_type.is_device:
             raise DefinitionError(f"swizzle1d takes a device type, got {parallel_type.text}")
         position = self._wrap(axis, len(self.domain.loop))
@@ -214,6 +231,7 @@ class TensorView:
 
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
         """Give the axis with this number a parallel type (see `Axis.parallelize`)."""
+        _check_parallel_type(ptype, f"parallelize of {axis} of {self}")
         if ptype in _CONSTANT_EXTENT and sc.int_value(axis.extent) is None:
             raise DefinitionError(
                 f"{ptype.text} needs a constant extent, but {axis} of {self} is symbolic"
@@ -284,3 +302,46 @@ class TensorView:
         from fuser.ir.text import tensor_text
 
         return tensor_text(self)
+
+
+# ------------------------------------------------------------------ operators
+# A tensor has none: an op belongs to a definition, and `fd.ops` says to which.
+_OPERATORS = {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "truediv",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+    "neg": "neg",
+    "abs": "abs",
+    "invert": "bitwise_not",
+    "getitem": "slice",
+}
+
+
+def _no_operator(name: str, op: str) -> Callable[..., NoReturn]:
+    def operate(self: TensorView, *operands: object) -> NoReturn:
+        given = ", ".join(f"{v!s:.80}" for v in (self, *operands))
+        raise ArgumentError(
+            f"a TensorView has no operators: call fd.ops.{op} instead of __{name}__ "
+            f"({given}){user_code(user_line())}"
+        )
+
+    return operate
+
+
+for _name, _op in _OPERATORS.items():
+    setattr(TensorView, f"__{_name}__", _no_operator(_name, _op))
+    if _op not in ("lt", "le", "gt", "ge", "neg", "abs", "bitwise_not", "slice"):
+        setattr(TensorView, f"__r{_name}__", _no_operator(f"r{_name}", _op))

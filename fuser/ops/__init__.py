@@ -6,8 +6,10 @@ Plain functions on the active fusion. Elementwise ones come from the table (`fus
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
+from fuser.errors import UnknownOpError
 from fuser.ops.contractions import linear, matmul
 from fuser.ops.elementwise import (
     ELEMENTWISE,
@@ -41,11 +43,27 @@ from fuser.ops.views import (
 
 _GENERATED: dict[str, Callable[..., Any]] = {**ELEMENTWISE, **UNSUPPORTED}
 
+# What torch has a function for, and nvFuser's users write with other ops.
+_SPELLED = {
+    "gelu": "write mul(mul(x, 0.5), add(erf(mul(x, 0.7071067811865476)), 1.0))",
+    "softmax": "write e = exp(sub(x, max(x, dim, True))), then div(e, sum(e, dim, True))",
+    "mean": "write div(sum(x, dim), n)",
+    "layer_norm": "write it with var_mean(x, [-1], 0, True), sub, rsqrt and mul",
+    "view": "it is called reshape",
+    "transpose": "it is called permute, which takes all axes",
+    "unsqueeze": "it is called broadcast, which takes a flag per axis of the result",
+    "mm": "it is called matmul",
+    "float": "it is called cast, which takes the dtype",
+    "to": "it is called cast, which takes the dtype",
+}
+
 
 def __getattr__(name: str) -> Callable[..., Any]:
     function = _GENERATED.get(name)
     if function is None:
-        raise AttributeError(f"module 'fuser.ops' has no op {name!r}")
+        near = get_close_matches(name, __dir__(), n=1)
+        hint = _SPELLED.get(name) or (f"did you mean {near[0]}?" if near else "see dir(fd.ops)")
+        raise UnknownOpError(f"module 'fuser.ops' has no op {name!r}: {hint}")
     return function
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from fuser.errors import DefinitionError, DtypeError, UnsupportedError, user_line
+from fuser.errors import (
+    ArgumentError,
+    DefinitionError,
+    DtypeError,
+    UnsupportedError,
+    as_index,
+    user_line,
+)
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import (
@@ -16,6 +23,7 @@ from fuser.ir.dtypes import (
     check_supported,
     common_dtype,
     dtype_of_python,
+    misfit,
     promote_operands,
 )
 from fuser.ir.fusion import Fusion
@@ -47,27 +55,35 @@ def unsupported(op_name: str, message: str) -> UnsupportedError:
 def as_operand(value: object, op_name: str) -> Operand:
     """Return a tensor or scalar; a Python number becomes a constant and takes a scalar number.
 
-    Raises `TypeError` for anything else, `UnsupportedError` for complex numbers.
+    Raises `ArgumentError` for anything else, `UnsupportedError` for complex numbers.
     """
     if isinstance(value, TensorView | Scalar):
         return value
     if isinstance(value, bool | int | float):
         active_fusion().next_scalar()
-        return Const(value, dtype_of_python(value))
+        return literal(value, dtype_of_python(value), op_name)
     if isinstance(value, complex):
         raise unsupported(op_name, f"complex number {value}")
-    raise TypeError(
+    raise ArgumentError(
         f"{op_name}(): incompatible function arguments: expected a tensor, a scalar or a number, "
-        f"got {type(value).__name__}"
+        f"got {type(value).__name__} (at {user_line()})"
     )
 
 
+def literal(value: bool | int | float, dtype: DataType, op_name: str) -> Const:
+    """Return a number as a constant; raises `DefinitionError` where it does not fit."""
+    problem = misfit(value, dtype)
+    if problem:
+        raise fail(op_name, problem)
+    return Const(value, dtype)
+
+
 def as_tensor(value: object, op_name: str) -> TensorView:
-    """Return `value` as a tensor; raises `TypeError` otherwise."""
+    """Return `value` as a tensor; raises `ArgumentError` otherwise."""
     if not isinstance(value, TensorView):
-        raise TypeError(
+        raise ArgumentError(
             f"{op_name}(): incompatible function arguments: expected a tensor, "
-            f"got {type(value).__name__}"
+            f"got {type(value).__name__} (at {user_line()})"
         )
     return value
 
@@ -75,14 +91,15 @@ def as_tensor(value: object, op_name: str) -> TensorView:
 def as_size(value: object, op_name: str, index: int, *, lowest: int = 0) -> Scalar:
     """Return a size as an Index scalar; ints must be at least `lowest`."""
     if isinstance(value, bool) or not isinstance(value, int | Scalar):
-        raise TypeError(
-            f"{op_name}: Unsupported iterable object type for define_vector! Index:{index}"
+        raise ArgumentError(
+            f"{op_name}: Unsupported iterable object type for define_vector! Index:{index}, "
+            f"{value!r} is no integer (at {user_line()})"
         )
     if isinstance(value, int):
         if value < lowest:
             raise fail(op_name, f"size {value} at index {index} is below {lowest}")
         active_fusion().next_scalar()
-        return sc.const(value)
+        return sc.const(int(literal(value, DataType.Index, op_name).value))
     if category(value.dtype) != "int":
         raise DtypeError(f"{op_name}: size {value} at index {index} is not an integer")
     # Constants compare equal to our Index constants whatever integer type the user gave them.
@@ -91,6 +108,8 @@ def as_size(value: object, op_name: str, index: int, *, lowest: int = 0) -> Scal
 
 def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
     """Return a non-negative axis position; raises `DefinitionError` when out of range."""
+    if type(dim) is not int:
+        dim = as_index(dim, f"{op_name}: expected the position of an axis of {tv}")
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
             op_name, f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}"
@@ -120,7 +139,11 @@ def new_output(
 def add_op(op: OpT) -> OpT:
     """Append the op to the active fusion, with the user's line."""
     op = op.replace(where=user_line())
-    active_fusion().add(op)
+    fusion = active_fusion()
+    for tv in op.inputs:
+        if isinstance(tv, TensorView) and tv.fusion is not fusion:
+            raise fail(op.name, f"{tv} belongs to another definition than the one being written")
+    fusion.add(op)
     return op
 
 

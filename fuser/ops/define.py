@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DefinitionError, user_line
+from fuser.errors import ArgumentError, DefinitionError, as_index, check_kind, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.dtypes import DataType, check_supported, dtype_of_python
+from fuser.ir.dtypes import DataType, DtypeLike, check_supported, dtype_of_python
 from fuser.ir.guard import active_fusion
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.building import unsupported
+from fuser.ops.building import literal, unsupported
 from fuser.ops.views import ordered_axes
 
 Contiguity = Sequence[bool | None]
@@ -53,7 +53,7 @@ def _is_flag_sequence(value: object) -> bool:
 def _from_strides(
     sizes: Sequence[int],
     strides: Sequence[int],
-    dtype: DataType = DataType.Float,
+    dtype: DtypeLike = DataType.Float,
     static_sizes: bool = False,
     is_cpu: bool = False,
 ) -> TensorView:
@@ -65,18 +65,20 @@ def _from_strides(
 def _from_shape(
     shape: Sequence[int],
     contiguity: Contiguity | bool = False,
-    dtype: DataType = DataType.Float,
+    dtype: DtypeLike = DataType.Float,
     is_cpu: bool = False,
     stride_order: Sequence[int] = (),
 ) -> TensorView:
-    shape = [int(s) for s in shape]
-    check_supported(dtype, _NAME)
+    check_kind(shape, Sequence, f"{_NAME}: expected a list of sizes")
+    what = f"{_NAME}: expected integers as sizes {list(shape)}"
+    shape = [as_index(s, what) for s in shape]
     _check_shape(shape)
+    dtype = check_supported(dtype, _NAME)
     rank = len(shape)
     if is_cpu and rank:
         raise DefinitionError(f"{_NAME}: CPU non-scalar tensor is not supported! shape {shape}")
     if not isinstance(contiguity, bool) and not _is_flag_sequence(contiguity):
-        raise TypeError(
+        raise ArgumentError(
             f"{_NAME}(): incompatible function arguments: contiguity {contiguity!r} is neither a "
             "bool nor a list of bools and None"
         )
@@ -104,6 +106,7 @@ def _from_shape(
 
 def _check_shape(shape: Sequence[int]) -> None:
     for i, s in enumerate(shape):
+        literal(s, DataType.Index, _NAME)
         if s < -1:
             raise DefinitionError(
                 f"{_NAME}: The value {s} at index {i} was neither symbolic(-1), zero_element(0), "
@@ -186,12 +189,12 @@ def compute_tensor_descriptor(
 
 
 def define_scalar(
-    value: bool | int | float | DataType | None = None, dtype: DataType | None = None
+    value: bool | int | float | DataType | None = None, dtype: DtypeLike | None = None
 ) -> Scalar:
     """Create a scalar: symbolic without a value (default dtype Double), else a constant."""
     if isinstance(value, DataType):
         if dtype is not None:
-            raise TypeError("define_scalar(): incompatible function arguments: two dtypes")
+            raise ArgumentError("define_scalar(): incompatible function arguments: two dtypes")
         value, dtype = None, value
     if isinstance(value, complex):
         raise unsupported("define_scalar", f"complex value {value}")
@@ -199,8 +202,9 @@ def define_scalar(
     if value is None:
         return fusion.new_symbol(check_supported(dtype or DataType.Double, "define_scalar"))
     if not isinstance(value, bool | int | float):
-        raise TypeError(
+        raise ArgumentError(
             f"define_scalar(): incompatible function arguments: {type(value).__name__} value"
         )
     fusion.next_scalar()
-    return Const(value, check_supported(dtype or dtype_of_python(value), "define_scalar"))
+    found = check_supported(dtype or dtype_of_python(value), "define_scalar")
+    return literal(value, found, "define_scalar")

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import cast as typing_cast
 from typing import overload
 
-from fuser.errors import DtypeError, user_line
+from fuser.errors import ArgumentError, DtypeError, user_line
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, category, check_supported, dtype_text, is_floating
+from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text, is_floating
 from fuser.ir.nodes import BinaryOp, LoadStoreOp, TernaryOp, UnaryOp
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.tensor import TensorView
@@ -196,14 +196,14 @@ def segment_set(x: TensorView, /) -> TensorView:
 
 
 @overload
-def cast(arg: TensorView, dtype: DataType) -> TensorView: ...
+def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: ...
 @overload
-def cast(arg: Scalar | bool | int | float, dtype: DataType) -> Scalar: ...
-def cast(arg: OperandLike, dtype: DataType) -> Operand:
+def cast(arg: Scalar | bool | int | float, dtype: DtypeLike) -> Scalar: ...
+def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
     """Append a conversion; floats become integers by truncation. The same dtype is a `set`."""
     value = as_operand(arg, "cast")
     check_supported(operand_dtype(value), "cast")
-    check_supported(dtype, "cast")
+    dtype = check_supported(dtype, "cast")
     if isinstance(value, Scalar):
         return sc.cast(value, dtype)
     return copy_tensor(value) if value.dtype() is dtype else cast_tensor(value, dtype)
@@ -228,7 +228,9 @@ def clamp(x: OperandLike, min: OperandLike | None, max: OperandLike | None, /) -
     limits: list[OperandLike] = []
     for limit, end in ((min, lowest(dtype)), (max, highest(dtype))):
         if isinstance(limit, TensorView):
-            raise TypeError(f"clamp(): incompatible function arguments: {limit} is not a scalar")
+            raise ArgumentError(
+                f"clamp(): incompatible function arguments: {limit} is not a scalar"
+            )
         limits.append(Const(end, dtype) if limit is None else limit)
     return apply_pointwise("clamp", (value, *limits))
 
@@ -237,7 +239,9 @@ def threshold(x: OperandLike, threshold: OperandLike, value: OperandLike, /) -> 
     """Append x <= threshold ? value : x. Threshold and value are scalars."""
     for v in (threshold, value):
         if isinstance(v, TensorView):
-            raise TypeError(f"threshold(): incompatible function arguments: {v} is not a scalar")
+            raise ArgumentError(
+                f"threshold(): incompatible function arguments: {v} is not a scalar"
+            )
     return apply_pointwise("threshold", (x, threshold, value))
 
 
@@ -259,7 +263,7 @@ def _call(name: str, *arguments: OperandLike) -> Operand:
 def addcmul(in1: OperandLike, in2: OperandLike, in3: OperandLike, value: OperandLike, /) -> Operand:
     """Append in1 + in2 * in3 * value; `value` is a scalar."""
     if isinstance(value, TensorView):
-        raise TypeError(f"addcmul(): incompatible function arguments: {value} is not a scalar")
+        raise ArgumentError(f"addcmul(): incompatible function arguments: {value} is not a scalar")
     return _call("add", in1, _call("mul", _call("mul", in2, in3), value))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError
+from fuser.errors import ArgumentError, DtypeError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, category, check_supported, dtype_text
+from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text
 from fuser.ir.nodes import FullOp, IotaOp
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
@@ -25,12 +25,12 @@ from fuser.ops.building import (
 from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
 
 
-def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DataType) -> TensorView:
+def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
     """Append a tensor filled with `fill_value`, cast to `dtype`."""
     sizes = [as_size(s, "full", i) for i, s in enumerate(shape)]
     value = as_operand(fill_value, "full")
     if isinstance(value, TensorView):
-        raise TypeError("full(): incompatible function arguments: fill_value is a tensor")
+        raise ArgumentError("full(): incompatible function arguments: fill_value is a tensor")
     return full_tensor(sizes, value, check_supported(dtype, "full"))
 
 
@@ -45,10 +45,10 @@ def iota(
     length: SizeLike,
     start: ScalarLike | None = None,
     step: ScalarLike | None = None,
-    dtype: DataType = DataType.Int,
+    dtype: DtypeLike = DataType.Int,
 ) -> TensorView:
     """Append start + i * step for i < length. Raises for a step that is 0 or not finite."""
-    check_supported(dtype, "iota")
+    dtype = check_supported(dtype, "iota")
     if category(dtype) not in ("int", "float"):
         raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
     size = as_size(length, "iota", 0)

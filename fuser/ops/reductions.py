@@ -8,13 +8,13 @@ reduction over an axis of constant size 0 is filled with the identity.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast as typing_cast
 
-from fuser.errors import DtypeError
+from fuser.errors import ArgumentError, DtypeError, check_kind
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import HALF_LIKE, DataType, dtype_text, is_floating
+from fuser.ir.dtypes import HALF_LIKE, DataType, DtypeLike, check_supported, dtype_text, is_floating
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import Const, Scalar
@@ -40,7 +40,7 @@ def sum(
     arg: TensorView,
     dim: int | Sequence[int] | DataType | None = None,
     keepdim: bool = False,
-    dtype: DataType = DataType.Null,
+    dtype: DtypeLike = DataType.Null,
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
@@ -52,7 +52,7 @@ def prod(
     arg: TensorView,
     dim: int | Sequence[int] | DataType | None = None,
     keepdim: bool = False,
-    dtype: DataType = DataType.Null,
+    dtype: DtypeLike = DataType.Null,
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
@@ -64,7 +64,7 @@ def max(
     arg: TensorView,
     dim: int | Sequence[int] | DataType | None = None,
     keepdim: bool = False,
-    dtype: DataType = DataType.Null,
+    dtype: DtypeLike = DataType.Null,
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
@@ -76,7 +76,7 @@ def min(
     arg: TensorView,
     dim: int | Sequence[int] | DataType | None = None,
     keepdim: bool = False,
-    dtype: DataType = DataType.Null,
+    dtype: DtypeLike = DataType.Null,
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
@@ -90,7 +90,7 @@ def _reduce(
     dim: int | Sequence[int] | DataType | None,
     dims: Sequence[int] | None,
     keepdim: bool,
-    dtype: DataType,
+    dtype: DtypeLike,
 ) -> TensorView:
     name = REDUCTIONS[kind].name
     tv = as_tensor(arg, name)
@@ -98,8 +98,11 @@ def _reduce(
         # nvFuser's first form has the dtype in this place: sum(x, DataType.Float).
         dim, dtype = None, dim
     if dim is not None and dims is not None:
-        raise TypeError(f"{name}(): incompatible function arguments: dim and dims are both given")
+        raise ArgumentError(
+            f"{name}(): incompatible function arguments: dim and dims are both given"
+        )
     if dtype is not DataType.Null:
+        dtype = check_supported(dtype, name)
         if kind in ("max", "min"):
             raise fail(name, "A dtype other than Null is not currently supported.")
         tv = typing_cast(TensorView, convert(tv, dtype))
@@ -118,6 +121,8 @@ def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -
     """Return the axis positions; raises `DefinitionError` for none, duplicates or out of range."""
     if dims is None:
         return set(range(tv.ndim))
+    if not isinstance(dims, int):
+        check_kind(dims, Iterable, f"{name} of {tv}: expected an axis or a list of axes")
     given = [dims] if isinstance(dims, int) else list(dims)
     if not given:
         raise fail(name, f"No reduction axis specified for {tv}")

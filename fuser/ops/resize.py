@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError, user_line
+from fuser.errors import ArgumentError, DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import IterDomain, TensorDomain
@@ -52,7 +52,7 @@ def _index_scalars(values: Sequence[SizeLike], what: str) -> list[Scalar]:
     out: list[Scalar] = []
     for i, v in enumerate(values):
         if isinstance(v, bool) or not isinstance(v, int | Scalar):
-            raise TypeError(
+            raise ArgumentError(
                 f"{what}: Unsupported iterable object type for define_vector! Index:{i}"
             )
         if isinstance(v, int):
@@ -81,7 +81,7 @@ def slice(
     tv = as_tensor(arg, name)
     given = [start_indices, end_indices, *([strides] if strides is not None else [])]
     if not (all(isinstance(g, list) for g in given) or all(isinstance(g, tuple) for g in given)):
-        raise TypeError(f"{name}(): incompatible function arguments: all lists or all tuples")
+        raise ArgumentError(f"{name}(): incompatible function arguments: all lists or all tuples")
     starts, ends = _index_scalars(start_indices, name), _index_scalars(end_indices, name)
     _check_slice(tv, starts, ends, _index_scalars(strides, name) if strides is not None else None)
     fusion = active_fusion()

@@ -108,6 +108,8 @@ def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False
     """Drop broadcast axes; expanded ones only with `squeeze_expanded`."""
     tv = as_tensor(arg, "squeeze")
     axes = axes_of(tv)
+    if not axes and list(dims):
+        raise fail("squeeze", f"axes {list(dims)} of {tv}, which has none")
     gone = {wrap_dim(d, tv.ndim, "squeeze", tv) for d in dims}
     if not gone:
         return copy_tensor(tv)

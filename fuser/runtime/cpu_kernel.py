@@ -101,7 +101,7 @@ class CpuKernel(CompiledKernel):
             raise self._smem_error(smem_bytes)
         try:
             record = self._record(args, grid, block, smem_bytes, 0)
-        except (struct.error, AttributeError, TypeError) as error:
+        except (struct.error, ArithmeticError, AttributeError, TypeError) as error:
             raise self._argument_error(args, error) from error
         if self._function(record):
             raise self._finding(grid, block)
@@ -113,7 +113,7 @@ class CpuKernel(CompiledKernel):
             raise self._smem_error(smem_bytes)
         try:
             record = self._record(args, grid, block, smem_bytes, 0)
-        except (struct.error, AttributeError, TypeError) as error:
+        except (struct.error, ArithmeticError, AttributeError, TypeError) as error:
             raise self._argument_error(args, error) from error
         return PreparedCpuLaunch(self, record, grid, block)
 
@@ -207,7 +207,7 @@ class CheckedCpuKernel(CpuKernel):
             raise self._smem_error(smem_bytes)
         try:
             record = self._checked_record(args, grid, block, smem_bytes, self.order_seed)
-        except (struct.error, AttributeError, TypeError) as error:
+        except (struct.error, ArithmeticError, AttributeError, TypeError) as error:
             raise self._argument_error(args, error) from error
         with self._lock:
             ctypes.memset(self._report_address, 0, ctypes.sizeof(_Report))

@@ -1,0 +1,160 @@
+"""Calls that cannot be meant are refused where they stand, with a typed error that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition, ParallelType
+from fuser.errors import (
+    ArgumentError,
+    DefinitionError,
+    DtypeError,
+    FuserError,
+    InputError,
+    OptionError,
+    UnknownOpError,
+)
+from fuser.ir.scalar import Scalar
+from fuser.multidevice import DeviceMesh
+
+# Untyped: a type checker refuses these calls, too.
+Call = Callable[[Any, Any], object]
+HUGE = 2**2000
+
+DEFINITIONS: list[tuple[Call, type[FuserError], str]] = [
+    (lambda fd, x: fd.ops.squeeze(fd.define_tensor([]), [0]), DefinitionError, "which has none"),
+    (lambda fd, x: fd.define_tensor([10.0]), ArgumentError, r"integers as sizes \[10.0\]"),
+    (lambda fd, x: fd.define_tensor(["a"]), ArgumentError, "got 'a' of type str"),
+    (lambda fd, x: fd.define_tensor(3), ArgumentError, "expected a list of sizes, got 3"),
+    (lambda fd, x: fd.define_tensor([2**63]), DefinitionError, f"{2**63} is out of the range"),
+    (lambda fd, x: fd.define_tensor([2], dtype="float"), ArgumentError, "DataType.Float or torch"),
+    (lambda fd, x: fd.define_tensor([2], dtype=torch.uint8), DtypeError, "torch.uint8"),
+    (lambda fd, x: fd.define_vector("a"), ArgumentError, "the number of scalars, got 'a'"),
+    (lambda fd, x: fd.define_scalar("a"), ArgumentError, "str value"),
+    (lambda fd, x: fd.define_scalar(1, "x"), ArgumentError, "expected a dtype"),
+    (lambda fd, x: fd.define_scalar(2**40, DataType.Int32), DefinitionError, "range of int "),
+    (lambda fd, x: fd.define_scalar(2**70), DefinitionError, "range of int64_t"),
+    (lambda fd, x: fd.define_scalar(1e300, DataType.Float), DefinitionError, "range of float"),
+    (lambda fd, x: fd.define_scalar(1e5, DataType.Half), DefinitionError, "range of __half"),
+    (lambda fd, x: fd.define_scalar(HUGE, DataType.Double), DefinitionError, r"2\*\*2000\.\. is"),
+    (lambda fd, x: fd.define_scalar(1.5, DataType.Int), DefinitionError, "1.5 is no integer"),
+    (lambda fd, x: fd.define_scalar(float("nan"), DataType.Int), DefinitionError, "nan is no"),
+    (lambda fd, x: fd.ops.add(x, HUGE), DefinitionError, r"add: 2\*\*2000\.\. is out of the"),
+    (lambda fd, x: fd.ops.add(x, torch.ones(2)), ArgumentError, "got Tensor"),
+    (lambda fd, x: fd.ops.cast(x, "float"), ArgumentError, "cast: expected a dtype"),
+    (lambda fd, x: fd.ops.cast(x, None), ArgumentError, "cast: expected a dtype"),
+    (lambda fd, x: fd.ops.iota("a"), ArgumentError, "iota.*'a' is no integer"),
+    (lambda fd, x: fd.ops.iota(4, 0, 1, "x"), ArgumentError, "iota: expected a dtype"),
+    (lambda fd, x: fd.ops.sum(x, "a"), ArgumentError, "sum: expected the position of an axis"),
+    (lambda fd, x: fd.ops.sum(x, [1.5]), ArgumentError, "sum: expected the position of an axis"),
+    (lambda fd, x: fd.ops.sum(x, 1.5), ArgumentError, "an axis or a list of axes, got 1.5"),
+    (lambda fd, x: fd.ops.sum(1.0, 0), ArgumentError, "expected a tensor, got float"),
+    (lambda fd, x: fd.add_output(1.0), DefinitionError, "Non-TensorView outputs"),
+    (lambda fd, x: fd.from_pytorch([1, 2]), ArgumentError, "from_pytorch: expected a tensor"),
+    (lambda fd, x: fd.from_pytorch(torch.ones(1, device="meta")), InputError, "device meta"),
+    (lambda fd, x: x.axis(0).parallelize("mesh_x"), ArgumentError, "expected ParallelType.mesh_x"),
+    (lambda fd, x: x.axis(0).parallelize([]), ArgumentError, "expected a ParallelType"),
+    (lambda fd, x: x.swizzle1d(0, "mesh_x"), ArgumentError, "expected ParallelType.mesh_x"),
+    (lambda fd, x: x.swizzle1d("a", ParallelType.mesh_x), ArgumentError, "position of an axis"),
+    (lambda fd, x: x.reorder([0, 1]), ArgumentError, "expected {old position: new position}"),
+    (lambda fd, x: x.reorder({0: 1.5}), ArgumentError, "expected the position of an axis"),
+    (lambda fd, x: x.split(0, 1.5), ArgumentError, "expected an integer factor, got 1.5"),
+    (lambda fd, x: x.size("a"), ArgumentError, "expected the position of an axis"),
+    (lambda fd, x: DeviceMesh("ab"), ArgumentError, "lists of ranks, got 'ab'"),
+    (lambda fd, x: DeviceMesh([0.5]), ArgumentError, "lists of ranks, got 0.5"),
+    (lambda fd, x: x.set_device_mesh(["a"]), ArgumentError, "lists of ranks, got 'a'"),
+    (lambda fd, x: x + 1.0, ArgumentError, r"call fd.ops.add instead of __add__ \(T0.*, 1.0\)"),
+    (lambda fd, x: 1.0 - x, ArgumentError, "call fd.ops.sub instead of __rsub__"),
+    (lambda fd, x: x @ x, ArgumentError, "call fd.ops.matmul"),
+    (lambda fd, x: -x, ArgumentError, "call fd.ops.neg"),
+    (lambda fd, x: x < 1, ArgumentError, "call fd.ops.lt"),
+    (lambda fd, x: x[0], ArgumentError, "call fd.ops.slice"),
+    (lambda fd, x: fd.ops.gelu(x), UnknownOpError, r"no op 'gelu': write mul\(mul\(x, 0.5\)"),
+    (lambda fd, x: fd.ops.sigmod(x), UnknownOpError, r"did you mean sigmoid\?"),
+    (lambda fd, x: fd.ops.qqqq(x), UnknownOpError, "dir"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "why"), DEFINITIONS)
+def test_a_definition_that_cannot_be_meant(call: Call, kind: type[FuserError], why: str) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        with pytest.raises(kind, match=why):
+            call(fd, x)
+
+
+def elementwise(dtype: DataType, tensor: DataType) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x, n = fd.define_tensor([-1], True, tensor), fd.define_scalar(None, dtype)
+        fd.add_output(fd.ops.add(x, n))
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tensor", "value", "fits"),
+    [
+        (DataType.Int32, DataType.Int, 2**40, 2**31 - 1),
+        (DataType.Int32, DataType.Int, -(2**31) - 1, -(2**31)),
+        (DataType.Int, DataType.Int, 2**63, 2**62),
+        (DataType.Float, DataType.Float, 1e300, 1e38),
+        (DataType.Double, DataType.Float, HUGE, 2**70),
+    ],
+    ids=["above int", "below int", "int64_t", "float", "double"],
+)
+def test_an_input_number_that_does_not_fit(
+    dtype: DataType, tensor: DataType, value: float, fits: float
+) -> None:
+    fd = elementwise(dtype, tensor)
+    x = torch.ones(3, dtype=torch.int64 if tensor is DataType.Int else torch.float32)
+    with pytest.raises(InputError, match=r"Expected input 1, .* is out of the range of"):
+        fd.execute([x, value])
+    (out,) = fd.execute([x, fits])
+    torch.testing.assert_close(out, x + float(fits) if x.is_floating_point() else x + fits)
+    with pytest.raises(FuserError):
+        fd.execute([x, 1e300 if isinstance(value, float) else HUGE])
+
+
+def test_a_tensor_instead_of_a_list_of_inputs() -> None:
+    fd = elementwise(DataType.Double, DataType.Float)
+    with pytest.raises(InputError, match=r"got a tensor: pass \[tensor\]"):
+        fd.execute(torch.ones(2))
+    with pytest.raises(OptionError, match="a list of names, not None"):
+        fd.execute([torch.ones(2), 1.0], _enable_options=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_two_definitions_are_not_mixed() -> None:
+    with FusionDefinition() as first:
+        x = first.define_tensor([-1, -1], contiguity=True)
+        with FusionDefinition() as second:
+            y = second.define_tensor([-1, -1], contiguity=True)
+            for mixed in (lambda: second.ops.exp(x), lambda: second.ops.add(y, x)):
+                with pytest.raises(DefinitionError, match=r"T0.* belongs to another definition"):
+                    mixed()
+            with pytest.raises(DefinitionError, match=r"add_output of T0.* another definition"):
+                second.add_output(x)
+            second.add_output(second.ops.exp(y))
+        first.add_output(first.ops.neg(x))
+    t = torch.rand(2, 3)
+    torch.testing.assert_close(second.execute([t])[0], t.double().exp().float())
+    torch.testing.assert_close(first.execute([t])[0], -t)
+
+
+def test_a_definition_is_valid_after_it_ran() -> None:
+    fd = elementwise(DataType.Double, DataType.Float)
+    assert fd.validate_definition() == (True, None)
+    fd.execute([torch.ones(2), 1.0])
+    assert fd.validate_definition() == (True, None)
+
+
+def test_torch_dtypes_are_taken() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], dtype=torch.float16, contiguity=True)
+        n = fd.define_scalar(None, torch.int64)
+        assert isinstance(n, Scalar) and n.dtype is DataType.Int
+        fd.add_output(fd.ops.sum(fd.ops.cast(x, torch.float32), 0, dtype=torch.float64))
+    (out,) = fd.execute([torch.ones(5, dtype=torch.float16), 3])
+    assert out.dtype is torch.float64 and out.item() == 5
