@@ -42,7 +42,7 @@ _KNOWN_LIMIT = 4096
 # Looks at the words before a wait that yields the processor: about 3 us.
 _SPINS = 50
 # What counts as data in a ledger: calls of these streams must be equally many on all members.
-_NOT_DATA = ("control ", "data meeting ", "call ", "send ", "recv ")
+_NOT_DATA = ("control ", "call ", "send ", "recv ")
 
 
 @dataclass(frozen=True)

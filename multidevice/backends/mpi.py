@@ -1,8 +1,11 @@
 """MPI through mpi4py: the control channel of MPI jobs, and the data backend of their CPU tensors.
 
 All operations are nonblocking and polled, since a blocking MPI call neither ends at a deadline
-nor shares its core. Data and control have communicators of their own, one per team, so that they
-never mix with each other or with the user's traffic on MPI.COMM_WORLD.
+nor shares its core. After start-up no communicator is made: that would block, and ranks that an
+error has parted could never be sure of all being there. MPI's own collectives serve the team of all
+ranks while these are in step; other teams, and ranks that fell out of step, exchange messages whose
+tags tell calls apart. Data and control have communicators of their own, so that they never mix with
+each other or with the user's traffic on MPI.COMM_WORLD.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +24,15 @@ import torch
 from fuser import options
 from fuser.errors import CommunicationError, InputError
 from multidevice.backends.base import Call, CheckedBackend, Exchange
-from multidevice.backends.protocol import Team
+from multidevice.backends.direct import steps_of
+from multidevice.backends.protocol import Transfer
 from multidevice.control import RECORD_NBYTES, JobControl, Step
 from multidevice.waiting import Event, Need, poll_until, team_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_EVENT_TAG, _MEET_TAG = 1, 2
+_EVENT_TAG = 1
 _FINISH_SLEEP_S = 0.002
 
 _RED_OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
@@ -69,15 +73,15 @@ class MpiControl(JobControl):
         self._posted: list[MPI.Request] = []
         # Requests of waits that ended with an error still write to their buffers.
         self._unfinished: list[MPI.Request] = []
-        self._comms: dict[tuple[str, Team], MPI.Intracomm] = {}
-        for channel in ("data", "control", "event"):
-            self._comms[channel, self.world] = self._duplicate(channel)
-        # What team communicators are made from; it is never lost.
-        self._events = self._comms["event", self.world]
+        self._tags = 1 + (world.Get_attr(MPI.TAG_UB) or 32767)
+        # What the data backend has started and nobody has waited for yet.
+        self.works: set[MpiWork] = set()
+        self._control = self._duplicate("control")
+        self.data = self._duplicate("data")
+        self._events = self._duplicate("event")
         # All ranks have come out of MPI_Init, so MPICH's segments need no name any more: they
         # would stay behind if the job were killed.
         _unlink_shared_memory()
-        self.on_lost.append(self._forget)
 
     def _duplicate(self, channel: str) -> MPI.Intracomm:
         comm, request = self.mpi.COMM_WORLD.Idup()
@@ -85,76 +89,50 @@ class MpiControl(JobControl):
         poll_until(request.Test, what=lambda: what, look=lambda _: None, rank=self.rank)
         return comm
 
-    def communicator(
-        self, channel: str, team: Team, call: Step | Call | None = None
-    ) -> MPI.Intracomm:
-        """Returns the team's communicator for data or control; collective over the team at first
-        use. `call` is what needs it.
+    def tag(self, key: str, seq: int) -> int:
+        """Returns the tag of a call's messages. What an abandoned call has left behind never
+        matches a later one: their numbers differ.
         """
-        comm = self._comms.get((channel, team))
-        if comm is None:
-            # MPI_Comm_create_group blocks, so all members meet first, under the deadline.
-            self._meet(channel, team, call)
-            group = self._events.Get_group().Incl(list(team))
-            tag = zlib.crc32(f"{channel}{team}".encode()) % 32768
-            comm = self._events.Create_group(group, tag)
-            self._comms[channel, team] = comm
-        return comm
+        return (zlib.crc32(key.encode()) + seq) % self._tags
 
-    def _forget(self, key: str) -> None:
-        """Drops the communicator of a stream of calls: what is left in it must not be matched."""
-        for channel, team in list(self._comms):
-            name = "mpi" if channel == "data" else channel
-            if channel != "event" and key == f"{name} {team_text(team)}":
-                del self._comms[channel, team]
+    def poll_until(
+        self,
+        done: Callable[[], bool],
+        *,
+        what: Callable[[], str],
+        needs: Callable[[], Iterable[Need]],
+    ) -> None:
+        """See `Control.poll_until`; whatever this rank waits for, its collectives go on."""
 
-    def _meet(self, channel: str, team: Team, call: Step | Call | None) -> None:
-        key = f"{channel} meeting {team_text(team)}"
-        seq = self.ledger.enter(key)
-        others = [rank for rank in team if rank != self.rank]
-        # Messages of one meeting only: ranks may be on their way to different ones.
-        tag = _MEET_TAG + zlib.crc32(f"{key} {seq}".encode()) % 30000
-        message = [bytearray(0), self.mpi.BYTE]
-        requests = [self._events.Isend(message, rank, tag) for rank in others]
-        requests += [self._events.Irecv(message, rank, tag) for rank in others]
-        self.poll_until(
-            lambda: self.mpi.Request.Testall(requests),
-            what=lambda: (
-                f"set-up of the {channel} channel of team {team_text(team)}"
-                + (f" for {call.describe()}" if call is not None else "")
-            ),
-            needs=lambda: (
-                [Need(rank, key, seq + 1) for rank in others]
-                + (call.needs() if call is not None else [])
-            ),
-        )
+        works = [work for work in self.works if work.done != done]
+
+        def done_here() -> bool:
+            if done():
+                return True
+            for work in works:
+                work.done()
+            return False
+
+        super().poll_until(done_here if works else done, what=what, needs=needs)
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
-        byte = self.mpi.BYTE
-        everything = bytearray(RECORD_NBYTES * len(step.team))
-        comm = self.communicator("control", step.team, step)
-        self._complete(comm.Iallgather([record, byte], [everything, byte]), step)
-        view = bytes(everything)
-        return [view[start : start + RECORD_NBYTES] for start in range(0, len(view), RECORD_NBYTES)]
+        return self._gather_varied(record, [RECORD_NBYTES] * len(step.team), step)
 
     def _gather_varied(self, payload: bytes, sizes: Sequence[int], step: Step) -> list[bytes]:
-        byte = self.mpi.BYTE
-        everything = bytearray(sum(sizes))
-        comm = self.communicator("control", step.team, step)
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        request = comm.Iallgatherv([payload, byte], [everything, (list(sizes), offsets), byte])
-        self._complete(request, step)
-        return [
-            bytes(everything[offset : offset + size])
-            for offset, size in zip(offsets, sizes, strict=True)
-        ]
-
-    def _complete(self, request: MPI.Request, step: Step) -> None:
+        tag, byte = self.tag(step.key, step.seq), self.mpi.BYTE
+        found = {rank: bytearray(size) for rank, size in zip(step.team, sizes, strict=True)}
+        found[self.rank][:] = payload
+        others = [rank for rank in step.team if rank != self.rank]
+        requests = [self._control.Irecv([found[rank], byte], rank, tag) for rank in others]
+        requests += [self._control.Isend([payload, byte], rank, tag) for rank in others]
         try:
-            self.poll_until(request.Test, what=step.describe, needs=step.needs)
+            self.poll_until(
+                lambda: self.mpi.Request.Testall(requests), what=step.describe, needs=step.needs
+            )
         except BaseException:
-            self._unfinished.append(request)
+            self._unfinished += requests
             raise
+        return [bytes(part) for part in found.values()]
 
     def listen(self) -> None:
         """Takes in the announcements that have arrived."""
@@ -211,28 +189,30 @@ def _unlink_shared_memory() -> None:
         Path(name).unlink(missing_ok=True)
 
 
-class _MpiWork:
-    """Requests in flight, with the buffers that they use."""
+class MpiWork:
+    """A communication in steps: the requests of each are posted when the last ones have ended."""
 
     def __init__(
-        self, backend: MpiBackend, requests: list[MPI.Request], call: Call | Exchange
+        self, control: MpiControl, steps: Iterator[list[MPI.Request]], call: Call | Exchange
     ) -> None:
-        self._backend = backend
-        self._requests = requests
+        self._control = control
+        self._steps = steps
+        # Named here because requests do not keep the tensors alive.
         self._call = call
+        self._requests = next(steps, None)
 
     def done(self) -> bool:
-        """Progresses MPI and returns whether all requests have completed."""
-        return self._backend.mpi.Request.Testall(self._requests)
+        """Progresses MPI, goes on as far as possible, and returns whether all steps have ended."""
+        testall = self._control.mpi.Request.Testall
+        while self._requests is not None and testall(self._requests):
+            self._requests = next(self._steps, None)
+        return self._requests is None
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        if not self._requests:
-            return
-        control = self._backend.control
-        control.poll_until(self.done, what=self._call.describe, needs=self._call.needs)
-        self._requests = []
-        self._backend.pending.discard(self)
+        if self._requests is not None:
+            self._control.poll_until(self.done, what=self._call.describe, needs=self._call.needs)
+        self._control.works.discard(self)
 
     def synchronize(self) -> None:
         """See `Work.synchronize`."""
@@ -249,33 +229,44 @@ class MpiBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self.mpi = control.mpi
-        # A request whose Work was dropped still writes to its buffers: they stay alive here.
-        self.pending: set[_MpiWork] = set()
+        self._world_key = f"{self.name} {team_text(control.world)}"
+        # In the ledger, so that ranks that disagree about it find out with the other counts.
+        self._direct_key = f"direct {self._world_key}"
+        control.on_lost.append(self._forget)
+
+    def _forget(self, key: str) -> None:
+        """Gives up MPI's own collectives: what is left in the communicator must not be matched."""
+        if key == self._world_key:
+            self.control.ledger.entered[self._direct_key] = 1
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
             raise InputError(f"backend mpi takes CPU tensors, found one on {tensor.device}")
 
-    def _start(self, call: Call) -> _MpiWork:
-        comm = self.control.communicator("data", call.team, call)
-        return self._track([_COLLECTIVES[call.op](self, comm, call)], call)
+    def _start(self, call: Call) -> MpiWork:
+        control = self.control
+        if call.team == control.world and self._direct_key not in control.ledger.entered:
+            return self._track(iter([[_COLLECTIVES[call.op](self, control.data, call)]]), call)
+        return self._track(self._posted(steps_of(call), control.tag(call.key, call.seq)), call)
 
-    def _start_batch(self, batch: Exchange) -> _MpiWork:
-        # Point-to-point messages are matched by source and order, so a team needs no
-        # communicator; the tag keeps equal pairs of different teams apart.
-        comm = self.control.communicator("data", self.control.world)
-        tag = zlib.crc32(repr(batch.team).encode()) % 32768
-        requests: list[MPI.Request] = []
-        for transfer in batch.transfers:
-            post = comm.Isend if transfer.kind == "send" else comm.Irecv
-            requests.append(post(self._bytes(transfer.tensor), transfer.peer, tag))
-        return self._track(requests, batch)
+    def _start_batch(self, batch: Exchange) -> MpiWork:
+        # Matched by source and order; the tag keeps equal pairs of different teams apart.
+        tag = self.control.tag(f"batch {batch.team}", 0)
+        return self._track(self._posted([batch.transfers], tag), batch)
 
-    def _track(self, requests: list[MPI.Request], call: Call | Exchange) -> _MpiWork:
-        work = _MpiWork(self, requests, call)
-        if len(self.pending) >= 64:
-            self.pending = {old for old in self.pending if not old.done()}
-        self.pending.add(work)
+    def _posted(self, steps: Iterable[Sequence[Transfer]], tag: int) -> Iterator[list[MPI.Request]]:
+        comm = self.control.data
+        post = {"send": comm.Isend, "recv": comm.Irecv}
+        for transfers in steps:
+            yield [post[t.kind](self._bytes(t.tensor), t.peer, tag) for t in transfers]
+
+    def _track(self, steps: Iterator[list[MPI.Request]], call: Call | Exchange) -> MpiWork:
+        work = MpiWork(self.control, steps, call)
+        # Even if nobody waits for it, its requests use its buffers, and the others need it.
+        works = self.control.works
+        if len(works) >= 64:
+            works -= {old for old in works if old.done()}
+        works.add(work)
         return work
 
     def _bytes(self, tensor: torch.Tensor | None) -> Any:

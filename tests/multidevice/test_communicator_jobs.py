@@ -173,6 +173,16 @@ def test_a_rank_that_is_stopped_at_the_end_is_named() -> None:
     assert job.seconds < END_S, job.seconds
 
 
+@needs_mpi
+def test_a_rank_that_gave_up_a_team_leaves_nobody_waiting_without_end(
+    tmp_path: Path,
+) -> None:
+    job = run_job("mpirun", 2, "parted.py", str(tmp_path / "given up"))
+    assert job.code == 0, job.text
+    assert "gave up: rank 0: barrier over team (1 0)" in job.text, job.text
+    assert job.text.count("ok rank") == 2, job.text
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_disagreeing_ranks_of_a_job_hear_why(launcher: str) -> None:
     if launcher == "mpirun" and MPIRUN is None:
