@@ -34,6 +34,7 @@ _AREA_NBYTES = 1 << 16
 # How long a rank whose process is gone may still be announced by what it sent before.
 _GRACE_S = 0.5
 _KEPT_ENDS = 8
+_TRIES = 1000
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead", "R": "running"}
 
 
@@ -94,6 +95,7 @@ class Board:
         self._posted = b""
         self._version = 0
         self._ended: tuple[Deadlock, ...] = ()
+        self._read_up_to: dict[int, int] = {}
 
     def _line(self, rank: int) -> memoryview:
         start = LINE_WORDS * (1 + rank)
@@ -136,6 +138,23 @@ class Board:
         self._post(_Position(mine, dict(entered), others, self._ended))
         self._check_lives(mine)
         return None
+
+    def news(self) -> list[Deadlock]:
+        """Returns the deadlocks that peers have found since the last look, as far as they still
+        keep them; a few may come twice.
+        """
+        found: list[Deadlock] = []
+        for rank in range(self._size):
+            version = self._line(rank)[1]
+            if rank == self._rank or version == self._read_up_to.get(rank, 0):
+                continue
+            for _ in range(_TRIES):
+                if position := self._read(rank):
+                    found += position.ended
+                    self._read_up_to[rank] = version
+                    break
+                os.sched_yield()  # its owner is just writing it
+        return found
 
     def _peers(self) -> dict[int, _Position]:
         return {r: p for r in range(self._size) if r != self._rank and (p := self._read(r))}

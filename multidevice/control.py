@@ -70,6 +70,8 @@ class Control(ABC):
         self.world: Team = tuple(range(size))
         # Where the ranks stand, when they all share a host.
         self.board: Board | None = None
+        # The calls, by stream and count, that ended in a deadlock.
+        self._ended: set[tuple[str, int]] = set()
         # What an earlier call ran into here, for the errors of those who wait for this rank.
         self.trouble = ""
         # Called with the key of a stream of calls whose members no longer agree where they are.
@@ -137,11 +139,12 @@ class Control(ABC):
     def _count_as_entered(self, deadlock: Deadlock) -> None:
         """Ends the waits of a deadlock: later calls of all its ranks meet again."""
         for need in (need for wait in deadlock.waits for need in wait.needs):
+            entered = self.ledger.entered
             if need.rank == self.rank:
-                entered = self.ledger.entered
                 entered[need.key] = max(entered.get(need.key, 0), need.count)
-        for key in sorted({n.key for wait in deadlock.waits for n in wait.needs}):
-            self.lose(key)
+            if (need.key, need.count) not in self._ended:
+                self._ended.add((need.key, need.count))
+                self.lose(need.key)
 
     def lose(self, key: str) -> None:
         """Gives up whatever transport carries a stream of calls; its next use makes another."""
@@ -222,6 +225,9 @@ class Control(ABC):
 
     def _step(self, kind: str, team: Team) -> Step:
         key = f"control {team_text(team)}"
+        # Another error may have kept this rank from finding a deadlock that others have ended.
+        for deadlock in self.board.news() if self.board is not None else ():
+            self._count_as_entered(deadlock)
         return Step(kind, team, self.rank, key, self.ledger.enter(key))
 
     def _records(
