@@ -56,7 +56,7 @@ def measure(device: str) -> dict[str, Any]:
         shapes |= {f"{name}.weight": (minilm.HIDDEN,), f"{name}.bias": (minilm.HIDDEN,)}
     weights = {k: torch.full(s, 0.01, dtype=dtype, device=device) for k, s in shapes.items()}
     x = torch.ones(BATCH, TOKENS, minilm.HIDDEN, dtype=dtype, device=device)
-    mask = torch.zeros(BATCH, 1, 1, TOKENS, dtype=dtype, device=device)
+    mask = torch.zeros(BATCH, 1, 1, TOKENS, device=device)
     inputs = [x, mask, *layer.bind(weights, device)]
     mark("inputs")
     layer.fd.execute(inputs)

@@ -42,8 +42,9 @@ MAX_VARIANTS = 8
 # Classes of tensors whose launches are remembered.
 MAX_RECORDS = 256
 # Inputs and outputs of at most SMALL_BYTES take the kernel of a nearby size rather than one of
-# their own: they stay in the cache, where parameters matter little and a compilation much.
+# their own: they stay in the cache, where a compilation costs more than other parameters save.
 SMALL_BYTES = 32 << 20
+TINY_BYTES = 4 << 20
 NEARBY = 8
 VECTOR_BYTES = 16
 # Blocks and unrolled steps run past the end of a tensor by less than this many elements.
@@ -281,10 +282,14 @@ class KernelExecutor:
         nbytes = _nbytes(tensors)
         if nbytes > SMALL_BYTES or not self._reuses_nearby:
             return None
+        # Up to TINY_BYTES a launch takes longer than the work; and when half of the variants are
+        # made, what is left of them is for other layouts.
+        is_spare = nbytes > TINY_BYTES and 2 * len(self._variants) < MAX_VARIANTS
+        fits = params.is_near if is_spare else params.is_alike
         for (its_layouts, its_params, its_index), variant in self._variants.items():
             if (its_layouts, its_index) != (layouts, index) or nbytes > NEARBY * variant.nbytes:
                 continue
-            if params.is_near(its_params) and self._launch_of(variant, tensors, values, alignments):
+            if fits(its_params) and self._launch_of(variant, tensors, values, alignments):
                 return variant
         return None
 

@@ -137,7 +137,12 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
     if any(sc.int_value(logical[i].size) == 0 for i in axes):
         kept = [a.size for i, a in enumerate(logical) if i not in axes]
         return full_tensor(kept, init, tv.dtype())
+    dtype = tv.dtype()
     tv, left, repeated = _squeeze_broadcasts(tv, axes)
+    if repeated != sc.ONE and kind in ("add", "mul") and dtype in HALF_LIKE:
+        # Rounded once, after the repetitions.
+        tv = typing_cast(TensorView, convert(tv, DataType.Float))
+        init = sc.cast(init, DataType.Float)
     out = _reduction_node(kind, tv, left, init) if left else tv
     if kind == "add" and repeated != sc.ONE:
         out = apply_pointwise("mul", (out, repeated))
@@ -145,7 +150,7 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
         out = apply_pointwise("pow", (out, repeated))
     elif kind in ("max", "min"):
         out = _unless_empty(repeated, out, init)
-    return typing_cast(TensorView, convert(out, tv.dtype()))
+    return typing_cast(TensorView, convert(out, dtype))
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:

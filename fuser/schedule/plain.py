@@ -35,6 +35,8 @@ class PlainParams:
     def is_near(self, other: PlainParams) -> bool:
         return self == other
 
+    is_alike = is_near
+
     def __str__(self) -> str:
         return f"plain(threads {self.threads})" if self.threads else "plain(loops)"
 

@@ -74,6 +74,8 @@ class PointwiseParams:
         """Whether kernels of both differ in nothing that a small input would notice."""
         return self.vector == other.vector and bool(self.threads_x) == bool(other.threads_x)
 
+    is_alike = is_near
+
     def __str__(self) -> str:
         if not self.threads_x:
             return "pointwise(loops)"

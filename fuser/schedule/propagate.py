@@ -51,8 +51,12 @@ class AxisMatcher:
         found: dict[int, IterDomain] = {}
         for axis in target.logical:
             reference = self.reference_of(axis)
-            if reference is not None:
-                found.setdefault(reference.number, axis)
+            if reference is None:
+                continue
+            # One broadcast may become an axis here and stay a broadcast there: the axis counts.
+            other = found.get(reference.number)
+            if other is None or (other.is_broadcast and not axis.is_broadcast):
+                found[reference.number] = axis
         return found
 
     def reference_of(self, axis: IterDomain) -> IterDomain | None:

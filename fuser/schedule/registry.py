@@ -62,6 +62,8 @@ class UserParams:
     def is_near(self, other: UserParams) -> bool:
         return True
 
+    is_alike = is_near
+
     def __str__(self) -> str:
         return "user"
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from fuser import FusionDefinition
+from fuser import DataType, FusionDefinition
+from fuser.ir.dtypes import to_torch
 
 Define = Callable[[FusionDefinition], None]
 
@@ -117,3 +118,16 @@ def test_a_kernel_by_hand_allocates_expanded_outputs_alike() -> None:
     (found,) = fd.manual_execute([X])
     assert found.stride() == (0, 16, 1)
     torch.testing.assert_close(found, X.expand(3, 5, 16))
+
+
+@pytest.mark.parametrize("name", ["sum", "prod"])
+@pytest.mark.parametrize("dtype", [DataType.Half, DataType.BFloat16])
+def test_half_precision_over_an_expanded_axis_is_rounded_once(name: str, dtype: DataType) -> None:
+    base = torch.tensor([[1.01], [0.997], [1.113]]).to(to_torch(dtype))
+    t = base.expand(3, 4)
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=[True, None], dtype=dtype)
+        fd.add_output(getattr(fd.ops, name)(x, [0, 1]))
+    (got,) = fd.execute([t])
+    want = getattr(t.double(), name)()
+    assert abs(got.double() - want) <= want * torch.finfo(got.dtype).eps / 2 * 1.01

@@ -99,7 +99,7 @@ def types(tv: TensorView, rng: rnd.Random) -> list[str]:
         if ptype in free:
             free.remove(ptype)
             threads *= extent if ptype.is_thread and extent is not None else 1
-        axis.parallelize(ptype)
+        tv.axis(k).parallelize(ptype)
         log.append(f"{k}: {ptype.text}")
     return log
 

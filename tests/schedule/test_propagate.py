@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from fuser import ops
+from fuser import DataType, FusionDefinition, ops
 from fuser.errors import DefinitionError
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -143,3 +144,19 @@ def test_vectorized_axes_are_not_shared() -> None:
     mid.axis(1).parallelize(PT.vectorize)
     inline_most([mid])
     assert mid.compute_at == 1
+
+
+def test_a_broadcast_that_becomes_an_axis_elsewhere_does_not_hide_that_axis() -> None:
+    """The second output has x's broadcast axis twice: as itself, and made concrete by the mask."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([1, 2], contiguity=True)
+        y = fd.define_tensor([2, 2], contiguity=True)
+        mask = fd.define_tensor([2, 2], contiguity=True, dtype=DataType.Bool)
+        wide = fd.ops.broadcast(x, [True, False, True, False])
+        fd.add_output(fd.ops.where(mask, y, y))
+        fd.add_output(fd.ops.where(mask, x, wide))
+    a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]])
+    for options in ([], ["schedules_for(h200)", "checked"]):
+        got = fd.execute([a, b, b > 3], _enable_options=options)
+        assert torch.equal(got[0], b)
+        assert torch.equal(got[1], a.expand(1, 1, 2, 2))

@@ -263,10 +263,11 @@ def test_scheduling_is_near_linear() -> None:
     def seconds(length: int) -> float:
         fusion = chain(length)
         best = 1e9
-        for _ in range(2):
-            start = time.perf_counter()
+        for _ in range(3):
+            # The thread's own time: other work on the machine does not count.
+            start = time.thread_time()
             scheduled(fusion, H200, (1024, 1024), (1024, 1024))
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     short, long = seconds(40), seconds(320)
