@@ -71,6 +71,8 @@ class Cache:
         simt._library = self._loading
         os.environ["FUSER_CACHE_DIR"] = str(self.pristine)
         self.ask([0, 1, 2])
+        # Loaded for good, as in any process: each one keeps the stacks of its threads.
+        self._engine = simt._engine()
 
     def close(self) -> None:
         simt._run_compiler, simt._library = self._compile, self._load

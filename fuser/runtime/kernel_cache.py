@@ -108,13 +108,20 @@ def _read(path: Path, limit_nbytes: int) -> bytes | None:
     try:
         # Neither a pipe nor a link may stop or redirect the reader.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as file:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > limit_nbytes:
-                return None
-            return file.read(limit_nbytes)
     except (OSError, ValueError):
         return None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > limit_nbytes:
+            return None
+        # A reader takes the memory that it is told to read at most. It closes no folder's handle.
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    except OSError:
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(handle)
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_what_is_no_file_is_replaced(
         entry.unlink()
     clear_memory_cache()
     before, start = compilations(), time.monotonic()
+    handles = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert value_of(3) == 3
@@ -85,7 +87,18 @@ def test_what_is_no_file_is_replaced(
         clear_memory_cache()
         assert value_of(3) == 3
     assert compilations() - before == 1, "not repaired"
+    assert len(os.listdir("/proc/self/fd")) == handles
     assert time.monotonic() - start < 60
+
+
+def test_reading_takes_no_more_memory_than_the_file_has(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    tracemalloc.start()
+    try:
+        assert kernel_cache._read(tmp_path / "file", 256 << 20) == b"content"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def wrong_symbol(entry: Path, other: Path) -> bytes:
