@@ -101,6 +101,7 @@ struct Context {
   bool checked = false, aborted = false;
   std::vector<Fiber> fibers;
   char* stacks = nullptr;
+  unsigned guarded = 0;  // stacks whose lowest page is protected, each of which is a mapping
   Stack scheduler;
   Fiber* current = nullptr;
   unsigned threads = 0;
@@ -111,6 +112,10 @@ struct Context {
   unsigned long long epoch = 1, block_epoch = 1;
   unsigned long long warp_epoch[kMaxThreads / 32] = {};
   unsigned long long random = 0;
+
+  ~Context() {
+    if (stacks) munmap(stacks, kMaxThreads * kStackBytes);
+  }
 };
 thread_local Context context;
 
@@ -323,10 +328,10 @@ int run(const Launch* launch, ThreadEntry entry, int checked) {
       return launch->report->kind;
     }
     c.stacks = static_cast<char*>(memory);
-    // The lowest page of each stack is a guard: an overflow stops the process instead of corrupting a neighbour.
-    for (unsigned i = 0; i < kMaxThreads; ++i)
-      mprotect(c.stacks + i * kStackBytes, static_cast<size_t>(sysconf(_SC_PAGESIZE)), PROT_NONE);
   }
+  // The lowest page of each stack is a guard: an overflow stops the process instead of corrupting a neighbour.
+  for (; c.guarded < c.threads; ++c.guarded)
+    mprotect(c.stacks + c.guarded * kStackBytes, static_cast<size_t>(sysconf(_SC_PAGESIZE)), PROT_NONE);
   if (c.fibers.size() < c.threads) c.fibers.resize(c.threads);
   if (c.smem_storage.size() < launch->smem_bytes + 128u) c.smem_storage.resize(launch->smem_bytes + 128u);
   c.smem = c.smem_storage.data() + (128 - reinterpret_cast<size_t>(c.smem_storage.data()) % 128) % 128;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -443,3 +445,24 @@ def test_vectorised_maximum_keeps_nan(device: str, ctype: str, n: int) -> None:
         x[n // 2] = float("nan")
         run(source, device, [x, out, n], grid=(1, 1, 1), block=(1, 1, 1))
         assert out.isnan().all()
+
+
+def test_threads_that_end_give_their_stacks_back() -> None:
+    """The engine ran out of mappings after 31 threads, such as simulated ranks."""
+    source = kernels.kernel(
+        "count_threads", "int* T0", "  __syncthreads();\n  atomicAdd(T0, 1);", uses_barriers=True
+    )
+    (compiled,) = compile_kernels([source], "cpu")
+    counts: list[int] = []
+
+    def launch() -> None:
+        out = torch.zeros(1, dtype=torch.int32)
+        compiled.launch([out], grid=(1, 1, 1), block=(1024, 1, 1))
+        counts.append(int(out.item()))
+
+    for _ in range(40):
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join()
+    assert counts == [1024] * 40
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < 20_000
