@@ -44,7 +44,7 @@ from fuser.ir.verify import derivation_problem
 _INT = re.compile(r"-?[0-9]+")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _WORD = re.compile(r"[^\s,(){}]+")
-_INFIX = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>]")
+_INFIX = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&|^]")
 _CALL = re.compile(
     "("
     + "|".join(sorted((re.escape(o) for o in sc.COMPUTE if not _INFIX.fullmatch(o)), reverse=True))

@@ -61,6 +61,17 @@ def _or(a: Number, b: Number) -> Number:
     return bool(a) or bool(b)
 
 
+def _shift_left(a: Number, count: Number) -> Number:
+    """A count outside [0, 64) shifts everything out; what is left has 64 bits."""
+    half = 1 << 63
+    return ((int(a) << int(count)) + half) % (2 * half) - half if 0 <= count < 64 else 0
+
+
+def _shift_right(a: Number, count: Number) -> Number:
+    """A count outside [0, 64) leaves the sign."""
+    return int(a) >> (int(count) if 0 <= count < 64 else 63)
+
+
 def _sqrt(a: Number) -> Number:
     return math.sqrt(a) if a >= 0 else math.nan
 
@@ -117,6 +128,12 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "&&": _and,
     "||": _or,
     "!": operator.not_,
+    "&": lambda a, b: int(a) & int(b),
+    "|": lambda a, b: int(a) | int(b),
+    "^": lambda a, b: int(a) ^ int(b),
+    "~": lambda a: ~int(a),
+    "<<": _shift_left,
+    ">>": _shift_right,
     "neg": operator.neg,
     "abs": abs,
     "sqrt": _sqrt,
@@ -128,5 +145,5 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "where": _where,
 }
 
-_UNARY = frozenset({"!", "neg", "abs", "sqrt", "rsqrt", "exp", "log", "reciprocal"})
+_UNARY = frozenset({"!", "~", "neg", "abs", "sqrt", "rsqrt", "exp", "log", "reciprocal"})
 ARITY = {op: 3 if op == "where" else 1 if op in _UNARY else 2 for op in COMPUTE}

@@ -7,7 +7,7 @@ from functools import lru_cache
 from fuser.ir.dtypes import DataType, category, dtype_text
 from fuser.ir.scalar_nodes import Apply, Const, Monomial, Number, Poly, Scalar, Symbol
 
-_INFIX = frozenset({"+", "-", "*", "/", "%", "<", "<=", ">", ">=", "==", "!=", "&&", "||"})
+_INFIX = frozenset("+ - * / % < <= > >= == != && || & | ^ << >>".split())
 
 
 def literal_text(value: Number, dtype: DataType) -> str:

@@ -71,6 +71,12 @@ _SCALAR_OPS = {
     "logical_and": "&&",
     "logical_or": "||",
     "where": "where",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
+    "bitwise_xor": "^",
+    "bitwise_not": "~",
+    "bitwise_left_shift": "<<",
+    "bitwise_right_shift": ">>",
 }
 _NODES = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
 

@@ -67,6 +67,16 @@ PROGRAMS: dict[str, Program] = {
         ),
         lambda n: int(n <= 0) + int(n >= -4),
     ),
+    "shifts": (
+        lambda ops, n: ops.bitwise_left_shift(
+            ops.bitwise_right_shift(ops.mul(n, 1000), ops.bitwise_and(n, 3)), 2
+        ),
+        lambda n: n * 1000 >> (n & 3) << 2,
+    ),
+    "bits": (
+        lambda ops, n: ops.bitwise_xor(ops.bitwise_or(n, 5), ops.bitwise_not(n)),
+        lambda n: (n | 5) ^ ~n,
+    ),
     "through a float": (
         lambda ops, n: ops.cast(ops.mul(ops.cast(n, DataType.Double), 0.5), DataType.Int),
         lambda n: math.trunc(n * 0.5),
@@ -87,6 +97,63 @@ def test_a_scalar_and_a_tensor_mean_the_same(name: str) -> None:
         added, computed = fd.execute([torch.tensor([value, 2]), value])
         assert added.tolist() == [meaning(value) + value, meaning(value) + 2], (name, value)
         assert computed[0] == meaning(value), (name, value)
+
+
+_WIDE = (-(2**63), -(2**62) - 3, -5, -1, 0, 1, 6, 2**40 + 1, 2**63 - 1)
+
+
+def _shifted(name: str, value: int, count: int) -> int:
+    """What a 64-bit shift means: by bits of two's complement, everything out for other counts."""
+    bits, known = value % 2**64, 0 <= count < 64
+    if name == "bitwise_left_shift":
+        bits = bits << count if known else 0
+    elif name == "logical_right_shift":
+        bits = bits >> count if known else 0
+    else:
+        bits = value >> min(count % 2**64, 63)
+    return (bits + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize(
+    "name", ["bitwise_left_shift", "bitwise_right_shift", "logical_right_shift"]
+)
+def test_shifts_of_scalars_and_of_tensors_by_scalars(name: str) -> None:
+    counts = (-(2**63), -64, -1, 0, 1, 2, 31, 32, 62, 63, 64, 100, 2**63 - 1)
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], dtype=DataType.Int, contiguity=True)
+        n, count = (fd.define_scalar(dtype=DataType.Int) for _ in range(2))
+        op = getattr(fd.ops, name)
+        fd.add_output(fd.ops.add(fd.ops.mul(x, 0), op(n, count)))
+        fd.add_output(op(x, count))
+        fd.add_output(op(x, 3))
+        # Constants are computed when they are defined.
+        fd.add_output(fd.ops.full([1], op(-5, 70), DataType.Int))
+    values = torch.tensor(_WIDE)
+    for count in counts:
+        for value in _WIDE if count in (-1, 2, 63, 64) else (-5,):
+            scalar, tensor, fixed, constant = fd.execute([values, value, count])
+            assert set(scalar.tolist()) == {_shifted(name, value, count)}, (value, count)
+            assert tensor.tolist() == [_shifted(name, v, count) for v in _WIDE], count
+            assert fixed.tolist() == [_shifted(name, v, 3) for v in _WIDE]
+            assert constant.tolist() == [_shifted(name, -5, 70)]
+
+
+def test_shifts_in_extents_and_offsets_have_a_text() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        n = fd.define_scalar(dtype=DataType.Int)
+        half, twice = fd.ops.bitwise_right_shift(n, 1), fd.ops.bitwise_left_shift(n, 1)
+        fd.add_output(fd.ops.pad(x, [half, fd.ops.bitwise_xor(fd.ops.bitwise_not(n), -5)]))
+        fd.add_output(fd.ops.full([twice, fd.ops.bitwise_and(n, 6)], n, DataType.Int))
+    text = fusion_text(fd.fusion)
+    for op in (" << ", " >> ", " ^ ", " & ", " ~("):
+        assert op in text
+    assert equal_fusions(parse_fusion(text), fd.fusion)
+    x = torch.rand(6)
+    for value in (3, 6):
+        padded, full = fd.execute([x, value])
+        assert torch.equal(padded, torch.nn.functional.pad(x, [value >> 1, value ^ 4]))
+        assert full.tolist() == [[value] * (value & 6)] * (2 * value)
 
 
 def test_index_arithmetic_with_a_negative_scalar() -> None:

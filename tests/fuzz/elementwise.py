@@ -111,12 +111,36 @@ def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
 
 
 def _turns(name: str, vals: Sequence[Val]) -> Tensor:
-    """Whether a function is not monotone within its operands' bounds: corners say little."""
-    if name in ("mod", "fmod", "remainder"):
-        return corners(lambda a, b: torch.trunc(a / b), vals)[1] > 0
+    """Whether a function jumps or turns within its operands' bounds: corners say little there."""
+    turns = torch.zeros((), dtype=torch.bool)
+    for side in _SIDES.get(name, ()):
+        turns = turns | (corners(side, vals)[1] > 0)
     if name in ("sin", "cos", "tan", "lgamma"):
-        return vals[0].bound > 0.25
-    return torch.zeros((), dtype=torch.bool)
+        turns = turns | (vals[0].bound > 0.25)
+    return turns
+
+
+def _divisor(*xs: Tensor) -> Tensor:
+    return xs[-1].sign()
+
+
+# On which side of its jumps and poles a function is. A divisor that may be 0 may make anything, NaN
+# too, however large the quotient of the reference values is; so does a number that is 0 in its own
+# dtype and not in float64.
+_SIDES: dict[str, tuple[Callable[..., Tensor], ...]] = {
+    "frac": (torch.trunc,),
+    "tan": (lambda x: x.cos().sign(),),
+    "lgamma": (lambda x: x.clamp(max=0.5).floor(),),
+    "reciprocal": (_divisor,),
+    "div": (_divisor,),
+    "truediv": (_divisor,),
+    "mod": (_divisor, lambda a, b: torch.trunc(a / b)),
+    "fmod": (_divisor, lambda a, b: torch.trunc(a / b)),
+    "remainder": (_divisor, lambda a, b: torch.floor(a / b)),
+    "atan2": (lambda a, b: torch.where(b < 0, a.sign(), 0.0),),
+    "pow": (lambda a, b: torch.where(b <= 0, a.sign(), 0.0),),
+    "threshold": (lambda x, t, v: (x <= t).double(),),
+}
 
 
 def _zero_signs(row: Row, vals: Sequence[Val], out: Val) -> Val:

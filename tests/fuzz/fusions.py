@@ -324,9 +324,6 @@ class FusionBuilder(Builder):
         axes, keep, dims = self.reduced(name)
         if op == "welford":
             kept = [
-                d for k, d in enumerate(self.dims[name]) if k - len(self.dims[name]) not in axes
-            ]
-            kept = [
                 d
                 for k, d in enumerate(self.dims[name])
                 if k not in axes and k - len(self.dims[name]) not in axes

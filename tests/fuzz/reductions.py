@@ -119,7 +119,7 @@ def welford(v: Val, dims: object) -> list[Val]:
     dtype = v.dtype
     facts = DTYPES["Float" if dtype in HALF else dtype]
     shape = v.ref.sum(where).shape
-    count = exact(torch.full(shape, n), "Int")
+    count = exact(torch.full(shape, n), "Index")
     if n == 0:
         nan = torch.full(shape, math.nan, dtype=torch.float64)
         return [exact(nan, dtype), exact(torch.zeros_like(nan), dtype), count]

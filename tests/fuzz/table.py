@@ -37,6 +37,8 @@ DTYPES: dict[str, DtypeFacts] = {
     "Half": _float(torch.float16),
     "BFloat16": _float(torch.bfloat16),
     "Int32": DtypeFacts(torch.int32, "int", largest=2.0**31 - 1),
+    # How welford counts: stored as Int is, but another dtype to `cat`.
+    "Index": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Int": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Bool": DtypeFacts(torch.bool, "bool"),
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.fuzz import elementwise, oracle, reductions
 from tests.fuzz.program import Ref, Stmt
 from tests.fuzz.runner import compare
-from tests.fuzz.table import DTYPES, ROWS
+from tests.fuzz.table import DTYPES, ROWS, Row
 from tests.fuzz.values import Num, Val, cast, exact
 
 _TORCH_OPS = [r.name for r in ROWS.values() if r.arity == 1 and hasattr(torch, r.name)]
@@ -67,6 +70,63 @@ def test_a_value_near_a_jump_is_not_compared() -> None:
     compared = elementwise.pointwise("ge", [near, Num(1.0, "Double")])
     assert compare(torch.tensor([False, True]), compared) is None
     assert compare(torch.tensor([False, False]), compared) is not None
+
+
+_CRITICAL = torch.tensor([0, 1, -1, 2, -2, 3, 0.5, -0.5, 1.5, math.pi / 2], dtype=torch.float64)
+_FLOATING = [r for r in ROWS.values() if "f" in r.dtypes and r.rule != "select"]
+
+
+@pytest.mark.parametrize("row", _FLOATING, ids=lambda r: r.name)
+def test_all_values_within_the_bounds_of_the_operands_are_expected(row: Row) -> None:
+    n, gen = 50_000, torch.Generator().manual_seed(0)
+
+    def near() -> tuple[Val, torch.Tensor]:
+        """Return values beside jumps and poles, and what they may be."""
+        at = _CRITICAL[torch.randint(0, len(_CRITICAL), (n,), generator=gen)]
+        shift, off = torch.rand(2, n, generator=gen, dtype=torch.float64) * 2 - 1
+        bound = 1e-3 * (torch.rand(n, generator=gen) < 0.5).double()
+        ref = at + bound * shift**5
+        return Val(ref, bound, "Double"), ref + bound * off
+
+    pairs = [near() for _ in range(row.arity)]
+    value = elementwise.pointwise(row.name, [v for v, _ in pairs])
+    assert compare(row.fn(*(x for _, x in pairs)), value) is None
+
+
+_OF_ZERO: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "div": lambda y: y / y,
+    "fmod": lambda y: torch.fmod(y, y),
+    "remainder": lambda y: torch.remainder(y, y),
+    "pow": lambda y: y**-2.0,
+    "log": torch.log,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+}
+
+
+@pytest.mark.parametrize("name", _OF_ZERO)
+@pytest.mark.parametrize("first", ["exp", "erfc"])
+def test_what_its_dtype_can_not_hold_is_not_compared(name: str, first: str) -> None:
+    """Float32 has 0 or infinity where float64 still has a number."""
+    x = torch.tensor([-150.0, -95.0, -88.0, 88.8, 150.0, 12.0, 10.0, 2.5])
+    small = elementwise.pointwise(first, [exact(x.double(), "Float")])
+    operands = [small] if ROWS[name].arity == 1 else [small, small]
+    if name == "pow":
+        operands = [small, Num(-2.0, "Double")]
+    value = elementwise.pointwise(name, operands)
+    out = _OF_ZERO[name](getattr(torch, first)(x))
+    assert compare(out, value) is None
+    out[-1] *= 1.01
+    assert name in ("fmod", "remainder") or compare(out, value) is not None
+
+
+def test_counts_are_no_int_to_cat() -> None:
+    """They become one beside a tensor of Int, not beside a number."""
+    count = reductions.welford(exact(_inputs(0, 6).double().reshape(2, 3), "Float"), [1])[2]
+    beside = (Num(2, "Int"), exact(torch.ones(2).long(), "Int"))
+    results = [elementwise.pointwise("mul", [count, other]) for other in beside]
+    assert [v.dtype for v in (count, *results)] == ["Index", "Index", "Int"]
+    assert compare(torch.tensor([6, 6]), results[0]) is None
 
 
 def test_explicit_casts_round() -> None:
