@@ -316,7 +316,7 @@ def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
 
     def rows(ins: Sequence[Tensor], out: Tensor) -> None:
         # A vector is one row.
-        torch.mm(ins[0].view(-1, a_end[0]), ins[1], out=out.view(-1, out_end[0]))
+        torch.mm(ins[0].view(-1, *a_end), ins[1], out=out.view(-1, *out_end))
 
     def batches(ins: Sequence[Tensor], out: Tensor) -> None:
         left, right = ins[0].view(-1, *a_end), ins[1].view(-1, *b_end)

@@ -125,9 +125,9 @@ def test_symbolic_shapes_map_every_element_after_concretization(count: int) -> N
             fusion.add_output(ops.reshape(x, sizes))
         data = torch.arange(count).reshape(shapes[0]).float()
         inputs = [data, *shapes[1]]
-        values = bind_inputs(fusion, inputs)
-        concrete, _ = concretize(fusion, values)  # pyright: ignore[reportArgumentType]
-        values = refined_sizes(values)  # pyright: ignore[reportArgumentType]
+        bound = {s: int(v) for s, v in bind_inputs(fusion, inputs).items()}
+        concrete, _ = concretize(fusion, bound)
+        values: dict[Symbol, Number] = {**refined_sizes(bound)}
         assert all(
             a.kind is not IterType.symbolic for tv in concrete.tensors() for a in tv.domain.logical
         )
