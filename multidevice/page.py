@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,6 +40,19 @@ def open_together(exchange: Exchange, nbytes: int, *, is_first: bool) -> mmap.mm
         if fd >= 0:
             os.close(fd)
     return page if all(opened) else None
+
+
+def unlink_mpich_segments() -> None:
+    """Removes the names of this job's MPICH segments, which an aborted job would leave behind.
+
+    The ranks keep their mappings; a small /dev/shm would otherwise fill up with aborted jobs.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    for name in sorted(set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE))):
+        Path(name).unlink(missing_ok=True)
 
 
 def host() -> str:

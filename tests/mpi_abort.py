@@ -61,6 +61,9 @@ class MpiAbort:
     def abort(self, text: str) -> NoReturn:
         """End every rank of the job; `text` says why."""
         self.tell(text)
+        from multidevice import page
+
+        page.unlink_mpich_segments()
         time.sleep(0.05)  # mpirun forwards the text before it hears of the abort
         # MPI_Abort may itself wait for a thread that is inside MPI.
         threading.Thread(target=_exit_soon, daemon=True).start()

@@ -50,7 +50,11 @@ def test_second_barrier():
 """
 CONFTEST_FILE = """\
 from mpi4py import MPI
+from pathlib import Path
 import pytest
+import re
+maps = Path("/proc/self/maps").read_text()
+Path("segments").write_text("\\n".join(re.findall(r"/dev/shm/mpich\\w+$", maps, re.MULTILINE)))
 RANK = MPI.COMM_WORLD.rank
 {conftest}
 """
@@ -126,6 +130,8 @@ def test_failing_rank_ends_the_job(case: str, tmp_path: Path) -> None:
     assert done.returncode != 0, output
     assert "[rank 1]" in output, output
     assert expected in output, output
+    left = [name for name in (tmp_path / "segments").read_text().split() if Path(name).exists()]
+    assert not left, "segments of shared memory outlive the job"
 
 
 def test_passing_ranks_report_once(tmp_path: Path) -> None:

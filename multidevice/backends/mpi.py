@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fuser import options
 from fuser.errors import CommunicationError, InputError
+from multidevice import page
 from multidevice.backends.base import Call, CheckedBackend, Exchange
 from multidevice.backends.direct import steps_of
 from multidevice.backends.protocol import Transfer
@@ -81,7 +80,7 @@ class MpiControl(JobControl):
         self._events = self._duplicate("event")
         # All ranks have come out of MPI_Init, so MPICH's segments need no name any more: they
         # would stay behind if the job were killed.
-        _unlink_shared_memory()
+        page.unlink_mpich_segments()
 
     def _duplicate(self, channel: str) -> MPI.Intracomm:
         comm, request = self.mpi.COMM_WORLD.Idup()
@@ -171,22 +170,9 @@ class MpiControl(JobControl):
     def abort(self, code: int) -> None:
         """Ends all ranks of the job."""
         if not self.mpi.Is_finalized():
-            _unlink_shared_memory()
+            page.unlink_mpich_segments()
             self.mpi.COMM_WORLD.Abort(code)
         os._exit(code)
-
-
-def _unlink_shared_memory() -> None:
-    """Removes the names of this job's MPICH segments, which an aborted job would leave behind.
-
-    The ranks keep their mappings; a small /dev/shm would otherwise fill up with aborted jobs.
-    """
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return
-    for name in sorted(set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE))):
-        Path(name).unlink(missing_ok=True)
 
 
 class MpiWork:
