@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv with the test tools, then runs the tests: plain, on 2 ranks and on 4 ranks.
+# Makes .venv with the test tools, then runs the tests (plain, on 2 ranks and on 4 ranks) and, for 90 s
+# each, random programs on one device and on simulated ranks.
 #
 # Needs Python >= 3.11, a C++ compiler and a package index. Safe to run again; arguments go to
-# every pytest (for example: bash scripts/test.sh -k sharding).
+# every pytest (for example: bash scripts/test.sh -k sharding), and leave out the random programs.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -21,7 +22,7 @@ step() {
   timeout --kill-after=10 "$limit_s" "$@" </dev/null 2>&1 | tee "$log" || rc=$?
   case "$rc" in
     0) # mpirun returns 0 when a rank leaves with exit code 0 in the middle and takes the job along
-      grep -Eq ' in [0-9.]+s' "$log" || { say "$name: ended without pytest's closing line" && status=1; } ;;
+      grep -Eq ' in [0-9.]+s' "$log" || { say "$name: ended without its closing line" && status=1; } ;;
     5) # fine for a selection like -k, not for the whole suite
       say "$name: no test was selected"
       [ "$selection" -gt 0 ] || status=1 ;;
@@ -38,4 +39,11 @@ ranks() {
 step "tests in one process" 900 "$PY" -m pytest -q "$@"
 ranks 2 "$@"
 ranks 4 "$@"
+if [ "$selection" -eq 0 ]; then
+  # Fixed seeds: a change must not fail for what was there before it.
+  for kind in single sharded; do
+    step "random programs ($kind)" 400 "$PY" scripts/fuzz.py "$kind" --seed 0 --seconds 90 \
+      --processes 2
+  done
+fi
 exit "$status"
