@@ -5,8 +5,8 @@
     mpirun -np 4 python scripts/fuzz.py sharded --seed 0 --cases 100
 
 Prints what was compared, what was refused and why, and what failed; a failure is written as a
-standalone program, whose path is printed, and makes the exit code 1. A program is a function of
-its seed alone.
+standalone program, whose path and text are printed, and makes the exit code 1. A program is a
+function of its seed alone.
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namesp
         if failure.kind != "error" or failure.reason not in seen:
             seen.add(failure.reason)
             failure.path = campaign.shrink(failure, args.minimise_seconds, args.out.resolve())
+            if failure.path.endswith(".py"):
+                # Where this machine's files are out of reach, the log is all there is.
+                print(f"--- {failure.path}\n{Path(failure.path).read_text()}---", flush=True)
 
 
 def _worker(args: argparse.Namespace) -> int:

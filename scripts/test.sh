@@ -43,7 +43,7 @@ if [ "$selection" -eq 0 ]; then
   # Fixed seeds: a change must not fail for what was there before it.
   for kind in single sharded; do
     step "random programs ($kind)" 400 "$PY" scripts/fuzz.py "$kind" --seed 0 --seconds 90 \
-      --processes 2
+      --processes 2 --minimise 3
   done
 fi
 exit "$status"

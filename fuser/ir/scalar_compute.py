@@ -61,6 +61,22 @@ def _or(a: Number, b: Number) -> Number:
     return bool(a) or bool(b)
 
 
+def _bit_and(a: Number, b: Number) -> Number:
+    return int(a) & int(b)
+
+
+def _bit_or(a: Number, b: Number) -> Number:
+    return int(a) | int(b)
+
+
+def _bit_xor(a: Number, b: Number) -> Number:
+    return int(a) ^ int(b)
+
+
+def _bit_not(a: Number) -> Number:
+    return ~int(a)
+
+
 def _shift_left(a: Number, count: Number) -> Number:
     """A count outside [0, 64) shifts everything out; what is left has 64 bits."""
     half = 1 << 63
@@ -128,10 +144,10 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "&&": _and,
     "||": _or,
     "!": operator.not_,
-    "&": lambda a, b: int(a) & int(b),
-    "|": lambda a, b: int(a) | int(b),
-    "^": lambda a, b: int(a) ^ int(b),
-    "~": lambda a: ~int(a),
+    "&": _bit_and,
+    "|": _bit_or,
+    "^": _bit_xor,
+    "~": _bit_not,
     "<<": _shift_left,
     ">>": _shift_right,
     "neg": operator.neg,

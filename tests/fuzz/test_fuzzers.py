@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from fuser.ops import table
+from scripts import fuzz
 from tests.fuzz import oracle, single
+from tests.fuzz.campaign import Campaign, Failure, Tally
 from tests.fuzz.minimise import minimise
 from tests.fuzz.product import Mode
 from tests.fuzz.program import Output, Program, Ref, Stmt, TensorArg, TensorInput, plain_layout
@@ -110,3 +112,24 @@ def test_the_command_reports_and_exits(tmp_path: Path) -> None:
     assert "3 runs" in answer.stdout and "refused" in answer.stdout, answer.stdout + answer.stderr
     assert answer.returncode == (0 if "\n0 failures" in answer.stdout else 1)
     assert torch.get_num_threads() >= 1
+
+
+def test_a_failure_is_printed_as_a_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log is all that is left of a run elsewhere."""
+
+    def shrink(campaign: Campaign, failure: Failure, seconds: float, folder: Path) -> str:
+        del campaign, seconds
+        path = folder / f"{failure.seed}.py"
+        path.write_text("its whole text\n")
+        return str(path)
+
+    failure = Failure(5, "cpu", "wrong", "value", "")
+    monkeypatch.setattr(Campaign, "run", lambda campaign: Tally(failures=[failure]))
+    monkeypatch.setattr(Campaign, "shrink", shrink)
+    monkeypatch.setattr("sys.argv", ["fuzz.py", "single", "--out", str(tmp_path)])
+    assert fuzz.main() == 1
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/5.py\nits whole text\n" in said
+    assert said.rstrip().endswith(f"wrong: value {tmp_path}/5.py")
