@@ -112,6 +112,16 @@ def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> 
     return f"{'send' if sends else 'recv'} {source}->{target} {team_text(team)}"
 
 
+def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Stream:
+    """Returns the stream with a raw handle; 0 is the default stream of `device` (None: the current
+    one).
+    """
+    # To torch the handle 0 says that there is none: an ExternalStream(0) is one of its own pool.
+    if not handle:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)
+
+
 class DoneWork:
     """A communication that needs no wait."""
 
@@ -177,6 +187,10 @@ class CheckedBackend(ABC):
         """Returns a context in which torch ops go to the stream."""
         del stream
         return nullcontext()
+
+    def _pinned(self, stream: object) -> object:
+        """Returns the stream that `stream` means now, for work that is enqueued later."""
+        return stream
 
     def drain(self) -> None:
         """See `Backend.drain`; CPU backends have nothing in flight behind the host's back."""
@@ -392,15 +406,16 @@ class CheckedBackend(ABC):
     def _start_ordered(self, call: Call, inp: torch.Tensor, *, is_max: bool) -> Work:
         """Reduces floats as integers of the same order: transports lose NaN in their MIN and MAX,
         torch keeps it."""
-        out = call.out
-        with self._on(call.stream):
+        out, stream = call.out, self._pinned(call.stream)
+        with self._on(stream):
             keys = _as_ordered(inp, is_max=is_max)
             found = None if out is None else torch.empty_like(out, dtype=keys.dtype)
-        work = self._start(replace(call, inp=keys, out=found, given=inp))
+        work = self._start(replace(call, inp=keys, out=found, given=inp, stream=stream))
 
         def finish() -> None:
             if out is not None and found is not None:
-                out.copy_(_from_ordered(found))
+                with self._on(stream):
+                    out.copy_(_from_ordered(found))
 
         return _FinishingWork(work, finish)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fuser.errors import CommunicationError, InputError
-from multidevice.backends.base import Call, CheckedBackend, Exchange
+from multidevice.backends.base import Call, CheckedBackend, Exchange, stream_at
 from multidevice.backends.nccl_binding import (
     DTYPES,
     RED_OPS,
@@ -46,7 +46,7 @@ class _StreamWork:
 
     def synchronize(self) -> None:
         """See `Work.synchronize`; polls the stream under the deadline."""
-        stream = torch.cuda.ExternalStream(self._stream, device=self._backend.device)
+        stream = stream_at(self._stream, self._backend.device)
 
         def done() -> bool:
             self._comm.check()
@@ -100,8 +100,10 @@ class NcclBackend(CheckedBackend):
             )
 
     def _on(self, stream: object) -> AbstractContextManager[object]:
-        handle = self._handle(stream)
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))
+        return torch.cuda.stream(stream_at(self._handle(stream), self.device))
+
+    def _pinned(self, stream: object) -> int:
+        return self._handle(stream)
 
     def _handle(self, stream: object) -> int:
         if stream is None:

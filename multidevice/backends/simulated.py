@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from fuser.errors import CommunicationError, DeadlockError, PeerError
-from multidevice.backends.base import Call, CheckedBackend, Exchange, tensor_text
+from multidevice.backends.base import Call, CheckedBackend, Exchange, stream_at, tensor_text
 from multidevice.backends.protocol import Team, Transfer
 from multidevice.control import Control, Step
 from multidevice.waiting import Need
@@ -323,7 +323,7 @@ def _current_stream(stream: object) -> torch.cuda.Stream:
     if isinstance(stream, torch.cuda.Stream):
         return stream
     if isinstance(stream, int):
-        return torch.cuda.ExternalStream(stream)
+        return stream_at(stream)
     return torch.cuda.current_stream()
 
 

@@ -16,6 +16,7 @@ from fuser.errors import InputError
 from multidevice import Communicator
 from multidevice.backends.nccl import NcclBackend
 from multidevice.backends.nccl_binding import CupyBinding, Nccl4pyBinding
+from multidevice.backends.protocol import RedOp
 from tests.multidevice.programs import collectives
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -79,6 +80,28 @@ def test_a_collective_is_ordered_by_the_stream_it_is_given(
     with torch.cuda.stream(side):
         backend.allreduce(x, x, op="MAX", team=world, stream=side.cuda_stream).synchronize()
     assert (x == expected).all().item()
+
+
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_the_default_stream_orders_a_reduction(
+    comm: Communicator, device: torch.device, world: tuple[int, ...], op: RedOp
+) -> None:
+    # A maximum is prepared by kernels of torch: they ran on a stream of its pool, beside this one.
+    backend = comm.backend_for(device)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    x = torch.zeros(1 << 20, device=device)
+    out = torch.zeros_like(x)
+    expected = sum(range(1, comm.size() + 1)) if op == "SUM" else comm.size()
+    for step in range(3):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        x.fill_((comm.rank() + 1) * 10**step)
+        work = backend.allreduce(out, x, op=op, team=world)
+        work.wait()
+        seen = out.clone()
+        work.synchronize()
+        assert torch.cuda.current_stream().query(), "synchronize returned before the stream"
+        assert (seen == expected * 10**step).all().item()
 
 
 def test_capture_in_a_graph(

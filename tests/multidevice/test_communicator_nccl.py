@@ -17,6 +17,7 @@ import multidevice
 from fuser.errors import CommunicationError
 from multidevice import Communicator
 from multidevice.backends import nccl
+from multidevice.backends.base import stream_at
 from multidevice.backends.protocol import Transfer
 from multidevice.backends.simulated import SimulatedBackend
 from tests.multidevice.programs import collectives
@@ -187,3 +188,12 @@ def test_two_ranks_on_one_gpu_are_named(no_cuda: None, monkeypatch: pytest.Monke
 
     with multidevice.simulate(2) as world:
         world.run(check)
+
+
+def test_the_handle_0_is_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.cuda.ExternalStream(0) is a stream of torch's pool, which the default one never orders.
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    gpu = torch.device("cuda", 1)
+    assert stream_at(0, gpu) == ("default", gpu)
+    assert stream_at(64, gpu) == (64, gpu)
