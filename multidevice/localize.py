@@ -14,7 +14,15 @@ from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain, numbers
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, Reshard, SliceOp, TensorOp
+from fuser.ir.nodes import (
+    BroadcastOp,
+    ExpandOp,
+    FullOp,
+    ReductionOp,
+    Reshard,
+    SliceOp,
+    TensorOp,
+)
 from fuser.ir.path import transforms_between, with_exact_splits
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
@@ -74,8 +82,9 @@ def local_domain(tv: TensorView) -> TensorDomain:
             return plain
         return replace(plain, expanded=size) if axis.is_broadcast else replace(plain, extent=size)
 
-    kept = [a for a in domain.logical if not (partial and a.is_reduction())]
-    # A partial sum: its op reduces the local part, then a broadcast stands for the device axis.
+    # A partial sum over d devices: a broadcast stands for the device axis (see `_partial_sum`).
+    is_product = bool(partial) and not isinstance(tv.definition(), ReductionOp)
+    kept = [a for a in domain.logical if not (is_product and a.is_reduction())]
     whole = domain.having(
         logical=numbers(kept),
         loop=numbers(kept),
@@ -147,13 +156,23 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 
 
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp) -> list[TensorOp]:
-    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` as the op over K/d and a
-    broadcast.
+    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` with a broadcast for the device
+    axis: of a reduction's operand, so that the reduction stays last; of a contraction's result.
     """
     tv, out = op.out_tensor, twin.out_tensor
+    if isinstance(twin, ReductionOp):
+        flags = tuple(a.rfactor and a.is_device for a in tv.domain.logical)
+        given = iter(twin.inp.domain.no_reductions)
+        axes = [
+            local.new_axis(sc.ONE, IterType.broadcast) if new else local.clone_axis(next(given))
+            for new in flags
+        ]
+        spread = local.new_tensor(axes, twin.inp.dtype())
+        broadcast = BroadcastOp(spread, twin.inp, flags=flags).replace(where=op.where)
+        return [broadcast, twin.replace(inp=spread)]
     sizes = _local_sizes(tv)
     axes = [local.clone_axis(a, extent=sizes.get(a.number, a.extent)) for a in tv.domain.maybe_root]
-    reduced = local.new_tensor(axes, out.dtype())
+    product = local.new_tensor(axes, out.dtype())
     flags = tuple(a.rfactor and a.is_device for a in tv.domain.no_reductions)
-    computed = twin.map_values(lambda v: reduced if v is out else v)
-    return [computed, BroadcastOp(out, reduced, flags=flags).replace(where=op.where)]
+    computed = twin.map_values(lambda v: product if v is out else v)
+    return [computed, BroadcastOp(out, product, flags=flags).replace(where=op.where)]

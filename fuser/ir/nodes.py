@@ -463,7 +463,7 @@ class WelfordOp(TensorOp):
 class MatmulOp(TensorOp):
     """out[..., m, n] = sum_k a[..., m, k] b[..., k, n]; 1-D operands as in torch.matmul.
 
-    out.logical is [batch..., M, N, rK]; rK is absent when K is a broadcast axis.
+    out.logical is [batch..., M, N, rK]; rK is absent when K has size 1 in both operands.
     """
 
     out: TensorView = result()

@@ -42,12 +42,12 @@ def _axis(name: str, mapped: Mapped) -> IterDomain:
 
 
 def _contracted(name: str, mapped: Mapped) -> list[IterDomain]:
-    """Create the reduction axis; none when the contracted axis is a broadcast in all operands."""
+    """Create the reduction axis; none when the contracted axis has size 1 in all operands."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
-    if joined.is_broadcast:
+    if joined.is_broadcast and joined.expanded is None:
         return []
-    return [fusion.new_axis(joined.extent, IterType.reduction)]
+    return [fusion.new_axis(joined.size, IterType.reduction)]
 
 
 def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:

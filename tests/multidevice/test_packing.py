@@ -150,3 +150,47 @@ def test_expanded_axes_are_resharded_without_their_copies(
         return [x], y
 
     run_on_two(define, [whole], -whole if computed else whole)
+
+
+@pytest.mark.parametrize("op", ["matmul", "linear"])
+@pytest.mark.parametrize("cuts", [(None, 0), (1, None), (1, 0)])
+def test_a_contraction_over_expanded_axes_that_are_cut(
+    op: str, cuts: tuple[int | None, int | None]
+) -> None:
+    """The product of two expanded axes sums over them, so that cutting one makes partial sums; it
+    was taken for a product over an axis of size 1, and torch refused the shards."""
+    left = torch.randint(-4, 5, (2, 1)).float().expand(2, 6)
+    right = torch.randint(-4, 5, (1, 4)).float().expand(6, 4)
+    if op == "linear":
+        right, cuts = right.t(), (cuts[0], None if cuts[1] is None else 1)
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        a = fd.define_tensor([2, 6], contiguity=[True, None])
+        if op == "matmul":
+            b = fd.define_tensor([6, 4], contiguity=[None, True])
+        else:
+            b = fd.define_tensor([4, 6], contiguity=[True, None])
+        out = getattr(fd.ops, op)(a, b)
+        for tv in (a, b, out):
+            tv.set_device_mesh([0, 1])
+        cut(a, cuts[0])
+        cut(b, cuts[1])
+        return [a, b], out
+
+    run_on_two(define, [left, right], left @ (right if op == "matmul" else right.t()))
+
+
+@pytest.mark.parametrize("op", ["max", "sum"])
+def test_a_partial_reduction_of_an_expanded_tensor(op: str) -> None:
+    """No scheduler took the reduction of a shard, whose result the device axis broadcast."""
+    whole = torch.randint(-9, 10, (1, 4, 8)).float().expand(12, 4, 8)
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor([-1, 4, -1], contiguity=[None, False, False])
+        out = getattr(fd.ops, op)(x, dims=[1], keepdim=False)
+        for tv in (x, out):
+            tv.set_device_mesh([0, 1])
+        cut(x, 1)
+        return [x], out
+
+    run_on_two(define, [whole], whole.amax(1) if op == "max" else whole.sum(1))
