@@ -74,8 +74,10 @@ template <class T, class N>
 FUSER_DEVICE void welford_add(Welford<T, N>& w, T x) {
   w.n += N(1);
   const T delta = x - w.avg;
-  w.avg += delta / T(w.n);
-  w.m2 += delta * (x - w.avg);
+  const T step = delta / T(w.n);
+  w.avg += step;
+  // Not x - avg: a compiler that fuses x's own product into it would leave a rest for one value.
+  w.m2 += delta * (delta - step);
 }
 // Adds the first `count` values of an array: two passes over it, which a CPU vectorises, then one merge.
 template <class T, class N, int K>

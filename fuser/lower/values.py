@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType
+from fuser.ir.dtypes import HALF_LIKE, DataType, to_torch
 from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -32,7 +34,7 @@ from fuser.ir.nodes import (
     TernaryOp,
     UnaryOp,
 )
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar import Const, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.lower.allocate import Buffer
 from fuser.lower.context import Context
@@ -210,9 +212,23 @@ def convert(value: Expr, dtype: DataType) -> Expr:
     same = {DataType.Index: DataType.Int}
     if same.get(value.dtype, value.dtype) is same.get(dtype, dtype):
         return value
-    if isinstance(value, ScalarValue):
+    if isinstance(value, ScalarValue) and _is_exact(value):
         return ScalarValue(value.scalar, dtype)
     return Convert(value, dtype)
+
+
+def _is_exact(value: ScalarValue) -> bool:
+    """Whether the value's dtype holds the scalar: what is converted again is the scalar itself."""
+    scalar, dtype = value.scalar, value.dtype
+    if not isinstance(scalar, Const):
+        return scalar.dtype is dtype or (
+            sc.is_int(scalar) and dtype in (DataType.Index, DataType.Int)
+        )
+    try:
+        held = torch.tensor(scalar.value, dtype=to_torch(dtype)).item()
+    except (RuntimeError, OverflowError):
+        return False
+    return held == scalar.value or (held != held and scalar.value != scalar.value)
 
 
 def _pointwise(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
