@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fuser import multidevice, ops, schedule
     from fuser.errors import (
+        ArgumentError,
         CommunicationError,
         CommunicationTimeout,
         CompileError,
+        DeadlockError,
         DefinitionError,
+        DivisionByZeroError,
         DtypeError,
+        ExecutionError,
         FuserError,
         InputError,
         KernelError,
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
         PeerError,
         ProgramMismatchError,
         ShardingError,
+        UnknownOpError,
         UnsupportedError,
         VerifyError,
     )
@@ -55,6 +60,11 @@ __all__ = [
     "multidevice",
     "FuserError",
     "UnsupportedError",
+    "UnknownOpError",
+    "ExecutionError",
+    "DivisionByZeroError",
+    "DeadlockError",
+    "ArgumentError",
     "DefinitionError",
     "DtypeError",
     "InputError",

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         program = parse(Path(args.file).read_text())
         COMMANDS[args.command](program, args)
-    except (FuserError, OSError) as error:
+    except (FuserError, OSError, UnicodeDecodeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -44,6 +45,7 @@ class Communicator:
         control: Control,
         make_backend: Callable[[torch.device], Backend],
     ) -> None:
+        self._pid = os.getpid()
         self._launch = launch
         self._control = control
         self._make_backend = make_backend
@@ -136,6 +138,11 @@ class Communicator:
 
         Collective over the team at first use; None for a rank that agrees with no other.
         """
+        if os.getpid() != self._pid and self.size() > 1:
+            raise CommunicationError(
+                f"this process was forked from rank {self.rank()} and is no rank of the job: only "
+                "the process that the launcher started may run programs with a mesh"
+            )
         if devices not in self._channels:
             team = tuple(sorted({rank for rank in devices if rank < self.size()}))
             is_alone = len(team) < 2 or self.rank() not in team

@@ -20,7 +20,7 @@ from fuser import options
 from fuser.errors import FuserError, InputError
 from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.frontend.program_cache import PROGRAMS, Program
-from fuser.ir.binding import Argument, free_inputs, signature_of
+from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.options import Settings
@@ -80,7 +80,7 @@ class FusionExecutorCache:
         self._settings = options.settings()
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
-        self._by_signature: Recent[object, tuple[BoundProgram, Claim, bool]] = Recent(
+        self._by_signature: Recent[object, tuple[BoundProgram, Claim, bool, Contents]] = Recent(
             MAX_SIGNATURES
         )
         self._is_warned = False
@@ -127,7 +127,8 @@ class FusionExecutorCache:
         settings = self._settings
         if _enable_options != () or _disable_options != ():
             settings = options.settings(_enable_options, _disable_options)
-        key = (communicator, settings, signature_of(inputs, self._free))
+        where = None if device is None else device_of(inputs, device)
+        key = (communicator, settings, where, signature_of(inputs, self._free))
         found = self._by_signature.get(key)
         if found is None:
             found = self._by_signature.recall(key)
@@ -135,9 +136,12 @@ class FusionExecutorCache:
             self._warn_of_gradients(inputs)
             given = self._resolved(inputs)
             made = self._find_or_build(given, device, communicator, settings)
-            found = (*made, given is not inputs)
+            contents = Contents(self._fusion.inputs, inputs)
+            found = (*made, given is not inputs, contents)
             self._by_signature[key] = found
-        bound, claim, is_lazy = found
+        else:
+            found[3].check(inputs)
+        bound, claim, is_lazy, _ = found
 
         def run() -> list[torch.Tensor]:
             if self._recent.get(communicator) is not bound:
@@ -266,7 +270,7 @@ class FusionExecutorCache:
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Return whether a program for inputs like these exists."""
         del device
-        key = (Communicator.instance(), self._settings, signature_of(inputs, self._free))
+        key = (Communicator.instance(), self._settings, None, signature_of(inputs, self._free))
         return self._by_signature.recall(key) is not None
 
     def host_program(self) -> HostIrContainer:

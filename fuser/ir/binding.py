@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fuser.errors import InputError, ShardingError, user_code
+from fuser.ir.dtypes import misfit
 from fuser.ir.scalar import Const, Number, Scalar, Symbol, evaluate, symbols
 from fuser.ir.tensor import TensorView
 
@@ -220,9 +221,10 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Hashable:
     """Return what decides everything but the contents.
 
-    Per tensor: shape, strides, dtype, device, and what a call may change behind them: whether it is
-    a lazy negative view, records gradients, has memory at all. Per number: its type, and the value
-    of an integer on which the structure may depend (`free` has the positions of the others).
+    Per tensor: shape, strides, dtype, device, class, and what a call may change behind them:
+    whether it is a lazy negative view, or records gradients. Per number: its type, and the value of
+    an integer on which the structure may depend (`free` has the positions of the others). What else
+    a later call may get wrong is for `Contents.check`.
 
     Raises `InputError` for a tensor of a kind that has no strides or no memory of its own.
     """
@@ -237,7 +239,7 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
                     v.device,
                     v.is_neg(),
                     v.requires_grad,
-                    v.untyped_storage().nbytes() != 0,
+                    v.__class__,
                 )
                 if isinstance(v, torch.Tensor)
                 else (type(v), None if isinstance(v, float) or i in free else v)
@@ -270,9 +272,47 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"on device {tensor.device}: kernels run on cpu and cuda"
     if tensor.is_neg() or tensor.is_conj():
         return "a lazy view: pass resolve_neg() or resolve_conj()"
-    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    nbytes = (tensor.storage_offset() + span) * tensor.element_size() if tensor.numel() else 0
-    found = tensor.untyped_storage().nbytes()
+    nbytes = _span_nbytes(tensor)
+    nbytes += tensor.storage_offset() * tensor.element_size() if nbytes else 0
+    try:
+        found = tensor.untyped_storage().nbytes()
+    except NotImplementedError:
+        return "a tensor inside a function transform (torch.func): its values lie elsewhere"
     if found < nbytes:
         return f"a tensor of {nbytes} bytes, whose storage was resized to {found}"
     return None
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to past the last element; 0 without elements."""
+    if not tensor.numel():
+        return 0
+    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return span * tensor.element_size()
+
+
+class Contents:
+    """What each call must check although its signature is known: memory and numbers."""
+
+    def __init__(self, declared: Sequence[object], arguments: Sequence[object]) -> None:
+        self._tensors = [
+            (i, _span_nbytes(v), v.element_size())
+            for i, v in enumerate(arguments)
+            if isinstance(v, torch.Tensor) and v.numel()
+        ]
+        self._numbers = [(i, d) for i, d in enumerate(declared) if isinstance(d, Scalar)]
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Raise `InputError` for a storage that is too small now, or a number out of range."""
+        i = 0
+        try:
+            for i, nbytes, itemsize in self._tensors:
+                v = arguments[i]
+                if v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize:
+                    raise InputError(f"input {i} is {tensor_problem(v)}")
+        except NotImplementedError:
+            raise InputError(f"input {i} is {tensor_problem(arguments[i])}") from None
+        for i, declared in self._numbers:
+            problem = misfit(arguments[i], declared.dtype)
+            if problem:
+                raise InputError(f"Expected input {i}, {declared}, to fit its dtype, but {problem}")

@@ -405,6 +405,8 @@ class Parser:
                 derived.append((word, c.text[at : c.pos], at))
                 continue
             value = self._field(template, word, kind)
+            if template.types[word] == "TensorView" and not isinstance(value, TensorView):
+                raise c.fail(f"expected a tensor, found {value_text(value)}", at)
             if word in found and found[word] != value:
                 raise c.fail(f"expected {value_text(found[word])} again", at)
             found[word] = value
