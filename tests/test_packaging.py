@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -62,6 +63,33 @@ def test_mpi_pytest_is_no_dependency(project: dict[str, Any]) -> None:
     assert not [
         item for items in extras.values() for item in items if item.startswith("mpi-pytest")
     ]
+
+
+def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
+    """Docs, examples, scripts, benchmarks and tests, beside the packages."""
+    pytest.importorskip("setuptools", minversion="77")
+    folders = (*ROOTS, "docs", "examples", "scripts", "benchmarks", "tests")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(REPOSITORY / name, tree)
+    for folder in folders:
+        ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+        shutil.copytree(REPOSITORY / folder, tree / folder, ignore=ignore)
+    build = "from setuptools.build_meta import build_sdist; print(build_sdist('..'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(tmp_path / done.stdout.splitlines()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    files = [p.relative_to(tree) for f in folders for p in (tree / f).rglob("*") if p.is_file()]
+    assert [str(path) for path in files if path.as_posix() not in names] == []
 
 
 def test_wheel_holds_every_source_file(tmp_path: Path) -> None:
