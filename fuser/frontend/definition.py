@@ -229,5 +229,7 @@ def flatten(inputs: Iterable[object]) -> list[torch.Tensor | bool | int | float]
         elif isinstance(value, complex):
             raise UnsupportedError(f"complex inputs are not supported yet: {value}")
         else:
-            raise InputError(f"an input is a tensor or a number, got {type(value).__name__}")
+            raise InputError(
+                f"input {len(flat)}: an input is a tensor or a number, got {type(value).__name__}"
+            )
     return flat

@@ -133,8 +133,8 @@ class Binder:
         why = self._because(raw, axis.extent)
         if not symbols(axis.extent):
             raise InputError(
-                f"{where}: Tried to bind to a constant value: {expected} as {axis.found(size)} at "
-                f"axis {axis.position}{why}"
+                f"{where.removesuffix(',')}: Tried to bind to a constant value: {expected} as "
+                f"{axis.found(size)} at axis {axis.position}{why}"
             )
         raise InputError(
             f"{where} to have extent {axis.extent} = {expected}{_from((axis.extent,), source)} at "
