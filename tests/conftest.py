@@ -106,33 +106,47 @@ def kernel_cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compile_every_kernel_for_the_gpu() -> Generator[None, None, None]:
-    """Compile, when the tests are over, every kernel that they made with NVRTC for sm_90a.
+# The kernels that the tests made, by text.
+_MADE: dict[str, KernelSource] = {}
 
-    NVRTC needs no GPU; where it is not installed (the extra `nvrtc`), nothing is checked.
-    """
+
+@pytest.fixture(scope="session", autouse=True)
+def record_every_kernel() -> Generator[None, None, None]:
+    """Note every kernel that the tests make."""
     from fuser.kernels import executor
 
-    sources: dict[str, KernelSource] = {}
     original = executor.compile_kernels
 
     def recording(
         kernels: Sequence[KernelSource], device: torch.device | str, *, checked: bool = False
     ) -> list[CompiledKernel]:
-        sources.update((k.text, k) for k in kernels)
+        _MADE.update((k.text, k) for k in kernels)
         return original(kernels, device, checked=checked)
 
     executor.compile_kernels = recording
     yield
     executor.compile_kernels = original
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Compile every kernel that the tests made with NVRTC for sm_90a; it needs no GPU.
+
+    Where NVRTC is not installed (the extra `nvrtc`), nothing is checked. Here, not in a fixture:
+    thousands of kernels take longer than one test may.
+    """
     lowered = sys.modules.get("tests.lower.build")
     for kernel in lowered.LOWERED if lowered is not None else ():
-        sources[kernel.source.text] = kernel.source
-    if importlib.util.find_spec("cuda") is None or not sources:
+        _MADE[kernel.source.text] = kernel.source
+    if not _MADE or importlib.util.find_spec("cuda") is None:
         return
     from fuser.runtime.kernel import compile_cubin
 
-    cubins = compile_cubin(list(sources.values()))
-    assert all(c[:4] == b"\x7fELF" for c in cubins)
+    try:
+        cubins = compile_cubin(list(_MADE.values()))
+        assert all(c[:4] == b"\x7fELF" for c in cubins), "a kernel's machine code is no ELF file"
+    except Exception as error:
+        print(f"\nthe kernels do not compile for sm_90a: {error}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return
     print(f"\n{len(cubins)} kernels compiled for sm_90a")
