@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,19 @@ def test_mpi_pytest_is_no_dependency(project: dict[str, Any]) -> None:
     ]
 
 
-def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
-    """Docs, examples, scripts, benchmarks and tests, beside the packages."""
+def build(kind: str, tmp_path: Path, files: Sequence[str], folders: Sequence[str]) -> Path:
+    """Build a `wheel` or `sdist` from a copy of these files and folders; return its path."""
     pytest.importorskip("setuptools", minversion="77")
-    folders = (*ROOTS, "docs", "examples", "scripts", "benchmarks", "tests")
     tree = tmp_path / "tree"
     tree.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in files:
         shutil.copy(REPOSITORY / name, tree)
     for folder in folders:
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
         shutil.copytree(REPOSITORY / folder, tree / folder, ignore=ignore)
-    build = "from setuptools.build_meta import build_sdist; print(build_sdist('..'))"
+    call = f"from setuptools.build_meta import build_{kind}; print(build_{kind}('..'))"
     done = subprocess.run(
-        [sys.executable, "-c", build],
+        [sys.executable, "-c", call],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": ""},
         capture_output=True,
@@ -86,32 +86,25 @@ def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    with tarfile.open(tmp_path / done.stdout.splitlines()[-1]) as archive:
+    return tmp_path / done.stdout.splitlines()[-1]
+
+
+ABOUT = ("pyproject.toml", "README.md", "LICENSE")
+
+
+def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
+    """Docs, examples, scripts, benchmarks and tests, beside the packages."""
+    folders = (*ROOTS, "docs", "examples", "scripts", "benchmarks", "tests")
+    made = build("sdist", tmp_path, (*ABOUT, "MANIFEST.in"), folders)
+    with tarfile.open(made) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
+    tree = tmp_path / "tree"
     files = [p.relative_to(tree) for f in folders for p in (tree / f).rglob("*") if p.is_file()]
     assert [str(path) for path in files if path.as_posix() not in names] == []
 
 
 def test_wheel_holds_every_source_file(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", minversion="77")
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, tree)
-    for root in ROOTS:
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / root, tree / root, ignore=ignore)
-    build = "from setuptools.build_meta import build_wheel; print(build_wheel('..'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    wheel = tmp_path / done.stdout.splitlines()[-1]
+    wheel = build("wheel", tmp_path, ABOUT, ROOTS)
     assert wheel.name.startswith("fuser_hostir-")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert [str(path) for path in source_files() if path.as_posix() not in names] == []
