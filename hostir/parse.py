@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fuser.errors import FuserError
 from fuser.ir.core import Op
 from fuser.ir.cursor import Cursor
 from fuser.ir.fusion import Fusion
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.mesh import read_mesh, read_ranks
 from fuser.ir.parse import Attribute, Parser, concretized_bounds, parse_fusion_at
 from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
@@ -74,15 +73,8 @@ def _program(parser: Parser, values: Fusion) -> tuple[Op, ...]:
 def _team(parser: Parser) -> TeamOf:
     """Read `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
     c = parser.cursor
-    if c.take_if("("):
-        at = c.pos
-        ranks: list[int] = []
-        while not c.take_if(")"):
-            ranks.append(c.integer())
-        try:
-            return TeamOf(DeviceMesh(ranks), (ParallelType.mesh_x,))
-        except FuserError as error:
-            raise c.fail(str(error), at) from error
+    if c.at("("):
+        return TeamOf(read_ranks(c), (ParallelType.mesh_x,))
     names = {p.name: p for p in DEVICE_TYPES}
     ptypes: list[ParallelType] = []
     while not c.take_if("of "):
@@ -90,7 +82,7 @@ def _team(parser: Parser) -> TeamOf:
         if word not in names:
             raise c.fail(f"{word!r} is not a mesh axis: {', '.join(names)}")
         ptypes.append(names[word])
-    return TeamOf(parser.mesh(), tuple(ptypes))
+    return TeamOf(read_mesh(c), tuple(ptypes))
 
 
 def _one_of(names: tuple[str, ...], what: str) -> Attribute:

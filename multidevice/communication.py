@@ -56,7 +56,7 @@ class TeamOf:
 
     def __str__(self) -> str:
         if self.mesh.ndim == 1:
-            return "(" + " ".join(map(str, self.mesh.devices)) + ")"
+            return f"({self.mesh.ranks_text})"
         return f"{' '.join(p.name for p in self.ptypes)} of {self.mesh}"
 
 

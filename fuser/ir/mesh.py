@@ -1,13 +1,29 @@
-"""DeviceMesh: an n-dimensional array of ranks. mesh_x is the *last* mesh dimension."""
+"""DeviceMesh: an n-dimensional array of ranks. mesh_x is the *last* mesh dimension.
+
+Its text spells every rank of a small mesh, and ranges of a large one, which may have steps, gaps
+and dimensions:
+
+    DeviceMesh{{0 1}{2 3}}   DeviceMesh{0..1023}   DeviceMesh{0..6 8..63}   DeviceMesh{0..56 by 8}
+    DeviceMesh{{0..7}..{1016..1023}}   DeviceMesh{{0..896 by 128}..{127..1023 by 128} by 1}
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Protocol, cast
 
-from fuser.errors import ShardingError, check_kind
+from fuser.errors import FuserError, ShardingError, check_kind
+from fuser.ir.cursor import Cursor
 from fuser.ir.types import DEVICE_TYPES, ParallelType
+
+# Meshes of at most this many devices print every rank, as nvFuser's do.
+SPELLED_OUT = 16
+# More than any job has; a text cannot ask for more.
+MAX_DEVICES = 1 << 20
+_MAX_DIMENSIONS = 3
 
 
 class _HasToList(Protocol):
@@ -39,7 +55,7 @@ class DeviceMesh:
     def __init__(self, devices: object) -> None:
         nested = cast(_HasToList, devices).tolist() if hasattr(devices, "tolist") else devices
         ids, shape = _flatten(list(nested) if isinstance(nested, range) else nested)
-        if len(shape) > 3:
+        if len(shape) > _MAX_DIMENSIONS:
             raise ShardingError(f"DeviceMesh: 1 to 3 dimensions, got shape {shape}")
         if len(set(ids)) != len(ids):
             raise ShardingError(f"DeviceMesh {ids} contains duplicates")
@@ -47,6 +63,8 @@ class DeviceMesh:
             raise ShardingError(f"DeviceMesh: negative device id in {ids}")
         self.devices: tuple[int, ...] = tuple(ids)
         self.shape: tuple[int, ...] = shape or (1,)
+        self._place = {rank: i for i, rank in enumerate(ids)}
+        self._hash = hash((self.devices, self.shape))
 
     @property
     def size(self) -> int:
@@ -68,40 +86,149 @@ class DeviceMesh:
         return 1 if dim is None else self.shape[dim]
 
     def has(self, rank: int) -> bool:
-        return rank in self.devices
+        return rank in self._place
 
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
         """Return the position of `rank` along `ptype`; 0 without that dimension or that rank."""
         dim = self.dim_of(ptype)
-        if dim is None or rank not in self.devices:
-            return 0
-        return self.devices.index(rank) // math.prod(self.shape[dim + 1 :]) % self.shape[dim]
+        return 0 if dim is None else self._coordinates(rank)[dim]
+
+    def _coordinates(self, rank: int) -> list[int]:
+        """Return the position of `rank` along each dimension; 0 for a rank that is not here."""
+        at = self._place.get(rank, 0)
+        return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
         """Return the ranks that share all of `rank`'s coordinates except those along `ptypes`.
 
         Mesh [[0 1 2][3 4 5]]: team(4, (mesh_x,)) = (3, 4, 5), team(4, (mesh_y,)) = (1, 4).
         """
-        fixed = [p for p in DEVICE_TYPES if p not in ptypes]
-        mine = [self.coordinate(rank, p) for p in fixed]
-        return tuple(d for d in self.devices if [self.coordinate(d, p) for p in fixed] == mine)
+        free = {self.dim_of(p) for p in ptypes}
+        mine = self._coordinates(rank)
+        along = [range(n) if d in free else (mine[d],) for d, n in enumerate(self.shape)]
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(self.ndim)]
+        return tuple(
+            self.devices[sum(i * s for i, s in zip(place, strides, strict=True))]
+            for place in itertools.product(*along)
+        )
 
     def __eq__(self, other: object) -> bool:
-        return (
+        return self is other or (
             isinstance(other, DeviceMesh)
             and self.devices == other.devices
             and self.shape == other.shape
         )
 
     def __hash__(self) -> int:
-        return hash((self.devices, self.shape))
+        return self._hash
+
+    @cached_property
+    def ranks_text(self) -> str:
+        """The ranks without the outermost braces: `0 1`, `{0 1}{2 3}`, `0..1023`."""
+        return _items_text(self.devices, self.shape, is_short=self.size > SPELLED_OUT)
 
     def __repr__(self) -> str:
-        def nest(ids: tuple[int, ...], shape: tuple[int, ...]) -> str:
-            if len(shape) == 1:
-                return "{" + " ".join(map(str, ids)) + "}"
-            step = len(ids) // shape[0]
-            parts = (nest(ids[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0]))
-            return "{" + "".join(parts) + "}"
+        return f"DeviceMesh{{{self.ranks_text}}}"
 
-        return f"DeviceMesh{nest(self.devices, self.shape)}"
+
+# ------------------------------------------------------------------ text
+def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
+    """Return the items of one dimension, as ranges where there are three or more in a row."""
+    count = len(ids) // shape[0] if shape[0] else 0
+    blocks = [ids[k * count : (k + 1) * count] for k in range(shape[0])]
+
+    def text(block: Sequence[int]) -> str:
+        if len(shape) == 1:
+            return str(block[0])
+        return "{" + _items_text(block, shape[1:], is_short=is_short) + "}"
+
+    items: list[str] = []
+    at = 0
+    while at < len(blocks):
+        length, step = _run(blocks, at) if is_short else (1, 0)
+        if length >= 3:
+            by = "" if step == count else f" by {step}"
+            items.append(f"{text(blocks[at])}..{text(blocks[at + length - 1])}{by}")
+        else:
+            items.append(text(blocks[at]))
+        at += length if length >= 3 else 1
+    return (" " if len(shape) == 1 else "").join(items)
+
+
+def _run(blocks: Sequence[Sequence[int]], at: int) -> tuple[int, int]:
+    """Return how many blocks from `at` on follow each other by a step, and that step."""
+    if at + 1 == len(blocks):
+        return 1, 0
+    first, step = blocks[at], blocks[at + 1][0] - blocks[at][0]
+    length = 1
+    for block in blocks[at + 1 :]:
+        shift = length * step
+        if step < 1 or any(b != a + shift for a, b in zip(first, block, strict=True)):
+            break
+        length += 1
+    return length, step
+
+
+def read_mesh(cursor: Cursor) -> DeviceMesh:
+    """Read what a mesh prints. Raises `ParseError`."""
+    cursor.skip()
+    start = cursor.pos
+    cursor.take("DeviceMesh")
+    cursor.take("{")
+    return _made(cursor, start, _read_items(cursor, "}", 1))
+
+
+def read_ranks(cursor: Cursor) -> DeviceMesh:
+    """Read `(0 1 2)` or `(0..1023)`, the team of a one-dimensional mesh. Raises `ParseError`."""
+    cursor.skip()
+    start = cursor.pos
+    cursor.take("(")
+    items = _read_items(cursor, ")", 1)
+    if any(isinstance(item, list) for item in items):
+        raise cursor.fail("expected ranks", start)
+    return _made(cursor, start, items)
+
+
+def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
+    try:
+        return DeviceMesh(items)
+    except FuserError as error:
+        raise cursor.fail(str(error), start) from error
+
+
+def _read_items(c: Cursor, close: str, depth: int) -> list[object]:
+    if depth > _MAX_DIMENSIONS:
+        raise c.fail(f"a mesh has at most {_MAX_DIMENSIONS} dimensions")
+    items: list[object] = []
+    while not c.take_if(close):
+        items.append(_read_item(c, depth))
+        at = c.pos
+        if c.take_if(".."):
+            last = _read_item(c, depth)
+            items += _after(c, items[-1], last, c.integer() if c.take_if("by ") else None, at)
+    return items
+
+
+def _read_item(c: Cursor, depth: int) -> object:
+    return _read_items(c, "}", depth + 1) if c.take_if("{") else c.integer()
+
+
+def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
+    """Return what follows `first` in the range `first..last by step`."""
+    try:
+        (ids, shape), (ends, other) = _flatten(first), _flatten(last)
+    except FuserError as error:
+        raise c.fail(str(error), at) from error
+    step = len(ids) if step is None else step
+    count, rest = divmod(ends[0] - ids[0], step) if ids and ends and step > 0 else (0, 1)
+    if shape != other or rest or count < 1 or [i + count * step for i in ids] != ends:
+        raise c.fail(f"no range: its ends are not whole steps of {step} apart", at)
+    if count * len(ids) > MAX_DEVICES:
+        raise c.fail(f"a range of more than {MAX_DEVICES} ranks", at)
+    return [_shifted(first, k * step) for k in range(1, count + 1)]
+
+
+def _shifted(item: object, by: int) -> object:
+    if isinstance(item, int):
+        return item + by
+    return [_shifted(i, by) for i in cast("list[object]", item)]

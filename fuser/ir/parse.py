@@ -26,7 +26,7 @@ from fuser.ir.domain import (
 )
 from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
 from fuser.ir.fusion import Alias, Fusion
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.mesh import read_mesh
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.scalar_compute import ARITY
 from fuser.ir.templates import (
@@ -173,29 +173,6 @@ class Parser:
             rfactor=rfactor,
         )
 
-    def mesh(self) -> DeviceMesh:
-        """Read `DeviceMesh{{0 1}{2 3}}`."""
-        c = self.cursor
-        c.skip()
-        start = c.pos
-        c.take("DeviceMesh")
-
-        def nested(depth: int) -> list[object]:
-            if depth > MAX_DEPTH:
-                raise c.fail(f"more than {MAX_DEPTH} nested braces")
-            c.take("{")
-            items: list[object] = []
-            while not c.take_if("}"):
-                items.append(nested(depth + 1) if c.at("{") else c.integer())
-            return items
-
-        try:
-            return DeviceMesh(nested(1))
-        except ParseError:
-            raise
-        except FuserError as error:
-            raise c.fail(str(error), start) from error
-
     def tensor(self) -> TensorView:
         """Read a tensor, spelled out (the first time declares it) or as a known bare name."""
         c = self.cursor
@@ -233,7 +210,7 @@ class Parser:
             c.take(")")
         if c.take_if("(DeviceMesh"):
             c.pos -= len("DeviceMesh")
-            mesh = self.mesh()
+            mesh = read_mesh(c)
             c.take(")")
         tv = self.fusion.new_tensor(
             domain,
