@@ -5,6 +5,7 @@ python scripts/cold_start.py DEVICE    prints one JSON object: seconds by phase
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import statistics
@@ -86,6 +87,9 @@ def run_fresh(device: str, cache: str) -> dict[str, Any]:
 def bench_cold(device: str, repeats: int = 5) -> list[dict[str, Any]]:
     """Return medians over fresh processes, with an empty kernel cache and with a filled one."""
     rows: list[dict[str, Any]] = []
+    # As pip installs a package, and torch is: with its bytecode.
+    for package in ("fuser", "multidevice", "hostir", "scripts"):
+        compileall.compile_dir(Path(__file__).parents[1] / package, quiet=1)
     with tempfile.TemporaryDirectory() as filled:
         run_fresh(device, filled)
         for kind in ("cold", "warm"):
