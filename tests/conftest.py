@@ -10,7 +10,7 @@ import importlib.util
 import random
 import sys
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,11 +117,15 @@ def record_every_kernel() -> Generator[None, None, None]:
 
     original = executor.compile_kernels
 
+    def noted(kernels: Iterable[KernelSource]) -> Iterator[KernelSource]:
+        for kernel in kernels:
+            _MADE[kernel.text] = kernel
+            yield kernel
+
     def recording(
-        kernels: Sequence[KernelSource], device: torch.device | str, *, checked: bool = False
+        kernels: Iterable[KernelSource], device: torch.device | str, *, checked: bool = False
     ) -> list[CompiledKernel]:
-        _MADE.update((k.text, k) for k in kernels)
-        return original(kernels, device, checked=checked)
+        return original(noted(kernels), device, checked=checked)
 
     executor.compile_kernels = recording
     yield

@@ -46,8 +46,8 @@ def test_source_follows_the_import_direction() -> None:
         ("multidevice.backends.nccl", "import cupy"),
         ("multidevice.backends.mpi", "try:\n    from mpi4py import MPI\nexcept ImportError: ..."),
         ("multidevice.backends.gloo", "from torch import distributed"),
-        ("fuser.runtime.nvrtc", "class A:\n    from cuda.core import Program"),
-        ("fuser.runtime.nvrtc", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import cuda.core"),
+        ("fuser.runtime.nvrtc", "class A:\n    from cuda.bindings import nvrtc"),
+        ("fuser.runtime.nvrtc", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import cuda.bindings"),
     ],
 )
 def test_wrong_imports_are_found(module: str, source: str) -> None:

@@ -10,7 +10,7 @@ nothing, serves every new class.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
 from typing import Any
 
@@ -28,6 +28,7 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text
+from fuser.kernel_source import KernelSource
 from fuser.kernels.kernel import make_kernel
 from fuser.kernels.variant import Variant, launch_of
 from fuser.locks import make_reentrant_lock
@@ -375,29 +376,39 @@ KernelRequest = tuple[KernelExecutor, Sequence[Value], Sequence[torch.Tensor], S
 
 
 def compile_many(
-    requests: Iterable[KernelRequest],
+    requests: Sequence[KernelRequest],
     *,
     device: torch.device | str,
 ) -> int:
-    """Lower and compile the kernels of many executors at once; return how many were missing.
+    """Lower and compile the kernels of many executors; return how many were missing.
 
     Meta tensors with the right strides will do.
-    One compiler process (CPU) or parallel threads (CUDA) compile all of them.
+    One compiler process (CPU) compiles all of them at the end; on CUDA, threads compile each while
+    the next is lowered.
     """
-    missing: dict[bool, list[Variant]] = {}
-    described = describe_device(device)
-    for executor, inputs, outputs, sizes in requests:
-        record = executor.bind(inputs, outputs, sizes=sizes, device=described)
-        if record is not None and record[0].compiled is None:
-            group = missing.setdefault(executor.checked, [])
-            if record[0] not in group:
-                group.append(record[0])
-    for checked, variants in missing.items():
-        sources = [v.kernel.source for v in variants]
+    count = 0
+    # What takes the compiler longest comes first.
+    requests = sorted(requests, key=lambda request: request[0].scheduler.name != "reduction")
+    for checked in dict.fromkeys(request[0].checked for request in requests):
+        variants: list[Variant] = []
+        chosen = [request for request in requests if request[0].checked is checked]
+        sources = _lower_missing(chosen, describe_device(device), variants)
         compiled = compile_kernels(sources, device, checked=checked)
         for variant, kernel in zip(variants, compiled, strict=True):
             variant.compiled = kernel
-    return sum(map(len, missing.values()))
+        count += len(variants)
+    return count
+
+
+def _lower_missing(
+    requests: Sequence[KernelRequest], device: DeviceInfo, variants: list[Variant]
+) -> Iterator[KernelSource]:
+    """Yield the text of each variant that is not compiled yet; append the variant to `variants`."""
+    for executor, inputs, outputs, sizes in requests:
+        record = executor.bind(inputs, outputs, sizes=sizes, device=device)
+        if record is not None and record[0].compiled is None and record[0] not in variants:
+            variants.append(record[0])
+            yield record[0].kernel.source
 
 
 # ------------------------------------------------------------------ helpers

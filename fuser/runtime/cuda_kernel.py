@@ -1,4 +1,4 @@
-"""Kernels on CUDA devices: loaded through cuda-core, launched through the driver, arguments packed.
+"""Kernels on CUDA devices: loaded and launched through the driver, arguments packed.
 
 Launches go to a raw stream handle, by default torch's current stream, so that they order with
 torch's own work and can be captured into CUDA graphs.
@@ -10,7 +10,8 @@ import ctypes
 import functools
 import importlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import tee
 from typing import TYPE_CHECKING, Any, cast
 
 from fuser.errors import InputError, KernelError
@@ -72,9 +73,10 @@ def architecture(index: int | None) -> str:
     return _architecture(torch.cuda.current_device() if index is None else index)
 
 
-def compile_for_device(sources: Sequence[KernelSource], arch: str) -> list[CompiledKernel]:
-    """Compiles or finds kernels, and loads them."""
-    codes = cubins(sources, arch)
+def compile_for_device(sources: Iterable[KernelSource], arch: str) -> list[CompiledKernel]:
+    """Compiles or finds kernels, each as soon as `sources` yields it, and loads them."""
+    sources, compiled = tee(sources)
+    codes = cubins(compiled, arch)
     return [CudaKernel(source, code) for source, code in zip(sources, codes, strict=True)]
 
 
@@ -95,18 +97,23 @@ class CudaKernel(CompiledKernel):
         super().__init__(source)
         driver = _driver()
         self.code = code
-        self._module = importlib.import_module("cuda.core").ObjectCode.from_cubin(
-            code, name=source.name
-        )
-        self._kernel = self._module.get_kernel(source.name)
+        # Never unloaded: launches may be in flight, and captured graphs launch the kernel again.
+        library = self._loaded("cuLibraryLoadData", code, [], [], 0, [], [], 0)
+        self._kernel = self._loaded("cuLibraryGetKernel", library, source.name.encode())
         # The driver takes a context-independent kernel wherever it takes a function.
-        self._handle = driver.CUfunction(int(self._kernel.handle))
+        self._handle = driver.CUfunction(int(self._kernel))
         self._launch = driver.cuLaunchKernel
         self._success = driver.CUresult.CUDA_SUCCESS
         self._pack_into = struct.Struct("=" + "".join(map(slot_code, source.params))).pack_into
         self._arguments = _Arguments(len(source.params))
         self._lock = make_lock()
         self._smem_allowed: dict[int, int] = {}
+
+    def _loaded(self, function: str, *args: Any) -> Any:
+        status, found = getattr(_driver(), function)(*args)
+        if status != _driver().CUresult.CUDA_SUCCESS:
+            raise KernelError(f"kernel {self.name}: {function} failed ({status!r})")
+        return found
 
     def _pack(self, arguments: _Arguments, args: Sequence[Argument]) -> None:
         values = [a if a.__class__ in NUMBERS else cast("torch.Tensor", a).data_ptr() for a in args]
@@ -141,11 +148,17 @@ class CudaKernel(CompiledKernel):
 
     def attributes(self) -> dict[str, int]:
         """What the compiler assigned: registers, local bytes (spills), static shared bytes."""
-        values = self._kernel.attributes
+        import torch
+
+        attribute = _driver().CUfunction_attribute
+        device = self._loaded("cuDeviceGet", torch.cuda.current_device())
         return {
-            "registers": int(values.num_regs),
-            "local_bytes": int(values.local_size_bytes),
-            "static_smem_bytes": int(values.shared_size_bytes),
+            name: self._loaded("cuKernelGetAttribute", which, self._kernel, device)
+            for name, which in (
+                ("registers", attribute.CU_FUNC_ATTRIBUTE_NUM_REGS),
+                ("local_bytes", attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES),
+                ("static_smem_bytes", attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES),
+            )
         }
 
     def _enqueue(
@@ -175,8 +188,7 @@ class CudaKernel(CompiledKernel):
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         status, device = driver.cuDeviceGet(index)
         if status == self._success:
-            kernel = driver.CUkernel(int(self._handle))
-            (status,) = driver.cuKernelSetAttribute(attribute, smem_bytes, kernel, device)
+            (status,) = driver.cuKernelSetAttribute(attribute, smem_bytes, self._kernel, device)
         if status != self._success:
             raise KernelError(
                 f"kernel {self.name} cannot have {smem_bytes} bytes of shared memory: {status}"

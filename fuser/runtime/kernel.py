@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from fuser.device import device_parts
@@ -131,20 +131,20 @@ def clear_memory_cache() -> None:
 
 
 def compile_kernels(
-    sources: Sequence[KernelSource], device: torch.device | str, *, checked: bool = False
+    sources: Iterable[KernelSource], device: torch.device | str, *, checked: bool = False
 ) -> list[CompiledKernel]:
     """Compiles kernels for a device, or takes them from the memory or disk cache, in order.
 
-    On the CPU, the kernels that are missing go into one translation unit; on CUDA they compile in
-    parallel threads. `checked` (CPU only) makes kernels that check bounds, alignment, barriers, and
-    shared memory for uninitialised reads and races.
+    On the CPU, the kernels that are missing go into one translation unit; on CUDA each compiles in
+    a thread of its own, from the moment when `sources` yields it. `checked` (CPU only) makes
+    kernels that check bounds, alignment, barriers, and shared memory for uninitialised reads and
+    races.
 
     Raises:
         CompileError: the compiler is missing or refuses a kernel.
     """
     kind, index = device_parts(device)
-    count_requests(len(sources))
-    compile_missing: Callable[[Sequence[KernelSource]], list[CompiledKernel]]
+    compile_missing: Callable[[Iterable[KernelSource]], list[CompiledKernel]]
     if kind == "cpu":
         from fuser.runtime import simt
 
@@ -159,7 +159,7 @@ def compile_kernels(
         arch = cuda_kernel.architecture(index)
         variant = f"cuda:{arch}"
 
-        def compile_cuda(missing: Sequence[KernelSource]) -> list[CompiledKernel]:
+        def compile_cuda(missing: Iterable[KernelSource]) -> list[CompiledKernel]:
             return cuda_kernel.compile_for_device(missing, arch)
 
         compile_missing = compile_cuda
@@ -168,14 +168,27 @@ def compile_kernels(
             return nvrtc.kernel_key(source, arch)
     else:
         raise KernelError(f"kernels run on cpu and cuda devices, not on {device}")
+    keys: list[tuple[str, str]] = []
+    found: dict[tuple[str, str], CompiledKernel] = {}
+    missing: dict[tuple[str, str], KernelSource] = {}
+
+    def yield_missing() -> Iterator[KernelSource]:
+        for source in sources:
+            key = (variant, key_of(source))
+            keys.append(key)
+            kernel = found.get(key) or _memory.get(key)
+            if kernel is not None:
+                found[key] = kernel
+            elif key not in missing:
+                missing[key] = source
+                yield source
+
     with _compile_lock:
-        keys = [(variant, key_of(source)) for source in sources]
-        found = {key: kernel for key in keys if (kernel := _memory.get(key)) is not None}
-        missing = {k: source for k, source in zip(keys, sources, strict=True) if k not in found}
-        if missing:
-            found.update(zip(missing, compile_missing(list(missing.values())), strict=True))
-            _memory.update(found)
-        return [found[key] for key in keys]
+        compiled = compile_missing(yield_missing())
+        found.update(zip(missing, compiled, strict=True))
+        _memory.update(found)
+    count_requests(len(keys))
+    return [found[key] for key in keys]
 
 
 def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:

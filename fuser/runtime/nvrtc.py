@@ -1,12 +1,13 @@
-"""Kernels for CUDA devices: NVRTC, through cuda-core, compiles the CUDA text; needs no GPU."""
+"""Kernels for CUDA devices: NVRTC compiles the CUDA text; needs no GPU."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from fuser.errors import CompileError
 from fuser.kernel_source import KernelSource
@@ -16,22 +17,41 @@ from fuser.runtime.sources import RT_FILES, codegen_text, explain, preamble
 
 HOPPER = "sm_90a"
 
-_UNREFERENCED_FUNCTION = 177  # most helpers of rt.h, in most kernels
+# minimal: without textures and the CUDA runtime's types, a sixth of the time of a small kernel.
+# 177: a function that nothing calls; most helpers of rt.h, in most kernels.
+_OPTIONS = ("--std=c++17", "--fmad=true", "--minimal", "--diag-suppress=177")
 _MAX_THREADS = 8
 
 
 @functools.cache
-def _version() -> str:
+def _nvrtc() -> Any:
     try:
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
         raise CompileError(
-            f"kernels for CUDA devices need cuda-core and NVRTC ({error}):"
+            f"kernels for CUDA devices need cuda-bindings and NVRTC ({error}):"
             " install fuser-hostir[nvrtc], or one of the extras cu12 and cu13"
         ) from error
-    status, major, minor = nvrtc.nvrtcVersion()
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"NVRTC does not tell its version: {status}")
+
+
+def _call(function: str, *args: Any) -> Any:
+    """What a function of NVRTC gives. Raises CompileError for anything but success."""
+    status, *results = getattr(_nvrtc(), function)(*args)
+    if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"{function}: {status!r}")
+    return results[0] if len(results) == 1 else results
+
+
+def _content(kind: str, program: Any) -> bytes:
+    """A result of a compilation: `CUBIN` or `ProgramLog`."""
+    found = bytearray(_call(f"nvrtcGet{kind}Size", program))
+    _call(f"nvrtcGet{kind}", program, found)
+    return bytes(found)
+
+
+@functools.cache
+def _version() -> str:
+    major, minor = _call("nvrtcVersion")
     return f"nvrtc {major}.{minor}"
 
 
@@ -46,34 +66,30 @@ def kernel_key(source: KernelSource, arch: str) -> str:
 
 @functools.cache
 def _key_prefix() -> str:
-    return digest(preamble(RT_FILES), _version(), f"c++17 fma suppress={_UNREFERENCED_FUNCTION}")
+    return digest(preamble(RT_FILES), _version(), *_OPTIONS)
 
 
 def _compile(source: KernelSource, arch: str) -> bytes:
-    """Compiles one kernel.
+    """Compiles one kernel; other threads run meanwhile.
 
     Raises:
         CompileError: with NVRTC's log and the lines around the first error.
     """
-    core = importlib.import_module("cuda.core")
-    options = core.ProgramOptions(
-        name=source.name,
-        arch=arch,
-        std="c++17",
-        fma=True,
-        diag_suppress=_UNREFERENCED_FUNCTION,
-    )
+    options = [option.encode() for option in (f"--gpu-architecture={arch}", *_OPTIONS)]
+    text, name = _text(source).encode(), source.name.encode()
+    program = _call("nvrtcCreateProgram", text, name, 0, [], [])
     try:
-        code = core.Program(_text(source), "c++", options).compile("cubin").code
-    except Exception as error:
-        # cuda-core keeps its NVRTCError private; whatever it raises here is the compiler's refusal.
-        texts = {name: codegen_text(name) for name in RT_FILES} | {source.name: source.text}
-        raise CompileError(
-            f"NVRTC refused kernel {source.name} for {arch}:\n{explain(str(error), texts)}"
-        ) from error
-    if not isinstance(code, bytes):
-        raise CompileError(f"NVRTC gave no machine code for kernel {source.name}")
-    return code
+        try:
+            _call("nvrtcCompileProgram", program, len(options), options)
+        except CompileError as error:
+            log = _content("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            texts = {name: codegen_text(name) for name in RT_FILES} | {source.name: source.text}
+            raise CompileError(
+                f"NVRTC refused kernel {source.name} for {arch} ({error}):\n{explain(log, texts)}"
+            ) from None
+        return _content("CUBIN", program)
+    finally:
+        _call("nvrtcDestroyProgram", program)
 
 
 def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: str) -> bytes:
@@ -89,21 +105,23 @@ def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: s
     return found.data
 
 
-def cubins(sources: Sequence[KernelSource], arch: str) -> list[bytes]:
-    """Returns each kernel's machine code, from the disk cache or from NVRTC in parallel threads."""
+def cubins(sources: Iterable[KernelSource], arch: str) -> list[bytes]:
+    """Returns each kernel's machine code, from the disk cache or from NVRTC.
+
+    A kernel starts in a thread of its own as soon as `sources` yields it: while the compiler works,
+    the caller makes the next one. NVRTC reads one program at a time, and optimises several.
+    """
     cache = KernelCache()
-    by_key = {kernel_key(source, arch): source for source in sources}
-
-    def load(item: tuple[str, KernelSource]) -> bytes:
-        return _load_or_compile(cache, *item, arch)
-
-    # Imported here first: cuda.core's own import is not safe from several threads at once.
-    importlib.import_module("cuda.core")
-    workers = min(len(by_key), os.cpu_count() or 1, _MAX_THREADS)
-    if workers <= 1:
-        codes = [load(item) for item in by_key.items()]
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            codes = list(pool.map(load, by_key.items()))
-    by_code = dict(zip(by_key, codes, strict=True))
-    return [by_code[kernel_key(source, arch)] for source in sources]
+    keys: list[str] = []
+    codes: dict[str, Future[bytes]] = {}
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as pool:
+        try:
+            for source in sources:
+                key = kernel_key(source, arch)
+                keys.append(key)
+                if key not in codes:
+                    codes[key] = pool.submit(_load_or_compile, cache, key, source, arch)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [codes[key].result() for key in keys]

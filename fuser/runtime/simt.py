@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -244,7 +244,10 @@ def _load_or_compile(
     return functions
 
 
-def _compile(sources: Sequence[KernelSource], *, checked: bool) -> list[CompiledKernel]:
+def _compile(requested: Iterable[KernelSource], *, checked: bool) -> list[CompiledKernel]:
+    sources = list(requested)
+    if not sources:
+        return []
     keys = [_kernel_key(source, checked=checked) for source in sources]
     by_key = dict(zip(keys, sources, strict=True))
     functions = _load_or_compile(KernelCache(), by_key, checked=checked)
@@ -256,12 +259,12 @@ def _compile(sources: Sequence[KernelSource], *, checked: bool) -> list[Compiled
     return [kernels[key] for key in keys]
 
 
-def compile_unchecked(sources: Sequence[KernelSource]) -> list[CompiledKernel]:
+def compile_unchecked(sources: Iterable[KernelSource]) -> list[CompiledKernel]:
     """Compiles kernels for the CPU."""
     return _compile(sources, checked=False)
 
 
-def compile_checked(sources: Sequence[KernelSource]) -> list[CompiledKernel]:
+def compile_checked(sources: Iterable[KernelSource]) -> list[CompiledKernel]:
     """Compiles kernels for the CPU in checked mode."""
     return _compile(sources, checked=True)
 

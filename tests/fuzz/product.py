@@ -5,7 +5,7 @@ for the kernels of many programs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +46,11 @@ def collecting(sources: list[tuple[Any, bool]]) -> Generator[None]:
     """Note the kernels that a run asks for, and end the run there by raising `_Postponed`."""
     original = kernel.compile_kernels
 
-    def postpone(wanted: Sequence[Any], device: Any, *, checked: bool = False) -> Any:
-        sources.extend((source, checked) for source in wanted)
+    def postpone(wanted: Iterable[Any], device: Any, *, checked: bool = False) -> Any:
+        found = [(source, checked) for source in wanted]
+        if not found:
+            return []
+        sources.extend(found)
         raise _Postponed
 
     users = [m for m in list(sys.modules.values()) if vars(m).get("compile_kernels") is original]

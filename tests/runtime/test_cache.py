@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.errors import CompileError, KernelError, OptionError
+from fuser.errors import CompileError, DefinitionError, KernelError, OptionError
 from fuser.runtime import (
     KernelParam,
     KernelSource,
@@ -22,6 +22,7 @@ from fuser.runtime import (
     compile_cubin,
     compile_kernels,
     kernel_requests,
+    nvrtc,
 )
 from fuser.runtime.kernel_cache import KernelCache
 from tests.runtime import kernels
@@ -106,7 +107,7 @@ def test_damage_is_repaired(empty_cache: Path, damage: str) -> None:
 
 
 def test_cubins_are_cached(empty_cache: Path) -> None:
-    pytest.importorskip("cuda.core")
+    pytest.importorskip("cuda.bindings.nvrtc")
     before = compilations()
     first = compile_cubin([constant(1), constant(2)])
     assert first == compile_cubin([constant(1), constant(2)])
@@ -114,6 +115,38 @@ def test_cubins_are_cached(empty_cache: Path) -> None:
     (empty_cache / "objects" / sorted(os.listdir(empty_cache / "objects"))[0]).write_bytes(b"torn")
     assert first == compile_cubin([constant(1), constant(2)])
     assert compilations() - before == 3
+
+
+def test_kernel_compiles_while_the_next_is_made(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    started = threading.Event()
+    compile_one = nvrtc._compile
+
+    def compile_noted(source: KernelSource, arch: str) -> bytes:
+        started.set()
+        return compile_one(source, arch)
+
+    def make() -> Iterator[KernelSource]:
+        yield constant(1)
+        assert started.wait(30), "the first kernel waits for the second"
+        yield constant(2)
+
+    monkeypatch.setattr(nvrtc, "_compile", compile_noted)
+    assert nvrtc.cubins(make(), nvrtc.HOPPER) == compile_cubin([constant(1), constant(2)])
+
+
+def test_error_while_the_next_kernel_is_made(empty_cache: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+
+    def make() -> Iterator[KernelSource]:
+        yield constant(1)
+        raise DefinitionError("no second kernel")
+
+    with pytest.raises(DefinitionError, match="no second kernel"):
+        nvrtc.cubins(make(), nvrtc.HOPPER)
+    assert len(compile_cubin([constant(1), constant(2)])) == 2
 
 
 def test_folder_is_private(empty_cache: Path) -> None:
@@ -230,7 +263,7 @@ def test_refused_kernel_shows_its_lines() -> None:
 
 
 def test_kernel_refused_by_nvrtc_shows_its_lines() -> None:
-    pytest.importorskip("cuda.core")
+    pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(CompileError) as caught:
         compile_cubin([BROKEN])
     assert 'identifier "no_such_name" is undefined' in str(caught.value)
