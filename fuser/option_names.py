@@ -10,12 +10,16 @@ from collections.abc import Mapping
 # What a name does. The key is the variable without `FUSER_`.
 EFFECTS: Mapping[str, Mapping[str, str]] = {
     "DUMP": {
-        "host_ir": "the host program that runs, with a section per kernel",
+        "host_ir": "the host program that runs; host_ir(short): without what only machines need",
+        "host_ir_lowering": "the host program as lowered, and after each host pass",
+        "communication": "each communication as it is posted, with the shapes of its shards",
+        "fusion_ir_original": "the fusion as the user defined it",
         "fusion_ir_concretized": "the fusion with symbolic reshapes and extents of 0 and 1 decided",
         "fusion_ir_preseg": "the fusion before segmentation, with all shardings",
         "segmented_fusion": "one line per segment: kind, ops, results",
         "scheduler_params": "the parameters that the scheduler chose for a kernel",
-        "fusion_ir": "a kernel's fusion after scheduling",
+        "scheduled_ir": "a kernel's fusion after scheduling",
+        "fusion_ir": "nvFuser's name of scheduled_ir",
         "kernel_ir": "a kernel's loop nests before they become C++",
         "cuda_kernel": "a kernel's CUDA C++ text",
     },
@@ -44,13 +48,12 @@ _NO_PROFILER = "there is no profiler: use torch.profiler or nsys"
 NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "DUMP": dict.fromkeys(
         """
-        host_ir_lowering host_ir_jit communication pre_segmenter_logging fusion_ir_presched
-        fusion_ir_math fusion_ir_original python_definition fusion_args kernel_args launch_param
-        compile_params cuda_full cuda_to_file ptx cubin sass sass_to_file ptxas_verbose
-        perf_debug_verbose scheduler_verbose segmenter_logging fusion_ir_graph
-        draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose index_type
-        sync_map parallel_dimensions predicate_elimination lower_verbose expr_simplify expr_sort
-        expr_sort_verbose bank_conflict buffer_reuse_verbose dynamic_shared_memory
+        host_ir_jit pre_segmenter_logging fusion_ir_presched fusion_ir_math python_definition
+        fusion_args kernel_args launch_param compile_params cuda_full cuda_to_file ptx cubin sass
+        sass_to_file ptxas_verbose perf_debug_verbose scheduler_verbose segmenter_logging
+        fusion_ir_graph draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose
+        index_type sync_map parallel_dimensions predicate_elimination lower_verbose expr_simplify
+        expr_sort expr_sort_verbose bank_conflict buffer_reuse_verbose dynamic_shared_memory
         global_zeroed_memory occupancy ftrace cutlass_compile
         """.split(),
         _NO_OUTPUT,

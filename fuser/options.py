@@ -51,6 +51,8 @@ _VARIABLES = (
     Variable(
         "FUSER_DUMP", None, "comma-separated dump names, each name or name(a,b)", "NVFUSER_DUMP"
     ),
+    Variable("FUSER_DUMP_DIR", None, "folder for dumps, one numbered file each; default: stdout"),
+    Variable("FUSER_DUMP_RANKS", "0", "ranks that dump: all, or numbers as in 0,3"),
     Variable("FUSER_ENABLE", None, "comma-separated features to turn on", "NVFUSER_ENABLE"),
     Variable("FUSER_DISABLE", None, "comma-separated features to turn off", "NVFUSER_DISABLE"),
     Variable("FUSER_PROF", None, "comma-separated profiler modes", "NVFUSER_PROF"),
@@ -102,6 +104,8 @@ def check_environment() -> None:
     timeout_s()
     master_port()
     cache_dir()
+    dump_ranks()
+    dump_dir()
 
 
 def timeout_s() -> float:
@@ -176,6 +180,36 @@ def dump_enabled(name: str) -> bool:
 def dump_args(name: str) -> tuple[str, ...]:
     """Returns the arguments of a dump, as in `host_ir(indices)`; empty when absent."""
     return _lookup("DUMP", name) or ()
+
+
+def dump_ranks() -> frozenset[int] | None:
+    """Returns the ranks that write dumps, None for all.
+
+    Raises:
+        OptionError: the value is neither `all` nor a list of ranks.
+    """
+    text = VARIABLES["FUSER_DUMP_RANKS"].text() or "0"
+    if text == "all":
+        return None
+    ranks = text.split(",")
+    if not all(r.isascii() and r.isdigit() and len(r) < 10 for r in ranks):
+        raise OptionError(f"FUSER_DUMP_RANKS={text!r} is neither 'all' nor ranks such as '0,3'")
+    return frozenset(map(int, ranks))
+
+
+def dump_dir() -> Path | None:
+    """Returns the folder that dumps are written to, None for stdout; it need not exist yet.
+
+    Raises:
+        OptionError: there is something else of that name.
+    """
+    text = VARIABLES["FUSER_DUMP_DIR"].text()
+    if text is None:
+        return None
+    folder = Path(text)
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"FUSER_DUMP_DIR={text!r} is no folder")
+    return folder
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,11 +73,13 @@ def _print(program: HostIrContainer, args: argparse.Namespace) -> None:
 
 
 def _verify(program: HostIrContainer, args: argparse.Namespace) -> None:
+    program.check_full()
     verify(program, after=f"parsing {args.file}")
     print(f"{len(program.ops)} ops: the program keeps the rules")
 
 
 def _run(program: HostIrContainer, args: argparse.Namespace) -> None:
+    program.check_full()
     verify(program, after=f"parsing {args.file}")
     ranks = args.ranks or max((*program.devices(), 0)) + 1
     if args.inputs:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from textwrap import indent
 
+from fuser.errors import VerifyError
 from fuser.ir.binding import free_inputs
 from fuser.ir.core import Op
 from fuser.ir.equality import fusion_key, op_key, values_key
@@ -13,6 +14,14 @@ from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text, sections_text, value_text
 from hostir.ops import Communication, HostOp
+
+# The first line of the full text, by which a text without any section is known to be complete.
+FULL_FORM = "// host program, full form: this text runs"
+SHORT_FORM = (
+    "this is the short form of a host program, which is for reading: memory layouts, aliases and "
+    "kernels are not in it. The full form is needed: FUSER_DUMP=host_ir writes it, "
+    "HostIrContainer.full_text() returns it"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class HostIrContainer:
     values: Fusion
     ops: tuple[Op, ...] = ()
     groups: Mapping[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
+    # Whether it was read from a text that does not say everything.
+    is_short: bool = False
 
     @property
     def inputs(self) -> list[Value]:
@@ -73,6 +84,11 @@ class HostIrContainer:
         meshes = {tv.mesh for tv in self.tensors() if tv.mesh is not None}
         return tuple(sorted({rank for mesh in meshes for rank in mesh.devices}))
 
+    def check_full(self) -> None:
+        """Raise `VerifyError` for a program that was read from its short form."""
+        if self.is_short:
+            raise VerifyError(SHORT_FORM)
+
     def __str__(self) -> str:
         ins, outs = (", ".join(map(value_text, vs)) for vs in (self.inputs, self.outputs))
         body = block_text(self.ops, "  ")
@@ -80,7 +96,11 @@ class HostIrContainer:
 
     def full_text(self) -> str:
         """Return the program with everything that it needs to run: `parse` reads it back."""
-        parts = [str(self), sections_text(self.values, self.tensors(), tuple(walk(self.ops)))]
+        parts = [
+            FULL_FORM,
+            str(self),
+            sections_text(self.values, self.tensors(), tuple(walk(self.ops))),
+        ]
         parts += [
             f"\nKernel group {g.number} ({g.scheduler}) : \n{fusion_text(g.fusion)}"
             for g in self.groups.values()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuser import options
+from fuser import dumps, options
 from fuser.errors import ExecutionError, FuserError, ShardingError
 from fuser.ir.binding import signature_of
 from fuser.ir.core import Op
@@ -23,6 +23,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
 from fuser.options import Settings
 from fuser.recent import Recent
+from hostir.announce import announcer
 from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import HostIrContainer, KernelGroup
@@ -78,6 +79,8 @@ def _communicate(op: Communication, frame: Frame) -> None:
     team = op.team.ranks(frame.machine.rank)
     if team:
         inp, out = (frame.tensors[t] if frame.is_mine(t) else None for t in (op.inp, op.out))
+        if announce := announcer(op, frame.machine.rank):
+            announce(inp, out)
         frame.works[op.number] = post(op, team, frame.machine.backend(), inp, out)
 
 
@@ -130,14 +133,24 @@ def carry_out(op: Op, frame: Frame) -> None:
 
 
 # ------------------------------------------------------------------ the evaluator
-def make_kernel_executor(group: KernelGroup, settings: Settings) -> KernelExecutor:
-    """Return the executor that compiles a group's kernel for local shards."""
+def make_kernel_executor(
+    group: KernelGroup, settings: Settings, *, of: str = "a host program", rank: int = 0
+) -> KernelExecutor:
+    """Return the executor that compiles a group's kernel for local shards.
+
+    Dumps say that it is a kernel of `of`, made by `rank`.
+    """
     from fuser.kernels.executor import KernelExecutor
     from multidevice.localize import localize
 
     fusion, _ = localize(group.fusion)
     return KernelExecutor(
-        fusion, scheduler=group.scheduler, name=f"kernel{group.number}", settings=settings
+        fusion,
+        scheduler=group.scheduler,
+        name=f"kernel{group.number}",
+        settings=settings,
+        of=f"kernel group {group.number} of {of}",
+        dump=partial(dumps.write, rank=rank),
     )
 
 
@@ -158,13 +171,11 @@ class HostIrEvaluator:
         settings: Settings | None = None,
         make_runner: MakeRunner | None = None,
     ) -> None:
+        program.check_full()
         self.program = program
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
         self._device = None if device is None else torch.device(device)
-        self._make_runner = make_runner or partial(
-            make_kernel_executor, settings=options.settings() if settings is None else settings
-        )
         self._runners: dict[int, KernelRunner] = {}
         self._arena = Arena()
         self._plans: Recent[object, Plan] = Recent(MAX_PLANS, on_drop=self._arena.forget)
@@ -174,6 +185,11 @@ class HostIrEvaluator:
             communicator = Communicator.instance()
         self._communicator = communicator
         self._rank = communicator.rank() if communicator is not None else 0
+        self._make_runner = make_runner or partial(
+            make_kernel_executor,
+            settings=options.settings() if settings is None else settings,
+            rank=self._rank,
+        )
         check_devices(program, communicator.size() if communicator is not None else 1)
         # Whose local shape may be impossible, which is checked before anything runs.
         self._sized = [tv for tv in program.tensors() if _is_computed(tv)]

@@ -25,8 +25,9 @@ _TYPE_NAME = re.compile(r"[a-z]\w*")
 def parse(text: str) -> HostIrContainer:
     """Return the program of `str(container)` or `container.full_text()`.
 
-    The short form has no allocation domains, aliases or kernels, so only the full form of a program
-    that has these runs. Raises `ParseError` with line, column and the marked line.
+    The short form has no allocation domains, aliases or kernels: it can be looked at and compared,
+    but nothing runs it. A text without sections is the short form, unless a comment before the
+    program says `full form`. Raises `ParseError` with line, column and the marked line.
     """
     headers = list(_GROUP.finditer(text))
     cursor = Cursor(text, end=headers[0].start() if headers else None)
@@ -46,7 +47,8 @@ def parse(text: str) -> HostIrContainer:
             raise cursor.fail(f"kernel group {number} appears twice", header.start())
         fusion = parse_fusion_at(Cursor(text, header.end(), end), bounds)
         groups[number] = KernelGroup(number, fusion, header[2])
-    return HostIrContainer(values, program, groups)
+    is_full = "TransformPrinter" in text or "full form" in text[: text.find("%HostIrContainer")]
+    return HostIrContainer(values, program, groups, is_short=not is_full)
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[Op, ...]:

@@ -20,6 +20,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import bind_contraction
+from hostir.announce import announcer
 from hostir.arena import Arena, Block, first_fit
 from hostir.bind import Argument
 from hostir.frame import Frame
@@ -211,7 +212,15 @@ class Recorder:
                 slots[out] if out >= 0 else None,
             )
 
-        return communicate
+        announce = announcer(op, frame.machine.rank)
+        if announce is None:
+            return communicate
+
+        def announced(slots: Slots) -> None:
+            announce(*(slots[i] if i >= 0 else None for i in (inp, out)))
+            communicate(slots)
+
+        return announced
 
     def _wait(self, op: Wait) -> Closure | None:
         if ("work", op.number) not in self._slot:

@@ -187,6 +187,7 @@ class _Checker:
     def _launch(self, op: LaunchKernel) -> None:
         group = self.program.groups.get(op.group)
         if group is None:
+            self.program.check_full()
             raise VerifyError(f"there is no kernel group {op.group}")
         for what, mine, theirs in (
             ("inputs", op.ins, group.fusion.inputs),

@@ -28,6 +28,7 @@ ORDER = (
     "fuser.recent",
     "fuser.option_names",
     "fuser.options",
+    "fuser.dumps",
     "fuser.ir",
     "fuser.ops",
     "fuser.passes",

@@ -257,7 +257,7 @@ class TorchRunner:
             out.copy_(value)
 
 
-def _torch_runner(group: Any, settings: Any) -> TorchRunner:
+def _torch_runner(group: Any, settings: Any, **_: Any) -> TorchRunner:
     del settings
     return TorchRunner(group)
 

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuser import options
-from fuser.errors import FuserError, InputError
+from fuser import dumps, options
+from fuser.dumps import Dump
+from fuser.errors import FuserError, InputError, user_code
 from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
+from fuser.option_names import EFFECTS
 from fuser.options import Settings
 from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize, refined_sizes
@@ -50,10 +52,6 @@ if TYPE_CHECKING:
     from multidevice.sharding import Sharding
 
 
-_DUMPS = (
-    *("fusion_ir_concretized", "fusion_ir_preseg", "segmented_fusion", "host_ir"),
-    *("scheduler_params", "fusion_ir", "kernel_ir", "cuda_kernel"),
-)
 # What one definition remembers: signatures of inputs, and programs bound to a rank.
 MAX_SIGNATURES = 512
 MAX_BOUND = 64
@@ -73,6 +71,8 @@ class FusionExecutorCache:
     def __init__(self, fusion: Fusion, fusion_id: int = 0, auto_schedule: bool = True) -> None:
         self._fusion = fusion
         self._fusion_id = fusion_id
+        self._label = dumps.next_fusion()
+        self._built = 0
         self._auto_schedule = auto_schedule
         self._identity = object()
         self._binder = InputBinder(fusion)
@@ -224,9 +224,9 @@ class FusionExecutorCache:
         # Asked for outside of the cache's lock: it may connect.
         backend = communicator.backend_for(device).name.upper()
         # What is dumped is lowered again for each definition, so that each shows all its stages.
-        owner = self._identity if any(map(options.dump_enabled, _DUMPS)) else None
+        owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
         key = (self._text, backend, input_class.key, settings, owner)
-        texts: dict[str, str] = {}
+        texts: list[Dump] = []
         try:
             program = PROGRAMS.find_or_build(
                 key, lambda: self._build(input_class, backend, settings, texts)
@@ -234,22 +234,29 @@ class FusionExecutorCache:
             texts = program.dumps
         finally:
             # Also those of a program that could not be built.
-            if communicator.rank() == 0:
-                print("\n".join(texts.values()), end="\n" if texts else "")
+            for text in texts:
+                dumps.write(text, rank=communicator.rank())
         evaluator = HostIrEvaluator(
             program.container, communicator, device=device, make_runner=program.kernel
         )
         return BoundProgram(program, evaluator)
 
     def _build(
-        self, input_class: InputClass, backend: str, settings: Settings, dumps: dict[str, str]
+        self, input_class: InputClass, backend: str, settings: Settings, texts: list[Dump]
     ) -> Program:
-        """Lower this definition for a class; `dumps` receives the texts that were asked for."""
+        """Lower this definition for a class; `texts` receives the dumps that were asked for."""
+        label = self._label + (f", program {self._built}" if self._built else "")
+        self._built += 1
+        where = next((op.where for op in self._fusion.exprs if op.where), "")
 
-        def dump(name: str, text: Callable[[], str]) -> None:
+        def dump(name: str, text: Callable[[], str], note: str = "") -> None:
             if options.dump_enabled(name):
-                dumps[name] = text()
+                texts.append(Dump(name, label + user_code(where), text(), note))
 
+        def after(name: str, program: HostIrContainer) -> None:
+            dump("host_ir_lowering", program.full_text, f"after {name}, full form")
+
+        dump("fusion_ir_original", lambda: self._text)
         fusion, _ = concretize(self._fusion, input_class.sizes)
         specialise(fusion, input_class)
         dump("fusion_ir_concretized", fusion.print_math)
@@ -261,10 +268,16 @@ class FusionExecutorCache:
             find_scheduler=_find_scheduler,
             local_shape=sharding.local_extents,
         )
-        program = run_passes(lower(segmented, backend_name=backend))
         dump("segmented_fusion", segmented.describe)
-        dump("host_ir", program.full_text)
-        return Program(segmented, program, communications_text(program), settings, dumps)
+        lowered = lower(segmented, backend_name=backend)
+        after("lowering", lowered)
+        program = run_passes(lowered, after_each=after)
+        if "short" in options.dump_args("host_ir"):
+            dump("host_ir", lambda: str(program), "short form")
+        else:
+            dump("host_ir", program.full_text, "full form")
+        sent, rank = communications_text(program), Communicator.instance().rank()
+        return Program(segmented, program, sent, settings, label, rank, texts)
 
     # ------------------------------------------------------------ looking inside
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fuser import dumps
 from fuser.errors import DefinitionError, UnsupportedError
 from fuser.frontend.executor_cache import Argument, device_of
 from fuser.ir import scalar as sc
@@ -32,7 +33,9 @@ class ManualKernel:
         self._fusion, _ = fusion.copy()
         refine_extents(self._fusion)
         self._binder = InputBinder(self._fusion)
-        self._executor = KernelExecutor(self._fusion, scheduler="user", name="user")
+        self._executor = KernelExecutor(
+            self._fusion, scheduler="user", name="user", of=f"the kernel of {dumps.next_fusion()}"
+        )
 
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Return the outputs, freshly allocated, in order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from fuser.dumps import Dump
 from fuser.kernels.executor import KernelExecutor
 from fuser.locks import make_reentrant_lock
 from fuser.options import Settings
@@ -26,21 +27,24 @@ class Program:
     """One lowering: the host program, and the kernels that all its ranks and users share.
 
     `communications` is what it sends and receives: what the ranks compare before they run.
-    `dumps` are the texts of the stages that were asked for.
+    `label` is what dumps call it, `rank` is that of the rank that made it, and `dumps` are the
+    texts of the stages that were asked for.
     """
 
     segmented: SegmentedFusion
     container: HostIrContainer
     communications: str
     settings: Settings
-    dumps: dict[str, str]
+    label: str
+    rank: int
+    dumps: list[Dump]
     _kernels: dict[int, KernelExecutor] = field(default_factory=dict)
 
     def kernel(self, group: KernelGroup) -> KernelExecutor:
         """Return what runs a kernel group, made at its first use."""
         found = self._kernels.get(group.number)
         if found is None:
-            made = make_kernel_executor(group, self.settings)
+            made = make_kernel_executor(group, self.settings, of=self.label, rank=self.rank)
             found = self._kernels.setdefault(group.number, made)
         return found
 

@@ -10,6 +10,8 @@ from fuser.errors import ParseError
 
 T = TypeVar("T")
 SPACE = re.compile(r"\s+")
+# Spaces and comments; a line such as `// %kernel_math` is no comment, but closes a block.
+_SKIPPED = re.compile(r"(?:\s+|//(?! %)[^\n]*)+")
 _INT = re.compile(r"-?[0-9]+")
 # What 64 bits hold: no extent, number or rank of a program is longer.
 MAX_DIGITS = 19
@@ -37,7 +39,7 @@ class Cursor:
         return error
 
     def skip(self) -> None:
-        found = SPACE.match(self.text, self.pos, self.end)
+        found = _SKIPPED.match(self.text, self.pos, self.end)
         if found:
             self.pos = found.end()
 

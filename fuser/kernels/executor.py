@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fuser import options
+from fuser import dumps, options
 from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
 from fuser.errors import DefinitionError, FuserError, InputError, KernelError, UnsupportedError
 from fuser.ir import scalar as sc
@@ -64,7 +64,7 @@ class KernelExecutor:
 
     `settings` are the features of the program that it runs for. `device` overrides the description
     that heuristics read: a GPU's schedules also run on CPU tensors. `checked` compiles CPU kernels
-    with all run-time checks.
+    with all run-time checks. `of` is what dumps call it, and `dump` takes them.
     """
 
     def __init__(
@@ -76,11 +76,14 @@ class KernelExecutor:
         device: DeviceInfo | None = None,
         checked: bool = False,
         settings: Settings | None = None,
+        of: str = "",
+        dump: dumps.Write = dumps.write,
     ) -> None:
         settings = options.settings() if settings is None else settings
         described = settings.argument("schedules_for")
         self.fusion = fusion
         self.name = name
+        self._of, self._dump = of or name, dump
         self.scheduler = registry.scheduler(scheduler)
         self.checked = checked or settings.enabled("checked")
         self._reuses_nearby = not settings.disabled("kernel_reuse")
@@ -335,15 +338,16 @@ class KernelExecutor:
         named = dict(twins)
         for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):
             named[tv.number] = out
-        dumps = {
+        texts = {
             "scheduler_params": lambda: f"{self.name}: {params}",
+            "scheduled_ir": lambda: fusion_text(fusion),
             "fusion_ir": lambda: fusion_text(fusion),
             "kernel_ir": lambda: kernel.ir_text,
             "cuda_kernel": lambda: kernel.source.text,
         }
-        for name, text in dumps.items():
+        for name, text in texts.items():
             if options.dump_enabled(name):
-                print(text())
+                self._dump(dumps.Dump(name, self._of, text()))
         return Variant(kernel, params, named)
 
     def _index_dtype(

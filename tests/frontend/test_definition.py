@@ -271,25 +271,3 @@ def test_the_text_does_not_depend_on_the_hash_seed() -> None:
         for seed in ("0", "1", "77")
     }
     assert len(texts) == 1 and "LaunchKernel" in texts.pop()
-
-
-@pytest.mark.parametrize(
-    ("name", "mark"),
-    [
-        ("host_ir", "%HostIrContainer"),
-        ("host_ir", "Kernel group 0 (pointwise)"),
-        ("fusion_ir_concretized", "%kernel_math"),
-        ("fusion_ir_preseg", "TransformPrinter"),
-        ("segmented_fusion", "0: pointwise {add} -> T1_g_float"),
-        ("scheduler_params", "pointwise(loops)"),
-        ("fusion_ir", "loop domain"),
-        ("kernel_ir", "for"),
-        ("cuda_kernel", "__global__"),
-    ],
-)
-def test_dumps(
-    name: str, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FUSER_DUMP", name)
-    add_one().execute([torch.zeros(2, 2)])
-    assert mark in capsys.readouterr().out
