@@ -1,19 +1,37 @@
-"""HostIrContainer: a host program, its values, and the kernels that it launches."""
+"""HostIrContainer: a host program, its values, and the kernels that it launches.
+
+A program is made by the one lowering, read from text, or built by hand:
+
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([8, 64]), hic.tensor([8, 64])
+        hic.append(Allocate(y))
+        with hic.loop(8) as i:
+            hic.append(SetCurrentStream(Stream(i % 4)))
+            ...
+        hic.add_output(y)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from textwrap import indent
 
-from fuser.errors import VerifyError
+from fuser.errors import DefinitionError, VerifyError
 from fuser.ir.binding import free_inputs
 from fuser.ir.core import Op
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import DataType
 from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
+from fuser.ir.guard import FusionGuard
+from fuser.ir.scalar import Scalar, ScalarLike, Symbol, as_scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text, op_text, sections_text, value_text
-from hostir.ops import Communication, HostOp
+from fuser.ir.text import fusion_text, region_text, sections_text, value_text
+from fuser.ir.types import MemoryType
+from hostir.ops import Allocate, ForLoop, HostOp, IfThenElse, loop_index
+from hostir.transfers import Communication, StartsCommunication
 
 # The first line of the full text, by which a text without any section is known to be complete.
 FULL_FORM = "// host program, full form: this text runs"
@@ -33,19 +51,23 @@ class KernelGroup:
     scheduler: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HostIrContainer:
     """A rank-independent host program.
 
-    `values` is a fusion without ops: it owns the tensors and has the program's inputs, outputs,
-    aliases and extent classes. A pass makes a new container with other `ops`.
+    `values` is a fusion that owns the tensors and has the program's inputs, outputs, aliases and
+    extent classes. `units` are the fusions that `PostOnStream` runs. A pass makes a new container
+    with other `ops`.
     """
 
-    values: Fusion
+    values: Fusion = field(default_factory=Fusion)
     ops: tuple[Op, ...] = ()
     groups: Mapping[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
     # Whether it was read from a text that does not say everything.
     is_short: bool = False
+    units: Mapping[int, Fusion] = field(default_factory=dict[int, Fusion])
+    # While it is built by hand: the ops of the open regions, innermost last.
+    _open: list[list[Op]] = field(default_factory=list[list[Op]], repr=False)
 
     @property
     def inputs(self) -> list[Value]:
@@ -61,7 +83,7 @@ class HostIrContainer:
         return self.values.aliases
 
     def with_ops(self, ops: tuple[Op, ...]) -> HostIrContainer:
-        return replace(self, ops=ops)
+        return replace(self, ops=ops, _open=[])
 
     def tensors(self) -> tuple[TensorView, ...]:
         """Return every tensor: inputs, those of the ops in program order, outputs."""
@@ -79,6 +101,10 @@ class HostIrContainer:
     def communications(self) -> tuple[Communication, ...]:
         return tuple(op for op in walk(self.ops) if isinstance(op, Communication))
 
+    def started(self) -> tuple[StartsCommunication, ...]:
+        """Return all ops that start a communication, in program order."""
+        return tuple(op for op in walk(self.ops) if isinstance(op, StartsCommunication))
+
     def devices(self) -> tuple[int, ...]:
         """Return the ranks that some tensor's mesh names, in order; () for a program without."""
         meshes = {tv.mesh for tv in self.tensors() if tv.mesh is not None}
@@ -89,10 +115,126 @@ class HostIrContainer:
         if self.is_short:
             raise VerifyError(SHORT_FORM)
 
+    # ------------------------------------------------------------ building by hand
+    def __enter__(self) -> HostIrContainer:
+        self._guard = FusionGuard(self.values)
+        self._guard.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+
+    def tensor(self, shape: Sequence[ScalarLike], dtype: DataType = DataType.Float) -> TensorView:
+        """Return a new contiguous tensor in global memory; -1 is an extent of its own."""
+        from fuser.ops.define import define_tensor
+
+        with FusionGuard(self.values):
+            tv = define_tensor(shape, contiguity=True, dtype=dtype)
+        tv.memory = MemoryType.global_
+        return tv
+
+    def input(self, shape: Sequence[ScalarLike], dtype: DataType = DataType.Float) -> TensorView:
+        """Return a new tensor like `tensor`, as the next input."""
+        tv = self.tensor(shape, dtype)
+        self.add_input(tv)
+        return tv
+
+    def add_input(self, value: Value) -> None:
+        if value in self.inputs:
+            raise DefinitionError(f"{value} is an input already")
+        if isinstance(value, TensorView) and value.memory is MemoryType.local:
+            value.memory = MemoryType.global_
+        self.inputs.append(value)
+
+    def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
+        """Let the program return `tv`, or write it into an input; see `Fusion.add_output`."""
+        if tv.memory is MemoryType.local:
+            tv.memory = MemoryType.global_
+        self.values.add_output(tv, alias_input)
+
+    def append(self, *ops: Op) -> None:
+        """Add ops at the end of the innermost open region."""
+        for op in ops:
+            if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise DefinitionError(f"HostIrContainer.append: {op!r} is no op")
+            if isinstance(op, Allocate) and op.buffer.memory is MemoryType.local:
+                op.buffer.memory = MemoryType.global_
+            if self._open:
+                self._open[-1].append(op)
+            else:
+                self.ops = (*self.ops, op)
+
+    @contextmanager
+    def loop(
+        self,
+        stop: ScalarLike | IterDomain,
+        start: ScalarLike = 0,
+        step: ScalarLike = 1,
+        *,
+        name: str = "",
+    ) -> Generator[Symbol]:
+        """Open a loop to append to; yields its index. `stop` may be an axis to run over."""
+        axis = stop if isinstance(stop, IterDomain) else None
+        end = stop.extent if isinstance(stop, IterDomain) else stop
+        index = loop_index(name or f"i{self.values.next_scalar()}", start, end)
+        body = self._region()
+        yield index
+        self._close(body)
+        first, by = as_scalar(start), as_scalar(step)
+        loop = ForLoop(
+            index=index, axis=axis, start=first, stop=as_scalar(end), step=by, body=tuple(body)
+        )
+        self.append(loop)
+
+    @contextmanager
+    def branch(self, predicate: Scalar) -> Generator[None]:
+        """Open the region that runs where `predicate` holds; `otherwise` may follow."""
+        body = self._region()
+        yield
+        self._close(body)
+        self.append(IfThenElse(predicate, then=tuple(body)))
+
+    @contextmanager
+    def otherwise(self) -> Generator[None]:
+        """Open the other region of the branch that was closed last."""
+        block: Sequence[Op] = self._open[-1] if self._open else self.ops
+        last = block[-1] if block else None
+        if not isinstance(last, IfThenElse) or last.orelse:
+            raise DefinitionError("otherwise() follows a branch")
+        body = self._region()
+        yield
+        self._close(body)
+        if self._open:
+            self._open[-1].pop()
+        else:
+            self.ops = self.ops[:-1]
+        self.append(last.replace(orelse=tuple(body)))
+
+    def unit(self, fusion: Fusion) -> int:
+        """Keep a fusion for `PostOnStream`, and return its number."""
+        number = len(self.units)
+        self.units = {**self.units, number: fusion}
+        return number
+
+    def _region(self) -> list[Op]:
+        self._open.append([])
+        return self._open[-1]
+
+    def _close(self, body: list[Op]) -> None:
+        if not self._open or self._open[-1] is not body:
+            raise DefinitionError("the regions of a host program end in the order of their begin")
+        self._open.pop()
+
+    # ------------------------------------------------------------ text
     def __str__(self) -> str:
         ins, outs = (", ".join(map(value_text, vs)) for vs in (self.inputs, self.outputs))
-        body = block_text(self.ops, "  ")
-        return f"\n%HostIrContainer {{ ({ins}) -> ({outs}) :\n{body}}} // %HostIrContainer\n\n"
+        units = "".join(
+            f"\n\n  HostUnit{n}: Inputs={value_text(tuple(f.inputs))} -> "
+            f"Outputs={value_text(tuple(f.outputs))}"
+            for n, f in self.units.items()
+        )
+        head = f"\n%HostIrContainer {{ ({ins}) -> ({outs}) :"
+        return f"{head}{region_text(self.ops)}{units}\n}} // %HostIrContainer\n\n"
 
     def full_text(self) -> str:
         """Return the program with everything that it needs to run: `parse` reads it back."""
@@ -105,10 +247,11 @@ class HostIrContainer:
             f"\nKernel group {g.number} ({g.scheduler}) : \n{fusion_text(g.fusion)}"
             for g in self.groups.values()
         ]
+        parts += [f"\nHost unit {n} : \n{fusion_text(f)}" for n, f in self.units.items()]
         return "".join(parts)
 
 
-def walk(ops: tuple[Op, ...]) -> Iterator[Op]:
+def walk(ops: Sequence[Op]) -> Iterator[Op]:
     """Yield ops in program order, those of regions after the op that owns them."""
     for op in ops:
         yield op
@@ -124,11 +267,6 @@ def _values(ops: tuple[Op, ...]) -> Iterator[object]:
         )
 
 
-def block_text(ops: tuple[Op, ...], margin: str) -> str:
-    """Return the ops of a block, one after another, indented."""
-    return "".join(indent(op_text(op), margin) + "\n" for op in ops)
-
-
 def equal(a: HostIrContainer, b: HostIrContainer) -> bool:
     """Whether two programs are the same: values, ops, kernel groups; numbers count."""
     return container_key(a) == container_key(b)
@@ -139,4 +277,5 @@ def container_key(p: HostIrContainer) -> tuple[object, ...]:
         values_key(p.values, p.tensors()),
         tuple(op_key(op) for op in p.ops),
         tuple((n, g.scheduler, fusion_key(g.fusion)) for n, g in p.groups.items()),
+        tuple((n, fusion_key(f)) for n, f in p.units.items()),
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from fuser.errors import InputError
+from fuser.errors import ExecutionError, InputError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
@@ -17,8 +18,12 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from hostir.bind import Argument, Values
 from hostir.container import HostIrContainer
-from hostir.ops import LocalSlice
-from multidevice.backends.protocol import Backend, Work
+from hostir.effects import Part, Stream, bounds
+from hostir.ops import NUMBER_OF_STREAMS, RANK, LocalSlice, stream_cut
+from hostir.post import Posted
+from hostir.storage import Storage
+from hostir.streams import Handle, Streams, Work
+from multidevice.backends.protocol import Backend, Transfer
 from multidevice.sharding import local_sizes
 
 
@@ -41,9 +46,24 @@ class Machine:
     """Where a program runs: this rank, its device, its backend and its kernels."""
 
     rank: int
+    size: int
     device: torch.device
     backend: Callable[[], Backend]
-    kernel: Callable[[int], KernelRunner]
+    # (group, operands, results, global extents) -> the work of that kernel
+    launch: Callable[[int, Sequence[Argument], Sequence[torch.Tensor], Mapping[Symbol, int]], Work]
+    # Group -> what runs it
+    runner: Callable[[int], KernelRunner]
+    streams: Streams
+    # Number of a host unit -> what runs it on (operands, results)
+    unit: Callable[[int], Callable[[Sequence[Argument], Sequence[torch.Tensor]], object]]
+
+
+class Recording(Protocol):
+    """Notes what a later run has to repeat."""
+
+    def record(self, op: Op) -> None:
+        """Notes an op that has just been carried out."""
+        ...
 
 
 @dataclass
@@ -52,9 +72,19 @@ class Frame:
 
     program: HostIrContainer
     machine: Machine
+    storage: Storage
     values: Values
     tensors: dict[TensorView, torch.Tensor]
-    works: dict[int, Work] = field(default_factory=dict[int, Work])
+    works: dict[int, Posted] = field(default_factory=dict[int, Posted])
+    # Which tensors have a buffer that this run allocated.
+    owned: set[TensorView] = field(default_factory=set[TensorView])
+    # What names captured in this run mean.
+    captured: dict[str, Handle] = field(default_factory=dict[str, Handle])
+    # The sends and receives since StartCoalescing, and theirs; None outside.
+    group: tuple[list[Transfer], Posted] | None = None
+    # The indices of the open loops: what is allocated there belongs to one step.
+    indices: tuple[Symbol, ...] = ()
+    recorder: Recording | None = None
 
     def number(self, x: Scalar) -> Number:
         """Return the value of `x`. Raises `InputError` where these inputs give it none."""
@@ -69,13 +99,58 @@ class Frame:
     def operand(self, value: TensorView | Scalar) -> Argument:
         return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
 
+    def integer(self, x: Scalar) -> int:
+        return int(self.number(x))
+
+    @contextmanager
+    def with_index(self, index: Symbol) -> Generator[Callable[[int], None]]:
+        """Yield what gives a loop's index its value."""
+
+        def bind(value: int) -> None:
+            self.values = {**self.values, index: value}
+
+        outside, self.indices = self.indices, (*self.indices, index)
+        yield bind
+        self.indices = outside
+        self.values = {s: v for s, v in self.values.items() if s is not index}
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Give work to the current stream."""
+        self.machine.streams.submit(work)
+
+    def stream(self, stream: Stream) -> Handle:
+        """Return what a stream of the program is in this run."""
+        if stream.index is not None:
+            return self.machine.streams.handle(self.integer(stream.index))
+        found = self.captured.get(stream.name)
+        return self.machine.streams.handle(stream.name) if found is None else found
+
+    def part(self, source: torch.Tensor, part: Part) -> tuple[int, int]:
+        """Return (start, length) of a part along its axis; raises `ExecutionError` outside."""
+        size = source.size(part.axis)
+        index = self.integer(part.index)
+        if part.chunks is None and size == 1:
+            index = 0
+        limit = size if part.chunks is None else self.integer(part.chunks)
+        if not 0 <= index < limit:
+            raise ExecutionError(
+                f"part {part.index} = {index} of axis {part.axis}, which has {limit}"
+            )
+        return bounds(size, index, None if part.chunks is None else limit)
+
+    def at(self, op: Op) -> Frame:
+        """Return the state that an op sees now, for when it is carried out later."""
+        tensors = {v: self.tensors[v] for v in (*op.inputs, *op.outputs) if v in self.tensors}
+        return Frame(self.program, self.machine, self.storage, self.values, tensors)
+
     @cached_property
     def sizes(self) -> dict[Symbol, int]:
-        """The integer symbols: what kernels are sized by."""
-        return {s: int(v) for s, v in self.values.items() if isinstance(v, int)}
+        """The integer symbols of the inputs: what kernels are sized by."""
+        own = (RANK, NUMBER_OF_STREAMS, *self.indices)
+        return {s: int(v) for s, v in self.values.items() if isinstance(v, int) and s not in own}
 
-    def local_shape(self, tv: TensorView) -> tuple[int, ...]:
-        """Return the sizes of the local shard.
+    def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
+        """Return the sizes of the local shard, or of the part of it at a step of a stream loop.
 
         Raises `ShardingError` for an indivisible extent, `InputError` for a negative one.
         """
@@ -83,7 +158,12 @@ class Frame:
         for axis, size in enumerate(sizes):
             if size < 0:
                 raise InputError(f"axis {axis} of {tv} has extent {tv.shape()[axis]} = {size}")
-        return local_sizes(tv, sizes)
+        shape = local_sizes(tv, sizes)
+        if stream_index is None:
+            return shape
+        axis, chunks = stream_cut(tv)
+        _, length = bounds(shape[axis], self.integer(stream_index), self.integer(chunks))
+        return (*shape[:axis], length, *shape[axis + 1 :])
 
     def is_mine(self, tv: TensorView) -> bool:
         """Whether this rank holds a part of `tv`."""
@@ -93,10 +173,6 @@ class Frame:
         """Whether the op concerns only meshes without this rank."""
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
         return bool(tensors) and not any(map(self.is_mine, tensors))
-
-    def has_results(self, op: Op) -> bool:
-        """Whether the op only fills buffers that exist."""
-        return all(out in self.tensors for out in op.outputs)
 
     def result(self, tv: TensorView) -> torch.Tensor:
         """Return an output; a tensor of no elements for one that this rank holds no part of."""

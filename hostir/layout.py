@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from fuser.ir import scalar as sc
 from fuser.ir import storage
 from fuser.ir.scalar import Scalar
@@ -29,3 +31,16 @@ def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, per logical axis, of a dense local shard; 0 for expanded broadcasts."""
     strides = storage.dense_strides(tv, [sc.const(max(n, 1)) for n in sizes])
     return tuple(int(sc.evaluate(s, {})) for s in strides)
+
+
+def is_repeated(out: torch.Tensor) -> bool:
+    """Whether `out` has an expanded axis, whose one element torch refuses to write repeatedly."""
+    return any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True))
+
+
+def write(out: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` into what memory holds of `out`: one element along expanded axes."""
+    for axis, (n, step) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if n > 1 and not step:
+            out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    out.copy_(value)

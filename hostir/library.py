@@ -15,6 +15,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import evaluate_into, evaluate_op
 from hostir.frame import Frame
+from hostir.layout import is_repeated, write
 
 _CONTRACTIONS = (nodes.MatmulOp, nodes.LinearOp)
 _Shape = tuple[int, ...]
@@ -51,19 +52,6 @@ def contract_repeated(
     whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     evaluate_into(op, inputs, whole)
     write(out, whole)
-
-
-def is_repeated(out: torch.Tensor) -> bool:
-    """Whether `out` has an expanded axis, whose one element torch refuses to write repeatedly."""
-    return any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True))
-
-
-def write(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy `value` into what memory holds of `out`: one element along expanded axes."""
-    for axis, (n, step) in enumerate(zip(out.shape, out.stride(), strict=True)):
-        if n > 1 and not step:
-            out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
-    out.copy_(value)
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:

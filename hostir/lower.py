@@ -22,13 +22,8 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.passes.segment import Segment, SegmentedFusion
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.ops import (
-    Allocate,
-    Communication,
-    LaunchKernel,
-    LocalSlice,
-    Wait,
-)
+from hostir.ops import Allocate, LaunchKernel, LocalSlice
+from hostir.transfers import Communication, Wait
 from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
 from multidevice.sharding import local_extents
 

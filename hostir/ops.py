@@ -1,49 +1,86 @@
 """The ops that exist only in host programs; the fusion IR's tensor ops stand beside them.
 
-A host program is not in SSA form: an op writes a tensor that `Allocate` made, or that is declared
-as an alias. So `out` of a library op is a destination, and `out` of a view op is a new name for its
-input.
+Each is declared once: fields, text, and effects (`hostir.effects`), from which verification,
+liveness and the race check derive. A host program is not in SSA form: an op writes a tensor that
+`Allocate` made, or that is a name of another's buffer. So `out` of a library op is a destination,
+and `out` of a view op is a new name for its input. Indices, roots and peers are scalar expressions
+over loop indices, `rank` and `numberOfStreams`: one text holds for all ranks.
+
+Communications are in `hostir.transfers`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 from fuser.errors import VerifyError
-from fuser.ir import nodes, storage
-from fuser.ir.core import Op, attr, operand, operands, result, results
-from fuser.ir.scalar import Scalar
-from fuser.ir.storage import memory_order
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op, attr, operand, operands, region, result, results
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import DataType
+from fuser.ir.scalar import Scalar, ScalarLike, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
+from fuser.ir.types import MemoryType, ParallelType
+from hostir.effects import (
+    Captures,
+    Effect,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    Part,
+    Reads,
+    Shows,
+    Stream,
+    Writes,
+)
 from hostir.layout import allocated_elements
-from multidevice.backends.protocol import RED_OPS, RedOp
-from multidevice.communication import CommunicationType, TeamOf
 
-ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
-REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
+# What every run binds: this rank, and how many streams the evaluator has.
+RANK = Symbol("rank", DataType.Index, lo=0)
+NUMBER_OF_STREAMS = Symbol("numberOfStreams", DataType.Index, lo=1)
 
 
 class HostOp(Op):
-    """Base of the ops below."""
+    """Base of the ops of host programs."""
 
     # Spellings of earlier versions, which the parser still reads.
     OLDER: ClassVar[tuple[str, ...]] = ()
+    # Whether the op makes those of its results that have no buffer.
+    MAKES_RESULTS: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        # Python numbers stand for constants.
+        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, f.name)
+            if f.metadata.get("kind") == "operand" and isinstance(value, int | float):
+                object.__setattr__(self, f.name, sc.as_scalar(value))
+
+    def effects(self) -> tuple[Effect, ...]:
+        """Return what the op does, in order; regions speak for themselves."""
+        raise NotImplementedError(f"{type(self).__name__} declares no effects")
 
 
+# ------------------------------------------------------------------ buffers
 class Allocate(HostOp):
-    """Makes a buffer for the local shard of `buffer`."""
+    """Makes a buffer for the local shard of `buffer`; for that of one step of a stream loop, if
+    its allocation has a stream axis, of which `stream_index` is the step."""
 
     buffer: TensorView = result()
     zero_init: bool = attr(default=False)
-    TEXT = (
-        "{buffer} = ALLOCATE(buffer={buffer}, mem_type={mem_type}, size={size}, "
-        "zero_init={zero_init}, resets_to_zero=false)"
-    )
+    stream_index: Scalar | None = operand(default=None, kw_only=True)
     OLDER = ("{buffer} = ALLOCATE(mem_type={mem_type}, zero_init={zero_init})",)
+
+    def template(self) -> str:
+        return _allocate_template(self.stream_index is not None)
+
+    @classmethod
+    def variants(cls) -> Iterator[nodes.Variant]:
+        yield {"stream_index": None}, _allocate_template(False)
+        yield {}, _allocate_template(True)
 
     @property
     def mem_type(self) -> str:
@@ -54,6 +91,23 @@ class Allocate(HostOp):
         """The number of elements of the local shard."""
         return allocated_elements(self.buffer)
 
+    def effects(self) -> tuple[Effect, ...]:
+        return (Makes(self.buffer, is_filled=self.zero_init),)
+
+    def verify(self) -> None:
+        if self.buffer.memory not in (MemoryType.global_, MemoryType.symmetric):
+            raise VerifyError(
+                f"{self.buffer} is not in global memory, but {self.buffer.memory.text}"
+            )
+
+
+def _allocate_template(has_index: bool) -> str:
+    index = ", stream_index={stream_index}" if has_index else ""
+    return (
+        "{buffer} = ALLOCATE(buffer={buffer}, mem_type={mem_type}, size={size}, "
+        "zero_init={zero_init}, resets_to_zero=false" + index + ")"
+    )
+
 
 class Deallocate(HostOp):
     """Gives up the buffer; no later op may use it or a view of it."""
@@ -61,7 +115,11 @@ class Deallocate(HostOp):
     buffer: TensorView = operand()
     TEXT = "Deallocate {\n  {buffer}\n}"
 
+    def effects(self) -> tuple[Effect, ...]:
+        return (Frees(self.buffer),)
 
+
+# ------------------------------------------------------------------ launches
 class LaunchKernel(HostOp):
     """Runs the kernel of group `group` on the current stream; `outs` are allocated or aliases."""
 
@@ -70,97 +128,34 @@ class LaunchKernel(HostOp):
     group: int = attr()
     TEXT = "LaunchKernel(\n  Group ID: {group},\n  Inputs: {ins},\n  Outputs: {outs},\n)"
 
-
-@dataclass(frozen=True)
-class Order:
-    """How a shard lies in memory: its axes, outermost first (None: as they are), and those that are
-    expanded, of which memory holds one element."""
-
-    axes: tuple[int, ...] | None
-    expanded: tuple[int, ...]
-
-    @staticmethod
-    def of(tv: TensorView) -> Order:
-        """Return the order that the allocation domain declares."""
-        axes = tuple(p for p, _ in memory_order(tv))
-        is_logical = axes == tuple(range(len(axes)))
-        return Order(None if is_logical else axes, storage.expanded_positions(tv))
+    def effects(self) -> tuple[Effect, ...]:
+        return _computes(self.ins, self.outs)
 
 
-class Communication(HostOp):
-    """Starts a communication of the local shards `inp` -> `out` within each team.
+class PostOnStream(HostOp):
+    """Runs the host unit of number `unit`, a fusion of its own, on the current stream.
 
-    `root` is a position in the team; `red_op` counts for the reducing types. `backend` records the
-    library for which the program was made; a run takes the backend of its device.
+    `outs` are written where they have a buffer, and made where they have none.
     """
 
-    inp: TensorView = operand()
-    out: TensorView = result()
-    number: int = attr()
-    type: CommunicationType = attr()
-    team: TeamOf = attr()
-    backend: str = attr()
-    root: int | None = attr(default=None)
-    red_op: RedOp = attr(default="SUM")
+    ins: tuple[TensorView | Scalar, ...] = operands()
+    outs: tuple[TensorView, ...] = results()
+    unit: int = attr()
+    MAKES_RESULTS = True
+    TEXT = "PostOnStream (HostUnit{unit}, Inputs:{ins}, Outputs:{outs})"
 
-    @property
-    def name(self) -> str:
-        return f"Communication {self.number} ({self.type})"
-
-    @cached_property
-    def orders(self) -> tuple[Order, Order]:
-        """The memory orders of `inp` and `out`; a communication moves memory as it lies."""
-        return Order.of(self.inp), Order.of(self.out)
-
-    def template(self) -> str:
-        return _communication_template(self.root is not None, self.red_op)
-
-    @classmethod
-    def variants(cls) -> Iterator[nodes.Variant]:
-        for has_root in (False, True):
-            root: dict[str, object] = {} if has_root else {"root": None}
-            for red_op in RED_OPS:
-                yield {**root, "red_op": red_op}, _communication_template(has_root, red_op)
-
-    def verify(self) -> None:
-        if (self.root is not None) != (self.type in ROOTED):
-            raise VerifyError(f"{self.name}: root={self.root}")
-        if self.red_op != "SUM" and self.type not in REDUCING:
-            raise VerifyError(f"{self.name}: red_op={self.red_op}")
-        if self.root is not None and not 0 <= self.root < self.team.size:
-            raise VerifyError(f"{self.name}: root={self.root} in a team of {self.team.size}")
-        if self.team.size < 2:
-            raise VerifyError(f"{self.name}: a team of {self.team.size} needs no communication")
-        for tv in (self.inp, self.out):
-            if tv.mesh is None:
-                raise VerifyError(f"{self.name}: {tv} has no mesh")
-        if self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(f"{self.name}: input {self.inp} and output {self.out}")
+    def effects(self) -> tuple[Effect, ...]:
+        return _computes(self.ins, self.outs)
 
 
-def _communication_template(has_root: bool, red_op: RedOp) -> str:
-    root = ", root={root}" if has_root else ""
-    tail = "" if red_op == "SUM" else f", red_op={red_op}"
-    return (
-        "Communication {number} (type={type}, team={team}"
-        + root
-        + tail
-        + ", input={inp}, output={out}, backend={backend})"
-    )
+def _computes(
+    ins: tuple[TensorView | Scalar, ...], outs: tuple[TensorView, ...]
+) -> tuple[Effect, ...]:
+    reads = [Reads(v) for v in ins if isinstance(v, TensorView)]
+    return (*reads, *map(Writes, outs))
 
 
-class Wait(HostOp):
-    """Makes the current stream wait for the communication of this number."""
-
-    number: int = attr()
-    TEXT = "Wait(Communication {number})"
-    OLDER = ("Wait Communication {number}",)
-
-    @property
-    def name(self) -> str:
-        return f"Wait {self.number}"
-
-
+# ------------------------------------------------------------------ slices
 class LocalSlice(HostOp):
     """Copies this rank's part of the replicated `inp`: no communication.
 
@@ -174,6 +169,9 @@ class LocalSlice(HostOp):
     ptype: ParallelType = attr()
     TEXT = "{out}\n   = LocalSlice( {inp}, axis = {axis}, parallelType = {ptype} )"
 
+    def effects(self) -> tuple[Effect, ...]:
+        return (Reads(self.inp), Writes(self.out))
+
     def verify(self) -> None:
         mesh = self.out.mesh
         if mesh is None or mesh.size_of(self.ptype) < 2:
@@ -182,11 +180,201 @@ class LocalSlice(HostOp):
             raise VerifyError(f"LocalSlice: axis {self.axis} of {self.inp}")
 
 
-HOST_OPS: tuple[type[HostOp], ...] = (
-    Allocate,
-    Deallocate,
-    LaunchKernel,
-    Communication,
-    Wait,
-    LocalSlice,
-)
+class HirAliasSelect(HostOp):
+    """Names element `index` of `inp` along its logical axis `axis`, which `out` lacks.
+
+    A reduction axis is kept: `out` is then `inp` itself. An axis of local size 1 (a device axis, a
+    broadcast) has one element, whatever the index.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    axis: IterDomain = attr()
+    index: Scalar = operand()
+    TEXT = "{out}\n   = HirAliasSelect( {inp}, axis = {axis}, index = {index} )"
+
+    @property
+    def position(self) -> int | None:
+        """The axis's place among the logical axes without reductions; None for a reduction."""
+        kept = [a.number for a in self.inp.domain.no_reductions]
+        return kept.index(self.axis.number) if self.axis.number in kept else None
+
+    def effects(self) -> tuple[Effect, ...]:
+        at = self.position
+        return (Shows(self.out, self.inp, None if at is None else Part(at, self.index)),)
+
+    def verify(self) -> None:
+        if self.axis not in self.inp.domain.logical:
+            raise VerifyError(f"HirAliasSelect: {self.inp} has no logical axis {self.axis}")
+        lost = 0 if self.position is None else 1
+        if self.out.ndim != self.inp.ndim - lost:
+            raise VerifyError(f"HirAliasSelect: {self.out} is not {self.inp} without {self.axis}")
+
+
+class ShardByStream(HostOp):
+    """Names chunk `stream_index` of `inp` along the axis that the stream axis of `out` cuts.
+
+    Chunks are equal, rounded up: the last ones may be short or empty.
+    """
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    stream_index: Scalar = operand()
+    TEXT = "{out} = ShardByStream({inp}, stream_index={stream_index})"
+    OLDER = ("{out} = ShardByStream({inp}, stream_index = {stream_index})",)
+
+    @property
+    def part(self) -> Part:
+        position, count = stream_cut(self.out)
+        return Part(position, self.stream_index, count)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Shows(self.out, self.inp, self.part),)
+
+    def verify(self) -> None:
+        if self.out.ndim != self.inp.ndim:
+            raise VerifyError(f"ShardByStream: {self.out} and {self.inp} differ in rank")
+        stream_cut(self.out)
+
+
+def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
+    """Return the logical position (reductions left out) that the stream axis of `tv` cuts, and into
+    how many chunks. Raises `VerifyError` when there is none."""
+    domain = tv.domain
+    stream = next((a for a in domain.loop if a.is_stream), None)
+    if stream is None:
+        raise VerifyError(f"{tv} has no stream axis")
+    number = stream.number
+    logical = [a.number for a in domain.no_reductions]
+    while number not in logical:
+        made = next((t for t in domain.transforms if number in t.outputs), None)
+        if made is None or number != made.outputs[0]:
+            raise VerifyError(f"the stream axis {stream} of {tv} is no outer part of an axis")
+        number = made.inputs[0]
+    return logical.index(number), stream.extent
+
+
+class SymmetricContiguousView(HostOp):
+    """Names all shards of `inp`, which lies in symmetric memory, as one tensor, back to back."""
+
+    out: TensorView = result()
+    inp: TensorView = operand()
+    TEXT = "{out} = SymmetricContiguousView({inp})"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Shows(self.out, self.inp),)
+
+    def verify(self) -> None:
+        if self.inp.memory is not MemoryType.symmetric:
+            raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
+
+
+# ------------------------------------------------------------------ streams
+class StreamOp(HostOp):
+    """Base of the ops that name a stream."""
+
+    stream: Stream = attr()
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return () if self.stream.index is None else (self.stream.index,)
+
+
+class SetCurrentStream(StreamOp):
+    """What follows runs on `stream`."""
+
+    stream: Stream = attr()
+    TEXT = "SetCurrentStream(Stream {stream})"
+    OLDER = ("SetCurrentStream to Stream {stream}",)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Enters(self.stream),)
+
+
+class GetCurrentStream(StreamOp):
+    """The stream's name means the current stream from now on."""
+
+    stream: Stream = attr()
+    TEXT = "Stream {stream} = GetCurrentStream()"
+    OLDER = ("GetCurrentStream into Stream {stream}",)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Captures(self.stream),)
+
+    def verify(self) -> None:
+        if self.stream.index is not None:
+            raise VerifyError(f"GetCurrentStream: Stream {self.stream} is a numbered stream")
+
+
+class Synchronize(StreamOp):
+    """The current stream waits for all that `stream` has been given so far; the host goes on."""
+
+    stream: Stream = attr()
+    TEXT = "Synchronize(Stream {stream})"
+    OLDER = ("Synchronize Stream {stream}",)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Joins(self.stream),)
+
+
+# ------------------------------------------------------------------ control flow
+# What the parser reads as the definition of an index.
+Index = Symbol
+
+
+def loop_index(name: str, start: ScalarLike, stop: ScalarLike) -> Symbol:
+    """Return the index of a loop: its range is that of the loop."""
+    return Symbol(name, DataType.Index, lo=sc.int_value(start) or 0, hi=sc.sub(stop, 1))
+
+
+class ForLoop(HostOp):
+    """Runs `body` for index = start, start + step, ... below stop.
+
+    With `axis`, the loop runs over all of that axis of some tensor, and says so.
+    """
+
+    index: Index = attr()
+    axis: IterDomain | None = attr(default=None)
+    start: Scalar = operand(default=sc.ZERO, kw_only=True)
+    stop: Scalar = operand(default=None, kw_only=True)
+    step: Scalar = operand(default=sc.ONE, kw_only=True)
+    body: tuple[Op, ...] = region()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.axis is not None:
+            object.__setattr__(self, "stop", self.axis.extent)
+
+    def template(self) -> str:
+        return _loop_template(self.axis is not None, self.step is not sc.ONE)
+
+    @classmethod
+    def variants(cls) -> Iterator[nodes.Variant]:
+        yield {"start": sc.ZERO, "step": sc.ONE}, _loop_template(True, False)
+        yield {"axis": None}, _loop_template(False, True)
+        yield {"axis": None, "step": sc.ONE}, _loop_template(False, False)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return ()
+
+    def verify(self) -> None:
+        if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
+            raise VerifyError(f"FOR {self.index}: a step of {self.step}")
+
+
+def _loop_template(has_axis: bool, has_step: bool) -> str:
+    if has_axis:
+        return "FOR {index} in {axis}:{body}"
+    return "FOR {index} from {start} to {stop}" + (" step {step}" if has_step else "") + ":{body}"
+
+
+class IfThenElse(HostOp):
+    """Runs `then` where `predicate` holds on this rank, else `orelse`."""
+
+    predicate: Scalar = operand()
+    then: tuple[Op, ...] = region()
+    orelse: tuple[Op, ...] = region(head="ELSE:", default=())
+    TEXT = "IF Manual {predicate}:{then}{orelse}"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return ()

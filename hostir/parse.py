@@ -10,15 +10,21 @@ from fuser.ir.cursor import Cursor
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import read_mesh, read_ranks
 from fuser.ir.parse import Attribute, Parser, concretized_bounds, parse_fusion_at
+from fuser.ir.scalar import ZERO, Symbol
 from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.ops import HOST_OPS
+from hostir.effects import Stream
+from hostir.ops import NUMBER_OF_STREAMS, RANK, loop_index
 from hostir.post import POST
+from hostir.transfers import HOST_OPS, TRANSFER_KINDS
 from multidevice.backends.protocol import RED_OPS
 from multidevice.communication import TeamOf
 
 _GROUP = re.compile(r"^Kernel group ([0-9]+) \(([^()\n]*)\) :[ ]*$", re.MULTILINE)
+_INDEX_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# A captured stream, the program's own, or (as nvFuser prints it) an address.
+_STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
 _TYPE_NAME = re.compile(r"[a-z]\w*")
 
 
@@ -35,6 +41,7 @@ def parse(text: str) -> HostIrContainer:
     ops = (*tensor_op_classes(), *HOST_OPS)
     bounds = concretized_bounds(text)
     parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES, bounds=bounds)
+    parser.symbols.update({s.name: s for s in (RANK, NUMBER_OF_STREAMS)})
     parser.declarations()
     program = _program(parser, values)
     parser.relations()
@@ -100,7 +107,34 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
     return read
 
 
+def _index(parser: Parser) -> Symbol:
+    """Read the index of a loop; its range stands behind it."""
+    c = parser.cursor
+    name = c.expect(_INDEX_NAME, "the index of a loop")[0]
+    home = c.pos
+    if c.take_if("in "):
+        start, stop = ZERO, parser.axis().extent
+    else:
+        c.take("from")
+        start = parser.scalar()
+        c.take("to")
+        stop = parser.scalar()
+    c.pos = home
+    return parser.define_index(loop_index(name, start, stop))
+
+
+def _stream(parser: Parser) -> Stream:
+    """Read `S0` or the number of a stream, `( i3 % numberOfStreams )`."""
+    named = parser.cursor.match(_STREAM_NAME)
+    return Stream(name=named[0]) if named else Stream(parser.scalar())
+
+
 ATTRIBUTES: Mapping[str, Attribute] = {
+    "Index": _index,
+    "IterDomain": Parser.axis,
+    "IterDomain | None": Parser.axis,
+    "Stream": _stream,
+    "TransferKind": _one_of(TRANSFER_KINDS, "transfer"),
     "CommunicationType": _one_of(tuple(POST), "communication type"),
     "RedOp": _one_of(RED_OPS, "reduction"),
     "TeamOf": _team,

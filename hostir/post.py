@@ -1,20 +1,65 @@
-"""How a Communication becomes a call of the communicator's backend."""
+"""How the ops that communicate become calls of the communicator's backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from fuser.errors import CommunicationError
-from hostir.ops import Communication, Order
+from fuser.ir.tensor import TensorView
+from hostir.layout import write
+from hostir.transfers import (
+    CollectivePermute,
+    Communication,
+    Order,
+    P2PCommunication,
+    StartsCommunication,
+)
+from multidevice.backends import protocol
 from multidevice.backends.protocol import Backend, Team, Work
 
 Buffer = torch.Tensor | None
 
 
-def flat(op: Communication, tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """Return a shard as backends take it: a contiguous tensor of what memory holds, in its order.
+class Done:
+    """A communication of a rank with itself: a copy that was made."""
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`."""
+
+
+@dataclass
+class Posted:
+    """A communication that was started, and what has to be done when it has been waited for."""
+
+    work: Work | None = None
+    # Where results are put (and where they wait) on streams that hold work back.
+    landed: list[tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=list[tuple[torch.Tensor, torch.Tensor]]
+    )
+
+    def landing(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what to receive into, so that `out` has the result only after `wait`."""
+        staged = torch.empty_like(out)
+        self.landed.append((out, staged))
+        return staged
+
+    def wait(self) -> None:
+        assert self.work is not None, "a communication that was never posted"
+        self.work.wait()
+        for out, staged in self.landed:
+            out.copy_(staged)
+
+
+def flat(
+    op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: Order
+) -> torch.Tensor:
+    """Return the shard of `tv` as backends take it: contiguous, as memory holds it.
 
     Raises `CommunicationError` when the shard does not lie in memory as the program declares it.
     """
@@ -23,7 +68,6 @@ def flat(op: Communication, tensor: torch.Tensor, order: Order) -> torch.Tensor:
     if order.axes is not None:
         tensor = tensor.permute(order.axes)
     if not tensor.is_contiguous():
-        tv = op.out if order is op.orders[1] else op.inp
         raise CommunicationError(
             f"{op.name}: {tv} has shape {tuple(tensor.shape)} and strides {tensor.stride()} in its "
             "declared memory order, which leave gaps"
@@ -31,59 +75,56 @@ def flat(op: Communication, tensor: torch.Tensor, order: Order) -> torch.Tensor:
     return tensor
 
 
-def _allgather(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
-    assert inp is not None and out is not None
-    return backend.allgather(out, inp, team=team)
+def _allgather(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.allgather(out, inp, team=call.team)
 
 
-def _allreduce(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
-    assert inp is not None and out is not None
-    return backend.allreduce(out, inp, op=op.red_op, team=team)
+def _allreduce(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.allreduce(out, inp, op=call.op.red_op, team=call.team)
 
 
-def _reduce_scatter(
-    op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer
-) -> Work:
-    assert inp is not None and out is not None
-    return backend.reduce_scatter(out, inp, op=op.red_op, team=team)
+def _reduce_scatter(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.reduce_scatter(out, inp, op=call.op.red_op, team=call.team)
 
 
-def _alltoall(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
-    assert inp is not None and out is not None
-    return backend.alltoall(out, inp, team=team)
+def _alltoall(call: Call, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    return call.backend.alltoall(out, inp, team=call.team)
 
 
-def _broadcast(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
+def _broadcast(call: Call, out: Buffer, inp: Buffer) -> Work:
+    is_root = call.root == call.rank
     if out is None:
-        assert inp is not None, "the root of a broadcast has its input"
+        assert inp is not None and is_root, "the root of a broadcast has its input"
         out = inp
-    elif inp is not None:
+    elif is_root and inp is not None:
         out.copy_(inp.view_as(out))
-    return backend.broadcast(out, root=_root(op, team), team=team)
+    return call.backend.broadcast(out, root=call.root, team=call.team)
 
 
-def _gather(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
-    assert inp is not None
-    return backend.gather(out, inp, root=_root(op, team), team=team)
+def _gather(call: Call, out: Buffer, inp: torch.Tensor) -> Work:
+    return call.backend.gather(out, inp, root=call.root, team=call.team)
 
 
-def _scatter(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
-    assert out is not None
-    return backend.scatter(out, inp, root=_root(op, team), team=team)
+def _scatter(call: Call, out: torch.Tensor, inp: Buffer) -> Work:
+    return call.backend.scatter(out, inp, root=call.root, team=call.team)
 
 
-def _reduce(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
-    assert inp is not None
-    return backend.reduce(out, inp, op=op.red_op, root=_root(op, team), team=team)
+def _reduce(call: Call, out: Buffer, inp: torch.Tensor) -> Work:
+    return call.backend.reduce(out, inp, op=call.op.red_op, root=call.root, team=call.team)
 
 
-def _root(op: Communication, team: Team) -> int:
-    assert op.root is not None, f"{op.name} has no root"
-    return team[op.root]
+@dataclass(frozen=True)
+class Call:
+    """What a communication is for one rank; `root` is a global rank (-1: none)."""
+
+    op: Communication
+    rank: int
+    team: Team
+    backend: Backend
+    root: int
 
 
-Post = Callable[[Communication, Team, Backend, Buffer, Buffer], Work]
-POST: dict[str, Post] = {
+POST: dict[str, Callable[..., Work]] = {
     "Allgather": _allgather,
     "Allreduce": _allreduce,
     "AllToAll": _alltoall,
@@ -95,17 +136,52 @@ POST: dict[str, Post] = {
 }
 
 
-def post(op: Communication, team: Team, backend: Backend, inp: Buffer, out: Buffer) -> Work:
+def post(call: Call, inp: Buffer, out: Buffer) -> Work:
     """Start the communication of local shards; None stands for a shard that this rank lacks.
 
     Raises `CommunicationError` for a shard that is not dense in its declared order.
     """
+    op = call.op
     mine, theirs = op.orders
     if inp is not None:
-        inp = flat(op, inp, mine)
+        inp = flat(op, op.inp, inp, mine)
     if out is not None:
-        out = flat(op, out, theirs)
+        out = flat(op, op.out, out, theirs)
+    call.backend.where = op.where
+    work = POST[op.type](call, out, inp)
+    call.backend.where = ""
+    return work
+
+
+def permute(
+    op: CollectivePermute,
+    peers: tuple[int, int],
+    rank: int,
+    team: Team,
+    backend: Backend,
+    inp: torch.Tensor,
+    out: torch.Tensor,
+) -> Work:
+    """Send `inp` to the rank peers[0] and receive `out` from peers[1]; a copy to oneself."""
+    if peers == (rank, rank):
+        write(out, inp)
+        return Done()
+    mine, theirs = op.orders
+    sends = protocol.Transfer("send", flat(op, op.inp, inp, mine), peers[0])
+    receives = protocol.Transfer("recv", flat(op, op.out, out, theirs), peers[1])
+    return exchange(op, [sends, receives], team, backend)
+
+
+def transfer(op: P2PCommunication, tensor: torch.Tensor, peer: int) -> protocol.Transfer:
+    """Return one half of a point-to-point copy, for `exchange`."""
+    return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer)
+
+
+def exchange(
+    op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
+) -> Work:
+    """Start sends and receives at once."""
     backend.where = op.where
-    work = POST[op.type](op, team, backend, inp, out)
+    work = backend.batch(transfers, team=team)
     backend.where = ""
     return work

@@ -23,11 +23,36 @@ from fuser.ops.torch_meaning import bind_contraction
 from hostir.announce import announcer
 from hostir.arena import Arena, Block, first_fit
 from hostir.bind import Argument
+from hostir.effects import Stream
 from hostir.frame import Frame
-from hostir.layout import allocated_strides
-from hostir.library import as_contracted, compute, contract_repeated, is_repeated, write
-from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalSlice, Wait
-from hostir.post import post
+from hostir.layout import allocated_strides, is_repeated, write
+from hostir.library import as_contracted, compute, contract_repeated
+from hostir.ops import (
+    Allocate,
+    Deallocate,
+    ForLoop,
+    GetCurrentStream,
+    HirAliasSelect,
+    IfThenElse,
+    LaunchKernel,
+    LocalSlice,
+    PostOnStream,
+    SetCurrentStream,
+    ShardByStream,
+    SymmetricContiguousView,
+    Synchronize,
+)
+from hostir.post import Call, Done, exchange, permute, post, transfer
+from hostir.streams import Handle
+from hostir.transfers import (
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+    ShareMemHandles,
+    StartCoalescing,
+    Wait,
+)
 
 Slots = list[Any]
 Closure = Callable[[Slots], None]
@@ -80,6 +105,13 @@ class Recorder:
         self._begin: dict[TensorView, int] = {}
         self._end: dict[TensorView, int] = {}
         self._position = 0
+        # The sends and receives since StartCoalescing: op, slot, peer.
+        self._group: list[tuple[P2PCommunication, int, int]] | None = None
+        # Where streams are changed outside of loops, memory is torch's to place.
+        captured = {o.stream for o in frame.program.ops if isinstance(o, GetCurrentStream)}
+        self._is_fresh = any(
+            isinstance(o, SetCurrentStream) and o.stream not in captured for o in frame.program.ops
+        )
 
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
@@ -143,13 +175,20 @@ class Recorder:
 
     def _allocate(self, op: Allocate) -> Closure | None:
         tv = op.buffer
-        i, shape = self.slot(tv), self._frame.local_shape(tv)
-        self._blocks[tv] = Block(i, shape, allocated_strides(tv, shape), to_torch(tv.dtype()))
-        self._begin[tv] = self._position
+        if tv in self._frame.storage.named:
+            return None
+        i, shape = self.slot(tv), self._frame.local_shape(tv, op.stream_index)
+        block = Block(i, shape, allocated_strides(tv, shape), to_torch(tv.dtype()))
 
         def clear(slots: Slots) -> None:
             slots[i].zero_()
 
+        if self._frame.indices or self._is_fresh:
+            # Torch keeps what is freed for the stream that it was made on.
+            make = self._make(block)
+            return _both(make, clear) if op.zero_init else make
+        self._blocks[tv] = block
+        self._begin[tv] = self._position
         return clear if op.zero_init else None
 
     def _deallocate(self, op: Deallocate) -> Closure | None:
@@ -170,12 +209,29 @@ class Recorder:
                 self._slot[out] = self.slot(self._frame.alias_target(out))
         ins = [self._argument(v) for v in op.ins]
         outs = [self.slot(o) for o in op.outs]
-        run, sizes = self._frame.machine.kernel(op.group).run, self._frame.sizes
+        run, sizes = self._frame.machine.runner(op.group).run, self._frame.sizes
 
         def launch(slots: Slots) -> None:
             run([get(slots) for get in ins], [slots[o] for o in outs], sizes=sizes)
 
         return launch
+
+    def _post_on_stream(self, op: PostOnStream) -> Closure:
+        ins = [self._argument(v) for v in op.ins]
+        outs = [(self.slot(o), self._frame.tensors[o]) for o in op.outs]
+        makes = [
+            self._make(Block(i, tuple(t.shape), t.stride(), t.dtype))
+            for o, (i, t) in zip(op.outs, outs, strict=True)
+            if o not in self._frame.storage.buffered
+        ]
+        run = self._frame.machine.unit(op.unit)
+
+        def post_on_stream(slots: Slots) -> None:
+            for make in makes:
+                make(slots)
+            run([get(slots) for get in ins], [slots[i] for i, _ in outs])
+
+        return post_on_stream
 
     def _argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
         """Return how to read an operand: a slot, or a scalar over the run's input scalars."""
@@ -186,30 +242,35 @@ class Recorder:
         if not any(s in dynamic for s in _symbols(value)):
             number = frame.number(value)
             return lambda slots: number
-        places = {s: self._slot[s] for s in dynamic}
+        places, values = {s: self._slot[s] for s in dynamic}, frame.values
 
         def evaluate(slots: Slots) -> Argument:
             from fuser.ir.scalar import evaluate
 
-            return evaluate(value, {**frame.values, **{s: slots[i] for s, i in places.items()}})
+            return evaluate(value, {**values, **{s: slots[i] for s, i in places.items()}})
 
         return evaluate
+
+    # ------------------------------------------------------------ communications
+    def _work(self, number: int) -> int:
+        return self.slot(("work", number))
+
+    def _held(self, tv: TensorView) -> int:
+        """Return the slot of this rank's part of a tensor, -1 where it holds none."""
+        return self.slot(tv) if self._frame.is_mine(tv) else -1
 
     def _communication(self, op: Communication) -> Closure | None:
         frame = self._frame
         team = op.team.ranks(frame.machine.rank)
         if not team:
             return None
-        inp, out = (self.slot(t) if frame.is_mine(t) else -1 for t in (op.inp, op.out))
-        work, backend = self.slot(("work", op.number)), frame.machine.backend()
+        root = -1 if op.root is None else team[frame.integer(op.root)]
+        call = Call(op, frame.machine.rank, team, frame.machine.backend(), root)
+        work, inp, out = self._work(op.number), self._held(op.inp), self._held(op.out)
 
         def communicate(slots: Slots) -> None:
             slots[work] = post(
-                op,
-                team,
-                backend,
-                slots[inp] if inp >= 0 else None,
-                slots[out] if out >= 0 else None,
+                call, slots[inp] if inp >= 0 else None, slots[out] if out >= 0 else None
             )
 
         announce = announcer(op, frame.machine.rank)
@@ -222,16 +283,92 @@ class Recorder:
 
         return announced
 
+    def _permute(self, op: CollectivePermute) -> Closure | None:
+        frame = self._frame
+        rank, backend = frame.machine.rank, frame.machine.backend()
+        team = op.team.ranks(rank)
+        if not team:
+            return None
+        to, source = (team[frame.integer(p)] for p in (op.send_peer, op.recv_peer))
+        work, inp, out = self._work(op.number), self.slot(op.inp), self.slot(op.out)
+
+        def collective_permute(slots: Slots) -> None:
+            slots[work] = permute(op, (to, source), rank, team, backend, slots[inp], slots[out])
+
+        return collective_permute
+
+    def _start_coalescing(self, op: StartCoalescing) -> None:
+        self._group = []
+
+    def _transfer(self, op: P2PCommunication) -> Closure | None:
+        one = op, self.slot(op.buffer), self._frame.integer(op.peer)
+        if self._group is not None:
+            self._group.append(one)
+            return None
+        return self._exchange(op, [one])
+
+    def _end_coalescing(self, op: EndCoalescing) -> Closure:
+        group, self._group = self._group, None
+        assert group is not None, f"{op.name} without StartCoalescing"
+        for member, _, _ in group:
+            self._slot["work", member.number] = self._work(op.number)
+        return self._exchange(op, group)
+
+    def _exchange(
+        self, op: P2PCommunication | EndCoalescing, group: list[tuple[P2PCommunication, int, int]]
+    ) -> Closure:
+        machine = self._frame.machine
+        work, backend, team = self._work(op.number), machine.backend(), tuple(range(machine.size))
+
+        def start(slots: Slots) -> None:
+            slots[work] = (
+                exchange(op, [transfer(p, slots[i], peer) for p, i, peer in group], team, backend)
+                if group
+                else Done()
+            )
+
+        return start
+
     def _wait(self, op: Wait) -> Closure | None:
         if ("work", op.number) not in self._slot:
             return None
-        work = self.slot(("work", op.number))
+        work = self._work(op.number)
 
         def wait(slots: Slots) -> None:
-            slots[work].wait()
-            slots[work] = None
+            if slots[work] is not None:
+                slots[work].wait()
+                slots[work] = None
 
         return wait
+
+    # ------------------------------------------------------------ streams
+    def _stream(self, stream: Stream) -> Callable[[Slots], Handle]:
+        """Return how to find a stream: one that this program captures differs from run to run."""
+        name = ("stream", stream.name)
+        if stream.index is None and name in self._slot:
+            i = self._slot[name]
+            return lambda slots: slots[i]
+        handle = self._frame.stream(stream)
+        return lambda slots: handle
+
+    def _set_stream(self, op: SetCurrentStream) -> Closure:
+        enter, find = self._frame.machine.streams.enter, self._stream(op.stream)
+        return lambda slots: enter(find(slots))
+
+    def _get_stream(self, op: GetCurrentStream) -> Closure:
+        current, i = self._frame.machine.streams.current, self.slot(("stream", op.stream.name))
+
+        def capture(slots: Slots) -> None:
+            slots[i] = current()
+
+        return capture
+
+    def _synchronize(self, op: Synchronize) -> Closure:
+        join, find = self._frame.machine.streams.join, self._stream(op.stream)
+        return lambda slots: join(find(slots))
+
+    def _nothing(self, op: Op) -> None:
+        """A region's ops were recorded one by one; the order stands in the list of steps."""
 
     def _local_slice(self, op: LocalSlice) -> Closure:
         start, length = self._frame.slice_bounds(op)
@@ -246,7 +383,7 @@ class Recorder:
 
     def _tensor_op(self, op: Op) -> Closure:
         assert isinstance(op, TensorOp), f"{op.name} cannot be replayed"
-        if all(out in self._slot for out in op.outputs):
+        if all(out in self._frame.storage.buffered for out in op.outputs):
             return self._into(op)
         view = self._as_strided(op)
         return view if view is not None else self._computed(op)
@@ -295,7 +432,15 @@ class Recorder:
         before, after = self._frame.tensors[source], self._frame.tensors[op.out_tensor]
         if not after.numel() or after.data_ptr() == 0 or not _share(before, after):
             return None
-        i, o = self.slot(source), self.slot(op.out_tensor)
+        return self._view(source, op.out_tensor)
+
+    def _name(self, op: HirAliasSelect | ShardByStream) -> Closure:
+        return self._view(op.inp, op.out)
+
+    def _view(self, source: TensorView, out: TensorView) -> Closure:
+        """Return the step that names the same place of `source` as now."""
+        before, after = self._frame.tensors[source], self._frame.tensors[out]
+        i, o = self.slot(source), self.slot(out)
         shape, strides = tuple(after.shape), after.stride()
         shift = after.storage_offset() - before.storage_offset()
 
@@ -318,7 +463,7 @@ class Recorder:
         return assign
 
     def _computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-        frame = self._frame
+        frame, values = self._frame, self._frame.values
         tensors = [(v, self.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
         scalars = [(s, self._slot[s]) for s in self._free]
 
@@ -326,7 +471,8 @@ class Recorder:
             now = Frame(
                 frame.program,
                 frame.machine,
-                {**frame.values, **{s: slots[i] for s, i in scalars}},
+                frame.storage,
+                {**values, **{s: slots[i] for s, i in scalars}},
                 {v: slots[i] for v, i in tensors},
             )
             return compute(op, now)
@@ -351,11 +497,33 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def _both(first: Closure, second: Closure) -> Closure:
+    def step(slots: Slots) -> None:
+        first(slots)
+        second(slots)
+
+    return step
+
+
 RECORD: dict[type[Op], Callable[[Recorder, Any], Closure | None]] = {
     Allocate: Recorder._allocate,  # pyright: ignore[reportPrivateUsage]
-    Deallocate: Recorder._deallocate,  # pyright: ignore[reportPrivateUsage]
-    LaunchKernel: Recorder._launch,  # pyright: ignore[reportPrivateUsage]
+    CollectivePermute: Recorder._permute,  # pyright: ignore[reportPrivateUsage]
     Communication: Recorder._communication,  # pyright: ignore[reportPrivateUsage]
-    Wait: Recorder._wait,  # pyright: ignore[reportPrivateUsage]
+    Deallocate: Recorder._deallocate,  # pyright: ignore[reportPrivateUsage]
+    EndCoalescing: Recorder._end_coalescing,  # pyright: ignore[reportPrivateUsage]
+    ForLoop: Recorder._nothing,  # pyright: ignore[reportPrivateUsage]
+    GetCurrentStream: Recorder._get_stream,  # pyright: ignore[reportPrivateUsage]
+    HirAliasSelect: Recorder._name,  # pyright: ignore[reportPrivateUsage]
+    IfThenElse: Recorder._nothing,  # pyright: ignore[reportPrivateUsage]
+    LaunchKernel: Recorder._launch,  # pyright: ignore[reportPrivateUsage]
     LocalSlice: Recorder._local_slice,  # pyright: ignore[reportPrivateUsage]
+    P2PCommunication: Recorder._transfer,  # pyright: ignore[reportPrivateUsage]
+    PostOnStream: Recorder._post_on_stream,  # pyright: ignore[reportPrivateUsage]
+    SetCurrentStream: Recorder._set_stream,  # pyright: ignore[reportPrivateUsage]
+    ShardByStream: Recorder._name,  # pyright: ignore[reportPrivateUsage]
+    ShareMemHandles: Recorder._nothing,  # pyright: ignore[reportPrivateUsage]
+    StartCoalescing: Recorder._start_coalescing,  # pyright: ignore[reportPrivateUsage]
+    SymmetricContiguousView: Recorder._nothing,  # pyright: ignore[reportPrivateUsage]
+    Synchronize: Recorder._synchronize,  # pyright: ignore[reportPrivateUsage]
+    Wait: Recorder._wait,  # pyright: ignore[reportPrivateUsage]
 }

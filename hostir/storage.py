@@ -1,41 +1,68 @@
-"""Which tensors of a program share a buffer: views, and outputs that are written into an input."""
+"""Which tensors of a program share a buffer: views, parts, and outputs written into an input."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from fuser.ir.tensor import TensorView
-from fuser.passes.segment import VIEW_OPS
 from hostir.container import HostIrContainer, walk
-from hostir.ops import Allocate
+from hostir.effects import Makes, Part, Shows, effects_of
+from hostir.ops import HostOp
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The sharing of buffers in a program."""
+    """The sharing of buffers in a program; it does not change while the program runs."""
 
     tensors: tuple[TensorView, ...]
-    # View or in-place output -> the tensor whose buffer it shows.
+    # View, part or in-place output -> the tensor whose buffer it shows.
     shows: dict[TensorView, TensorView]
+    # Those that show a part only.
+    parts: dict[TensorView, Part]
+    # What host ops name as another tensor, or as a part of one.
+    named: frozenset[TensorView]
+    # Where tensor ops find a buffer to write into; they make any other result.
+    buffered: frozenset[TensorView]
     escaping: frozenset[TensorView]
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
-        """Find views (outputs of view ops that were not allocated) and in-place outputs."""
-        inputs = {v for v in program.inputs if isinstance(v, TensorView)}
-        owners: set[TensorView] = set(inputs)
+        """Find who owns a buffer and who shows one, from the effects of the ops."""
+        owners = {v for v in program.inputs if isinstance(v, TensorView)}
+        inputs = frozenset(owners)
         shows: dict[TensorView, TensorView] = {}
-        for op in walk(program.ops):
-            if isinstance(op, Allocate):
-                owners.add(op.buffer)
-            elif isinstance(op, VIEW_OPS):
-                shows.update({out: op.inputs[0] for out in op.outputs if out not in owners})
+        parts: dict[TensorView, Part] = {}
+        ops = list(walk(program.ops))
+
+        def note(effect: object) -> None:
+            if isinstance(effect, Makes):
+                owners.add(effect.tensor)
+            elif isinstance(effect, Shows):
+                shows[effect.out] = effect.source
+                if effect.part is not None:
+                    parts[effect.out] = effect.part
+
+        for op in ops:
+            if isinstance(op, HostOp) and not op.MAKES_RESULTS:
+                for effect in op.effects():
+                    note(effect)
+        named = frozenset(shows)
+        buffered = frozenset(owners) | named
+        for op in ops:
+            if not isinstance(op, HostOp) or op.MAKES_RESULTS:
+                for effect in effects_of(op, buffered):
+                    note(effect)
         for alias in program.aliases:
             if alias.out not in owners and alias.out not in shows:
                 shows[alias.out] = alias.into
-        storage = Storage(program.tensors(), shows, frozenset())
+        storage = Storage(program.tensors(), shows, parts, named, buffered, frozenset())
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
-        return Storage(storage.tensors, shows, frozenset(roots))
+        return replace(storage, escaping=frozenset(roots))
+
+    def with_buffers(self, given: Iterable[TensorView]) -> Storage:
+        """Return the sharing where a caller gives the buffers of these tensors."""
+        return replace(self, buffered=self.buffered | frozenset(given))
 
     def shown_by(self, tv: TensorView) -> TensorView | None:
         """Return the tensor that `tv` is a view of, None for the owner of a buffer."""

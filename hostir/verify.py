@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
@@ -11,28 +12,55 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text, program_symbols
-from fuser.ir.types import MemoryType
 from fuser.ir.verify import domain_problem, verify_fusion
-from hostir.container import HostIrContainer
-from hostir.ops import Allocate, Communication, Deallocate, LaunchKernel, LocalSlice, Wait
+from hostir.container import HostIrContainer, walk
+from hostir.effects import (
+    Captures,
+    ClosesGroup,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    OpensGroup,
+    Reads,
+    Shows,
+    Starts,
+    Waits,
+    Writes,
+    effects_of,
+)
+from hostir.ops import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    ForLoop,
+    HostOp,
+    IfThenElse,
+    LaunchKernel,
+    PostOnStream,
+)
 from hostir.storage import Storage
+from hostir.transfers import StartsCommunication, Wait
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
     """Raise `VerifyError` naming `after`, the rule and the op, with a mark on its line.
 
-    Checked: one buffer per tensor (an allocation, a view, or a declared alias); a tensor is written
-    before it is read, and used neither before its allocation nor after its Deallocate; every buffer
-    that is not the caller's is deallocated exactly once if any is; every Communication has exactly
-    one Wait, later; kernel groups exist and agree with their launches; domains are well-formed.
+    Checked, in regions too: one buffer per tensor (an allocation, a name of another's, or a
+    declared alias); a tensor is written before it is read, and used neither before its allocation
+    nor after its Deallocate, which a loop does only to what it allocated; every buffer that is not
+    the caller's is deallocated exactly once if any is; every communication has a Wait, later, and
+    its buffers are left alone until then; kernel groups exist and agree with their launches;
+    domains are well-formed. Streams are `hostir.race`'s matter.
     """
     checker = _Checker(program, Storage.of(program))
     for i, op in enumerate(program.ops):
         try:
             checker.check(op)
-            op.verify()
         except FuserError as error:
-            raise VerifyError(f"after {after}: {op.name}: {error}\n{marked(program, i)}") from None
+            culprit = checker.at or op
+            raise VerifyError(
+                f"after {after}: {culprit.name}: {error}\n{marked(program, i)}"
+            ) from None
     try:
         checker.finish()
     except FuserError as error:
@@ -56,39 +84,125 @@ def _kind(value: TensorView | Scalar) -> object:
 
 
 @dataclass
+class _Flight:
+    """A communication between its start and its Wait."""
+
+    op: Op
+    reads: tuple[TensorView, ...]
+    writes: tuple[TensorView, ...]
+    # Whether it has started on every path to here.
+    is_certain: bool = True
+
+
+@dataclass
 class _Checker:
     program: HostIrContainer
     storage: Storage
     known: set[TensorView] = field(default_factory=set[TensorView])
+    # The owners of buffers that have contents.
     written: set[TensorView] = field(default_factory=set[TensorView])
     freed: set[TensorView] = field(default_factory=set[TensorView])
-    # Communications that no Wait has met yet, by number; and all that started.
-    in_flight: dict[int, Communication] = field(default_factory=dict[int, Communication])
-    started: set[int] = field(default_factory=set[int])
+    # By number: communications that no Wait has met yet.
+    in_flight: dict[int, _Flight] = field(default_factory=dict[int, _Flight])
+    group: list[_Flight] | None = None
+    # What each open loop allocates, and the numbers that its earlier steps may have started.
+    loops: list[tuple[set[TensorView], set[int]]] = field(
+        default_factory=list[tuple[set[TensorView], set[int]]]
+    )
+    seen: set[int] = field(default_factory=set[int])
+    at: Op | None = None
 
     def __post_init__(self) -> None:
         inputs = {v for v in self.program.inputs if isinstance(v, TensorView)}
         self.known |= inputs
         self.written |= inputs
         self.bound = {s for v in self.program.inputs if isinstance(v, Scalar) for s in symbols(v)}
+        self.bound |= {RANK, NUMBER_OF_STREAMS}
         for tv in inputs:
             self.bound |= {s for x in tv.shape() for s in symbols(x)}
         self.bound |= {s for s, _ in self.program.values.equal_extents()}
+        ops = list(walk(self.program.ops))
+        self.bound |= {op.index for op in ops if isinstance(op, ForLoop)}
+        started = [op.number for op in ops if isinstance(op, StartsCommunication)]
+        self.twice = {n for n in started if started.count(n) > 1}
+        self.awaited = {op.number for op in ops if isinstance(op, Wait)}
 
     def check(self, op: Op) -> None:
-        rule = RULES.get(type(op))
-        if rule is not None:
-            rule(self, op)
-        elif isinstance(op, TensorOp):
-            self._tensor_op(op)
-        else:
+        self.at = op
+        if not isinstance(op, TensorOp | HostOp):
             raise VerifyError("this op cannot stand in a host program")
+        if isinstance(op, LaunchKernel):
+            self._launch(op)
+        if isinstance(op, PostOnStream) and op.unit not in self.program.units:
+            raise VerifyError(f"there is no HostUnit{op.unit}")
+        if isinstance(op, StartsCommunication) and op.number in self.twice:
+            raise VerifyError(f"there are two communications {op.number}")
+        effects = effects_of(op, self.storage.buffered)
+        for effect in effects:
+            APPLY[type(effect)](self, effect)
+            if isinstance(effect, Starts):
+                reads = tuple(e.tensor for e in effects if isinstance(e, Reads))
+                writes = tuple(e.tensor for e in effects if isinstance(e, Writes))
+                self._start(effect.number, _Flight(op, reads, writes))
+        op.verify()
+        if isinstance(op, ForLoop):
+            self._loop(op)
+        elif isinstance(op, IfThenElse):
+            self._branch(op)
+
+    # ------------------------------------------------------------ regions
+    def _loop(self, op: ForLoop) -> None:
+        inside = list(walk(op.body))
+        makes = {
+            e.tensor
+            for o in inside
+            for e in effects_of(o, self.storage.buffered)
+            if isinstance(e, Makes)
+        } | {o for x in inside for o in x.outputs if o in self.storage.shows}
+        numbers = {o.number for o in inside if isinstance(o, StartsCommunication)}
+        self.loops.append((makes, numbers))
+        for inner in op.body:
+            self.check(inner)
+        self.loops.pop()
+
+    def _branch(self, op: IfThenElse) -> None:
+        ends: list[_Checker] = []
+        for region in op.regions:
+            branch = replace(self, **self._state())
+            for inner in region:
+                self.at = inner
+                branch.check(inner)
+            ends.append(branch)
+        one, other = ends
+        self.known = one.known & other.known
+        self.written = one.written & other.written
+        self.freed = one.freed | other.freed
+        both = {**one.in_flight, **other.in_flight}
+        self.in_flight = {
+            n: flight
+            if n in one.in_flight and n in other.in_flight
+            else replace(flight, is_certain=False)
+            for n, flight in both.items()
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "known": set(self.known),
+            "written": set(self.written),
+            "freed": set(self.freed),
+            "in_flight": dict(self.in_flight),
+        }
 
     def finish(self) -> None:
-        for number, op in self.in_flight.items():
-            raise VerifyError(f"Communication {number} has no Wait: {op_text(op)}")
+        if self.group is not None:
+            raise VerifyError("StartCoalescing without EndCoalescing")
+        for number, flight in self.in_flight.items():
+            if flight.is_certain or number not in self.awaited:
+                raise VerifyError(f"Communication {number} has no Wait: {op_text(flight.op)}")
         for out in self.program.outputs:
-            if out not in self.written:
+            if out not in self.storage.buffered and out not in self.known:
+                raise VerifyError(f"output {out} is never written")
+            if self.storage.root(out) not in self.written:
                 raise VerifyError(f"output {out} is never written")
         for value in self.program.inputs:
             if isinstance(value, Scalar) and not isinstance(value, Symbol):
@@ -102,7 +216,8 @@ class _Checker:
             problem = domain_problem(tv.domain)
             if problem:
                 raise VerifyError(f"{tv}: {problem}")
-        used = list(program_symbols(self.program.values, self.program.tensors(), self.program.ops))
+        ops = tuple(walk(self.program.ops))
+        used = list(program_symbols(self.program.values, self.program.tensors(), ops))
         for number, group in self.program.groups.items():
             verify_fusion(group.fusion, after=f"cutting kernel group {number}")
             used += program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
@@ -118,21 +233,63 @@ class _Checker:
                     + ", ".join(map(str, leaked))
                 )
 
-    # ------------------------------------------------------------ single rules
-    def read(self, tv: TensorView) -> None:
+    # ------------------------------------------------------------ effects
+    def _read(self, effect: Reads) -> None:
+        tv = effect.tensor
         self._alive(tv)
         if tv not in self.known:
             raise VerifyError(f"{tv} is used before it is allocated")
-        if tv not in self.written:
+        if self.storage.root(tv) not in self.written:
             raise VerifyError(f"{tv} is read before it is written")
         self._not_in_flight(tv, is_write=False)
 
-    def write(self, tv: TensorView) -> None:
+    def _write(self, effect: Writes) -> None:
+        tv = effect.tensor
         self._alive(tv)
         if tv not in self.known:
-            raise VerifyError(f"{tv} is written before it is allocated")
+            if self.storage.shown_by(tv) is None or tv in self.storage.named:
+                raise VerifyError(f"{tv} is written before it is allocated")
+            self.known.add(tv)  # an output that is written into an input in place
         self._not_in_flight(tv, is_write=True)
-        self.written.add(tv)
+        self.written.add(self.storage.root(tv))
+
+    def _makes(self, effect: Makes) -> None:
+        tv = effect.tensor
+        if tv in self.storage.named and tv in self.known:
+            return
+        if tv in self.known:
+            raise VerifyError(f"{tv} has a buffer already")
+        self.known.add(tv)
+        if effect.is_filled:
+            self.written.add(tv)
+
+    def _shows(self, effect: Shows) -> None:
+        out, source = effect.out, effect.source
+        self._alive(source)
+        if source not in self.known:
+            raise VerifyError(f"{source} is used before it is allocated")
+        if out not in self.storage.named:
+            if self.storage.root(source) not in self.written:
+                raise VerifyError(f"{source} is read before it is written")
+            self._not_in_flight(source, is_write=False)
+        if self.storage.shown_by(out) is not source:
+            raise VerifyError(f"{out} is a name of two tensors")
+        self.known.add(out)
+
+    def _frees(self, effect: Frees) -> None:
+        tv = effect.tensor
+        if tv not in self.known:
+            raise VerifyError(f"{tv} was never allocated")
+        if tv in self.freed:
+            raise VerifyError(f"{tv} is deallocated twice")
+        if any(tv not in makes for makes, _ in self.loops):
+            raise VerifyError(f"{tv} is deallocated in a loop, but was made outside of it")
+        if self.storage.escapes(tv):
+            raise VerifyError(
+                f"{tv} belongs to the caller: it shares memory with an input or output"
+            )
+        self._not_in_flight(tv, is_write=True)
+        self.freed.add(tv)
 
     def _alive(self, tv: TensorView) -> None:
         shown: TensorView | None = tv
@@ -143,46 +300,57 @@ class _Checker:
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
-        root = self.storage.root(tv)
-        for op in self.in_flight.values():
-            busy = (op.out, op.inp) if is_write else (op.out,)
-            if any(self.storage.root(t) is root for t in busy):
-                raise VerifyError(f"{tv} is used before Wait(Communication {op.number})")
+        """Require that no communication that has surely started uses the same buffer; whether two
+        parts of one overlap is `hostir.race`'s matter."""
+        for number, flight in self.in_flight.items():
+            busy = (*flight.writes, *flight.reads) if is_write else flight.writes
+            if flight.is_certain and any(self._is_same(t, tv) for t in busy):
+                raise VerifyError(f"{tv} is used before Wait(Communication {number})")
 
-    def _reads(self, op: Op) -> None:
-        for value in op.inputs:
-            if isinstance(value, TensorView):
-                self.read(value)
+    def _is_same(self, a: TensorView, b: TensorView) -> bool:
+        return self._whole(a) is self._whole(b)
 
-    def _tensor_op(self, op: Op) -> None:
-        self._reads(op)
-        for out in op.outputs:
-            if out not in self.known:
-                if self.storage.shown_by(out) is None:
-                    raise VerifyError(f"{out} has neither an allocation nor a tensor that it shows")
-                self.known.add(out)
-            self.write(out)
+    def _whole(self, tv: TensorView) -> TensorView:
+        """Return the tensor that `tv` shows all of."""
+        while tv in self.storage.shows and tv not in self.storage.parts:
+            tv = self.storage.shows[tv]
+        return tv
 
-    def _allocate(self, op: Allocate) -> None:
-        tv = op.buffer
-        if tv in self.known:
-            raise VerifyError(f"{tv} has a buffer already")
-        if tv.memory is not MemoryType.global_:
-            raise VerifyError(f"{tv} is not in global memory, but {tv.memory.text}")
-        self.known.add(tv)
+    def _start(self, number: int, flight: _Flight) -> None:
+        self.seen.add(number)
+        if self.group is not None:
+            self.group.append(flight)
+        elif number in self.in_flight and not self.loops:
+            raise VerifyError(f"there are two communications {number}")
+        else:
+            self.in_flight[number] = flight
 
-    def _deallocate(self, op: Deallocate) -> None:
-        tv = op.buffer
-        if tv not in self.known:
-            raise VerifyError(f"{tv} was never allocated")
-        if tv in self.freed:
-            raise VerifyError(f"{tv} is deallocated twice")
-        if self.storage.escapes(tv):
-            raise VerifyError(
-                f"{tv} belongs to the caller: it shares memory with an input or output"
-            )
-        self._not_in_flight(tv, is_write=True)
-        self.freed.add(tv)
+    def _opens(self, effect: OpensGroup) -> None:
+        if self.group is not None:
+            raise VerifyError("StartCoalescing inside another one")
+        self.group = []
+
+    def _closes(self, effect: ClosesGroup) -> None:
+        if self.group is None:
+            raise VerifyError("EndCoalescing without StartCoalescing")
+        assert self.at is not None
+        reads = tuple(t for f in self.group for t in f.reads)
+        writes = tuple(t for f in self.group for t in f.writes)
+        self.group = None
+        self._start(effect.number, _Flight(self.at, reads, writes))
+
+    def _waits(self, effect: Waits) -> None:
+        number = effect.number
+        if self.in_flight.pop(number, None) is not None:
+            return
+        if any(number in numbers for _, numbers in self.loops):
+            return  # that of the step before
+        if number not in self.seen:
+            raise VerifyError(f"no communication {number} was started before")
+        raise VerifyError(f"a second Wait for communication {number}")
+
+    def _nothing(self, effect: object) -> None:
+        """Streams have no part in these rules."""
 
     def _launch(self, op: LaunchKernel) -> None:
         group = self.program.groups.get(op.group)
@@ -198,36 +366,19 @@ class _Checker:
             for a, b in zip(mine, theirs, strict=True):
                 if _kind(a) != _kind(b):
                     raise VerifyError(f"{what}: {a}, but group {op.group} has {b}")
-        self._reads(op)
-        for out in op.outs:
-            if out not in self.known and self.storage.shown_by(out) is not None:
-                self.known.add(out)  # an output that is written into an input in place
-            self.write(out)
-
-    def _communication(self, op: Communication) -> None:
-        if op.number in self.started:
-            raise VerifyError(f"there are two communications {op.number}")
-        self.read(op.inp)
-        self.write(op.out)
-        self.started.add(op.number)
-        self.in_flight[op.number] = op
-
-    def _wait(self, op: Wait) -> None:
-        if op.number not in self.started:
-            raise VerifyError(f"no communication {op.number} was started before")
-        if self.in_flight.pop(op.number, None) is None:
-            raise VerifyError(f"a second Wait for communication {op.number}")
-
-    def _local_slice(self, op: LocalSlice) -> None:
-        self.read(op.inp)
-        self.write(op.out)
 
 
-RULES: dict[type[Op], Callable[[_Checker, Op], None]] = {
-    Allocate: _Checker._allocate,  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
-    Deallocate: _Checker._deallocate,  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
-    LaunchKernel: _Checker._launch,  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
-    Communication: _Checker._communication,  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
-    Wait: _Checker._wait,  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
-    LocalSlice: _Checker._local_slice,  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
+APPLY: dict[type, Callable[[_Checker, Any], None]] = {
+    Captures: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    ClosesGroup: _Checker._closes,  # pyright: ignore[reportPrivateUsage]
+    Enters: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    Frees: _Checker._frees,  # pyright: ignore[reportPrivateUsage]
+    Joins: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    Makes: _Checker._makes,  # pyright: ignore[reportPrivateUsage]
+    OpensGroup: _Checker._opens,  # pyright: ignore[reportPrivateUsage]
+    Reads: _Checker._read,  # pyright: ignore[reportPrivateUsage]
+    Shows: _Checker._shows,  # pyright: ignore[reportPrivateUsage]
+    Starts: _Checker._nothing,  # pyright: ignore[reportPrivateUsage]
+    Waits: _Checker._waits,  # pyright: ignore[reportPrivateUsage]
+    Writes: _Checker._write,  # pyright: ignore[reportPrivateUsage]
 }

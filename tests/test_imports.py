@@ -21,7 +21,7 @@ def test_source_follows_the_import_direction() -> None:
     ("module", "source"),
     [
         ("fuser.ir.fusion", "import multidevice"),
-        ("fuser.ir.fusion", "from hostir.ops import Wait"),
+        ("fuser.ir.fusion", "from hostir.transfers import Wait"),
         ("fuser.passes.segment", "from fuser import frontend"),
         ("fuser.passes.segment", "from ..frontend import definition"),
         ("fuser.ops.table", "from ..frontend.definition import FusionDefinition"),

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Literal, Self, cast, dataclass_transform
 Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
 
 
-def operand() -> Any:
+def operand(**options: Any) -> Any:
     """Declare a value that the op reads (None is allowed for an optional one)."""
-    return field(metadata={"kind": "operand"})
+    return field(metadata={"kind": "operand"}, **options)
 
 
 def operands() -> Any:
@@ -43,14 +43,18 @@ def results() -> Any:
     return field(metadata={"kind": "results"})
 
 
-def attr(**default: Any) -> Any:
+def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any:
     """Declare a constant property."""
-    return field(metadata={"kind": "attr"}, kw_only=True, **default)
+    return field(metadata={"kind": "attr"}, kw_only=kw_only, **default)
 
 
-def region() -> Any:
-    """Declare a nested tuple of ops."""
-    return field(metadata={"kind": "region"})
+def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> Any:
+    """Declare a nested tuple of ops.
+
+    They are printed one level deeper, after a line `head` if there is one; a region with a head is
+    left out when it is empty.
+    """
+    return field(metadata={"kind": "region", "head": head}, kw_only=kw_only, **options)
 
 
 @dataclass_transform(
@@ -114,7 +118,22 @@ class Op:
 
     @property
     def regions(self) -> tuple[tuple[Op, ...], ...]:
-        return tuple(getattr(self, name) for name in self.fields_of("region"))
+        return tuple(getattr(self, name) for name, kind in self._kinds() if kind == "region")
+
+    @classmethod
+    @functools.cache
+    def region_heads(cls) -> dict[str, str]:
+        """Return the line before each region, by field."""
+        return {
+            f.name: f.metadata["head"]
+            for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+            if f.metadata.get("kind") == "region"
+        }
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        """Values that the op reads inside of its attributes."""
+        return ()
 
     @property
     def name(self) -> str:

@@ -72,6 +72,10 @@ class Cursor:
             raise self.fail(f"expected {what}")
         return found
 
+    def column(self, pos: int) -> int:
+        """Return how many characters stand before a position in its line."""
+        return pos - (self.text.rfind("\n", 0, pos) + 1)
+
     def done(self) -> bool:
         self.skip()
         return self.pos >= self.end

@@ -92,6 +92,8 @@ class Parser:
         self._text_of: dict[int, str] = {}
         self._bounds = bounds or {}
         self._depth = 0
+        # The indices of the loops that are being read, and what their names meant before.
+        self._indices: list[tuple[str, Symbol | None]] = []
 
     # ------------------------------------------------------------ scalars
     def scalar(self) -> Scalar:
@@ -361,12 +363,51 @@ class Parser:
             try:
                 return self._fill(template, start)
             except ParseError as error:
-                at = int(error.__notes__[-1].removeprefix("position "))
+                # What was read to its end and found wrong there comes before what did not fit.
+                at = max(c.pos, int(error.__notes__[-1].removeprefix("position ")))
                 if at > furthest[0]:
                     furthest = (at, error)
         raise furthest[1]
 
     def _fill(self, template: Template, start: int) -> Op:
+        if "region" not in template.kinds.values():
+            return self._filled(template, start)
+        known = len(self._indices)
+        self._depth += 1
+        try:
+            if self._depth > MAX_DEPTH:
+                raise self.cursor.fail(f"more than {MAX_DEPTH} nested regions", start)
+            return self._filled(template, start)
+        finally:
+            self._depth -= 1
+            while len(self._indices) > known:
+                name, outer = self._indices.pop()
+                self.symbols.pop(name)
+                if outer is not None:
+                    self.symbols[name] = outer
+
+    def define_index(self, index: Symbol) -> Symbol:
+        """Let a name mean this index up to the end of the op that is being read."""
+        self._indices.append((index.name, self.symbols.get(index.name)))
+        self.symbols[index.name] = index
+        self._reserve_symbol(index.name)
+        return index
+
+    def region(self, start: int, head: str) -> tuple[Op, ...]:
+        """Read the ops of a region of the op at `start`: those that stand further to the right."""
+        c = self.cursor
+        c.skip()
+        margin = c.column(start)
+        if head and not (c.at(head) and c.column(c.pos) == margin):
+            return ()
+        if head:
+            c.take(head)
+        ops: list[Op] = []
+        while not c.done() and c.column(c.pos) > margin:
+            ops.append(self.op())
+        return tuple(ops)
+
+    def _filled(self, template: Template, start: int) -> Op:
         c = self.cursor
         found: dict[str, object] = dict(template.attributes)
         derived: list[tuple[str, str, int]] = []
@@ -380,6 +421,9 @@ class Parser:
             if kind is None:
                 self.scalar() if c.at("(") else c.expect(_WORD, "a word")
                 derived.append((word, c.text[at : c.pos], at))
+                continue
+            if kind == "region":
+                found[word] = self.region(start, template.op.region_heads()[word])
                 continue
             value = self._field(template, word, kind)
             if template.types[word] == "TensorView" and not isinstance(value, TensorView):
@@ -487,9 +531,12 @@ class Parser:
     def reserve_symbols(self) -> None:
         """Keep the fusion from handing out the numbers of the symbols that were read."""
         for name in self.symbols:
-            digits = name[1:]
-            if digits.isdigit() and len(digits) <= MAX_DIGITS:
-                self.fusion.reserve(scalar=int(digits))
+            self._reserve_symbol(name)
+
+    def _reserve_symbol(self, name: str) -> None:
+        digits = name[1:]
+        if digits.isdigit() and len(digits) <= MAX_DIGITS:
+            self.fusion.reserve(scalar=int(digits))
 
 
 def parse_scalar(text: str) -> Scalar:

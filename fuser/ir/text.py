@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
     from fuser.ir.tensor import TensorView
 
+# One level of a region.
+INDENT = "  "
 _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 
 
@@ -39,11 +42,15 @@ def value_text(value: object) -> str:
 
 
 def fill_template(op: Op, template: str) -> str:
-    """Replace `{field}` and `{field.method}` placeholders by the op's values."""
+    """Replace `{field}` and `{field.method}` placeholders by the op's values; regions are indented
+    on lines of their own."""
+    heads = op.region_heads()
 
     def one(match: re.Match[str]) -> str:
         name, _, method = match[1].partition(".")
         value = getattr(op, name)
+        if name in heads:
+            return region_text(value, heads[name])
         return value_text(getattr(value, method)() if method else value)
 
     return _PLACEHOLDER.sub(one, template)
@@ -53,6 +60,12 @@ def op_text(op: Op) -> str:
     """Return the text of one op, without indentation or a final newline."""
     template = getattr(op, "template", None)
     return fill_template(op, template() if template is not None else op.TEXT)
+
+
+def region_text(ops: Sequence[Op], head: str = "") -> str:
+    """Return the ops of a region, each on a new line and indented, after the line `head`."""
+    lines = [indent(op_text(op), INDENT) for op in ops]
+    return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))
 
 
 def tensor_text(tv: TensorView) -> str:
@@ -176,7 +189,7 @@ def program_symbols(
             for value in t.scalars:
                 add(value)
     for op in ops:
-        for value in op.inputs:
+        for value in (*op.inputs, *op.scalars):
             add(value)
     for symbol, x in fusion.equal_extents():
         add(symbol)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fuser.errors import VerifyError
 from fuser.ir.core import Op
 from fuser.ir.tensor import TensorView
-from hostir.container import HostIrContainer
-from hostir.ops import Communication, Deallocate, Wait
+from hostir.container import HostIrContainer, walk
+from hostir.effects import (
+    ClosesGroup,
+    Makes,
+    OpensGroup,
+    Reads,
+    Shows,
+    Starts,
+    Waits,
+    Writes,
+    effects_of,
+)
+from hostir.ops import Deallocate
 from hostir.storage import Storage
 
 
@@ -20,34 +33,90 @@ def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
         T2 = ALLOCATE(..); LaunchKernel(.. T2); T3 = matmul(T2, T1)
         -> ... T3 = matmul(T2, T1); Deallocate { T2 }
     """
-    if any(isinstance(op, Deallocate) for op in program.ops):
+    if any(isinstance(op, Deallocate) for op in walk(program.ops)):
         raise VerifyError("insert_deallocate: the program has a Deallocate already")
     storage = Storage.of(program)
-    last = _last_uses(program.ops, storage)
-    ops: list[Op] = []
-    for i, op in enumerate(program.ops):
-        ops.append(op)
-        ending = [tv for tv in reversed(storage.tensors) if last.get(tv) == i]
-        ops += [Deallocate(tv) for tv in ending if not storage.escapes(tv)]
-    return program.with_ops(tuple(ops))
+    last = _last_uses(program, storage)
+    ending: dict[tuple[int, ...], list[TensorView]] = {}
+    for tv in reversed(storage.tensors):
+        if tv in last and not storage.escapes(tv):
+            ending.setdefault(last[tv], []).append(tv)
+    return program.with_ops(_inserted(program.ops, (), ending))
 
 
-def _last_uses(ops: tuple[Op, ...], storage: Storage) -> dict[TensorView, int]:
-    """Return where each tensor's buffer is touched last; a communication ends at its Wait."""
-    last: dict[TensorView, int] = {}
-    in_flight: dict[int, tuple[TensorView, ...]] = {}
+# Where an op stands: its place in the program, then (region, place) per level.
+Path = tuple[int, ...]
+
+
+def _inserted(
+    ops: tuple[Op, ...], above: Path, ending: dict[Path, list[TensorView]]
+) -> tuple[Op, ...]:
+    """Return the ops with a Deallocate of each tensor after the op where it ends."""
+    made: list[Op] = []
     for i, op in enumerate(ops):
-        touched = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
-        if isinstance(op, Communication):
-            in_flight[op.number] = tuple(touched)
-        if isinstance(op, Wait):
-            touched = list(in_flight.get(op.number, ()))
+        path = (*above, i)
+        names = op.fields_of("region")
+        regions = {
+            name: _inserted(region, (*path, r), ending)
+            for r, (name, region) in enumerate(zip(names, op.regions, strict=True))
+        }
+        made.append(op.replace(**regions) if regions else op)
+        made += [Deallocate(tv) for tv in ending.get(path, ())]
+    return tuple(made)
+
+
+def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
+    """Return where each tensor's buffer is touched last: in the innermost region that has all its
+    uses. A communication ends at its Wait."""
+    uses: dict[TensorView, list[Path]] = {}
+    in_flight: dict[int, list[TensorView]] = {}
+    group: list[TensorView] | None = None
+    for path, op in _places(program.ops, ()):
+        touched: list[TensorView] = []
+        for effect in effects_of(op, storage.buffered):
+            match effect:
+                case Reads(tv) | Writes(tv) | Makes(tv):
+                    touched.append(tv)
+                case Shows(out, source):
+                    touched += [out, source]
+                case OpensGroup():
+                    group = []
+                case Starts(number) if group is not None:
+                    group += touched
+                    in_flight.setdefault(number, []).extend(touched)
+                case Starts(number):
+                    in_flight.setdefault(number, []).extend(touched)
+                case ClosesGroup(number):
+                    in_flight.setdefault(number, []).extend(group or ())
+                    group = None
+                case Waits(number):
+                    touched += in_flight.get(number, ())
+                case _:
+                    pass
         for tv in touched:
             # A view keeps the buffer that it shows, but a buffer does not keep its other views.
-            while True:
-                last[tv] = i
-                shown = storage.shown_by(tv)
-                if shown is None:
-                    break
-                tv = shown
-    return last
+            shown: TensorView | None = tv
+            while shown is not None:
+                uses.setdefault(shown, []).append(path)
+                shown = storage.shown_by(shown)
+    return {tv: _end(paths) for tv, paths in uses.items()}
+
+
+def _places(ops: tuple[Op, ...], above: Path) -> Iterator[tuple[Path, Op]]:
+    for i, op in enumerate(ops):
+        yield (*above, i), op
+        for r, region in enumerate(op.regions):
+            yield from _places(region, (*above, i, r))
+
+
+def _end(paths: list[Path]) -> Path:
+    """Return the place after which nothing of `paths`, in program order, comes: in a region that
+    has them all."""
+    first, last = min(paths), max(paths)
+    depth = 0
+    # A region's level is a pair (op, region); only ops of one region have an order in a loop.
+    while depth + 2 < min(map(len, paths)) and all(
+        path[: depth + 2] == first[: depth + 2] for path in paths
+    ):
+        depth += 2
+    return last[: depth + 1]

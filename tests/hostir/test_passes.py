@@ -7,9 +7,10 @@ import pytest
 from fuser.errors import VerifyError
 from hostir.container import HostIrContainer
 from hostir.host_passes import run_passes
-from hostir.ops import Communication, Deallocate, Wait
+from hostir.ops import Deallocate
 from hostir.parse import parse
 from hostir.passes.allocation import insert_deallocate
+from hostir.transfers import Communication, Wait
 from tests.hostir.programs import CASES, build
 
 BEFORE = """

@@ -9,10 +9,12 @@ from fuser.errors import CommunicationError
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.scalar import const
 from fuser.ir.types import ParallelType
-from hostir.ops import REDUCING, ROOTED, Communication, Order, RedOp, TeamOf
-from hostir.post import POST, flat, post
+from hostir.post import POST, Call, flat, post
+from hostir.transfers import REDUCING, ROOTED, Communication, Order, RedOp, TeamOf
 from multidevice import Communicator, simulate
+from multidevice.backends.protocol import Backend
 
 N, PART = 3, 4
 
@@ -27,12 +29,16 @@ def _communication(kind: str, red_op: RedOp = "SUM") -> Communication:
         number=0,
         type=kind,  # pyright: ignore[reportArgumentType]
         team=TeamOf(mesh, (ParallelType.mesh_x,)),
-        root=1 if kind in ROOTED else None,
+        root=const(1) if kind in ROOTED else None,
         red_op=red_op if kind in REDUCING else "SUM",
         backend="SIMULATED",
     )
     op.verify()
     return op
+
+
+def _call(op: Communication, rank: int, team: tuple[int, ...], backend: Backend) -> Call:
+    return Call(op, rank, team, backend, -1 if op.root is None else team[1])
 
 
 def _inputs() -> list[torch.Tensor]:
@@ -71,7 +77,7 @@ def test_every_type_moves_what_its_name_says(kind: str) -> None:
             inp = None
         out = None if want is None else torch.full_like(want, -1)
         backend = Communicator.instance().backend_for("cpu")
-        post(op, op.team.ranks(rank), backend, inp, out).wait()
+        post(_call(op, rank, op.team.ranks(rank), backend), inp, out).wait()
         return out
 
     with simulate(N) as world:
@@ -93,7 +99,7 @@ def test_reductions(red_op: RedOp, torch_op: str) -> None:
         rank = Communicator.instance().rank()
         out = torch.empty(N * PART)
         backend = Communicator.instance().backend_for("cpu")
-        post(op, op.team.ranks(rank), backend, _inputs()[rank], out).wait()
+        post(_call(op, rank, op.team.ranks(rank), backend), _inputs()[rank], out).wait()
         return out
 
     want = getattr(torch.stack(_inputs()), torch_op)(0)
@@ -104,7 +110,7 @@ def test_reductions(red_op: RedOp, torch_op: str) -> None:
 def test_permuted_shards_are_sent_in_their_declared_order() -> None:
     op = _communication("Allreduce")
     x = torch.randn(2, 3, 4).permute(2, 0, 1)
-    sent = flat(op, x, Order((1, 2, 0), ()))
+    sent = flat(op, op.inp, x, Order((1, 2, 0), ()))
     assert sent.data_ptr() == x.data_ptr()
     assert sent.is_contiguous()
 
@@ -112,7 +118,7 @@ def test_permuted_shards_are_sent_in_their_declared_order() -> None:
 def test_an_expanded_axis_is_sent_once() -> None:
     op = _communication("Allreduce")
     x = torch.randn(2, 1, 4).expand(2, 5, 4)
-    assert torch.equal(flat(op, x, Order(None, (1,))), x[:, :1])
+    assert torch.equal(flat(op, op.inp, x, Order(None, (1,))), x[:, :1])
 
 
 @pytest.mark.parametrize(
@@ -124,4 +130,4 @@ def test_a_shard_that_is_not_dense_in_its_order_is_refused(x: torch.Tensor) -> N
     backend = Communicator.instance().backend_for("cpu")
     for inp, out in ((x, torch.zeros(4, 3)), (torch.zeros(4, 3), x)):
         with pytest.raises(CommunicationError, match=r"shape \(4, 3\) and strides"):
-            post(op, (0,), backend, inp, out)
+            post(_call(op, 0, (0,), backend), inp, out)

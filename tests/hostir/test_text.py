@@ -12,8 +12,9 @@ import pytest
 from fuser import ops
 from fuser.errors import ParseError
 from hostir.container import HostIrContainer, equal
-from hostir.ops import Allocate, Communication, LocalSlice, Wait
+from hostir.ops import Allocate, LocalSlice
 from hostir.parse import parse
+from hostir.transfers import Communication, Wait
 from hostir.verify import verify
 from tests.hostir.programs import CASES, Case, build, check, out, shard, tensor
 

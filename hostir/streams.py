@@ -1,0 +1,205 @@
+"""Streams as a run sees them: ordered queues of work, on CUDA, on the CPU, or held back.
+
+The host program switches between streams and makes one wait for another; nothing here blocks the
+host. `CpuStreams` serves every queue at once, which keeps all orders that a program may ask for.
+`DelayedStreams` holds work back as far as the program's own waits allow, so that a missing wait
+shows as a wrong result without a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], object]
+# A stream of a run: a torch.cuda.Stream, or the name of a queue.
+Handle = Hashable
+# The stream that is current when a run of CPU streams begins.
+ENTRY = "entry"
+
+
+class Streams(Protocol):
+    """The streams of one evaluator; numbered ones are made at their first use and persist."""
+
+    # Whether submitted work may run later than it was submitted.
+    delays: bool
+
+    def handle(self, key: Hashable) -> Handle:
+        """Returns the stream of a number, or of a name that no run captured."""
+        ...
+
+    def current(self) -> Handle: ...
+
+    def enter(self, stream: Handle) -> None:
+        """Makes the stream current, for this thread."""
+        ...
+
+    def join(self, stream: Handle) -> None:
+        """Makes the current stream wait for all that the other has been given so far."""
+        ...
+
+    def submit(self, work: Work) -> None:
+        """Gives work to the current stream."""
+        ...
+
+    def finish(self) -> None:
+        """Serves what the current stream still has to do: called before results are returned."""
+        ...
+
+
+class CudaStreams:
+    """CUDA streams of torch's pool; work is submitted by carrying it out."""
+
+    delays = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[Hashable, torch.cuda.Stream] = {}
+
+    def handle(self, key: Hashable) -> Handle:
+        if key not in self._made:
+            made = (
+                torch.cuda.default_stream(self._device)
+                if key == "Default"
+                else torch.cuda.Stream(self._device)
+            )
+            self._made.setdefault(key, made)
+        return self._made[key]
+
+    def current(self) -> Handle:
+        return torch.cuda.current_stream(self._device)
+
+    def enter(self, stream: Handle) -> None:
+        assert isinstance(stream, torch.cuda.Stream)
+        torch.cuda.set_stream(stream)
+
+    def join(self, stream: Handle) -> None:
+        assert isinstance(stream, torch.cuda.Stream)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def submit(self, work: Work) -> None:
+        work()
+
+    def finish(self) -> None:
+        pass
+
+
+class CpuStreams:
+    """Queues that are served at once."""
+
+    delays = False
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def handle(self, key: Hashable) -> Handle:
+        return ENTRY if key == "Default" else key
+
+    def current(self) -> Handle:
+        return getattr(self._local, "current", ENTRY)
+
+    def enter(self, stream: Handle) -> None:
+        self._local.current = stream
+
+    def join(self, stream: Handle) -> None:
+        pass
+
+    def submit(self, work: Work) -> None:
+        work()
+
+    def finish(self) -> None:
+        pass
+
+
+class UnservedStreams(CpuStreams):
+    """Queues that are never served: a program is walked for its shapes."""
+
+    def submit(self, work: Work) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Until:
+    """The place in a queue where another stream must have done so much of its work."""
+
+    stream: Handle
+    count: int
+
+
+@dataclass
+class _Queue:
+    """The work of a stream that has not run yet, and how much has."""
+
+    waiting: deque[Work | _Until] = field(default_factory=deque[Work | _Until])
+    given: int = 0
+    done: int = 0
+
+
+class DelayedStreams(CpuStreams):
+    """Queues of which some are served as late as the program allows.
+
+    With `late`, that stream alone is held back, and those that come to wait for it; all others are
+    served at once. Without, every stream is served only when another one, or the end of the run,
+    waits for it.
+    """
+
+    delays = True
+
+    def __init__(self, late: Handle | None = None) -> None:
+        super().__init__()
+        self._late = late
+        self._queues: dict[Handle, _Queue] = {}
+
+    def _queue(self, stream: Handle) -> _Queue:
+        return self._queues.setdefault(stream, _Queue())
+
+    def join(self, stream: Handle) -> None:
+        if stream != self.current():
+            self._give(_Until(stream, self._queue(stream).given))
+
+    def submit(self, work: Work) -> None:
+        self._give(work)
+
+    def _give(self, entry: Work | _Until) -> None:
+        queue = self._queue(self.current())
+        queue.waiting.append(entry)
+        queue.given += 1
+        if self._late is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Serve all streams but the late one, up to where they wait for it."""
+        moved = True
+        while moved:
+            moved = False
+            for stream, queue in self._queues.items():
+                if stream == self._late:
+                    continue
+                while queue.waiting:
+                    entry = queue.waiting[0]
+                    if isinstance(entry, _Until) and self._queue(entry.stream).done < entry.count:
+                        break
+                    moved = True
+                    self._serve(queue)
+
+    def _serve(self, queue: _Queue) -> None:
+        entry = queue.waiting.popleft()
+        if isinstance(entry, _Until):
+            self._drain(entry.stream, entry.count)
+        else:
+            entry()
+        queue.done += 1
+
+    def _drain(self, stream: Handle, upto: int) -> None:
+        queue = self._queue(stream)
+        while queue.done < upto:
+            self._serve(queue)
+
+    def finish(self) -> None:
+        current = self.current()
+        self._drain(current, self._queue(current).given)

@@ -1,0 +1,244 @@
+"""The host ops that move data between ranks, and the waits for them.
+
+A communication starts where it stands, on the current stream, and uses its buffers until its Wait.
+One numbering holds for all that can be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from fuser.errors import VerifyError
+from fuser.ir import nodes, storage
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op, attr, operand, operands, result
+from fuser.ir.scalar import Scalar
+from fuser.ir.storage import memory_order
+from fuser.ir.tensor import TensorView
+from hostir.effects import ClosesGroup, Effect, OpensGroup, Reads, Starts, Waits, Writes
+from hostir.ops import HostOp
+from multidevice.backends.protocol import RED_OPS, RedOp
+from multidevice.communication import CommunicationType, TeamOf
+
+ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
+REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
+
+TransferKind = Literal["send", "recv"]
+TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a shard lies in memory: its axes, outermost first (None: as they are), and those that are
+    expanded, of which memory holds one element."""
+
+    axes: tuple[int, ...] | None
+    expanded: tuple[int, ...]
+
+    @staticmethod
+    def of(tv: TensorView) -> Order:
+        """Return the order that the allocation domain declares."""
+        axes = tuple(p for p, _ in memory_order(tv))
+        is_logical = axes == tuple(range(len(axes)))
+        return Order(None if is_logical else axes, storage.expanded_positions(tv))
+
+
+class StartsCommunication(HostOp):
+    """Base of the ops that start a communication under `number`."""
+
+    number: int = attr()
+
+
+class Communication(StartsCommunication):
+    """Starts a communication of the local shards `inp` -> `out` within each team.
+
+    `root` is a position in the team; `red_op` counts for the reducing types. `backend` records the
+    library for which the program was made; a run takes the backend of its device.
+    """
+
+    inp: TensorView = operand()
+    out: TensorView = result()
+    number: int = attr()
+    type: CommunicationType = attr()
+    team: TeamOf = attr()
+    backend: str = attr()
+    root: Scalar | None = operand(default=None, kw_only=True)
+    red_op: RedOp = attr(default="SUM")
+
+    @property
+    def name(self) -> str:
+        return f"Communication {self.number} ({self.type})"
+
+    @cached_property
+    def orders(self) -> tuple[Order, Order]:
+        """The memory orders of `inp` and `out`; a communication moves memory as it lies."""
+        return Order.of(self.inp), Order.of(self.out)
+
+    def template(self) -> str:
+        return _communication_template(self.root is not None, self.red_op)
+
+    @classmethod
+    def variants(cls) -> Iterator[nodes.Variant]:
+        for has_root in (False, True):
+            root: dict[str, object] = {} if has_root else {"root": None}
+            for red_op in RED_OPS:
+                yield {**root, "red_op": red_op}, _communication_template(has_root, red_op)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Reads(self.inp), Writes(self.out), Starts(self.number))
+
+    def verify(self) -> None:
+        if (self.root is not None) != (self.type in ROOTED):
+            raise VerifyError(f"{self.name}: root={self.root}")
+        if self.red_op != "SUM" and self.type not in REDUCING:
+            raise VerifyError(f"{self.name}: red_op={self.red_op}")
+        root = None if self.root is None else sc.int_value(self.root)
+        if root is not None and not 0 <= root < self.team.size:
+            raise VerifyError(f"{self.name}: root={root} in a team of {self.team.size}")
+        if self.team.size < 2:
+            raise VerifyError(f"{self.name}: a team of {self.team.size} needs no communication")
+        for tv in (self.inp, self.out):
+            if tv.mesh is None:
+                raise VerifyError(f"{self.name}: {tv} has no mesh")
+        if self.inp.dtype() is not self.out.dtype():
+            raise VerifyError(f"{self.name}: input {self.inp} and output {self.out}")
+
+
+def _communication_template(has_root: bool, red_op: RedOp) -> str:
+    root = ", root={root}" if has_root else ""
+    tail = "" if red_op == "SUM" else f", red_op={red_op}"
+    return (
+        "Communication {number} (type={type}, team={team}"
+        + root
+        + tail
+        + ", input={inp}, output={out}, backend={backend})"
+    )
+
+
+class P2PCommunication(StartsCommunication):
+    """Starts to send `buffer` to the global rank `peer`, or to receive it from there."""
+
+    buffer: TensorView = operand()
+    peer: Scalar = operand()
+    number: int = attr()
+    type: TransferKind = attr()
+    backend: str = attr()
+    TEXT = (
+        "P2PCommunication {number} (type={type}, buffer={buffer}, peer={peer}, backend={backend})"
+    )
+
+    @property
+    def name(self) -> str:
+        return f"P2PCommunication {self.number} ({self.type})"
+
+    @cached_property
+    def orders(self) -> tuple[Order, Order]:
+        order = Order.of(self.buffer)
+        return order, order
+
+    def effects(self) -> tuple[Effect, ...]:
+        touch = Reads if self.type == "send" else Writes
+        return (touch(self.buffer), Starts(self.number))
+
+    def verify(self) -> None:
+        if self.buffer.mesh is None:
+            raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
+
+
+class CollectivePermute(StartsCommunication):
+    """Starts to send `inp` to the member `send_peer` and to receive `out` from `recv_peer`.
+
+    Peers are positions in the team. To oneself it is a copy.
+    """
+
+    inp: TensorView = operand()
+    out: TensorView = result()
+    send_peer: Scalar = operand()
+    recv_peer: Scalar = operand()
+    number: int = attr()
+    team: TeamOf = attr()
+    backend: str = attr()
+    TEXT = (
+        "CollectivePermute {number} (team={team}, send_peer={send_peer}, recv_peer={recv_peer}, "
+        "input={inp}, output={out}, backend={backend})"
+    )
+
+    @property
+    def name(self) -> str:
+        return f"CollectivePermute {self.number}"
+
+    @cached_property
+    def orders(self) -> tuple[Order, Order]:
+        return Order.of(self.inp), Order.of(self.out)
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Reads(self.inp), Writes(self.out), Starts(self.number))
+
+    def verify(self) -> None:
+        for tv in (self.inp, self.out):
+            if tv.mesh is None:
+                raise VerifyError(f"{self.name}: {tv} has no mesh")
+
+
+class StartCoalescing(HostOp):
+    """The sends and receives up to `EndCoalescing` start together, so that a ring cannot block."""
+
+    TEXT = "StartCoalescing"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (OpensGroup(),)
+
+
+class EndCoalescing(StartsCommunication):
+    """Starts the sends and receives since `StartCoalescing`; one Wait is for all of them."""
+
+    number: int = attr()
+    TEXT = "EndCoalescing {number}"
+
+    @property
+    def name(self) -> str:
+        return f"EndCoalescing {self.number}"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (ClosesGroup(self.number),)
+
+
+class Wait(HostOp):
+    """Makes the current stream wait for the communication of this number."""
+
+    number: int = attr()
+    TEXT = "Wait(Communication {number})"
+    OLDER = (
+        "Wait Communication {number}",
+        "Wait(P2PCommunication {number})",
+        "Wait(CollectivePermute {number})",
+        "Wait(EndCoalescing {number})",
+    )
+
+    @property
+    def name(self) -> str:
+        return f"Wait {self.number}"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return (Waits(self.number),)
+
+
+class ShareMemHandles(HostOp):
+    """Makes the symmetric buffers of peer-to-peer copies known to their peers, once per buffer."""
+
+    buffers: tuple[TensorView, ...] = operands()
+    TEXT = "ShareMemHandles({buffers})"
+
+    def effects(self) -> tuple[Effect, ...]:
+        return ()
+
+
+# Every op that only host programs have, in order of declaration.
+HOST_OPS: tuple[type[HostOp], ...] = tuple(
+    cls
+    for cls in Op.REGISTRY.values()
+    if issubclass(cls, HostOp) and cls.effects is not HostOp.effects
+)
