@@ -8,8 +8,6 @@ Sizes stay written over the global symbols: a shard of `i0` rows has `ceilDiv(i0
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain, numbers
@@ -76,11 +74,11 @@ def local_domain(tv: TensorView) -> TensorDomain:
 
     def local(axis: IterDomain) -> IterDomain:
         kind = IterType.broadcast if axis.number in partial else axis.kind
-        plain = replace(axis, kind=kind, ptype=ParallelType.serial)
+        plain = axis.having(kind=kind, ptype=ParallelType.serial)
         size = sizes.get(axis.number)
         if size is None:
             return plain
-        return replace(plain, expanded=size) if axis.is_broadcast else replace(plain, extent=size)
+        return plain.having(expanded=size) if axis.is_broadcast else plain.having(extent=size)
 
     # A partial sum over d devices: a broadcast stands for the device axis (see `_partial_sum`).
     is_product = bool(partial) and not isinstance(tv.definition(), ReductionOp)

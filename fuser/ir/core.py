@@ -107,12 +107,13 @@ class Op:
             elif kind == many:
                 yield from getattr(self, name)
 
-    @property
+    # Asked for again and again; not for every op, so not when it is made.
+    @functools.cached_property
     def inputs(self) -> tuple[Any, ...]:
         """The values read, in declaration order (absent optional ones left out)."""
         return tuple(self._values("operand", "operands"))
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[Any, ...]:
         return tuple(self._values("result", "results"))
 

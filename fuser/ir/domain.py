@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
@@ -52,6 +53,12 @@ class IterDomain:
 
     def is_reduction(self) -> bool:
         return self.kind is IterType.reduction
+
+    def having(self, **state: Any) -> IterDomain:
+        """Return the axis with these fields; itself where it has them already."""
+        if all(getattr(self, name) is value for name, value in state.items()):
+            return self
+        return replace(self, **state)
 
     def __str__(self) -> str:
         ex = f" ex {self.expanded}" if self.expanded is not None else ""
@@ -250,7 +257,7 @@ class TensorDomain:
             assert held is axis or held == axis, f"two states of one axis: {held} and {axis}"
         if contiguity is None:
             contiguity = contiguity_for(allocation or logical)
-        return TensorDomain(
+        return _pruned(
             axes,
             numbers(logical),
             numbers(logical if loop is None else loop),
@@ -258,7 +265,7 @@ class TensorDomain:
             numbers(allocation),
             tuple(contiguity),
             tuple(transforms),
-        )._pruned()
+        )
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
@@ -325,7 +332,7 @@ class TensorDomain:
         def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
             return old if new is None else tuple(new)
 
-        return TensorDomain(
+        return _pruned(
             {**self.axes, **{a.number: a for a in axes}},
             group(logical, self.logical_numbers),
             group(loop, self.loop_numbers),
@@ -333,7 +340,7 @@ class TensorDomain:
             group(allocation, self.allocation_numbers),
             self.contiguity if contiguity is None else tuple(contiguity),
             self.transforms if transforms is None else tuple(transforms),
-        )._pruned()
+        )
 
     def with_loop(
         self, loop: Iterable[int], *transforms: Transform, axes: Iterable[IterDomain] = ()
@@ -363,6 +370,8 @@ class TensorDomain:
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
         """Return the domain with `fn` applied to every axis; `fn` may renumber axes."""
         made = {n: fn(a) for n, a in self.axes.items()}
+        if all(made[n] is a for n, a in self.axes.items()):
+            return self
 
         def new(number: int) -> int:
             return made[number].number
@@ -401,21 +410,26 @@ class TensorDomain:
             transforms=kept,
         )
 
-    def _pruned(self) -> TensorDomain:
-        """Return the domain with the axes that it names, in the order of their numbers."""
-        used = {
-            *self.root_numbers,
-            *self.logical_numbers,
-            *self.allocation_numbers,
-            *self.loop_numbers,
-        }
-        for t in self.transforms:
-            used.update(t.inputs)
-            used.update(t.outputs)
-        return replace(self, axes={n: self.axes[n] for n in sorted(used)})
-
     def __str__(self) -> str:
         return "[" + ", ".join(map(str, self.loop)) + "]"
+
+
+def _pruned(
+    axes: Mapping[int, IterDomain],
+    logical: tuple[int, ...],
+    loop: tuple[int, ...],
+    root: tuple[int, ...],
+    allocation: tuple[int, ...],
+    contiguity: tuple[bool | None, ...],
+    transforms: tuple[Transform, ...],
+) -> TensorDomain:
+    """Return the domain of those axes that it names, in the order of their numbers."""
+    used = {*root, *logical, *allocation, *loop}
+    for t in transforms:
+        used.update(t.inputs)
+        used.update(t.outputs)
+    named = {n: axes[n] for n in sorted(used)}
+    return TensorDomain(named, logical, loop, root, allocation, contiguity, transforms)
 
 
 def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 
 from fuser.errors import DtypeError, UnsupportedError, check_kind
+from fuser.ir.types import IrEnum
 
 
-class DataType(enum.Enum):
+class DataType(IrEnum):
     """Element type of a tensor or scalar; values follow nvFuser's numbering."""
 
     Double = 0
@@ -163,6 +164,7 @@ def _short(value: int | float) -> str:
     return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
 
 
+@cache
 def category(dtype: DataType) -> Category:
     """Return bool, int, float or complex."""
     if dtype in (D.ComplexDouble, D.ComplexFloat):

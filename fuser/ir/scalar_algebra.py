@@ -40,6 +40,7 @@ _PROOF_DEPTH = 24
 
 
 # ---------------------------------------------------------------- sums and products
+@lru_cache(maxsize=100_000)
 def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
     """Return a + factor * b."""
     terms = terms_of(a)
@@ -48,6 +49,7 @@ def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
     return from_terms(_recombine(terms), int_dtype(a, b))
 
 
+@lru_cache(maxsize=100_000)
 def multiply(a: Scalar, b: Scalar) -> Scalar:
     terms: dict[Monomial, int] = {}
     for ma, ca in terms_of(a).items():

@@ -5,7 +5,14 @@ from __future__ import annotations
 import enum
 
 
-class ParallelType(enum.Enum):
+class IrEnum(enum.Enum):
+    """An enumeration whose members are hashed as the single objects that they are."""
+
+    # Enum's own hash is a call in Python, for each look-up in a table.
+    __hash__ = object.__hash__
+
+
+class ParallelType(IrEnum):
     """Who executes an axis. Values follow nvFuser's order, so `int(ptype.value)` is comparable."""
 
     mesh_x = 0
@@ -72,7 +79,7 @@ GRID_TYPES = (ParallelType.grid_x, ParallelType.grid_y, ParallelType.grid_z)
 BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
 
 
-class IterType(enum.Enum):
+class IterType(IrEnum):
     """What an axis does in its tensor; the value is the print letter."""
 
     iteration = "i"
@@ -82,7 +89,7 @@ class IterType(enum.Enum):
     gather_scatter = "n"
 
 
-class MemoryType(enum.Enum):
+class MemoryType(IrEnum):
     """Where a tensor lives; the value is the letter in a tensor's name."""
 
     local = "l"
@@ -103,7 +110,7 @@ class MemoryType(enum.Enum):
 setattr(MemoryType, "global", MemoryType.global_)
 
 
-class LoadStoreOpType(enum.Enum):
+class LoadStoreOpType(IrEnum):
     """How a copy is carried out."""
 
     set = "Set"
@@ -113,7 +120,7 @@ class LoadStoreOpType(enum.Enum):
     tma = "CpAsyncBulkTensorTile"
 
 
-class CacheOp(enum.Enum):
+class CacheOp(IrEnum):
     """The cache hint of a global load or store."""
 
     unspecified = "Unspecified"

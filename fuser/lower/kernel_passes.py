@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fuser.device import DeviceInfo
 from fuser.errors import UnsupportedError
@@ -129,13 +129,12 @@ def _unify_extents(fusion: Fusion) -> None:
         return
     for tv in fusion.tensors():
         domain = tv.domain.map_axes(
-            lambda a: replace(
-                a,
+            lambda a: a.having(
                 extent=fusion.canonical(a.extent),
                 expanded=None if a.expanded is None else fusion.canonical(a.expanded),
             )
         )
-        if domain != tv.domain:
+        if domain is not tv.domain:
             tv.domain = domain
 
 

@@ -14,7 +14,7 @@ What was decided is the key: equal keys mean that one result serves both sets of
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
@@ -226,6 +226,6 @@ def _rewrite(
 def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:
     def axis(a: IterDomain) -> IterDomain:
         expanded = None if a.expanded is None else extent(a.expanded)
-        return replace(a, extent=extent(a.extent), expanded=expanded)
+        return a.having(extent=extent(a.extent), expanded=expanded)
 
     return domain.map_axes(axis).having(transforms=(t.rewritten(extent) for t in domain.transforms))
