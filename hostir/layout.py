@@ -19,7 +19,7 @@ from multidevice.sharding import local_extents
 def parts(tv: TensorView) -> tuple[int, ...]:
     """Return into how many blocks each logical axis (reductions left out) is cut."""
     cuts = placement(tv, DEVICE_TYPES)
-    return tuple(math.prod(cut.count for cut in mine) for mine in cuts)
+    return tuple(math.prod(cut.devices for cut in mine) for mine in cuts)
 
 
 def allocated_elements(tv: TensorView) -> Scalar:

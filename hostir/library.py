@@ -55,12 +55,12 @@ def contract_repeated(
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
-    """Return the output without the axis that numbers the ranks of a partial result.
+    """Return the output without the axes that number the ranks or steps of a partial result.
 
-    Its size is 1 here. Raises `UnsupportedError` for a result that keeps reduced elements apart.
+    Their size is 1 here. Raises `UnsupportedError` for a result that keeps reduced elements apart.
     """
     axes = op.out_tensor.domain.no_reductions
-    for position, axis in enumerate(axes):
+    for position, axis in reversed(list(enumerate(axes))):
         if axis.rfactor:
             if out.shape[position] != 1:
                 raise UnsupportedError(
@@ -68,5 +68,5 @@ def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
                     f"reduced axis ({axis}) on one device; rfactor the part that stays local "
                     f"instead{f', user code at {op.where}' if op.where else ''}"
                 )
-            return out.squeeze(position)
+            out = out.squeeze(position)
     return out

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
@@ -26,6 +27,7 @@ from hostir.ops import Allocate, LaunchKernel, LocalSlice
 from hostir.transfers import Communication, Wait
 from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
 from multidevice.sharding import local_extents
+from multidevice.streams import stream_axis
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
@@ -46,6 +48,7 @@ class _Lowering:
     groups: dict[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
 
     def run(self) -> HostIrContainer:
+        _refuse_streams(self.segmented.fusion)
         # The program gets its own tensors: what it does to them never shows in the fusion.
         copy, self.twins = self.segmented.fusion.copy()
         copy.exprs = ()
@@ -165,6 +168,18 @@ class _Lowering:
         if any(into in s.inputs and (s.kind == "alias" or i > at) for i, s in enumerate(segments)):
             return False
         return _has_layout_of(out, into) and _reads_own_element(segments[at], out, into)
+
+
+def _refuse_streams(fusion: Fusion) -> None:
+    """Raise `UnsupportedError` naming op and axis when an op is to be computed in steps."""
+    for op in fusion.exprs:
+        if stream_axis(op.out_tensor) is not None:
+            axis = next(a for a in op.out_tensor.domain.loop if a.is_stream)
+            raise UnsupportedError(
+                f"{axis} of {op.out_tensor}, the result of {op.name} (user code at "
+                f"{op.where or 'unknown'}), is a stream axis: loops over streams are not supported "
+                "yet, leave the axis serial"
+            )
 
 
 def _shape(tv: TensorView) -> object:

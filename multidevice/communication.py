@@ -18,23 +18,29 @@ from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.backends.protocol import RedOp
+from multidevice.placement import placement, stream_axis_of
+from multidevice.propagate import is_from_devices
 from multidevice.sharding import have_different_shardings, is_resharding, sharded_logical_axis
 
-# Between devices, by nvFuser's names; LocalSlice: every device keeps a block of what it has.
+# Between devices, by nvFuser's names; LocalSlice: every device keeps a block of what it has,
+# StepSlice: every step of a stream loop sees one.
 CommunicationType = Literal[
     "Allgather",
     "Allreduce",
     "AllToAll",
     "Broadcast",
+    "CollectivePermute",
     "Gather",
     "LocalSlice",
     "Reduce",
     "ReduceScatter",
     "Scatter",
     "SendRecv",
+    "StepSlice",
 ]
 COMMUNICATION_TYPES: tuple[CommunicationType, ...] = get_args(CommunicationType)
 SUPPORTED: tuple[CommunicationType, ...] = ("Allgather", "Allreduce", "ReduceScatter", "LocalSlice")
+_LOCAL: tuple[CommunicationType, ...] = ("LocalSlice", "StepSlice")
 # ReductionOp kind -> the word of host programs and backends.
 RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "max": "MAX"}
 
@@ -62,7 +68,17 @@ class TeamOf:
 
 # ------------------------------------------------------------------ what a Reshard does
 def communication_type(op: Reshard) -> CommunicationType:
-    """Return the type of a `Reshard`: a function of its axes, its reduction and its meshes."""
+    """Return the type of a `Reshard`: a function of its axes, its reduction and its meshes.
+
+    From devices to the steps of a stream, it is that of one step as the axes say it: Broadcast
+    from the step's device, or, where every device starts with its own block, CollectivePermute. Any
+    other way to bring each device the step's block does as well.
+    """
+    if ParallelType.stream in op.ptypes:
+        if len(op.ptypes) == 1:
+            return "StepSlice"
+        found = stream_axis_of(op.out)
+        return "CollectivePermute" if found is not None and found[1].swizzle else "Broadcast"
     one_mesh = op.inp.mesh == op.out.mesh
     source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
     is_spread, becomes_spread = source is not None, target is not None
@@ -87,15 +103,23 @@ def _stored(tv: TensorView, position: int | None) -> int | None:
 
 
 def communicates(op: TensorOp) -> bool:
-    """Whether devices exchange data: a `Reshard` that is more than a local slice."""
-    return isinstance(op, Reshard) and communication_type(op) != "LocalSlice"
+    """Whether devices exchange data: a `Reshard` that is more than a slice."""
+    return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
+
+
+def is_device_to_stream(op: TensorOp) -> bool:
+    """Whether each step of a stream loop brings every device the block of one device."""
+    return isinstance(op, Reshard) and len(op.ptypes) == 2 and ParallelType.stream in op.ptypes
 
 
 def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
     """Return the logical positions, in `inp` and `out`, of the axis that is gathered or scattered.
 
-    None on a side that has no such axis; both None for an allreduce.
+    None on a side that has no such axis; both None for an allreduce, and where every step moves a
+    block as it is.
     """
+    if is_device_to_stream(op):
+        return None, None
     to_out = position_map(op)
     source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
     if target is not None and (source is None or op.reduction is not None):
@@ -135,10 +159,10 @@ def team_of(op: Reshard) -> TeamOf:
     Raises `UnsupportedError` for types that are not collectives of one mesh.
     """
     found = communication_type(op)
-    if found not in (*SUPPORTED, "AllToAll"):
+    if found not in (*SUPPORTED, "AllToAll") and not is_device_to_stream(op):
         raise UnsupportedError(f"{found}: teams over two meshes are not supported yet")
     assert op.inp.mesh is not None, f"{op.inp} of a Reshard has no mesh"
-    return TeamOf(op.inp.mesh, op.ptypes)
+    return TeamOf(op.inp.mesh, tuple(p for p in op.ptypes if p.is_device))
 
 
 # ------------------------------------------------------------------ finding it out, once
@@ -169,10 +193,19 @@ def as_reshard(op: TensorOp) -> Reshard | None:
             f"Expected a reduction-based communication: {op.name} of {producer} -> "
             f"{consumer}{user_code(op.where)}"
         )
+    ptypes = (ptype,)
+    if source is not None and target is None and not is_reduction:
+        # A block per device may become a block per step.
+        step = _position(consumer, ParallelType.stream)
+        cuts = () if step is None else placement(consumer)[step]
+        if step == position_map(op).get(source) and is_from_devices(
+            producer, source, cuts, consumer.mesh
+        ):
+            ptypes, target = (ptype, ParallelType.stream), step
     return Reshard(
         consumer,
         producer,
-        ptypes=(ptype,),
+        ptypes=ptypes,
         source=source,
         target=target,
         reduction=op.kind if isinstance(op, ReductionOp) else None,
@@ -182,7 +215,7 @@ def as_reshard(op: TensorOp) -> Reshard | None:
 def check_lowerable(op: Reshard) -> None:
     """Raise `UnsupportedError` for a communication that is not implemented."""
     found = communication_type(op)
-    if found not in SUPPORTED:
+    if found not in SUPPORTED and not is_device_to_stream(op):
         raise UnsupportedError(
             f"{found} of {op.inp} on {op.inp.mesh} -> {op.out} on {op.out.mesh}: only "
             f"{', '.join(SUPPORTED)} on one mesh are supported yet{user_code(op.where)}"

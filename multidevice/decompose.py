@@ -19,25 +19,22 @@ from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import (
-    CatOp,
-    IotaOp,
-    LoadStoreOp,
-    TensorOp,
-)
+from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.communication import as_reshard, check_lowerable, is_copy
 from multidevice.partial_sums import (
     add_row_parallel_bias_last,
-    factor_device_reductions,
+    factor_spread_reductions,
     reduces_one_device_axis,
 )
 from multidevice.placement import (
+    SPREAD_TYPES,
     Cuts,
     add_cuts,
     axis_cuts,
     clone_domain,
+    outside_streams,
     placement,
     unparallelize,
 )
@@ -47,14 +44,18 @@ from multidevice.propagate import (
     backward_cuts,
     fitting_placement,
     forward_cuts,
-    has_cut_origin,
+    sibling_cuts,
+    uncuttable_axes,
 )
 from multidevice.sharding import (
+    has_mesh,
+    has_streams,
     have_different_shardings,
     is_resharding,
-    rfactor_device_axis,
+    partial_sum_axes,
 )
 from multidevice.stepwise import Copies, split_copies
+from multidevice.stream_steps import keep_computable_streams, slice_operands
 
 
 def decompose_reshardings(fusion: Fusion) -> None:
@@ -64,14 +65,16 @@ def decompose_reshardings(fusion: Fusion) -> None:
         ShardingError: an op cannot be computed with the placements asked for.
         UnsupportedError: a change of placement that no supported collective makes.
     """
-    if not any(tv.mesh is not None for tv in fusion.tensors()):
+    if not (has_mesh(fusion) or has_streams(fusion)):
         return
     add_row_parallel_bias_last(fusion)
-    factor_device_reductions(fusion)
+    factor_spread_reductions(fusion)
     copies = Copies(fusion)
     insert_reshardings(fusion, copies)
     split_copies(fusion, copies)
     copies.drop_unused()
+    keep_computable_streams(fusion)
+    slice_operands(fusion)
     name_reshardings(fusion)
 
 
@@ -170,7 +173,7 @@ def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
     of a reshape.
     """
     out = op.out_tensor
-    whole = _uncuttable_axes(op)
+    whole = uncuttable_axes(op, DEVICE_TYPES)
     cut = [n for n, cuts in axis_cuts(out, DEVICE_TYPES).items() if cuts and n in whole]
     if not cut:
         return op
@@ -199,15 +202,6 @@ def _compute_whole(fusion: Fusion, op: TensorOp, types: Collection[ParallelType]
     return computed
 
 
-def _uncuttable_axes(op: TensorOp) -> set[int]:
-    """Return the logical axes of the result whose cuts no operand can match, by number."""
-    out = op.out_tensor
-    if isinstance(op, CatOp | IotaOp):
-        return {out.domain.logical[op.dim if isinstance(op, CatOp) else 0].number}
-    cuts = axis_cuts(out, DEVICE_TYPES)
-    return {a.number for a in out.domain.logical if not has_cut_origin(out, a, cuts)}
-
-
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
     """Create a tensor with a fresh copy of `out`'s domain, without a declared memory order."""
     domain, _ = clone_domain(out.fusion, out.domain)
@@ -226,7 +220,7 @@ def _goes_after(op: TensorOp) -> bool:
     if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):
         return False
     operand, out = operands[0][1], op.out_tensor
-    if rfactor_device_axis(out) is not None:
+    if partial_sum_axes(out):
         return False
     if nbytes_of(operand.dtype()) < nbytes_of(out.dtype()):
         return False
@@ -244,7 +238,10 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
         cuts = forward_cuts(computed, index, local)
     except ShardingError:
         return False
-    apply_transfers(local, cuts, DEVICE_TYPES)
+    is_nested = any(outside_streams(c) != _devices(c) for _, c in cuts)
+    apply_transfers(local, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
+    # Steps of the result are steps of what it is copied from, where the copy allows it.
+    apply_transfers(local, sibling_cuts(out, local), (ParallelType.stream,))
     if any(a.is_reduction() and a.is_device for a in local.domain.loop):
         return False
     if is_resharding(computed):
@@ -252,6 +249,10 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     out.domain = out.domain.without_root()
     fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
     return True
+
+
+def _devices(cuts: Cuts) -> Cuts:
+    return tuple(c for c in cuts if c.ptype.is_device)
 
 
 # -- before

@@ -15,7 +15,7 @@ from fuser.ir.path import SizeRules, forward, indices_forward, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from multidevice.placement import SPREAD_TYPES, is_plain_broadcast, sharded_axis
+from multidevice.placement import is_plain_broadcast, sharded_axis
 
 
 class Comparison:
@@ -80,11 +80,14 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Learn `s = factor * s'` from the splits of views and of devices, which leave no rest."""
-        axes = tv.domain.axes
+        """Learn `s = factor * s'` from the splits of views and of devices, which leave no rest.
+
+        Those of streams may leave one.
+        """
         for t in tv.domain.splits.values():
-            if axes[t.outer].rfactor or axes[t.outer].ptype in SPREAD_TYPES:
-                self._learn(self.rewrite(axes[t.inp].size), self.rewrite(t.factor))
+            outer = tv.domain.rotated(t.outer)
+            if outer.is_device or (outer.rfactor and not outer.is_stream):
+                self._learn(self.rewrite(tv.domain.axes[t.inp].size), self.rewrite(t.factor))
 
     def _learn(self, extent: Scalar, factor: Scalar) -> None:
         atoms = sc.symbols(extent)

@@ -1,7 +1,8 @@
 """The last word on domains: device axes reach the allocation domain and lead the loop domain.
 
 Before: cuts live in loop domains, allocation domains describe whole tensors. After: every tensor
-that is cut has an allocation domain with its device axes in it, and every loop domain is
+that is cut has an allocation domain with its device axes in it, also with its stream axis where
+each step of a loop has its own memory, and every loop domain is
 `[stream?, DIDz?, DIDy?, DIDx?, serial...]`. Segmentation and host lowering rely on both.
 
     w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
@@ -16,9 +17,11 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.passes.segment import VIEW_OPS
 from multidevice.communication import communicates
 from multidevice.placement import is_contiguous, spread_axes
-from multidevice.sharding import have_different_shardings
+from multidevice.sharding import has_streams
+from multidevice.streams import StreamLoops
 
 # Outermost first. Other types stand behind, in their order.
 _RANK = {
@@ -36,8 +39,9 @@ def finalize_domains(fusion: Fusion) -> None:
     operand or result is not contiguous.
     """
     complete_meshes(fusion)
+    per_step = allocated_per_step(fusion) if has_streams(fusion) else set[TensorView]()
     for tv in fusion.tensors():
-        shard_allocation(tv)
+        shard_allocation(tv, per_step=tv in per_step)
         parallel_axes_to_front(tv)
     for op in fusion.exprs:
         if not communicates(op):
@@ -72,37 +76,38 @@ def complete_meshes(fusion: Fusion) -> None:
             tv.mesh = next(iter(meshes))
 
 
-def _is_allocated_per_stream(tv: TensorView) -> bool:
-    """Whether all consumers of an intermediate are streamed like it; inputs and outputs never
-    are.
+def allocated_per_step(fusion: Fusion) -> set[TensorView]:
+    """Return the intermediates that are only read in step with their own loop.
+
+    Inputs and outputs never are allocated so: callers are outside of the loop. What is a view of a
+    tensor in memory is in memory like it.
     """
-    fusion = tv.fusion
-    if tv in fusion.inputs or tv in fusion.outputs:
-        return False
-    return all(
-        not have_different_shardings(op, index, (ParallelType.stream,), out=out)
-        for op in tv.uses()
-        for index, operand in enumerate(op.inputs)
-        if operand is tv
-        for out in op.outputs
-    )
+    loops = StreamLoops(fusion)
+    outside = {*fusion.inputs, *fusion.outputs}
+    found = {tv for tv in fusion.tensors() if tv not in outside and loops.fits_in_loop(tv)}
+    views = [(op.inp, op.out) for op in fusion.exprs if isinstance(op, VIEW_OPS)]
+    changed = True
+    while changed:
+        mixed = {tv for pair in views if len(found.intersection(pair)) == 1 for tv in pair}
+        changed = bool(found & mixed)
+        found -= mixed
+    return found
 
 
-def shard_allocation(tv: TensorView) -> None:
+def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
     """Split the allocation axes of a tensor as its loop axes are cut; contiguity follows.
 
-    The parts of a cut axis stand where the axis stood: the memory of a shard keeps the axes' order.
+    `per_step`: a stream's too. The parts of a cut axis stand where the axis stood: the memory of a
+    shard keeps the axes' order.
     """
-    spread = spread_axes(tv)
-    if not spread:
+    if not spread_axes(tv):
         return
-    with_stream = any(a.is_stream for a in spread) and _is_allocated_per_stream(tv)
     domain = tv.domain
     logical = domain.no_reductions
     allocation: list[IterDomain] = []
     contiguity: list[bool | None] = []
     for position, flag in memory_order(tv):
-        parts = _parts(tv, logical[position], with_stream=with_stream)
+        parts = _parts(tv, logical[position], with_stream=per_step)
         allocation += parts
         # Blocks of a strided axis are as far apart as their elements say; the blocks are
         # consecutive.
@@ -124,7 +129,7 @@ def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterD
     axes = tv.domain.axes
     while True:
         split = tv.domain.splits.get(axis.number)
-        outer = None if split is None else axes[split.outer]
+        outer = None if split is None else tv.domain.rotated(split.outer)
         is_kept = outer is not None and (outer.is_device or (outer.is_stream and with_stream))
         if split is None or outer is None or not is_kept:
             return [*parts, axis]

@@ -8,8 +8,11 @@ Sizes stay written over the global symbols: a shard of `i0` rows has `ceilDiv(i0
 
 from __future__ import annotations
 
-from fuser.errors import ShardingError, UnsupportedError
+from dataclasses import replace
+
+from fuser.errors import ShardingError
 from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, TensorDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import (
@@ -26,51 +29,72 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
-from multidevice.placement import axis_cuts, local_extent, path_to_root
-from multidevice.sharding import has_mesh, rfactor_device_axis
+from multidevice.placement import (
+    SPREAD_TYPES,
+    Block,
+    axis_cuts,
+    local_extent,
+    path_to_root,
+    stream_axis_of,
+)
+from multidevice.sharding import has_mesh, has_streams, partial_sum_axes
+from multidevice.stream_steps import is_in_step
 
 
-def localize(fusion: Fusion) -> tuple[Fusion, dict[TensorView, TensorView]]:
+def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[TensorView, TensorView]]:
     """Return the fusion of local shards, and the map from the given tensors to its tensors.
 
     The result has no meshes and no device axes; a logical axis that is a device axis as a whole
     has extent 1. Loop domains are the logical ones: schedules start from here. Inputs lose the
     reduction axes of the ops that made them. Without meshes it is a plain copy.
 
+    Of a tensor that is computed in steps, or read in step by such ops, it has one step's block, of
+    the size that `block` says (see `streams.block_extents`): kernels in loops run on slices.
+
     Raises:
         ShardingError: an op of the fusion is a resharding.
-        UnsupportedError: a tensor has a stream axis.
     """
     local, twins = fusion.copy()
-    if not has_mesh(fusion):
+    if not (has_mesh(fusion) or has_streams(fusion)):
         return local, twins
     for op in fusion.exprs:
         if isinstance(op, Reshard):
             raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
     for tv, twin in twins.items():
-        domain = local_domain(tv)
+        domain = local_domain(tv, block if _is_block(tv) else None)
         twin.domain = domain.without_root() if tv.definition() is None else domain
         twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
     ops: list[TensorOp] = []
     for op, twin in zip(fusion.exprs, local.exprs, strict=True):
-        if rfactor_device_axis(op.out_tensor) is None:
+        if not partial_sum_axes(op.out_tensor):
             ops.append(_with_local_scalars(twin))
         else:
-            ops += _partial_sum(local, op, twin)
+            ops += _partial_sum(local, op, twin, block)
     local.exprs = ops
     return local, twins
 
 
-# ------------------------------------------------------------------ domains
-def local_domain(tv: TensorView) -> TensorDomain:
-    """Return the domain of a shard of `tv`: local extents, no device axes, its memory order."""
-    domain = tv.domain
-    for axis in domain.loop:
-        if axis.ptype is ParallelType.stream:
-            raise UnsupportedError(f"stream axis {axis} of {tv} in a kernel is not supported yet")
-    sizes = _local_sizes(tv)
+def _is_block(tv: TensorView) -> bool:
+    """Whether one step of a loop sees only a block of the tensor."""
+    if tv.definition() is not None:
+        return stream_axis_of(tv) is not None
+    return any(
+        is_in_step(op, index)
+        for op in tv.uses()
+        for index, operand in tensor_operands(op)
+        if operand is tv
+    )
 
-    partial = {a.number for a in domain.no_reductions if a.rfactor and a.is_device}
+
+# ------------------------------------------------------------------ domains
+def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
+    """Return the domain of a shard of `tv`: local extents, no device axes, its memory order.
+
+    With `block`: of one step's block of the shard.
+    """
+    domain = tv.domain
+    sizes = _local_sizes(tv, block)
+    partial = {domain.no_reductions[p].number for p in partial_sum_axes(tv)}
 
     def local(axis: IterDomain) -> IterDomain:
         kind = IterType.broadcast if axis.number in partial else axis.kind
@@ -95,21 +119,21 @@ def local_domain(tv: TensorView) -> TensorDomain:
     return made.with_allocation(*_local_allocation(tv, made.logical))
 
 
-def _local_sizes(tv: TensorView) -> dict[int, Scalar]:
-    """Return the local size of every root and logical axis that devices cut, by axis number."""
+def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
+    """Return the local size of every root and logical axis that is cut, by axis number."""
     fusion = tv.fusion
     axes = tv.domain.axes
     sizes: dict[int, Scalar] = {}
-    for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
-        path = path_to_root(tv, axes[number])
-        for step in path:
+    partial = {tv.domain.no_reductions[p].number for p in partial_sum_axes(tv)}
+    ptypes = DEVICE_TYPES if block is None else SPREAD_TYPES
+    for number, cuts in axis_cuts(tv, ptypes).items():
+        splits = tuple(replace(c, whole=False) for c in cuts)
+        for step in path_to_root(tv, axes[number]):
             size = sizes.get(step, fusion.canonical(axes[step].size))
-            if step == number:
-                sizes[step] = local_extent(size, cuts)
-                continue
-            for cut in cuts:
-                size = sc.ceildiv(size, cut.count)
-            sizes[step] = size
+            sizes[step] = local_extent(size, cuts if step == number else splits, block)
+            split = tv.domain.splits.get(step)
+            if number in partial and split is not None:
+                sizes[split.inner] = sizes[step]  # what is left of the reduction
     return sizes
 
 
@@ -153,13 +177,15 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
             return op
 
 
-def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp) -> list[TensorOp]:
-    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` with a broadcast for the device
-    axis: of a reduction's operand, so that the reduction stays last; of a contraction's result.
+def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
+    """Rewrite an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]` with a broadcast for the axis of
+    parts: of a reduction's operand, so that the reduction stays last; of a contraction's result.
     """
     tv, out = op.out_tensor, twin.out_tensor
+    parts = partial_sum_axes(tv)
     if isinstance(twin, ReductionOp):
-        flags = tuple(a.rfactor and a.is_device for a in tv.domain.logical)
+        numbers = {tv.domain.no_reductions[p].number for p in parts}
+        flags = tuple(a.number in numbers for a in tv.domain.logical)
         given = iter(twin.inp.domain.no_reductions)
         axes = [
             local.new_axis(sc.ONE, IterType.broadcast) if new else local.clone_axis(next(given))
@@ -168,9 +194,9 @@ def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp) -> list[TensorOp]:
         spread = local.new_tensor(axes, twin.inp.dtype())
         broadcast = BroadcastOp(spread, twin.inp, flags=flags).replace(where=op.where)
         return [broadcast, twin.replace(inp=spread)]
-    sizes = _local_sizes(tv)
+    sizes = _local_sizes(tv, block)
     axes = [local.clone_axis(a, extent=sizes.get(a.number, a.extent)) for a in tv.domain.maybe_root]
     product = local.new_tensor(axes, out.dtype())
-    flags = tuple(a.rfactor and a.is_device for a in tv.domain.no_reductions)
+    flags = tuple(p in parts for p in range(tv.ndim))
     computed = twin.map_values(lambda v: product if v is out else v)
     return [computed, BroadcastOp(out, product, flags=flags).replace(where=op.where)]

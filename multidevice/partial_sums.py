@@ -1,8 +1,10 @@
-"""Reductions spread over devices: local partial sums, then sums over explicit device axes.
+"""Reductions spread over devices or streams: partial sums, then sums over explicit axes.
 
 out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
                                               s [M, N, rDIDx{d}] = sum(t)
                                               out = s + broadcast(bias)
+out [M, rstream{4}, r] = sum(x)          ->   t [M, istream{4}rf, r] = sum(x)     4 steps
+                                              out [M, r{4}] = sum(t)              after them
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from fuser.ir.nodes import (
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
 from multidevice.placement import (
+    SPREAD_TYPES,
     Cuts,
     Placement,
     add_cut,
@@ -83,12 +86,13 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 
 # ------------------------------------------------------------------ partial sums
-def factor_device_reductions(fusion: Fusion) -> None:
-    """Split every reduction that is spread over devices into a local op and sums over device axes.
+def factor_spread_reductions(fusion: Fusion) -> None:
+    """Split every reduction that is spread over devices or a stream into an op that leaves partial
+    sums, and sums over these.
 
-    The local op's result has an explicit device axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's
-    tensor becomes the sum over it, `[M, N, rDIDx{d}]`. With several device types the sums follow
-    each other, one type at a time.
+    The first op's result has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`; the user's tensor
+    becomes the sum over it, `[M, N, rDIDx{d}]`. With several types the sums follow each other, one
+    type at a time.
     """
     for op in fusion.exprs:
         cuts = reduction_cuts(op.out_tensor)
@@ -97,7 +101,7 @@ def factor_device_reductions(fusion: Fusion) -> None:
         if not isinstance(op, ReductionOp | MatmulOp | LinearOp):
             # No pairwise combination is declared: the operand is gathered instead.
             for out in op.outputs:
-                unparallelize(out, lambda a: a.is_reduction() and a.is_device)
+                unparallelize(out, lambda a: a.is_reduction())
         elif not reduces_one_device_axis(op):
             _factor(fusion, op, cuts)
 
@@ -131,17 +135,17 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
 
 
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Return the device types in the order of summation: mesh_x first.
+    """Return the types in the order of summation: a stream, whose sum is local, then mesh_x first.
 
     A type that also cuts the result comes after the types that cut the same axis outside it, so
     that each step scatters whole blocks.
     """
     depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
-    return sorted(types, key=lambda p: (depth.get(p, 0), DEVICE_TYPES.index(p)))
+    return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
 
 
 def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
-    """Create the result of the local op: device axes of reductions become iteration axes."""
+    """Create the result of the first op: spread axes of reductions become iteration axes."""
     fusion = out.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
     logical = [axes[a.number] for a in out.domain.logical]
@@ -151,12 +155,12 @@ def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
             # A whole cut still needs an axis of extent 1 to contract locally.
             add_cut(local, axes[number].number, replace(cut, whole=False))
     is_rfactor = {n for t in local.domain.transforms for n in t.outputs}
-    device = {a.number for a in local.domain.loop if a.is_device}
+    spread = {a.number for a in local.domain.loop if a.ptype in SPREAD_TYPES}
     domain = local.domain.map_axes(
         lambda a: replace(
             a,
             rfactor=a.number in is_rfactor,
-            kind=IterType.iteration if a.number in device else a.kind,
+            kind=IterType.iteration if a.number in spread else a.kind,
         )
     )
     whole = domain.having(logical=domain.loop_numbers, root=domain.logical_numbers)
@@ -169,14 +173,14 @@ def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
 
 
 def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Rebind `out` as the sum of `source` over its axis with device type `ptype`."""
+    """Rebind `out` as the sum of `source` over its partial-sum axis with type `ptype`."""
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
     summed: IterDomain | None = None
     logical: list[IterDomain] = []
     for axis in source.domain.no_reductions:
         if axis.ptype is ptype and axis.rfactor:
-            summed = fusion.clone_axis(axis, kind=IterType.reduction, ptype=ptype)
+            summed = fusion.clone_axis(axis, kind=IterType.reduction, ptype=_summed_type(ptype))
             logical.append(summed)
         else:
             logical.append(next(mine))
@@ -193,15 +197,20 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
     )
 
 
+def _summed_type(ptype: ParallelType) -> ParallelType:
+    """Return the type of a sum over an axis of this type: the sum over a stream's steps is one."""
+    return ptype if ptype.is_device else ParallelType.serial
+
+
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Create the sum over one of several device axes, placed like `out` where types are free."""
+    """Create the sum over one of several such axes, placed like `out` where types are free."""
     fusion = out.fusion
     axes = tuple(
         fusion.clone_axis(
             a,
-            ptype=a.ptype if a.rfactor and a.is_device else ParallelType.serial,
+            ptype=_summed_type(a.ptype) if a.rfactor else ParallelType.serial,
             kind=IterType.reduction if a.rfactor and a.ptype is ptype else a.kind,
             rfactor=a.rfactor and a.ptype is not ptype,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
@@ -38,12 +39,21 @@ SPREAD_TYPES = (*DEVICE_TYPES, ParallelType.stream)
 class Cut:
     """An axis cut into `count` blocks along `ptype`.
 
-    `whole`: the axis itself carries the type (its extent is `count`), there is no split.
+    `whole`: the axis itself carries the type (its extent is `count`), there is no split. Only
+    streams have symbolic counts. `swizzle`: the blocks are numbered from the coordinate along this
+    device type on, so that every device starts with its own.
     """
 
     ptype: ParallelType
-    count: int
+    count: int | Scalar
     whole: bool = False
+    swizzle: ParallelType | None = None
+
+    @property
+    def devices(self) -> int:
+        """Among how many devices the axis is shared; 1 for a stream, whose steps all run here."""
+        assert isinstance(self.count, int) or self.ptype is ParallelType.stream
+        return self.count if isinstance(self.count, int) and self.ptype.is_device else 1
 
 
 Cuts = tuple[Cut, ...]
@@ -67,7 +77,7 @@ def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
     return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
 
 
-def _count(tv: TensorView, axis: IterDomain) -> int:
+def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
     """Return into how many blocks a spread axis cuts: the mesh's size, or a stream's extent."""
     if axis.ptype.is_device:
         if tv.mesh is None:
@@ -76,10 +86,9 @@ def _count(tv: TensorView, axis: IterDomain) -> int:
                 f"call set_device_mesh{user_code(tv.user_line())}"
             )
         return tv.mesh.size_of(axis.ptype)
-    count = sc.int_value(axis.size)
-    if count is None:
-        raise UnsupportedError(f"stream axis {axis} of {tv} needs a constant extent")
-    return count
+    size = tv.fusion.canonical(axis.size)
+    count = sc.int_value(size)
+    return size if count is None else count
 
 
 def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
@@ -105,12 +114,12 @@ class _BlockDepth(Rules[int]):
     def unsplit(self, t: Split, outer: int | None, inner: int | None) -> int:
         if outer is not None:
             return outer + 1
-        if inner is None or self._tv.domain.axes[t.outer].ptype not in SPREAD_TYPES:
+        if inner is None or not _is_cut(self._tv.domain, t):
             raise self._refusal(t)
         return inner + 1
 
     def unswizzle(self, t: Swizzle1D, out: int) -> int:
-        return out + 1
+        return out
 
     def unmerge(self, t: Merge, out: int) -> tuple[int | None, int | None]:
         raise self._refusal(t)
@@ -121,7 +130,7 @@ class _BlockDepth(Rules[int]):
     def _refusal(self, t: Transform) -> UnsupportedError:
         return UnsupportedError(
             f"Currently, we don't support DID on inner splits: {self._axis} of {self._tv}, "
-            f"from {transform_text(t, self._tv.domain)}"
+            f"from {transform_text(t, self._tv.domain)}{user_code(self._tv.user_line())}"
         )
 
 
@@ -133,7 +142,8 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
     for axis in spread_axes(tv):
         if axis.ptype in ptypes:
             number, depth = cut_origin(tv, axis)
-            cut = Cut(axis.ptype, _count(tv, axis), whole=depth == 0)
+            swizzle = _swizzle_of(tv.domain, axis)
+            cut = Cut(axis.ptype, _count(tv, axis), whole=depth == 0, swizzle=swizzle)
             found.setdefault(number, []).append((depth, cut))
     ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
     return {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
@@ -146,17 +156,48 @@ def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
 
 
 def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
-    """Return the device cuts of reduction axes, by logical axis number."""
+    """Return the cuts of reduction axes, by logical axis number."""
     reductions = {a.number for a in tv.domain.logical if a.is_reduction()}
-    return {n: c for n, c in axis_cuts(tv, DEVICE_TYPES).items() if n in reductions}
+    return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
 
 
-def local_extent(extent: Scalar, cuts: Cuts) -> Scalar:
-    """Return what remains of an extent on one device; streams do not cut what a device holds."""
+# Of the blocks along a stream: one that is not the last, or the last that is not empty.
+Block = Literal["first", "last"]
+
+
+def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
+    """Return what remains of an extent on one device; with `block` in one step of a stream.
+
+    Streams do not cut what a device holds.
+    """
     for cut in cuts:
-        if cut.ptype.is_device:
-            extent = sc.ONE if cut.whole else sc.ceildiv(extent, cut.count)
+        if cut.ptype.is_device or block is not None:
+            size = sc.ONE if cut.whole else sc.ceildiv(extent, cut.count)
+            if block == "last" and not cut.whole and not cut.ptype.is_device:
+                size = sc.sub(extent, sc.mul(size, sc.sub(sc.ceildiv(extent, size), sc.ONE)))
+            extent = size
     return extent
+
+
+def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
+    """Return (number of the logical axis, cut) of a tensor's stream axis, None without one."""
+    cuts = axis_cuts(tv, (ParallelType.stream,))
+    return next(((n, mine[0]) for n, mine in cuts.items()), None)
+
+
+def outside_streams(cuts: Cuts) -> Cuts:
+    """Return the cuts that lie outside a stream's: those inside mean other blocks without it."""
+    position = next((k for k, c in enumerate(cuts) if c.ptype is ParallelType.stream), len(cuts))
+    return cuts[:position]
+
+
+def _is_cut(domain: TensorDomain, split: Split) -> bool:
+    return domain.rotated(split.outer).ptype in SPREAD_TYPES
+
+
+def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
+    made = (t for t in domain.transforms if isinstance(t, Swizzle1D) and t.out == axis.number)
+    return next((t.ptype for t in made), None)
 
 
 # ------------------------------------------------------------------ writing
@@ -167,7 +208,7 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
             axis = tv.domain.axes[number]
             return axis if axis.ptype is ParallelType.serial else None
         split = tv.domain.splits.get(number)
-        if split is None or tv.domain.axes[split.outer].ptype not in SPREAD_TYPES:
+        if split is None or not _is_cut(tv.domain, split):
             return None
         number = split.inner
 
@@ -184,6 +225,8 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     position = tv.domain.loop_numbers.index(rest.number)
     if not cut.whole:
         tv.split(position, cut.count, inner_split=False)
+    if cut.swizzle is not None:
+        tv.swizzle1d(position, cut.swizzle)
     tv.parallelize_axis(tv.domain.loop[position], cut.ptype)
     return True
 
@@ -268,9 +311,15 @@ class _Outermost(Rules[bool]):
             )
         return True
 
+    def swizzle(self, t: Swizzle1D, inp: bool) -> bool:
+        return True
+
+    def unswizzle(self, t: Swizzle1D, out: bool) -> bool:
+        return True
+
     def unsplit(self, t: Split, outer: bool | None, inner: bool | None) -> bool | None:
         beside = self._axes[t.outer]
-        return True if outer or _is_unit(beside) or beside.ptype.is_device else None
+        return True if outer or _is_unit(beside) or _is_cut(self._tv.domain, t) else None
 
     def unmerge(self, t: Merge, out: bool) -> tuple[bool | None, bool | None]:
         return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)

@@ -23,7 +23,7 @@ from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import IotaOp, LinearOp, MatmulOp, TensorOp
+from fuser.ir.nodes import CatOp, IotaOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.placement import (
@@ -36,6 +36,8 @@ from multidevice.placement import (
     is_plain_broadcast,
     origin_root,
     outermost_logical,
+    outside_streams,
+    placement,
     spread_axes,
 )
 
@@ -79,11 +81,17 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
         # Consumers iterate a broadcast; there is nothing to cut.
         if is_plain_broadcast(root):
             continue
-        target = outermost_logical(out, root)
+        try:
+            target = outermost_logical(out, root)
+            if target is not None and target.number != root.number:
+                mine = _dividing(out, target, mine)
+        except ShardingError:
+            # What needs no step per block of the operand is computed in one step.
+            if not all(c.ptype is ParallelType.stream for c in mine):
+                raise
+            continue
         if target is None:
             continue
-        if target.number != root.number:
-            _check_divides(out, target, mine)
         found.append((target, _resize_cuts(out.fusion, mine, axes[position], target)))
     return tuple(found)
 
@@ -105,15 +113,19 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
         if logical.number not in cuts:
             continue
         root = origin_root(out, logical)
-        position = None if root is None else position_of[root.number]
+        if root is None:
+            continue
+        position = position_of[root.number]
         if position is None or is_plain_broadcast(axes[position]):
             continue
         target = axes[position]
         mine = _resize_cuts(out.fusion, cuts[logical.number], logical, target)
         # A partial sum has several device axes from one root axis; they nest in their order.
         joined = (*found.get(target.number, ()), *mine)
-        if root is not logical and not _divides(source, target, joined):
-            continue
+        if not _is_one_cut(root, logical, joined) and not _divides(source, target, joined):
+            joined = outside_streams(joined)
+            if not joined or not _divides(source, target, joined):
+                continue
         found[target.number] = joined
     by_number = {a.number: a for a in axes}
     return tuple((by_number[n], mine) for n, mine in found.items())
@@ -124,7 +136,24 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
     root = origin_root(tv, logical)
     if root is None:
         return False
-    return root is logical or _divides(tv, root, cuts.get(logical.number, ()))
+    mine = cuts.get(logical.number, ())
+    return _is_one_cut(root, logical, mine) or _divides(tv, root, mine)
+
+
+def uncuttable_axes(op: TensorOp, ptypes: Collection[ParallelType]) -> set[int]:
+    """Return the logical axes of the result whose cuts no operand can match, by number."""
+    out = op.out_tensor
+    if isinstance(op, CatOp | IotaOp):
+        return {out.domain.logical[op.dim if isinstance(op, CatOp) else 0].number}
+    cuts = axis_cuts(out, ptypes)
+    return {a.number for a in out.domain.logical if not has_cut_origin(out, a, cuts)}
+
+
+def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
+    """Whether cutting the logical axis cuts the root axis into the very same blocks: they are one
+    axis, or the logical one counts a reduction's (maybe ragged) blocks."""
+    is_stream = any(c.ptype is ParallelType.stream for c in cuts)
+    return root is logical or (is_stream and root.is_reduction())
 
 
 def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
@@ -139,25 +168,27 @@ def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDom
     return tuple(replace(c, whole=False) for c in cuts)
 
 
-def _product(cuts: Cuts) -> int:
-    total = 1
-    for cut in cuts:
-        total *= cut.count
-    return total
-
-
 def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts may divide the axis; a symbolic extent is checked when it is bound."""
-    extent = sc.int_value(tv.fusion.canonical(axis.size))
-    return extent is None or extent % _product(cuts) == 0
+    """Whether the cuts may divide the axis; a symbolic extent is checked when it is bound, but for
+    streams, whose blocks may be ragged elsewhere."""
+    extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
+    if any(c.ptype is ParallelType.stream for c in cuts):
+        return sc.int_value(sc.mod(extent, count)) == 0
+    size, devices = sc.int_value(extent), sc.int_value(count)
+    return size is None or devices is None or size % devices == 0
 
 
-def _check_divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> None:
-    if not _divides(tv, axis, cuts):
+def _dividing(tv: TensorView, axis: IterDomain, cuts: Cuts) -> Cuts:
+    """Return the cuts, without a stream's that does not divide the axis; raises for devices."""
+    if _divides(tv, axis, cuts):
+        return cuts
+    rest = outside_streams(cuts)
+    if rest == cuts or not _divides(tv, axis, rest):
         raise ShardingError(
             "Require the sharded ID to be divisible by the split factor: "
-            f"{axis} of {tv} by {_product(cuts)}{user_code(tv.user_line())}"
+            f"{axis} of {tv} by {sc.product(c.count for c in cuts)}{user_code(tv.user_line())}"
         )
+    return rest
 
 
 # ------------------------------------------------------------------ one tensor to another
@@ -206,22 +237,50 @@ def _is_selectable(
 def fitting_placement(
     source: TensorView, transfers: Transfers, mesh: DeviceMesh | None
 ) -> Placement:
-    """Return the device placement that a copy of `source` on `mesh` takes from `transfers`."""
+    """Return the placement that a copy of `source` on `mesh` takes from `transfers`."""
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
     for axis, cuts in transfers:
         mine = taken.setdefault(axis.number, [])
         for depth, cut in enumerate(cuts):
-            if not cut.ptype.is_device or cut.ptype in used:
+            if cut.ptype in used:
                 continue
-            has_dimension = mesh is not None and mesh.dim_of(cut.ptype) is not None
-            if not has_dimension or tuple(mine) != tuple(
-                c for c in cuts[:depth] if c.ptype.is_device
-            ):
+            fits = not cut.ptype.is_device or (
+                mesh is not None and mesh.dim_of(cut.ptype) is not None
+            )
+            if tuple(mine) != cuts[:depth] or not fits:
                 break
             mine.append(cut)
             used.add(cut.ptype)
-    return tuple(tuple(taken.get(a.number, ())) for a in source.domain.no_reductions)
+    wanted = tuple(tuple(taken.get(a.number, ())) for a in source.domain.no_reductions)
+    return tuple(
+        cuts if _is_copied_in_steps(source, position, cuts, mesh) else outside_streams(cuts)
+        for position, cuts in enumerate(wanted)
+    )
+
+
+def _is_copied_in_steps(
+    source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None
+) -> bool:
+    """Whether a copy can be made step by step of a stream in `cuts`: the devices stay as they are,
+    or each step has the block of one device. A stream around devices is no choice.
+    """
+    if not cuts or cuts[-1].ptype is not ParallelType.stream:
+        return True
+    devices = tuple(c for c in placement(source)[position] if c.ptype.is_device)
+    return devices == cuts[:-1] or is_from_devices(source, position, cuts, mesh)
+
+
+def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
+    """Whether an axis of `source` that lies in one block per device becomes, in a copy with these
+    cuts on `mesh`, one block per step of a stream: first mine if the steps are rotated.
+    """
+    have = placement(source, DEVICE_TYPES)[position]
+    if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
+        return False
+    (device,), (stream,) = have, cuts
+    is_stream = stream.ptype is ParallelType.stream and stream.swizzle in (None, device.ptype)
+    return is_stream and (device.count, device.whole) == (stream.count, stream.whole)
 
 
 # ------------------------------------------------------------------ the pass
@@ -301,7 +360,7 @@ class _Propagation:
             for sibling in op.outputs:
                 if sibling is not out and sibling not in self.frozen:
                     self._take_mesh(sibling, out, "backward")
-                    self._apply(sibling, out, "backward", _sibling_cuts(out, sibling), SPREAD_TYPES)
+                    self._apply(sibling, out, "backward", sibling_cuts(out, sibling), SPREAD_TYPES)
             for index, target in tensor_operands(op):
                 is_input = target in inputs
                 if target.is_cpu_scalar or (target in self.frozen and not is_input):
@@ -310,7 +369,7 @@ class _Propagation:
                 # What a fusion input holds is the caller's affair; a stream does not change it.
                 ptypes = (ParallelType.stream,) if is_input else SPREAD_TYPES
                 if isinstance(target.definition(), IotaOp):
-                    ptypes = (ParallelType.stream,)  # its values depend on the place in the axis
+                    ptypes = ()  # its values depend on the place in the axis
                 self._apply(target, out, "backward", backward_cuts(op, index, out), ptypes)
 
     def _take_mesh(self, target: TensorView, source: TensorView, direction: Direction) -> None:
@@ -333,7 +392,7 @@ class _Propagation:
         self.facts[target] = (*self.facts.get(target, ()), fact)
 
 
-def _sibling_cuts(out: TensorView, sibling: TensorView) -> Transfers:
+def sibling_cuts(out: TensorView, sibling: TensorView) -> Transfers:
     """Return the cuts of one result of an op as cuts of another: their axes run in parallel."""
     cuts = axis_cuts(out)
     pairs = zip(out.domain.logical, sibling.domain.logical, strict=True)

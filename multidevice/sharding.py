@@ -22,8 +22,10 @@ from multidevice.placement import (
     axis_cuts,
     is_plain_broadcast,
     local_extent,
+    origin_root,
     placement,
     sharded_axis,
+    spread_axes,
 )
 
 
@@ -61,15 +63,21 @@ def sharding_of(tv: TensorView) -> Sharding | None:
     return Sharding(tv.mesh, {p: axis for p, axis in found.items() if axis >= 0})
 
 
-def rfactor_device_axis(tv: TensorView) -> int | None:
-    """Return the position of the logical axis that is a device axis made by rfactor, if any.
+def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
+    """Return the positions of the logical axes that count the parts of a reduction.
 
     A partial sum `[M, N, iDIDx{d}rf, r{K/d}]` has one at 2: its local shape is [M, N, 1].
     """
-    for position, axis in enumerate(tv.domain.no_reductions):
-        if axis.rfactor and axis.is_device:
-            return position
-    return None
+    return tuple(
+        position
+        for position, axis in enumerate(tv.domain.no_reductions)
+        if axis.rfactor and axis.ptype in SPREAD_TYPES and _is_part_of_reduction(tv, axis)
+    )
+
+
+def _is_part_of_reduction(tv: TensorView, axis: IterDomain) -> bool:
+    root = origin_root(tv, axis)
+    return root is not None and root.is_reduction()
 
 
 # ------------------------------------------------------------------ sizes
@@ -91,7 +99,7 @@ def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     out: list[int] = []
     for size, cuts in zip(sizes, placement(tv), strict=True):
         for cut in cuts:
-            size *= cut.count if cut.ptype.is_device else 1
+            size *= cut.devices
         out.append(size)
     return tuple(out)
 
@@ -102,20 +110,29 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
     """
     _check_rank(tv, sizes)
-    axes = zip(tv.domain.no_reductions, sizes, placement(tv, DEVICE_TYPES), strict=True)
+    axes = zip(tv.domain.no_reductions, sizes, placement(tv), strict=True)
     return tuple(_local_size(tv, axis, size, cuts) for axis, size, cuts in axes)
 
 
 def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
-    """Return what is left of a bound extent on one device; raises when it is not divisible."""
-    rest = extent
-    for cut in cuts:
-        if rest % cut.count != 0 or (cut.whole and rest != cut.count):
+    """Return what is left of a bound extent on one device; raises when it is not divisible.
+
+    The blocks of a stream may be ragged, unless devices share each of them.
+    """
+    last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
+    rest, streams = extent, 1
+    for cut in cuts[: last + 1]:
+        if not cut.ptype.is_device:
+            assert isinstance(cut.count, int), f"{cut} of {tv} lies around a device cut"
+            streams = cut.count
+            continue
+        if rest % (cut.devices * streams) != 0 or (cut.whole and rest != cut.devices):
+            beside = "" if streams == 1 else f", each step of {streams} over them,"
             raise ShardingError(
-                f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.count} "
-                f"devices of {tv.mesh} along {cut.ptype.text}{user_code(tv.user_line())}"
+                f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.devices} "
+                f"devices of {tv.mesh} along {cut.ptype.text}{beside}{user_code(tv.user_line())}"
             )
-        rest //= cut.count
+        rest //= cut.devices
     return rest
 
 
@@ -152,22 +169,16 @@ def check_world(fusion: Fusion, size: int) -> None:
             )
 
 
-def check_streams(fusion: Fusion) -> None:
-    """Raise `UnsupportedError` naming op and axis when a tensor has a stream axis."""
-    for tv in fusion.tensors():
-        axis = next((a for a in tv.domain.axes.values() if a.is_stream), None)
-        if axis is not None:
-            op = fusion.definition(tv)
-            made = f"the result of {op.name} (user code at {op.where or 'unknown'})" if op else ""
-            raise UnsupportedError(
-                f"{axis} of {tv}, {made or 'an input'}, is a stream axis: "
-                "loops over streams are not supported yet, leave the axis serial"
-            )
+def has_streams(fusion: Fusion) -> bool:
+    return any(a.is_stream for tv in fusion.tensors() for a in spread_axes(tv))
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Raise `ShardingError` when a device axis does not fit its tensor's mesh."""
+    """Raise `ShardingError` when a device axis does not fit its tensor's mesh, or a tensor has
+    several stream axes; `UnsupportedError` when a stream axis is no outer split.
+    """
     for tv in fusion.tensors():
+        _check_stream(tv)
         where = user_code(tv.user_line())
         for axis in tv.domain.loop:
             if not axis.is_device or is_plain_broadcast(axis):
@@ -188,13 +199,29 @@ def check_annotations(fusion: Fusion) -> None:
         axis_cuts(tv)
 
 
+def _check_stream(tv: TensorView) -> None:
+    streams = [a for a in spread_axes(tv) if a.is_stream]
+    where = user_code(tv.user_line())
+    if len(streams) > 1:
+        raise ShardingError(
+            f"{tv} has {len(streams)} stream axes, {', '.join(map(str, streams))}: one loop runs "
+            f"over one axis{where}"
+        )
+    for split in tv.domain.splits.values():
+        if tv.domain.rotated(split.outer) in streams and split.inner_split:
+            raise UnsupportedError(
+                f"{streams[0]} of {tv} counts blocks of {split.factor} elements: make the stream "
+                f"axis by outer_split(axis, number of steps){where}"
+            )
+
+
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
     """Raise `ShardingError` naming tensor, extent and mesh when a mesh does not divide an extent.
 
     `sizes` binds the symbols of (global) extents.
     """
     for tv in fusion.tensors():
-        for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
+        for number, cuts in axis_cuts(tv).items():
             axis = next(a for a in tv.domain.logical if a.number == number)
             _local_size(tv, axis, int(sc.evaluate(fusion.canonical(axis.size), sizes)), cuts)
 

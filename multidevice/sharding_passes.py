@@ -16,9 +16,10 @@ from multidevice.communication import communicates
 from multidevice.decompose import decompose_reshardings
 from multidevice.finalize import complete_meshes, finalize_domains
 from multidevice.layout import lay_out_communication
-from multidevice.placement import copy_like, placement, unparallelize
+from multidevice.placement import copy_like, placement, stream_axis_of, unparallelize
 from multidevice.propagate import Fact, propagate_shardings
-from multidevice.sharding import Sharding, check_annotations, has_mesh, sharding_of
+from multidevice.sharding import Sharding, check_annotations, has_mesh, has_streams, sharding_of
+from multidevice.stream_steps import keep_computable_streams
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,24 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 def shard_fusion(fusion: Fusion) -> ShardingResult:
     """Propagate, decompose, lay out and finalize the shardings of a fusion, in place.
 
-    Without meshes nothing happens. Afterwards every op is local or a `Reshard`, whose type is
-    `communication.communication_type`.
+    Without meshes and streams nothing happens. Afterwards every op is local or a `Reshard`, whose
+    type is `communication.communication_type`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.
-        UnsupportedError: a communication that is not implemented.
+        UnsupportedError: a communication that is not implemented, or a stream axis along which an
+            op cannot be computed in steps.
     """
-    if not has_mesh(fusion):
+    if not (has_mesh(fusion) or has_streams(fusion)):
         return ShardingResult()
     check_annotations(fusion)
+    streamed = {tv for tv in fusion.tensors() if stream_axis_of(tv) is not None}
     facts = propagate_shardings(fusion)
+    keep_computable_streams(fusion, asked=streamed)
     complete_meshes(fusion)
     place_updates(fusion)
     verify_fusion(fusion, after="propagate_shardings")
-    outputs = tuple(sharding_of(out) for out in fusion.outputs)
+    outputs = tuple(sharding_of(out) for out in fusion.outputs) if has_mesh(fusion) else ()
     for name, run in PASSES:
         run(fusion)
         verify_fusion(fusion, after=name)

@@ -42,7 +42,7 @@ from hostir.digest import (
 from hostir.evaluate import HostIrEvaluator
 from hostir.host_passes import run_passes
 from hostir.lower import lower
-from multidevice import sharding
+from multidevice import sharding, streams
 from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.localize import localize
@@ -190,7 +190,6 @@ class FusionExecutorCache:
         settings: Settings,
     ) -> tuple[BoundProgram, Claim]:
         sharding.check_world(self._fusion, communicator.size())
-        sharding.check_streams(self._fusion)
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)
         sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
@@ -266,7 +265,8 @@ class FusionExecutorCache:
         segmented = segment_fusion(
             fusion,
             find_scheduler=_find_scheduler,
-            local_shape=sharding.local_extents,
+            local_shape=streams.held_extents,
+            may_share_kernel=streams.StreamLoops(fusion).may_share_kernel,
         )
         dump("segmented_fusion", segmented.describe)
         lowered = lower(segmented, backend_name=backend)

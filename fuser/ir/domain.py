@@ -306,6 +306,13 @@ class TensorDomain:
         """The splits, by the number of the axis that they split."""
         return splits_of(self.transforms)
 
+    def rotated(self, number: int) -> IterDomain:
+        """Return the axis, or the one that its rotations lead to."""
+        for t in self.transforms:
+            if isinstance(t, Swizzle1D) and t.inp == number:
+                number = t.out
+        return self.axes[number]
+
     def above(self, group: Iterable[int]) -> set[int]:
         """Return these axes and all that they are derived from, by number."""
         found = set(group)

@@ -39,10 +39,10 @@ def memory_order(tv: TensorView) -> MemoryOrder:
     domain = tv.domain
     axes = domain.no_reductions
     positions = {a.number: p for p, a in enumerate(axes)}
-    outers = {t: domain.axes[t.outer] for t in domain.splits.values()}
-    cuts = [t for t, outer in outers.items() if outer.is_device or outer.is_stream]
+    outers = {t: domain.rotated(t.outer) for t in domain.splits.values()}
+    cuts = {t: outer for t, outer in outers.items() if outer.is_device or outer.is_stream}
     split_of = {t.inner: t.inp for t in cuts}
-    folded = {t.outer for t in cuts} - positions.keys()
+    folded = {outer.number for outer in cuts.values()} - positions.keys()
     order: list[tuple[int, bool | None]] = []
     for axis, flag in zip(domain.maybe_allocation, domain.contiguity, strict=True):
         if axis.is_reduction() or axis.number in folded:

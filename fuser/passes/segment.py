@@ -80,14 +80,16 @@ def segment_fusion(
     *,
     find_scheduler: Callable[[Fusion], str | None],
     local_shape: Callable[[TensorView], Sequence[Scalar]],
+    may_share_kernel: Callable[[TensorOp, TensorOp], bool] = lambda a, b: True,
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
-    `find_scheduler` names a scheduler that accepts a kernel's fusion, and `local_shape` gives the
-    extents of a tensor's local shard. Raises `UnsupportedError` naming an op that no scheduler
+    `find_scheduler` names a scheduler that accepts a kernel's fusion, `local_shape` gives the
+    extents of what memory holds of a tensor, and `may_share_kernel` is an equivalence of ops: those
+    of one kernel run equally often. Raises `UnsupportedError` naming an op that no scheduler
     accepts even alone.
     """
-    return _Segmenter(fusion, find_scheduler, local_shape).run()
+    return _Segmenter(fusion, find_scheduler, local_shape, may_share_kernel).run()
 
 
 class _Segmenter:
@@ -96,11 +98,13 @@ class _Segmenter:
         fusion: Fusion,
         find_scheduler: Callable[[Fusion], str | None],
         local_shape: Callable[[TensorView], Sequence[Scalar]],
+        may_share_kernel: Callable[[TensorOp, TensorOp], bool],
     ) -> None:
         self.fusion = fusion
         self.exprs = fusion.used_exprs()
         self.find_scheduler = find_scheduler
         self.local_shape = local_shape
+        self.may_share_kernel = may_share_kernel
         self.position = {e: i for i, e in enumerate(self.exprs)}
         self.kind: dict[TensorOp, SegmentKind] = {}
         for e in self.exprs:
@@ -156,14 +160,17 @@ class _Segmenter:
         return not sent or all(a.is_broadcast or mine == want for a, mine, want in dense)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
-        """Return the view ops from which only views lead to a library op or communication."""
+        """Return the view ops from which only views lead to a library op or communication, or to
+        a kernel that they cannot be in."""
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):
-            if self.kind[e] in ("library", "communication") or e in wanted:
-                for v in e.inputs:
-                    d = self.fusion.definition(v) if isinstance(v, TensorView) else None
-                    if d is not None and self.kind[d] == "kernel" and isinstance(d, VIEW_OPS):
-                        wanted.add(d)
+            reads_memory = self.kind[e] in ("library", "communication") or e in wanted
+            for v in e.inputs:
+                d = self.fusion.definition(v) if isinstance(v, TensorView) else None
+                if d is None or self.kind[d] != "kernel" or not isinstance(d, VIEW_OPS):
+                    continue
+                if reads_memory or not self.may_share_kernel(d, e):
+                    wanted.add(d)
         return wanted
 
     def _is_stored(self, tv: TensorView) -> bool:
@@ -222,6 +229,11 @@ class _Segmenter:
             if self.kind[e] != "kernel":
                 stored.update({v: None for v in e.inputs if isinstance(v, TensorView)})
                 stored.update(dict.fromkeys(e.outputs))
+                continue
+            for v in e.inputs:
+                d = self.fusion.definition(v) if isinstance(v, TensorView) else None
+                if isinstance(v, TensorView) and d is not None and not self.may_share_kernel(d, e):
+                    stored[v] = None
         reduced = self._reduced_space()
         for tv in reduced:
             uses = [u for u in self.fusion.uses(tv) if u in self.position]
@@ -349,6 +361,8 @@ class _Segmenter:
         if not feeds and not set(a.inputs) & set(b.inputs):
             return None
         if _space(a) != _space(b) or self._path_outside(groups, i, j):
+            return None
+        if not self.may_share_kernel(next(iter(a.ops)), next(iter(b.ops))):
             return None
         if feeds and _space(a)[0] == "reduction":
             return None  # a kernel does not read a reduction that it computes itself

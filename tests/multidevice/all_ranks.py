@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuser.ir import scalar as sc
 from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -26,10 +25,10 @@ from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import evaluate_fusion
 from multidevice.communication import communicates, communication_type, moved_axes, team_of
 from multidevice.localize import localize
-from multidevice.placement import is_contiguous
+from multidevice.placement import Block, is_contiguous
 from multidevice.shard import shard_for_rank, unshard
-from multidevice.sharding import local_sizes
 from multidevice.sharding_passes import ShardingResult, shard_fusion
+from tests.multidevice import in_steps
 
 X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
 Local = dict[TensorView, torch.Tensor]
@@ -70,28 +69,29 @@ def run(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> Run:
     result = shard_fusion(fusion)
     values = {s: int(v) for s, v in bind_inputs(fusion, inputs).items()}
     meshes = [tv.mesh for tv in fusion.tensors() if tv.mesh is not None]
-    ranks = sorted({r for mesh in meshes for r in mesh.devices})
+    ranks = sorted({r for mesh in meshes for r in mesh.devices}) or [0]
     tensors: dict[int, Local] = {r: {} for r in ranks}
     for tv, whole in zip(fusion.inputs, inputs, strict=True):
         assert isinstance(tv, TensorView)
         for rank in ranks:
             wide = whole.to(torch.float64) if whole.is_floating_point() else whole
-            tensors[rank][tv] = shard_for_rank(wide, tv, rank)
+            tensors[rank][tv] = shard_for_rank(wide, tv, rank) if tv.mesh else wide
     done = Run(fusion, result, [], [])
-    for op in fusion.used_exprs():
+
+    def execute(op: TensorOp, tensors: dict[int, Local], block: Block = "first") -> None:
         if isinstance(op, Reshard) and communicates(op):
             _communicate(op, tensors)
         elif isinstance(op, Reshard):
             done.slices.append(op)
             _slice(op, tensors)
         else:
-            _compute(fusion, op, values, tensors)
-        for out in op.outputs:
-            whole_shape = [int(sc.evaluate(a.size, values)) for a in out.domain.no_reductions]
-            for rank in ranks:
-                assert tuple(tensors[rank][out].shape) == local_sizes(out, whole_shape), out
+            _compute(fusion, op, values, tensors, block)
+
+    in_steps.run(fusion, values, tensors, execute)
     for out in fusion.outputs:
-        assert out.mesh is not None
+        if out.mesh is None:
+            done.outputs.append(tensors[0][out])
+            continue
         shards = [tensors[r][out] for r in out.mesh.devices]
         done.shards.append(shards)
         done.outputs.append(unshard(shards, out))
@@ -114,9 +114,13 @@ def only(fusion: Fusion, op: TensorOp) -> Fusion:
 
 
 def _compute(
-    fusion: Fusion, op: TensorOp, values: dict[Symbol, int], tensors: dict[int, Local]
+    fusion: Fusion,
+    op: TensorOp,
+    values: dict[Symbol, int],
+    tensors: dict[int, Local],
+    block: Block,
 ) -> None:
-    local, _ = localize(only(fusion, op))
+    local, _ = localize(only(fusion, op), block)
     operands = [v for v in dict.fromkeys(op.inputs) if isinstance(v, TensorView)]
     for mine in tensors.values():
         results = evaluate_fusion(

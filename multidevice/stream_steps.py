@@ -1,0 +1,147 @@
+"""Streams: what can be computed in steps, and with which block of each operand.
+
+A tensor with a stream axis is computed block by block, one step of a loop for each. An op can be
+computed so when one block of the result needs, of every operand, one block or the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fuser.errors import UnsupportedError, user_code
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LoadStoreOp, Reshard, TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from multidevice.communication import is_copy
+from multidevice.placement import (
+    SPREAD_TYPES,
+    Cut,
+    Cuts,
+    copy_like,
+    outside_streams,
+    placement,
+    stream_axis_of,
+    unparallelize,
+)
+from multidevice.propagate import backward_cuts, is_from_devices, uncuttable_axes
+from multidevice.sharding import have_different_shardings, is_resharding
+from multidevice.stepwise import replace_operand
+
+_STREAM = (ParallelType.stream,)
+
+
+# ------------------------------------------------------------------ one op
+def _stream_position(tv: TensorView) -> tuple[int, Cut] | None:
+    """Return (position among all logical axes, cut) of the stream axis, None without one."""
+    found = stream_axis_of(tv)
+    return None if found is None else (tv.domain.logical_numbers.index(found[0]), found[1])
+
+
+def is_computable_in_steps(op: TensorOp) -> bool:
+    """Whether blocks along the stream axis of an op's results come from blocks of its operands.
+
+    True without stream axes.
+    """
+    first = _stream_position(op.out_tensor)
+    if any(_stream_position(out) != first for out in op.outputs[1:]):
+        return False
+    if first is None:
+        return True
+    return op.out_tensor.domain.logical_numbers[first[0]] not in uncuttable_axes(op, SPREAD_TYPES)
+
+
+def needed_block(op: TensorOp, index: int) -> tuple[int, Cuts] | None:
+    """Return of which axis of a tensor operand (position without reductions) a step of the op needs
+    one block, and that axis's cuts, the stream's included; None where it needs the whole.
+    """
+    axes = op.inputs[index].domain.no_reductions
+    for axis, cuts in backward_cuts(op, index, op.out_tensor):
+        if any(c.ptype is ParallelType.stream for c in cuts):
+            return axes.index(axis), cuts
+    return None
+
+
+def is_in_step(op: TensorOp, index: int) -> bool:
+    """Whether the blocks that the steps of an op need of an operand are the operand's own."""
+    needed = needed_block(op, index)
+    found = stream_axis_of(op.inputs[index])
+    if needed is None or found is None:
+        return False
+    is_axis = op.inputs[index].domain.no_reductions[needed[0]].number == found[0]
+    return is_axis and not have_different_shardings(op, index, _STREAM)
+
+
+# ------------------------------------------------------------------ passes
+def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
+    """Take the stream axis from every result that cannot be computed in steps along it.
+
+    Raises `UnsupportedError` naming op and axis when the user asked for it.
+    """
+    for op in fusion.exprs:
+        if is_computable_in_steps(op):
+            continue
+        for out in op.outputs:
+            if out in asked:
+                axis = next(a for a in out.domain.loop if a.is_stream)
+                raise UnsupportedError(
+                    f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: "
+                    f"a block of the result is not made from blocks of the operands"
+                    f"{user_code(op.where)}"
+                )
+            unparallelize(out, lambda a: a.is_stream)
+
+
+def slice_operands(fusion: Fusion) -> None:
+    """Give every op that is computed in steps its operands in the blocks that the steps need.
+
+        y [stream(M), N] = add(x [M, N], b)  ->  s [stream(M), N] = Reshard(x, along stream)
+                                                 y = add(s, b)
+
+    Afterwards an operand of such an op is in step with it, or used whole. A copy between devices
+    whose steps need other blocks than the devices have is made whole, before the steps.
+    """
+    made: dict[tuple[TensorView, tuple[Cuts, ...]], TensorView] = {}
+    for op in fusion.exprs:
+        if stream_axis_of(op.out_tensor) is None:
+            continue
+        for index, operand in tensor_operands(op):
+            needed = needed_block(op, index)
+            if needed is None or is_in_step(op, index):
+                continue
+            position, cuts = needed
+            have = placement(operand)
+            if is_copy(op) and is_resharding(op):
+                if is_from_devices(operand, position, cuts, op.out_tensor.mesh):
+                    continue
+                if _devices(have[position]) != outside_streams(cuts):
+                    op = _copy_first(fusion, op)
+                    operand, have = op.inputs[index], placement(op.inputs[index])
+                # The devices inside of a step are what the copy is about.
+                cuts = cuts[: len(outside_streams(cuts)) + 1]
+            wanted = tuple(
+                cuts if p == position else outside_streams(mine) for p, mine in enumerate(have)
+            )
+            known = made.get((operand, wanted))
+            if known is None:
+                known = copy_like(operand, operand.mesh, wanted)
+                block = Reshard(known, operand, ptypes=_STREAM, target=position)
+                fusion.insert_before(op, [block.replace(where=op.where)])
+                made[(operand, wanted)] = known
+            fed = replace_operand(op, index, known)
+            fusion.replace_expr(op, [fed])
+            op = fed
+
+
+def _devices(cuts: Cuts) -> Cuts:
+    return tuple(c for c in cuts if c.ptype.is_device)
+
+
+def _copy_first(fusion: Fusion, op: TensorOp) -> TensorOp:
+    """Make a copy between devices whole, and copy its result in steps."""
+    out = op.out_tensor
+    whole = copy_like(out, out.mesh, tuple(map(outside_streams, placement(out))))
+    steps = LoadStoreOp(out, whole).replace(where=op.where)
+    fusion.replace_expr(op, [op.map_values(lambda v: whole if v is out else v), steps])
+    return steps

@@ -1,0 +1,151 @@
+"""What host programs ask about streams: which axis, in which memory, in which loop.
+
+A tensor with a stream axis is computed in steps, one per block of the axis; `shard_fusion` has seen
+to it that an op in steps finds, of every operand, its blocks or the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import AxisGraph, tensor_operands
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from multidevice.placement import Block, local_extent, placement, stream_axis_of
+from multidevice.sharding import has_streams, local_extents
+from multidevice.stream_steps import is_in_step
+
+
+@dataclass(frozen=True)
+class StreamAxis:
+    """The axis along which a tensor is computed in steps.
+
+    `position`: of the logical axis, reductions left out. `count`: the number of steps.
+    `is_logical`: the axis itself has the type, a step is one index; else a step is a block of
+    ceilDiv(n, count) of the device's n indices: the last may be shorter, and those behind it empty.
+    `swizzle`: step i has block (i + my coordinate along this device type) % count; None: block i.
+    """
+
+    position: int
+    count: Scalar
+    is_logical: bool
+    swizzle: ParallelType | None = None
+
+
+def stream_axis(tv: TensorView) -> StreamAxis | None:
+    """Return the stream axis of a tensor, None for one that is computed at once."""
+    found = stream_axis_of(tv)
+    if found is None or tv.domain.axes[found[0]].is_reduction():
+        return None
+    number, cut = found
+    position = next(p for p, a in enumerate(tv.domain.no_reductions) if a.number == number)
+    return StreamAxis(position, sc.as_scalar(cut.count), cut.whole, cut.swizzle)
+
+
+def is_allocated_per_step(tv: TensorView) -> bool:
+    """Whether each step has memory for its own block of the tensor, rather than all of it before.
+
+    Decided by `finalize_domains`: never for fusion inputs and outputs.
+    """
+    logical = set(tv.domain.logical_numbers)
+    return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
+
+
+def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
+    """Return the symbolic shape of one step's block of a device's shard, without reductions.
+
+    "first": of all steps but the last that has elements, which may be shorter (and any behind it
+    has none); "last": of that one. An axis that is a stream as a whole has 1.
+    """
+    axes = zip(tv.domain.no_reductions, placement(tv), strict=True)
+    return tuple(local_extent(tv.fusion.canonical(a.size), cuts, block) for a, cuts in axes)
+
+
+def held_extents(tv: TensorView) -> tuple[Scalar, ...]:
+    """Return the shape of what one allocation of the tensor holds: a block, or a device's shard."""
+    return block_extents(tv) if is_allocated_per_step(tv) else local_extents(tv)
+
+
+@dataclass(frozen=True)
+class StreamLoop:
+    """Ops that may run in one loop over steps: `axis` stands for their stream axes, which are all
+    mapped, and no op of loop `order` needs what a later loop, or the whole of what this one, makes.
+    """
+
+    axis: int
+    order: int
+
+
+class StreamLoops:
+    """Which ops of a sharded fusion run in steps, and which of them may share a loop.
+
+    Two ops share one when their axes map and every path between them stays in step: nothing on it
+    needs a tensor of the loop as a whole. So making one node of each loop leaves the program
+    without cycles, also when unrelated ops stand between.
+    """
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._order: dict[TensorOp, int] = {}
+        self._loop: dict[TensorOp, StreamLoop] = {}
+        if not has_streams(fusion):
+            return
+        self._graph = AxisGraph(fusion)
+        self._same: dict[int, int] = {}
+        for op in fusion.exprs:
+            for index, operand in tensor_operands(op):
+                if stream_axis(op.out_tensor) is not None and is_in_step(op, index):
+                    a, b = self._axis(operand), self._axis(op.out_tensor)
+                    if a != b:
+                        self._same[max(a, b)] = min(a, b)
+        for op in fusion.exprs:
+            self._place(op)
+
+    def loop_of(self, op: TensorOp) -> StreamLoop | None:
+        """Return the loop in which the op runs, None for an op that is computed at once."""
+        return self._loop.get(op)
+
+    def may_share_kernel(self, a: TensorOp, b: TensorOp) -> bool:
+        """Whether two ops run in the same loop, or both in none."""
+        return self._loop.get(a) == self._loop.get(b)
+
+    def are_in_step(self, a: TensorView, b: TensorView) -> bool:
+        """Whether the ops that make two tensors share a loop."""
+        ops = self._fusion.definition(a), self._fusion.definition(b)
+        loops = [None if op is None else self._loop.get(op) for op in ops]
+        return loops[0] is not None and loops[0] == loops[1]
+
+    def fits_in_loop(self, tv: TensorView) -> bool:
+        """Whether nothing but steps of the tensor's own loop read it, each its own block."""
+        definition = self._fusion.definition(tv)
+        loop = None if definition is None else self._loop.get(definition)
+        return loop is not None and all(
+            self._loop.get(op) == loop and is_in_step(op, index)
+            for op in self._fusion.uses(tv)
+            for index, operand in tensor_operands(op)
+            if operand is tv
+        )
+
+    def _axis(self, tv: TensorView) -> int:
+        number = self._graph.find(next(a for a in tv.domain.loop if a.is_stream))
+        while number in self._same:
+            number = self._same[number]
+        return number
+
+    def _place(self, op: TensorOp) -> None:
+        axis = None if stream_axis(op.out_tensor) is None else self._axis(op.out_tensor)
+        order = 0
+        for index, operand in tensor_operands(op):
+            made_by = self._fusion.definition(operand)
+            if made_by is None:
+                continue
+            loop = self._loop.get(made_by)
+            stays = loop is None or (loop.axis == axis and is_in_step(op, index))
+            order = max(order, self._order[made_by] + (not stays))
+        self._order[op] = order
+        if axis is not None:
+            self._loop[op] = StreamLoop(axis, order)

@@ -1,0 +1,162 @@
+"""Runs the ops of a sharded fusion in the loops that `StreamLoops` finds, step by step.
+
+Each step sees only its blocks of the tensors that are in step with it. A tensor that is allocated
+per step is forgotten when the step ends, and what no step wrote is NaN, so that a wrong loop, a
+wrong allocation or a wrong block gives wrong numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import Reshard, TensorOp
+from fuser.ir.scalar import Symbol
+from fuser.ir.tensor import TensorView
+from multidevice.communication import communication_type, is_device_to_stream, team_of
+from multidevice.placement import Block
+from multidevice.sharding import local_sizes
+from multidevice.stream_steps import is_in_step, needed_block
+from multidevice.streams import (
+    StreamAxis,
+    StreamLoops,
+    block_extents,
+    is_allocated_per_step,
+    stream_axis,
+)
+
+Local = dict[TensorView, torch.Tensor]
+Values = dict[Symbol, int]
+Execute = Callable[[TensorOp, dict[int, Local], Block], None]
+
+
+def in_order(fusion: Fusion, loops: StreamLoops) -> list[list[TensorOp]]:
+    """Return the ops in program order, those of one loop together; fails on cycles."""
+    groups: dict[object, list[TensorOp]] = {}
+    for op in fusion.used_exprs():
+        groups.setdefault(loops.loop_of(op) or op, []).append(op)
+    waiting, ready, ordered = list(groups.values()), set(fusion.inputs), list[list[TensorOp]]()
+    while waiting:
+        made = [{o for op in group for o in op.outputs} for group in waiting]
+        at = next(
+            k
+            for k, group in enumerate(waiting)
+            if all(v in ready or v in made[k] for op in group for _, v in tensor_operands(op))
+        )
+        ready |= made[at]
+        ordered.append(waiting.pop(at))
+    return ordered
+
+
+def run(fusion: Fusion, values: Values, tensors: dict[int, Local], execute: Execute) -> None:
+    """Run all ops of a fusion whose inputs are in `tensors`, by rank."""
+    loops = StreamLoops(fusion)
+    for group in in_order(fusion, loops):
+        if loops.loop_of(group[0]) is None:
+            (op,) = group
+            execute(op, tensors, "first")
+            for out in op.outputs:
+                for mine in tensors.values():
+                    assert tuple(mine[out].shape) == _local_shape(out, values), out
+            continue
+        axes = [stream_axis(op.out_tensor) for op in group]
+        counts = {int(sc.evaluate(a.count, values)) for a in axes if a is not None}
+        assert len(counts) == 1, group
+        for op in group:
+            for out in op.outputs:
+                for mine in tensors.values():
+                    mine[out] = torch.full(_local_shape(out, values), math.nan).double()
+        for step in range(counts.pop()):
+            _step(group, step, values, tensors, execute)
+            for op in group:
+                for out in op.outputs:
+                    if is_allocated_per_step(out):
+                        for mine in tensors.values():
+                            mine[out].fill_(math.nan)
+
+
+def _local_shape(tv: TensorView, values: Values) -> tuple[int, ...]:
+    return local_sizes(tv, [int(sc.evaluate(a.size, values)) for a in tv.domain.no_reductions])
+
+
+def bounds(extent: int, axis: StreamAxis, step: int, values: Values, rank: int, tv: TensorView):
+    """Return (start, length) of a step's block among `extent` indices."""
+    count = int(sc.evaluate(axis.count, values))
+    if axis.swizzle is not None:
+        assert tv.mesh is not None
+        step = (step + tv.mesh.coordinate(rank, axis.swizzle)) % count
+    size = -(-extent // count)
+    start = min(step * size, extent)
+    return start, min(size, extent - start)
+
+
+def _step(
+    group: list[TensorOp], step: int, values: Values, tensors: dict[int, Local], execute: Execute
+) -> None:
+    for op in group:
+        blocks: dict[int, Local] = {}
+        full: set[bool] = set()
+        into: dict[int, dict[TensorView, torch.Tensor]] = {}
+        for rank, mine in tensors.items():
+            blocks[rank] = {v: mine[v] for _, v in tensor_operands(op)}
+            into[rank] = {}
+            for out in op.outputs:
+                axis = stream_axis(out)
+                assert axis is not None
+                extent = mine[out].shape[axis.position]
+                start, length = bounds(extent, axis, step, values, rank, out)
+                into[rank][out] = mine[out].narrow(axis.position, start, length)
+                full.add(length * int(sc.evaluate(axis.count, values)) >= extent)
+                parts = needed_parts(op)
+                for index, v in tensor_operands(op):
+                    if index in parts:
+                        p = parts[index]
+                        where = bounds(mine[v].shape[p], axis, step, values, rank, out)
+                        blocks[rank][v] = mine[v].narrow(p, *where)
+        if all(t.numel() == 0 for mine in into.values() for t in mine.values()):
+            continue
+        # Ranks may be at different blocks: of a rotation all blocks are equally large.
+        assert len(full) == 1, op
+        block: Block = "first" if full.pop() else "last"
+        if isinstance(op, Reshard) and is_device_to_stream(op):
+            _bring(op, step, values, blocks)
+        elif isinstance(op, Reshard) and communication_type(op) == "StepSlice":
+            for mine in blocks.values():
+                mine[op.out] = mine[op.inp]
+        else:
+            execute(op, blocks, block)
+        for rank, outs in into.items():
+            for out, target in outs.items():
+                expected = tuple(int(sc.evaluate(n, values)) for n in block_extents(out, block))
+                assert tuple(blocks[rank][out].shape) == tuple(target.shape) == expected, out
+                target.copy_(blocks[rank][out])
+
+
+def needed_parts(op: TensorOp) -> dict[int, int]:
+    """Return operand index -> the axis of which the op's steps see one block."""
+    found: dict[int, int] = {}
+    for index, _ in tensor_operands(op):
+        needed = needed_block(op, index)
+        if needed is None or (isinstance(op, Reshard) and is_device_to_stream(op)):
+            continue
+        is_slice = isinstance(op, Reshard) and communication_type(op) == "StepSlice"
+        assert is_slice or is_in_step(op, index), (op, index)
+        found[index] = needed[0]
+    return found
+
+
+def _bring(op: Reshard, step: int, values: Values, blocks: dict[int, Local]) -> None:
+    """Bring every rank the block of one device."""
+    axis = stream_axis(op.out)
+    assert axis is not None and op.inp.mesh is not None
+    given = {rank: mine[op.inp] for rank, mine in blocks.items()}
+    for rank, mine in blocks.items():
+        team = team_of(op).ranks(rank)
+        shift = op.inp.mesh.coordinate(rank, axis.swizzle) if axis.swizzle else 0
+        assert len(team) == int(sc.evaluate(axis.count, values))
+        mine[op.out] = given[team[(step + shift) % len(team)]]

@@ -1,0 +1,327 @@
+"""Stream axes: where they come from, which memory they cut, and what each step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fuser import ops
+from fuser.errors import ShardingError, UnsupportedError
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.nodes import Reshard
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from multidevice import sharding
+from multidevice.communication import communication_type, is_device_to_stream
+from multidevice.decompose import decompose_reshardings
+from multidevice.propagate import propagate_shardings
+from multidevice.sharding_passes import shard_fusion
+from multidevice.streams import StreamAxis, StreamLoops, is_allocated_per_step, stream_axis
+from tests.multidevice import sharded_models as models
+from tests.multidevice.all_ranks import X, mesh, run, shard_axis
+
+STREAM = ParallelType.stream
+
+
+def stream(tv: TensorView, axis: int, count: int | None = None) -> None:
+    """Make loop axis `axis` a stream, as a whole or in `count` blocks."""
+    if count is not None:
+        tv.outer_split(axis, count)
+    tv.axis(axis).parallelize(STREAM)
+
+
+def loops(tv: TensorView) -> str:
+    """Return the loop axes as `s3 x2 S rS`: s stream, x device, S serial, r reduction."""
+    letters = {X: "x", STREAM: "s"}
+    return " ".join(
+        ("r" if a.is_reduction() else "")
+        + (f"{letters[a.ptype]}{a.size}" if a.ptype in letters else "S")
+        for a in tv.domain.loop
+    )
+
+
+# ------------------------------------------------------------------ allocation: three rules
+def sum_and_half() -> tuple[Fusion, list[TensorView]]:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        tv0 = models.inputs({"x": [-1, -1, -1]})["x"]
+        tv1 = models.tensor(ops.add(tv0, 1.0))
+        tv2 = models.tensor(ops.sum(tv1, 2))
+        tv3 = models.tensor(ops.div(tv1, 2.0))
+        fusion.add_output(tv2)
+        fusion.add_output(tv3)
+    return fusion, [tv0, tv1, tv2, tv3]
+
+
+def check_sum_and_half(fusion: Fusion, shape: Sequence[int]) -> None:
+    x = torch.randn(*shape, dtype=torch.float64)
+    done = run(fusion, [x])
+    torch.testing.assert_close(done.outputs[0], (x + 1).sum(2))
+    torch.testing.assert_close(done.outputs[1], (x + 1) / 2)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2), (5, 3, 2), (1, 2, 3)])
+def test_an_intermediate_that_all_read_in_step_is_allocated_per_step(shape: Sequence[int]) -> None:
+    fusion, tensors = sum_and_half()
+    stream(tensors[0], 0, 2)
+    check_sum_and_half(fusion, shape)
+    for tv in tensors:
+        assert tv.axis(0).is_stream, tv
+        if tv is tensors[1]:
+            assert tv.domain.allocation == tv.domain.loop
+            assert tv.domain.contiguity == (True,) * 4
+        else:
+            assert tv.domain.allocation in ((), tv.domain.logical), tv
+    assert [is_allocated_per_step(tv) for tv in tensors] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 2), (5, 3, 2)])
+def test_an_intermediate_that_one_reads_out_of_step_is_allocated_whole(
+    shape: Sequence[int],
+) -> None:
+    fusion, tensors = sum_and_half()
+    stream(tensors[0], 0, 2)
+    stream(tensors[2], 1, 2)
+    check_sum_and_half(fusion, shape)
+    for tv in tensors:
+        assert tv.axis(0).is_stream, tv
+        assert tv.domain.allocation in ((), tv.domain.logical), tv
+
+
+# ------------------------------------------------------------------ propagation
+def test_a_stream_on_a_weight_reaches_the_result() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [5, 7], "w": [7, 9]})
+        out = models.tensor(ops.matmul(t["x"], t["w"]))
+        fusion.add_output(out)
+    stream(t["w"], 1, 3)
+    propagate_shardings(fusion)
+    assert loops(out) == "S s3 S rS"
+    assert loops(t["x"]) == "S S"
+
+
+def test_a_stream_on_a_result_reaches_intermediates_and_inputs() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [5, 7], "w": [7, 9], "v": [9, 2]})
+        inner = models.tensor(ops.matmul(ops.sin(t["x"]), t["w"]))
+        out = models.tensor(ops.matmul(inner, t["v"]))
+        fusion.add_output(out)
+    stream(out, 0, 2)
+    facts = propagate_shardings(fusion)
+    assert loops(inner) == "s2 S S rS"
+    assert loops(t["x"]) == "s2 S S"
+    assert (loops(t["w"]), loops(t["v"])) == ("S S", "S S")
+    assert [str(f) for f in facts[inner]] == [f"streamIdx x 2 backward from {out.label}"]
+
+
+def test_the_inputs_of_a_user_take_streams_although_their_mesh_is_set() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [4, 6]})
+        out = models.tensor(ops.sin(t["x"]))
+        fusion.add_output(out)
+    models.set_mesh(mesh(2), t["x"], out)
+    shard_axis(t["x"], 1, 2)
+    shard_axis(out, 1, 2)
+    stream(out, 0, 2)
+    propagate_shardings(fusion)
+    assert loops(t["x"]) == "s2 S x2 S"
+
+
+def test_streams_of_two_operands_meet_and_one_stays() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [4, 6], "y": [4, 6]})
+        out = models.tensor(ops.add(t["x"], t["y"]))
+        fusion.add_output(out)
+    stream(t["x"], 0, 2)
+    stream(t["y"], 1, 3)
+    x, y = (torch.randn(4, 6, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(run(fusion, [x, y]).outputs[0], x + y)
+    assert loops(out) == "s2 S S"
+    assert [op.name for op in fusion.exprs] == ["reshard", "add"]
+
+
+def test_two_stream_axes_of_one_tensor_are_refused() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [4, 6]})["x"]
+        fusion.add_output(ops.sin(x))
+    stream(x, 1, 3)
+    stream(x, 0)
+    with pytest.raises(ShardingError, match=r"T0.* has 2 stream axes"):
+        shard_fusion(fusion)
+
+
+def test_a_stream_of_blocks_of_a_given_size_is_refused() -> None:
+    """9 indices in blocks of 4 are 4, 4, 1; in 3 blocks they are 3, 3, 3."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [9, 6]})["x"]
+        fusion.add_output(ops.sin(x))
+    x.split(0, 4)
+    x.axis(0).parallelize(STREAM)
+    with pytest.raises(UnsupportedError, match="outer_split"):
+        shard_fusion(fusion)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda x: ops.pad(x, [0, 0, 1, 0]), "pad"),
+        (lambda x: ops.cat([x, x], 0), "cat"),
+        (lambda x: ops.reshape(x, [2, 3, 4]), "reshape"),
+    ],
+)
+def test_what_cannot_be_computed_in_steps_is_refused(build: object, name: str) -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [6, 4]})["x"]
+        out = models.tensor(build(x))  # pyright: ignore
+        fusion.add_output(out)
+    stream(out, 1 if name == "reshape" else 0, 3)
+    with pytest.raises(UnsupportedError, match=rf"{name}.* cannot be computed in steps.*streamIdx"):
+        shard_fusion(fusion)
+
+
+def test_a_stream_that_was_not_asked_for_ends_at_what_cannot_be_computed_in_steps() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [6, 4], "y": [7, 4]})
+        padded = models.tensor(ops.pad(ops.sin(t["x"]), [0, 0, 1, 0]))
+        out = models.tensor(ops.mul(padded, t["y"]))
+        fusion.add_output(out)
+    stream(out, 0, 3)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    want = torch.nn.functional.pad(x.sin(), [0, 0, 1, 0]) * y
+    torch.testing.assert_close(run(fusion, [x, y]).outputs[0], want)
+    assert stream_axis(padded) is None
+    assert stream_axis(out) == StreamAxis(0, stream_axis(out).count, is_logical=False)  # pyright: ignore
+
+
+# ------------------------------------------------------------------ comparison
+def test_equal_outer_splits_are_the_same_and_others_are_not() -> None:
+    def differ(producer: tuple[int, int], consumer: tuple[int, int]) -> bool:
+        fusion = Fusion()
+        with FusionGuard(fusion):
+            x = models.inputs({"x": [10, 9]})["x"]
+            out = models.tensor(ops.set(x))
+        stream(x, *producer)
+        stream(out, *consumer)
+        (op,) = fusion.exprs
+        assert not sharding.is_resharding(op)
+        return sharding.have_different_shardings(op, 0, {STREAM})
+
+    assert not differ((0, 3), (0, 3))
+    assert not differ((1, 4), (1, 4))
+    assert differ((0, 3), (1, 3))
+    assert differ((0, 3), (0, 2))
+
+
+# ------------------------------------------------------------------ overlap
+T, H, D = 8, 4, 2
+
+
+def test_ring_column_and_sequence_parallel_linear_forward() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [T, H], "w": [4 * H, H]})
+        out = models.tensor(ops.linear(t["x"], t["w"]))
+        fusion.add_output(out)
+    models.set_mesh(mesh(D), *t.values())
+    shard_axis(t["x"], 0, D)
+    shard_axis(t["w"], 0, D)
+    stream(out, 0, D)
+    propagate_shardings(fusion)
+    assert loops(out) == "s2 S x2 S rS"
+    x, w = torch.randn(T, H, dtype=torch.float64), torch.randn(4 * H, H, dtype=torch.float64)
+    done = run(fusion, [x, w])
+    torch.testing.assert_close(done.outputs[0], x @ w.t())
+    gathered = fusion.exprs[0]
+    assert isinstance(gathered, Reshard) and is_device_to_stream(gathered)
+    assert communication_type(gathered) == "Broadcast"
+    assert is_allocated_per_step(gathered.out)
+    found = StreamLoops(fusion)
+    assert found.loop_of(gathered) == found.loop_of(fusion.exprs[1]) is not None
+
+
+def test_ring_column_parallel_weight_gradient() -> None:
+    """w' = out^T @ x, the contraction in steps: out follows."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"out": [T, 4 * H], "x": [T, H]})
+        w = models.tensor(ops.matmul(ops.permute(t["out"], [1, 0]), t["x"]))
+        fusion.add_output(w)
+    models.set_mesh(mesh(D), *t.values(), w)
+    shard_axis(t["out"], 1, D)
+    shard_axis(t["x"], 0, D)
+    shard_axis(w, 0, D)
+    stream(w, 3, D)
+    propagate_shardings(fusion)
+    assert loops(w) == "x2 S S rs2 rS"
+    assert loops(t["out"]) == "s2 S x2 S"
+    out, x = torch.randn(T, 4 * H, dtype=torch.float64), torch.randn(T, H, dtype=torch.float64)
+    done = run(fusion, [out, x])
+    torch.testing.assert_close(done.outputs[0], out.t() @ x)
+
+
+def test_ring_row_parallel_weight_gradient() -> None:
+    """w' = x^T @ y: the stream on x's rows becomes one of the contraction."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"y": [T, H], "x": [T, 4 * H]})
+        w = models.tensor(ops.matmul(ops.permute(t["y"], [1, 0]), t["x"]))
+        fusion.add_output(w)
+    models.set_mesh(mesh(D), *t.values())
+    shard_axis(t["y"], 0, D)
+    shard_axis(t["x"], 1, D)
+    stream(t["x"], 0, D)
+    propagate_shardings(fusion)
+    assert loops(w) == "S x2 S rs2 rS"
+    y, x = torch.randn(T, H, dtype=torch.float64), torch.randn(T, 4 * H, dtype=torch.float64)
+    torch.testing.assert_close(run(fusion, [y, x]).outputs[0], y.t() @ x)
+
+
+def test_ring_row_parallel_input_gradient() -> None:
+    """x' = y @ w with y cut by rows over devices and read in steps, w by columns."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"y": [T, H], "w": [H, 4 * H]})
+        out = models.tensor(ops.matmul(t["y"], t["w"]))
+        fusion.add_output(out)
+    models.set_mesh(mesh(D), *t.values())
+    shard_axis(t["y"], 0, D)
+    shard_axis(t["w"], 1, D)
+    stream(out, 0, D)
+    y, w = torch.randn(T, H, dtype=torch.float64), torch.randn(H, 4 * H, dtype=torch.float64)
+    done = run(fusion, [y, w])
+    torch.testing.assert_close(done.outputs[0], y @ w)
+    assert loops(out) == "s2 x2 S S rS"
+
+
+def test_row_parallel_linear_forward_in_chunks() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [-1, 4 * H], "w": [H, 4 * H]})
+        out = models.tensor(ops.linear(t["x"], t["w"]))
+        fusion.add_output(out)
+    models.set_mesh(mesh(D), *t.values())
+    shard_axis(t["x"], 1, D)
+    shard_axis(t["w"], 1, D)
+    stream(t["x"], 0, 3)
+    copy, twins = fusion.copy()
+    propagate_shardings(copy)
+    decompose_reshardings(copy)
+    assert loops(twins[out]) == "s3 S S rx2"
+    assert [op.name for op in copy.exprs] == ["linear", "reshard"]
+    x, w = torch.randn(7, 4 * H, dtype=torch.float64), torch.randn(H, 4 * H, dtype=torch.float64)
+    done = run(fusion, [x, w])
+    torch.testing.assert_close(done.outputs[0], x @ w.t())
+    assert done.collectives == [("Allreduce", "(0 1)")]
+    found = StreamLoops(fusion)
+    assert len({found.loop_of(op) for op in fusion.exprs}) == 1
