@@ -54,10 +54,12 @@ def claim_of(
     *,
     free: Iterable[int] = (),
     where: str = "",
+    ops: Iterable[Op] = (),
 ) -> Claim:
     """Return what a rank claims to run: texts, what its structure depends on, local extents.
 
-    `free` has the positions of the scalars on which the structure does not depend.
+    `free` has the positions of the scalars on which the structure does not depend; `ops` are those
+    whose texts the parts hold.
     """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(
@@ -65,7 +67,12 @@ def claim_of(
         for name, x in zip(names, inputs, strict=True)
     )
     numbers = tuple(names[i] for i in sorted(free))
-    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where)
+
+    def where_of(line: str) -> str:
+        lines = (op.where for op in ops if line.strip() in map(str.strip, op_text(op).splitlines()))
+        return next(filter(None, lines), "")
+
+    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where, where_of)
 
 
 def run_agreed(
@@ -88,6 +95,7 @@ def run_agreed(
             {s: v for s, v in values.items() if isinstance(v, int) and s not in free},
             free=evaluator.free,
             where=first_line(program),
+            ops=program.ops,
         )
         run: Callable[[], list[torch.Tensor]] = lambda: evaluator.run(inputs)  # noqa: E731
         return claim, tuple(free.values()), run

@@ -18,7 +18,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -45,19 +45,25 @@ _SPINS = 50
 _NOT_DATA = ("control ", "call ", "send ", "recv ")
 
 
+def _nowhere(line: str) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Claim:
     """What a rank is about to run, in terms that are equal on all ranks that run the same.
 
     `parts` are texts: the program as the user wrote it, sizes, what is communicated. `inputs` names
     each tensor input with its local extents, `numbers` the inputs whose values may change from call
-    to call. `where` is the user's line of what is communicated.
+    to call. `where` is the user's line of what is communicated, `where_of` returns the one behind
+    a line of `parts`, "" where there is none.
     """
 
     parts: tuple[str, ...]
     inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     numbers: tuple[str, ...] = ()
     where: str = ""
+    where_of: Callable[[str], str] = field(default=_nowhere, compare=False)
 
     @cached_property
     def digest(self) -> bytes:
@@ -246,7 +252,11 @@ class Channel:
         self._check_numbers([s["numbers"] for s in statements])
         if len({s["digest"] for s in statements}) > 1:
             assert claim is not None, "a rank without a claim has an error"
-            self._control.compare_texts("\n".join(claim.parts), team=self._team)
+
+            def where_of(line: str) -> str:
+                return claim.where_of(line) or claim.where
+
+            self._control.compare_texts("\n".join(claim.parts), team=self._team, where_of=where_of)
 
     def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
         failed = [(r, e) for r, e in zip(self._team, errors, strict=True) if e is not None]

@@ -195,11 +195,20 @@ class Control(ABC):
                 + ", ".join(f"ranks {team_text(ranks)} have {value}" for value, ranks in groups)
             )
 
-    def compare_texts(self, text: str, *, team: Team | None = None) -> None:
+    def compare_texts(
+        self,
+        text: str,
+        *,
+        team: Team | None = None,
+        where_of: Callable[[str], str] = lambda line: "",
+    ) -> None:
         """Returns when all members gave the same text.
 
+        `where_of` returns the user's line behind a line of the text, "" where there is none.
+
         Raises:
-            ProgramMismatchError: on every member, with the first differing line and who has which.
+            ProgramMismatchError: on every member, with the first differing line, who has which, and
+                the users' lines.
         """
         team = self._members(team, "exchange")
         texts = [part.decode() for part in self.exchange(text.encode(), team=team)]
@@ -209,6 +218,12 @@ class Control(ABC):
         for number in range(max(map(len, columns)) + 1):
             lines = [lines[number] if number < len(lines) else "<end>" for lines in columns]
             if len(set(lines)) > 1:
+                place = where_of(lines[team.index(self.rank)])
+                told = [part.decode() for part in self.exchange(place.encode(), team=team)]
+                lines = [
+                    f"{one} (user code at {place})" if place else one
+                    for one, place in zip(lines, told, strict=True)
+                ]
                 shown = [
                     f"  ranks {team_text(ranks)}: {line}" for line, ranks in _groups(team, lines)
                 ]

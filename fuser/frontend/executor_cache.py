@@ -209,7 +209,15 @@ class FusionExecutorCache:
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
         line = first_line(bound.program.container)
-        claim = claim_of(parts, self._names, inputs, fixed, free=self._numbers, where=line)
+        claim = claim_of(
+            parts,
+            self._names,
+            inputs,
+            fixed,
+            free=self._numbers,
+            where=line,
+            ops=self._fusion.exprs,
+        )
         return bound, claim
 
     def _bind(

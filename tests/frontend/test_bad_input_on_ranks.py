@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +139,28 @@ def check_program_mismatch() -> None:
     error = caught(lambda: row_parallel(scale=1.0 + rank).execute(good_inputs()))
     assert isinstance(error, ProgramMismatchError), error
     assert "double(1)" in str(error) and "double(2)" in str(error)
+    assert str(error).count("(user code at ") == 2, error
+    assert str(error).count("test_bad_input_on_ranks.py:") == 2, error
+    assert works()
+
+
+def check_other_ops() -> None:
+    """One op is another: the error shows the line of each rank's own."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        if Communicator.instance().rank() == 0:
+            fd.add_output(fd.ops.sum(x, [1]))  # the op of rank 0
+        else:
+            fd.add_output(fd.ops.max(x, [1]))  # the op of rank 1
+        x.set_device_mesh(DeviceMesh([0, 1]))
+        x.outer_split(1, 2)
+        x.axis(1).parallelize(ParallelType.mesh_x)
+    error = caught(lambda: fd.execute([torch.ones(3, 4)]))
+    assert isinstance(error, ProgramMismatchError), error
+    lines = Path(__file__).read_text().splitlines()
+    for rank in (0, 1):
+        (line,) = (n for n, s in enumerate(lines, 1) if s.endswith(f"# the op of rank {rank}"))
+        assert f"(user code at {__file__}:{line})" in str(error), error
     assert works()
 
 
@@ -238,6 +261,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "every rank": check_bad_input_on_every_rank,
     "steady state": check_steady_state,
     "program mismatch": check_program_mismatch,
+    "other ops": check_other_ops,
     "mesh and extents": check_mesh_and_extents,
     "extents": check_extents,
     "numbers": check_numbers,
