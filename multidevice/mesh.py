@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fuser.arguments import checked
 from fuser.errors import ShardingError
 from fuser.ir.mesh import DeviceMesh as IrDeviceMesh
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 class DeviceMesh(IrDeviceMesh):
     """Ranks arranged in 1 to 3 dimensions; mesh_x is the last one."""
 
+    @checked
     def shard_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """Return this rank's part of `tensor`, cut along `axis` into `size` equal parts.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fuser.arguments import checked
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView) -> torch.Tensor:
     """Return this rank's shard of `tensor`, the whole value of `tv`, as a contiguous tensor.
 

@@ -22,6 +22,7 @@ from pathlib import Path
 # multidevice, see everything.
 ORDER = (
     "fuser.errors",
+    "fuser.arguments",
     "fuser.device",
     "fuser.kernel_source",
     "fuser.locks",

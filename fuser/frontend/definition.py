@@ -18,7 +18,8 @@ import torch
 
 import fuser.ops
 import fuser.schedule
-from fuser.errors import InputError, UnsupportedError, as_index, check_kind, user_line
+from fuser.arguments import LONGEST, checked, python_number
+from fuser.errors import DefinitionError, InputError, UnsupportedError, user_line
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual import ManualKernel
 from fuser.ir.dtypes import DataType, DtypeLike, from_torch
@@ -82,6 +83,7 @@ class FusionDefinition:
         self.fusion.add_input(tv)
         return tv
 
+    @checked
     def define_scalar(self, value: Any = None, dtype: DtypeLike | None = None) -> Scalar:
         """Define a scalar: symbolic (then an input) without a value, else a constant."""
         scalar = define.define_scalar(value, dtype)
@@ -90,14 +92,16 @@ class FusionDefinition:
             self.fusion.inputs.append(scalar)
         return scalar
 
+    @checked
     def define_vector(self, size: int) -> list[Scalar]:
         """Define `size` symbolic Int scalars, each an input of its own."""
-        size = as_index(size, "define_vector: expected the number of scalars")
+        if not 0 <= size <= LONGEST:
+            raise DefinitionError(f"define_vector: {size} scalars, expected 0 to {LONGEST}")
         return [self.define_scalar(None, DataType.Int) for _ in range(size)]
 
+    @checked
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
         """Define a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`."""
-        check_kind(tensor, torch.Tensor, "from_pytorch: expected a tensor")
         if tensor.device.type not in ("cuda", "cpu"):
             raise InputError(
                 f"Found unsupported device {tensor.device}, only CPU or CUDA tensors are supported"
@@ -109,7 +113,10 @@ class FusionDefinition:
             static_sizes=static_sizes,
         )
 
-    def add_output(self, output: TensorView, alias_input: TensorView | None = None) -> None:
+    @checked
+    def add_output(
+        self, output: TensorView | Scalar, alias_input: TensorView | None = None
+    ) -> None:
         """Register an output, or an in-place update of `alias_input` (see `Fusion.add_output`).
 
         Everything that the program computes sees the value that an updated input had at the start
@@ -118,6 +125,7 @@ class FusionDefinition:
         """
         self.fusion.add_output(output, alias_input, where=user_line())
 
+    @checked
     def validate_definition(self) -> tuple[bool, str | None]:
         """Return (whether the definition can run, why not)."""
         if not hasattr(self, "fec") and self._fusion is None:
@@ -226,10 +234,19 @@ def flatten(inputs: Iterable[object]) -> list[torch.Tensor | bool | int | float]
             flat.extend(flatten(value))  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(value, torch.Tensor | bool | int | float):
             flat.append(value)
-        elif isinstance(value, complex):
-            raise UnsupportedError(f"complex inputs are not supported yet: {value}")
         else:
-            raise InputError(
-                f"input {len(flat)}: an input is a tensor or a number, got {type(value).__name__}"
-            )
+            flat.append(_number_input(value, len(flat)))
     return flat
+
+
+def _number_input(value: object, position: int) -> bool | int | float:
+    """Return a number of any library as Python's; raises `InputError` for anything else."""
+    number = python_number(value)
+    if isinstance(number, complex):
+        raise UnsupportedError(f"complex inputs are not supported yet: {value}")
+    if number is None:
+        hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
+        raise InputError(
+            f"input {position}: an input is a tensor or a number, got {type(value).__name__}{hint}"
+        )
+    return number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fuser.arguments import checked
 from fuser.errors import DefinitionError
 from fuser.ir.domain import IterDomain
 from fuser.ir.scalar import Scalar
@@ -77,6 +78,7 @@ class Axis:
     def is_reduction(self) -> bool:
         return self.state.is_reduction()
 
+    @checked
     def parallelize(self, parallel_type: ParallelType) -> None:
         """Give the axis a parallel type (device and stream types fit any axis).
 

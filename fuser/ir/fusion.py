@@ -208,7 +208,7 @@ class Fusion:
         self.inputs.append(value)
 
     def add_output(
-        self, output: TensorView, alias_input: TensorView | None = None, *, where: str = ""
+        self, output: Value, alias_input: TensorView | None = None, *, where: str = ""
     ) -> None:
         """Register an output; with `alias_input` the result is written into that input's buffer and
         hidden unless it is also added plainly.
@@ -216,7 +216,7 @@ class Fusion:
         All outputs are computed from the old values of inputs; updates are written at the end. An
         input that is itself an output is returned as it is, so it shows its update.
         """
-        if not isinstance(output, TensorView):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(output, TensorView):
             raise DefinitionError(
                 f"Non-TensorView outputs are not supported at this point: {output}"
             )

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Protocol, cast
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import cast
 
-from fuser.errors import FuserError, ShardingError, check_kind
+from fuser.arguments import Mismatch, checked, list_items, python_number, show, take_integer
+from fuser.errors import FuserError, ShardingError
 from fuser.ir.cursor import Cursor
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 
@@ -25,23 +26,22 @@ SPELLED_OUT = 16
 MAX_DEVICES = 1 << 20
 _MAX_DIMENSIONS = 3
 
-
-class _HasToList(Protocol):
-    def tolist(self) -> object: ...
+_checked_init = partial(checked, name="DeviceMesh")
 
 
-def _flatten(nested: object) -> tuple[list[int], tuple[int, ...]]:
+def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
     """Return (row-major ids, shape) of nested sequences of ints."""
-    if isinstance(nested, int):
-        return [nested], ()
-    is_text = isinstance(nested, str | bytes)
-    check_kind(nested, int if is_text else Iterable, "DeviceMesh: expected (nested) lists of ranks")
-    items = [_flatten(item) for item in cast(Iterable[object], nested)]
+    if python_number(nested) is not None:
+        return [take_integer(nested)], ()
+    if depth > _MAX_DIMENSIONS:
+        raise Mismatch("1 to 3 dimensions, got lists nested deeper", kind=ShardingError)
+    listed = list_items(nested, "(nested) lists of ranks", longest=MAX_DEVICES)
+    items = [_flatten(item, depth + 1) for item in listed]
     if not items:
         return [], (0,)
     shape = items[0][1]
     if any(s != shape for _, s in items):
-        raise ShardingError(f"DeviceMesh: ragged device list {nested}")
+        raise Mismatch(f"ragged device list {show(nested)}", kind=ShardingError)
     return [i for ids, _ in items for i in ids], (len(items), *shape)
 
 
@@ -52,15 +52,18 @@ class DeviceMesh:
     Raises `ShardingError` for duplicates, negative ids or more than 3 dimensions.
     """
 
+    @_checked_init
     def __init__(self, devices: object) -> None:
-        nested = cast(_HasToList, devices).tolist() if hasattr(devices, "tolist") else devices
-        ids, shape = _flatten(list(nested) if isinstance(nested, range) else nested)
+        try:
+            ids, shape = _flatten(devices)
+        except Mismatch as error:
+            raise error.kind(f"DeviceMesh: {error.text}") from None
         if len(shape) > _MAX_DIMENSIONS:
             raise ShardingError(f"DeviceMesh: 1 to 3 dimensions, got shape {shape}")
         if len(set(ids)) != len(ids):
-            raise ShardingError(f"DeviceMesh {ids} contains duplicates")
+            raise ShardingError(f"DeviceMesh {show(ids)} contains duplicates")
         if any(i < 0 for i in ids):
-            raise ShardingError(f"DeviceMesh: negative device id in {ids}")
+            raise ShardingError(f"DeviceMesh: negative device id in {show(ids)}")
         self.devices: tuple[int, ...] = tuple(ids)
         self.shape: tuple[int, ...] = shape or (1,)
         self._place = {rank: i for i, rank in enumerate(ids)}
@@ -75,19 +78,25 @@ class DeviceMesh:
     def ndim(self) -> int:
         return len(self.shape)
 
+    @checked
     def dim_of(self, ptype: ParallelType) -> int | None:
         """Return the mesh dimension of a device type (mesh_x: the last), None if there is none."""
+        if not ptype.is_device:
+            raise ShardingError(f"{self} has no dimension {ptype.text}, which is no device type")
         dim = self.ndim - 1 - DEVICE_TYPES.index(ptype)
         return dim if dim >= 0 else None
 
+    @checked
     def size_of(self, ptype: ParallelType) -> int:
         """Return how many devices lie along `ptype` (1 when the mesh has no such dimension)."""
         dim = self.dim_of(ptype)
         return 1 if dim is None else self.shape[dim]
 
+    @checked
     def has(self, rank: int) -> bool:
         return rank in self._place
 
+    @checked
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
         """Return the position of `rank` along `ptype`; 0 without that dimension or that rank."""
         dim = self.dim_of(ptype)
@@ -98,6 +107,7 @@ class DeviceMesh:
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
+    @checked
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
         """Return the ranks that share all of `rank`'s coordinates except those along `ptypes`.
 

@@ -9,29 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, NoReturn
 
-from fuser.errors import ArgumentError, DefinitionError, as_index, check_kind, user_code, user_line
+from fuser.arguments import checked, show
+from fuser.errors import ArgumentError, DefinitionError, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.axis import Axis
 from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for, numbers
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.scalar import Scalar, ScalarLike
-from fuser.ir.types import MemoryType, ParallelType
+from fuser.ir.scalar import Scalar
+from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
     from fuser.ir.nodes import TensorOp
 
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
-
-
-def _check_parallel_type(ptype: object, what: str) -> None:
-    is_name = isinstance(ptype, str) and ptype in ParallelType.__members__
-    hint = f"ParallelType.{ptype}" if is_name else "a ParallelType"
-    check_kind(ptype, ParallelType, f"{what}: expected {hint}")
 
 
 class TensorView:
@@ -90,6 +85,7 @@ class TensorView:
     def uses(self) -> list[TensorOp]:
         return self.fusion.uses(self)
 
+    @checked
     def size(self, dim: int) -> Scalar:
         """Return the (expanded) extent of logical axis `dim`."""
         axes = self.domain.no_reductions
@@ -113,6 +109,7 @@ class TensorView:
     def _handles(self, group: Sequence[int]) -> list[Axis]:
         return [Axis(self, n) for n in group]
 
+    @checked
     def axis(self, index: int) -> Axis:
         """Return loop axis `index` (negative counts from the end)."""
         loop = self.domain.loop_numbers
@@ -121,8 +118,6 @@ class TensorView:
         return Axis(self, loop[self._wrap(index, len(loop))])
 
     def _wrap(self, index: int, length: int) -> int:
-        if type(index) is not int:
-            index = as_index(index, f"expected the position of an axis of {self}")
         wrapped = index + length if index < 0 else index
         if not 0 <= wrapped < length:
             raise DefinitionError(
@@ -136,7 +131,8 @@ class TensorView:
         return self.where or (op.where if op is not None else "")
 
     # ------------------------------------------------------------ loop transforms
-    def split(self, axis: int, factor: ScalarLike, inner_split: bool = True) -> TensorView:
+    @checked
+    def split(self, axis: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
         """Replace a loop axis by (outer, inner).
 
         Inner split: inner extent = factor, outer = ceilDiv(extent, factor); outer split the other
@@ -144,9 +140,6 @@ class TensorView:
         """
         position = self._wrap(axis, len(self.domain.loop))
         inp = self.domain.loop[position]
-        check_kind(
-            factor, (SupportsIndex, Scalar), f"split of {inp} in {self}: expected an integer factor"
-        )
         factor = sc.as_scalar(factor)
         value = sc.int_value(factor)
         if value is not None and value <= 0:
@@ -164,14 +157,17 @@ class TensorView:
         self._set_loop((*loop[:position], *parts, *loop[position + 1 :]), built)
         return self
 
-    def inner_split(self, axis: int, factor: ScalarLike) -> TensorView:
+    @checked
+    def inner_split(self, axis: int, factor: Scalar | int) -> TensorView:
         """Split with inner extent = factor."""
         return self.split(axis, factor)
 
-    def outer_split(self, axis: int, factor: ScalarLike) -> TensorView:
+    @checked
+    def outer_split(self, axis: int, factor: Scalar | int) -> TensorView:
         """Split with outer extent = factor."""
         return self.split(axis, factor, inner_split=False)
 
+    @checked
     def merge(self, axis_o: int, axis_i: int | None = None) -> TensorView:
         """Merge two loop axes (axis_i defaults to axis_o + 1); the result sits at the smaller
         position, and axis_o is the outer factor."""
@@ -195,13 +191,9 @@ class TensorView:
         self._set_loop(rest, built)
         return self
 
+    @checked
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
         """Move loop axes: {old position: new position}; the others keep their order."""
-        check_kind(
-            {} if old2new is None else old2new,
-            Mapping,
-            f"reorder of {self}: expected {{old position: new position}}",
-        )
         loop = self.domain.loop
         n = len(loop)
         moves = {self._wrap(o, n): self._wrap(w, n) for o, w in (old2new or {}).items()}
@@ -212,9 +204,9 @@ class TensorView:
         self._set_loop([placed[k] if k in placed else next(rest) for k in range(n)])
         return self
 
+    @checked
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
         """Rotate loop axis `axis` by my coordinate along a device type (for ring schedules)."""
-        _check_parallel_type(parallel_type, f"swizzle1d of {self}")
         if not parallel_type.is_device:
             raise DefinitionError(f"swizzle1d takes a device type, got {parallel_type.text}")
         position = self._wrap(axis, len(self.domain.loop))
@@ -229,9 +221,9 @@ class TensorView:
         axes = () if built is None else built.axes.values()
         self.domain = self.domain.with_loop(numbers(loop), *made, axes=axes)
 
+    @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
         """Give the axis with this number a parallel type (see `Axis.parallelize`)."""
-        _check_parallel_type(ptype, f"parallelize of {axis} of {self}")
         if ptype in _CONSTANT_EXTENT and sc.int_value(axis.extent) is None:
             raise DefinitionError(
                 f"{ptype.text} needs a constant extent, but {axis} of {self} is symbolic"
@@ -242,12 +234,14 @@ class TensorView:
         self.domain = self.domain.with_axes(replace(current, ptype=ptype))
 
     # ------------------------------------------------------------ facts that the user sets
+    @checked
     def set_device_mesh(self, mesh: object) -> None:
         """Attach a mesh (a DeviceMesh or whatever its constructor takes). Parallelizes nothing."""
         self.mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
         self.mesh_is_user_set = True
         self.where = user_line()
 
+    @checked
     def set_memory_type(self, memory_type: MemoryType) -> None:
         """Move the tensor; fusion inputs and outputs accept global and symmetric only."""
         is_io = self in self.fusion.inputs or self in self.fusion.outputs
@@ -255,6 +249,7 @@ class TensorView:
             raise DefinitionError(f"{self} is a fusion input or output: global or symmetric only")
         self.memory = memory_type
 
+    @checked
     def set_allocation_domain(
         self,
         new_allocation_domain: Sequence[Axis | IterDomain],
@@ -274,24 +269,36 @@ class TensorView:
         self.domain = self.domain.with_allocation(order, flags)
 
     # Caching and rfactor rewrite the fusion; they live beside the other schedule primitives.
+    @checked
     def rfactor(self, axes: Sequence[int]) -> TensorView:
         """Split a reduction in two: a new producer reduces the listed loop axes."""
         from fuser.ir import primitives
 
         return primitives.rfactor(self, axes)
 
-    def cache_after(self, *args: object, **kwargs: object) -> TensorView:
+    @checked
+    def cache_after(
+        self,
+        op_type: LoadStoreOpType = LoadStoreOpType.set,
+        cache_op: CacheOp = CacheOp.unspecified,
+        propagate_allocation_domain: bool = True,
+        cached_uses: Sequence[TensorOp] = (),
+    ) -> TensorView:
         """Insert a copy between this tensor and its uses; return the copy."""
         from fuser.ir import primitives
 
-        return primitives.cache_after(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+        return primitives.cache_after(
+            self, op_type, cache_op, propagate_allocation_domain, cached_uses
+        )
 
-    def cache_before(self, *args: object, **kwargs: object) -> TensorView:
+    @checked
+    def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
         """Give the definition to a new tensor, of which this one becomes a copy; return the new."""
         from fuser.ir import primitives
 
-        return primitives.cache_before(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+        return primitives.cache_before(self, op_type)
 
+    @checked
     def cache_fork(self) -> TensorView:
         """For an output with uses: the uses read the value, the output becomes a copy."""
         from fuser.ir import primitives
@@ -332,7 +339,7 @@ _OPERATORS = {
 
 def _no_operator(name: str, op: str) -> Callable[..., NoReturn]:
     def operate(self: TensorView, *operands: object) -> NoReturn:
-        given = ", ".join(f"{v!s:.80}" for v in (self, *operands))
+        given = ", ".join(map(show, (self, *operands)))
         raise ArgumentError(
             f"a TensorView has no operators: call fd.ops.{op} instead of __{name}__ "
             f"({given}){user_code(user_line())}"

@@ -1,6 +1,7 @@
 """The op functions of a fusion definition, under nvFuser's names (`fd.ops.add`, ...).
 
-Plain functions on the active fusion. Elementwise ones come from the table (`fuser.ops.table`).
+Plain functions on the active fusion. Elementwise ones come from the table (`fuser.ops.table`). Each
+takes what its annotations say, and refuses the rest at the entrance (`fuser.arguments`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+from fuser.arguments import checked
 from fuser.errors import UnknownOpError
+from fuser.ops.building import ARGUMENTS
 from fuser.ops.contractions import linear, matmul
 from fuser.ops.elementwise import (
     ELEMENTWISE,
@@ -41,7 +44,9 @@ from fuser.ops.views import (
     stride_order,
 )
 
-_GENERATED: dict[str, Callable[..., Any]] = {**ELEMENTWISE, **UNSUPPORTED}
+_GENERATED: dict[str, Callable[..., Any]] = {
+    name: checked(op, kinds=ARGUMENTS) for name, op in {**ELEMENTWISE, **UNSUPPORTED}.items()
+}
 
 # What torch has a function for, and nvFuser's users write with other ops.
 _SPELLED = {
@@ -108,3 +113,6 @@ __all__ = [
     "var_mean",
     "welford",
 ]
+
+# The public names stand behind the entrance; the ops call one another directly.
+globals().update({n: checked(globals()[n], name=n, kinds=ARGUMENTS) for n in __all__})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from fuser.arguments import Kind, Mismatch, wrong
 from fuser.errors import (
     ArgumentError,
     DefinitionError,
@@ -52,6 +53,21 @@ def unsupported(op_name: str, message: str) -> UnsupportedError:
 
 
 # ------------------------------------------------------------------ operands
+def _take_tensor(value: object) -> TensorView:
+    if not isinstance(value, TensorView):
+        raise wrong("a tensor", value)
+    if value.fusion is not active_fusion():
+        raise Mismatch(
+            f"{value} belongs to another definition than the one being written",
+            kind=DefinitionError,
+        )
+    return value
+
+
+# Kinds of arguments that ops take more strictly than other calls do: tensors of this definition.
+ARGUMENTS = {TensorView: Kind("a tensor", _take_tensor)}
+
+
 def as_operand(value: object, op_name: str) -> Operand:
     """Return a tensor or scalar; a Python number becomes a constant and takes a scalar number.
 

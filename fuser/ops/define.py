@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from fuser.errors import ArgumentError, DefinitionError, as_index, check_kind, user_line
+from fuser.arguments import checked
+from fuser.errors import ArgumentError, DefinitionError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, DtypeLike, check_supported, dtype_of_python
@@ -17,6 +19,7 @@ from fuser.ops.views import ordered_axes
 
 Contiguity = Sequence[bool | None]
 _NAME = "define_tensor"
+_entrance = partial(checked, name=_NAME)
 
 
 def define_tensor(*args: object, **kwargs: object) -> TensorView:
@@ -31,25 +34,13 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
     third when `sizes` or `strides` are given, or the second argument is a list of ints.
     """
     second = args[1] if len(args) > 1 else None
-    is_strides = _is_int_sequence(second) and not _is_flag_sequence(second)
+    is_strides = isinstance(second, list | tuple) and any(type(v) is int for v in second)
     if "sizes" in kwargs or "strides" in kwargs or is_strides:
         return _from_strides(*args, **kwargs)  # pyright: ignore[reportArgumentType]
     return _from_shape(*args, **kwargs)  # pyright: ignore[reportArgumentType]
 
 
-def _is_int_sequence(value: object) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and len(value) > 0
-        and all(type(v) is int for v in value)
-    )
-
-
-def _is_flag_sequence(value: object) -> bool:
-    return isinstance(value, Sequence) and all(v is None or isinstance(v, bool) for v in value)
-
-
+@_entrance
 def _from_strides(
     sizes: Sequence[int],
     strides: Sequence[int],
@@ -62,6 +53,7 @@ def _from_strides(
     return _from_shape(shape, contiguity, dtype, is_cpu, order)
 
 
+@_entrance
 def _from_shape(
     shape: Sequence[int],
     contiguity: Contiguity | bool = False,
@@ -69,19 +61,11 @@ def _from_shape(
     is_cpu: bool = False,
     stride_order: Sequence[int] = (),
 ) -> TensorView:
-    check_kind(shape, Sequence, f"{_NAME}: expected a list of sizes")
-    what = f"{_NAME}: expected integers as sizes {list(shape)}"
-    shape = [as_index(s, what) for s in shape]
     _check_shape(shape)
     dtype = check_supported(dtype, _NAME)
     rank = len(shape)
     if is_cpu and rank:
         raise DefinitionError(f"{_NAME}: CPU non-scalar tensor is not supported! shape {shape}")
-    if not isinstance(contiguity, bool) and not _is_flag_sequence(contiguity):
-        raise ArgumentError(
-            f"{_NAME}(): incompatible function arguments: contiguity {contiguity!r} is neither a "
-            "bool nor a list of bools and None"
-        )
     if stride_order and any(s < 0 for s in stride_order):
         raise unsupported(_NAME, f"negative stride_order entries {list(stride_order)}")
     # Allocation positions of the logical axes; checks stride_order before anything is created.
@@ -188,6 +172,7 @@ def compute_tensor_descriptor(
     return contiguity[::-1], [rank - 1 - positions[i] for i in range(rank)]
 
 
+@checked
 def define_scalar(
     value: bool | int | float | DataType | None = None, dtype: DtypeLike | None = None
 ) -> Scalar:
@@ -196,15 +181,9 @@ def define_scalar(
         if dtype is not None:
             raise ArgumentError("define_scalar(): incompatible function arguments: two dtypes")
         value, dtype = None, value
-    if isinstance(value, complex):
-        raise unsupported("define_scalar", f"complex value {value}")
     fusion = active_fusion()
     if value is None:
         return fusion.new_symbol(check_supported(dtype or DataType.Double, "define_scalar"))
-    if not isinstance(value, bool | int | float):
-        raise ArgumentError(
-            f"define_scalar(): incompatible function arguments: {type(value).__name__} value"
-        )
     fusion.next_scalar()
     found = check_supported(dtype or dtype_of_python(value), "define_scalar")
     return literal(value, found, "define_scalar")

@@ -124,7 +124,7 @@ def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -
     if not isinstance(dims, int):
         check_kind(dims, Iterable, f"{name} of {tv}: expected an axis or a list of axes")
     given = [dims] if isinstance(dims, int) else list(dims)
-    if not given:
+    if not given or not tv.ndim:
         raise fail(name, f"No reduction axis specified for {tv}")
     axes = [wrap_dim(d, tv.ndim, name, tv) for d in given]
     if len(set(axes)) != len(axes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+from fuser.arguments import show
 from fuser.ops.building import unsupported
 
 _NAMES = """
@@ -17,7 +18,7 @@ _NAMES = """
 
 def _make(name: str) -> Callable[..., NoReturn]:
     def function(*args: object, **kwargs: object) -> NoReturn:
-        operands = ", ".join(map(str, (*args, *kwargs.values())))
+        operands = ", ".join(map(show, (*args, *kwargs.values())))
         raise unsupported(name, f"not implemented yet, called with ({operands})")
 
     function.__name__ = function.__qualname__ = name

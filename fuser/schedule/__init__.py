@@ -8,9 +8,11 @@ here with the tensor first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import isfunction
 
+from fuser.arguments import checked
 from fuser.ir.primitives import cache_after, cache_before, cache_fork, rfactor
-from fuser.ir.scalar import ScalarLike
+from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.schedule.automatic import (
@@ -57,7 +59,7 @@ __all__ = [
 ]
 
 
-def split(tv: TensorView, dim: int, factor: ScalarLike, inner_split: bool = True) -> TensorView:
+def split(tv: TensorView, dim: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
     """Split loop axis `dim`; see `TensorView.split`."""
     return tv.split(dim, factor, inner_split)
 
@@ -80,3 +82,7 @@ def parallelize(tv: TensorView, axis: int, parallel_type: ParallelType) -> None:
 def set_memory_type(tv: TensorView, memory_type: MemoryType) -> None:
     """Move a tensor to another memory; see `TensorView.set_memory_type`."""
     tv.set_memory_type(memory_type)
+
+
+_CALLS = [n for n in __all__ if isfunction(globals()[n])]
+globals().update({n: checked(globals()[n], name=n) for n in _CALLS})

@@ -10,7 +10,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import ReductionOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.schedule.propagate import AxisMatcher, follow
+from fuser.schedule.propagate import AxisMatcher, check_selected, follow
 
 # A vectorised or grouped axis is one access: nothing can be computed inside it.
 _CLOSED = frozenset({ParallelType.vectorize, ParallelType.group, ParallelType.tma})
@@ -55,6 +55,7 @@ def inline_most(
 
     chosen = list(selected_tensors)
     where = fusion or (chosen[0].fusion if chosen else active_fusion())
+    check_selected(where, chosen)
     limits = InlineLimits(where)
     for tv in chosen or _inlinable(where):
         tv.compute_at = limits.limit(tv)
@@ -78,6 +79,7 @@ def inline_at(
     if not 0 <= position <= rank:
         raise DefinitionError(f"position {pos} is outside the {rank} loop axes of {reference_tv}")
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
+    check_selected(fusion, selected_tensors)
     limits = InlineLimits(fusion)
     for tv in selected_tensors or _inlinable(fusion):
         if tv is reference_tv:

@@ -254,6 +254,7 @@ def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> Non
 
 # ------------------------------------------------------------------ helpers
 def _chosen(reference: TensorView, selected: Collection[TensorView]) -> list[TensorView]:
+    check_selected(reference.fusion, selected)
     inputs = set(reference.fusion.inputs)
     wanted = set(selected)
     return [
@@ -261,6 +262,13 @@ def _chosen(reference: TensorView, selected: Collection[TensorView]) -> list[Ten
         for tv in reference.fusion.tensors()
         if tv is not reference and (tv in wanted if wanted else tv not in inputs)
     ]
+
+
+def check_selected(fusion: Fusion, selected: Collection[TensorView]) -> None:
+    """Raise `DefinitionError` for a tensor of another definition."""
+    for tv in selected:
+        if tv.fusion is not fusion:
+            raise DefinitionError(f"{tv} belongs to another definition than the others")
 
 
 def _position(tv: TensorView, pos: int) -> int:
