@@ -96,9 +96,10 @@ def python_number(value: object) -> bool | int | float | complex | None:
     if type(value) in (bool, int, float, complex):
         return cast("bool | int | float | complex", value)
     try:
-        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        rank = getattr(value, "ndim", None)
+        if rank == 0 and hasattr(value, "item"):
             value = cast(Any, value).item()  # a 0-dim array or tensor
-        elif isinstance(value, SupportsIndex):
+        elif rank is None and isinstance(value, SupportsIndex):
             value = operator.index(value)
     except (TypeError, RuntimeError, NotImplementedError):
         return None  # an array of several numbers, a tensor without data

@@ -321,6 +321,14 @@ def test_lists_of_any_library_are_lists(dims: Any) -> None:
     torch.testing.assert_close(fd.execute([t])[0], t.T)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 1, 1), (1, 1)])
+def test_a_mesh_of_any_library_keeps_its_dimensions(shape: tuple[int, ...]) -> None:
+    ranks = np.arange(np.prod(shape)).reshape(shape)
+    for given in (ranks, torch.from_numpy(ranks), ranks.tolist(), list(ranks)):
+        assert DeviceMesh(given).shape == shape
+        assert DeviceMesh(given).devices == tuple(range(ranks.size))
+
+
 def test_an_array_is_no_input() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
