@@ -97,6 +97,7 @@ def run_agreed(
             where=first_line(program),
             ops=program.ops,
         )
+        evaluator.are_apart(inputs, None)  # raises what the others should hear before they start
         run: Callable[[], list[torch.Tensor]] = lambda: evaluator.run(inputs)  # noqa: E731
         return claim, tuple(free.values()), run
 

@@ -475,8 +475,7 @@ class HostIrEvaluator:
         self._sized = [tv for tv in program.tensors() if _is_computed(tv)]
         into = {a.out: a.into for a in program.aliases}
         hidden = {a.out for a in program.aliases if a.hidden}
-        updated = [i for a in program.aliases for i, v in enumerate(program.inputs) if v is a.into]
-        self._updates = Updates(updated) if updated else None
+        self._updates = Updates(program) if program.aliases else None
         self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
 
     def kernel(self, group: int) -> KernelRunner:
@@ -487,12 +486,17 @@ class HostIrEvaluator:
 
     # ------------------------------------------------------------ running
     def run(
-        self, inputs: Sequence[Argument], *, signature: Hashable | None = None
+        self,
+        inputs: Sequence[Argument],
+        *,
+        signature: Hashable | None = None,
+        are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
         """Return the visible outputs in order; hidden aliased ones are written into their inputs.
 
         The ranks have agreed on program and inputs (`hostir.digest.run_agreed`, or the frontend).
-        `signature` stands for the class of the inputs where the caller knows it already.
+        `signature` stands for the class of the inputs, and `are_apart` for what the method of this
+        name returned, where the caller knows it already.
 
         Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
         """
@@ -504,9 +508,17 @@ class HostIrEvaluator:
             if plan is not None and not plan.records:
                 return self._replay(plan, inputs)
         with torch.no_grad():
-            if self._updates is None:
+            if self.are_apart(inputs, key) if are_apart is None else are_apart:
                 return self._run(inputs, key)
-            return self._updates.run(inputs, key, lambda apart: self._run(apart, key))
+            assert self._updates is not None, "inputs meet where nothing is updated"
+            return self._updates.run(inputs, lambda apart: self._run(apart, key))
+
+    def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
+        """Whether no input that is updated in place shares memory with another.
+
+        Raises `InputError` where two updated ones do: one update would be lost.
+        """
+        return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
         """Run on values by name: every input has one; any other tensor is where the program puts
@@ -600,10 +612,9 @@ class HostIrEvaluator:
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
-        updates = self._updates or Updates([])
         with torch.no_grad():
-            return updates.run(
-                list(inputs), None, lambda apart: self._walk(self._frame(apart), None)
+            return Updates(self.program).run(
+                list(inputs), lambda apart: self._walk(self._frame(apart), None)
             )
 
     def _walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Inputs that share memory with one that is updated in place.
 
 A program reads old values and writes its updates at the end, as far as anybody can see. Where an
-input that is written shares elements with another one, that one is therefore copied for the run;
-of two updates that share elements, the one that was stated last remains.
+input that is written shares elements with one that is only read, that one is therefore copied for
+the run. Two updates that share elements are refused: one would be lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from functools import lru_cache
 
 import torch
 
+from fuser.errors import InputError, user_code
 from fuser.ir.binding import Argument
+from hostir.container import HostIrContainer
 
 Body = Callable[[list[Argument]], list[torch.Tensor]]
 _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -21,30 +23,37 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 class Updates:
     """The inputs that a program writes, by position, in the order of its updates."""
 
-    def __init__(self, positions: Sequence[int]) -> None:
-        self._positions = tuple(dict.fromkeys(positions))
+    def __init__(self, program: HostIrContainer) -> None:
+        self._program = program
+        place = {v: i for i, v in enumerate(program.inputs)}
+        # Position -> the user's line of the update.
+        self._written = {place[a.into]: a.where for a in program.aliases if a.into in place}
         # The addresses that were found to lie apart in the last run.
         self._apart: object = None
 
-    def run(self, inputs: list[Argument], signature: object, body: Body) -> list[torch.Tensor]:
-        """Return the outputs of `body` on inputs that share no memory with updated ones."""
+    def are_apart(self, inputs: Sequence[Argument], signature: object) -> bool:
+        """Whether no updated input shares memory with another input.
+
+        Raises `InputError` where two updated ones have an element in common.
+        """
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in inputs]
         if self._apart == (signature, addresses):
-            return body(inputs)
-        copies = self._copies(inputs)
-        if not copies:
+            return True
+        is_apart = not self._shared(inputs)
+        if is_apart:
             self._apart = (signature, addresses)
-            return body(inputs)
+        return is_apart
+
+    def run(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
+        """Return the outputs of `body` on inputs that share no memory with updated ones."""
+        copies = {i: _copy(_tensor(inputs[i])) for i in sorted(self._shared(inputs))}
         outputs = body([copies.get(i, x) for i, x in enumerate(inputs)])
-        for i in self._positions:
-            if i in copies:
-                _tensor(inputs[i]).copy_(copies[i])
         given = {id(copy): _tensor(inputs[i]) for i, copy in copies.items()}
         return [given.get(id(out), out) for out in outputs]
 
-    def _copies(self, inputs: Sequence[Argument]) -> dict[int, torch.Tensor]:
+    def _shared(self, inputs: Sequence[Argument]) -> set[int]:
+        """Return the positions of the inputs that are read while another one is written there."""
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.numel()}
-        rank = {p: k for k, p in enumerate(self._positions)}
         # By address: only neighbours whose ranges of bytes meet are compared.
         order = sorted(tensors, key=lambda i: tensors[i].data_ptr())
         found: set[int] = set()
@@ -53,11 +62,25 @@ class Updates:
             x = tensors[i]
             open_ = [j for j in open_ if _end(tensors[j]) > x.data_ptr()]
             for j in open_:
-                if (i in rank or j in rank) and share_elements(tensors[j], x):
-                    # Of two updates the later one; else the one that is only read.
-                    found.add(max(i, j, key=lambda k: rank.get(k, len(rank))))
+                written = {i, j} & self._written.keys()
+                if written and share_elements(tensors[j], x):
+                    if len(written) == 2:
+                        raise self._lost_update((min(i, j), max(i, j)), inputs)
+                    found |= {i, j} - written
             open_.append(i)
-        return {i: _copy(tensors[i]) for i in sorted(found)}
+        return found
+
+    def _lost_update(self, pair: tuple[int, int], inputs: Sequence[Argument]) -> InputError:
+        one, other = (
+            f"input {i}, {self._program.inputs[i]} (shape {tuple(x.shape)}, strides {x.stride()}, "
+            f"byte {x.data_ptr() - x.untyped_storage().data_ptr()} of its storage)"
+            for i, x in ((i, _tensor(inputs[i])) for i in pair)
+        )
+        where = " and ".join(dict.fromkeys(self._written[i] for i in pair if self._written[i]))
+        return InputError(
+            f"{one}, and {other}, share elements, and both are updated in place: one update would "
+            f"be lost; pass a copy of one{user_code(where)}"
+        )
 
 
 def _tensor(x: Argument) -> torch.Tensor:

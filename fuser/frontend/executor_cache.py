@@ -142,12 +142,13 @@ class FusionExecutorCache:
         else:
             found[3].check(inputs)
         bound, claim, is_lazy, _ = found
+        are_apart = bound.evaluator.are_apart(inputs, key)
 
         def run() -> list[torch.Tensor]:
             if self._recent.get(communicator) is not bound:
                 self._recent[communicator] = bound
             given = self._resolved(inputs) if is_lazy else inputs
-            return bound.evaluator.run(given, signature=key)
+            return bound.evaluator.run(given, signature=key, are_apart=are_apart)
 
         return claim, tuple(inputs[i] for i in self._numbers), run
 

@@ -7,7 +7,7 @@ never change the user's fusion; they work on `Fusion.copy()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fuser.errors import DefinitionError, user_code
 from fuser.ir.axis import Axis
@@ -25,11 +25,15 @@ Value = TensorView | Scalar
 
 @dataclass(frozen=True)
 class Alias:
-    """Output `out` is written into the buffer of input `into`; hidden ones are not returned."""
+    """Output `out` is written into the buffer of input `into`; hidden ones are not returned.
+
+    `where` is the user's line.
+    """
 
     out: TensorView
     into: TensorView
     hidden: bool = True
+    where: str = field(default="", compare=False)
 
 
 class Fusion:
@@ -239,7 +243,7 @@ class Fusion:
             raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")
         self._check_update(output, alias_input, where)
         is_visible = output in self.outputs
-        self.aliases.append(Alias(output, alias_input, hidden=not is_visible))
+        self.aliases.append(Alias(output, alias_input, not is_visible, where))
         if not is_visible:
             self.outputs.append(output)
 
@@ -305,7 +309,7 @@ class Fusion:
 
         new.inputs = [twin_of(v) for v in self.inputs]
         new.outputs = [mapping[v] for v in self.outputs]
-        new.aliases = [Alias(mapping[a.out], mapping[a.into], a.hidden) for a in self.aliases]
+        new.aliases = [replace(a, out=mapping[a.out], into=mapping[a.into]) for a in self.aliases]
         new.exprs = tuple(e.map_values(twin_of) for e in self._exprs)
         return new, mapping
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir import scalar as sc
@@ -20,7 +21,7 @@ from fuser.ir.domain import (
     Transform,
 )
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, TensorOp
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
@@ -103,7 +104,7 @@ def cache_fork(tv: TensorView) -> TensorView:
     )
     fusion.insert_after(tv.definition(), [LoadStoreOp(copy, tv)])
     fusion.outputs = [copy if out is tv else out for out in fusion.outputs]
-    fusion.aliases = [Alias(copy, a.into, a.hidden) if a.out is tv else a for a in fusion.aliases]
+    fusion.aliases = [replace(a, out=copy) if a.out is tv else a for a in fusion.aliases]
     tv.memory = MemoryType.local
     tv.domain = tv.domain.in_logical_order()
     return copy

@@ -34,7 +34,7 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
     at = fusion.aliases.index(alias)
     if len(shared) > 1:
         # The output stays, for its other buffers.
-        fusion.aliases[at] = Alias(value, alias.into)
+        fusion.aliases[at] = Alias(value, alias.into, where=alias.where)
         fusion.outputs.append(value)
         return
     fusion.aliases[at] = replace(alias, out=value)

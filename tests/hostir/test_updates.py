@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import ops
+from fuser import FusionDefinition, ops
+from fuser.errors import InputError
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
@@ -139,6 +140,15 @@ def copies(inputs: Tensors) -> Tensors:
     ]
 
 
+def loses_an_update(program: Program, inputs: Tensors) -> bool:
+    """Whether two updated inputs have an element in common."""
+    targets = {into for _, into in program.outputs if into is not None}
+    places = [
+        {inputs[i].data_ptr() + 4 * k for k in range(inputs[i].numel())} for i in sorted(targets)
+    ]
+    return len(set().union(*places)) < sum(map(len, places))
+
+
 def evaluator_of(program: Program, inputs: Tensors, options: Settings) -> HostIrEvaluator:
     fusion = Fusion()
     with FusionGuard(fusion):
@@ -166,7 +176,39 @@ def test_random_updates(batch: int, schedules: str, monkeypatch: pytest.MonkeyPa
         for run in range(3):
             if run == 2:
                 inputs = random_inputs(program, random.Random(-seed))
+            if loses_an_update(program, inputs):
+                before = copies(inputs)
+                with pytest.raises(InputError, match="both are updated in place"):
+                    evaluator.run(inputs)
+                assert all(map(torch.equal, inputs, before)), (seed, run, program)
+                continue
             want, updated = program.expected(copies(inputs))
             got = evaluator.run(inputs)
             for a, b in zip([*got, *inputs], [*want, *updated], strict=True):
                 assert torch.equal(a.double(), b.double()), (seed, run, program)
+
+
+def test_two_updates_of_one_element_are_refused_in_words() -> None:
+    with FusionDefinition() as fd:
+        x, y, z = (fd.define_tensor([-1], contiguity=True) for _ in range(3))
+        fd.add_output(fd.ops.add(x, z), x)
+        fd.add_output(fd.ops.mul(y, 2.0), y)
+    rows = torch.arange(12.0)
+    fd.execute([rows[:4], rows[4:8], rows[8:]])  # neighbours
+    torch.testing.assert_close(rows, torch.tensor([8.0, 10, 12, 14, 8, 10, 12, 14, 8, 9, 10, 11]))
+    for start in (3, 0):
+        before = rows.clone()
+        with pytest.raises(InputError, match="one update would be lost") as found:
+            fd.execute([rows[:4], rows[start : start + 4], rows[8:]])
+        text = str(found.value)
+        assert "input 0, T0" in text and f"byte {4 * start} of its storage" in text
+        assert text.count(f"{__file__}:") == 2, text
+        assert torch.equal(rows, before)
+    # Even and odd elements of one storage interleave, and have none in common.
+    with FusionDefinition() as strided:
+        x, y = (strided.define_tensor([-1], contiguity=False) for _ in range(2))
+        strided.add_output(strided.ops.neg(x), x)
+        strided.add_output(strided.ops.mul(y, 2.0), y)
+    pairs = torch.arange(6.0)
+    strided.execute([pairs[::2], pairs[1::2]])
+    assert pairs.tolist() == [0, 2, -2, 6, -4, 10]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, multidevice
+from fuser.errors import FuserError
 
 CUTS = (None, 0, 1)
 # What is written into y: how it is defined, and torch's meaning.
@@ -61,3 +62,28 @@ def test_updates_of_shards(name: str, both: bool) -> None:
     for cuts in itertools.product(CUTS, repeat=2):
         with multidevice.simulate(2) as world:
             world.run(body, *cuts)
+
+
+def test_a_lost_update_on_one_rank_reaches_the_others_before_anything_is_written() -> None:
+    def body() -> tuple[str, list[float]]:
+        rank = multidevice.Communicator.instance().rank()
+        with FusionDefinition() as fd:
+            a, b = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
+            fd.add_output(fd.ops.add(a, 1.0), a)
+            fd.add_output(fd.ops.mul(b, 2.0), b)
+            cut(a, 0)
+            cut(b, 0)
+        memory, error = torch.arange(8.0), ""
+        fd.execute([memory[:4], memory[4:]])
+        try:
+            fd.execute([memory[:4], memory[3:7] if rank == 1 else memory[4:]])
+        except FuserError as found:
+            error = f"{type(found).__name__}: {found}"
+        fd.execute([memory[:4], memory[4:]])
+        return error, memory.tolist()
+
+    with multidevice.simulate(2) as world:
+        first, second = world.run(body)
+    assert second[0].startswith("InputError: input 0, T0") and "would be lost" in second[0]
+    assert first[0].startswith("PeerError: rank 1 failed: InputError: input 0, T0")
+    assert first[1] == second[1] == [2, 3, 4, 5, 16, 20, 24, 28]
