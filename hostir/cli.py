@@ -1,171 +1,222 @@
-"""`python -m hostir print|verify|run FILE`: look at, check and run a program from its text."""
+"""`python -m hostir COMMAND FILE`: look at, change, check and run host programs as text."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from fuser.errors import FuserError, InputError
-from fuser.ir import scalar as sc
-from fuser.ir.dtypes import category, to_torch
-from fuser.ir.scalar import Scalar, Symbol
-from fuser.ir.tensor import TensorView
-from fuser.options import Settings
-from hostir.bind import Argument
-from hostir.container import HostIrContainer
-from hostir.digest import run_agreed
-from hostir.evaluate import HostIrEvaluator, MakeRunner
-from hostir.parse import parse
+from fuser.errors import FuserError, InputError, OptionError
+from hostir.container import SHORT_FORM, HostIrContainer
+from hostir.diff import differences
+from hostir.host_passes import PASSES, Pass, run_passes
+from hostir.ranks import (
+    SMALLEST_SIZE,
+    load_inputs,
+    random_inputs,
+    run_here,
+    run_simulated,
+    save,
+    summaries,
+    together,
+)
+from hostir.source import read_program
 from hostir.verify import verify
 from multidevice.communicator import Communicator
-from multidevice.shard import shard_for_rank
-from multidevice.simulation import simulate
-
-DEFAULT_SIZE = 8
+from multidevice.launch import read_launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (1: the program or an input is wrong)."""
+    """Run one command; returns the exit code (1: an error, or two programs that differ)."""
     args = _arguments().parse_args(argv)
     try:
-        program = parse(Path(args.file).read_text())
-        COMMANDS[args.command](program, args)
-    except (FuserError, OSError, UnicodeDecodeError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return args.run(args) or 0
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; nothing may be flushed into the pipe any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    except (FuserError, OSError, UnicodeDecodeError) as error:
+        launch = read_launch()
+        who = f"rank {launch.rank}: " if launch.size > 1 else ""
+        print(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
 
 
-def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hostir", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, about in (
-        ("print", "print the program; with --full, everything that it needs to run"),
-        ("verify", "check the rules of host programs"),
-        ("run", "run it on simulated ranks"),
-    ):
-        command = commands.add_parser(name, help=about)
-        command.add_argument("file", help="a file with the (full) text of a program")
-        if name == "print":
-            command.add_argument("--full", action="store_true")
-        if name == "run":
-            command.add_argument("--ranks", type=int, help="default: as many as the meshes need")
-            command.add_argument(
-                "--inputs", help="a .pt file with the list of global inputs; default: random"
-            )
-            command.add_argument(
-                "--size",
-                action="append",
-                default=[],
-                metavar="NAME=N",
-                help=f"the value of an integer symbol of random inputs (default {DEFAULT_SIZE})",
-            )
-            command.add_argument("--seed", type=int, default=0)
-    return parser
-
-
-def _print(program: HostIrContainer, args: argparse.Namespace) -> None:
-    print(program.full_text() if args.full else str(program))
-
-
-def _verify(program: HostIrContainer, args: argparse.Namespace) -> None:
-    program.check_full()
-    verify(program, after=f"parsing {args.file}")
-    print(f"{len(program.ops)} ops: the program keeps the rules")
-
-
-def _run(program: HostIrContainer, args: argparse.Namespace) -> None:
-    program.check_full()
-    verify(program, after=f"parsing {args.file}")
-    ranks = args.ranks or max((*program.devices(), 0)) + 1
-    if args.inputs:
-        inputs: list[Argument] = torch.load(args.inputs)
-        if len(inputs) != len(program.inputs):
-            raise InputError(f"expected {len(program.inputs)} inputs, got {len(inputs)}")
+# ------------------------------------------------------------------ the commands
+def _print(args: argparse.Namespace) -> None:
+    """print a program; with --full, everything that it needs to run"""
+    program = read_program(args.file, number=args.program)
+    if args.full:
+        program.check_full()
+        print(program.full_text())
     else:
-        inputs = random_inputs(program, sizes=_sizes(args.size), seed=args.seed)
-    for rank, outputs in enumerate(run_simulated(program, inputs, ranks=ranks)):
-        for i, out in enumerate(outputs):
-            mean = out.double().mean().item() if out.numel() else float("nan")
-            print(f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)} mean {mean:.6g}")
+        print(f"// {SHORT_FORM}{program}", end="")
+
+
+def _opt(args: argparse.Namespace) -> None:
+    """run host passes, verifying after each, and print the full form of what they make"""
+    program = read_program(args.file, number=args.program)
+    chosen = PASSES if args.passes is None else tuple(map(_pass_of, args.passes.split(",")))
+    before = [program]
+
+    def show(name: str, after: HostIrContainer) -> None:
+        print(f"// before {name}{before[-1]}// after {name}{after}", end="")
+        before.append(after)
+
+    program = run_passes(program, chosen, after_each=show if args.print_after_all else None)
+    if args.output:
+        Path(args.output).write_text(program.full_text())
+    elif not args.print_after_all:
+        print(program.full_text())
+
+
+def _pass_of(name: str) -> Pass:
+    known = {one.__name__: one for one in PASSES}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise OptionError(
+            f"there is no host pass {name!r}{f'; did you mean {near[0]!r}?' if near else ''}\n"
+            f"Host passes, in their order: {', '.join(known)}"
+        )
+    return known[name]
+
+
+def _run(args: argparse.Namespace) -> None:
+    """run it on simulated ranks, or under mpirun or torchrun on the ranks of the job"""
+    launch = read_launch()
+    if launch.size > 1:
+        _run_in_job(args, launch.size)
+        return
+    program = _checked(args)
+    ranks = args.ranks or max((*program.devices(), 0)) + 1
+    for rank, outputs in enumerate(run_simulated(program, _inputs(args, program), ranks=ranks)):
+        if args.save:
+            save(outputs, args.save, rank)
+        print(summaries(outputs, rank))
+
+
+def _run_in_job(args: argparse.Namespace, size: int) -> None:
+    """Run as one rank of the job; rank 0 prints for all."""
+    communicator = Communicator.instance()
+    outputs: list[torch.Tensor] = []
+    error: FuserError | OSError | None = None
+    try:
+        if args.ranks not in (None, size):
+            raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
+        program = _checked(args)
+        inputs = _inputs(args, program)
+    except (FuserError, OSError) as found:
+        error = found
+    communicator.agree(error)
+    outputs = run_here(program, inputs)  # pyright: ignore[reportPossiblyUnboundVariable]
+    try:
+        if args.save:
+            save(outputs, args.save, communicator.rank())
+    except OSError as found:
+        error = found
+    text = together(communicator, error, summaries(outputs, communicator.rank()))
+    if communicator.rank() == 0:
+        print(text)
+
+
+def _checked(args: argparse.Namespace) -> HostIrContainer:
+    program = read_program(args.file, number=args.program)
+    program.check_full()
+    verify(program, after=f"parsing {args.file}")
+    return program
+
+
+def _inputs(
+    args: argparse.Namespace, program: HostIrContainer
+) -> list[torch.Tensor | bool | int | float]:
+    if args.inputs and args.size:
+        raise InputError("--size is for random inputs: --inputs has sizes of its own")
+    if args.inputs:
+        return load_inputs(program, args.inputs)
+    return random_inputs(program, sizes=_sizes(args.size), seed=args.seed)
 
 
 def _sizes(options: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        if not equals or not value.isdigit():
+        if not equals or not (value.isascii() and value.isdigit() and len(value) < 19):
             raise InputError(f"--size {option}: expected NAME=N, such as i0=16")
         sizes[name] = int(value)
     return sizes
 
 
-def random_inputs(
-    program: HostIrContainer, *, sizes: dict[str, int], seed: int = 0
-) -> list[Argument]:
-    """Return global inputs: normal floats, integers in [0, 8); `sizes` sets symbols by name."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def size_of(x: Scalar) -> int:
-        values = {s: sizes.get(s.name, DEFAULT_SIZE) for s in sc.symbols(x)}
-        return int(sc.evaluate(x, values))
-
-    inputs: list[Argument] = []
-    for value in program.inputs:
-        if isinstance(value, TensorView):
-            shape = [size_of(program.values.canonical(x)) for x in value.shape()]
-            if category(value.dtype()) == "float":
-                tensor = torch.randn(shape, generator=generator)
-            else:
-                tensor = torch.randint(0, 8, shape, generator=generator)
-            inputs.append(tensor.to(to_torch(value.dtype())))
-        elif category(value.dtype) == "float":
-            inputs.append(1.5)
-        else:
-            assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
-            inputs.append(sizes.get(value.name, DEFAULT_SIZE))
-    return inputs
+def _verify(args: argparse.Namespace) -> None:
+    """check the rules of host programs"""
+    program = _checked(args)
+    print(f"{len(program.ops)} ops: the program keeps the rules")
 
 
-def run_simulated(
-    program: HostIrContainer,
-    inputs: Sequence[Argument],
-    *,
-    ranks: int,
-    settings: Settings | None = None,
-    make_runner: MakeRunner | None = None,
-) -> list[list[torch.Tensor]]:
-    """Run on simulated ranks, each with its shards of the inputs; returns outputs by rank.
-
-    `settings` and `make_runner` are those of `HostIrEvaluator`.
-    """
-
-    def body() -> list[torch.Tensor]:
-        communicator = Communicator.instance()
-        mine = shards_of(program, inputs, communicator.rank())
-        evaluator = HostIrEvaluator(
-            program, communicator, settings=settings, make_runner=make_runner
+def _diff(args: argparse.Namespace) -> int:
+    """compare two programs; the exit code is 1 where they differ"""
+    a, b = read_program(args.file), read_program(args.other)
+    if a.is_short or b.is_short:
+        print(
+            "// memory layouts, aliases and kernels are not compared: a text is in its short form"
         )
-        return run_agreed(evaluator, mine, communicator)
-
-    with simulate(ranks) as world:
-        return world.run(body)
-
-
-def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
-    """Return a rank's local shards of global inputs."""
-    return [
-        shard_for_rank(value, declared, rank)
-        if isinstance(declared, TensorView)
-        and declared.mesh is not None
-        and isinstance(value, torch.Tensor)
-        else value
-        for declared, value in zip(program.inputs, inputs, strict=True)
-    ]
+    found = differences(a, b)
+    print("\n".join(found) or "the programs are equal")
+    return 1 if found else 0
 
 
-COMMANDS = {"print": _print, "verify": _verify, "run": _run}
+# ------------------------------------------------------------------ their arguments
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hostir", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(run: Callable[[argparse.Namespace], int | None]) -> argparse.ArgumentParser:
+        made = commands.add_parser(run.__name__.strip("_"), help=run.__doc__)
+        made.set_defaults(run=run)
+        return made
+
+    def file(made: argparse.ArgumentParser, name: str = "file") -> None:
+        made.add_argument(
+            name,
+            help="a program's text, a dump, or what FUSER_DUMP=host_ir printed; -: stdin",
+        )
+
+    one = command(_print)
+    one.add_argument("--full", action="store_true")
+    file(one)
+    opt = command(_opt)
+    names = ",".join(p.__name__ for p in PASSES)
+    opt.add_argument("-p", "--passes", help=f"which, in this order; all by default: {names}")
+    opt.add_argument(
+        "--print-after-all", action="store_true", help="the text before and after each"
+    )
+    opt.add_argument("-o", "--output", metavar="FILE", help="where to write the full form")
+    file(opt)
+    run = command(_run)
+    run.add_argument(
+        "--ranks", type=int, help="simulated ranks; default: as many as the meshes need"
+    )
+    run.add_argument("--inputs", help="a .pt file with the list of global inputs; default: random")
+    run.add_argument(
+        *("--size", "-s"),
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help=f"a size of random inputs, as i0=16; default: what divides, at least {SMALLEST_SIZE}",
+    )
+    run.add_argument("--seed", type=int, default=0, help="of random inputs")
+    run.add_argument("--save", metavar="DIR", help="write each rank's outputs to DIR/rank<N>.pt")
+    file(run)
+    file(command(_verify))
+    diff = command(_diff)
+    file(diff)
+    file(diff, "other")
+    for name in ("print", "opt", "run", "verify"):
+        commands.choices[name].add_argument(
+            "--program", type=int, metavar="N", help="which of several dumped programs, from 0"
+        )
+    return parser

@@ -25,6 +25,8 @@ _GROUP = re.compile(r"^Kernel group ([0-9]+) \(([^()\n]*)\) :[ ]*$", re.MULTILIN
 _INDEX_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # A captured stream, the program's own, or (as nvFuser prints it) an address.
 _STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
+# How the full text and the headings of dumps name their form.
+_NAMED_FULL = re.compile(r"^//[^\n]*, full form[,:]", re.MULTILINE)
 _TYPE_NAME = re.compile(r"[a-z]\w*")
 
 
@@ -33,7 +35,7 @@ def parse(text: str) -> HostIrContainer:
 
     The short form has no allocation domains, aliases or kernels: it can be looked at and compared,
     but nothing runs it. A text without sections is the short form, unless a comment before the
-    program says `full form`. Raises `ParseError` with line, column and the marked line.
+    program says `..., full form:`. Raises `ParseError` with line, column and the marked line.
     """
     headers = list(_GROUP.finditer(text))
     cursor = Cursor(text, end=headers[0].start() if headers else None)
@@ -54,7 +56,7 @@ def parse(text: str) -> HostIrContainer:
             raise cursor.fail(f"kernel group {number} appears twice", header.start())
         fusion = parse_fusion_at(Cursor(text, header.end(), end), bounds)
         groups[number] = KernelGroup(number, fusion, header[2])
-    is_full = "TransformPrinter" in text or "full form" in text[: text.find("%HostIrContainer")]
+    is_full = _NAMED_FULL.search(text) is not None or "TransformPrinter :" in text
     return HostIrContainer(values, program, groups, is_short=not is_full)
 
 

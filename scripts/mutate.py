@@ -220,8 +220,8 @@ def run_program(text: str, rng: random.Random, watch: Watch) -> str:
     """Parse, verify and run a host program; return how far it came."""
     from fuser.errors import InputError
     from fuser.options import settings
-    from hostir.cli import random_inputs, run_simulated
     from hostir.parse import parse
+    from hostir.ranks import random_inputs, run_simulated
     from hostir.verify import verify
 
     with watch:
@@ -269,8 +269,8 @@ def run_fusion(text: str, rng: random.Random, watch: Watch) -> str:
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.ir.parse import parse_fusion
     from fuser.ir.verify import verify_fusion
-    from hostir.cli import random_inputs, shards_of
     from hostir.container import HostIrContainer
+    from hostir.ranks import random_inputs, shards_of
     from multidevice import Communicator, simulate
 
     with watch:

@@ -20,10 +20,10 @@ from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
-from hostir.cli import run_simulated
 from hostir.container import HostIrContainer
 from hostir.host_passes import run_passes
 from hostir.lower import lower
+from hostir.ranks import run_simulated
 from multidevice import sharding
 from multidevice.localize import localize
 from multidevice.shard import unshard

@@ -1,0 +1,179 @@
+"""Running a program on simulated ranks, or as one rank of a real job, each with its shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+
+from fuser.errors import FuserError, InputError
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import category, to_torch
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.options import Settings
+from hostir.bind import Argument
+from hostir.container import HostIrContainer
+from hostir.digest import run_agreed
+from hostir.evaluate import HostIrEvaluator, MakeRunner
+from multidevice.communicator import Communicator
+from multidevice.shard import shard_for_rank
+from multidevice.simulation import simulate
+
+SMALLEST_SIZE = 8
+
+
+# ------------------------------------------------------------------ inputs
+def default_size(program: HostIrContainer) -> int:
+    """Return the value of a size that nobody chose: at least 8, and what every mesh divides."""
+    meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
+    unit = math.lcm(*(mesh.size for mesh in meshes))
+    return -(-SMALLEST_SIZE // unit) * unit
+
+
+def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
+    """Return the names of the integers that the inputs' shapes depend on, and of integer inputs."""
+    found: dict[str, None] = {}
+    for value in program.inputs:
+        scalars = value.shape() if isinstance(value, TensorView) else [value]
+        for x in scalars:
+            symbols = sc.symbols(program.values.canonical(x))
+            found.update((s.name, None) for s in symbols if category(s.dtype) == "int")
+    return tuple(found)
+
+
+def random_inputs(
+    program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
+) -> list[Argument]:
+    """Return global inputs: normal floats, integers in [0, 8); `sizes` sets symbols by name.
+
+    Raises `InputError` for a name that no input has.
+    """
+    known = size_symbols(program)
+    for name in sizes:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise InputError(
+                f"no input has a size {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + f" (the sizes: {', '.join(known) or 'none, all are fixed'})"
+            )
+    generator = torch.Generator().manual_seed(seed)
+    default = default_size(program)
+
+    def size_of(x: Scalar) -> int:
+        values = {s: sizes.get(s.name, default) for s in sc.symbols(x)}
+        return int(sc.evaluate(x, values))
+
+    inputs: list[Argument] = []
+    for value in program.inputs:
+        if isinstance(value, TensorView):
+            shape = [size_of(program.values.canonical(x)) for x in value.shape()]
+            if category(value.dtype()) == "float":
+                tensor = torch.randn(shape, generator=generator)
+            else:
+                tensor = torch.randint(0, 8, shape, generator=generator)
+            inputs.append(tensor.to(to_torch(value.dtype())))
+        elif category(value.dtype) == "float":
+            inputs.append(1.5)
+        else:
+            assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
+            inputs.append(sizes.get(value.name, default))
+    return inputs
+
+
+def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
+    """Return the global inputs that a .pt file holds as a list.
+
+    Raises `InputError` for a file that holds something else, or as many as the program has not.
+    """
+    try:
+        # Nothing but tensors and numbers is read, so that no file can run code.
+        inputs: object = torch.load(path, weights_only=True)
+    except Exception as error:
+        # What torch raises depends on what the file is instead.
+        raise InputError(f"{path} is no list of tensors saved by torch: {error}") from None
+    if not isinstance(inputs, list | tuple):
+        raise InputError(f"{path} holds a {type(inputs).__name__}, not the list of all inputs")
+    given: list[Argument] = list(inputs)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if len(given) != len(program.inputs):
+        raise InputError(f"{path}: expected {len(program.inputs)} inputs, got {len(given)}")
+    return given
+
+
+def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
+    """Return a rank's local shards of global inputs."""
+    return [
+        shard_for_rank(value, declared, rank)
+        if isinstance(declared, TensorView)
+        and declared.mesh is not None
+        and isinstance(value, torch.Tensor)
+        else value
+        for declared, value in zip(program.inputs, inputs, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------ running
+def run_here(
+    program: HostIrContainer,
+    inputs: Sequence[Argument],
+    *,
+    settings: Settings | None = None,
+    make_runner: MakeRunner | None = None,
+) -> list[torch.Tensor]:
+    """Run as this rank of the job, simulated or real, with its shards of the global inputs.
+
+    An error of one rank is an error of all. `settings` and `make_runner` are those of
+    `HostIrEvaluator`.
+    """
+    communicator = Communicator.instance()
+    mine = shards_of(program, inputs, communicator.rank())
+    evaluator = HostIrEvaluator(program, communicator, settings=settings, make_runner=make_runner)
+    return run_agreed(evaluator, mine, communicator)
+
+
+def run_simulated(
+    program: HostIrContainer,
+    inputs: Sequence[Argument],
+    *,
+    ranks: int,
+    settings: Settings | None = None,
+    make_runner: MakeRunner | None = None,
+) -> list[list[torch.Tensor]]:
+    """Run on simulated ranks, each with its shards of the inputs; returns outputs by rank."""
+    with simulate(ranks) as world:
+        return world.run(run_here, program, inputs, settings=settings, make_runner=make_runner)
+
+
+# ------------------------------------------------------------------ results
+def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
+    """Return one line per output of a rank: dtype, shape, mean, least and greatest element."""
+    return "\n".join(
+        f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)}{_spread(out)}"
+        for i, out in enumerate(outputs)
+    )
+
+
+def _spread(out: torch.Tensor) -> str:
+    if out.numel() == 0:
+        return ""
+    wide = out.double()
+    return f" mean {wide.mean():.6g} min {wide.min():.6g} max {wide.max():.6g}"
+
+
+def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
+    """Write a rank's outputs (its shards) as the list in `rank<N>.pt` of a folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    torch.save(list(outputs), Path(folder) / f"rank{rank}.pt")
+
+
+def together(communicator: Communicator, error: FuserError | OSError | None, text: str) -> str:
+    """Return the texts of all ranks by rank, on every rank.
+
+    Raises this rank's error, or `PeerError` naming another's.
+    """
+    communicator.agree(error)
+    return "\n".join(t.decode() for t in communicator.exchange(text.encode()) if t)
