@@ -51,7 +51,8 @@ def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
     """Return a dump's first line."""
     note = f", {dump.note}" if dump.note else ""
     who = "" if is_only_rank else f", rank {rank}"
-    return f"// {dump.name} of {dump.of}{note}{who}: {EFFECTS['DUMP'][dump.name]}"
+    meaning = EFFECTS["DUMP"][dump.name].partition(";")[0]
+    return f"// {dump.name} of {dump.of}{note}{who}: {meaning}"
 
 
 def write(dump: Dump, *, rank: int = 0) -> None:

@@ -8,22 +8,31 @@ import torch
 
 from fuser import dumps
 from fuser.ir.core import Op
+from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
+from hostir.transfers import StartsCommunication
 
-Announce = Callable[[torch.Tensor | None, torch.Tensor | None], None]
+Find = Callable[[TensorView], torch.Tensor | None]
 
 
-def announcer(op: Op, rank: int) -> Announce | None:
-    """Return what writes down that `op` is posted with these shards; None where nobody asked.
+def announcer(op: Op, rank: int) -> Callable[[Find], None] | None:
+    """Return what writes down that `op` is posted, given what finds its shards.
 
-    A recorded program asks once, when it is recorded.
+    None for an op that posts nothing, and where nobody asked; a recorded program asks once, when it
+    is recorded.
     """
+    if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
+        return None
     write = dumps.lines("communication", "this process", rank=rank)
     if write is None:
         return None
+    names = {"operand": "input_tensor", "result": "output_tensor"}
+    fields = [(names[kind], n) for kind in names for n in op.fields_of(kind)]  # pyright: ignore[reportArgumentType]
+    tensors = [(what, tv) for what, n in fields if isinstance(tv := getattr(op, n), TensorView)]
 
-    def announce(inp: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        sizes = [list(t.shape) if t is not None else "none" for t in (inp, out)]
-        write(f"Posting {op_text(op)} with input_tensor {sizes[0]} and output_tensor {sizes[1]}")
+    def announce(find: Find) -> None:
+        found = [(what, find(tv)) for what, tv in tensors]
+        sizes = (f"{what} {'none' if t is None else list(t.shape)}" for what, t in found)
+        write(f"Posting {op_text(op)} with {' and '.join(sizes)}")
 
     return announce

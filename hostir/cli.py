@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FuserError, OSError, UnicodeDecodeError) as error:
         launch = read_launch()
         who = f"rank {launch.rank}: " if launch.size > 1 else ""
-        print(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
+        # In one piece: the ranks of a job write to one place.
+        sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
         return 1
 
 

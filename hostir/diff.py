@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fuser.ir.core import Op
 from fuser.ir.equality import Key, op_key
@@ -28,21 +28,33 @@ def differences(a: HostIrContainer, b: HostIrContainer) -> list[str]:
     ]
     if is_short:
         return found
-    for number in sorted({*a.groups, *b.groups}):
-        what = f"kernel group {number}"
-        mine, theirs = a.groups.get(number), b.groups.get(number)
-        if mine is None or theirs is None:
-            found.append(f"{what}: only in {'b' if mine is None else 'a'}")
-        else:
-            found += [f"{what}, {line}" for line in _groups(mine, theirs)]
+    found += _by_number("kernel group", a.groups, b.groups, _groups)
+    found += _by_number("host unit", a.units, b.units, _fusions)
     return found
+
+
+T = TypeVar("T")
+
+
+def _by_number(
+    what: str, a: Mapping[int, T], b: Mapping[int, T], compare: Callable[[T, T], Iterator[str]]
+) -> Iterator[str]:
+    for number in sorted({*a, *b}):
+        if number in a and number in b:
+            yield from (f"{what} {number}, {line}" for line in compare(a[number], b[number]))
+        else:
+            yield f"{what} {number}: only in {'a' if number in a else 'b'}"
 
 
 def _groups(a: KernelGroup, b: KernelGroup) -> Iterator[str]:
     yield from _two("scheduler", a.scheduler, b.scheduler)
-    yield from _values(a.fusion, b.fusion, is_short=False)
-    yield from _tensors(a.fusion.tensors(), b.fusion.tensors(), is_short=False)
-    yield from _ops(a.fusion.exprs, b.fusion.exprs)
+    yield from _fusions(a.fusion, b.fusion)
+
+
+def _fusions(a: Fusion, b: Fusion) -> Iterator[str]:
+    yield from _values(a, b, is_short=False)
+    yield from _tensors(a.tensors(), b.tensors(), is_short=False)
+    yield from _ops(a.exprs, b.exprs)
 
 
 def _two(what: str, a: object, b: object) -> Iterator[str]:

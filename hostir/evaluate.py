@@ -134,22 +134,6 @@ def _launch(op: LaunchKernel, frame: Frame) -> None:
     frame.submit(frame.machine.launch(op.group, ins, outs, frame.sizes))
 
 
-def _communicate(op: Communication, frame: Frame) -> None:
-    team = op.team.ranks(frame.machine.rank)
-    if team:
-        inp, out = (frame.tensors[t] if frame.is_mine(t) else None for t in (op.inp, op.out))
-        if announce := announcer(op, frame.machine.rank):
-            announce(inp, out)
-        frame.works[op.number] = post(op, team, frame.machine.backend(), inp, out)
-
-
-def _wait(op: Wait, frame: Frame) -> None:
-    work = frame.works.pop(op.number, None)
-    # Absent on a rank outside the communication's mesh.
-    if work is not None:
-        work.wait()
-
-
 def _post_on_stream(op: PostOnStream, frame: Frame) -> None:
     for out in op.outs:
         if out not in frame.tensors:
@@ -386,6 +370,10 @@ def carry_out(op: Op, frame: Frame) -> None:
     Raises `ExecutionError` naming op and user line where torch refuses it.
     """
     handler = HANDLERS.get(type(op), _tensor_op)
+    # With tensors without contents the program is rehearsed, and nothing is posted.
+    is_real = frame.machine.device.type != "meta"
+    if is_real and (announce := announcer(op, frame.machine.rank)):
+        announce(frame.tensors.get)
     try:
         handler(op, frame)
     except (FuserError, torch.OutOfMemoryError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -55,12 +54,8 @@ def random_inputs(
     known = size_symbols(program)
     for name in sizes:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise InputError(
-                f"no input has a size {name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + f" (the sizes: {', '.join(known) or 'none, all are fixed'})"
-            )
+            sizes_text = ", ".join(known) or "none, all are fixed"
+            raise InputError(f"no input has a size {name!r} (the sizes: {sizes_text})")
     generator = torch.Generator().manual_seed(seed)
     default = default_size(program)
 

@@ -118,7 +118,18 @@ class Recorder:
         self._position += 1
         step = RECORD[type(op)](self, op) if type(op) in RECORD else self._tensor_op(op)
         if step is not None:
-            self._steps.append(step)
+            self._steps.append(self._announced(op, step))
+
+    def _announced(self, op: Op, step: Closure) -> Closure:
+        announce = announcer(op, self._frame.machine.rank)
+        if announce is None:
+            return step
+
+        def announced(slots: Slots) -> None:
+            announce(lambda tv: slots[self.slot(tv)] if self._frame.is_mine(tv) else None)
+            step(slots)
+
+        return announced
 
     def finish(self, outputs: list[TensorView]) -> Plan:
         """Return the plan that yields these tensors."""
@@ -273,15 +284,7 @@ class Recorder:
                 call, slots[inp] if inp >= 0 else None, slots[out] if out >= 0 else None
             )
 
-        announce = announcer(op, frame.machine.rank)
-        if announce is None:
-            return communicate
-
-        def announced(slots: Slots) -> None:
-            announce(*(slots[i] if i >= 0 else None for i in (inp, out)))
-            communicate(slots)
-
-        return announced
+        return communicate
 
     def _permute(self, op: CollectivePermute) -> Closure | None:
         frame = self._frame

@@ -1,54 +1,270 @@
-"""`python -m hostir`: print, verify and run from text."""
+"""`python -m hostir`: print, change, compare, verify and run programs as text."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from fuser.errors import ParseError
 from hostir.cli import main
-from tests.hostir.programs import CASES, build
+from hostir.container import equal
+from hostir.host_passes import PASSES
+from hostir.parse import parse
+from hostir.source import read_program
+from tests.hostir.programs import CASES, build, expected
+
+PROGRAM = build(CASES["mlp2"])
+TEXT = PROGRAM.full_text()
+OUTPUT = re.compile(
+    r"rank (\d) output 0: torch.float32 \((\d+), 6\) mean (\S+) min (\S+) max (\S+)"
+)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "program.txt"
-    path.write_text(build(CASES["mlp2"]).full_text())
+    path.write_text(TEXT)
     return path
+
+
+def edited(tmp_path: Path, old: str, new: str) -> str:
+    """Return a file with the program's text, once changed."""
+    assert old in TEXT
+    path = tmp_path / "edited.txt"
+    path.write_text(TEXT.replace(old, new, 1))
+    return str(path)
 
 
 def test_print(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["print", str(file), "--full"]) == 0
-    assert capsys.readouterr().out.strip() == file.read_text().strip()
+    assert capsys.readouterr().out.strip() == TEXT.strip()
+    assert main(["print", str(file)]) == 0
+    short = capsys.readouterr().out
+    assert short.endswith(str(PROGRAM))
+    assert parse(short).is_short
 
 
-def test_verify(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_text_prints_but_not_in_full(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(str(PROGRAM))
+    assert main(["print", str(file)]) == 0
+    assert capsys.readouterr().out.endswith(str(PROGRAM))
+    for command in (["print", "--full"], ["run"], ["verify"]):
+        assert main([*command, str(file)]) == 1
+        assert "VerifyError: this is the short form" in capsys.readouterr().err
+
+
+def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(file)]) == 0
-    text = file.read_text()
-    file.write_text(text.replace("  Wait(Communication 0)\n", "", 1))
-    assert main(["verify", str(file)]) == 1
+    wrong = edited(tmp_path, "  Wait(Communication 0)\n", "")
+    assert main(["verify", wrong]) == 1
     assert "is used before Wait(Communication 0)" in capsys.readouterr().err
 
 
-def test_run_on_random_and_on_given_inputs(
+# ------------------------------------------------------------------ run
+def test_run_on_random_inputs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(file), "--size", "i0=3", "--ranks", "2"]) == 0
+    rows = [OUTPUT.fullmatch(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r[1], r[2]) for r in rows if r] == [("0", "3"), ("1", "3")]
+    # An allreduce: both ranks have the same numbers.
+    assert rows[0] and rows[1] and rows[0].groups()[2:] == rows[1].groups()[2:]
+
+
+def test_run_on_given_inputs_saves_each_ranks_outputs(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(file), "--size", "i0=3", "--ranks", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" mean")[0] for line in lines] == [
-        f"rank {r} output 0: torch.float32 (3, 6)" for r in (0, 1)
-    ]
-    assert lines[0].split("mean")[1] == lines[1].split("mean")[1]
     torch.save(CASES["mlp2"].inputs(), tmp_path / "inputs.pt")
-    assert main(["run", str(file), "--inputs", str(tmp_path / "inputs.pt")]) == 0
-    assert "(5, 6)" in capsys.readouterr().out
+    args = ["--inputs", str(tmp_path / "inputs.pt"), "--save", str(tmp_path / "new" / "out")]
+    assert main(["run", str(file), *args]) == 0
+    (want,) = expected(CASES["mlp2"])
+    for rank in (0, 1):
+        (out,) = torch.load(tmp_path / "new" / "out" / f"rank{rank}.pt")
+        torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    row = OUTPUT.match(capsys.readouterr().out)
+    assert row is not None
+    found, summary = [float(x) for x in row.groups()[2:]], [want.mean(), want.min(), want.max()]
+    assert found == pytest.approx([float(x) for x in summary], rel=1e-4)
 
 
-def test_errors_are_one_line_and_exit_code_1(
-    file: Path, capsys: pytest.CaptureFixture[str]
+def test_random_sizes_fit_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight rows were cut over any number of ranks."""
+    case = CASES["mesh2x2"]
+    (tmp_path / "p.txt").write_text(build(case).full_text())
+    assert main(["run", str(tmp_path / "p.txt")]) == 0
+    assert "rank 3 output 0: torch.float32 (4, 6)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--size", "i0"], "InputError: --size i0: expected NAME=N"),
+        (["--size", "i0=\u0663"], "InputError: --size i0="),
+        # It was ignored.
+        (["--size", "i9=7"], "InputError: no input has a size 'i9' (the sizes: i0)"),
+        (["--inputs", "PROGRAM"], "InputError: PROGRAM is no list of tensors saved by torch"),
+        (["--inputs", "MISSING"], "InputError: MISSING is no list of tensors saved by torch"),
+        (["--inputs", "TENSOR"], "InputError: TENSOR holds a Tensor, not the list of all inputs"),
+        (["--inputs", "ONE"], "InputError: ONE: expected 5 inputs, got 1"),
+        (["--inputs", "ONE", "--size", "i0=3"], "InputError: --size is for random inputs"),
+        (["--ranks", "1"], "ShardingError: DeviceMesh{0 1} of T0_g_float names rank 1"),
+        (["--program", "0"], "ParseError: PROGRAM has 0 dumped host programs"),
+        (["--save", "PROGRAM"], "FileExistsError"),
+    ],
+)
+def test_wrong_runs(
+    args: list[str],
+    message: str,
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["run", str(file), "--size", "i0"]) == 1
-    assert "InputError: --size i0: expected NAME=N" in capsys.readouterr().err
-    assert main(["print", str(file.parent / "missing")]) == 1
+    torch.save(torch.ones(2), tmp_path / "tensor.pt")
+    torch.save([torch.ones(2)], tmp_path / "one.pt")
+    names = {"PROGRAM": file.name, "MISSING": "missing.pt", "TENSOR": "tensor.pt", "ONE": "one.pt"}
+    for name, path in names.items():
+        args = [a.replace(name, str(tmp_path / path)) for a in args]
+        message = message.replace(name, str(tmp_path / path))
+    assert main(["run", str(file), *args]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["print", str(tmp_path / "missing")]) == 1
     assert "FileNotFoundError" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ opt
+def without_deallocate(tmp_path: Path) -> str:
+    path = tmp_path / "lowered.txt"
+    path.write_text(re.sub(r"  Deallocate \{\n.*\n  \}\n", "", TEXT))
+    assert "Deallocate" not in path.read_text()
+    return str(path)
+
+
+def test_opt_runs_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lowered = without_deallocate(tmp_path)
+    assert main(["opt", lowered]) == 0
+    assert equal(parse(capsys.readouterr().out), PROGRAM)
+    assert main(["opt", lowered, "-p", "insert_deallocate", "-o", str(tmp_path / "out.txt")]) == 0
+    assert capsys.readouterr().out == ""
+    assert equal(read_program(str(tmp_path / "out.txt")), PROGRAM)
+
+
+def test_opt_prints_before_and_after_each_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lowered = without_deallocate(tmp_path)
+    assert main(["opt", lowered, "--print-after-all"]) == 0
+    text = capsys.readouterr().out
+    names = [p.__name__ for p in PASSES]
+    heads = re.findall("^// (before|after) (.*)$", text, re.MULTILINE)
+    assert heads == [(when, name) for name in names for when in ("before", "after")]
+    _, before, after = re.split("^// (?:before|after) .*$", text, flags=re.MULTILINE)[:3]
+    assert before == str(read_program(lowered))
+    assert after == str(PROGRAM)
+
+
+def test_opt_names_the_passes_that_exist(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["opt", str(file), "-p", "insert_dealocate"]) == 1
+    assert "no host pass 'insert_dealocate'; did you mean 'insert_deallocate'?" in (
+        capsys.readouterr().err
+    )
+    assert main(["opt", str(file), "-p", "insert_deallocate"]) == 1
+    assert "has a Deallocate already" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ diff
+def test_equal_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(file), str(file)]) == 0
+    assert capsys.readouterr().out == "the programs are equal\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            "type=Allreduce, team=(0 1)",
+            "type=Allreduce, team=(0 1), red_op=MAX",
+            r"op \d+, Communication 0 \(Allreduce\): red_op: SUM \| MAX",
+        ),
+        ("Kernel group 4 (pointwise)", "Kernel group 4 (reduction)",
+         r"kernel group 4, scheduler: pointwise \| reduction"),
+        ("contiguity: t t", "contiguity: t f", r"T0: contiguity: t t \| contiguity: t f"),
+        ("  Wait(Communication 0)\n", "", r"op \d+ only in a: Wait\(Communication 0\)"),
+        (
+            "zero_init=false",
+            "zero_init=true",
+            r"op 0, Allocate: zero_init: false \| true",
+        ),
+        ("= silu(", "= relu(", r"kernel group \d+, op 0, \w+: kind: silu \| relu"),
+    ],
+)  # fmt: skip
+def test_the_first_field_that_differs(
+    old: str, new: str, line: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(file), edited(tmp_path, old, new)]) == 1
+    (found,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(line, found), found
+
+
+def test_ops_are_aligned(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One op less, and one changed further down, are two lines."""
+    (tmp_path / "b.txt").write_text(
+        re.sub(r"  Deallocate \{\n.*\n  \}\n", "", TEXT, count=1).replace(
+            "Communication 0 (type=Allreduce", "Communication 0 (type=ReduceScatter", 1
+        )
+    )
+    assert main(["diff", str(file), str(tmp_path / "b.txt")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert any(" only in a: Deallocate {" in line for line in lines)
+    assert any("type: Allreduce | ReduceScatter" in line for line in lines)
+
+
+def test_what_differs_inside_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """%HostIrContainer { (T0_g_float[iS0{8}]) -> (T0_g_float[iS0{8}]) :
+  FOR i3 from 0 to 8:
+    SetCurrentStream(Stream ( i3 % numberOfStreams ))
+    IF Manual ( i3 < 2 ):
+      Synchronize(Stream 0)
+} // %HostIrContainer"""
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text(text.replace("Stream 0", "Stream 1").replace("to 8", "to 9"))
+    assert main(["diff", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]) == 1
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "short form" in head
+    assert [line.split(", ", 1)[0] for line in lines] == ["op 0", "op 0.body.1.then.0"]
+    assert lines[1].endswith("Synchronize: stream: 0 | 1")
+
+
+# ------------------------------------------------------------------ where a program stands
+DUMP = (
+    "// host_ir of fusion {n}, full form: the host program that runs\n"
+    "{text}"
+    "// end of host_ir of fusion {n}\n"
+)
+
+
+def test_a_program_is_found_in_what_a_job_printed(tmp_path: Path) -> None:
+    path = tmp_path / "job.txt"
+    path.write_text("starting ...\n" + DUMP.format(n=0, text=TEXT) + "loss = 0.25\n0 1e-7\n")
+    assert equal(read_program(str(path)), PROGRAM)
+
+
+def test_one_of_several_programs_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = build(CASES["slice2"])
+    path = tmp_path / "job.txt"
+    path.write_text(DUMP.format(n=0, text=TEXT) + DUMP.format(n=1, text=other.full_text()))
+    with pytest.raises(ParseError, match=r"--program 1: // host_ir of fusion 1, full form"):
+        read_program(str(path))
+    assert equal(read_program(str(path), number=1), other)
+    assert main(["verify", str(path), "--program", "2"]) == 1
+    assert "none of number 2" in capsys.readouterr().err
