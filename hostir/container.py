@@ -157,6 +157,9 @@ class HostIrContainer:
         for op in ops:
             if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise DefinitionError(f"HostIrContainer.append: {op!r} is no op")
+            for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:
+                if isinstance(tv, TensorView) and tv.fusion is not self.values:
+                    raise DefinitionError(f"{op.name}: {tv} belongs to another program")
             if isinstance(op, Allocate) and op.buffer.memory is MemoryType.local:
                 op.buffer.memory = MemoryType.global_
             if self._open:
@@ -177,9 +180,8 @@ class HostIrContainer:
         axis = stop if isinstance(stop, IterDomain) else None
         end = stop.extent if isinstance(stop, IterDomain) else stop
         index = loop_index(name or f"i{self.values.next_scalar()}", start, end)
-        body = self._region()
-        yield index
-        self._close(body)
+        with self._region() as body:
+            yield index
         first, by = as_scalar(start), as_scalar(step)
         loop = ForLoop(
             index=index, axis=axis, start=first, stop=as_scalar(end), step=by, body=tuple(body)
@@ -189,9 +191,8 @@ class HostIrContainer:
     @contextmanager
     def branch(self, predicate: Scalar) -> Generator[None]:
         """Open the region that runs where `predicate` holds; `otherwise` may follow."""
-        body = self._region()
-        yield
-        self._close(body)
+        with self._region() as body:
+            yield
         self.append(IfThenElse(predicate, then=tuple(body)))
 
     @contextmanager
@@ -201,9 +202,8 @@ class HostIrContainer:
         last = block[-1] if block else None
         if not isinstance(last, IfThenElse) or last.orelse:
             raise DefinitionError("otherwise() follows a branch")
-        body = self._region()
-        yield
-        self._close(body)
+        with self._region() as body:
+            yield
         if self._open:
             self._open[-1].pop()
         else:
@@ -216,14 +216,15 @@ class HostIrContainer:
         self.units = {**self.units, number: fusion}
         return number
 
-    def _region(self) -> list[Op]:
-        self._open.append([])
-        return self._open[-1]
-
-    def _close(self, body: list[Op]) -> None:
-        if not self._open or self._open[-1] is not body:
-            raise DefinitionError("the regions of a host program end in the order of their begin")
-        self._open.pop()
+    @contextmanager
+    def _region(self) -> Generator[list[Op]]:
+        """Open a region; after an error in it, what was appended there is dropped."""
+        body: list[Op] = []
+        self._open.append(body)
+        try:
+            yield body
+        finally:
+            assert self._open.pop() is body, "regions end in the order of their begin"
 
     # ------------------------------------------------------------ text
     def __str__(self) -> str:

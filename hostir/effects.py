@@ -6,15 +6,21 @@ An op states its effects in order (`HostOp.effects`); tensor ops of the fusion I
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
+from fuser.errors import ArgumentError, DefinitionError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import VIEW_OPS
+
+# A captured stream, the program's own, or (as nvFuser prints it) an address.
+STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,17 @@ class Stream:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.index, int):
-            object.__setattr__(self, "index", sc.const(self.index))
+        index: Any = self.index
+        if type(index) is int:
+            index = sc.const(index)
+            object.__setattr__(self, "index", index)
+        if index is None and not STREAM_NAME.fullmatch(self.name):
+            raise DefinitionError(f"Stream: {self.name!r} is no name of a stream: S0, S1, Default")
+        if index is not None and (self.name or not isinstance(index, Scalar)):
+            raise ArgumentError(
+                f"Stream: expected an integer scalar or name=, got {index!r}"
+                + (f" and name={self.name!r}" if self.name else "")
+            )
 
     def __str__(self) -> str:
         return self.name if self.index is None else str(self.index)

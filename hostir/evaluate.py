@@ -226,9 +226,12 @@ def _communicate(op: Communication, frame: Frame) -> None:
     posted, backend = _posted(op.number, frame), frame.machine.backend
     inp = frame.tensors[op.inp] if frame.is_mine(op.inp) else None
     out = _received(frame, op.out, posted) if frame.is_mine(op.out) else None
+    announce = announcer(op, rank)
     root = -1 if op.root is None else member(team, frame.integer(op.root), op)
 
     def start() -> None:
+        if announce is not None:
+            announce(inp, out)
         posted.work = post(Call(op, rank, team, backend(), root), inp, out)
 
     frame.submit(start)
@@ -456,7 +459,6 @@ class HostIrEvaluator:
             settings=options.settings() if settings is None else settings,
             rank=self._rank,
         )
-        check_devices(program, communicator.size() if communicator is not None else 1)
         self._size = communicator.size() if communicator is not None else 1
         check_devices(program, self._size)
         # Whose local shape may be impossible, which is checked before anything runs.

@@ -11,7 +11,6 @@ Communications are in `hostir.transfers`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -37,6 +36,7 @@ from hostir.effects import (
     Stream,
     Writes,
 )
+from hostir.fields import complete_fields
 from hostir.layout import allocated_elements
 
 # What every run binds: this rank, and how many streams the evaluator has.
@@ -53,11 +53,7 @@ class HostOp(Op):
     MAKES_RESULTS: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        # Python numbers stand for constants.
-        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, f.name)
-            if f.metadata.get("kind") == "operand" and isinstance(value, int | float):
-                object.__setattr__(self, f.name, sc.as_scalar(value))
+        complete_fields(self)
 
     def effects(self) -> tuple[Effect, ...]:
         """Return what the op does, in order; regions speak for themselves."""
@@ -273,7 +269,7 @@ class SymmetricContiguousView(HostOp):
 class StreamOp(HostOp):
     """Base of the ops that name a stream."""
 
-    stream: Stream = attr()
+    stream: Stream = attr(kw_only=False)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
@@ -283,7 +279,7 @@ class StreamOp(HostOp):
 class SetCurrentStream(StreamOp):
     """What follows runs on `stream`."""
 
-    stream: Stream = attr()
+    stream: Stream = attr(kw_only=False)
     TEXT = "SetCurrentStream(Stream {stream})"
     OLDER = ("SetCurrentStream to Stream {stream}",)
 
@@ -294,7 +290,7 @@ class SetCurrentStream(StreamOp):
 class GetCurrentStream(StreamOp):
     """The stream's name means the current stream from now on."""
 
-    stream: Stream = attr()
+    stream: Stream = attr(kw_only=False)
     TEXT = "Stream {stream} = GetCurrentStream()"
     OLDER = ("GetCurrentStream into Stream {stream}",)
 
@@ -309,7 +305,7 @@ class GetCurrentStream(StreamOp):
 class Synchronize(StreamOp):
     """The current stream waits for all that `stream` has been given so far; the host goes on."""
 
-    stream: Stream = attr()
+    stream: Stream = attr(kw_only=False)
     TEXT = "Synchronize(Stream {stream})"
     OLDER = ("Synchronize Stream {stream}",)
 
@@ -341,9 +337,9 @@ class ForLoop(HostOp):
     body: tuple[Op, ...] = region()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.axis is not None:
+        if isinstance(self.axis, IterDomain):
             object.__setattr__(self, "stop", self.axis.extent)
+        super().__post_init__()
 
     def template(self) -> str:
         return _loop_template(self.axis is not None, self.step is not sc.ONE)

@@ -14,7 +14,7 @@ from fuser.ir.scalar import ZERO, Symbol
 from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.effects import Stream
+from hostir.effects import STREAM_NAME, Stream
 from hostir.ops import NUMBER_OF_STREAMS, RANK, loop_index
 from hostir.post import POST
 from hostir.transfers import HOST_OPS, TRANSFER_KINDS
@@ -23,8 +23,6 @@ from multidevice.communication import TeamOf
 
 _GROUP = re.compile(r"^Kernel group ([0-9]+) \(([^()\n]*)\) :[ ]*$", re.MULTILINE)
 _INDEX_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# A captured stream, the program's own, or (as nvFuser prints it) an address.
-_STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
 # How the full text and the headings of dumps name their form.
 _NAMED_FULL = re.compile(r"^//[^\n]*, full form[,:]", re.MULTILINE)
 _TYPE_NAME = re.compile(r"[a-z]\w*")
@@ -127,7 +125,7 @@ def _index(parser: Parser) -> Symbol:
 
 def _stream(parser: Parser) -> Stream:
     """Read `S0` or the number of a stream, `( i3 % numberOfStreams )`."""
-    named = parser.cursor.match(_STREAM_NAME)
+    named = parser.cursor.match(STREAM_NAME)
     return Stream(name=named[0]) if named else Stream(parser.scalar())
 
 

@@ -64,7 +64,7 @@ class Communication(StartsCommunication):
     number: int = attr()
     type: CommunicationType = attr()
     team: TeamOf = attr()
-    backend: str = attr()
+    backend: str = attr(default="NCCL")
     root: Scalar | None = operand(default=None, kw_only=True)
     red_op: RedOp = attr(default="SUM")
 
@@ -125,7 +125,7 @@ class P2PCommunication(StartsCommunication):
     peer: Scalar = operand()
     number: int = attr()
     type: TransferKind = attr()
-    backend: str = attr()
+    backend: str = attr(default="NCCL")
     TEXT = (
         "P2PCommunication {number} (type={type}, buffer={buffer}, peer={peer}, backend={backend})"
     )
@@ -160,7 +160,7 @@ class CollectivePermute(StartsCommunication):
     recv_peer: Scalar = operand()
     number: int = attr()
     team: TeamOf = attr()
-    backend: str = attr()
+    backend: str = attr(default="NCCL")
     TEXT = (
         "CollectivePermute {number} (team={team}, send_peer={send_peer}, recv_peer={recv_peer}, "
         "input={inp}, output={out}, backend={backend})"
@@ -195,7 +195,7 @@ class StartCoalescing(HostOp):
 class EndCoalescing(StartsCommunication):
     """Starts the sends and receives since `StartCoalescing`; one Wait is for all of them."""
 
-    number: int = attr()
+    number: int = attr(kw_only=False)
     TEXT = "EndCoalescing {number}"
 
     @property
@@ -209,7 +209,7 @@ class EndCoalescing(StartsCommunication):
 class Wait(HostOp):
     """Makes the current stream wait for the communication of this number."""
 
-    number: int = attr()
+    number: int = attr(kw_only=False)
     TEXT = "Wait(Communication {number})"
     OLDER = (
         "Wait Communication {number}",

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, cast, dataclass_transform
+from typing import Any, ClassVar, Literal, Self, cast, dataclass_transform, overload
 
 Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
 
@@ -43,7 +43,11 @@ def results() -> Any:
     return field(metadata={"kind": "results"})
 
 
-def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any:
+@overload
+def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any: ...
+@overload
+def attr(*, kw_only: Literal[False], **default: Any) -> Any: ...
+def attr(*, kw_only: bool = True, **default: Any) -> Any:
     """Declare a constant property."""
     return field(metadata={"kind": "attr"}, kw_only=kw_only, **default)
 

@@ -60,6 +60,7 @@ __all__ = [
     "Const",
     "Number",
     "ONE",
+    "OPERATORS",
     "Poly",
     "Scalar",
     "ScalarLike",
@@ -86,12 +87,14 @@ __all__ = [
     "le",
     "literal_text",
     "logical_and",
+    "logical_not",
     "lt",
     "maximum",
     "minimum",
     "mod",
     "mul",
     "name_for",
+    "ne",
     "product",
     "rebuild",
     "scalar_text",
@@ -170,6 +173,15 @@ def maximum(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 # ---------------------------------------------------------------- comparisons, logic, choice
+def ne(a: ScalarLike, b: ScalarLike) -> Scalar:
+    a, b = as_scalar(a), as_scalar(b)
+    return const(False) if a == b and is_int(a) else apply("!=", a, b)
+
+
+def logical_not(a: ScalarLike) -> Scalar:
+    return apply("!", a)
+
+
 def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
     a, b = as_scalar(a), as_scalar(b)
     if is_int(a) and is_int(b):
@@ -246,6 +258,18 @@ def apply(op: str, *args: ScalarLike) -> Scalar:
         except (ValueError, ZeroDivisionError, OverflowError):
             pass  # outside the op's domain: keep it symbolic, the runtime decides
     return Apply(op, scalars, dtype)
+
+
+# What Python's operators on scalars mean.
+OPERATORS: dict[str, Callable[[ScalarLike, ScalarLike], Scalar]] = {
+    "+": add,
+    "-": sub,
+    "*": mul,
+    "floorDiv": floordiv,
+    "floorMod": mod,
+    "<": lt,
+    "<=": le,
+}
 
 
 _INT_FORMS: dict[str, Callable[..., Scalar]] = {

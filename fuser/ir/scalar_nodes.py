@@ -41,6 +41,53 @@ class Scalar:
 
     __repr__ = __str__
 
+    # Arithmetic and order as Python writes them: `//` and `%` round down. Equality stays that of
+    # objects; as a condition it is `fuser.ir.scalar.eq`.
+    def __add__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("+", self, other)
+
+    def __radd__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("+", other, self)
+
+    def __sub__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("-", self, other)
+
+    def __rsub__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("-", other, self)
+
+    def __mul__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("*", self, other)
+
+    def __rmul__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("*", other, self)
+
+    def __floordiv__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorDiv", self, other)
+
+    def __rfloordiv__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorDiv", other, self)
+
+    def __mod__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorMod", self, other)
+
+    def __rmod__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("floorMod", other, self)
+
+    def __neg__(self) -> Scalar:
+        return _arithmetic("-", 0, self)
+
+    def __lt__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<", self, other)
+
+    def __le__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<=", self, other)
+
+    def __gt__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<", other, self)
+
+    def __ge__(self, other: ScalarLike) -> Scalar:
+        return _arithmetic("<=", other, self)
+
     # nvFuser's `Val` queries.
     def is_tensor(self) -> bool:
         return False
@@ -48,6 +95,15 @@ class Scalar:
     def is_symbolic(self) -> bool:
         """Return whether the scalar has no constant value."""
         return not isinstance(self, Const)
+
+
+def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
+    """Return `a op b`, NotImplemented for what is no scalar."""
+    from fuser.ir import scalar
+
+    if not (isinstance(a, ScalarLike) and isinstance(b, ScalarLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return NotImplemented
+    return scalar.OPERATORS[op](a, b)
 
 
 _known: WeakValueDictionary[object, Scalar] = WeakValueDictionary()
