@@ -88,11 +88,11 @@ def test_a_computed_extent_beside_a_constant_is_checked(n: int) -> None:
         refused(define, torch.randn(n), y, match=f"= {n + 2} and 4 = 4.*axis 0 of T0")
 
 
-def rotated(fd: Any) -> None:
-    """RoPE whose head size is twice the extent of the tables."""
+def rotated(fd: Any, *, by_table: bool = False) -> None:
+    """RoPE whose head size is twice the extent of the tables, which may give the half's size."""
     x, cos, sin = tensor(fd, -1, -1, -1), tensor(fd, -1, -1), tensor(fd, -1, -1)
     b, s, h = (x.size(i) for i in range(3))
-    half = fd.ops.div(h, 2)
+    half = cos.size(1) if by_table else fd.ops.div(h, 2)
     first = fd.ops.slice(x, [0, 0, 0], [b, s, half])
     second = fd.ops.slice(x, [0, 0, half], [b, s, h])
     c, d = (fd.ops.broadcast_in_dim(t, [1, t.size(0), t.size(1)], [1, 2]) for t in (cos, sin))
@@ -103,12 +103,17 @@ def rotated(fd: Any) -> None:
     fd.add_output(fd.ops.add(fd.ops.cat(parts, 2), x))
 
 
-def test_rope_with_a_symbolic_head_size() -> None:
+@pytest.mark.parametrize("by_table", [False, True])
+def test_rope_with_a_symbolic_head_size(by_table: bool) -> None:
+    def define(fd: Any) -> None:
+        rotated(fd, by_table=by_table)
+
     x, cos, sin = torch.randn(2, 3, 8), torch.randn(3, 4), torch.randn(3, 4)
     first, second = x[..., :4], x[..., 4:]
     want = torch.cat([first * cos - second * sin, second * cos + first * sin], 2) + x
-    torch.testing.assert_close(both_ways(rotated, x, cos, sin), want)
-    refused(rotated, x, torch.randn(3, 3), sin, match="T1.*but got 3")
+    torch.testing.assert_close(both_ways(define, x, cos, sin), want)
+    wrong = "T[12]" if by_table else "T1"
+    refused(define, x, torch.randn(3, 3), sin, match=f"{wrong}.*but got [34]")
 
 
 @pytest.mark.parametrize("shapes", [((0, 3), (0, 3)), ((3, 0), (3, 0)), ((0, 0), (0, 0))])

@@ -197,6 +197,24 @@ def test_an_output_beside_an_update_sees_the_old_value() -> None:
         assert torch.equal(x, old + y * 2.0)
 
 
+def test_two_outputs_behind_an_update_see_the_old_value() -> None:
+    """All three in one kernel, the update defined first."""
+
+    def define() -> None:
+        a, c, x = (tensor(-1, -1) for _ in range(3))
+        out(ops.minimum(a, c), x)
+        out(ops.add(x, 1.0))
+        out(ops.mul(x, c))
+
+    evaluator = HostIrEvaluator(_aliased(define, *[(4, 4)] * 3))
+    a, c, x = (torch.randn(4, 4) for _ in range(3))
+    for _ in range(2):
+        old = x.clone()
+        added, product = evaluator.run([a, c, x])
+        assert torch.equal(added, old + 1.0) and torch.equal(product, old * c)
+        assert torch.equal(x, torch.minimum(a, c))
+
+
 def test_updates_swap_two_buffers() -> None:
     def define() -> None:
         x, y = tensor(-1, -1), tensor(-1, -1)

@@ -109,9 +109,15 @@ def test_other_views_that_are_sent(what: str) -> None:
     assert ("LaunchKernel" in text) == (what not in ("squeeze", "broadcast"))
 
 
-@pytest.mark.parametrize("order", [[0, 2, 1, 3], [2, 0, 1, 3]])
-def test_heads_of_a_column_parallel_linear_are_gathered(order: list[int]) -> None:
-    """Attention with sequence cuts: linear, reshape to heads, permute, another axis cut."""
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [2, 0, 1, 3], [2, 1, 0, 3]])
+@pytest.mark.parametrize("target", [None, 1])
+def test_heads_of_a_column_parallel_linear_are_gathered(
+    order: list[int], target: int | None
+) -> None:
+    """Attention with sequence cuts: linear, reshape to heads, permute, another axis cut.
+
+    Heads, sequence, batch in this order were sent in the order of the linear's memory.
+    """
     b, s, heads, width = 2, 4, 2, 3
     x_whole = torch.randint(-3, 4, (b, s, 5)).float()
     w_whole = torch.randint(-3, 4, (heads * width, 5)).float()
@@ -125,7 +131,7 @@ def test_heads_of_a_column_parallel_linear_are_gathered(order: list[int]) -> Non
         for tv in (x, w, out):
             tv.set_device_mesh([0, 1])
         cut(w, 0)
-        cut(out, order.index(1))
+        cut(out, None if target is None else order.index(target))
         return [x, w], out
 
     run_on_two(define, [x_whole, w_whole], want)
