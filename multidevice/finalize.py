@@ -17,11 +17,10 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.passes.segment import VIEW_OPS
 from multidevice.communication import communicates
 from multidevice.placement import is_contiguous, spread_axes
 from multidevice.sharding import has_streams
-from multidevice.streams import StreamLoops
+from multidevice.streams import allocated_per_step
 
 # Outermost first. Other types stand behind, in their order.
 _RANK = {
@@ -74,24 +73,6 @@ def complete_meshes(fusion: Fusion) -> None:
                     f"{tv} has none, and there are {found}{user_code(tv.user_line())}"
                 )
             tv.mesh = next(iter(meshes))
-
-
-def allocated_per_step(fusion: Fusion) -> set[TensorView]:
-    """Return the intermediates that are only read in step with their own loop.
-
-    Inputs and outputs never are allocated so: callers are outside of the loop. What is a view of a
-    tensor in memory is in memory like it.
-    """
-    loops = StreamLoops(fusion)
-    outside = {*fusion.inputs, *fusion.outputs}
-    found = {tv for tv in fusion.tensors() if tv not in outside and loops.fits_in_loop(tv)}
-    views = [(op.inp, op.out) for op in fusion.exprs if isinstance(op, VIEW_OPS)]
-    changed = True
-    while changed:
-        mixed = {tv for pair in views if len(found.intersection(pair)) == 1 for tv in pair}
-        changed = bool(found & mixed)
-        found -= mixed
-    return found
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:

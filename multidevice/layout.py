@@ -16,7 +16,13 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, Reshard, TensorOp
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
-from multidevice.communication import communicates, communication_type, is_copy, moved_axes
+from multidevice.communication import (
+    communicates,
+    communication_type,
+    is_copy,
+    is_device_to_stream,
+    moved_axes,
+)
 from multidevice.placement import (
     clone_domain,
     copy_like,
@@ -25,6 +31,7 @@ from multidevice.placement import (
     placement,
     set_memory_order,
 )
+from multidevice.streams import allocated_per_step, stream_axis
 
 _OUTERMOST = ("Allgather", "ReduceScatter")
 
@@ -36,38 +43,68 @@ def lay_out_communication(fusion: Fusion) -> None:
     in the same order of axes, with the gathered or scattered axis outermost where the type needs
     it. The host program relies on it. A result without a declared allocation domain takes the
     collective's order; a declared one is a requirement, met by a copy behind the collective.
+
+    A collective in steps sees one block at a time. A block is dense where each step has memory of
+    its own, or where the stream's axis is outermost; else a copy in the same step comes between.
     """
     for op in fusion.exprs:
         if isinstance(op, Reshard) and communicates(op):
             _fit_consumer(fusion, _fit_producer(fusion, op))
 
 
-def _is_local_one(tv: TensorView, position: int) -> bool:
-    """Whether shards have extent 1 along an axis, so that its place in memory does not matter."""
+def _is_local_one(tv: TensorView, position: int, *, in_steps: bool) -> bool:
+    """Whether what a collective sees has extent 1 along an axis, so that its place in memory does
+    not matter."""
     axis = tv.domain.no_reductions[position]
     if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
         return True
-    return any(c.whole for c in placement(tv)[position])
+    return any(c.whole and (in_steps or c.ptype.is_device) for c in placement(tv)[position])
 
 
-def _required_order(tv: TensorView, axis: int | None) -> list[int]:
+def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
     """Return the memory order of `tv` with `axis` moved outermost, if that makes a difference."""
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
         return order
-    before = order[: order.index(axis)]
-    if _is_local_one(tv, axis) or all(_is_local_one(tv, p) for p in before):
+    before = (_is_local_one(tv, p, in_steps=in_steps) for p in order[: order.index(axis)])
+    if _is_local_one(tv, axis, in_steps=in_steps) or all(before):
         return order
     return [axis, *(p for p in order if p != axis)]
 
 
+def _step_outermost(tv: TensorView, order: list[int]) -> list[int]:
+    """Return the order with a stream outermost of which a step is one index: its blocks lie in
+    memory of the whole."""
+    stream = stream_axis(tv)
+    if stream is None or not stream.is_logical:
+        return order
+    return [stream.position, *(p for p in order if p != stream.position)]
+
+
+def _is_dense_block(fusion: Fusion, tv: TensorView, order: list[int]) -> bool:
+    """Whether one step's block of a tensor with this memory order has no gaps."""
+    stream = stream_axis(tv)
+    assert stream is not None, f"{tv} is not computed in steps"
+    outside = order[: order.index(stream.position)]
+    return all(_is_local_one(tv, p, in_steps=False) for p in outside) or (
+        tv in allocated_per_step(fusion)
+    )
+
+
+def _is_in_steps(op: Reshard) -> bool:
+    return stream_axis(op.out) is not None
+
+
 def _fit_producer(fusion: Fusion, op: Reshard) -> Reshard:
     operand = op.inp
+    in_steps = _is_in_steps(op) and not is_device_to_stream(op)
     axis = moved_axes(op)[0] if communication_type(op) in _OUTERMOST else None
-    order = _required_order(operand, axis)
-    if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand):
+    order = _required_order(operand, axis, in_steps=in_steps)
+    order = _step_outermost(operand, order) if in_steps else order
+    is_dense = not in_steps or _is_dense_block(fusion, operand, order)
+    if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand) and is_dense:
         return op
-    if _may_relayout(fusion, operand):
+    if is_dense and _may_relayout(fusion, operand):
         set_memory_order(operand, order)
         return op
     made = copy_like(operand, operand.mesh, placement(operand))
@@ -99,12 +136,15 @@ def _fit_consumer(fusion: Fusion, op: Reshard) -> None:
     if axis is not None:
         # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
         rest = [p for p in order if p != axis]
-        is_first = all(_is_local_one(out, p) for p in order[: order.index(axis)])
+        outside = order[: order.index(axis)]
+        is_first = all(_is_local_one(out, p, in_steps=_is_in_steps(op)) for p in outside)
         order = order if is_first else [axis, *rest]
+    order = _step_outermost(out, order)
+    is_dense = not _is_in_steps(op) or _is_dense_block(fusion, out, order)
     current = [p for p, _ in memory_order(out)]
-    if order == current and is_contiguous(out):
+    if order == current and is_contiguous(out) and is_dense:
         return
-    if not out.domain.allocation and is_contiguous(out):
+    if not out.domain.allocation and is_contiguous(out) and is_dense:
         set_memory_order(out, order)
         return
     domain, _ = clone_domain(fusion, out.domain)

@@ -191,6 +191,14 @@ def outside_streams(cuts: Cuts) -> Cuts:
     return cuts[:position]
 
 
+def is_allocated_per_step(tv: TensorView) -> bool:
+    """Whether each step of a stream has memory for its own block of the tensor, rather than all of
+    it before. Decided by `finalize_domains`.
+    """
+    logical = set(tv.domain.logical_numbers)
+    return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
+
+
 def _is_cut(domain: TensorDomain, split: Split) -> bool:
     return domain.rotated(split.outer).ptype in SPREAD_TYPES
 

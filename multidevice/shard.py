@@ -13,6 +13,7 @@ from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
 from fuser.ir.types import DEVICE_TYPES, ParallelType
+from multidevice.placement import is_allocated_per_step
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,8 @@ def _split_view(
     domain = tv.domain
     if tv.mesh is None:
         raise ShardingError(f"`tv` has no DeviceMesh: {tv}")
-    if any(a.is_stream for a in domain.allocation):
-        raise UnsupportedError(f"{tv} is allocated per stream: it has no single shard")
+    if is_allocated_per_step(tv):
+        raise UnsupportedError(f"{tv} is allocated per step of a stream: it has no single shard")
     logical = domain.no_reductions
     if tensor.dim() != len(logical):
         raise ShardingError(

@@ -16,7 +16,14 @@ from multidevice.communication import communicates
 from multidevice.decompose import decompose_reshardings
 from multidevice.finalize import complete_meshes, finalize_domains
 from multidevice.layout import lay_out_communication
-from multidevice.placement import copy_like, placement, stream_axis_of, unparallelize
+from multidevice.placement import (
+    add_cuts,
+    axis_cuts,
+    copy_like,
+    placement,
+    stream_axis_of,
+    unparallelize,
+)
 from multidevice.propagate import Fact, propagate_shardings
 from multidevice.sharding import Sharding, check_annotations, has_mesh, has_streams, sharding_of
 from multidevice.stream_steps import keep_computable_streams
@@ -45,8 +52,16 @@ def drop_unit_axes(fusion: Fusion) -> None:
     """
     for tv in fusion.tensors():
         mesh = tv.mesh
-        if mesh is not None:
-            unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
+        if mesh is None:
+            continue
+        for number, cuts in axis_cuts(tv).items():
+            kept = tuple(c for c in cuts if not (c.ptype.is_device and c.count == 1))
+            if kept and kept != cuts:
+                # What is cut inside of a unit is cut anew, without it.
+                types = {c.ptype for c in cuts}
+                unparallelize(tv, lambda a, types=types: a.ptype in types)
+                add_cuts(tv, number, kept)
+        unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
 
 
 def place_updates(fusion: Fusion) -> None:

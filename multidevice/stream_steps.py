@@ -19,9 +19,14 @@ from multidevice.placement import (
     SPREAD_TYPES,
     Cut,
     Cuts,
+    Placement,
+    axis_cuts,
+    clone_domain,
     copy_like,
+    cut_origin,
     outside_streams,
     placement,
+    spread_axes,
     stream_axis_of,
     unparallelize,
 )
@@ -69,8 +74,12 @@ def is_in_step(op: TensorOp, index: int) -> bool:
     found = stream_axis_of(op.inputs[index])
     if needed is None or found is None:
         return False
-    is_axis = op.inputs[index].domain.no_reductions[needed[0]].number == found[0]
-    return is_axis and not have_different_shardings(op, index, _STREAM)
+    position, cuts = needed
+    number, mine = found
+    is_axis = op.inputs[index].domain.no_reductions[position].number == number
+    # Blocks of one index may be counted with empty ones behind them, or without.
+    is_count = any(c.ptype is mine.ptype and c.count == mine.count for c in cuts)
+    return is_axis and is_count and not have_different_shardings(op, index, _STREAM)
 
 
 # ------------------------------------------------------------------ passes
@@ -99,49 +108,57 @@ def slice_operands(fusion: Fusion) -> None:
         y [stream(M), N] = add(x [M, N], b)  ->  s [stream(M), N] = Reshard(x, along stream)
                                                  y = add(s, b)
 
-    Afterwards an operand of such an op is in step with it, or used whole. A copy between devices
-    whose steps need other blocks than the devices have is made whole, before the steps.
+    Afterwards an operand of such an op is in step with it, or used whole. Where the steps of a
+    communication need other blocks than the devices have, it comes first, as a whole.
     """
-    made: dict[tuple[TensorView, tuple[Cuts, ...]], TensorView] = {}
+    made: dict[tuple[TensorView, Placement], TensorView] = {}
     for op in fusion.exprs:
         if stream_axis_of(op.out_tensor) is None:
             continue
-        for index, operand in tensor_operands(op):
-            needed = needed_block(op, index)
-            if needed is None or is_in_step(op, index):
-                continue
-            position, cuts = needed
-            have = placement(operand)
-            if is_copy(op) and is_resharding(op):
-                if is_from_devices(operand, position, cuts, op.out_tensor.mesh):
-                    continue
-                if _devices(have[position]) != outside_streams(cuts):
-                    op = _copy_first(fusion, op)
-                    operand, have = op.inputs[index], placement(op.inputs[index])
-                # The devices inside of a step are what the copy is about.
-                cuts = cuts[: len(outside_streams(cuts)) + 1]
-            wanted = tuple(
-                cuts if p == position else outside_streams(mine) for p, mine in enumerate(have)
-            )
-            known = made.get((operand, wanted))
-            if known is None:
-                known = copy_like(operand, operand.mesh, wanted)
-                block = Reshard(known, operand, ptypes=_STREAM, target=position)
-                fusion.insert_before(op, [block.replace(where=op.where)])
-                made[(operand, wanted)] = known
-            fed = replace_operand(op, index, known)
-            fusion.replace_expr(op, [fed])
-            op = fed
+        for index, _ in tensor_operands(op):
+            op = _slice_operand(fusion, op, index, made)
+
+
+def _slice_operand(
+    fusion: Fusion, op: TensorOp, index: int, made: dict[tuple[TensorView, Placement], TensorView]
+) -> TensorOp:
+    needed, operand = needed_block(op, index), op.inputs[index]
+    if needed is None or is_in_step(op, index):
+        return op
+    position, cuts = needed
+    have = placement(operand)
+    if is_resharding(op):
+        if is_copy(op) and is_from_devices(operand, position, cuts, op.out_tensor.mesh):
+            return op
+        if _devices(have[position]) != outside_streams(cuts):
+            return _slice_operand(fusion, _communicate_first(fusion, op), 0, made)
+        # The devices inside of a step are what it is about.
+        cuts = cuts[: len(outside_streams(cuts)) + 1]
+    wanted = tuple(cuts if p == position else outside_streams(c) for p, c in enumerate(have))
+    block = made.get((operand, wanted))
+    if block is None:
+        block = made[operand, wanted] = copy_like(operand, operand.mesh, wanted)
+        slicing = Reshard(block, operand, ptypes=_STREAM, target=position)
+        fusion.insert_before(op, [slicing.replace(where=op.where)])
+    fed = replace_operand(op, index, block)
+    fusion.replace_expr(op, [fed])
+    return fed
 
 
 def _devices(cuts: Cuts) -> Cuts:
     return tuple(c for c in cuts if c.ptype.is_device)
 
 
-def _copy_first(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Make a copy between devices whole, and copy its result in steps."""
+def _communicate_first(fusion: Fusion, op: TensorOp) -> LoadStoreOp:
+    """Compute a communication at once, and copy its result in steps; return the copy."""
     out = op.out_tensor
-    whole = copy_like(out, out.mesh, tuple(map(outside_streams, placement(out))))
-    steps = LoadStoreOp(out, whole).replace(where=op.where)
-    fusion.replace_expr(op, [op.map_values(lambda v: whole if v is out else v), steps])
-    return steps
+    domain, _ = clone_domain(fusion, out.domain)
+    whole = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
+    for number, cuts in axis_cuts(whole).items():
+        ends = {c.ptype for c in cuts} - {c.ptype for c in outside_streams(cuts)}
+        is_end = {a.number for a in spread_axes(whole) if cut_origin(whole, a)[0] == number}
+        unparallelize(whole, lambda a, n=is_end, p=ends: a.number in n and a.ptype in p)
+    out.domain = out.domain.without_root()
+    copy = LoadStoreOp(out, whole).replace(where=op.where)
+    fusion.replace_expr(op, [op.map_values(lambda v: whole if v is out else v), copy])
+    return copy

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph, tensor_operands
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
-from multidevice.placement import Block, local_extent, placement, stream_axis_of
+from fuser.ir.types import LoadStoreOpType, ParallelType
+from fuser.passes.segment import VIEW_OPS
+from multidevice.placement import (
+    Block,
+    is_allocated_per_step,
+    local_extent,
+    placement,
+    stream_axis_of,
+)
 from multidevice.sharding import has_streams, local_extents
 from multidevice.stream_steps import is_in_step
 
@@ -44,15 +51,6 @@ def stream_axis(tv: TensorView) -> StreamAxis | None:
     number, cut = found
     position = next(p for p, a in enumerate(tv.domain.no_reductions) if a.number == number)
     return StreamAxis(position, sc.as_scalar(cut.count), cut.whole, cut.swizzle)
-
-
-def is_allocated_per_step(tv: TensorView) -> bool:
-    """Whether each step has memory for its own block of the tensor, rather than all of it before.
-
-    Decided by `finalize_domains`: never for fusion inputs and outputs.
-    """
-    logical = set(tv.domain.logical_numbers)
-    return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
 
 
 def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
@@ -149,3 +147,35 @@ class StreamLoops:
         self._order[op] = order
         if axis is not None:
             self._loop[op] = StreamLoop(axis, order)
+
+
+def allocated_per_step(fusion: Fusion) -> set[TensorView]:
+    """Return the intermediates that nothing reads but steps of their own loop, each its block.
+
+    Inputs and outputs are none: callers are outside of the loop; neither is a tensor of which a
+    step is one index. A view of a tensor in memory is in memory like it.
+    """
+    loops = StreamLoops(fusion)
+    outside = {*fusion.inputs, *fusion.outputs}
+    found = {
+        tv
+        for tv in fusion.tensors()
+        if tv not in outside and loops.fits_in_loop(tv) and not _is_by_index(tv)
+    }
+    views = [(op.inputs[0], op.out_tensor) for op in fusion.exprs if _may_be_view(op)]
+    changed = True
+    while changed:
+        mixed = {tv for pair in views if len(found.intersection(pair)) == 1 for tv in pair}
+        changed = bool(found & mixed)
+        found -= mixed
+    return found
+
+
+def _is_by_index(tv: TensorView) -> bool:
+    axis = stream_axis(tv)
+    return axis is not None and axis.is_logical
+
+
+def _may_be_view(op: TensorOp) -> bool:
+    is_copy = isinstance(op, LoadStoreOp) and op.kind is LoadStoreOpType.set
+    return isinstance(op, VIEW_OPS) and not (is_copy and not op.out_tensor.domain.root)

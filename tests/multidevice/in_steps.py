@@ -17,8 +17,14 @@ from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Symbol
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
-from multidevice.communication import communication_type, is_device_to_stream, team_of
+from multidevice.communication import (
+    communicates,
+    communication_type,
+    is_device_to_stream,
+    team_of,
+)
 from multidevice.placement import Block
 from multidevice.sharding import local_sizes
 from multidevice.stream_steps import is_in_step, needed_block
@@ -120,6 +126,11 @@ def _step(
                         blocks[rank][v] = mine[v].narrow(p, *where)
         if all(t.numel() == 0 for mine in into.values() for t in mine.values()):
             continue
+        if isinstance(op, Reshard) and communicates(op):
+            for tv, parts in ((op.inp, blocks), (op.out, into)):
+                if is_allocated_per_step(tv) or stream_axis(tv) is None:
+                    continue
+                _check_dense(tv, tensors, parts)
         # Ranks may be at different blocks: of a rotation all blocks are equally large.
         assert len(full) == 1, op
         block: Block = "first" if full.pop() else "last"
@@ -135,6 +146,16 @@ def _step(
                 expected = tuple(int(sc.evaluate(n, values)) for n in block_extents(out, block))
                 assert tuple(blocks[rank][out].shape) == tuple(target.shape) == expected, out
                 target.copy_(blocks[rank][out])
+
+
+def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Local]) -> None:
+    """Check that blocks have no gaps in memory of the declared order: what is sent is dense."""
+    order = [p for p, _ in memory_order(tv)]
+    for rank, mine in tensors.items():
+        whole, part = mine[tv], parts[rank][tv]
+        placed = torch.empty([whole.shape[p] for p in order], dtype=whole.dtype)
+        block = placed[tuple(slice(part.shape[p]) for p in order)]
+        assert block.is_contiguous(), (tv, order, part.shape)
 
 
 def needed_parts(op: TensorOp) -> dict[int, int]:

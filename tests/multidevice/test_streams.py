@@ -325,3 +325,99 @@ def test_row_parallel_linear_forward_in_chunks() -> None:
     assert done.collectives == [("Allreduce", "(0 1)")]
     found = StreamLoops(fusion)
     assert len({found.loop_of(op) for op in fusion.exprs}) == 1
+
+
+# ------------------------------------------------------------------ communication in steps
+def gathered(
+    shape: list[int], cut: int, step: tuple[int, int | None], *, by: int = 2
+) -> tuple[Fusion, torch.Tensor]:
+    """x, cut along `cut` over devices, is copied to all of them along a stream."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": shape})["x"]
+        out = models.tensor(ops.set(x))
+        fusion.add_output(out)
+    models.set_mesh(mesh(by), x, out)
+    shard_axis(x, cut, by)
+    stream(out, *step)
+    return fusion, torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("cut", "step", "kinds"),
+    [
+        # The steps are those of the devices' blocks.
+        (0, (0, 2), ["Broadcast"]),
+        (1, (1, 2), ["Broadcast", "copy"]),
+        # They are not: all is gathered first.
+        (0, (0, 4), ["Allgather", "StepSlice", "copy"]),
+        (0, (0, None), ["Allgather", "StepSlice", "copy"]),
+        # One allgather per step, of a block of its own.
+        (0, (1, 3), ["copy", "Allgather", "copy"]),
+        (1, (0, 3), ["copy", "Allgather", "copy"]),
+        # One index is dense, whatever is gathered.
+        (1, (0, None), ["Allgather"]),
+    ],
+)
+def test_an_allgather_in_steps(cut: int, step: tuple[int, int | None], kinds: list[str]) -> None:
+    fusion, x = gathered([8, 6], cut, step)
+    done = run(fusion, [x])
+    torch.testing.assert_close(done.outputs[0], x)
+    found = [communication_type(op) if isinstance(op, Reshard) else "copy" for op in fusion.exprs]
+    assert found == kinds
+
+
+def test_a_rotated_stream_starts_with_each_devices_own_block() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [8, 6], "w": [5, 6]})
+        out = models.tensor(ops.linear(t["x"], t["w"]))
+        fusion.add_output(out)
+    models.set_mesh(mesh(4), *t.values())
+    shard_axis(t["x"], 0, 4)
+    out.outer_split(0, 4)
+    out.swizzle1d(0, X)
+    out.axis(0).parallelize(STREAM)
+    x, w = torch.randn(8, 6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    done = run(fusion, [x, w])
+    torch.testing.assert_close(done.outputs[0], x @ w.t())
+    ring = fusion.exprs[0]
+    assert isinstance(ring, Reshard) and is_device_to_stream(ring)
+    assert communication_type(ring) == "CollectivePermute"
+    axis = stream_axis(out)
+    assert axis is not None and (axis.position, axis.is_logical, axis.swizzle) == (0, False, X)
+    assert is_allocated_per_step(ring.out)
+
+
+def test_a_reduce_scatter_in_steps() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [6, 8], "w": [4, 8]})
+        out = models.tensor(ops.linear(t["x"], t["w"]))
+        fusion.add_output(out)
+    models.set_mesh(mesh(2), *t.values(), out)
+    shard_axis(t["x"], 1, 2)
+    shard_axis(t["w"], 1, 2)
+    shard_axis(out, 1, 2)
+    stream(out, 0, 3)
+    x, w = torch.randn(6, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    done = run(fusion, [x, w])
+    torch.testing.assert_close(done.outputs[0], x @ w.t())
+    assert done.collectives == [("ReduceScatter", "(0 1)")]
+
+
+def test_devices_inside_of_steps_need_blocks_that_they_divide() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [-1, 3]})["x"]
+        out = models.tensor(ops.set(ops.sin(x)))
+        fusion.add_output(out)
+    models.set_mesh(mesh(2), x, out)
+    for tv in (x, out):
+        stream(tv, 0, 3)
+        shard_axis(tv, 1, 2)
+    whole = torch.randn(12, 3, dtype=torch.float64)
+    torch.testing.assert_close(run(fusion, [whole]).outputs[0], whole.sin())
+    assert all(is_allocated_per_step(op.out_tensor) for op in fusion.exprs[:-1])
+    with pytest.raises(ShardingError, match=r"extent 8 .* each step of 3"):
+        sharding.local_sizes(x, [8, 3])
