@@ -27,6 +27,9 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "checked": "CPU kernels check bounds, alignment, uninitialised reads and shared-memory "
         "races; a finding is a KernelError that names tensor, op and the user's line",
         "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
+        "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
+        "stream is held back as far as the program's waits allow, so that a missing wait gives "
+        "wrong numbers",
     },
     "DISABLE": {
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
@@ -116,4 +119,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
 # Names that take part in what one process does once, so that one call cannot choose them.
 PROCESS_WIDE = frozenset({"multidevice"})
 # The arguments that a name must have, one of these; the others take none.
-ARGUMENTS: Mapping[str, tuple[str, ...]] = {"schedules_for": ("h200",)}
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "schedules_for": ("h200",),
+    "late_stream": ("all", "entry", *map(str, range(8))),
+}

@@ -58,7 +58,8 @@ from hostir.ops import (
 )
 from hostir.overlap import Updates
 from hostir.post import Call, Done, Posted, exchange, permute, post, transfer
-from hostir.replay import Plan, Recorder
+from hostir.replay import Plan, Recorder, dropped_axes
+from hostir.step_kernels import StepKernels, split_output
 from hostir.storage import Storage
 from hostir.streams import (
     CpuStreams,
@@ -78,6 +79,7 @@ from hostir.transfers import (
     Wait,
 )
 from multidevice.backends.protocol import Backend, Team, Transfer
+from multidevice.placement import Block
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelExecutor, KernelRequest
@@ -126,7 +128,11 @@ def launch_operands(
     for out in op.outs:
         if out not in frame.tensors:
             frame.tensors[out] = frame.tensors[frame.alias_target(out)]
-    return [frame.operand(v) for v in op.ins], [frame.tensors[o] for o in op.outs]
+    ins, outs = [frame.operand(v) for v in op.ins], [frame.tensors[o] for o in op.outs]
+    for values, axes in zip((ins, outs), dropped_axes(op, frame.program), strict=True):
+        for k, axis in axes.items():
+            values[k] = values[k].unsqueeze(axis)
+    return ins, outs
 
 
 def _launch(op: LaunchKernel, frame: Frame) -> None:
@@ -392,23 +398,28 @@ def carry_out(op: Op, frame: Frame) -> None:
 # ------------------------------------------------------------------ the evaluator
 def make_kernel_executor(
     group: KernelGroup, settings: Settings, *, of: str = "a host program", rank: int = 0
-) -> KernelExecutor:
-    """Return the executor that compiles a group's kernel for local shards.
+) -> KernelExecutor | StepKernels:
+    """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
     Dumps say that it is a kernel of `of`, made by `rank`.
     """
     from fuser.kernels.executor import KernelExecutor
     from multidevice.localize import localize
 
-    fusion, _ = localize(group.fusion)
-    return KernelExecutor(
-        fusion,
-        scheduler=group.scheduler,
-        name=f"kernel{group.number}",
-        settings=settings,
-        of=f"kernel group {group.number} of {of}",
-        dump=partial(dumps.write, rank=rank),
-    )
+    def make(block: Block) -> KernelExecutor:
+        fusion, _ = localize(group.fusion, block)
+        last = "_last" if block == "last" else ""
+        return KernelExecutor(
+            fusion,
+            scheduler=group.scheduler,
+            name=f"kernel{group.number}{last}",
+            settings=settings,
+            of=f"kernel group {group.number}{last} of {of}",
+            dump=partial(dumps.write, rank=rank),
+        )
+
+    out = split_output(group)
+    return make("first") if out is None else StepKernels(out, make)
 
 
 class HostIrEvaluator:
@@ -432,7 +443,7 @@ class HostIrEvaluator:
         settings: Settings | None = None,
         make_runner: MakeRunner | None = None,
         number_of_streams: int = 4,
-        late_stream: Hashable | None = None,
+        late_stream: str | int | None = None,
     ) -> None:
         program.check_full()
         if number_of_streams < 1:
@@ -440,7 +451,8 @@ class HostIrEvaluator:
         self.program = program
         self._storage = Storage.of(program)
         self._number_of_streams = number_of_streams
-        self._late = late_stream
+        is_number = isinstance(late_stream, str) and late_stream.isdigit()
+        self._late = int(late_stream) if is_number else late_stream
         self._streams: dict[torch.device, Streams] = {}
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
@@ -586,6 +598,8 @@ class HostIrEvaluator:
             sizes: Mapping[Symbol, int],
         ) -> Work:
             runner = self.kernel(group)
+            if isinstance(runner, StepKernels):
+                runner = runner.pick(outs, sizes)
             if isinstance(runner, KernelExecutor):
                 requests.append((runner, ins, outs, sizes))
             return lambda: None

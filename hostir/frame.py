@@ -25,6 +25,7 @@ from hostir.storage import Storage
 from hostir.streams import Handle, Streams, Work
 from multidevice.backends.protocol import Backend, Transfer
 from multidevice.sharding import local_sizes
+from multidevice.streams import is_allocated_per_step
 
 
 class KernelRunner(Protocol):
@@ -159,6 +160,8 @@ class Frame:
             if size < 0:
                 raise InputError(f"axis {axis} of {tv} has extent {tv.shape()[axis]} = {size}")
         shape = local_sizes(tv, sizes)
+        if stream_index is None and self.indices and is_allocated_per_step(tv):
+            stream_index = self.indices[-1]
         if stream_index is None:
             return shape
         axis, chunks = stream_cut(tv)

@@ -14,6 +14,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES
 from multidevice.placement import placement
 from multidevice.sharding import local_extents
+from multidevice.streams import block_extents
 
 
 def parts(tv: TensorView) -> tuple[int, ...]:
@@ -22,9 +23,9 @@ def parts(tv: TensorView) -> tuple[int, ...]:
     return tuple(math.prod(cut.devices for cut in mine) for mine in cuts)
 
 
-def allocated_elements(tv: TensorView) -> Scalar:
+def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
     """Return how many elements a rank allocates: expanded broadcasts count once."""
-    return storage.elements(tv, local_extents(tv))
+    return storage.elements(tv, block_extents(tv) if per_step else local_extents(tv))
 
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@
     library op      Allocate the output, the op
     view            the op, whose output is a view of its input
     communication   Allocate, Communication, Wait; or Allocate, LocalSlice where no data moves
+    any, in steps   a loop over streams (`hostir.stream_loops`), one for segments that share it
 
 An output that is written into an input's buffer is computed in place where nothing reads the old
 value any more, else computed beside it and copied at the end.
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
@@ -23,11 +23,13 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.passes.segment import Segment, SegmentedFusion
 from hostir.container import HostIrContainer, KernelGroup
+from hostir.effects import Stream
 from hostir.ops import Allocate, LaunchKernel, LocalSlice
+from hostir.stream_loops import StreamLoopBuilder
 from hostir.transfers import Communication, Wait
 from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
 from multidevice.sharding import local_extents
-from multidevice.streams import stream_axis
+from multidevice.streams import StreamLoops, stream_axis
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
@@ -37,30 +39,65 @@ def lower(segmented: SegmentedFusion, *, backend_name: str) -> HostIrContainer:
 
     The fusion is complete, sharded and finalized. `backend_name` is written on communications.
     """
-    return _Lowering(segmented, backend_name).run()
+    return Lowering(segmented, backend_name).run()
 
 
 @dataclass
-class _Lowering:
+class Lowering:
     segmented: SegmentedFusion
     backend_name: str
     ops: list[Op] = field(default_factory=list[Op])
     groups: dict[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
+    numbers: int = 0
+    streams: int = 0
 
     def run(self) -> HostIrContainer:
-        _refuse_streams(self.segmented.fusion)
         # The program gets its own tensors: what it does to them never shows in the fusion.
         copy, self.twins = self.segmented.fusion.copy()
         copy.exprs = ()
         self.values = copy
         self.in_place = self._in_place_outputs()
-        for segment in self.segmented.segments:
-            LOWER[segment.kind](self, segment)
+        self.loops = StreamLoops(self.segmented.fusion)
+        for group in self._in_order():
+            if self.loops.loop_of(group[0].exprs[0]) is not None:
+                self.ops += StreamLoopBuilder(self, group).build()
+            else:
+                (segment,) = group
+                LOWER[segment.kind](self, segment)
         # Last, when everything has been computed from old values.
         for alias in copy.aliases:
             if alias.out not in self.in_place and alias.out is not alias.into:
                 self.ops.append(nodes.LoadStoreOp(alias.into, alias.out))
         return HostIrContainer(copy, tuple(self.ops), self.groups)
+
+    def _in_order(self) -> list[list[Segment]]:
+        """Return the segments in run order, those of one loop together where the first can be."""
+        groups: dict[object, list[Segment]] = {}
+        for segment in self.segmented.segments:
+            groups.setdefault(self.loops.loop_of(segment.exprs[0]) or segment, []).append(segment)
+        if len(groups) == len(self.segmented.segments):
+            return list(groups.values())
+        maker = {o: key for key, group in groups.items() for s in group for o in s.outputs}
+        needs = {
+            key: {maker[v] for s in group for v in s.inputs if v in maker} - {key}
+            for key, group in groups.items()
+        }
+        ordered: list[list[Segment]] = []
+        while groups:
+            ready = next((k for k in groups if not needs[k] & groups.keys()), None)
+            assert ready is not None, "loops over streams need one another"
+            ordered.append(groups.pop(ready))
+        return ordered
+
+    def next_number(self) -> int:
+        """Return the number of the next communication."""
+        self.numbers += 1
+        return self.numbers - 1
+
+    def next_stream(self) -> Stream:
+        """Return the name of the next stream that is captured."""
+        self.streams += 1
+        return Stream(name=f"S{self.streams - 1}")
 
     # ------------------------------------------------------------ segments
     def kernel(self, segment: Segment) -> None:
@@ -68,10 +105,14 @@ class _Lowering:
         for out in outs:
             if out not in self.in_place:
                 self._allocate(out)
-        group = KernelGroup(segment.number, self._kernel_fusion(segment), segment.scheduler)
-        self.groups[segment.number] = group
+        self.add_group(segment)
         ins = tuple(self._twin(v) if isinstance(v, TensorView) else v for v in segment.inputs)
         self.ops.append(LaunchKernel(ins, outs, group=segment.number))
+
+    def add_group(self, segment: Segment) -> None:
+        """Keep the kernel of a segment."""
+        group = KernelGroup(segment.number, self._kernel_fusion(segment), segment.scheduler)
+        self.groups[segment.number] = group
 
     def _kernel_fusion(self, segment: Segment) -> Fusion:
         """Return the kernel's fusion, which knows of buffers that it both reads and writes."""
@@ -121,7 +162,7 @@ class _Lowering:
                     )
                 )
                 continue
-            number = sum(isinstance(o, Communication) for o in self.ops)
+            number = self.next_number()
             communication = Communication(
                 op.inp,
                 op.out,
@@ -163,23 +204,11 @@ class _Lowering:
             return False
         segments = self.segmented.segments
         at = next((i for i, s in enumerate(segments) if out in s.outputs), None)
-        if at is None or segments[at].kind != "kernel":
+        if at is None or segments[at].kind != "kernel" or stream_axis(out) is not None:
             return False
         if any(into in s.inputs and (s.kind == "alias" or i > at) for i, s in enumerate(segments)):
             return False
         return _has_layout_of(out, into) and _reads_own_element(segments[at], out, into)
-
-
-def _refuse_streams(fusion: Fusion) -> None:
-    """Raise `UnsupportedError` naming op and axis when an op is to be computed in steps."""
-    for op in fusion.exprs:
-        if stream_axis(op.out_tensor) is not None:
-            axis = next(a for a in op.out_tensor.domain.loop if a.is_stream)
-            raise UnsupportedError(
-                f"{axis} of {op.out_tensor}, the result of {op.name} (user code at "
-                f"{op.where or 'unknown'}), is a stream axis: loops over streams are not supported "
-                "yet, leave the axis serial"
-            )
 
 
 def _shape(tv: TensorView) -> object:
@@ -211,9 +240,9 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
     return all(o is out or o not in reading for o in segment.outputs)
 
 
-LOWER: dict[str, Callable[[_Lowering, Segment], None]] = {
-    "kernel": _Lowering.kernel,
-    "library": _Lowering.library,
-    "alias": _Lowering.view,
-    "communication": _Lowering.communication,
+LOWER: dict[str, Callable[[Lowering, Segment], None]] = {
+    "kernel": Lowering.kernel,
+    "library": Lowering.library,
+    "alias": Lowering.view,
+    "communication": Lowering.communication,
 }

@@ -38,6 +38,7 @@ from hostir.effects import (
 )
 from hostir.fields import complete_fields
 from hostir.layout import allocated_elements
+from multidevice.streams import stream_axis
 
 # What every run binds: this rank, and how many streams the evaluator has.
 RANK = Symbol("rank", DataType.Index, lo=0)
@@ -84,8 +85,8 @@ class Allocate(HostOp):
 
     @property
     def size(self) -> Scalar:
-        """The number of elements of the local shard."""
-        return allocated_elements(self.buffer)
+        """The number of elements of the local shard, or of a step's block that is not the last."""
+        return allocated_elements(self.buffer, per_step=self.stream_index is not None)
 
     def effects(self) -> tuple[Effect, ...]:
         return (Makes(self.buffer, is_filled=self.zero_init),)
@@ -236,18 +237,10 @@ class ShardByStream(HostOp):
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
     """Return the logical position (reductions left out) that the stream axis of `tv` cuts, and into
     how many chunks. Raises `VerifyError` when there is none."""
-    domain = tv.domain
-    stream = next((a for a in domain.loop if a.is_stream), None)
-    if stream is None:
+    axis = stream_axis(tv)
+    if axis is None:
         raise VerifyError(f"{tv} has no stream axis")
-    number = stream.number
-    logical = [a.number for a in domain.no_reductions]
-    while number not in logical:
-        made = next((t for t in domain.transforms if number in t.outputs), None)
-        if made is None or number != made.outputs[0]:
-            raise VerifyError(f"the stream axis {stream} of {tv} is no outer part of an axis")
-        number = made.inputs[0]
-    return logical.index(number), stream.extent
+    return axis.position, axis.count
 
 
 class SymmetricContiguousView(HostOp):

@@ -23,6 +23,7 @@ from fuser.ops.torch_meaning import bind_contraction
 from hostir.announce import announcer
 from hostir.arena import Arena, Block, first_fit
 from hostir.bind import Argument
+from hostir.container import HostIrContainer
 from hostir.effects import Stream
 from hostir.frame import Frame
 from hostir.layout import allocated_strides, is_repeated, write
@@ -43,6 +44,7 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.post import Call, Done, exchange, permute, post, transfer
+from hostir.slices import dropped_axis
 from hostir.streams import Handle
 from hostir.transfers import (
     CollectivePermute,
@@ -221,11 +223,19 @@ class Recorder:
         ins = [self._argument(v) for v in op.ins]
         outs = [self.slot(o) for o in op.outs]
         run, sizes = self._frame.machine.runner(op.group).run, self._frame.sizes
+        dropped = dropped_axes(op, self._frame.program)
 
         def launch(slots: Slots) -> None:
             run([get(slots) for get in ins], [slots[o] for o in outs], sizes=sizes)
 
-        return launch
+        def launch_on_elements(slots: Slots) -> None:
+            operands = [get(slots) for get in ins], [slots[o] for o in outs]
+            for values, axes in zip(operands, dropped, strict=True):
+                for k, axis in axes.items():
+                    values[k] = values[k].unsqueeze(axis)
+            run(*operands, sizes=sizes)
+
+        return launch_on_elements if any(dropped) else launch
 
     def _post_on_stream(self, op: PostOnStream) -> Closure:
         ins = [self._argument(v) for v in op.ins]
@@ -498,6 +508,26 @@ def _free_scalars(frame: Frame) -> tuple[Symbol, ...]:
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def dropped_axes(
+    op: LaunchKernel | PostOnStream, program: HostIrContainer
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return which operands and results are elements along an axis that the kernel sees as one of
+    extent 1: their places, and that axis."""
+    if isinstance(op, PostOnStream):
+        return {}, {}
+    group = program.groups[op.group].fusion
+    found: tuple[dict[int, int], dict[int, int]] = {}, {}
+    for axes, mine, theirs in zip(
+        found, (op.ins, op.outs), (group.inputs, group.outputs), strict=True
+    ):
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if isinstance(a, TensorView) and isinstance(b, TensorView):
+                axis = dropped_axis(b, a.ndim)
+                if axis is not None:
+                    axes[k] = axis
+    return found
 
 
 def _both(first: Closure, second: Closure) -> Closure:

@@ -61,7 +61,7 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
         if isinstance(op, Reshard):
             raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
     for tv, twin in twins.items():
-        domain = local_domain(tv, block if _is_block(tv) else None)
+        domain = local_domain(tv, block if is_block(tv) else None)
         twin.domain = domain.without_root() if tv.definition() is None else domain
         twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
     ops: list[TensorOp] = []
@@ -74,7 +74,7 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
     return local, twins
 
 
-def _is_block(tv: TensorView) -> bool:
+def is_block(tv: TensorView) -> bool:
     """Whether one step of a loop sees only a block of the tensor."""
     if tv.definition() is not None:
         return stream_axis_of(tv) is not None

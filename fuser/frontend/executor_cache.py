@@ -42,6 +42,7 @@ from hostir.digest import (
 from hostir.evaluate import HostIrEvaluator
 from hostir.host_passes import run_passes
 from hostir.lower import lower
+from hostir.stream_loops import stands_alone
 from multidevice import sharding, streams
 from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
@@ -245,7 +246,11 @@ class FusionExecutorCache:
             for text in texts:
                 dumps.write(text, rank=communicator.rank())
         evaluator = HostIrEvaluator(
-            program.container, communicator, device=device, make_runner=program.kernel
+            program.container,
+            communicator,
+            device=device,
+            make_runner=program.kernel,
+            late_stream=settings.argument("late_stream"),
         )
         return BoundProgram(program, evaluator)
 
@@ -271,11 +276,13 @@ class FusionExecutorCache:
         fusion_passes.run_passes(fusion)
         shard_fusion(fusion)
         dump("fusion_ir_preseg", lambda: fusion_text(fusion))
+        loops = streams.StreamLoops(fusion)
         segmented = segment_fusion(
             fusion,
             find_scheduler=_find_scheduler,
             local_shape=streams.held_extents,
-            may_share_kernel=streams.StreamLoops(fusion).may_share_kernel,
+            may_share_kernel=loops.may_share_kernel,
+            stands_alone=stands_alone(loops),
         )
         dump("segmented_fusion", segmented.describe)
         lowered = lower(segmented, backend_name=backend)

@@ -17,6 +17,7 @@ from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.evaluate import make_kernel_executor
+from hostir.step_kernels import StepKernels
 
 # Programs that the process keeps; those used least lately go first.
 MAX_PROGRAMS = 256
@@ -38,9 +39,9 @@ class Program:
     label: str
     rank: int
     dumps: list[Dump]
-    _kernels: dict[int, KernelExecutor] = field(default_factory=dict)
+    _kernels: dict[int, KernelExecutor | StepKernels] = field(default_factory=dict)
 
-    def kernel(self, group: KernelGroup) -> KernelExecutor:
+    def kernel(self, group: KernelGroup) -> KernelExecutor | StepKernels:
         """Return what runs a kernel group, made at its first use."""
         found = self._kernels.get(group.number)
         if found is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, cast, dataclass_transform, overload
 
@@ -158,6 +158,17 @@ class Op:
                 changes[name] = None if value is None else fn(value)
             elif kind in ("operands", "results"):
                 changes[name] = tuple(fn(v) for v in value)
+        return self.replace(**changes)
+
+    def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
+        """Return the op on other operands and results, in the order of `inputs` and `outputs`."""
+        sources = {"operand": iter(inputs), "result": iter(outputs)}
+        changes: dict[str, Any] = {}
+        for name, kind in self._kinds():
+            value, source = getattr(self, name), sources.get(kind.removesuffix("s"))
+            if source is not None and value is not None:
+                many = kind.endswith("s")
+                changes[name] = tuple(next(source) for _ in value) if many else next(source)
         return self.replace(**changes)
 
     # nvFuser's `Expr` accessors.

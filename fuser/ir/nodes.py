@@ -494,7 +494,8 @@ class MatmulOp(TensorOp):
 class LinearOp(TensorOp):
     """out = x @ weight.T (+ bias).
 
-    x [*i, K], weight [N, K], bias [N] -> out.logical [*i, N, rK].
+    x [*i, K], weight [N, K], bias [N] -> out.logical [*i, N, rK]. In a host program weight and bias
+    may be one column's, [K] and [], and the result is [*i, rK].
     """
 
     out: TensorView = result()
@@ -518,7 +519,8 @@ class LinearOp(TensorOp):
     def verify(self) -> None:
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
-        if len(axes) - has_k != self.x.ndim or self.weight.ndim != 2:
+        rows = self.x.ndim + self.weight.ndim - 2
+        if len(axes) - has_k != rows or self.weight.ndim not in (1, 2):
             raise VerifyError(
                 f"linear of x [*i, k] and weight [n, k] gives [*i, n], not {self.x}, {self.weight} "
                 f"-> {self.out}"

@@ -294,6 +294,10 @@ def bind_contraction(
 
 
 def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
+    if inputs[1].dim() == 1:
+        # One column of the result.
+        wide = _bind_linear(_widened(inputs), out.unsqueeze(-1))
+        return lambda ins, out: wide(_widened(ins), out.unsqueeze(-1))
     rows, result = (-1, inputs[0].shape[-1]), (-1, out.shape[-1])
 
     def with_bias(ins: Sequence[Tensor], out: Tensor) -> None:
@@ -309,6 +313,10 @@ def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
     if not (_can_view(inputs[0], rows) and _can_view(out, result)):
         return copied
     return without_bias if len(inputs) == 2 else with_bias
+
+
+def _widened(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [inputs[0], *(t.unsqueeze(0) for t in inputs[1:])]
 
 
 def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:

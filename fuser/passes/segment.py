@@ -81,15 +81,16 @@ def segment_fusion(
     find_scheduler: Callable[[Fusion], str | None],
     local_shape: Callable[[TensorView], Sequence[Scalar]],
     may_share_kernel: Callable[[TensorOp, TensorOp], bool] = lambda a, b: True,
+    stands_alone: Callable[[TensorOp], bool] = lambda op: isinstance(op, LIBRARY_OPS),
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
     `find_scheduler` names a scheduler that accepts a kernel's fusion, `local_shape` gives the
     extents of what memory holds of a tensor, and `may_share_kernel` is an equivalence of ops: those
-    of one kernel run equally often. Raises `UnsupportedError` naming an op that no scheduler
-    accepts even alone.
+    of one kernel run equally often. `stands_alone` tells which ops the library carries out. Raises
+    `UnsupportedError` naming an op that no scheduler accepts even alone.
     """
-    return _Segmenter(fusion, find_scheduler, local_shape, may_share_kernel).run()
+    return _Segmenter(fusion, find_scheduler, local_shape, may_share_kernel, stands_alone).run()
 
 
 class _Segmenter:
@@ -99,6 +100,7 @@ class _Segmenter:
         find_scheduler: Callable[[Fusion], str | None],
         local_shape: Callable[[TensorView], Sequence[Scalar]],
         may_share_kernel: Callable[[TensorOp, TensorOp], bool],
+        stands_alone: Callable[[TensorOp], bool],
     ) -> None:
         self.fusion = fusion
         self.exprs = fusion.used_exprs()
@@ -114,7 +116,7 @@ class _Segmenter:
                 # An alias, as no kernel contains one; an output needs memory of its own.
                 self.kind[e] = "library" if e.out_tensor in fusion.outputs else "alias"
             else:
-                self.kind[e] = "library" if isinstance(e, LIBRARY_OPS) else "kernel"
+                self.kind[e] = "library" if stands_alone(e) else "kernel"
         self.strides: dict[TensorView, tuple[Scalar, ...]] = {}
 
     def run(self) -> SegmentedFusion:

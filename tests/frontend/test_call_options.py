@@ -11,7 +11,6 @@ from fuser.errors import (
     InputError,
     KernelError,
     ProgramMismatchError,
-    UnsupportedError,
 )
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Binder
@@ -108,32 +107,6 @@ def test_ranks_with_different_options_disagree() -> None:
     with multidevice.simulate(2) as world:
         assert all("checked" in text for text in world.run(lambda: body([["checked"], []])))
         assert world.run(lambda: body([["checked"], ["checked"]])) == ["", ""]
-
-
-def test_a_stream_axis_is_refused_until_streams_are_lowered() -> None:
-    with FusionDefinition() as fd:
-        a, b = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
-        out = fd.ops.matmul(a, b)
-        fd.add_output(out)
-        out.outer_split(1, 3)
-        out.axis(1).parallelize(ParallelType.stream)
-    with pytest.raises(UnsupportedError) as refused:
-        fd.execute([torch.randn(4, 5), torch.randn(5, 6)])
-    message = str(refused.value)
-    assert "istreamIdx" in message and "matmul" in message
-    assert "test_call_options.py:" in message
-
-
-def test_a_stream_axis_of_an_input_reaches_the_op_and_is_refused_too() -> None:
-    with FusionDefinition() as fd:
-        x = fd.define_tensor([4, 6], contiguity=True)
-        fd.add_output(fd.ops.exp(x))
-        x.outer_split(1, 3)
-        x.axis(1).parallelize(ParallelType.stream)
-    with pytest.raises(
-        UnsupportedError, match=r"the result of exp .*test_call_options.py.* is a stream axis"
-    ):
-        fd.execute([torch.randn(4, 6)])
 
 
 def test_a_stream_axis_is_not_merged_with_another() -> None:

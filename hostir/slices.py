@@ -1,0 +1,124 @@
+"""Tensors that name one step's part of another tensor, and the scalars that say which part.
+
+A stream axis that is a logical axis as a whole is dropped by a slice (`HirAliasSelect`); one that
+cuts an axis in blocks is kept (`ShardByStream`), and the slice holds one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.ir import scalar as sc
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.scalar import Scalar
+from fuser.ir.storage import memory_order
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType, ParallelType
+from hostir.ops import RANK
+from multidevice.finalize import parallel_axes_to_front, shard_allocation
+from multidevice.placement import Cuts, add_cuts, clone_domain, placement
+from multidevice.sharding import local_extents
+from multidevice.streams import stream_axis
+
+
+# ------------------------------------------------------------------ scalars
+def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
+    """Return the place of this rank along a mesh axis, as an expression of `rank`."""
+    at = {rank: mesh.coordinate(rank, ptype) for rank in mesh.devices}
+    first = min(mesh.devices)
+    size = mesh.size_of(ptype)
+    stride = next((rank - first for rank in sorted(at) if at[rank] == 1), 1)
+    if all(((rank - first) // stride) % size == c for rank, c in at.items()):
+        return sc.mod(sc.floordiv(sc.sub(RANK, first), stride), size) if len(at) > 1 else sc.ZERO
+    found: Scalar = sc.ZERO
+    for rank, c in at.items():
+        found = sc.where(sc.eq(RANK, rank), c, found)
+    return found
+
+
+def rotated(
+    index: Scalar, count: Scalar, mesh: DeviceMesh | None, by: ParallelType | None
+) -> Scalar:
+    """Return which block a step has: its own, or that many behind this rank's."""
+    if by is None:
+        return index
+    assert mesh is not None, f"blocks rotated along {by.text} without a mesh"
+    return sc.mod(sc.add(index, coordinate(mesh, by)), count)
+
+
+# ------------------------------------------------------------------ tensors
+def selected(tv: TensorView, position: int) -> TensorView:
+    """Return a tensor for one element of `tv` along an axis (a position without reductions)."""
+    gone = tv.domain.no_reductions[position].number
+    fusion = tv.fusion
+    axes = [fusion.clone_axis(a, rfactor=a.rfactor) for a in tv.domain.logical if a.number != gone]
+    out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh)
+    order = [(p - (p > position), f) for p, f in _cut(tv, position) if p != position]
+    _place(out, [c for p, c in enumerate(placement(tv)) if p != position], order)
+    return out
+
+
+def block(tv: TensorView, *, packed: bool = False) -> TensorView:
+    """Return a tensor for one block of `tv` along its stream axis; `packed`: without gaps."""
+    fusion = tv.fusion
+    domain, _ = clone_domain(fusion, tv.domain.without_root())
+    out = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
+    position = next(
+        p
+        for p, mine in enumerate(placement(tv))
+        if any(c.ptype is ParallelType.stream for c in mine)
+    )
+    order = [(p, f if f is None else True) for p, f in memory_order(tv)]
+    _order(out, order if packed else _cut(tv, position))
+    shard_allocation(out, per_step=True)
+    return out
+
+
+def like(tv: TensorView) -> TensorView:
+    """Return a tensor that holds what the slice `tv` names, in memory of its own."""
+    fusion = tv.fusion
+    axes = [fusion.clone_axis(a, rfactor=a.rfactor) for a in tv.domain.no_reductions]
+    out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh, memory=MemoryType.global_)
+    _place(out, placement(tv), [(p, f if f is None else True) for p, f in memory_order(tv)])
+    return out
+
+
+def is_dense(tv: TensorView) -> bool:
+    """Whether memory has no gaps between the elements that a rank holds."""
+    sizes = local_extents(tv)
+    return all(flag is not False or sc.int_value(sizes[p]) == 1 for p, flag in memory_order(tv))
+
+
+Order = list[tuple[int, bool | None]]
+
+
+def _cut(tv: TensorView, position: int) -> Order:
+    """Return the memory order of a part along an axis: what lies around it has gaps."""
+    order = list(memory_order(tv))
+    at = next(k for k, (p, _) in enumerate(order) if p == position)
+    around = next((k for k in reversed(range(at)) if order[k][1] is not None), None)
+    return [(p, False if k == around else flag) for k, (p, flag) in enumerate(order)]
+
+
+def _place(out: TensorView, cuts: Sequence[Cuts], order: Order) -> None:
+    for axis, mine in zip(out.domain.no_reductions, cuts, strict=True):
+        add_cuts(out, axis.number, mine)
+    _order(out, order)
+    shard_allocation(out, per_step=False)
+    parallel_axes_to_front(out)
+
+
+def _order(tv: TensorView, order: Order) -> None:
+    axes = tv.domain.no_reductions
+    reductions = [a for a in tv.domain.logical if a.is_reduction()]
+    numbers = [axes[p].number for p, _ in order] + [a.number for a in reductions]
+    flags = [f for _, f in order] + [None] * len(reductions)
+    tv.domain = tv.domain.with_allocation(numbers, flags)
+
+
+def dropped_axis(tv: TensorView, rank: int) -> int | None:
+    """Return the axis of a kernel's operand `tv` that a slice of this rank lacks; None: none."""
+    if rank == tv.ndim:
+        return None
+    axis = stream_axis(tv)
+    return axis.position if axis is not None and axis.is_logical else None

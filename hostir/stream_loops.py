@@ -1,0 +1,347 @@
+"""Loops over streams: segments that are computed in steps become one loop of the host program.
+
+One skeleton for both kinds of stream axis; what differs is the table `FORMS`:
+
+    logical axis: FOR streamIdx in istreamIdx2{8}:
+                    SetCurrentStream(Stream (streamIdx % numberOfStreams)), Synchronize(Stream S0)
+                  FOR streamIdx in istreamIdx2{8}:
+                    SetCurrentStream(Stream (streamIdx % numberOfStreams))
+                    the steps' ops
+                    SetCurrentStream(Stream S0), Synchronize(Stream (streamIdx % numberOfStreams))
+
+    split axis:   FOR i9 from 0 to 3:
+                    SetCurrentStream(Stream i9), Synchronize(Stream S0)
+                    the steps' ops
+                  SetCurrentStream(Stream S0)
+                  FOR i9 from 0 to 3:
+                    Synchronize(Stream i9)
+
+Waiting for S0 inside of a loop that S0 joins step by step would chain the steps: so either the
+entering waits or the joins stand in a loop of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fuser.errors import UnsupportedError, user_code
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op
+from fuser.ir.nodes import TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
+from fuser.passes.segment import LIBRARY_OPS, VIEW_OPS, Segment
+from hostir.effects import Stream
+from hostir.ops import (
+    NUMBER_OF_STREAMS,
+    Allocate,
+    ForLoop,
+    GetCurrentStream,
+    HirAliasSelect,
+    LaunchKernel,
+    LocalSlice,
+    SetCurrentStream,
+    ShardByStream,
+    Synchronize,
+    loop_index,
+)
+from hostir.slices import block, coordinate, is_dense, like, rotated, selected
+from hostir.transfers import CollectivePermute, Communication, Wait
+from multidevice.communication import (
+    RED_OP_OF,
+    communication_type,
+    is_copy,
+    is_device_to_stream,
+    sliced_axis,
+    team_of,
+)
+from multidevice.localize import is_block
+from multidevice.placement import clone_domain
+from multidevice.stream_steps import is_in_step
+from multidevice.streams import StreamAxis, StreamLoops, is_allocated_per_step, stream_axis
+
+if TYPE_CHECKING:
+    from hostir.lower import Lowering
+
+
+def stands_alone(loops: StreamLoops) -> Callable[[TensorOp], bool]:
+    """Return which ops are no part of kernels: those of the library, and plain copies in steps."""
+    return lambda op: isinstance(op, LIBRARY_OPS) or (is_copy(op) and loops.loop_of(op) is not None)
+
+
+class StreamLoopBuilder:
+    """Lowers the segments of one loop, in order."""
+
+    def __init__(self, lowering: Lowering, segments: Sequence[Segment]) -> None:
+        self._lowering = lowering
+        self._segments = segments
+        # What stands before the loop, and the steps.
+        self._before: list[Op] = []
+        self._steps: list[Op] = []
+        self._parts: dict[TensorView, TensorView] = {}
+        first = segments[0].exprs[0].out_tensor
+        self._axis = _stream_axis(first)
+        twin = lowering.twins[first]
+        self._loop_axis = next(a for a in twin.domain.loop if a.is_stream)
+        count = lowering.values.canonical(self._axis.count)
+        # A loop over a whole axis is written as one where the inputs bind the axis's own extent.
+        self._over_axis = self._axis.is_logical and count is self._loop_axis.extent
+        name = "streamIdx" if self._axis.is_logical else f"i{lowering.values.next_scalar()}"
+        self._count = count
+        self._index = loop_index(name, 0, count)
+
+    def build(self) -> list[Op]:
+        """Return the allocations, the loops, and what they wait for."""
+        for segment in self._segments:
+            STEP[segment.kind](self, segment)
+        form = FORMS[self._axis.is_logical]
+        return [*self._before, *form(self)]
+
+    # ------------------------------------------------------------ segments
+    def _kernel(self, segment: Segment) -> None:
+        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
+        ins = [
+            (self._part(v) if is_block(mine) else self._twin(v))
+            if isinstance(v, TensorView) and isinstance(mine, TensorView)
+            else v
+            for v, mine in zip(segment.inputs, segment.fusion.inputs, strict=True)
+        ]
+        outs = [self._result(o) for o in segment.outputs]
+        self._lowering.add_group(segment)
+        self._steps.append(LaunchKernel(tuple(ins), tuple(outs), group=segment.number))
+
+    def _library(self, segment: Segment) -> None:
+        for op in segment.exprs:
+            if isinstance(op, VIEW_OPS) and not is_copy(op) and self._axis_of(op).is_logical:
+                self._copied_view(op)
+                continue
+            ins = self._operands(op)
+            outs = [self._result(o) for o in op.outputs]
+            self._steps.append(op.with_values(ins, outs))
+
+    def _copied_view(self, op: TensorOp) -> None:
+        """A view of the whole is made before the loop, and copied step by step."""
+        out = self._twin(op.out_tensor)
+        domain, _ = clone_domain(out.fusion, out.domain)
+        view = out.fusion.new_tensor(domain, out.dtype(), mesh=out.mesh, memory=MemoryType.global_)
+        self._before.append(op.with_values([self._whole(v, op) for v in op.inputs], [view]))
+        position = self._axis_of(op).position
+        source = selected(view, position)
+        self._steps.append(
+            HirAliasSelect(source, view, self._index, axis=view.domain.no_reductions[position])
+        )
+        result = self._result(op.out_tensor)
+        self._steps.append(nodes.LoadStoreOp(result, source).replace(where=op.where))
+
+    def _view(self, segment: Segment) -> None:
+        for op in segment.exprs:
+            out = self._twin(op.out_tensor)
+            out.memory = MemoryType.global_
+            if is_allocated_per_step(op.out_tensor):
+                self._steps.append(op.with_values(self._operands(op), [out]))
+            else:
+                self._before.append(op.with_values([self._whole(v, op) for v in op.inputs], [out]))
+
+    def _communication(self, segment: Segment) -> None:
+        for op in segment.exprs:
+            assert isinstance(op, nodes.Reshard), f"{op.name} is no communication"
+            kind = communication_type(op)
+            if kind == "StepSlice":
+                self._parts[op.out] = self._slice(op.out, self._twin(op.inp))
+            elif kind == "LocalSlice":
+                (inp,) = self._operands(op)
+                out = self._result(op.out)
+                axis = sliced_axis(op) - (op.inp.ndim - inp.ndim)
+                one = LocalSlice(out, inp, axis=axis, ptype=op.ptypes[0])
+                self._steps.append(one.replace(where=op.where))
+            elif is_device_to_stream(op):
+                self._bring(op)
+            else:
+                (inp,) = self._operands(op)
+                self._collective(op, inp)
+
+    def _collective(self, op: nodes.Reshard, inp: TensorView) -> None:
+        sent, out = self._packed(inp), self._result(op.out)
+        received = out if is_dense(out) else self._scratch(out)
+        self._start(
+            op,
+            lambda number: Communication(
+                sent,
+                received,
+                number=number,
+                type=communication_type(op),
+                team=team_of(op),
+                red_op=RED_OP_OF[op.reduction] if op.reduction else "SUM",
+                backend=self._lowering.backend_name,
+            ),
+        )
+        if received is not out:
+            self._steps.append(nodes.LoadStoreOp(out, received).replace(where=op.where))
+
+    def _bring(self, op: nodes.Reshard) -> None:
+        """Bring every device the block of the step's device."""
+        sent, out = self._packed(self._twin(op.inp)), self._result(op.out)
+        received = out if is_dense(out) else self._scratch(out)
+        team, backend = team_of(op), self._lowering.backend_name
+        swizzle = self._axis_of(op).swizzle
+        if swizzle is None:
+            self._start(
+                op,
+                lambda number: Communication(
+                    sent,
+                    received,
+                    root=self._index,
+                    number=number,
+                    type="Broadcast",
+                    team=team,
+                    backend=backend,
+                ),
+            )
+        else:
+            here = coordinate(team.mesh, swizzle)
+            to = sc.mod(sc.sub(sc.add(self._count, here), self._index), self._count)
+            source = sc.mod(sc.add(self._index, here), self._count)
+            self._start(
+                op,
+                lambda number: CollectivePermute(
+                    sent, received, to, source, number=number, team=team, backend=backend
+                ),
+            )
+        if received is not out:
+            self._steps.append(nodes.LoadStoreOp(out, received).replace(where=op.where))
+
+    def _start(self, op: Op, make: Callable[[int], Op]) -> None:
+        number = self._lowering.next_number()
+        self._steps += [make(number).replace(where=op.where), Wait(number=number)]
+
+    # ------------------------------------------------------------ tensors
+    def _twin(self, tv: TensorView) -> TensorView:
+        return self._lowering.twins[tv]
+
+    def _axis_of(self, op: TensorOp) -> StreamAxis:
+        return _stream_axis(op.out_tensor)
+
+    def _operands(self, op: TensorOp) -> list[object]:
+        """Return what a step reads: its part of an operand, or the whole."""
+        return [
+            (self._part(v) if is_in_step(op, k) else self._twin(v))
+            if isinstance(v, TensorView)
+            else v
+            for k, v in enumerate(op.inputs)
+        ]
+
+    def _whole(self, v: object, op: TensorOp) -> object:
+        if not isinstance(v, TensorView):
+            return v
+        if v in self._parts and self._twin(v) not in self._known():
+            raise UnsupportedError(
+                f"{op.name} of {v} in steps along a whole axis: the operand has no memory of its "
+                f"own{user_code(op.where)}"
+            )
+        return self._twin(v)
+
+    def _known(self) -> set[TensorView]:
+        made = {o.buffer for o in self._before if isinstance(o, Allocate)}
+        views = {o for op in self._before for o in op.outputs}
+        return made | views | {v for v in self._lowering.values.inputs if isinstance(v, TensorView)}
+
+    def _part(self, tv: TensorView) -> TensorView:
+        """Return the name of a step's part of a tensor that is in step with the loop."""
+        if tv not in self._parts and is_allocated_per_step(tv):
+            return self._twin(tv)
+        if tv not in self._parts:
+            self._parts[tv] = self._slice(tv, self._twin(tv))
+        return self._parts[tv]
+
+    def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
+        """Name the step's part of `source` as the stream axis of `tv` says."""
+        axis, twin = _stream_axis(tv), self._twin(tv)
+        which = rotated(self._index, self._count, tv.mesh, axis.swizzle)
+        if axis.is_logical:
+            out = selected(twin, axis.position)
+            whole = source.domain.no_reductions[axis.position]
+            self._steps.append(HirAliasSelect(out, source, which, axis=whole))
+        else:
+            out = block(twin)
+            self._steps.append(ShardByStream(out, source, which))
+        return out
+
+    def _result(self, tv: TensorView) -> TensorView:
+        """Return what a step writes: its part of a buffer that was made before, or its own."""
+        twin = self._twin(tv)
+        twin.memory = MemoryType.global_
+        if is_allocated_per_step(tv):
+            self._steps.append(Allocate(twin, stream_index=self._index))
+            return twin
+        self._before.append(Allocate(twin))
+        return self._part(tv)
+
+    def _scratch(self, tv: TensorView) -> TensorView:
+        """Allocate what the slice `tv` holds, without gaps."""
+        if stream_axis(tv) is None:
+            made = like(tv)
+            self._steps.append(Allocate(made))
+        else:
+            made = block(tv, packed=True)
+            made.memory = MemoryType.global_
+            self._steps.append(Allocate(made, stream_index=self._index))
+        return made
+
+    def _packed(self, tv: TensorView) -> TensorView:
+        """Return the slice, or a copy of it without gaps: communications send memory as it lies."""
+        if is_dense(tv):
+            return tv
+        made = self._scratch(tv)
+        self._steps.append(nodes.LoadStoreOp(made, tv))
+        return made
+
+    # ------------------------------------------------------------ loops
+    def _for(self, *body: Op) -> ForLoop:
+        if self._over_axis:
+            return ForLoop(index=self._index, axis=self._loop_axis, body=body)
+        return ForLoop(index=self._index, stop=self._count, body=body)
+
+    def _joined_in_the_loop(self) -> list[Op]:
+        entry = self._lowering.next_stream()
+        mine = Stream(sc.mod(self._index, NUMBER_OF_STREAMS))
+        return [
+            GetCurrentStream(stream=entry),
+            self._for(SetCurrentStream(stream=mine), Synchronize(stream=entry)),
+            self._for(
+                SetCurrentStream(stream=mine),
+                *self._steps,
+                SetCurrentStream(stream=entry),
+                Synchronize(stream=mine),
+            ),
+        ]
+
+    def _joined_behind(self) -> list[Op]:
+        entry = self._lowering.next_stream()
+        mine = Stream(self._index)
+        return [
+            GetCurrentStream(stream=entry),
+            self._for(SetCurrentStream(stream=mine), Synchronize(stream=entry), *self._steps),
+            SetCurrentStream(stream=entry),
+            self._for(Synchronize(stream=mine)),
+        ]
+
+
+def _stream_axis(tv: TensorView) -> StreamAxis:
+    axis = stream_axis(tv)
+    assert axis is not None, f"{tv} is in a loop without a stream axis"
+    return axis
+
+
+# Whether the stream axis is a logical axis -> the loops around the steps.
+FORMS: dict[bool, Callable[[StreamLoopBuilder], list[Op]]] = {
+    True: StreamLoopBuilder._joined_in_the_loop,  # pyright: ignore[reportPrivateUsage]
+    False: StreamLoopBuilder._joined_behind,  # pyright: ignore[reportPrivateUsage]
+}
+STEP: dict[str, Callable[[StreamLoopBuilder, Segment], None]] = {
+    "kernel": StreamLoopBuilder._kernel,  # pyright: ignore[reportPrivateUsage]
+    "library": StreamLoopBuilder._library,  # pyright: ignore[reportPrivateUsage]
+    "alias": StreamLoopBuilder._view,  # pyright: ignore[reportPrivateUsage]
+    "communication": StreamLoopBuilder._communication,  # pyright: ignore[reportPrivateUsage]
+}

@@ -1,0 +1,197 @@
+"""Stream axes through `fd.execute`: right on every size, whichever stream is late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fuser import FusionDefinition, ParallelType, TensorView
+from hostir.container import equal
+from hostir.parse import parse
+
+LATE = ("all", "entry", "0", "1", "2")
+
+
+def stream(tv: TensorView, axis: int, count: int | None = None) -> None:
+    """Make an axis a stream: as a whole, or in `count` blocks."""
+    if count is not None:
+        tv.outer_split(axis, count)
+    tv.axis(axis).parallelize(ParallelType.stream)
+
+
+Define = Callable[[FusionDefinition], None]
+Meaning = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    define: Define
+    meaning: Meaning
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def tensors(fd: FusionDefinition, *ranks: int) -> list[TensorView]:
+    return [fd.define_tensor([-1] * rank, contiguity=True) for rank in ranks]
+
+
+def copy(axis: int, count: int | None = None) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        (x,) = tensors(fd, 2)
+        y = fd.ops.set(x)
+        fd.add_output(y)
+        stream(y, axis, count)
+
+    return Case(define, lambda x: [x], (((8, 5),), ((1, 1),), ((3, 7),)))
+
+
+def binary(axis: int, count: int | None = None) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        x, z = tensors(fd, 2, 2)
+        y = fd.ops.add(x, z)
+        fd.add_output(y)
+        stream(y, axis, count)
+
+    return Case(define, lambda x, z: [x + z], (((8, 5),) * 2, ((2, 3),) * 2))
+
+
+def reduction(count: int | None = None) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        (x,) = tensors(fd, 3)
+        y = fd.ops.sum(x, [2])
+        fd.add_output(y)
+        stream(y, 0, count)
+
+    return Case(define, lambda x: [x.sum(2)], (((4, 8, 2),), ((5, 3, 70),)))
+
+
+def matmul(axis: int, count: int | None = None) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        a, b = tensors(fd, 2, 2)
+        c = fd.ops.matmul(a, b)
+        fd.add_output(c)
+        stream(c, axis, count)
+
+    return Case(define, lambda a, b: [a @ b], (((8, 5), (5, 6)), ((1, 3), (3, 2))))
+
+
+def batched_matmul() -> Case:
+    def define(fd: FusionDefinition) -> None:
+        a, b = tensors(fd, 3, 3)
+        c = fd.ops.matmul(a, b)
+        fd.add_output(c)
+        stream(c, 0)
+
+    return Case(define, lambda a, b: [a @ b], (((3, 8, 5), (3, 5, 6)),))
+
+
+def linear(axis: int, count: int | None = None) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        x, w, b = tensors(fd, 2, 2, 1)
+        y = fd.ops.linear(x, w, b)
+        fd.add_output(y)
+        stream(y, axis, count)
+
+    return Case(define, lambda x, w, b: [x @ w.t() + b], (((8, 5), (6, 5), (6,)),))
+
+
+def matmul_relu(count: int) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        a, b = tensors(fd, 2, 2)
+        c = fd.ops.relu(fd.ops.matmul(a, b))
+        fd.add_output(c)
+        stream(c, 0, count)
+
+    return Case(define, lambda a, b: [(a @ b).relu()], (((8, 5), (5, 6)), ((2, 5), (5, 6))))
+
+
+def two_readers(count: int) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        (x,) = tensors(fd, 2)
+        y = fd.ops.add(x, 1.0)
+        fd.add_output(fd.ops.sum(y, [1]))
+        fd.add_output(fd.ops.relu(y))
+        stream(x, 0, count)
+
+    return Case(define, lambda x: [(x + 1).sum(1), (x + 1).relu()], (((8, 5),), ((7, 33),)))
+
+
+def two_matmuls(first: int, second: int) -> Case:
+    def define(fd: FusionDefinition) -> None:
+        a, b, c = tensors(fd, 2, 2, 2)
+        t = fd.ops.matmul(a, b)
+        y = fd.ops.matmul(t, c)
+        fd.add_output(y)
+        stream(t, first, 3)
+        stream(y, second, 3)
+
+    return Case(define, lambda a, b, c: [a @ b @ c], (((8, 5), (5, 6), (6, 4)),))
+
+
+def split_k() -> Case:
+    def define(fd: FusionDefinition) -> None:
+        a, b = tensors(fd, 2, 2)
+        c = fd.ops.matmul(a, b)
+        fd.add_output(c)
+        c.outer_split(-1, 3)
+        c.axis(-2).parallelize(ParallelType.stream)
+
+    return Case(define, lambda a, b: [a @ b], (((8, 9), (9, 6)),))
+
+
+def heads() -> Case:
+    def define(fd: FusionDefinition) -> None:
+        x = fd.define_tensor([4, 6, 8], contiguity=True)
+        y = fd.ops.relu(fd.ops.reshape(fd.ops.permute(x, [1, 0, 2]), [6, 32]))
+        fd.add_output(y)
+        stream(y, 0)
+
+    return Case(define, lambda x: [x.permute(1, 0, 2).reshape(6, 32).relu()], (((4, 6, 8),),))
+
+
+CASES = {
+    "copy": copy(0),
+    "copy of columns": copy(1),
+    "copy in blocks": copy(0, 3),
+    "add": binary(0),
+    "add of columns": binary(1),
+    "add in blocks of columns": binary(1, 2),
+    "sum": reduction(),
+    "sum in blocks": reduction(3),
+    "matmul, rows": matmul(0),
+    "matmul, columns": matmul(1),
+    "matmul, blocks of rows": matmul(0, 3),
+    "matmul, blocks of columns": matmul(1, 4),
+    "matmul, more blocks than rows": matmul(0, 9),
+    "batched matmul": batched_matmul(),
+    "linear, rows": linear(0),
+    "linear, columns": linear(1),
+    "linear, blocks of rows": linear(0, 3),
+    "linear, blocks of columns": linear(1, 4),
+    "matmul and relu": matmul_relu(3),
+    "two readers": two_readers(3),
+    "two matmuls in one loop": two_matmuls(0, 0),
+    "two matmuls in two loops": two_matmuls(1, 0),
+    "k in blocks": split_k(),
+    "permuted and merged": heads(),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_streams(name: str) -> None:
+    case = CASES[name]
+    with FusionDefinition() as fd:
+        case.define(fd)
+    generator = torch.Generator().manual_seed(0)
+    for options in [[], [], *([f"late_stream({late})"] for late in LATE)]:
+        for shapes in case.shapes:
+            inputs = [torch.randn(s, generator=generator) for s in shapes]
+            outputs = fd.execute(inputs, _enable_options=options)
+            expected = case.meaning(*(x.double() for x in inputs))
+            for got, want in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    program = fd.fec.host_program()
+    assert equal(parse(program.full_text()), program)
+    assert "FOR " in str(program)
