@@ -27,6 +27,7 @@ ORDER = (
     "fuser.kernel_source",
     "fuser.locks",
     "fuser.recent",
+    "fuser.record",
     "fuser.option_names",
     "fuser.options",
     "fuser.dumps",
