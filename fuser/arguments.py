@@ -262,18 +262,18 @@ def _mapping(key: Kind, item: Kind) -> Kind:
         if not isinstance(value, Mapping):
             raise wrong(words, value)
         pairs = cast("Mapping[object, object]", value).items()
-        return {_at(key, k, show(k)): _at(item, v, show(k)) for k, v in pairs}
+        return {_at(key, k, k): _at(item, v, k) for k, v in pairs}
 
     return Kind(words, take)
 
 
-def _at(kind: Kind, value: object, position: int | str) -> object:
+def _at(kind: Kind, value: object, position: object) -> object:
     if type(value) in kind.exact:
         return value
     try:
         return kind.take(value)
     except Mismatch as error:
-        error.at = f"[{position}]{error.at}"
+        error.at = f"[{show(position)}]{error.at}"
         raise
 
 

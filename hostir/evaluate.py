@@ -23,7 +23,6 @@ from fuser.errors import (
 )
 from fuser.ir.binding import signature_of
 from fuser.ir.core import Op
-from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Value
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Symbol
@@ -37,8 +36,9 @@ from hostir.bind import Argument, InputBinder, Values
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.effects import Shows
 from hostir.frame import Frame, KernelRunner, Machine
-from hostir.layout import allocated_strides, parts, write
+from hostir.layout import parts, write
 from hostir.library import compute, compute_into
+from hostir.memory import OutOfMemoryError, new_buffer
 from hostir.ops import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -97,12 +97,7 @@ def _allocate(op: Allocate, frame: Frame) -> None:
     if tv in frame.storage.named:
         return  # It is a part of another buffer, as in the loops of nvFuser's programs.
     shape = frame.local_shape(tv, op.stream_index)
-    buffer = torch.empty_strided(
-        shape,
-        allocated_strides(tv, shape),
-        dtype=to_torch(tv.dtype()),
-        device=frame.machine.device,
-    )
+    buffer = new_buffer(frame.program, tv, shape, frame.machine.device)
     frame.tensors[tv] = buffer.zero_() if op.zero_init else buffer
     frame.owned.add(tv)
     if frame.machine.streams.delays and not op.zero_init:
@@ -144,12 +139,7 @@ def _post_on_stream(op: PostOnStream, frame: Frame) -> None:
     for out in op.outs:
         if out not in frame.tensors:
             shape = frame.local_shape(out)
-            frame.tensors[out] = torch.empty_strided(
-                shape,
-                allocated_strides(out, shape),
-                dtype=to_torch(out.dtype()),
-                device=frame.machine.device,
-            )
+            frame.tensors[out] = new_buffer(frame.program, out, shape, frame.machine.device)
     ins, outs = launch_operands(op, frame)
     frame.submit(partial(frame.machine.unit(op.unit), ins, outs))
 
@@ -385,11 +375,12 @@ def carry_out(op: Op, frame: Frame) -> None:
         announce(frame.tensors.get)
     try:
         handler(op, frame)
-    except (FuserError, torch.OutOfMemoryError):
+    except FuserError:
         raise
     except Exception as error:
         # Torch raises errors of every kind, and knows neither the op nor where it was written.
-        raise ExecutionError(
+        kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
+        raise kind(
             f"{op.name} failed ({type(error).__name__}: {error}), user code at "
             f"{op.where or 'unknown'}:\n{op_text(op)}"
         ) from error
@@ -547,9 +538,11 @@ class HostIrEvaluator:
     def _replay(self, plan: Plan, inputs: list[Argument]) -> list[torch.Tensor]:
         try:
             return plan.run(inputs, self._arena)
-        except BaseException:
+        except BaseException as error:
             # What is still in flight may write to this arena: it is not used again.
             self._arena = Arena()
+            if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, FuserError):
+                raise OutOfMemoryError(f"a later run of a program: {error}") from error
             raise
 
     def _run(self, inputs: list[Argument], key: Hashable) -> list[torch.Tensor]:
