@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import forward_ad
 
 from fuser import dumps, options
 from fuser.dumps import Dump
@@ -126,6 +127,8 @@ class FusionExecutorCache:
         """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
         communicator = Communicator.instance()
         settings = self._settings
+        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+            inputs = self._without_tangents(inputs)
         if _enable_options != () or _disable_options != ():
             settings = options.settings(_enable_options, _disable_options)
         where = None if device is None else device_of(inputs, device)
@@ -170,19 +173,38 @@ class FusionExecutorCache:
                 )
         return [v.resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs]
 
+    def _without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the inputs with the values of dual tensors alone: torch would carry tangents
+        through some ops of a program, and kernels through none. Warns once."""
+        duals = {
+            i: forward_ad.unpack_dual(v)
+            for i, v in enumerate(inputs)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+        }
+        lost = {i: dual.primal for i, dual in duals.items() if dual.tangent is not None}
+        for i in lost:
+            self._warn(i, "has a forward-mode tangent", "forward_ad.unpack_dual(x).primal")
+        return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
+
     def _warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
         """Warn once that outputs carry no gradient although an input asks for one."""
         if self._is_warned or not torch.is_grad_enabled():
             return
-        for i, (declared, v) in enumerate(zip(self._fusion.inputs, inputs, strict=False)):
+        for i, v in enumerate(inputs):
             if isinstance(v, torch.Tensor) and v.requires_grad:
-                self._is_warned = True
-                warnings.warn(
-                    f"input {i}, {declared}, requires grad, but no output will carry a gradient: "
-                    "pass detach(), or run under torch.no_grad()",
-                    stacklevel=2,
-                )
+                self._warn(i, "requires grad", "detach(), or run under torch.no_grad()")
                 return
+
+    def _warn(self, position: int, what: str, instead: str) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        declared = self._fusion.inputs[position] if position < len(self._fusion.inputs) else "extra"
+        warnings.warn(
+            f"input {position}, {declared}, {what}, but no output will carry a gradient: "
+            f"pass {instead}",
+            stacklevel=2,
+        )
 
     def _find_or_build(
         self,
