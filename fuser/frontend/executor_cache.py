@@ -20,18 +20,14 @@ from torch.autograd import forward_ad
 from fuser import dumps, options
 from fuser.dumps import Dump
 from fuser.errors import FuserError, InputError, user_code
-from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
-from fuser.passes import fusion_passes
-from fuser.passes.concretize import concretize, refined_sizes
-from fuser.passes.segment import segment_fusion
+from fuser.passes.concretize import refined_sizes
 from fuser.recent import Recent
-from fuser.schedule.registry import find_scheduler
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.digest import (
@@ -41,14 +37,11 @@ from hostir.digest import (
     input_names,
 )
 from hostir.evaluate import HostIrEvaluator
-from hostir.host_passes import run_passes
-from hostir.lower import lower
-from hostir.stream_loops import stands_alone
-from multidevice import sharding, streams
+from hostir.input_class import InputClass, classify
+from hostir.pipeline import build_program
+from multidevice import sharding
 from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
-from multidevice.localize import localize
-from multidevice.sharding_passes import shard_fusion
 
 if TYPE_CHECKING:
     from multidevice.sharding import Sharding
@@ -288,28 +281,9 @@ class FusionExecutorCache:
             if options.dump_enabled(name):
                 texts.append(Dump(name, label + user_code(where), text(), note))
 
-        def after(name: str, program: HostIrContainer) -> None:
-            dump("host_ir_lowering", program.full_text, f"after {name}, full form")
-
-        dump("fusion_ir_original", lambda: self._text)
-        fusion, _ = concretize(self._fusion, input_class.sizes)
-        specialise(fusion, input_class)
-        dump("fusion_ir_concretized", fusion.print_math)
-        fusion_passes.run_passes(fusion)
-        shard_fusion(fusion)
-        dump("fusion_ir_preseg", lambda: fusion_text(fusion))
-        loops = streams.StreamLoops(fusion)
-        segmented = segment_fusion(
-            fusion,
-            find_scheduler=_find_scheduler,
-            local_shape=streams.held_extents,
-            may_share_kernel=loops.may_share_kernel,
-            stands_alone=stands_alone(loops),
+        segmented, program = build_program(
+            self._fusion, input_class, backend_name=backend, dump=dump
         )
-        dump("segmented_fusion", segmented.describe)
-        lowered = lower(segmented, backend_name=backend)
-        after("lowering", lowered)
-        program = run_passes(lowered, after_each=after)
         if "short" in options.dump_args("host_ir"):
             dump("host_ir", lambda: str(program), "short form")
         else:
@@ -374,10 +348,6 @@ def device_of(inputs: Sequence[Argument], device: int | str | torch.device | Non
             raise InputError(f"device={device!r}: {error}") from None
     devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else _CPU)
-
-
-def _find_scheduler(fusion: Fusion) -> str | None:
-    return find_scheduler(localize(fusion)[0])
 
 
 _CPU = torch.device("cpu")
