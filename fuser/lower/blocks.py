@@ -134,7 +134,8 @@ class _Sum:
                 if kept or s.flags:
                     statements = [replace(s, cond=sc.all_of(kept), then=Body(statements))]
             elif s.symbol not in reduced:
-                statements = [replace(s, body=Body(statements))]
+                # Moving is rare: unrolling it would only make a longer kernel.
+                statements = [For(s.symbol, s.extent, Body(statements))]
         return statements
 
 
