@@ -20,7 +20,6 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ParamSpec, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
 
@@ -32,6 +31,7 @@ from fuser.errors import (
     user_code,
     user_line,
 )
+from fuser.record import record
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +51,7 @@ class Mismatch(Exception):
         self.kind = kind
 
 
-@dataclass(frozen=True)
+@record
 class Kind:
     """A kind of argument: how messages call it, and how a value becomes one.
 

@@ -21,13 +21,13 @@ from pathlib import Path
 # gives the public names of all on first use, and `fuser.multidevice`, another name of the package
 # multidevice, see everything.
 ORDER = (
+    "fuser.record",
     "fuser.errors",
     "fuser.arguments",
     "fuser.device",
     "fuser.kernel_source",
     "fuser.locks",
     "fuser.recent",
-    "fuser.record",
     "fuser.option_names",
     "fuser.options",
     "fuser.dumps",
