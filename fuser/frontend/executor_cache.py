@@ -219,8 +219,8 @@ class FusionExecutorCache:
         bound.evaluator.prepare(inputs)
         # Ranks that run with different options disagree, as with different programs.
         parts = (
-            f"// options: {settings}",
             self._text if self.devices else "",
+            f"// options: {settings}",
             bound.program.communications,
         )
         loose = {self._fusion.inputs[i] for i in self._free}
