@@ -12,9 +12,10 @@ from fuser.passes.concretize import concretize
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
 from hostir.container import HostIrContainer
-from hostir.host_passes import run_passes
+from hostir.host_passes import PASSES, run_passes
 from hostir.input_class import InputClass, specialise
 from hostir.lower import lower
+from hostir.lower_params import DEFAULT, LowerParams
 from hostir.stream_loops import stands_alone
 from multidevice import streams
 from multidevice.localize import localize
@@ -32,7 +33,12 @@ def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
 
 
 def build_program(
-    definition: Fusion, input_class: InputClass, *, backend_name: str, dump: Dump = _no_dump
+    definition: Fusion,
+    input_class: InputClass,
+    *,
+    backend_name: str,
+    params: LowerParams = DEFAULT,
+    dump: Dump = _no_dump,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a fusion for a class of inputs.
 
@@ -48,7 +54,7 @@ def build_program(
     specialise(fusion, input_class)
     dump("fusion_ir_concretized", fusion.print_math)
     fusion_passes.run_passes(fusion)
-    shard_fusion(fusion)
+    shard_fusion(fusion, propagate=params.propagate)
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
     loops = streams.StreamLoops(fusion)
     segmented = segment_fusion(
@@ -56,9 +62,10 @@ def build_program(
         find_scheduler=lambda f: find_scheduler(localize(f)[0]),
         local_shape=streams.held_extents,
         may_share_kernel=loops.may_share_kernel,
-        stands_alone=stands_alone(loops),
+        stands_alone=stands_alone(loops, params),
     )
     dump("segmented_fusion", segmented.describe)
-    lowered = lower(segmented, backend_name=backend_name)
+    lowered = lower(segmented, backend_name=backend_name, params=params)
     after("lowering", lowered)
-    return segmented, run_passes(lowered, after_each=after)
+    passes = () if params.standalone else PASSES
+    return segmented, run_passes(lowered, passes, after_each=after)

@@ -238,6 +238,7 @@ class Recorder:
             run([get(slots) for get in ins], [slots[o] for o in outs], sizes=sizes)
 
         def launch_on_elements(slots: Slots) -> None:
+            operands: tuple[list[Any], list[Any]]
             operands = [get(slots) for get in ins], [slots[o] for o in outs]
             for values, axes in zip(operands, dropped, strict=True):
                 for k, axis in axes.items():

@@ -38,6 +38,7 @@ from hostir.digest import (
 )
 from hostir.evaluate import HostIrEvaluator
 from hostir.input_class import InputClass, classify
+from hostir.lower_params import DEFAULT, LowerParams
 from hostir.pipeline import build_program
 from multidevice import sharding
 from multidevice.agreement import Claim, Prepared, run_agreed
@@ -63,12 +64,22 @@ class BoundProgram:
 class FusionExecutorCache:
     """Owns a fusion and the programs made from it; running never changes the fusion."""
 
-    def __init__(self, fusion: Fusion, fusion_id: int = 0, auto_schedule: bool = True) -> None:
+    def __init__(
+        self,
+        fusion: Fusion,
+        fusion_id: int = 0,
+        auto_schedule: bool = True,
+        *,
+        params: LowerParams = DEFAULT,
+        number_of_streams: int = 4,
+    ) -> None:
         self._fusion = fusion
         self._fusion_id = fusion_id
         self._label = dumps.next_fusion()
         self._built = 0
         self._auto_schedule = auto_schedule
+        self._params = params
+        self._number_of_streams = number_of_streams
         self._identity = object()
         self._binder = InputBinder(fusion)
         self._free = free_inputs(fusion)
@@ -220,7 +231,7 @@ class FusionExecutorCache:
         # Ranks that run with different options disagree, as with different programs.
         parts = (
             self._text if self.devices else "",
-            f"// options: {settings}",
+            f"// options: {settings}; {self._params}",
             bound.program.communications,
         )
         loose = {self._fusion.inputs[i] for i in self._free}
@@ -249,7 +260,7 @@ class FusionExecutorCache:
         backend = communicator.backend_for(device).name.upper()
         # What is dumped is lowered again for each definition, so that each shows all its stages.
         owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
-        key = (self._text, backend, input_class.key, settings, owner)
+        key = (self._text, self._params, backend, input_class.key, settings, owner)
         texts: list[Dump] = []
         try:
             program = PROGRAMS.find_or_build(
@@ -266,6 +277,7 @@ class FusionExecutorCache:
             device=device,
             make_runner=program.kernel,
             late_stream=settings.argument("late_stream"),
+            number_of_streams=self._number_of_streams,
         )
         return BoundProgram(program, evaluator)
 
@@ -282,7 +294,11 @@ class FusionExecutorCache:
                 texts.append(Dump(name, label + user_code(where), text(), note))
 
         segmented, program = build_program(
-            self._fusion, input_class, backend_name=backend, dump=dump
+            self._fusion,
+            input_class,
+            backend_name=backend,
+            params=self._params,
+            dump=dump,
         )
         if "short" in options.dump_args("host_ir"):
             dump("host_ir", lambda: str(program), "short form")
@@ -301,6 +317,15 @@ class FusionExecutorCache:
     def host_program(self) -> HostIrContainer:
         """Return the program of the most recent run."""
         return self._last().program.container
+
+    def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
+        """Return the program of the most recent run, else lower one for inputs like these."""
+        if self._recent.get(Communicator.instance()) is not None:
+            return self.host_program()
+        where = device_of(inputs, None)
+        sizes = {s: v for s, v in self._binder.bind(inputs, where).items() if isinstance(v, int)}
+        found = classify(self._fusion, inputs, sizes, where)
+        return self._bind(found, Communicator.instance(), where, self._settings).program.container
 
     def statistics(self) -> dict[str, int]:
         """Return launches per execution of the most recent program, by kind of segment.
