@@ -89,6 +89,10 @@ def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp]
     return lambda op: isinstance(op, LIBRARY_OPS) or (is_copy(op) and loops.loop_of(op) is not None)
 
 
+def _is_slice(op: TensorOp) -> bool:
+    return isinstance(op, nodes.Reshard) and communication_type(op) == "StepSlice"
+
+
 def scatters_steps(op: TensorOp) -> bool:
     """Whether each step of the operand's loop computes what one device gets of the result."""
     if not isinstance(op, nodes.Reshard) or stream_axis(op.out) is not None:
@@ -111,7 +115,9 @@ class StreamLoopBuilder:
         self._before: list[Op] = []
         self._steps: list[Op] = []
         self._parts: dict[TensorView, TensorView] = {}
-        first = segments[0].exprs[0].out_tensor
+        ops = [op for s in segments for op in s.exprs]
+        # The loop is named after what it computes, not after what it reads.
+        first = next((op for op in ops if not _is_slice(op)), ops[0]).out_tensor
         self._axis = _stream_axis(first)
         twin = lowering.twins[first]
         self._loop_axis = next(a for a in twin.domain.loop if a.is_stream)
@@ -345,7 +351,31 @@ class StreamLoopBuilder:
 
     def _operand(self, op: TensorOp, index: int) -> TensorView:
         v = op.inputs[index]
-        return self._part(v) if is_in_step(op, index) else self._twin(v)
+        if is_in_step(op, index):
+            return self._part(v)
+        twin, position = self._twin(v), self._repeated(op, index)
+        if position is None:
+            return twin
+        # Every step's element is the one that is repeated along the axis that slices lack.
+        out = selected(twin, position)
+        axis = twin.domain.no_reductions[position]
+        self._steps.append(HirAliasSelect(out, twin, sc.ZERO, axis=axis))
+        return out
+
+    def _repeated(self, op: TensorOp, index: int) -> int | None:
+        """Return which axis of an operand is repeated along a stream axis that slices drop."""
+        axis = stream_axis(op.out_tensor)
+        domain = op.out_tensor.domain
+        if axis is None or not axis.is_logical:
+            return None
+        number = domain.no_reductions[axis.position].number
+        if number not in domain.root_numbers and domain.root:
+            return None
+        places = [a.number for a in domain.maybe_root]
+        position = op.axis_map(index)[places.index(number)]
+        if position is None or not op.inputs[index].domain.no_reductions[position].is_broadcast:
+            return None
+        return position
 
     def _whole(self, v: object, op: TensorOp) -> object:
         if not isinstance(v, TensorView):

@@ -64,12 +64,10 @@ class MultiDeviceExecutor:
     stand on logical axes. `str(executor)` is the host program.
 
     Raises:
-        UnsupportedError: a stream axis that a split or a merge made, or a backend that is not there.
+        UnsupportedError: a stream axis that a split or a merge made; a backend that is not there.
     """
 
-    def __init__(
-        self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None
-    ) -> None:
+    def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None) -> None:
         params = params or MultiDeviceExecutorParams()
         if params.backend_type is not CommunicatorBackend.nccl:
             raise UnsupportedError(
