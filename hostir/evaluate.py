@@ -31,7 +31,7 @@ from hostir.memory import OutOfMemoryError
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Updates
 from hostir.replay import Plan, Recorder
-from hostir.step_kernels import StepKernels, split_output
+from hostir.step_kernels import StepKernels, split_tensor
 from hostir.storage import Storage
 from hostir.streams import (
     CpuStreams,
@@ -66,7 +66,7 @@ def make_kernel_executor(
 
     def make(block: Block) -> KernelExecutor:
         fusion, _ = localize(group.fusion, block)
-        last = "_last" if block == "last" else ""
+        last = "" if block == "first" else f"_{block}"
         return KernelExecutor(
             fusion,
             scheduler=group.scheduler,
@@ -76,8 +76,8 @@ def make_kernel_executor(
             dump=partial(dumps.write, rank=rank),
         )
 
-    out = split_output(group)
-    return make("first") if out is None else StepKernels(out, make)
+    split = split_tensor(group)
+    return make("first") if split is None else StepKernels(*split, make)
 
 
 class HostIrEvaluator:
@@ -259,7 +259,7 @@ class HostIrEvaluator:
         ) -> Work:
             runner = self.kernel(group)
             if isinstance(runner, StepKernels):
-                runner = runner.pick(outs, sizes)
+                runner = runner.pick(ins, outs, sizes)
             if isinstance(runner, KernelExecutor):
                 requests.append((runner, ins, outs, sizes))
             return lambda: None

@@ -58,7 +58,7 @@ def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
     """Return the symbolic shape of one step's block of a device's shard, without reductions.
 
     "first": of all steps but the last that has elements, which may be shorter (and any behind it
-    has none); "last": of that one. An axis that is a stream as a whole has 1.
+    has none: "empty"); "last": of that one. An axis that is a stream as a whole has 1.
     """
     axes = zip(tv.domain.no_reductions, placement(tv), strict=True)
     return tuple(local_extent(tv.fusion.canonical(a.size), cuts, block) for a, cuts in axes)
