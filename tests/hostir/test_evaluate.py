@@ -215,6 +215,25 @@ def test_two_outputs_behind_an_update_see_the_old_value() -> None:
         assert torch.equal(x, torch.minimum(a, c))
 
 
+def test_a_product_behind_an_update_sees_the_old_value() -> None:
+    """The kernel that updates x also computes what a matmul reads through a reshape."""
+
+    def define() -> None:
+        a, c, x, w = (tensor(-1, -1) for _ in range(4))
+        out(ops.minimum(a, c), x)
+        turned = ops.reshape(ops.mul(x, 2.0), [x.size(1), x.size(0)])
+        out(ops.matmul(turned, w))
+        out(ops.sub(x, c))
+
+    evaluator = HostIrEvaluator(_aliased(define, *[(6, 4)] * 3, (6, 5)))
+    a, c, x, w = (torch.randint(-4, 5, s).float() for s in [(6, 4)] * 3 + [(6, 5)])
+    for _ in range(2):
+        old = x.clone()
+        product, difference = evaluator.run([a, c, x, w])
+        assert torch.equal(product, (2 * old).reshape(4, 6) @ w)
+        assert torch.equal(difference, old - c) and torch.equal(x, torch.minimum(a, c))
+
+
 def test_updates_swap_two_buffers() -> None:
     def define() -> None:
         x, y = tensor(-1, -1), tensor(-1, -1)
