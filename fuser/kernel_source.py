@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fuser.record import record
+from dataclasses import dataclass
 
 
-@record
+@dataclass(frozen=True)
 class KernelParam:
     """One parameter of a kernel: for a pointer, `ctype` is the element type (`const __bfloat`)."""
 
@@ -14,7 +14,7 @@ class KernelParam:
     is_pointer: bool
 
 
-@record
+@dataclass(frozen=True)
 class KernelSource:
     """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
 

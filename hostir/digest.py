@@ -67,7 +67,12 @@ def claim_of(
         for name, x in zip(names, inputs, strict=True)
     )
     numbers = tuple(names[i] for i in sorted(free))
-    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where, tuple(ops))
+
+    def where_of(line: str) -> str:
+        lines = (op.where for op in ops if line.strip() in map(str.strip, op_text(op).splitlines()))
+        return next(filter(None, lines), "")
+
+    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where, where_of)
 
 
 def run_agreed(

@@ -38,6 +38,8 @@ class Posted:
     """A communication that was started, and what has to be done when it has been waited for."""
 
     work: Work | None = None
+    # Where its stream stood when it was started: a wait on another stream is for that, too.
+    mark: object = None
     # Where results are put (and where they wait) on streams that hold work back.
     landed: list[tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=list[tuple[torch.Tensor, torch.Tensor]]

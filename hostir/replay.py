@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from hostir.effects import Stream
 from hostir.frame import Frame
 from hostir.layout import allocated_strides, is_repeated, write
 from hostir.library import as_contracted, compute, contract_repeated
-from hostir.memory import no_memory
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -54,6 +54,7 @@ from hostir.transfers import (
     P2PCommunication,
     ShareMemHandles,
     StartCoalescing,
+    StartsCommunication,
     Wait,
 )
 
@@ -110,6 +111,8 @@ class Recorder:
         self._position = 0
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
+        # By number: the stream on which a communication was started.
+        self._started: dict[int, Handle] = {}
         # Where streams are changed outside of loops, memory is torch's to place.
         captured = {o.stream for o in frame.program.ops if isinstance(o, GetCurrentStream)}
         self._is_fresh = any(
@@ -119,6 +122,8 @@ class Recorder:
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
         self._position += 1
+        if isinstance(op, StartsCommunication):
+            self._started[op.number] = self._frame.machine.streams.current()
         step = RECORD[type(op)](self, op) if type(op) in RECORD else self._tensor_op(op)
         if step is not None:
             self._steps.append(self._announced(op, step))
@@ -140,7 +145,7 @@ class Recorder:
             if not self._frame.is_mine(tv):
                 self._steps.append(self._absent(tv))
         blocks, nbytes = self._place()
-        fresh = tuple(self._make(tv, b) for tv, b in self._blocks.items() if tv not in self._end)
+        fresh = tuple(self._make(b) for tv, b in self._blocks.items() if tv not in self._end)
         return Plan(
             (*fresh, *self._steps),
             self._size,
@@ -161,21 +166,13 @@ class Recorder:
         placed = zip(tensors, offsets, strict=True)
         return tuple(replace(self._blocks[t], offset=at) for t, at in placed), nbytes
 
-    def _make(self, tv: TensorView, block: Block) -> Closure:
+    def _make(self, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
         make, device, i = torch.empty_strided, self._frame.machine.device, block.slot
-        shape, strides, dtype, program = (
-            block.shape,
-            block.strides,
-            block.dtype,
-            self._frame.program,
-        )
+        shape, strides, dtype = block.shape, block.strides, block.dtype
 
         def allocate(slots: Slots) -> None:
-            try:
-                slots[i] = make(shape, strides, dtype=dtype, device=device)
-            except RuntimeError as error:
-                raise no_memory(program, tv, shape, device) from error
+            slots[i] = make(shape, strides, dtype=dtype, device=device)
 
         return allocate
 
@@ -207,7 +204,7 @@ class Recorder:
 
         if self._frame.indices or self._is_fresh:
             # Torch keeps what is freed for the stream that it was made on.
-            make = self._make(tv, block)
+            make = self._make(block)
             return _both(make, clear) if op.zero_init else make
         self._blocks[tv] = block
         self._begin[tv] = self._position
@@ -238,7 +235,6 @@ class Recorder:
             run([get(slots) for get in ins], [slots[o] for o in outs], sizes=sizes)
 
         def launch_on_elements(slots: Slots) -> None:
-            operands: tuple[list[Any], list[Any]]
             operands = [get(slots) for get in ins], [slots[o] for o in outs]
             for values, axes in zip(operands, dropped, strict=True):
                 for k, axis in axes.items():
@@ -251,7 +247,7 @@ class Recorder:
         ins = [self._argument(v) for v in op.ins]
         outs = [(self.slot(o), self._frame.tensors[o]) for o in op.outs]
         makes = [
-            self._make(o, Block(i, tuple(t.shape), t.stride(), t.dtype))
+            self._make(Block(i, tuple(t.shape), t.stride(), t.dtype))
             for o, (i, t) in zip(op.outs, outs, strict=True)
             if o not in self._frame.storage.buffered
         ]
@@ -356,6 +352,13 @@ class Recorder:
         if ("work", op.number) not in self._slot:
             return None
         work = self._work(op.number)
+        mark = self._started.get(op.number)
+        if mark is not None and mark != self._frame.machine.streams.current():
+            join = self._frame.machine.streams.join_mark
+            # A stream that no name was captured for is the same in every run.
+            names = [n for n, stream in self._frame.captured.items() if stream == mark]
+            find = self._stream(Stream(name=names[0])) if names else partial(_constant, mark)
+            self._steps.append(lambda slots: join(find(slots)))
 
         def wait(slots: Slots) -> None:
             if slots[work] is not None:
@@ -501,6 +504,10 @@ class Recorder:
             return compute(op, now)
 
         return run
+
+
+def _constant(handle: Handle, slots: Slots) -> Handle:
+    return handle
 
 
 def _symbols(value: Scalar) -> tuple[Symbol, ...]:

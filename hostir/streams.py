@@ -43,6 +43,14 @@ class Streams(Protocol):
         """Makes the current stream wait for all that the other has been given so far."""
         ...
 
+    def mark(self) -> object:
+        """Returns the place that the current stream has come to, for `join_mark`."""
+        ...
+
+    def join_mark(self, mark: object) -> None:
+        """Makes the current stream wait for what stands before a mark on another one."""
+        ...
+
     def submit(self, work: Work) -> None:
         """Gives work to the current stream."""
         ...
@@ -82,6 +90,16 @@ class CudaStreams:
         assert isinstance(stream, torch.cuda.Stream)
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
+    def mark(self) -> object:
+        return self.current()
+
+    def join_mark(self, mark: object) -> None:
+        # An event at every mark would cost more than to wait for what came after it, too: nearly
+        # always the stream is the same, whose order is enough.
+        if mark != self.current():
+            assert isinstance(mark, torch.cuda.Stream)
+            self.join(mark)
+
     def submit(self, work: Work) -> None:
         work()
 
@@ -107,6 +125,12 @@ class CpuStreams:
         self._local.current = stream
 
     def join(self, stream: Handle) -> None:
+        pass
+
+    def mark(self) -> object:
+        return self.current()
+
+    def join_mark(self, mark: object) -> None:
         pass
 
     def submit(self, work: Work) -> None:
@@ -161,6 +185,14 @@ class DelayedStreams(CpuStreams):
     def join(self, stream: Handle) -> None:
         if stream != self.current():
             self._give(_Until(stream, self._queue(stream).given))
+
+    def mark(self) -> object:
+        return _Until(self.current(), self._queue(self.current()).given)
+
+    def join_mark(self, mark: object) -> None:
+        assert isinstance(mark, _Until)
+        if mark.stream != self.current():
+            self._give(mark)
 
     def submit(self, work: Work) -> None:
         self._give(work)

@@ -25,6 +25,11 @@ from multidevice.communication import CommunicationType, TeamOf
 
 ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
 REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
+# Which types read their input, and write their output, on the root only.
+AT_ROOT: dict[str, frozenset[str]] = {
+    "operand": frozenset({"Broadcast", "Scatter"}),
+    "result": frozenset({"Gather", "Reduce"}),
+}
 
 TransferKind = Literal["send", "recv"]
 TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)

@@ -86,9 +86,8 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 )
 
 
-def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
-    """Propagate (unless every tensor is annotated), decompose, lay out and finalize the shardings
-    of a fusion, in place.
+def shard_fusion(fusion: Fusion) -> ShardingResult:
+    """Propagate, decompose, lay out and finalize the shardings of a fusion, in place.
 
     Without meshes and streams nothing happens. Afterwards every op is local or a `Reshard`, whose
     type is `communication.communication_type`.
@@ -102,7 +101,7 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
         return ShardingResult()
     check_annotations(fusion)
     streamed = {tv for tv in fusion.tensors() if stream_axis_of(tv) is not None}
-    facts = propagate_shardings(fusion) if propagate else {}
+    facts = propagate_shardings(fusion)
     keep_computable_streams(fusion, asked=streamed)
     complete_meshes(fusion)
     place_updates(fusion)

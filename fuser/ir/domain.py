@@ -10,16 +10,15 @@ or cuts is asked from `fuser.ir.path`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
-from fuser.record import record
 
 
-@record
+@dataclass(frozen=True)
 class IterDomain:
     """The state of one axis of one tensor.
 
@@ -72,7 +71,7 @@ Renumber = Callable[[int], int]
 Rewrite = Callable[[Scalar], Scalar]
 
 
-@record
+@dataclass(frozen=True)
 class Split:
     """inp -> outer, inner.
 
@@ -108,7 +107,7 @@ class Split:
         return replace(self, factor=fn(self.factor))
 
 
-@record
+@dataclass(frozen=True)
 class Merge:
     """outer, inner -> out, with extent outer * inner."""
 
@@ -139,7 +138,7 @@ class Merge:
         return self
 
 
-@record
+@dataclass(frozen=True)
 class Resize:
     """inp -> out, with extent inp + left + right (either sign): index out = index in + left."""
 
@@ -171,7 +170,7 @@ class Resize:
         return replace(self, left=fn(self.left), right=fn(self.right))
 
 
-@record
+@dataclass(frozen=True)
 class Swizzle1D:
     """inp -> out, a rotation by my mesh coordinate c: index in = (index out + c) % extent."""
 
@@ -218,7 +217,7 @@ def splits_of(transforms: Iterable[Transform]) -> dict[int, Split]:
 
 
 # ------------------------------------------------------------------ tensor domain
-@record
+@dataclass(frozen=True)
 class TensorDomain:
     """The axes of one tensor and its four views of them.
 

@@ -15,25 +15,24 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.record import record
 
 
 # ------------------------------------------------------------------ the kernel's interface
-@record
+@dataclass(frozen=True)
 class TensorArg:
     """The address of a fusion input or output."""
 
     tv: TensorView
 
 
-@record
+@dataclass(frozen=True)
 class ScalarArg:
     """A number that the host computes from sizes and scalar inputs."""
 
     scalar: Scalar
 
 
-@record
+@dataclass(frozen=True)
 class StrideArg:
     """The stride, in elements, of axis `axis` of the tensor (reduction axes are not counted)."""
 
@@ -41,7 +40,7 @@ class StrideArg:
     axis: int
 
 
-@record
+@dataclass(frozen=True)
 class WorkspaceArg:
     """The address of `LoweredKernel.workspaces[index]`."""
 
@@ -51,7 +50,7 @@ class WorkspaceArg:
 Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 
-@record
+@dataclass(frozen=True)
 class Workspace:
     """Scratch memory of a launch, of `ctype` elements. `zeroed` memory is zero before the first
     launch, and the kernel leaves it zero."""
@@ -61,7 +60,7 @@ class Workspace:
     zeroed: bool
 
 
-@record
+@dataclass(frozen=True)
 class LoweredKernel:
     """A kernel before its text: body, arguments in order, launch shape, and what it relies on.
 
@@ -96,7 +95,7 @@ def stride_symbol(tv: TensorView, axis: int) -> Symbol:
 
 
 # ------------------------------------------------------------------ values
-@record
+@dataclass(frozen=True)
 class Var:
     """A named scalar variable, or a field of one (`T5.avg`)."""
 
@@ -104,7 +103,7 @@ class Var:
     dtype: DataType
 
 
-@record
+@dataclass(frozen=True)
 class Element:
     """`name[index]` of a register or shared array; `member` picks a field of a struct element."""
 
@@ -115,7 +114,7 @@ class Element:
     shared: bool = False
 
 
-@record
+@dataclass(frozen=True)
 class GlobalLoad:
     """`name[index]` of a global tensor; under `guard` only, zero otherwise."""
 
@@ -125,7 +124,7 @@ class GlobalLoad:
     guard: Scalar
 
 
-@record
+@dataclass(frozen=True)
 class ScalarValue:
     """A `Scalar` (constant, parameter, index) converted to `dtype`."""
 
@@ -133,7 +132,7 @@ class ScalarValue:
     dtype: DataType
 
 
-@record
+@dataclass(frozen=True)
 class Convert:
     """`arg` converted to `dtype`, rounding to nearest even."""
 
@@ -141,7 +140,7 @@ class Convert:
     dtype: DataType
 
 
-@record
+@dataclass(frozen=True)
 class Compute:
     """`template` filled with the texts of `args`; `dtype` is the type of the result."""
 
@@ -150,7 +149,7 @@ class Compute:
     dtype: DataType
 
 
-@record
+@dataclass(frozen=True)
 class Select:
     """`cond ? a : b`, with a condition over indices."""
 
@@ -303,7 +302,7 @@ class AccumulateBlock:
     count: Scalar
 
 
-@record
+@dataclass(frozen=True)
 class ReducePart:
     """One accumulator of a combination over threads."""
 

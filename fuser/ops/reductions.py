@@ -68,11 +68,7 @@ def max(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a maximum over one axis (`dim`), several (`dims`) or all. NaN wins.
-
-    Over no elements it is what no value is below, as in nvFuser: -inf, the least integer, False
-    (torch.amax raises there).
-    """
+    """Append a maximum over one axis (`dim`), several (`dims`) or all. NaN wins."""
     return _reduce("max", arg, dim, dims, keepdim, dtype)
 
 
@@ -84,11 +80,7 @@ def min(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a minimum over one axis (`dim`), several (`dims`) or all. NaN wins.
-
-    Over no elements it is what no value is above, as in nvFuser: inf, the greatest integer, True
-    (torch.amin raises there).
-    """
+    """Append a minimum over one axis (`dim`), several (`dims`) or all. NaN wins."""
     return _reduce("min", arg, dim, dims, keepdim, dtype)
 
 
@@ -96,7 +88,7 @@ def _reduce(
     kind: str,
     arg: TensorView,
     dim: int | Sequence[int] | DataType | None,
-    dims: int | Sequence[int] | None,
+    dims: Sequence[int] | None,
     keepdim: bool,
     dtype: DtypeLike,
 ) -> TensorView:
@@ -116,12 +108,9 @@ def _reduce(
         tv = typing_cast(TensorView, convert(tv, dtype))
     elif kind in ("add", "mul") and not is_floating(tv.dtype()):
         tv = typing_cast(TensorView, convert(tv, DataType.Int))
-    dims = dim if dims is None else dims
     if tv.ndim == 0:
-        for d in [dims] if isinstance(dims, int) else dims or ():
-            wrap_dim(d, 0, name, tv)
         return copy_tensor(tv)
-    axes = _reduced_axes(name, tv, dims)
+    axes = _reduced_axes(name, tv, dim if dims is None else dims)
     init = Const(REDUCTIONS[kind].identity(tv.dtype()), tv.dtype())
     active_fusion().next_scalar()
     out = _reduce_axes(kind, tv, axes, init)

@@ -13,7 +13,7 @@ forwarding of cheap producer chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from fuser.errors import UnsupportedError
@@ -26,12 +26,11 @@ from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
-from fuser.record import record
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 
-@record
+@dataclass(frozen=True)
 class Segment:
     """One step of the program: ops in order, and the tensors that cross its border."""
 
@@ -45,7 +44,7 @@ class Segment:
     fusion: Fusion | None = None
 
 
-@record
+@dataclass(frozen=True)
 class SegmentedFusion:
     """A fusion and its segments in run order."""
 
@@ -454,7 +453,7 @@ class _Segmenter:
         return ordered
 
 
-@record
+@dataclass(frozen=True)
 class _Group:
     ops: frozenset[TensorOp]
     outputs: tuple[TensorView, ...]

@@ -10,6 +10,8 @@ from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer, walk
 from hostir.effects import (
     ClosesGroup,
+    Enters,
+    Joins,
     Makes,
     OpensGroup,
     Reads,
@@ -53,6 +55,7 @@ def _inserted(
 ) -> tuple[Op, ...]:
     """Return the ops with a Deallocate of each tensor after the op where it ends."""
     made: list[Op] = []
+    waiting: list[TensorView] = []
     for i, op in enumerate(ops):
         path = (*above, i)
         names = op.fields_of("region")
@@ -61,8 +64,23 @@ def _inserted(
             for r, (name, region) in enumerate(zip(names, op.regions, strict=True))
         }
         made.append(op.replace(**regions) if regions else op)
-        made += [Deallocate(tv) for tv in ending.get(path, ())]
+        # What a loop over streams uses last is given up behind the waits that end the loop.
+        waiting += ending.get(path, ())
+        goes_on = (op.regions or _only_waits(op)) and any(map(_only_waits, ops[i + 1 : i + 2]))
+        if waiting and not goes_on:
+            made += map(Deallocate, waiting)
+            waiting = []
     return tuple(made)
+
+
+def _only_waits(op: Op) -> bool:
+    """Whether the op, its regions included, only changes streams and lets them wait."""
+    effects, inside = effects_of(op, ()), [o for region in op.regions for o in region]
+    return (
+        bool(effects or inside)
+        and all(isinstance(e, Enters | Joins) for e in effects)
+        and all(map(_only_waits, inside))
+    )
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:

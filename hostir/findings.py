@@ -1,0 +1,100 @@
+"""What the checks that unroll a program report: a finding names ops with their lines and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fuser.errors import VerifyError
+from fuser.ir.core import Op
+from fuser.ir.scalar import Number, Symbol
+from fuser.ir.text import op_text
+from hostir.container import HostIrContainer
+
+MAX_SHOWN = 8
+_MAX_TEXT = 160
+
+# Where an unrolled op stands: the indices of its loops.
+Indices = tuple[tuple[Symbol, Number], ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """An op at one step of its loops."""
+
+    op: Op
+    indices: Indices = ()
+
+    def text(self, lines: Mapping[int, int]) -> str:
+        """Return `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`."""
+        text = " ".join(op_text(self.op).split())
+        text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
+        user = f" ({self.op.where})" if self.op.where else ""
+        steps = ", ".join(f"{s} = {v}" for s, v in self.indices)
+        return f"line {lines.get(id(self.op), 0)}{user}{' at ' + steps if steps else ''}: {text}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, at which ops, and what would mend it.
+
+    `what` and `fix` may have `{0}`, `{1}`, ...: the lines of the sites.
+    """
+
+    kind: str
+    what: str
+    sites: tuple[tuple[Site, str], ...]
+    fix: str = ""
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(site.op for site, _ in self.sites)
+
+    def text(self, lines: Mapping[int, int]) -> str:
+        """Return the report; `lines` has the line of each op, by identity."""
+        numbers = [f"line {lines.get(id(site.op), 0)}" for site, _ in self.sites]
+        parts = [f"{self.kind}: {self.what}"]
+        parts += [
+            f"  {site.text(lines)}" + (f"\n    {note}" if note else "") for site, note in self.sites
+        ]
+        if self.fix:
+            parts.append("  " + self.fix.format(*numbers))
+        return "\n".join(parts)
+
+
+def line_numbers(program: HostIrContainer) -> dict[int, int]:
+    """Return the line of each op in `str(program)`, by identity; the first line is number 1."""
+    found: dict[int, int] = {}
+    _number(program.ops, 3, found)
+    return found
+
+
+def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
+    for op in ops:
+        found[id(op)] = line
+        heads = op.region_heads()
+        if not heads:
+            line += op_text(op).count("\n") + 1
+            continue
+        line += 1
+        for name, head in heads.items():
+            region = getattr(op, name)
+            line = _number(region, line + bool(head and region), found)
+    return line
+
+
+def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
+    """Return the text of the findings, the first ones of many."""
+    found = list(findings)
+    lines = line_numbers(program)
+    parts = [f.text(lines) for f in found[:MAX_SHOWN]]
+    if len(found) > MAX_SHOWN:
+        parts.append(f"and {len(found) - MAX_SHOWN} more")
+    return "\n".join(parts)
+
+
+def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:
+    """Raise `VerifyError` with the findings, if there are any; `what` was checked."""
+    found = list(findings)
+    if found:
+        raise VerifyError(f"{what}:\n{report(program, found)}\n{program}")

@@ -1,0 +1,578 @@
+"""Happens-before over streams: what a program leaves unordered, found before it runs.
+
+The program is unrolled for one rank and given sizes, from the effects of its ops alone. Work is
+ordered after earlier work when the clock of its stream says so (`hostir.clocks`); `Synchronize` and
+`Wait` join clocks, entering a stream orders nothing. A communication is a timeline of its own from
+its start, which comes after all that its stream was given before, to its Wait.
+
+Nothing is taken from the order in which the host goes through the program, except for memory: a
+buffer is new at its allocation, and belongs to the stream that allocates it. What is given up, or
+loses its last name, may be used again at once by that stream, and by the one that gives it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fuser.errors import InputError
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from hostir.boxes import Box, box_text, overlap, uncovered, whole_box
+from hostir.clocks import Clock, Clocks
+from hostir.container import HostIrContainer, walk
+from hostir.effects import (
+    Captures,
+    ClosesGroup,
+    Effect,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    OpensGroup,
+    Part,
+    Reads,
+    Shows,
+    Starts,
+    Waits,
+    Writes,
+    bounds,
+    effects_of,
+)
+from hostir.findings import Finding, Indices, Site
+from hostir.ops import Allocate, ForLoop, IfThenElse, SetCurrentStream, stream_cut
+from hostir.storage import Storage
+from hostir.streams import ENTRY
+from hostir.transfers import AT_ROOT, CollectivePermute, Communication, StartsCommunication
+from hostir.uses import Buffer, Cell, Flight, Place, Use
+from multidevice.communication import position_map
+from multidevice.sharding import local_sizes
+
+RACE = "race"
+FREED = "use after Deallocate"
+FREED_EARLY = "memory given back too early"
+NOT_JOINED = "returned too early"
+LEFT = "stream left"
+UNWRITTEN = "uninitialised"
+NO_FLIGHT = "wait for nothing"
+NO_WAIT = "communication without wait"
+OUT_OF_RANGE = "index out of range"
+
+# A use that is not made yet: where, of what, and whether it writes.
+_Planned = tuple[Site, Place, bool]
+
+
+def find_races(
+    program: HostIrContainer,
+    values: Mapping[Symbol, Number],
+    *,
+    rank: int = 0,
+    given: Iterable[TensorView] = (),
+) -> list[Finding]:
+    """Return what the streams of a program leave unordered on one rank, each pair of ops once.
+
+    `values` binds every symbol: those of the inputs (global extents), `rank` and
+    `numberOfStreams`. `given` are the results whose buffers the caller gives.
+    """
+    if not has_streams(program):
+        return []
+    walker = _Walker(program, dict(values), rank, tuple(given))
+    walker.run(program.ops)
+    walker.finish()
+    return list(walker.found.values())
+
+
+def has_streams(program: HostIrContainer) -> bool:
+    """Whether there is anything that the structural rules of `hostir.verify` do not decide."""
+    return any(isinstance(op, SetCurrentStream | ForLoop | IfThenElse) for op in program.ops)
+
+
+@dataclass(slots=True)
+class _Facts:
+    """What is known of an op without running it; `meshed`: its tensors, if one has a mesh."""
+
+    effects: tuple[Effect, ...]
+    starts: int | None
+    meshed: tuple[TensorView, ...]
+
+
+class _Walker:
+    """Goes through the unrolled program as the host does."""
+
+    def __init__(
+        self,
+        program: HostIrContainer,
+        values: dict[Symbol, Number],
+        rank: int,
+        given: tuple[TensorView, ...],
+    ) -> None:
+        self.program, self.values, self.rank = program, values, rank
+        self.storage = Storage.of(program).with_buffers(given)
+        self.found: dict[object, Finding] = {}
+        self.clocks = Clocks(self._integer)
+        self.places: dict[TensorView, Place] = {}
+        self.freed: dict[TensorView, Site] = {}
+        self.flights: dict[int, Flight] = {}
+        self.waited: dict[int, Site] = {}
+        # Numbers that this rank did not start, where others do.
+        self.absent: set[int] = set()
+        self.group: list[_Planned] | None = None
+        self.indices: Indices = ()
+        self.facts: dict[int, _Facts] = {}
+        self.shapes: dict[TensorView, tuple[int, ...]] = {}
+        self.maps: dict[int, dict[int, int]] = {}
+        for tv in (*program.inputs, *given):
+            if isinstance(tv, TensorView) and self._is_mine(tv):
+                buffer = Buffer(tv, self._shape(tv), ENTRY, None, tv in program.inputs)
+                self.places[tv] = Place.whole(buffer)
+
+    # ------------------------------------------------------------ control flow
+    def run(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if isinstance(op, ForLoop):
+                self._loop(op)
+            elif isinstance(op, IfThenElse):
+                then = bool(self._number(op.predicate))
+                self._skip(op.orelse if then else op.then)
+                self.run(op.then if then else op.orelse)
+            else:
+                self._op(op)
+
+    def _loop(self, op: ForLoop) -> None:
+        start, stop, step = map(self._integer, (op.start, op.stop, op.step))
+        outside = self.indices
+        if start >= stop:
+            self._skip(op.body)
+        for i in range(start, stop, max(step, 1)):
+            self.values[op.index] = i
+            self.indices = (*outside, (op.index, i))
+            self.run(op.body)
+        self.indices = outside
+        self.values.pop(op.index, None)
+
+    def _skip(self, ops: Sequence[Op]) -> None:
+        """Note the communications of ops that are passed over: a later Wait is for nobody."""
+        if ops:
+            numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
+            self.absent |= numbers - self.flights.keys()
+
+    def _op(self, op: Op) -> None:
+        facts = self.facts.get(id(op))
+        if facts is None:
+            facts = self.facts[id(op)] = self._facts(op)
+        if facts.meshed and not any(map(self._is_mine, facts.meshed)):
+            return self._skip((op,))
+        site = Site(op, self.indices)
+        self.clocks.advance()
+        if facts.starts is not None:
+            return self._transfer(op, facts.starts, site, facts.effects)
+        for effect in facts.effects:
+            APPLY[type(effect)](self, effect, site)
+        return None
+
+    def _facts(self, op: Op) -> _Facts:
+        effects = effects_of(op, self.storage.buffered)
+        tensors = tuple(v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
+        has_mesh = any(tv.mesh is not None for tv in tensors)
+        starts = next((e.number for e in effects if isinstance(e, Starts)), None)
+        return _Facts(effects, starts, tensors if has_mesh else ())
+
+    # ------------------------------------------------------------ numbers
+    def _number(self, x: Scalar) -> Number:
+        try:
+            return sc.evaluate(x, self.values)
+        except KeyError as missing:
+            raise InputError(f"{x}: no input binds {missing.args[0]}") from None
+
+    def _integer(self, x: Scalar) -> int:
+        return int(self._number(x))
+
+    def _is_mine(self, tv: TensorView) -> bool:
+        return tv.mesh is None or tv.mesh.has(self.rank)
+
+    def _shape(self, tv: TensorView) -> tuple[int, ...]:
+        """Return the local shape of a tensor as it is declared."""
+        shape = self.shapes.get(tv)
+        if shape is None:
+            shape = local_sizes(tv, [self._integer(x) for x in tv.shape()])
+            self.shapes[tv] = shape
+        return shape
+
+    # ------------------------------------------------------------ names and buffers
+    def _place(self, tv: TensorView, site: Site) -> Place | None:
+        """Return where a tensor lies; None, with a finding, where it does not exist any more."""
+        place = self.places.get(tv)
+        if place is None:
+            shown = self.storage.shown_by(tv)
+            if tv in self.freed:
+                self._note_freed(tv, self.freed[tv], site)
+            elif shown is not None and tv not in self.storage.named:
+                return self._place(shown, site)
+        elif place.buffer.freed is not None:
+            self._note_freed(tv, place.buffer.freed, site)
+            place = None
+        return place
+
+    def _makes(self, effect: Makes, site: Site) -> None:
+        tv = effect.tensor
+        if tv in self.storage.named:
+            return  # a part of another buffer
+        if (old := self.places.get(tv)) is not None:
+            self._drop(old.buffer, site)
+        shape = self._shape(tv)
+        if isinstance(site.op, Allocate) and site.op.stream_index is not None:
+            axis, chunks = stream_cut(tv)
+            index, count = self._integer(site.op.stream_index), self._integer(chunks)
+            shape = (*shape[:axis], bounds(shape[axis], index, count)[1], *shape[axis + 1 :])
+        made = self._new_use(site, whole_box(shape), True)
+        buffer = Buffer(tv, shape, self.clocks.current, made, effect.is_filled)
+        self.places[tv] = Place.whole(buffer)
+        self.freed.pop(tv, None)
+
+    def _shows(self, effect: Shows, site: Site) -> None:
+        source = self._place(effect.source, site)
+        if source is None:
+            return
+        if effect.part is not None:
+            source = self._part(source, effect.part, site)
+        elif isinstance(site.op, TensorOp):
+            source = self._view(source, site.op)
+        self.places[effect.out] = source
+        self.freed.pop(effect.out, None)
+
+    def _view(self, source: Place, op: TensorOp) -> Place:
+        """Return what a view op names: axes that it leaves alone can still be cut exactly."""
+        moved = self.maps.get(id(op))
+        if moved is None:
+            moved = self.maps[id(op)] = {c: p for p, c in position_map(op).items()}
+        axes = [(n, None) for n in self._shape(op.out_tensor)]
+        kept = dict(enumerate(zip(source.shape, source.axes, strict=True)))
+        axes = [kept.get(moved.get(c, -1), axis) for c, axis in enumerate(axes)]
+        shape, owners = tuple(n for n, _ in axes), tuple(owner for _, owner in axes)
+        return Place(source.buffer, source.box, shape, owners, source.grid)
+
+    def _part(self, source: Place, part: Part, site: Site) -> Place:
+        size, index = source.shape[part.axis], self._integer(part.index)
+        if part.chunks is None and size == 1:
+            index = 0
+        limit = size if part.chunks is None else self._integer(part.chunks)
+        if not 0 <= index < limit:
+            what = f"part {part.index} = {index} of axis {part.axis} of "
+            what += f"{source.buffer.owner.label}, which has {limit}"
+            self._note(OUT_OF_RANGE, what, (site, ""))
+            index = min(max(index, 0), max(limit - 1, 0))
+        if part.chunks is None:
+            return source.element(part.axis, index)
+        return source.chunk(part.axis, *bounds(size, index, limit), limit)
+
+    def _frees(self, effect: Frees, site: Site) -> None:
+        tv = effect.tensor
+        place = self.places.pop(tv, None)
+        if place is None:
+            if tv in self.freed:
+                self._note_freed(tv, self.freed[tv], site)
+            return
+        self.freed[tv] = site
+        buffer = place.buffer
+        if buffer.owner is tv and not buffer.is_callers:
+            for stream in dict.fromkeys((self.clocks.current, buffer.home)):
+                self._given_back(buffer, site, stream)
+            buffer.freed = site
+
+    def _drop(self, buffer: Buffer, site: Site | None) -> None:
+        """The last name of a buffer goes: its memory returns to the stream that allocated it."""
+        if not buffer.is_callers and buffer.freed is None:
+            self._given_back(buffer, site, buffer.home)
+
+    def _given_back(self, buffer: Buffer, site: Site | None, to: Hashable) -> None:
+        name = self.clocks.name(to)
+        for use in buffer.uses():
+            if not use.is_before(self.clocks.of[to]):
+                self._note(
+                    FREED_EARLY,
+                    f"{buffer.owner.label} is given back to {name} while {self._who(use)} still "
+                    "uses it",
+                    (use.site, self._doing(use, buffer)),
+                    *([] if site is None else [(site, f"gives the memory back, to {name}")]),
+                    fix=self._remedy(use, to, "before {1}" if site else "before the program ends"),
+                )
+
+    # ------------------------------------------------------------ uses
+    def _new_use(self, site: Site, box: Box, is_write: bool, flight: Flight | None = None) -> Use:
+        current, tick = self.clocks.current, self.clocks.tick
+        if flight is None:
+            return Use(site, is_write, box, current, current, tick, None)
+        use = Use(site, is_write, box, current, None, tick, flight)
+        flight.uses.append(use)
+        return use
+
+    def _touch(self, effect: Reads | Writes, site: Site) -> None:
+        place = self._place(effect.tensor, site)
+        if place is not None and not place.is_empty:
+            self._use((site, place, isinstance(effect, Writes)))
+
+    def _use(self, planned: _Planned, flight: Flight | None = None) -> None:
+        """Compare a use with what it overlaps, and remember it."""
+        site, place, is_write = planned
+        buffer, box, grid = place.buffer, place.box, place.grid
+        use, clock = self._new_use(site, box, is_write, flight), self.clocks.now
+        if buffer.made is not None and not buffer.made.is_before(clock):
+            self._race(buffer.made, use, buffer)
+        if buffer.made is None and ENTRY not in clock:
+            self._note_unentered(use, buffer)
+        mine: Cell | None = None
+        for other, cells in buffer.cells.items():
+            if other == grid:
+                mine = cells.get(box)
+                if mine is not None:
+                    self._compare(mine, use, clock, buffer)
+                continue
+            for at, cell in cells.items():
+                if overlap(at, box):
+                    self._compare(cell, use, clock, buffer)
+        if not is_write and not buffer.is_filled and (mine is None or mine.write is None):
+            self._check_written(place, site)
+        if is_write and not grid:
+            # Earlier uses are ordered before this one, or have been reported.
+            buffer.cells.clear()
+            buffer.is_filled = True
+            mine = None
+        if mine is None:
+            mine = buffer.cells.setdefault(grid, {})[box] = Cell()
+        mine.add(use)
+
+    def _compare(self, cell: Cell, use: Use, clock: Clock, buffer: Buffer) -> None:
+        if cell.write is not None and not cell.write.is_before(clock):
+            self._race(cell.write, use, buffer)
+        if use.is_write:
+            for read in cell.reads:
+                if not read.is_before(clock):
+                    self._race(read, use, buffer)
+
+    def _check_written(self, place: Place, site: Site) -> None:
+        buffer = place.buffer
+        left = uncovered(place.box, buffer.written())
+        if left:
+            reads = f"on {self.clocks.name(self.clocks.current)}: reads {buffer.text(place.box)}"
+            what = f"{buffer.owner.label}{box_text(left[0], buffer.shape)}"
+            self._note(UNWRITTEN, f"{what} is read before it is written", (site, reads))
+        elif not place.grid:
+            buffer.is_filled = True
+
+    # ------------------------------------------------------------ communications
+    def _transfer(self, op: Op, number: int, site: Site, effects: tuple[Effect, ...]) -> None:
+        if isinstance(op, Communication | CollectivePermute) and not op.team.mesh.has(self.rank):
+            return self._skip((op,))
+        uses: list[_Planned] = []
+        for effect in effects:
+            if isinstance(effect, Reads | Writes) and self._takes_part(op, effect):
+                place = self._place(effect.tensor, site)
+                if place is not None and not place.is_empty:
+                    uses.append((site, place, isinstance(effect, Writes)))
+        if self.group is None:
+            return self._start(number, site, uses)
+        self.group += uses
+        return None
+
+    def _takes_part(self, op: Op, effect: Reads | Writes) -> bool:
+        """Whether this rank's shard is touched: some are on the root only."""
+        if not self._is_mine(effect.tensor):
+            return False
+        what = "result" if isinstance(effect, Writes) else "operand"
+        if not isinstance(op, Communication) or op.root is None or op.type not in AT_ROOT[what]:
+            return True
+        ranks, root = op.team.ranks(self.rank), self._integer(op.root)
+        return 0 <= root < len(ranks) and ranks[root] == self.rank
+
+    def _start(self, number: int, site: Site, uses: Iterable[_Planned]) -> None:
+        current, before = self.clocks.current, self.flights.get(number)
+        if before is not None:
+            self._note(
+                NO_WAIT,
+                f"communication {number} is started again before its Wait",
+                (before.site, f"on {self.clocks.name(before.began)}: starts it"),
+                (site, f"on {self.clocks.name(current)}: starts it again"),
+                fix=f"Wait(Communication {number}) is missing between {{0}} and {{1}}",
+            )
+        flight = self.flights[number] = Flight(site, number, current, dict(self.clocks.now))
+        self.absent.discard(number)
+        for planned in uses:
+            self._use(planned, flight)
+
+    def _opens(self, effect: OpensGroup, site: Site) -> None:
+        self.group = []
+
+    def _closes(self, effect: ClosesGroup, site: Site) -> None:
+        group, self.group = self.group, None
+        self._start(effect.number, site, group or ())
+
+    def _waits(self, effect: Waits, site: Site) -> None:
+        flight = self.flights.pop(effect.number, None)
+        if flight is not None:
+            self.waited[effect.number] = site
+            self.clocks.learn(flight.clock)
+            flight.ends(self.clocks.current, self.clocks.tick)
+        elif effect.number not in self.absent:
+            first = self.waited.get(effect.number)
+            self._note(
+                NO_FLIGHT,
+                f"communication {effect.number} is not in flight",
+                *([] if first is None else [(first, "has waited for it already")]),
+                (site, f"on {self.clocks.name(self.clocks.current)}: waits"),
+            )
+
+    # ------------------------------------------------------------ streams
+    def _enters(self, effect: Enters, site: Site) -> None:
+        self.clocks.enter(effect.stream)
+
+    def _captures(self, effect: Captures, site: Site) -> None:
+        self.clocks.captured[effect.stream.name] = self.clocks.current
+
+    def _joins(self, effect: Joins, site: Site) -> None:
+        self.clocks.join(effect.stream)
+
+    # ------------------------------------------------------------ the end
+    def finish(self) -> None:
+        for flight in self.flights.values():
+            self._note(
+                NO_WAIT,
+                f"communication {flight.number} is never waited for",
+                (flight.site, f"on {self.clocks.name(flight.began)}: starts it"),
+                fix=f"Wait(Communication {flight.number}) is missing behind {{0}}",
+            )
+        if self.clocks.current != ENTRY:
+            last = [op for op in walk(self.program.ops) if isinstance(op, SetCurrentStream)][-1]
+            self._note(
+                LEFT,
+                f"the program ends on {self.clocks.name(self.clocks.current)}, which the caller "
+                "did not enter",
+                (Site(last), "enters the stream that stays current"),
+                fix=f"SetCurrentStream({self.clocks.text(ENTRY)}) is missing behind {{0}}",
+            )
+        returned = {tv: p for tv in self.program.outputs if (p := self._output(tv)) is not None}
+        outputs = {id(p.buffer): p.buffer for p in returned.values()}
+        others = {
+            id(p.buffer): p.buffer for p in self.places.values() if id(p.buffer) not in outputs
+        }
+        for buffer in (*outputs.values(), *others.values()):
+            if buffer.is_callers or id(buffer) in outputs:
+                self._return(buffer)
+            else:
+                self._drop(buffer, None)
+        for tv, place in returned.items():
+            if not place.is_empty and not place.buffer.is_filled:
+                self._check_output(tv, place)
+
+    def _output(self, tv: TensorView) -> Place | None:
+        if not self._is_mine(tv):
+            return None
+        return self.places.get(tv) or self.places.get(self.storage.root(tv))
+
+    def _check_output(self, tv: TensorView, place: Place) -> None:
+        buffer = place.buffer
+        left = uncovered(place.box, buffer.written())
+        if left:
+            writers = [(u.site, f"writes {buffer.text(u.box)}") for u in buffer.uses()][-1:]
+            if not writers and buffer.made is not None:
+                writers = [(buffer.made.site, "allocates it")]
+            part = f"{buffer.owner.label}{box_text(left[0], buffer.shape)}"
+            self._note(UNWRITTEN, f"{part}, part of an output, is never written", *writers)
+
+    def _return(self, buffer: Buffer) -> None:
+        """The caller's stream gets a buffer back: it may write into its own, read any."""
+        for use in buffer.uses():
+            is_late = (use.is_write or buffer.is_callers) and not use.is_before(
+                self.clocks.of[ENTRY]
+            )
+            if is_late:
+                self._note(
+                    NOT_JOINED,
+                    f"the caller gets {buffer.owner.label} back while {self._who(use)} still "
+                    f"{'writes' if use.is_write else 'reads'} it",
+                    (use.site, self._doing(use, buffer)),
+                    fix=self._remedy(use, ENTRY, "before the program ends"),
+                )
+
+    # ------------------------------------------------------------ reports
+    def _note(self, kind: str, what: str, *sites: tuple[Site, str], fix: str = "") -> None:
+        """Keep a finding, the first one of a kind about the same ops."""
+        key = (kind, *(id(site.op) for site, _ in sites))
+        if key not in self.found:
+            self.found[key] = Finding(kind, what, sites, fix)
+
+    def _note_freed(self, tv: TensorView, at: Site, site: Site) -> None:
+        self._note(
+            FREED,
+            f"{tv.label} has been given up when it is used",
+            (at, "gives it up"),
+            (site, f"on {self.clocks.name(self.clocks.current)}: uses {tv.label}"),
+            fix="The Deallocate of {0} belongs behind {1}",
+        )
+
+    def _note_unentered(self, use: Use, buffer: Buffer) -> None:
+        self._note(
+            RACE,
+            f"{buffer.owner.label} is used on a stream that never waited for the caller's",
+            (use.site, self._doing(use, buffer)),
+            fix=f"{self.clocks.name(use.began)} must wait for {self.clocks.name(ENTRY)} before "
+            f"{{0}}: Synchronize({self.clocks.text(ENTRY)}) is missing",
+        )
+
+    def _race(self, earlier: Use, later: Use, buffer: Buffer) -> None:
+        is_same = earlier.site.op is later.site.op and earlier.site.indices == later.site.indices
+        if is_same and earlier.flight is later.flight:
+            return  # what an op does to its own operands is its own affair
+        label = buffer.owner.label
+        if earlier is buffer.made:
+            what = f"{label} is used by a stream that did not wait for its allocation"
+        elif later.is_write and earlier.site.indices != later.site.indices:
+            what = f"a part of {label} is used again too early"
+        else:
+            what = f"nothing orders two uses of {label}"
+        self._note(
+            RACE,
+            what,
+            (earlier.site, self._doing(earlier, buffer)),
+            (later.site, self._doing(later, buffer)),
+            fix=self._remedy(earlier, later.began, "before {1}"),
+        )
+
+    def _who(self, use: Use) -> str:
+        if use.stream is None and use.flight is not None:
+            return f"communication {use.flight.number}"
+        return self.clocks.name(use.stream)
+
+    def _doing(self, use: Use, buffer: Buffer) -> str:
+        verb = "allocates" if use is buffer.made else "writes" if use.is_write else "reads"
+        who = f"on {self.clocks.name(use.began)}"
+        if use.flight is not None:
+            who = f"communication {use.flight.number}, started {who}"
+        return f"{who}: {verb} {buffer.text(use.box)}"
+
+    def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
+        """Return which stream should wait for which, and where."""
+        who = self.clocks.name(waiter)
+        if use.stream is None and use.flight is not None:
+            wait = f"Wait(Communication {use.flight.number})"
+            return f"{who} must wait for it {before}: {wait} is missing"
+        missing = f"Synchronize({self.clocks.text(use.stream)})"
+        return f"{who} must wait for {self.clocks.name(use.stream)} {before}: {missing} is missing"
+
+
+APPLY: dict[type, Callable[[_Walker, Any, Site], None]] = {
+    Captures: _Walker._captures,  # pyright: ignore[reportPrivateUsage]
+    ClosesGroup: _Walker._closes,  # pyright: ignore[reportPrivateUsage]
+    Enters: _Walker._enters,  # pyright: ignore[reportPrivateUsage]
+    Frees: _Walker._frees,  # pyright: ignore[reportPrivateUsage]
+    Joins: _Walker._joins,  # pyright: ignore[reportPrivateUsage]
+    Makes: _Walker._makes,  # pyright: ignore[reportPrivateUsage]
+    OpensGroup: _Walker._opens,  # pyright: ignore[reportPrivateUsage]
+    Reads: _Walker._touch,  # pyright: ignore[reportPrivateUsage]
+    Shows: _Walker._shows,  # pyright: ignore[reportPrivateUsage]
+    Waits: _Walker._waits,  # pyright: ignore[reportPrivateUsage]
+    Writes: _Walker._touch,  # pyright: ignore[reportPrivateUsage]
+}
