@@ -1,15 +1,16 @@
-"""Device descriptions, and the speed of the polynomials on the CPU."""
+"""Device descriptions, the driver that refuses, and the speed of the polynomials on the CPU."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fuser.device import H200, describe_device
-from fuser.errors import InputError
-from fuser.runtime import compile_kernels
+from fuser.errors import InputError, KernelError
+from fuser.runtime import compile_kernels, cuda_kernel
 from tests.runtime import kernels
 
 
@@ -67,3 +68,21 @@ def test_gelu_loop_is_vectorised() -> None:
     finally:
         torch.set_num_threads(threads)
     assert ours <= 4 * theirs, (ours, theirs)
+
+
+class FailingDriver:
+    """A driver that loads a library and finds no kernel in it."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def cuLibraryLoadData(self, code: bytes, *options: object) -> tuple[int, object]:
+        return 0, code
+
+    def cuLibraryGetKernel(self, library: object, name: bytes) -> tuple[int, object]:
+        return 500, None
+
+
+def test_machine_code_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_kernel, "_driver", FailingDriver)
+    with pytest.raises(KernelError, match=r"vector_add: cuLibraryGetKernel failed \(500"):
+        cuda_kernel.CudaKernel(kernels.VECTOR_ADD, b"no kernel")
