@@ -27,6 +27,7 @@ from hostir.ranks import (
 )
 from hostir.source import read_program
 from hostir.verify import verify
+from hostir.why import explain
 from multidevice.communicator import Communicator
 from multidevice.launch import read_launch
 
@@ -170,6 +171,12 @@ def _diff(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+def _why(args: argparse.Namespace) -> None:
+    """say where a tensor's sharding came from, and why each communication is there"""
+    program = read_program(args.file, number=args.program)
+    print("\n".join(explain(program, args.tensor)) or "the program communicates nothing")
+
+
 # ------------------------------------------------------------------ their arguments
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hostir", description=__doc__)
@@ -216,7 +223,10 @@ def _arguments() -> argparse.ArgumentParser:
     diff = command(_diff)
     file(diff)
     file(diff, "other")
-    for name in ("print", "opt", "run", "verify"):
+    why = command(_why)
+    why.add_argument("tensor", help="T7: this tensor and what touches it; all: every communication")
+    file(why)
+    for name in ("why", "print", "opt", "run", "verify"):
         commands.choices[name].add_argument(
             "--program", type=int, metavar="N", help="which of several dumped programs, from 0"
         )

@@ -46,11 +46,13 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Fact:
-    """Why a tensor has a mesh (`cut` None) or a cut: it came from `source`."""
+    """Why a tensor has a mesh (`cut` None) or a cut, of its logical axis number `axis`: it came
+    from `source`."""
 
     source: TensorView
     direction: Direction
     cut: Cut | None = None
+    axis: int | None = None
 
     def __str__(self) -> str:
         what = "mesh" if self.cut is None else f"{self.cut.ptype.text} x {self.cut.count}"
@@ -386,7 +388,8 @@ class _Propagation:
         ptypes: Collection[ParallelType],
     ) -> None:
         for cut in apply_transfers(target, cuts, ptypes):
-            self._record(target, Fact(source, direction, cut))
+            axis = next(a.number for a, mine in cuts if any(c is cut for c in mine))
+            self._record(target, Fact(source, direction, cut, axis))
 
     def _record(self, target: TensorView, fact: Fact) -> None:
         self.facts[target] = (*self.facts.get(target, ()), fact)

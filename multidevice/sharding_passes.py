@@ -25,6 +25,7 @@ from multidevice.placement import (
     unparallelize,
 )
 from multidevice.propagate import Fact, propagate_shardings
+from multidevice.provenance import complete_origins, record_propagation, record_reshardings
 from multidevice.sharding import Sharding, check_annotations, has_mesh, has_streams, sharding_of
 from multidevice.stream_steps import keep_computable_streams
 
@@ -75,14 +76,17 @@ def place_updates(fusion: Fusion) -> None:
             write_instead(fusion, alias, copy_like(alias.out, alias.into.mesh, there))
 
 
-# The order matters: units are dropped once shardings are known (the outputs' shardings name them)
+# What `record_reshardings` and `complete_origins` write down is for people. The order of the others
+# matters: units are dropped once shardings are known (the outputs' shardings name them)
 # and before communication is inserted; layout looks at single collectives; domains are finalized
 # last, because allocation domains describe whole tensors before it and shards after it.
 PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
     ("drop_unit_axes", drop_unit_axes),
     ("decompose_reshardings", decompose_reshardings),
+    ("record_reshardings", record_reshardings),
     ("lay_out_communication", lay_out_communication),
     ("finalize_domains", finalize_domains),
+    ("complete_origins", complete_origins),
 )
 
 
@@ -104,6 +108,7 @@ def shard_fusion(fusion: Fusion) -> ShardingResult:
     facts = propagate_shardings(fusion)
     keep_computable_streams(fusion, asked=streamed)
     complete_meshes(fusion)
+    record_propagation(fusion, facts)
     place_updates(fusion)
     verify_fusion(fusion, after="propagate_shardings")
     outputs = tuple(sharding_of(out) for out in fusion.outputs) if has_mesh(fusion) else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuser.arguments import checked
-from fuser.errors import DefinitionError
+from fuser.errors import DefinitionError, user_line
 from fuser.ir.domain import IterDomain
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
@@ -85,6 +85,9 @@ class Axis:
         Raises `DefinitionError` when unroll, vectorize or group meet a symbolic extent.
         """
         self.tensor.parallelize_axis(self, parallel_type)
+        if parallel_type.is_device or parallel_type is ParallelType.stream:
+            lines = self.tensor.cut_lines
+            self.tensor.cut_lines = {**lines, parallel_type: user_line()}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Axis):

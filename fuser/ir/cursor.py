@@ -83,7 +83,7 @@ class Cursor:
     def integer(self) -> int:
         return self.number(self.expect(_INT, "an integer"))
 
-    def number(self, found: re.Match[str], group: int = 0) -> int:
+    def number(self, found: re.Match[str], group: int | str = 0) -> int:
         """Return the integer that a group of a match spells."""
         digits = found[group].removeprefix("-")
         if len(digits) > MAX_DIGITS:

@@ -16,6 +16,7 @@ from fuser.ir.dtypes import DataType, category
 from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
+from fuser.ir.origin import Origin
 from fuser.ir.scalar import Scalar, Symbol, int_value
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
@@ -52,6 +53,8 @@ class Fusion:
         self._next_scalar = 0
         self._zero_is_numbered = False
         self.extents = ExtentClasses()
+        # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
+        self.origins: tuple[Origin, ...] = ()
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
@@ -288,7 +291,7 @@ class Fusion:
         new = Fusion()
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
             setattr(new, name, getattr(self, name))
-        new.extents = self.extents.copy()
+        new.extents, new.origins = self.extents.copy(), self.origins
         mapping: dict[TensorView, TensorView] = {}
         for tv in self.tensors():
             twin = TensorView(
@@ -301,7 +304,7 @@ class Fusion:
                 mesh_is_user_set=tv.mesh_is_user_set,
                 is_cpu_scalar=tv.is_cpu_scalar,
             )
-            twin.compute_at, twin.where = tv.compute_at, tv.where
+            twin.compute_at, twin.where, twin.cut_lines = tv.compute_at, tv.where, tv.cut_lines
             mapping[tv] = twin
 
         def twin_of(v: Value) -> Value:

@@ -27,6 +27,7 @@ from fuser.ir.domain import (
 from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import read_mesh
+from fuser.ir.origin import read_origin
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.scalar_compute import ARITY
 from fuser.ir.templates import (
@@ -62,7 +63,9 @@ _AXIS = re.compile(
 _EXTENT = re.compile(_AXIS.pattern + r"(?:[^{}]* ex )?([A-Za-z_]\w*)\}")
 _EQUAL = re.compile(r"^ +([A-Za-z_]\w*) = ", re.MULTILINE)
 _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*->", re.DOTALL)
-_SECTION = re.compile(r"^(Aliases|Equal extents|Symbols|TransformPrinter) :[ ]*$", re.MULTILINE)
+_SECTION = re.compile(
+    r"^(Aliases|Equal extents|Symbols|TransformPrinter|Provenance) :[ ]*$", re.MULTILINE
+)
 
 # Deeper than any program; far from the depth at which Python gives up.
 MAX_DEPTH = 64
@@ -469,9 +472,10 @@ class Parser:
         c.pos = home
 
     def relations(self) -> None:
-        """Read the section that relates known tensors, the aliases; the position stays."""
+        """Read the sections that relate known tensors; the position stays."""
         home = self.cursor.pos
         self._section("Aliases", self._alias, home)
+        self._section("Provenance", self._origin, home)
         self.cursor.pos = home
 
     def _section(self, title: str, read: Callable[[], object], home: int) -> None:
@@ -501,6 +505,9 @@ class Parser:
         self.cursor.take("->")
         into = self.tensor()
         self.fusion.aliases.append(Alias(out, into, hidden=self.cursor.take_if("hidden")))
+
+    def _origin(self) -> None:
+        self.fusion.origins = (*self.fusion.origins, read_origin(self.cursor))
 
     def _equal(self) -> None:
         extent = self.scalar()

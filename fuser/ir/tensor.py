@@ -58,6 +58,8 @@ class TensorView:
         self.domain = domain
         # The user's line that defined an input, or that gave a tensor its mesh.
         self.where = ""
+        # The user's lines that cut it along device types and streams.
+        self.cut_lines: Mapping[ParallelType, str] = {}
 
     # ------------------------------------------------------------ queries
     @property

@@ -137,7 +137,7 @@ def fusion_text(fusion: Fusion) -> str:
 
 def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
     """Return what a program's math does not say: aliases, equal extents, the dtypes of symbols that
-    their names do not tell, and the domain section of every tensor."""
+    their names do not tell, the domain section of every tensor, and where shardings came from."""
     parts = {
         "Aliases": [
             f"  T{a.out.number} -> T{a.into.number}" + (" hidden" if a.hidden else "")
@@ -150,6 +150,7 @@ def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[O
             if default_dtype(s.name) is not s.dtype
         ],
         "TransformPrinter": [domain_text(tv, "  ") for tv in tensors],
+        "Provenance": [f"  {origin}" for origin in fusion.origins],
     }
     return "".join(
         f"{title} : \n" + "\n".join(rows) + "\n" for title, rows in parts.items() if rows

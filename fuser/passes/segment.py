@@ -495,6 +495,7 @@ def extract(
     Scalar inputs of the whole fusion that the ops use become inputs too.
     """
     whole, mapping = fusion.copy()
+    whole.origins = ()
     used = {s for e in ops for v in e.inputs if isinstance(v, Scalar) for s in sc.symbols(v)}
     whole.exprs = tuple(
         e.map_values(lambda v: mapping[v] if isinstance(v, TensorView) else v) for e in ops

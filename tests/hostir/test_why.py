@@ -1,0 +1,339 @@
+"""`python -m hostir why`: the chain from a sharding to the user's line, and the op behind each
+communication, after a round trip through text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuser import ops
+from fuser.errors import ParseError
+from fuser.ir.cursor import Cursor
+from fuser.ir.origin import read_origin
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from hostir.cli import main
+from hostir.container import HostIrContainer, equal
+from hostir.parse import parse
+from hostir.transfers import Communication
+from hostir.why import UNKNOWN, explain
+from tests.hostir.programs import CASES, Case, build, out, tensor
+
+MESH = [0, 1]
+HERE = Path(__file__)
+X = ParallelType.mesh_x
+
+
+def at(mark: str) -> str:
+    """Return `file:line` of the line of this file that ends in a comment."""
+    lines = HERE.read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+    return f"{HERE}:{number}"
+
+
+def read_back(define: Callable[[], None], *shapes: tuple[int, ...]) -> HostIrContainer:
+    """Return the program of a definition for two ranks, as it comes back from its text."""
+    program = build(Case(define, shapes, 2))
+    again = parse(program.full_text())
+    assert again.values.origins == program.values.origins
+    assert again.full_text() == program.full_text()
+    assert program.full_text().count("Provenance") == 1, "kernels know nothing of it"
+    return again
+
+
+def cut(tv: Any, axis: int) -> None:
+    tv.outer_split(axis, 2)
+
+
+# ------------------------------------------------------------------ chains
+def gathered() -> None:
+    x, w1, w2 = tensor(-1, 6), tensor(8, 6), tensor(6, 8)
+    hidden = ops.relu(ops.linear(x, w1))  # first layer
+    y: Any = ops.linear(hidden, w2)  # second layer
+    out(y)
+    for tv, axis in ((x, 0), (w1, 0), (w2, 1), (y, 0)):
+        tv.set_device_mesh(MESH)
+        cut(tv, axis)
+    x.axis(0).parallelize(X)  # cut of x
+    w1.axis(0).parallelize(X)  # cut of w1
+    w2.axis(1).parallelize(X)  # cut of w2
+    y.axis(0).parallelize(X)  # cut of y
+
+
+@pytest.fixture(scope="module")
+def program() -> HostIrContainer:
+    return read_back(gathered, (4, 6), (8, 6), (6, 8))
+
+
+def test_an_input_is_the_users(program: HostIrContainer) -> None:
+    assert explain(program, "T1") == [
+        f"T1 is cut by mesh_x on axis 0: annotated by the user at {at('cut of w1')}"
+    ]
+
+
+def test_a_chain_leads_to_the_users_line(program: HostIrContainer) -> None:
+    """T3 is the first linear's result, T4 its relu."""
+    assert explain(program, "T4") == [
+        f"T4 is cut by mesh_x on axis 1: from T3 (forward through relu at {at('first layer')}), "
+        f"from T1 (forward through linear at {at('first layer')}), "
+        f"annotated by the user at {at('cut of w1')}"
+    ]
+
+
+def test_the_op_that_made_each_communication_necessary(program: HostIrContainer) -> None:
+    gather, scatter = explain(program, "all")
+    assert [c.type for c in program.communications()] == ["Allgather", "ReduceScatter"]
+    made = program.communications()[0].out.number
+    assert gather == (
+        f"Communication 0 (Allgather of T0 -> T{made}): because linear at {at('first layer')} "
+        f"takes T{made} whole along axis 0"
+    )
+    assert re.fullmatch(
+        r"Communication 1 \(ReduceScatter of T\d+ -> T5\): because linear at "
+        + re.escape(at("second layer"))
+        + r" sums over an axis that is cut by mesh_x \(from T2 \(forward through linear at "
+        + re.escape(f"{at('second layer')}), annotated by the user at {at('cut of w2')}); ")
+        + "T5 is cut by mesh_x on axis 0 "
+        + re.escape(f"(annotated by the user at {at('cut of y')})"),
+        scatter,
+    )
+
+
+def test_a_tensor_has_its_communications_beside_it(program: HostIrContainer) -> None:
+    first, second = explain(program, "T0")
+    assert first.endswith(f"annotated by the user at {at('cut of x')}")
+    assert second == explain(program, "all")[0]
+
+
+def one(*, annotate: Callable[[Any], None]) -> Callable[[], None]:
+    def define() -> None:
+        x = tensor(-1, 6)
+        made: dict[str, Any] = {"x": x}
+        made["t"] = ops.neg(x)  # neg
+        made["y"] = ops.exp(made["t"])  # exp
+        out(made["y"])
+        annotate(made)
+
+    return define
+
+
+def rows(tv: TensorView) -> None:
+    tv.set_device_mesh(MESH)  # mesh of rows
+    cut(tv, 0)
+    tv.axis(0).parallelize(X)  # rows
+
+
+def whole(tv: TensorView) -> None:
+    tv.set_device_mesh(MESH)  # whole
+
+
+def test_against_the_direction_of_data() -> None:
+    def annotate(made: Any) -> None:
+        rows(made["y"])
+        whole(made["x"])
+
+    program = read_back(one(annotate=annotate), (4, 6))
+    # neg stands in exp's kernel, and what it reads is cut for it.
+    (line, slice_) = explain(program, "T0")
+    assert line == f"T0 is whole on DeviceMesh{{0 1}}: annotated by the user at {at('whole')}"
+    assert re.fullmatch(
+        r"LocalSlice \(a copy of T0 -> T(\d+)\): because neg at "
+        + re.escape(at("neg"))
+        + r" takes T\1 cut by mesh_x on axis 0",
+        slice_,
+    )
+    texts = [str(o) for o in program.values.origins]
+    assert f"T1 deviceIdx.x on axis 0 : backward from T2 through exp at {at('exp')}" in texts
+
+
+def test_a_result_that_the_user_wants_whole() -> None:
+    def annotate(made: Any) -> None:
+        rows(made["x"])
+        whole(made["y"])
+
+    program = read_back(one(annotate=annotate), (4, 6))
+    (line,) = explain(program, "all")
+    assert re.fullmatch(
+        r"Communication 0 \(Allgather of T(\d+) -> T2\): because exp at "
+        + re.escape(at("exp"))
+        + r" computes T\1 cut by mesh_x on axis 0, and T2 is whole along axis 0 "
+        + re.escape(f"(annotated by the user at {at('whole')})"),
+        line,
+    )
+
+
+def copied() -> None:
+    x = tensor(-1, 6)
+    y: Any = ops.set(x)  # copy
+    out(ops.neg(y))
+    rows(x)
+    whole(y)
+
+
+def test_a_copy_that_the_user_wrote() -> None:
+    (line,) = explain(read_back(copied, (4, 6)), "all")
+    assert line == (
+        f"Communication 0 (Allgather of T0 -> T1): because the user's copy at {at('copy')} makes "
+        f"T1 whole along axis 0 (annotated by the user at {at('whole')})"
+    )
+
+
+def updated() -> None:
+    x, y = tensor(-1, 6), tensor(-1, 6)
+    out(ops.add(x, y), x)
+    whole(x)
+    rows(y)
+
+
+def test_an_update_in_place() -> None:
+    slice_, gather = explain(read_back(updated, (4, 6), (4, 6)), "all")
+    assert slice_.startswith("LocalSlice (a copy of T0 -> T")
+    assert re.search(r"because T\d+ is written into T0, which is whole along axis 0$", gather)
+
+
+def with_bias() -> None:
+    x, w, b, alone = tensor(-1, 6), tensor(8, 6), tensor(8), tensor(5)
+    out(ops.linear(x, w, b))  # biased
+    out(ops.neg(alone))
+    for tv in (x, w):
+        tv.set_device_mesh(MESH)
+        cut(tv, 1)
+    x.axis(1).parallelize(X)  # inner axis of x
+    w.axis(1).parallelize(X)  # inner axis of w
+
+
+def test_a_sum_whose_bias_is_added_afterwards() -> None:
+    program = read_back(with_bias, (4, 6), (8, 6), (8,), (5,))
+    (line,) = explain(program, "all")
+    assert f"because linear at {at('biased')} sums over an axis that is cut by mesh_x" in line
+    assert f"annotated by the user at {at('inner axis of w')}" in line
+    assert explain(program, "T3") == [
+        "T3 is whole on DeviceMesh{0 1}: no annotation reaches it, and there is one mesh"
+    ]
+
+
+def beside() -> None:
+    x = tensor(6, -1)
+    var, mean = ops.var_mean(ops.neg(x), [1], 0, False)  # statistics
+    out(var)
+    out(mean)
+    rows(var)  # pyright: ignore[reportArgumentType]
+
+
+def test_another_result_of_the_same_op() -> None:
+    program = read_back(beside, (6, 4))
+    mean = program.outputs[1]
+    (line, *_) = explain(program, f"T{mean.number}")
+    assert f"(beside another result through welford at {at('statistics')})" in line
+    assert line.endswith(f"annotated by the user at {at('rows')}")
+
+
+# ------------------------------------------------------------------ every program
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.ranks > 1])
+def test_every_cut_leads_to_the_user_and_every_communication_to_an_op(name: str) -> None:
+    program = parse(build(CASES[name]).full_text())
+    for tv in program.tensors():
+        for line in explain(program, f"T{tv.number}"):
+            assert UNKNOWN not in line
+            if "is cut by" in line.split(":")[0]:
+                is_copy = ": a copy of" in line
+                assert "annotated by the user at " in line or is_copy, line
+    lines = explain(program, "all")
+    assert sum("Communication" in line for line in lines) == len(program.communications())
+    assert all(re.search(r": because \w+ at \S+\.py:\d+ |the user's copy at ", x) for x in lines)
+
+
+def test_what_comes_from_where_does_not_count_for_equality(program: HostIrContainer) -> None:
+    text = program.full_text()
+    without = parse(text[: text.index("Provenance")] + text[text.index("\nKernel group") :])
+    assert without.values.origins == ()
+    assert equal(without, program)
+    assert all(line.endswith(UNKNOWN) for line in explain(without, "all"))
+
+
+def test_a_ring_is_explained_by_the_tensor_of_which_it_moves_parts() -> None:
+    text = """// host program, full form: this text runs
+%HostIrContainer { (T0_g_float[ideviceIdx.x0{2}, iS1{4}] (DeviceMesh{0 1})) -> (T1_g_float[iS2{2}, iS3{4}] (DeviceMesh{0 1})) :
+  T1_g_float[iS2{2}, iS3{4}] (DeviceMesh{0 1}) = ALLOCATE(mem_type=global, zero_init=false)
+  FOR i3 from 0 to 2:
+    T2_g_float[iS4{4}] (DeviceMesh{0 1})
+       = HirAliasSelect( T1_g_float[iS2{2}, iS3{4}] (DeviceMesh{0 1}), axis = iS2{2}, index = i3 )
+    CollectivePermute 0 (team=(0 1), send_peer=( ( rank + i3 ) % 2 ), recv_peer=( ( rank + i3 ) % 2 ), input=T0_g_float[ideviceIdx.x0{2}, iS1{4}] (DeviceMesh{0 1}), output=T2_g_float[iS4{4}] (DeviceMesh{0 1}), backend=MPI)
+    Wait(Communication 0)
+} // %HostIrContainer
+Provenance :
+  T0 deviceIdx.x on axis 0 : user at ring.py:3
+  T1 placement : operand from T0 through linear at ring.py:9
+"""  # noqa: E501
+    program = parse(text)
+    assert explain(program, "all") == [
+        "CollectivePermute 0 (a copy of T0 -> T1): because linear at ring.py:9 takes T1 whole "
+        "along axis 0"
+    ]
+    assert explain(program, "T2")[0].startswith("T2 is a part of T1. T1 is whole on DeviceMesh")
+
+
+# ------------------------------------------------------------------ command and text
+def test_the_command(
+    program: HostIrContainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "program.txt"
+    path.write_text(program.full_text())
+    assert main(["why", "T4", str(path)]) == 0
+    assert capsys.readouterr().out == "\n".join(explain(program, "T4")) + "\n"
+    assert main(["why", "all", str(path)]) == 0
+    assert capsys.readouterr().out.count("because") == 2
+    for name in ("T99", "seven", "T", "T\u0663"):
+        assert main(["why", name, str(path)]) == 1
+        assert f"InputError: the program has no tensor {name!r}" in capsys.readouterr().err
+    path.write_text(build(CASES["heads"]).full_text())
+    assert main(["why", "all", str(path)]) == 0
+    assert capsys.readouterr().out == "the program communicates nothing\n"
+    assert main(["why", "T0", str(path)]) == 0
+    assert capsys.readouterr().out == "T0 has no mesh: no annotation reaches it\n"
+
+
+def test_the_program_does_not_depend_on_where_it_was_written() -> None:
+    """Lines are in the full text only, so that equal definitions share their programs."""
+    assert "test_why.py" not in str(build(Case(gathered, ((4, 6), (8, 6), (6, 8)), 2)))
+    fusion = Case(gathered, ((4, 6), (8, 6), (6, 8)), 2).fusion()
+    assert fusion.origins == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("T7 deviceIdx.x on axis 1 : sideways from T3", "unknown origin 'sideways'"),
+        ("T7 deviceIdx.w on axis 1 : user", "unknown parallel type 'deviceIdx.w'"),
+        ("T7 colour : user", "expected where a tensor's sharding came from"),
+        ("T7 mesh : forward from 3", "expected where a tensor's sharding came from"),
+        (f"T{'9' * 30} mesh : user", "an integer of 30 digits"),
+    ],
+)
+def test_a_damaged_row(row: str, message: str) -> None:
+    with pytest.raises(ParseError, match=message):
+        read_origin(Cursor(row))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "T7 mesh : user at /home/a b/x : y.py:12",
+        "T7 mesh : only",
+        "T7 streamIdx on axis 1 : forward from T3 through linear at <stdin>:1",
+        "T7 deviceIdx.y on sum : backward from T12 through add",
+        "T7 placement : update from T0",
+    ],
+)
+def test_rows_print_as_they_were_read(row: str) -> None:
+    assert str(read_origin(Cursor(row))) == row
+
+
+def test_communications_are_named_as_in_the_program(program: HostIrContainer) -> None:
+    names = [op.name for op in program.ops if isinstance(op, Communication)]
+    lines = explain(program, "all")
+    assert all(line.startswith(n.removesuffix(")")) for n, line in zip(names, lines, strict=True))
