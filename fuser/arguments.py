@@ -20,7 +20,6 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ParamSpec, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
 
@@ -32,6 +31,7 @@ from fuser.errors import (
     user_code,
     user_line,
 )
+from fuser.record import record
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +51,7 @@ class Mismatch(Exception):
         self.kind = kind
 
 
-@dataclass(frozen=True)
+@record
 class Kind:
     """A kind of argument: how messages call it, and how a value becomes one.
 
@@ -262,18 +262,18 @@ def _mapping(key: Kind, item: Kind) -> Kind:
         if not isinstance(value, Mapping):
             raise wrong(words, value)
         pairs = cast("Mapping[object, object]", value).items()
-        return {_at(key, k, show(k)): _at(item, v, show(k)) for k, v in pairs}
+        return {_at(key, k, k): _at(item, v, k) for k, v in pairs}
 
     return Kind(words, take)
 
 
-def _at(kind: Kind, value: object, position: int | str) -> object:
+def _at(kind: Kind, value: object, position: object) -> object:
     if type(value) in kind.exact:
         return value
     try:
         return kind.take(value)
     except Mismatch as error:
-        error.at = f"[{position}]{error.at}"
+        error.at = f"[{show(position)}]{error.at}"
         raise
 
 

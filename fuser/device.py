@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fuser.errors import InputError
+from fuser.record import record
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@record
 class DeviceInfo:
     """The numbers of one device that decide about schedules.
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from fuser import options
 from fuser.locks import make_reentrant_lock
 from fuser.option_names import EFFECTS
+from fuser.record import record
 
 _fusions = itertools.count()
 _files = itertools.count()
@@ -29,7 +29,7 @@ _lock = make_reentrant_lock()
 _open: dict[tuple[str, str, int, Path | None], Path | None] = {}
 
 
-@dataclass(frozen=True)
+@record
 class Dump:
     """One text of a stage: `of` says of what (`kernel group 2 of fusion 0`), `note` which one."""
 

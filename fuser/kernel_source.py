@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from fuser.record import record
 
 
-@dataclass(frozen=True)
+@record
 class KernelParam:
     """One parameter of a kernel: for a pointer, `ctype` is the element type (`const __bfloat`)."""
 
@@ -14,7 +14,7 @@ class KernelParam:
     is_pointer: bool
 
 
-@dataclass(frozen=True)
+@record
 class KernelSource:
     """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
 

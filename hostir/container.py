@@ -229,11 +229,7 @@ class HostIrContainer:
     # ------------------------------------------------------------ text
     def __str__(self) -> str:
         ins, outs = (", ".join(map(value_text, vs)) for vs in (self.inputs, self.outputs))
-        units = "".join(
-            f"\n\n  HostUnit{n}: Inputs={value_text(tuple(f.inputs))} -> "
-            f"Outputs={value_text(tuple(f.outputs))}"
-            for n, f in self.units.items()
-        )
+        units = "".join(f"\n\n  {unit_line(n, f)}" for n, f in self.units.items())
         head = f"\n%HostIrContainer {{ ({ins}) -> ({outs}) :"
         return f"{head}{region_text(self.ops)}{units}\n}} // %HostIrContainer\n\n"
 
@@ -250,6 +246,12 @@ class HostIrContainer:
         ]
         parts += [f"\nHost unit {n} : \n{fusion_text(f)}" for n, f in self.units.items()]
         return "".join(parts)
+
+
+def unit_line(number: int, unit: Fusion) -> str:
+    """Return the line by which a program's text names a host unit."""
+    ins, outs = value_text(tuple(unit.inputs)), value_text(tuple(unit.outputs))
+    return f"HostUnit{number}: Inputs={ins} -> Outputs={outs}"
 
 
 def walk(ops: Sequence[Op]) -> Iterator[Op]:

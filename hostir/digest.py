@@ -67,12 +67,7 @@ def claim_of(
         for name, x in zip(names, inputs, strict=True)
     )
     numbers = tuple(names[i] for i in sorted(free))
-
-    def where_of(line: str) -> str:
-        lines = (op.where for op in ops if line.strip() in map(str.strip, op_text(op).splitlines()))
-        return next(filter(None, lines), "")
-
-    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where, where_of)
+    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where, tuple(ops))
 
 
 def run_agreed(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass
 from typing import Any
 
 from fuser.errors import ArgumentError, DefinitionError
@@ -18,12 +17,13 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import VIEW_OPS
+from fuser.record import record
 
 # A captured stream, the program's own, or (as nvFuser prints it) an address.
 STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
 
 
-@dataclass(frozen=True)
+@record
 class Stream:
     """A stream of a program: number `index` of the evaluator's, or one that is known by `name`
     (`S0`): a captured one, or the program's own."""
@@ -48,7 +48,7 @@ class Stream:
         return self.name if self.index is None else str(self.index)
 
 
-@dataclass(frozen=True)
+@record
 class Part:
     """A slice along one axis (reductions left out): element `index`, or, of `chunks` equal chunks
     (rounded up; the last ones may be short or empty), chunk `index`."""
@@ -68,7 +68,7 @@ def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------ buffers and names
-@dataclass(frozen=True)
+@record
 class Makes:
     """The tensor gets a buffer of its own, with contents if `is_filled`."""
 
@@ -76,14 +76,14 @@ class Makes:
     is_filled: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Frees:
     """The tensor's buffer, or the name of a view, is given up."""
 
     tensor: TensorView
 
 
-@dataclass(frozen=True)
+@record
 class Shows:
     """`out` becomes a name of `source`, or of a part of it; no data moves."""
 
@@ -92,18 +92,18 @@ class Shows:
     part: Part | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Reads:
     tensor: TensorView
 
 
-@dataclass(frozen=True)
+@record
 class Writes:
     tensor: TensorView
 
 
 # ------------------------------------------------------------------ communications
-@dataclass(frozen=True)
+@record
 class Starts:
     """What the op reads and writes stays in use until the communication of this number has been
     waited for. With `group`, it starts when the group ends."""
@@ -111,19 +111,19 @@ class Starts:
     number: int
 
 
-@dataclass(frozen=True)
+@record
 class OpensGroup:
     """The transfers up to `ClosesGroup` start together."""
 
 
-@dataclass(frozen=True)
+@record
 class ClosesGroup:
     """Starts the group's transfers, which are waited for under this number."""
 
     number: int
 
 
-@dataclass(frozen=True)
+@record
 class Waits:
     """The current stream goes on when the communication of this number has ended."""
 
@@ -131,21 +131,21 @@ class Waits:
 
 
 # ------------------------------------------------------------------ streams
-@dataclass(frozen=True)
+@record
 class Enters:
     """What follows runs on this stream."""
 
     stream: Stream
 
 
-@dataclass(frozen=True)
+@record
 class Captures:
     """The stream's name means the current stream from now on."""
 
     stream: Stream
 
 
-@dataclass(frozen=True)
+@record
 class Joins:
     """The current stream waits for all that this one has been given so far."""
 

@@ -24,8 +24,9 @@ from fuser.ir.types import MemoryType
 from fuser.passes.segment import Segment, SegmentedFusion
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.effects import Stream
+from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import Allocate, LaunchKernel, LocalSlice
-from hostir.stream_loops import StreamLoopBuilder
+from hostir.stream_loops import StreamLoopBuilder, scatters_steps
 from hostir.transfers import Communication, Wait
 from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
 from multidevice.sharding import local_extents
@@ -34,18 +35,21 @@ from multidevice.streams import StreamLoops, stream_axis
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
 
-def lower(segmented: SegmentedFusion, *, backend_name: str) -> HostIrContainer:
+def lower(
+    segmented: SegmentedFusion, *, backend_name: str, params: LowerParams = DEFAULT
+) -> HostIrContainer:
     """Return the host program of a segmented fusion; `hostir.host_passes.run_passes` completes it.
 
     The fusion is complete, sharded and finalized. `backend_name` is written on communications.
     """
-    return Lowering(segmented, backend_name).run()
+    return Lowering(segmented, backend_name, params).run()
 
 
 @dataclass
 class Lowering:
     segmented: SegmentedFusion
     backend_name: str
+    params: LowerParams
     ops: list[Op] = field(default_factory=list[Op])
     groups: dict[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
     numbers: int = 0
@@ -73,8 +77,15 @@ class Lowering:
     def _in_order(self) -> list[list[Segment]]:
         """Return the segments in run order, those of one loop together where the first can be."""
         groups: dict[object, list[Segment]] = {}
+        loops: dict[TensorView, object] = {}
         for segment in self.segmented.segments:
-            groups.setdefault(self.loops.loop_of(segment.exprs[0]) or segment, []).append(segment)
+            op = segment.exprs[0]
+            key: object = self.loops.loop_of(op) or segment
+            if scatters_steps(op) and op.inputs[0] in loops:
+                # What one step computes belongs to one device: it is sent in the same loop.
+                key = loops[op.inputs[0]]
+            groups.setdefault(key, []).append(segment)
+            loops.update({o: key for o in segment.outputs if key is not segment})
         if len(groups) == len(self.segmented.segments):
             return list(groups.values())
         maker = {o: key for key, group in groups.items() for s in group for o in s.outputs}
@@ -135,7 +146,10 @@ class Lowering:
         for expr in segment.exprs:
             op = self._twin_op(expr)
             for out in op.outputs:
-                self._allocate(out)
+                # Torch makes what only this program sees.
+                if not self.params.standalone or out in self.values.outputs:
+                    self._allocate(out)
+                out.memory = MemoryType.global_
             self.ops.append(op)
 
     def view(self, segment: Segment) -> None:

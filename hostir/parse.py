@@ -9,11 +9,17 @@ from fuser.ir.core import Op
 from fuser.ir.cursor import Cursor
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import read_mesh, read_ranks
-from fuser.ir.parse import Attribute, Parser, concretized_bounds, parse_fusion_at
+from fuser.ir.parse import (
+    Attribute,
+    Parser,
+    concretized_bounds,
+    definition_bounds,
+    parse_fusion_at,
+)
 from fuser.ir.scalar import ZERO, Symbol
 from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from hostir.container import HostIrContainer, KernelGroup
+from hostir.container import HostIrContainer, KernelGroup, unit_line
 from hostir.effects import STREAM_NAME, Stream
 from hostir.ops import NUMBER_OF_STREAMS, RANK, loop_index
 from hostir.post import POST
@@ -21,7 +27,11 @@ from hostir.transfers import HOST_OPS, TRANSFER_KINDS
 from multidevice.backends.protocol import RED_OPS
 from multidevice.communication import TeamOf
 
-_GROUP = re.compile(r"^Kernel group ([0-9]+) \(([^()\n]*)\) :[ ]*$", re.MULTILINE)
+# The sections that hold fusions.
+_SECTION = re.compile(
+    r"^(?:Kernel group ([0-9]+) \(([^()\n]*)\)|Host unit ([0-9]+)) :[ ]*$", re.MULTILINE
+)
+_UNIT_LINE = re.compile(r"HostUnit([0-9]+): Inputs=[^\n]*")
 _INDEX_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # How the full text and the headings of dumps name their form.
 _NAMED_FULL = re.compile(r"^//[^\n]*, full form[,:]", re.MULTILINE)
@@ -35,30 +45,42 @@ def parse(text: str) -> HostIrContainer:
     but nothing runs it. A text without sections is the short form, unless a comment before the
     program says `..., full form:`. Raises `ParseError` with line, column and the marked line.
     """
-    headers = list(_GROUP.finditer(text))
-    cursor = Cursor(text, end=headers[0].start() if headers else None)
+    headers = list(_SECTION.finditer(text))
+    ends = [*(h.start() for h in headers), len(text)]
+    parts = [text[h.end() : end] for h, end in zip(headers, ends[1:], strict=True)]
+    cursor = Cursor(text, end=ends[0])
     values = Fusion()
     ops = (*tensor_op_classes(), *HOST_OPS)
-    bounds = concretized_bounds(text)
+    # A unit has symbols of its own.
+    kernels = (part for header, part in zip(headers, parts, strict=True) if header[1])
+    bounds = concretized_bounds("".join((text[: ends[0]], *kernels)))
     parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES, bounds=bounds)
     parser.symbols.update({s.name: s for s in (RANK, NUMBER_OF_STREAMS)})
     parser.declarations()
-    program = _program(parser, values)
+    program, lines = _program(parser, values)
     parser.relations()
     parser.reserve_symbols()
     groups: dict[int, KernelGroup] = {}
-    for i, header in enumerate(headers):
-        end = headers[i + 1].start() if i + 1 < len(headers) else None
-        number = cursor.number(header, 1)
-        if number in groups:
-            raise cursor.fail(f"kernel group {number} appears twice", header.start())
-        fusion = parse_fusion_at(Cursor(text, header.end(), end), bounds)
-        groups[number] = KernelGroup(number, fusion, header[2])
+    units: dict[int, Fusion] = {}
+    for header, part, end in zip(headers, parts, ends[1:], strict=True):
+        section = Cursor(text, header.end(), end)
+        number = cursor.number(header, 1 if header[1] else 3)
+        if number in (groups if header[1] else units):
+            what = "kernel group" if header[1] else "host unit"
+            raise cursor.fail(f"{what} {number} appears twice", header.start())
+        if header[1]:
+            groups[number] = KernelGroup(number, parse_fusion_at(section, bounds), header[2])
+        else:
+            units[number] = parse_fusion_at(section, definition_bounds(part))
+    for number, (line, at) in lines.items():
+        if number in units and unit_line(number, units[number]) != line:
+            raise cursor.fail(f"expected {unit_line(number, units[number])}", at)
     is_full = _NAMED_FULL.search(text) is not None or "TransformPrinter :" in text
-    return HostIrContainer(values, program, groups, is_short=not is_full)
+    return HostIrContainer(values, program, groups, is_short=not is_full, units=units)
 
 
-def _program(parser: Parser, values: Fusion) -> tuple[Op, ...]:
+def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:
+    """Return the ops, and by number of a host unit the line that names it and where it is."""
     c = parser.cursor
     c.take("%HostIrContainer")
     c.take("{")
@@ -73,10 +95,15 @@ def _program(parser: Parser, values: Fusion) -> tuple[Op, ...]:
         values.outputs.append(value)  # pyright: ignore[reportArgumentType]
     c.take(":")
     ops: list[Op] = []
+    lines: dict[int, tuple[str, int]] = {}
     while not c.take_if("}"):
-        ops.append(parser.op())
+        unit = c.match(_UNIT_LINE)
+        if unit is None:
+            ops.append(parser.op())
+        else:
+            lines[c.number(unit, 1)] = unit[0].rstrip(), unit.start()
     c.take("// %HostIrContainer")
-    return tuple(ops)
+    return tuple(ops), lines
 
 
 def _team(parser: Parser) -> TeamOf:

@@ -29,6 +29,7 @@ from hostir.effects import Stream
 from hostir.frame import Frame
 from hostir.layout import allocated_strides, is_repeated, write
 from hostir.library import as_contracted, compute, contract_repeated
+from hostir.memory import no_memory
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -145,7 +146,7 @@ class Recorder:
             if not self._frame.is_mine(tv):
                 self._steps.append(self._absent(tv))
         blocks, nbytes = self._place()
-        fresh = tuple(self._make(b) for tv, b in self._blocks.items() if tv not in self._end)
+        fresh = tuple(self._make(tv, b) for tv, b in self._blocks.items() if tv not in self._end)
         return Plan(
             (*fresh, *self._steps),
             self._size,
@@ -166,13 +167,21 @@ class Recorder:
         placed = zip(tensors, offsets, strict=True)
         return tuple(replace(self._blocks[t], offset=at) for t, at in placed), nbytes
 
-    def _make(self, block: Block) -> Closure:
+    def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
         make, device, i = torch.empty_strided, self._frame.machine.device, block.slot
-        shape, strides, dtype = block.shape, block.strides, block.dtype
+        shape, strides, dtype, program = (
+            block.shape,
+            block.strides,
+            block.dtype,
+            self._frame.program,
+        )
 
         def allocate(slots: Slots) -> None:
-            slots[i] = make(shape, strides, dtype=dtype, device=device)
+            try:
+                slots[i] = make(shape, strides, dtype=dtype, device=device)
+            except RuntimeError as error:
+                raise no_memory(program, tv, shape, device) from error
 
         return allocate
 
@@ -204,7 +213,7 @@ class Recorder:
 
         if self._frame.indices or self._is_fresh:
             # Torch keeps what is freed for the stream that it was made on.
-            make = self._make(block)
+            make = self._make(tv, block)
             return _both(make, clear) if op.zero_init else make
         self._blocks[tv] = block
         self._begin[tv] = self._position
@@ -235,6 +244,7 @@ class Recorder:
             run([get(slots) for get in ins], [slots[o] for o in outs], sizes=sizes)
 
         def launch_on_elements(slots: Slots) -> None:
+            operands: tuple[list[Any], list[Any]]
             operands = [get(slots) for get in ins], [slots[o] for o in outs]
             for values, axes in zip(operands, dropped, strict=True):
                 for k, axis in axes.items():
@@ -247,7 +257,7 @@ class Recorder:
         ins = [self._argument(v) for v in op.ins]
         outs = [(self.slot(o), self._frame.tensors[o]) for o in op.outs]
         makes = [
-            self._make(Block(i, tuple(t.shape), t.stride(), t.dtype))
+            self._make(o, Block(i, tuple(t.shape), t.stride(), t.dtype))
             for o, (i, t) in zip(op.outs, outs, strict=True)
             if o not in self._frame.storage.buffered
         ]

@@ -7,17 +7,18 @@ cuts an axis in blocks is kept (`ShardByStream`), and the slice holds one block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType, ParallelType
+from fuser.ir.types import ParallelType
 from hostir.ops import RANK
 from multidevice.finalize import parallel_axes_to_front, shard_allocation
 from multidevice.placement import Cuts, add_cuts, clone_domain, placement
-from multidevice.sharding import local_extents
 from multidevice.streams import stream_axis
 
 
@@ -28,12 +29,33 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
     first = min(mesh.devices)
     size = mesh.size_of(ptype)
     stride = next((rank - first for rank in sorted(at) if at[rank] == 1), 1)
+    row = sc.floordiv(sc.sub(RANK, first), stride)
+    if all((rank - first) // stride == c for rank, c in at.items()):
+        return row
     if all(((rank - first) // stride) % size == c for rank, c in at.items()):
-        return sc.mod(sc.floordiv(sc.sub(RANK, first), stride), size) if len(at) > 1 else sc.ZERO
+        return sc.mod(row, size)
     found: Scalar = sc.ZERO
     for rank, c in at.items():
         found = sc.where(sc.eq(RANK, rank), c, found)
     return found
+
+
+def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
+    """Return the rank that differs from this one by its place along a mesh axis."""
+    here = coordinate(mesh, ptype)
+    ranks = {mesh.coordinate(rank, ptype): rank for rank in reversed(mesh.devices)}
+    steps = {ranks[c + 1] - ranks[c] for c in range(len(ranks) - 1)} or {1}
+    if len(steps) > 1 or not _is_regular(mesh, ptype, min(steps)):
+        raise UnsupportedError(f"sends and receives along {ptype.text} of the irregular {mesh}")
+    if mesh.ndim == 1:
+        return sc.add(sc.mul(place, min(steps)), min(mesh.devices))
+    return sc.add(RANK, sc.mul(sc.sub(place, here), min(steps)))
+
+
+def _is_regular(mesh: DeviceMesh, ptype: ParallelType, step: int) -> bool:
+    """Whether every team along a mesh axis has ranks at this distance."""
+    teams = [mesh.team(rank, (ptype,)) for rank in mesh.devices]
+    return all(b - a == step for team in teams for a, b in pairwise(team))
 
 
 def rotated(
@@ -58,8 +80,8 @@ def selected(tv: TensorView, position: int) -> TensorView:
     return out
 
 
-def block(tv: TensorView, *, packed: bool = False) -> TensorView:
-    """Return a tensor for one block of `tv` along its stream axis; `packed`: without gaps."""
+def block(tv: TensorView) -> TensorView:
+    """Return a tensor for one block of `tv` along its stream axis."""
     fusion = tv.fusion
     domain, _ = clone_domain(fusion, tv.domain.without_root())
     out = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
@@ -68,25 +90,9 @@ def block(tv: TensorView, *, packed: bool = False) -> TensorView:
         for p, mine in enumerate(placement(tv))
         if any(c.ptype is ParallelType.stream for c in mine)
     )
-    order = [(p, f if f is None else True) for p, f in memory_order(tv)]
-    _order(out, order if packed else _cut(tv, position))
+    _order(out, _cut(tv, position))
     shard_allocation(out, per_step=True)
     return out
-
-
-def like(tv: TensorView) -> TensorView:
-    """Return a tensor that holds what the slice `tv` names, in memory of its own."""
-    fusion = tv.fusion
-    axes = [fusion.clone_axis(a, rfactor=a.rfactor) for a in tv.domain.no_reductions]
-    out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh, memory=MemoryType.global_)
-    _place(out, placement(tv), [(p, f if f is None else True) for p, f in memory_order(tv)])
-    return out
-
-
-def is_dense(tv: TensorView) -> bool:
-    """Whether memory has no gaps between the elements that a rank holds."""
-    sizes = local_extents(tv)
-    return all(flag is not False or sc.int_value(sizes[p]) == 1 for p, flag in memory_order(tv))
 
 
 Order = list[tuple[int, bool | None]]

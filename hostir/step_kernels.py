@@ -12,6 +12,7 @@ from fuser.ir.binding import Argument
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from hostir.container import KernelGroup
+from multidevice.localize import is_block
 from multidevice.placement import Block
 from multidevice.streams import block_extents, stream_axis
 
@@ -21,32 +22,43 @@ if TYPE_CHECKING:
 Sizes = Mapping[Symbol, int]
 
 
-def split_output(group: KernelGroup) -> TensorView | None:
-    """Return a result of a kernel whose steps may see a shorter block; None where all are alike."""
-    for out in group.fusion.outputs:
-        axis = stream_axis(out)
-        if axis is not None and not axis.is_logical:
-            return out
+def split_tensor(group: KernelGroup) -> tuple[int, TensorView] | None:
+    """Return a tensor of which a kernel's steps may see a shorter block, and its place among inputs
+    and outputs; None where all steps are alike.
+
+    Parts of a reduction are alike, but what they are parts of is not: so inputs count as well.
+    """
+    inputs = [tv for tv in group.fusion.inputs if isinstance(tv, TensorView)]
+    for place, tv in reversed(list(enumerate((*inputs, *group.fusion.outputs)))):
+        axis = stream_axis(tv)
+        if axis is not None and not axis.is_logical and is_block(tv):
+            return place, tv
     return None
 
 
 class StepKernels:
-    """The kernel of a group for equal blocks, and its twin for a shorter last one."""
+    """The kernel of a group for equal blocks, and its twins for a shorter last one and for none."""
 
-    def __init__(self, out: TensorView, make: Callable[[Block], KernelExecutor]) -> None:
-        axis = stream_axis(out)
+    def __init__(
+        self, place: int, split: TensorView, make: Callable[[Block], KernelExecutor]
+    ) -> None:
+        axis = stream_axis(split)
         assert axis is not None
-        self._position = axis.position
-        self._extent = out.fusion.canonical(block_extents(out)[axis.position])
+        self._place, self._position = place, axis.position
+        self._extent = split.fusion.canonical(block_extents(split)[axis.position])
         self._make = make
         self._made: dict[Block, KernelExecutor] = {}
 
-    def pick(self, outputs: Sequence[torch.Tensor], sizes: Sizes) -> KernelExecutor | None:
-        """Return what runs a step with these results; None where they have no elements."""
-        length = outputs[0].size(self._position)
-        if length == 0:
+    def pick(
+        self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
+    ) -> KernelExecutor | None:
+        """Return what runs a step with these tensors; None where its results have no elements."""
+        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        if not any(out.numel() for out in outputs):
             return None
-        block: Block = "first" if length == int(sc.evaluate(self._extent, sizes)) else "last"
+        length = tensors[self._place].size(self._position)
+        full = int(sc.evaluate(self._extent, sizes))
+        block: Block = "empty" if length == 0 else "first" if length == full else "last"
         if block not in self._made:
             self._made[block] = self._make(block)
         return self._made[block]
@@ -55,6 +67,6 @@ class StepKernels:
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes
     ) -> None:
         """See `KernelRunner.run`."""
-        kernel = self.pick(outputs, sizes)
+        kernel = self.pick(inputs, outputs, sizes)
         if kernel is not None:
             kernel.run(inputs, outputs, sizes=sizes)

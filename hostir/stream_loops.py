@@ -30,16 +30,19 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType
+from fuser.ir.types import MemoryType, ParallelType
 from fuser.passes.segment import LIBRARY_OPS, VIEW_OPS, Segment
 from hostir.effects import Stream
+from hostir.lower_params import LowerParams
 from hostir.ops import (
     NUMBER_OF_STREAMS,
     Allocate,
     ForLoop,
     GetCurrentStream,
     HirAliasSelect,
+    IfThenElse,
     LaunchKernel,
     LocalSlice,
     SetCurrentStream,
@@ -47,18 +50,27 @@ from hostir.ops import (
     Synchronize,
     loop_index,
 )
-from hostir.slices import block, coordinate, is_dense, like, rotated, selected
-from hostir.transfers import CollectivePermute, Communication, Wait
+from hostir.slices import block, coordinate, rank_at, rotated, selected
+from hostir.transfers import (
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+    StartCoalescing,
+    Wait,
+)
 from multidevice.communication import (
     RED_OP_OF,
+    TeamOf,
     communication_type,
     is_copy,
     is_device_to_stream,
+    moved_axes,
     sliced_axis,
     team_of,
 )
 from multidevice.localize import is_block
-from multidevice.placement import clone_domain
+from multidevice.placement import clone_domain, placement
 from multidevice.stream_steps import is_in_step
 from multidevice.streams import StreamAxis, StreamLoops, is_allocated_per_step, stream_axis
 
@@ -66,9 +78,31 @@ if TYPE_CHECKING:
     from hostir.lower import Lowering
 
 
-def stands_alone(loops: StreamLoops) -> Callable[[TensorOp], bool]:
+# What torch carries out where `LowerParams.standalone` asks for it.
+STANDALONE_OPS = (*LIBRARY_OPS, nodes.BinaryOp, nodes.ReductionOp, nodes.SliceOp)
+
+
+def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:
     """Return which ops are no part of kernels: those of the library, and plain copies in steps."""
+    if params.standalone:
+        return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
     return lambda op: isinstance(op, LIBRARY_OPS) or (is_copy(op) and loops.loop_of(op) is not None)
+
+
+def _is_slice(op: TensorOp) -> bool:
+    return isinstance(op, nodes.Reshard) and communication_type(op) == "StepSlice"
+
+
+def scatters_steps(op: TensorOp) -> bool:
+    """Whether each step of the operand's loop computes what one device gets of the result."""
+    if not isinstance(op, nodes.Reshard) or stream_axis(op.out) is not None:
+        return False
+    source, target = moved_axes(op)
+    axis = stream_axis(op.inp)
+    if op.reduction is None or axis is None or target is None or axis.position != source:
+        return False
+    (device,) = placement(op.out)[target] or (None,)
+    return device is not None and device.count == axis.count and device.whole == axis.is_logical
 
 
 class StreamLoopBuilder:
@@ -81,7 +115,9 @@ class StreamLoopBuilder:
         self._before: list[Op] = []
         self._steps: list[Op] = []
         self._parts: dict[TensorView, TensorView] = {}
-        first = segments[0].exprs[0].out_tensor
+        ops = [op for s in segments for op in s.exprs]
+        # The loop is named after what it computes, not after what it reads.
+        first = next((op for op in ops if not _is_slice(op)), ops[0]).out_tensor
         self._axis = _stream_axis(first)
         twin = lowering.twins[first]
         self._loop_axis = next(a for a in twin.domain.loop if a.is_stream)
@@ -91,6 +127,15 @@ class StreamLoopBuilder:
         name = "streamIdx" if self._axis.is_logical else f"i{lowering.values.next_scalar()}"
         self._count = count
         self._index = loop_index(name, 0, count)
+        mesh = first.mesh
+        self._offset = lowering.params.offset_by_rank and mesh is not None
+        # Which block a step has: on every device the same, or first its own.
+        self._block_index: Scalar = self._index
+        if self._offset and mesh is not None:
+            here = coordinate(mesh, ParallelType.mesh_x)
+            self._block_index = sc.mod(sc.add(here, self._index), count)
+        modulo = sc.mod(self._index, NUMBER_OF_STREAMS)
+        self._stream = Stream(modulo if self._axis.is_logical else self._index)
 
     def build(self) -> list[Op]:
         """Return the allocations, the loops, and what they wait for."""
@@ -151,25 +196,25 @@ class StreamLoopBuilder:
             if kind == "StepSlice":
                 self._parts[op.out] = self._slice(op.out, self._twin(op.inp))
             elif kind == "LocalSlice":
-                (inp,) = self._operands(op)
+                inp = self._operand(op, 0)
                 out = self._result(op.out)
                 axis = sliced_axis(op) - (op.inp.ndim - inp.ndim)
                 one = LocalSlice(out, inp, axis=axis, ptype=op.ptypes[0])
                 self._steps.append(one.replace(where=op.where))
             elif is_device_to_stream(op):
                 self._bring(op)
+            elif stream_axis(op.out) is None:
+                self._scatter(op)
             else:
-                (inp,) = self._operands(op)
-                self._collective(op, inp)
+                self._collective(op, self._operand(op, 0))
 
     def _collective(self, op: nodes.Reshard, inp: TensorView) -> None:
-        sent, out = self._packed(inp), self._result(op.out)
-        received = out if is_dense(out) else self._scratch(out)
+        out = self._result(op.out)
         self._start(
             op,
             lambda number: Communication(
-                sent,
-                received,
+                inp,
+                out,
                 number=number,
                 type=communication_type(op),
                 team=team_of(op),
@@ -177,21 +222,56 @@ class StreamLoopBuilder:
                 backend=self._lowering.backend_name,
             ),
         )
-        if received is not out:
-            self._steps.append(nodes.LoadStoreOp(out, received).replace(where=op.where))
+
+    def _scatter(self, op: nodes.Reshard) -> None:
+        """Reduce what this step has computed to the device that it is for."""
+        if self._offset:
+            raise UnsupportedError(
+                f"{op.name} of {op.inp} step by step with offset_stream_indexing_by_rank: a step "
+                f"reduces to one device, so all devices take the same step{user_code(op.where)}"
+            )
+        assert op.reduction is not None
+        out = self._twin(op.out)
+        out.memory = MemoryType.global_
+        self._before.append(Allocate(out))
+        red_op = RED_OP_OF[op.reduction]
+        self._start(
+            op,
+            lambda number: Communication(
+                self._part(op.inp),
+                out,
+                root=self._index,
+                number=number,
+                type="Reduce",
+                team=team_of(op),
+                red_op=red_op,
+                backend=self._lowering.backend_name,
+            ),
+        )
 
     def _bring(self, op: nodes.Reshard) -> None:
         """Bring every device the block of the step's device."""
-        sent, out = self._packed(self._twin(op.inp)), self._result(op.out)
-        received = out if is_dense(out) else self._scratch(out)
+        inp, out = self._twin(op.inp), self._result(op.out)
         team, backend = team_of(op), self._lowering.backend_name
         swizzle = self._axis_of(op).swizzle
-        if swizzle is None:
+        if swizzle is not None:
+            here = coordinate(team.mesh, swizzle)
+            to = sc.mod(sc.sub(sc.add(self._count, here), self._index), self._count)
+            source = sc.mod(sc.add(here, self._index), self._count)
+            self._start(
+                op,
+                lambda number: CollectivePermute(
+                    inp, out, to, source, number=number, team=team, backend=backend
+                ),
+            )
+        elif self._offset:
+            self._receive_from_owner(op, inp, out, team)
+        else:
             self._start(
                 op,
                 lambda number: Communication(
-                    sent,
-                    received,
+                    inp,
+                    out,
                     root=self._index,
                     number=number,
                     type="Broadcast",
@@ -199,18 +279,57 @@ class StreamLoopBuilder:
                     backend=backend,
                 ),
             )
-        else:
-            here = coordinate(team.mesh, swizzle)
-            to = sc.mod(sc.sub(sc.add(self._count, here), self._index), self._count)
-            source = sc.mod(sc.add(self._index, here), self._count)
-            self._start(
-                op,
-                lambda number: CollectivePermute(
-                    sent, received, to, source, number=number, team=team, backend=backend
-                ),
-            )
-        if received is not out:
-            self._steps.append(nodes.LoadStoreOp(out, received).replace(where=op.where))
+        if self._lowering.params.inter_stream_synchronization:
+            self._let_next_stream_wait()
+
+    def _receive_from_owner(
+        self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
+    ) -> None:
+        """Send the own block to where this step wants it, and receive this step's from its owner.
+
+        The first step's block is the own one.
+        """
+        (ptype,) = team.ptypes
+        here, count = coordinate(team.mesh, ptype), self._count
+        to = sc.mod(sc.sub(sc.add(count, here), self._index), count)
+        number, backend = self._lowering.next_number, self._lowering.backend_name
+        received, sent, both = number(), number(), number()
+        own, copied = inp, list[Op]()
+        if out.ndim < inp.ndim:
+            position = self._axis_of(op).position
+            own = selected(inp, position)
+            axis = inp.domain.no_reductions[position]
+            copied.append(HirAliasSelect(own, inp, sc.ZERO, axis=axis))
+        copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
+        transfers = (
+            P2PCommunication(
+                out,
+                rank_at(team.mesh, ptype, self._block_index),
+                number=received,
+                type="recv",
+                backend=backend,
+            ),
+            P2PCommunication(
+                inp, rank_at(team.mesh, ptype, to), number=sent, type="send", backend=backend
+            ),
+        )
+        ring = (
+            StartCoalescing(),
+            *(t.replace(where=op.where) for t in transfers),
+            EndCoalescing(number=both),
+            Wait(number=both),
+        )
+        self._steps.append(IfThenElse(sc.eq(to, here), then=tuple(copied), orelse=ring))
+
+    def _let_next_stream_wait(self) -> None:
+        """Keep the next step's work from overtaking this step's transfer."""
+        following, mine = sc.add(self._index, 1), self._stream
+        ordered = (
+            SetCurrentStream(stream=Stream(following)),
+            Synchronize(stream=mine),
+            SetCurrentStream(stream=mine),
+        )
+        self._steps.append(IfThenElse(sc.lt(following, NUMBER_OF_STREAMS), then=ordered))
 
     def _start(self, op: Op, make: Callable[[int], Op]) -> None:
         number = self._lowering.next_number()
@@ -226,11 +345,37 @@ class StreamLoopBuilder:
     def _operands(self, op: TensorOp) -> list[object]:
         """Return what a step reads: its part of an operand, or the whole."""
         return [
-            (self._part(v) if is_in_step(op, k) else self._twin(v))
-            if isinstance(v, TensorView)
-            else v
+            self._operand(op, k) if isinstance(v, TensorView) else v
             for k, v in enumerate(op.inputs)
         ]
+
+    def _operand(self, op: TensorOp, index: int) -> TensorView:
+        v = op.inputs[index]
+        if is_in_step(op, index):
+            return self._part(v)
+        twin, position = self._twin(v), self._repeated(op, index)
+        if position is None:
+            return twin
+        # Every step's element is the one that is repeated along the axis that slices lack.
+        out = selected(twin, position)
+        axis = twin.domain.no_reductions[position]
+        self._steps.append(HirAliasSelect(out, twin, sc.ZERO, axis=axis))
+        return out
+
+    def _repeated(self, op: TensorOp, index: int) -> int | None:
+        """Return which axis of an operand is repeated along a stream axis that slices drop."""
+        axis = stream_axis(op.out_tensor)
+        domain = op.out_tensor.domain
+        if axis is None or not axis.is_logical:
+            return None
+        number = domain.no_reductions[axis.position].number
+        if number not in domain.root_numbers and domain.root:
+            return None
+        places = [a.number for a in domain.maybe_root]
+        position = op.axis_map(index)[places.index(number)]
+        if position is None or not op.inputs[index].domain.no_reductions[position].is_broadcast:
+            return None
+        return position
 
     def _whole(self, v: object, op: TensorOp) -> object:
         if not isinstance(v, TensorView):
@@ -258,7 +403,7 @@ class StreamLoopBuilder:
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
         """Name the step's part of `source` as the stream axis of `tv` says."""
         axis, twin = _stream_axis(tv), self._twin(tv)
-        which = rotated(self._index, self._count, tv.mesh, axis.swizzle)
+        which = rotated(self._block_index, self._count, tv.mesh, axis.swizzle)
         if axis.is_logical:
             out = selected(twin, axis.position)
             whole = source.domain.no_reductions[axis.position]
@@ -278,25 +423,6 @@ class StreamLoopBuilder:
         self._before.append(Allocate(twin))
         return self._part(tv)
 
-    def _scratch(self, tv: TensorView) -> TensorView:
-        """Allocate what the slice `tv` holds, without gaps."""
-        if stream_axis(tv) is None:
-            made = like(tv)
-            self._steps.append(Allocate(made))
-        else:
-            made = block(tv, packed=True)
-            made.memory = MemoryType.global_
-            self._steps.append(Allocate(made, stream_index=self._index))
-        return made
-
-    def _packed(self, tv: TensorView) -> TensorView:
-        """Return the slice, or a copy of it without gaps: communications send memory as it lies."""
-        if is_dense(tv):
-            return tv
-        made = self._scratch(tv)
-        self._steps.append(nodes.LoadStoreOp(made, tv))
-        return made
-
     # ------------------------------------------------------------ loops
     def _for(self, *body: Op) -> ForLoop:
         if self._over_axis:
@@ -305,7 +431,7 @@ class StreamLoopBuilder:
 
     def _joined_in_the_loop(self) -> list[Op]:
         entry = self._lowering.next_stream()
-        mine = Stream(sc.mod(self._index, NUMBER_OF_STREAMS))
+        mine = self._stream
         return [
             GetCurrentStream(stream=entry),
             self._for(SetCurrentStream(stream=mine), Synchronize(stream=entry)),
@@ -319,7 +445,7 @@ class StreamLoopBuilder:
 
     def _joined_behind(self) -> list[Op]:
         entry = self._lowering.next_stream()
-        mine = Stream(self._index)
+        mine = self._stream
         return [
             GetCurrentStream(stream=entry),
             self._for(SetCurrentStream(stream=mine), Synchronize(stream=entry), *self._steps),

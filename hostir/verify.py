@@ -8,6 +8,7 @@ from typing import Any
 
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
+from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
@@ -88,6 +89,30 @@ def _kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -
     return value.dtype
 
 
+def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
+    """Return what a post and its unit must agree on."""
+    if isinstance(value, TensorView):
+        return (value.dtype(), value.ndim, value.mesh)
+    return value.dtype
+
+
+def _check_operands(
+    op: LaunchKernel | PostOnStream,
+    fusion: Fusion,
+    where: str,
+    kind: Callable[..., object],
+) -> None:
+    for what, mine, theirs in (
+        ("inputs", op.ins, fusion.inputs),
+        ("outputs", op.outs, fusion.outputs),
+    ):
+        if len(mine) != len(theirs):
+            raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
+        for a, b in zip(mine, theirs, strict=True):
+            if kind(a) != kind(b, like=a):
+                raise VerifyError(f"{what}: {a}, but {where} has {b}")
+
+
 @dataclass
 class _Flight:
     """A communication between its start and its Wait."""
@@ -138,8 +163,8 @@ class _Checker:
             raise VerifyError("this op cannot stand in a host program")
         if isinstance(op, LaunchKernel):
             self._launch(op)
-        if isinstance(op, PostOnStream) and op.unit not in self.program.units:
-            raise VerifyError(f"there is no HostUnit{op.unit}")
+        if isinstance(op, PostOnStream):
+            self._post(op)
         if isinstance(op, StartsCommunication) and op.number in self.twice:
             raise VerifyError(f"there are two communications {op.number}")
         effects = effects_of(op, self.storage.buffered)
@@ -226,6 +251,8 @@ class _Checker:
         for number, group in self.program.groups.items():
             verify_fusion(group.fusion, after=f"cutting kernel group {number}")
             used += program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
+        for number, unit in self.program.units.items():
+            verify_fusion(unit, after=f"adding host unit {number}")
         unbound = [s for s in dict.fromkeys(used) if s not in self.bound]
         if unbound:
             raise VerifyError(f"no input binds {', '.join(map(str, unbound))}")
@@ -358,15 +385,17 @@ class _Checker:
         if group is None:
             self.program.check_full()
             raise VerifyError(f"there is no kernel group {op.group}")
-        for what, mine, theirs in (
-            ("inputs", op.ins, group.fusion.inputs),
-            ("outputs", op.outs, group.fusion.outputs),
-        ):
-            if len(mine) != len(theirs):
-                raise VerifyError(f"{len(mine)} {what}, but group {op.group} has {len(theirs)}")
-            for a, b in zip(mine, theirs, strict=True):
-                if _kind(a) != _kind(b, like=a):
-                    raise VerifyError(f"{what}: {a}, but group {op.group} has {b}")
+        _check_operands(op, group.fusion, f"group {op.group}", _kind)
+
+    def _post(self, op: PostOnStream) -> None:
+        unit = self.program.units.get(op.unit)
+        if unit is None:
+            self.program.check_full()
+            raise VerifyError(f"there is no HostUnit{op.unit}")
+        # Its extents have names of their own.
+        _check_operands(op, unit, f"HostUnit{op.unit}", _unit_kind)
+        for alias in unit.aliases:
+            raise VerifyError(f"HostUnit{op.unit} updates its input {alias.into} in place")
 
 
 APPLY: dict[type, Callable[[_Checker, Any], None]] = {

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from multidevice.simulation import World as World
     from multidevice.simulation import simulate as simulate
 
-# Public name -> the module that defines it.
+# Public name -> the module that defines it. The executor sees everything, and is looked for here.
 _EXPORTS = {
+    "CommunicatorBackend": "fuser.frontend.multi_device_executor",
+    "MultiDeviceExecutor": "fuser.frontend.multi_device_executor",
+    "MultiDeviceExecutorParams": "fuser.frontend.multi_device_executor",
     "Communicator": "multidevice.communicator",
     "DeviceMesh": "multidevice.mesh",
     "Sharding": "multidevice.sharding",
@@ -28,7 +31,17 @@ _EXPORTS = {
     "simulate": "multidevice.simulation",
 }
 
-__all__ = ["Communicator", "DeviceMesh", "Sharding", "World", "shard_tensor", "simulate"]
+__all__ = [
+    "Communicator",
+    "CommunicatorBackend",
+    "DeviceMesh",
+    "MultiDeviceExecutor",
+    "MultiDeviceExecutorParams",
+    "Sharding",
+    "World",
+    "shard_tensor",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> object:

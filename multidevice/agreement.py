@@ -28,6 +28,7 @@ from multidevice.page import LINE_NBYTES, LINE_WORDS
 from multidevice.waiting import Need, team_text
 
 if TYPE_CHECKING:
+    from fuser.ir.core import Op
     from multidevice.communicator import Communicator
     from multidevice.control import Control
 
@@ -45,25 +46,21 @@ _SPINS = 50
 _NOT_DATA = ("control ", "call ", "send ", "recv ")
 
 
-def _nowhere(line: str) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Claim:
     """What a rank is about to run, in terms that are equal on all ranks that run the same.
 
-    `parts` are texts: the program as the user wrote it, sizes, what is communicated. `inputs` names
-    each tensor input with its local extents, `numbers` the inputs whose values may change from call
-    to call. `where` is the user's line of what is communicated, `where_of` returns the one behind
-    a line of `parts`, "" where there is none.
+    `parts` are texts: first the program as the user wrote it, then options, what is communicated,
+    sizes; `ops` are those of the program. `inputs` names each tensor input with its local extents,
+    `numbers` the inputs whose values may change from call to call. `where` is the user's line of
+    what is communicated.
     """
 
     parts: tuple[str, ...]
     inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     numbers: tuple[str, ...] = ()
     where: str = ""
-    where_of: Callable[[str], str] = field(default=_nowhere, compare=False)
+    ops: Sequence[Op] = field(default=(), compare=False)
 
     @cached_property
     def digest(self) -> bytes:
@@ -73,6 +70,17 @@ class Claim:
             found.update(part.encode())
             found.update(b"\0")
         return found.digest()
+
+    @cached_property
+    def definition(self) -> str:
+        """What tells definitions apart, whatever they are called on."""
+        return hashlib.blake2b(self.parts[0].encode(), digest_size=16).hexdigest()
+
+    def definition_text(self) -> str:
+        """Return how a message calls the definition: `3 ops, a.py:7 to a.py:9`."""
+        lines = [*dict.fromkeys(op.where for op in self.ops if op.where)]
+        span = " to ".join(lines[:1] + lines[1:][-1:])
+        return f"{len(self.ops)} ops" + (f", {span}" if span else "")
 
     @cached_property
     def kind(self) -> int:
@@ -120,6 +128,9 @@ class Channel:
         self._key = f"call {team_text(team)}"
         self._is_doubtful = False
         self._known: set[int] = set()
+        # Definition -> the call in which the members first agreed on it; and the present call.
+        self._ran: dict[str, int] = {}
+        self._number = 0
         self._words = control.page(len(team) * LINE_NBYTES, team)
         start = LINE_WORDS * team.index(control.rank)
         self._mine = (start, start + 1)
@@ -140,7 +151,9 @@ class Channel:
         self._exchange(claim, numbers, None)
         if len(self._known) >= _KNOWN_LIMIT:
             self._known.clear()
+            self._ran.clear()
         self._known.add(claim.kind)
+        self._ran.setdefault(claim.definition, self._number)
 
     def doubt(self, error: BaseException) -> None:
         """Notes that a run failed here, perhaps before it had communicated what the others did."""
@@ -161,7 +174,7 @@ class Channel:
 
     def _all_say(self, kind: int, claim: Claim | None) -> bool:
         """Publishes this rank's word for the next call, and returns whether all are equal."""
-        number = self._control.ledger.enter(self._key)
+        self._number = number = self._control.ledger.enter(self._key)
         word = kind << _NUMBER_BITS | (number + 1) & _NUMBERS
         words, turn = self._words, number & 1
         if words is None:
@@ -217,7 +230,7 @@ class Channel:
             raise
         return all(words[slot] == word for _, slot in others)
 
-    def _what(self, number: int, claim: Claim | None) -> str:
+    def _what(self, number: int, claim: Claim | None = None) -> str:
         line = f", for {claim.where}" if claim is not None and claim.where else ""
         return f"call {number} of the programs of team {team_text(self._team)}{line}"
 
@@ -229,6 +242,9 @@ class Channel:
         statement = {
             "error": None if error is None else _error_text(error),
             "digest": "" if claim is None else claim.digest.hex(),
+            "definition": ("", "")
+            if claim is None
+            else (claim.definition, claim.definition_text()),
             "inputs": () if claim is None else claim.inputs,
             "numbers": []
             if claim is None
@@ -247,16 +263,17 @@ class Channel:
                 f"the ranks of team {team_text(self._team)} were out of step after an earlier "
                 f"error: {out_of_step}; the next call starts afresh"
             )
+        assert claim is not None, "a rank without a claim has an error"
+        self._check_definitions(
+            [(d, text) for d, text in (s["definition"] for s in statements)], claim
+        )
         # All ranks pass equal extents today; from these the global ones would follow if not.
         self._check_inputs([s["inputs"] for s in statements])
         self._check_numbers([s["numbers"] for s in statements])
         if len({s["digest"] for s in statements}) > 1:
-            assert claim is not None, "a rank without a claim has an error"
-
-            def where_of(line: str) -> str:
-                return claim.where_of(line) or claim.where
-
-            self._control.compare_texts("\n".join(claim.parts), team=self._team, where_of=where_of)
+            self._control.compare_texts(
+                "\n".join(claim.parts), team=self._team, where_of=lambda line: claim.where
+            )
 
     def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
         failed = [(r, e) for r, e in zip(self._team, errors, strict=True) if e is not None]
@@ -285,6 +302,32 @@ class Channel:
                     self._control.lose(key)
         return text
 
+    def _check_definitions(self, found: Sequence[tuple[str, str]], claim: Claim) -> None:
+        """Raises `ProgramMismatchError` with the first op in which the definitions differ."""
+        if len({definition for definition, _ in found}) == 1:
+            return
+        from fuser.ir.text import op_text
+
+        texts = [
+            f"{text}, first run in call {self._ran[d]}" if d in self._ran else text
+            for d, text in found
+        ]
+        known = all(d in self._ran for d, _ in found)
+        why = ", in calls that were left out, added or swapped on some ranks" if known else ""
+        head = (
+            f"in {self._what(self._number)} the ranks run different definitions{why}:\n"
+            + "\n".join(f"  ranks {ranks}: {text}" for text, ranks in _grouped(self._team, texts))
+        )
+        ops = {" ".join(op_text(op).split()): op.where for op in claim.ops}
+        for part, text in (("op", "\n".join(ops)), ("line", claim.parts[0])):
+            self._control.compare_texts(
+                text,
+                team=self._team,
+                where_of=lambda line: ops.get(line) or claim.where,
+                head=f"{head}\nwhich",
+                part=part,
+            )
+
     def _check_inputs(self, inputs: Sequence[list[Any]]) -> None:
         for position, (name, sizes) in enumerate(inputs[0]):
             given = [one[position][1] if position < len(one) else None for one in inputs]
@@ -293,7 +336,7 @@ class Channel:
                 if any(e is not None and e != extent for e in found):
                     raise InputError(
                         f"{name} has extent {_by_rank(self._team, found)} on axis {axis}, but the "
-                        "shards of one tensor are equal"
+                        f"shards of one tensor are equal (in {self._what(self._number)})"
                     )
 
     def _check_numbers(self, numbers: Sequence[list[tuple[str, str]]]) -> None:
@@ -301,7 +344,8 @@ class Channel:
             if len({value for _, value in pairs}) > 1:
                 name, found = pairs[0][0], _by_rank(self._team, [value for _, value in pairs])
                 raise InputError(
-                    f"{name} is {found}, but the ranks run one program on one set of numbers"
+                    f"{name} is {found}, but the ranks run one program on one set of numbers (in "
+                    f"{self._what(self._number)})"
                 )
 
 
@@ -316,7 +360,11 @@ def _with_numbers(kind: int, numbers: tuple[object, ...]) -> int:
 
 def _by_rank(team: Team, values: Sequence[object]) -> str:
     """Returns `8 on ranks (0 1) and 9 on ranks (2)`."""
+    return " and ".join(f"{value} on ranks {ranks}" for value, ranks in _grouped(team, values))
+
+
+def _grouped(team: Team, values: Sequence[object]) -> list[tuple[object, str]]:
     groups: dict[object, list[int]] = {}
     for rank, value in zip(team, values, strict=True):
         groups.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on ranks {team_text(r)}" for value, r in groups.items())
+    return [(value, team_text(ranks)) for value, ranks in groups.items()]

@@ -201,10 +201,13 @@ class Control(ABC):
         *,
         team: Team | None = None,
         where_of: Callable[[str], str] = lambda line: "",
+        head: str = "the programs of the ranks",
+        part: str = "line",
     ) -> None:
         """Returns when all members gave the same text.
 
-        `where_of` returns the user's line behind a line of the text, "" where there is none.
+        `where_of` returns the user's line behind a line of the text, "" where there is none. The
+        message starts with `head`, and calls a line a `part`.
 
         Raises:
             ProgramMismatchError: on every member, with the first differing line, who has which, and
@@ -228,9 +231,9 @@ class Control(ABC):
                     f"  ranks {team_text(ranks)}: {line}" for line, ranks in _groups(team, lines)
                 ]
                 raise ProgramMismatchError(
-                    f"the programs of the ranks differ at line {number + 1}:\n" + "\n".join(shown)
+                    f"{head} differ at {part} {number + 1}:\n" + "\n".join(shown)
                 )
-        raise ProgramMismatchError("the programs of the ranks differ in their line endings")
+        raise ProgramMismatchError(f"{head} differ in their line endings")
 
     def _members(self, team: Team | None, kind: str) -> Team:
         team = self.world if team is None else team

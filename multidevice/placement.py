@@ -161,8 +161,8 @@ def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
     return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
 
 
-# Of the blocks along a stream: one that is not the last, or the last that is not empty.
-Block = Literal["first", "last"]
+# Of the blocks along a stream: one that is not the last, the last that is not empty, an empty one.
+Block = Literal["first", "last", "empty"]
 
 
 def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
@@ -173,8 +173,10 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
     for cut in cuts:
         if cut.ptype.is_device or block is not None:
             size = sc.ONE if cut.whole else sc.ceildiv(extent, cut.count)
-            if block == "last" and not cut.whole and not cut.ptype.is_device:
-                size = sc.sub(extent, sc.mul(size, sc.sub(sc.ceildiv(extent, size), sc.ONE)))
+            if not (cut.whole or cut.ptype.is_device):
+                full = sc.sub(sc.ceildiv(extent, size), sc.ONE)
+                rest = {"last": sc.sub(extent, sc.mul(size, full)), "empty": sc.ZERO}
+                size = rest.get(block or "first", size)
             extent = size
     return extent
 

@@ -122,6 +122,9 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
             continue
         target = axes[position]
         mine = _resize_cuts(out.fusion, cuts[logical.number], logical, target)
+        if root is not logical and root.is_reduction():
+            # A part of a reduction has an axis that is reduced, be it of one index.
+            mine = tuple(replace(c, whole=False) for c in mine)
         # A partial sum has several device axes from one root axis; they nest in their order.
         joined = (*found.get(target.number, ()), *mine)
         if not _is_one_cut(root, logical, joined) and not _divides(source, target, joined):

@@ -90,8 +90,9 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 )
 
 
-def shard_fusion(fusion: Fusion) -> ShardingResult:
-    """Propagate, decompose, lay out and finalize the shardings of a fusion, in place.
+def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
+    """Propagate (unless every tensor is annotated), decompose, lay out and finalize the shardings
+    of a fusion, in place.
 
     Without meshes and streams nothing happens. Afterwards every op is local or a `Reshard`, whose
     type is `communication.communication_type`.
@@ -105,7 +106,7 @@ def shard_fusion(fusion: Fusion) -> ShardingResult:
         return ShardingResult()
     check_annotations(fusion)
     streamed = {tv for tv in fusion.tensors() if stream_axis_of(tv) is not None}
-    facts = propagate_shardings(fusion)
+    facts = propagate_shardings(fusion) if propagate else {}
     keep_computable_streams(fusion, asked=streamed)
     complete_meshes(fusion)
     record_propagation(fusion, facts)

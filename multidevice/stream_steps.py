@@ -77,9 +77,10 @@ def is_in_step(op: TensorOp, index: int) -> bool:
     position, cuts = needed
     number, mine = found
     is_axis = op.inputs[index].domain.no_reductions[position].number == number
-    # Blocks of one index may be counted with empty ones behind them, or without.
-    is_count = any(c.ptype is mine.ptype and c.count == mine.count for c in cuts)
-    return is_axis and is_count and not have_different_shardings(op, index, _STREAM)
+    # Blocks of one index may be counted with empty ones behind them, or without; and with an axis
+    # of extent 1, or without.
+    is_cut = any((c.ptype, c.count, c.whole) == (mine.ptype, mine.count, mine.whole) for c in cuts)
+    return is_axis and is_cut and not have_different_shardings(op, index, _STREAM)
 
 
 # ------------------------------------------------------------------ passes

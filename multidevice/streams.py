@@ -6,6 +6,7 @@ to it that an op in steps finds, of every operand, its blocks or the whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fuser.ir import scalar as sc
@@ -57,7 +58,7 @@ def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
     """Return the symbolic shape of one step's block of a device's shard, without reductions.
 
     "first": of all steps but the last that has elements, which may be shorter (and any behind it
-    has none); "last": of that one. An axis that is a stream as a whole has 1.
+    has none: "empty"); "last": of that one. An axis that is a stream as a whole has 1.
     """
     axes = zip(tv.domain.no_reductions, placement(tv), strict=True)
     return tuple(local_extent(tv.fusion.canonical(a.size), cuts, block) for a, cuts in axes)
@@ -101,15 +102,26 @@ class StreamLoops:
                     if a != b:
                         self._same[max(a, b)] = min(a, b)
         for op in fusion.exprs:
-            self._place(op)
+            made_by = [d for d, _ in self._sources(op)]
+            after = [self._order[d] + self._leaves(d, op) for d in made_by]
+            self._order[op] = max(after, default=0)
+        # As late as its readers allow: what is read in step runs with its readers.
+        for op in reversed(fusion.exprs):
+            readers = {u for out in op.outputs for u in fusion.uses(out)}
+            before = [self._order[u] - self._leaves(op, u) for u in readers]
+            self._order[op] = min(before, default=self._order[op])
+        for op in fusion.exprs:
+            if stream_axis(op.out_tensor) is not None:
+                self._loop[op] = StreamLoop(self._axis(op.out_tensor), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
         """Return the loop in which the op runs, None for an op that is computed at once."""
         return self._loop.get(op)
 
     def may_share_kernel(self, a: TensorOp, b: TensorOp) -> bool:
-        """Whether two ops run in the same loop, or both in none."""
-        return self._loop.get(a) == self._loop.get(b)
+        """Whether two ops run in the same loop; or both in none, with no loop between them."""
+        is_loop = self._loop.get(a) == self._loop.get(b)
+        return is_loop and self._order.get(a) == self._order.get(b)
 
     def are_in_step(self, a: TensorView, b: TensorView) -> bool:
         """Whether the ops that make two tensors share a loop."""
@@ -134,19 +146,22 @@ class StreamLoops:
             number = self._same[number]
         return number
 
-    def _place(self, op: TensorOp) -> None:
-        axis = None if stream_axis(op.out_tensor) is None else self._axis(op.out_tensor)
-        order = 0
+    def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
+        """Yield the ops that make the op's operands, with the operands' indices."""
         for index, operand in tensor_operands(op):
             made_by = self._fusion.definition(operand)
-            if made_by is None:
-                continue
-            loop = self._loop.get(made_by)
-            stays = loop is None or (loop.axis == axis and is_in_step(op, index))
-            order = max(order, self._order[made_by] + (not stays))
-        self._order[op] = order
-        if axis is not None:
-            self._loop[op] = StreamLoop(axis, order)
+            if made_by is not None:
+                yield made_by, index
+
+    def _leaves(self, op: TensorOp, reader: TensorOp) -> bool:
+        """Whether a reader needs more of an op in steps than its own step's block."""
+        if stream_axis(op.out_tensor) is None:
+            return False
+        if stream_axis(reader.out_tensor) is None:
+            return True
+        if self._axis(op.out_tensor) != self._axis(reader.out_tensor):
+            return True
+        return not all(is_in_step(reader, i) for d, i in self._sources(reader) if d is op)
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:

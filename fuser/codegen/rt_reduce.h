@@ -4,6 +4,7 @@
 //                      `T operator()(T earlier, T later) const` and `static constexpr bool commutative`
 //                      PairOp<OpA, OpB> on Pair<A, B> {first, second}
 //                      WelfordOp<T, N> on Welford<T, N> {avg, m2, n}; welford_add(w, x) adds one value
+//                      or another Welford
 //   block_reduce<X, Y, Z>(value, combine, identity, smem) -> T
 //       combines over the thread axes whose flag is true; every thread gets the result of its group. `smem` is FUSER_SMEM's
 //       buffer (or `smem + offset`, 16-byte aligned), sizeof(T) bytes for each thread of the block. Any block shape.
@@ -79,16 +80,24 @@ FUSER_DEVICE void welford_add(Welford<T, N>& w, T x) {
   // Not x - avg: a compiler that fuses x's own product into it would leave a rest for one value.
   w.m2 += delta * (delta - step);
 }
+template <class To, class T, class N>
+FUSER_DEVICE Welford<To, N> welford_cast(Welford<T, N> w) {
+  return Welford<To, N>{To(w.avg), To(w.m2), w.n};
+}
+template <class T, class U, class N>
+FUSER_DEVICE void welford_add(Welford<T, N>& w, Welford<U, N> later) {
+  w = WelfordOp<T, N>()(w, welford_cast<T>(later));
+}
 // Adds the first `count` values of an array: two passes over it, which a CPU vectorises, then one merge.
-template <class T, class N, int K>
-FUSER_DEVICE void welford_add_block(Welford<T, N>& w, const Array<T, K>& values, int count) {
+template <class W, class T, class N, int K>
+FUSER_DEVICE void welford_add_block(Welford<W, N>& w, const Array<T, K>& values, int count) {
   T sum = T(0), m2 = T(0);
   FUSER_SIMD_SUM(sum)
   for (int i = 0; i < count; ++i) sum += values[i];
   const T avg = sum / T(count);
   FUSER_SIMD_SUM(m2)
   for (int i = 0; i < count; ++i) m2 += (values[i] - avg) * (values[i] - avg);
-  w = WelfordOp<T, N>()(w, Welford<T, N>{avg, m2, N(count)});
+  welford_add(w, Welford<T, N>{avg, m2, N(count)});
 }
 
 // Several values reduced together: PairOp combines member by member. Pairs nest.

@@ -151,7 +151,8 @@ class FusionDefinition:
 
         Tensors are local shards where the program shards them; numbers fill scalar inputs; nested
         sequences are flattened in place. The options (`docs/options.md`) hold for this call only.
-        Outputs carry no gradient; an input that requires one is warned about once.
+        Outputs carry no gradient, neither of the backward nor of the forward mode; an input that
+        requires one, or a dual tensor of `torch.autograd.forward_ad`, is warned about once.
 
         Raises:
             InputError: count, kind, rank, dtype, device or extent of an input is wrong.

@@ -15,22 +15,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import forward_ad
 
 from fuser import dumps, options
 from fuser.dumps import Dump
 from fuser.errors import FuserError, InputError, user_code
-from fuser.frontend.input_class import InputClass, classify, specialise
 from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
-from fuser.passes import fusion_passes
-from fuser.passes.concretize import concretize, refined_sizes
-from fuser.passes.segment import segment_fusion
+from fuser.passes.concretize import refined_sizes
 from fuser.recent import Recent
-from fuser.schedule.registry import find_scheduler
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.digest import (
@@ -40,14 +37,12 @@ from hostir.digest import (
     input_names,
 )
 from hostir.evaluate import HostIrEvaluator
-from hostir.host_passes import run_passes
-from hostir.lower import lower
-from hostir.stream_loops import stands_alone
-from multidevice import sharding, streams
+from hostir.input_class import InputClass, classify
+from hostir.lower_params import DEFAULT, LowerParams
+from hostir.pipeline import build_program
+from multidevice import sharding
 from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
-from multidevice.localize import localize
-from multidevice.sharding_passes import shard_fusion
 
 if TYPE_CHECKING:
     from multidevice.sharding import Sharding
@@ -69,12 +64,22 @@ class BoundProgram:
 class FusionExecutorCache:
     """Owns a fusion and the programs made from it; running never changes the fusion."""
 
-    def __init__(self, fusion: Fusion, fusion_id: int = 0, auto_schedule: bool = True) -> None:
+    def __init__(
+        self,
+        fusion: Fusion,
+        fusion_id: int = 0,
+        auto_schedule: bool = True,
+        *,
+        params: LowerParams = DEFAULT,
+        number_of_streams: int = 4,
+    ) -> None:
         self._fusion = fusion
         self._fusion_id = fusion_id
         self._label = dumps.next_fusion()
         self._built = 0
         self._auto_schedule = auto_schedule
+        self._params = params
+        self._number_of_streams = number_of_streams
         self._identity = object()
         self._binder = InputBinder(fusion)
         self._free = free_inputs(fusion)
@@ -126,6 +131,8 @@ class FusionExecutorCache:
         """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
         communicator = Communicator.instance()
         settings = self._settings
+        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+            inputs = self._without_tangents(inputs)
         if _enable_options != () or _disable_options != ():
             settings = options.settings(_enable_options, _disable_options)
         where = None if device is None else device_of(inputs, device)
@@ -170,19 +177,38 @@ class FusionExecutorCache:
                 )
         return [v.resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs]
 
+    def _without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the inputs with the values of dual tensors alone: torch would carry tangents
+        through some ops of a program, and kernels through none. Warns once."""
+        duals = {
+            i: forward_ad.unpack_dual(v)
+            for i, v in enumerate(inputs)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+        }
+        lost = {i: dual.primal for i, dual in duals.items() if dual.tangent is not None}
+        for i in lost:
+            self._warn(i, "has a forward-mode tangent", "forward_ad.unpack_dual(x).primal")
+        return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
+
     def _warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
         """Warn once that outputs carry no gradient although an input asks for one."""
         if self._is_warned or not torch.is_grad_enabled():
             return
-        for i, (declared, v) in enumerate(zip(self._fusion.inputs, inputs, strict=False)):
+        for i, v in enumerate(inputs):
             if isinstance(v, torch.Tensor) and v.requires_grad:
-                self._is_warned = True
-                warnings.warn(
-                    f"input {i}, {declared}, requires grad, but no output will carry a gradient: "
-                    "pass detach(), or run under torch.no_grad()",
-                    stacklevel=2,
-                )
+                self._warn(i, "requires grad", "detach(), or run under torch.no_grad()")
                 return
+
+    def _warn(self, position: int, what: str, instead: str) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        declared = self._fusion.inputs[position] if position < len(self._fusion.inputs) else "extra"
+        warnings.warn(
+            f"input {position}, {declared}, {what}, but no output will carry a gradient: "
+            f"pass {instead}",
+            stacklevel=2,
+        )
 
     def _find_or_build(
         self,
@@ -204,8 +230,8 @@ class FusionExecutorCache:
         bound.evaluator.prepare(inputs)
         # Ranks that run with different options disagree, as with different programs.
         parts = (
-            f"// options: {settings}",
             self._text if self.devices else "",
+            f"// options: {settings}; {self._params}",
             bound.program.communications,
         )
         loose = {self._fusion.inputs[i] for i in self._free}
@@ -234,7 +260,7 @@ class FusionExecutorCache:
         backend = communicator.backend_for(device).name.upper()
         # What is dumped is lowered again for each definition, so that each shows all its stages.
         owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
-        key = (self._text, backend, input_class.key, settings, owner)
+        key = (self._text, self._params, backend, input_class.key, settings, owner)
         texts: list[Dump] = []
         try:
             program = PROGRAMS.find_or_build(
@@ -251,6 +277,7 @@ class FusionExecutorCache:
             device=device,
             make_runner=program.kernel,
             late_stream=settings.argument("late_stream"),
+            number_of_streams=self._number_of_streams,
         )
         return BoundProgram(program, evaluator)
 
@@ -266,28 +293,13 @@ class FusionExecutorCache:
             if options.dump_enabled(name):
                 texts.append(Dump(name, label + user_code(where), text(), note))
 
-        def after(name: str, program: HostIrContainer) -> None:
-            dump("host_ir_lowering", program.full_text, f"after {name}, full form")
-
-        dump("fusion_ir_original", lambda: self._text)
-        fusion, _ = concretize(self._fusion, input_class.sizes)
-        specialise(fusion, input_class)
-        dump("fusion_ir_concretized", fusion.print_math)
-        fusion_passes.run_passes(fusion)
-        shard_fusion(fusion)
-        dump("fusion_ir_preseg", lambda: fusion_text(fusion))
-        loops = streams.StreamLoops(fusion)
-        segmented = segment_fusion(
-            fusion,
-            find_scheduler=_find_scheduler,
-            local_shape=streams.held_extents,
-            may_share_kernel=loops.may_share_kernel,
-            stands_alone=stands_alone(loops),
+        segmented, program = build_program(
+            self._fusion,
+            input_class,
+            backend_name=backend,
+            params=self._params,
+            dump=dump,
         )
-        dump("segmented_fusion", segmented.describe)
-        lowered = lower(segmented, backend_name=backend)
-        after("lowering", lowered)
-        program = run_passes(lowered, after_each=after)
         if "short" in options.dump_args("host_ir"):
             dump("host_ir", lambda: str(program), "short form")
         else:
@@ -305,6 +317,15 @@ class FusionExecutorCache:
     def host_program(self) -> HostIrContainer:
         """Return the program of the most recent run."""
         return self._last().program.container
+
+    def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
+        """Return the program of the most recent run, else lower one for inputs like these."""
+        if self._recent.get(Communicator.instance()) is not None:
+            return self.host_program()
+        where = device_of(inputs, None)
+        sizes = {s: v for s, v in self._binder.bind(inputs, where).items() if isinstance(v, int)}
+        found = classify(self._fusion, inputs, sizes, where)
+        return self._bind(found, Communicator.instance(), where, self._settings).program.container
 
     def statistics(self) -> dict[str, int]:
         """Return launches per execution of the most recent program, by kind of segment.
@@ -352,10 +373,6 @@ def device_of(inputs: Sequence[Argument], device: int | str | torch.device | Non
             raise InputError(f"device={device!r}: {error}") from None
     devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else _CPU)
-
-
-def _find_scheduler(fusion: Fusion) -> str | None:
-    return find_scheduler(localize(fusion)[0])
 
 
 _CPU = torch.device("cpu")

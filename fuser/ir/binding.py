@@ -8,7 +8,6 @@ blocks has n times its local size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from fuser.errors import InputError, ShardingError, user_code
 from fuser.ir.dtypes import misfit
 from fuser.ir.scalar import Const, Number, Scalar, Symbol, evaluate, symbols
 from fuser.ir.tensor import TensorView
+from fuser.record import record
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
@@ -25,7 +25,7 @@ Argument = torch.Tensor | Number
 Values = dict[Symbol, Number]
 
 
-@dataclass(frozen=True)
+@record
 class _Axis:
     """One axis of an input: where it is, its extent over representatives, its number of blocks."""
 

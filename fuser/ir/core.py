@@ -17,8 +17,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Literal, Self, cast, dataclass_transform, overload
+
+from fuser.record import declare_fields
 
 Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
 
@@ -80,7 +82,7 @@ class Op:
         if "where" not in cls.__annotations__:
             cls.__annotations__["where"] = "str"
             cls.where = field(default="", kw_only=True, metadata={"kind": "where"})
-        dataclass(frozen=True, eq=False)(cls)
+        declare_fields(cls)
         assert cls.__name__ not in Op.REGISTRY, f"op {cls.__name__} is declared twice"
         Op.REGISTRY[cls.__name__] = cls
 

@@ -10,15 +10,16 @@ or cuts is asked from `fuser.ir.path`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
+from fuser.record import record
 
 
-@dataclass(frozen=True)
+@record
 class IterDomain:
     """The state of one axis of one tensor.
 
@@ -71,7 +72,7 @@ Renumber = Callable[[int], int]
 Rewrite = Callable[[Scalar], Scalar]
 
 
-@dataclass(frozen=True)
+@record
 class Split:
     """inp -> outer, inner.
 
@@ -107,7 +108,7 @@ class Split:
         return replace(self, factor=fn(self.factor))
 
 
-@dataclass(frozen=True)
+@record
 class Merge:
     """outer, inner -> out, with extent outer * inner."""
 
@@ -138,7 +139,7 @@ class Merge:
         return self
 
 
-@dataclass(frozen=True)
+@record
 class Resize:
     """inp -> out, with extent inp + left + right (either sign): index out = index in + left."""
 
@@ -170,7 +171,7 @@ class Resize:
         return replace(self, left=fn(self.left), right=fn(self.right))
 
 
-@dataclass(frozen=True)
+@record
 class Swizzle1D:
     """inp -> out, a rotation by my mesh coordinate c: index in = (index out + c) % extent."""
 
@@ -217,7 +218,7 @@ def splits_of(transforms: Iterable[Transform]) -> dict[int, Split]:
 
 
 # ------------------------------------------------------------------ tensor domain
-@dataclass(frozen=True)
+@record
 class TensorDomain:
     """The axes of one tensor and its four views of them.
 

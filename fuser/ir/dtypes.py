@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -12,6 +11,7 @@ import torch
 
 from fuser.errors import DtypeError, UnsupportedError, check_kind
 from fuser.ir.types import IrEnum
+from fuser.record import record
 
 
 class DataType(IrEnum):
@@ -44,7 +44,7 @@ DtypeLike = DataType | torch.dtype
 Category = Literal["bool", "int", "float", "complex"]
 
 
-@dataclass(frozen=True)
+@record
 class DtypeInfo:
     """Facts about one dtype: IR/CUDA text, bytes, category and torch dtype (None: no tensor)."""
 

@@ -7,7 +7,7 @@ never change the user's fusion; they work on `Fusion.copy()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from fuser.errors import DefinitionError, user_code
 from fuser.ir.axis import Axis
@@ -20,11 +20,12 @@ from fuser.ir.origin import Origin
 from fuser.ir.scalar import Scalar, Symbol, int_value
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
+from fuser.record import record
 
 Value = TensorView | Scalar
 
 
-@dataclass(frozen=True)
+@record
 class Alias:
     """Output `out` is written into the buffer of input `into`; hidden ones are not returned.
 

@@ -265,6 +265,8 @@ class Reshard(TensorOp):
     Along the mesh axes `ptypes` (of inp.mesh and out.mesh), logical axis `source` of inp ceases to
     be spread and logical axis `target` of out begins to be; positions leave reductions out, None:
     no such axis. With `reduction` (a ReductionOp kind), `source` is a partial sum's device axis.
+    A stream among `ptypes`: out is had step by step; `target` is its stream axis, and `source` the
+    axis that devices hold in such blocks, None where each step slices what the device has.
     """
 
     out: TensorView = result()

@@ -557,7 +557,12 @@ def parse_scalar(text: str) -> Scalar:
 
 def parse_fusion(text: str) -> Fusion:
     """Read what `fusion_text` (or `print_math`, for plain domains) prints. Raises `ParseError`."""
-    return parse_fusion_at(Cursor(text), _bounds(text, _scalar_inputs(text), extent=0))
+    return parse_fusion_at(Cursor(text), definition_bounds(text))
+
+
+def definition_bounds(text: str) -> dict[str, int | None]:
+    """Return the lower bounds of the symbols in a definition's text: its extents may be 0."""
+    return _bounds(text, _scalar_inputs(text), extent=0)
 
 
 def parse_fusion_at(cursor: Cursor, bounds: Mapping[str, int | None]) -> Fusion:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 from fuser.ir import nodes
 from fuser.ir.core import Op
+from fuser.record import record
 
 
-@dataclass(frozen=True)
+@record
 class Template:
     """One spelling of an op: words to match and fields to read, in order."""
 

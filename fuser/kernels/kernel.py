@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from fuser.codegen.cuda import print_kernel
 from fuser.device import DeviceInfo
@@ -13,9 +13,10 @@ from fuser.ir.tensor import TensorView
 from fuser.kernel_source import KernelSource
 from fuser.lower.kernel import Arg, Workspace
 from fuser.lower.kernel_passes import lower_kernel
+from fuser.record import record
 
 
-@dataclass(frozen=True)
+@record
 class Kernel:
     """Text, arguments in order, launch shape, and what it relies on: see `LoweredKernel`."""
 

@@ -15,24 +15,25 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.record import record
 
 
 # ------------------------------------------------------------------ the kernel's interface
-@dataclass(frozen=True)
+@record
 class TensorArg:
     """The address of a fusion input or output."""
 
     tv: TensorView
 
 
-@dataclass(frozen=True)
+@record
 class ScalarArg:
     """A number that the host computes from sizes and scalar inputs."""
 
     scalar: Scalar
 
 
-@dataclass(frozen=True)
+@record
 class StrideArg:
     """The stride, in elements, of axis `axis` of the tensor (reduction axes are not counted)."""
 
@@ -40,7 +41,7 @@ class StrideArg:
     axis: int
 
 
-@dataclass(frozen=True)
+@record
 class WorkspaceArg:
     """The address of `LoweredKernel.workspaces[index]`."""
 
@@ -50,7 +51,7 @@ class WorkspaceArg:
 Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 
-@dataclass(frozen=True)
+@record
 class Workspace:
     """Scratch memory of a launch, of `ctype` elements. `zeroed` memory is zero before the first
     launch, and the kernel leaves it zero."""
@@ -60,7 +61,7 @@ class Workspace:
     zeroed: bool
 
 
-@dataclass(frozen=True)
+@record
 class LoweredKernel:
     """A kernel before its text: body, arguments in order, launch shape, and what it relies on.
 
@@ -95,7 +96,7 @@ def stride_symbol(tv: TensorView, axis: int) -> Symbol:
 
 
 # ------------------------------------------------------------------ values
-@dataclass(frozen=True)
+@record
 class Var:
     """A named scalar variable, or a field of one (`T5.avg`)."""
 
@@ -103,7 +104,7 @@ class Var:
     dtype: DataType
 
 
-@dataclass(frozen=True)
+@record
 class Element:
     """`name[index]` of a register or shared array; `member` picks a field of a struct element."""
 
@@ -114,7 +115,7 @@ class Element:
     shared: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class GlobalLoad:
     """`name[index]` of a global tensor; under `guard` only, zero otherwise."""
 
@@ -124,7 +125,7 @@ class GlobalLoad:
     guard: Scalar
 
 
-@dataclass(frozen=True)
+@record
 class ScalarValue:
     """A `Scalar` (constant, parameter, index) converted to `dtype`."""
 
@@ -132,7 +133,7 @@ class ScalarValue:
     dtype: DataType
 
 
-@dataclass(frozen=True)
+@record
 class Convert:
     """`arg` converted to `dtype`, rounding to nearest even."""
 
@@ -140,7 +141,7 @@ class Convert:
     dtype: DataType
 
 
-@dataclass(frozen=True)
+@record
 class Compute:
     """`template` filled with the texts of `args`; `dtype` is the type of the result."""
 
@@ -149,7 +150,7 @@ class Compute:
     dtype: DataType
 
 
-@dataclass(frozen=True)
+@record
 class Select:
     """`cond ? a : b`, with a condition over indices."""
 
@@ -302,7 +303,7 @@ class AccumulateBlock:
     count: Scalar
 
 
-@dataclass(frozen=True)
+@record
 class ReducePart:
     """One accumulator of a combination over threads."""
 

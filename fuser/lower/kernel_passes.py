@@ -14,6 +14,7 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.allocate import Buffer, place_shared
+from fuser.lower.blocks import sum_in_blocks
 from fuser.lower.build import build_body
 from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
 from fuser.lower.hoist import Hoister
@@ -75,6 +76,11 @@ def _mark_unrolled(state: State) -> None:
     mark_unrolled(state.body)
 
 
+def _sum_in_blocks(state: State) -> None:
+    if state.ctx.is_cpu:
+        sum_in_blocks(state.body)
+
+
 def _vectorize_loops(state: State) -> None:
     if state.ctx.is_cpu:
         vectorize_loops(state.body)
@@ -91,8 +97,9 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These two before hoisting, which hides loop symbols behind names.
+    # These three before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
+    ("sum_in_blocks", _sum_in_blocks),
     ("vectorize_loops", _vectorize_loops),
     ("hoist", _hoist),
 )

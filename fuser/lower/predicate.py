@@ -7,8 +7,6 @@ stage does not use, or uses only in part, are tested by their coordinates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.nodes import PadOp
@@ -16,9 +14,10 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.context import Context
 from fuser.lower.loops import COORDINATES, Loop, Nesting, Stage
+from fuser.record import record
 
 
-@dataclass(frozen=True)
+@record
 class Predicate:
     """A condition over indices and the flags (of finished grid reductions) that must be set."""
 

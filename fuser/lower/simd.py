@@ -13,14 +13,11 @@ A Welford update depends on the one before, so its loop is cut into blocks:
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import INFO, DataType, is_floating
+from fuser.ir.dtypes import DataType, is_floating
 from fuser.ir.scalar import Apply, Scalar
 from fuser.lower.kernel import (
     Accumulate,
-    AccumulateBlock,
     Assign,
     Body,
     Compute,
@@ -28,25 +25,19 @@ from fuser.lower.kernel import (
     Element,
     For,
     If,
-    ScalarValue,
     Statement,
-    Store,
     Sync,
     ThreadReduce,
     Var,
     VectorLoad,
     VectorStore,
     bodies,
-    map_expr,
-    map_statement,
     walk,
 )
 from fuser.lower.unroll import conjuncts
 
 # Loops over registers with fewer iterations stay unrolled.
 MIN_ITERATIONS = 8
-# Values that a Welford accumulator takes at once; they stay in the first-level cache.
-BLOCK = 256
 _SUMS = {"add": "FUSER_SIMD_SUM", "mul": "FUSER_SIMD_PROD"}
 _EXTREMA = {"max": "FUSER_SIMD_MAX", "min": "FUSER_SIMD_MIN"}
 
@@ -75,12 +66,12 @@ def _innermost(loop: For) -> list[Statement]:
         return [loop]
     if any(isinstance(s, Sync | ThreadReduce | VectorLoad | VectorStore) for s in walk(loop.body)):
         return [loop]
-    rest = _clamp(loop)
+    rest = clamp(loop)
     statements = _mark(loop)
     return statements if rest == sc.const(True) else [If(rest, Body(statements))]
 
 
-def _clamp(loop: For) -> Scalar:
+def clamp(loop: For) -> Scalar:
     """Turn the predicate around a whole loop body into a bound of the loop; return the part of it
     that does not depend on the loop."""
     only = loop.body.statements[0] if len(loop.body.statements) == 1 else None
@@ -120,14 +111,13 @@ def _mark(loop: For) -> list[Statement]:
     """Set the pragma of a loop; return it with what must stand around it."""
     sums: dict[str, str] = {}
     extrema: list[Accumulate] = []
-    welford = loop.body.statements[-1] if loop.body.statements else None
-    if isinstance(welford, Accumulate) and welford.kind == "welford":
-        return _in_blocks(loop, welford)
     # An accumulator of one iteration: its reduction has an extent of 1.
     private = {s.name for s in walk(loop.body) if isinstance(s, Declare)}
     for s in walk(loop.body):
         if not isinstance(s, Accumulate) or s.target.name in private:
             continue
+        if s.kind == "welford":
+            return [loop]
         if isinstance(s.target, Element) and loop.symbol in sc.symbols(s.target.index):
             continue
         if not isinstance(s.target, Var) or s.target.dtype is DataType.Bool:
@@ -146,38 +136,6 @@ def _mark(loop: For) -> list[Statement]:
         return _mark_extremum(loop, extrema[0])
     loop.pragma = f"{_SUMS[kinds.pop()]}({', '.join(sums)})" if kinds else "FUSER_SIMD"
     return [loop]
-
-
-def _in_blocks(loop: For, step: Accumulate) -> list[Statement]:
-    """Cut a loop that ends in its only Welford update; return it as it is in any other form."""
-    work = loop.body.statements[:-1]
-    if any(bodies(s) or isinstance(s, Accumulate | Store) for s in work):
-        return [loop]
-    target = step.target
-    if not isinstance(target, Var):
-        return [loop]
-    name = loop.symbol.name
-    chunk = sc.index(f"{name}_block", sc.ceildiv(loop.extent, BLOCK))
-    lane = sc.index(f"{name}_lane", BLOCK)
-    count = sc.minimum(BLOCK, sc.sub(loop.extent, sc.mul(chunk, BLOCK)))
-    index: dict[Scalar, Scalar] = {loop.symbol: sc.add(sc.mul(chunk, BLOCK), lane)}
-
-    def moved(x: Scalar) -> Scalar:
-        return sc.substitute(x, index)
-
-    def moved_value(v: ScalarValue) -> ScalarValue:
-        return replace(v, scalar=moved(v.scalar))
-
-    array = f"block_{target.name}"
-    value = map_expr(step.value, moved, moved_value)
-    fill = Assign(Element(array, lane, target.dtype), value)
-    inner = Body([*(map_statement(s, moved, moved_value) for s in work), fill])
-    outer: list[Statement] = [
-        Declare(array, INFO[target.dtype].text, BLOCK),
-        For(lane, count, inner, pragma="FUSER_SIMD"),
-        AccumulateBlock(target, array, count),
-    ]
-    return [For(chunk, sc.ceildiv(loop.extent, BLOCK), Body(outer))]
 
 
 def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:

@@ -9,7 +9,6 @@ own have a row in `_BY_OP`; copies and views only change the index.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -53,6 +52,7 @@ from fuser.lower.kernel import (
 from fuser.lower.loops import Stage
 from fuser.lower.predicate import inside_pad
 from fuser.ops.table import POINTWISE, compute_dtype
+from fuser.record import record
 
 TRUE = sc.const(True)
 Axes: TypeAlias = Mapping[int, Scalar]
@@ -79,7 +79,7 @@ class Scope:
         self._values[key] = value
 
 
-@dataclass(frozen=True)
+@record
 class At:
     """Where a value is computed: the reading stage, the scope, the guard, and the index of
     `out`.

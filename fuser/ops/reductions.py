@@ -68,7 +68,11 @@ def max(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a maximum over one axis (`dim`), several (`dims`) or all. NaN wins."""
+    """Append a maximum over one axis (`dim`), several (`dims`) or all. NaN wins.
+
+    Over no elements it is what no value is below, as in nvFuser: -inf, the least integer, False
+    (torch.amax raises there).
+    """
     return _reduce("max", arg, dim, dims, keepdim, dtype)
 
 
@@ -80,7 +84,11 @@ def min(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Append a minimum over one axis (`dim`), several (`dims`) or all. NaN wins."""
+    """Append a minimum over one axis (`dim`), several (`dims`) or all. NaN wins.
+
+    Over no elements it is what no value is above, as in nvFuser: inf, the greatest integer, True
+    (torch.amin raises there).
+    """
     return _reduce("min", arg, dim, dims, keepdim, dtype)
 
 
@@ -88,7 +96,7 @@ def _reduce(
     kind: str,
     arg: TensorView,
     dim: int | Sequence[int] | DataType | None,
-    dims: Sequence[int] | None,
+    dims: int | Sequence[int] | None,
     keepdim: bool,
     dtype: DtypeLike,
 ) -> TensorView:
@@ -108,9 +116,12 @@ def _reduce(
         tv = typing_cast(TensorView, convert(tv, dtype))
     elif kind in ("add", "mul") and not is_floating(tv.dtype()):
         tv = typing_cast(TensorView, convert(tv, DataType.Int))
+    dims = dim if dims is None else dims
     if tv.ndim == 0:
+        for d in [dims] if isinstance(dims, int) else dims or ():
+            wrap_dim(d, 0, name, tv)
         return copy_tensor(tv)
-    axes = _reduced_axes(name, tv, dim if dims is None else dims)
+    axes = _reduced_axes(name, tv, dims)
     init = Const(REDUCTIONS[kind].identity(tv.dtype()), tv.dtype())
     active_fusion().next_scalar()
     out = _reduce_axes(kind, tv, axes, init)

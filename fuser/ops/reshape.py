@@ -13,7 +13,7 @@ cannot be compared symbolically, the output axes are `?` until `fuser.passes.con
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fuser.ir import scalar as sc
 from fuser.ir.build_domain import DomainBuilder
@@ -39,11 +39,12 @@ from fuser.ops.building import (
 from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
 from fuser.ops.views import squeeze_axes
+from fuser.record import record
 
 Positions = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Group:
     """Consecutive input positions and the output positions that they become."""
 
@@ -55,7 +56,7 @@ class Group:
         return len(self.ins) == len(self.outs) == 1
 
 
-@dataclass(frozen=True)
+@record
 class ReshapePlan:
     """Squeeze these input positions, transform the groups, broadcast these output positions.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,6 +20,7 @@ from fuser.ir.dtypes import HALF_LIKE, DataType, is_floating, to_torch
 from fuser.ir.nodes import BinaryOp, CastOp, TensorOp, TernaryOp, UnaryOp
 from fuser.ir.scalar import Number, Scalar
 from fuser.ir.tensor import TensorView
+from fuser.record import record
 
 # How an op's operands and result are typed:
 #   default, float, float_only   promote the operands, half-like becomes Float; result: that dtype
@@ -50,7 +50,7 @@ Rule = Literal[
 TorchFn = Callable[..., torch.Tensor]
 
 
-@dataclass(frozen=True)
+@record
 class PointwiseRow:
     """Facts about one node kind.
 
@@ -227,7 +227,7 @@ def compute_dtype(op: TensorOp) -> DataType:
 
 
 # ------------------------------------------------------------------ reductions
-@dataclass(frozen=True)
+@record
 class ReductionRow:
     """Facts about one `ReductionOp.kind`.
 

@@ -14,7 +14,6 @@ What was decided is the key: equal keys mean that one result serves both sets of
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
@@ -29,11 +28,12 @@ from fuser.ir.verify import verify_fusion
 from fuser.ops.reshape import ReshapePlan, plan_reshape
 from fuser.passes.fill_empty import fill_empty
 from fuser.passes.resolve_symbolic import is_undecided, resolve_symbolic
+from fuser.record import record
 
 ExtentMap = Callable[[Scalar], Scalar]
 
 
-@dataclass(frozen=True)
+@record
 class ConcretizationKey:
     """The decisions: a plan per undecided reshape in program order, and the extents that are 0."""
 

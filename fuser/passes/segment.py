@@ -13,7 +13,7 @@ forwarding of cheap producer chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NoReturn
 
 from fuser.errors import UnsupportedError
@@ -26,11 +26,12 @@ from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
+from fuser.record import record
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 
-@dataclass(frozen=True)
+@record
 class Segment:
     """One step of the program: ops in order, and the tensors that cross its border."""
 
@@ -44,7 +45,7 @@ class Segment:
     fusion: Fusion | None = None
 
 
-@dataclass(frozen=True)
+@record
 class SegmentedFusion:
     """A fusion and its segments in run order."""
 
@@ -453,7 +454,7 @@ class _Segmenter:
         return ordered
 
 
-@dataclass(frozen=True)
+@record
 class _Group:
     ops: frozenset[TensorOp]
     outputs: tuple[TensorView, ...]

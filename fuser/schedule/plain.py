@@ -10,13 +10,12 @@ be computed. Each result has loops of its own, in the order of its memory:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.record import record
 from fuser.schedule.facts import Facts
 from fuser.schedule.tiling import arrange, intermediates, parallelize
 
@@ -25,7 +24,7 @@ REDUCTIONS = (ReductionOp, WelfordOp)
 THREADS = 128
 
 
-@dataclass(frozen=True)
+@record
 class PlainParams:
     """Threads of a block; zero: plain loops of the CPU."""
 

@@ -13,7 +13,6 @@ are under way before the first is used; everything else is inlined.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from fuser.device import DeviceInfo
@@ -22,6 +21,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.record import record
 from fuser.schedule.facts import Facts
 from fuser.schedule.space import (
     Access,
@@ -56,7 +56,7 @@ MAX_UNROLL = 8
 MAX_GRID_Y = 65535
 
 
-@dataclass(frozen=True)
+@record
 class PointwiseParams:
     """What the pointwise scheduler decides. Zero threads: plain loops of the CPU.
 

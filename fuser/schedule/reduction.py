@@ -15,7 +15,7 @@ the first is used. An outer reduction keeps one accumulator per column of the ve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from fuser.device import DeviceInfo
@@ -25,6 +25,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.record import record
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import common_rejection
 from fuser.schedule.propagate import AxisMatcher
@@ -59,7 +60,7 @@ LONG_ROW = 512
 CPU_COLUMNS = 256
 
 
-@dataclass(frozen=True)
+@record
 class ReductionParams:
     """What the reduction scheduler decides. Zero threads: plain loops of the CPU.
 
@@ -164,7 +165,7 @@ def _space(fusion: Fusion) -> Space:
     return iteration_space(fusion, _reductions(fusion)[0].out_tensor)
 
 
-@dataclass(frozen=True)
+@record
 class _Runs:
     """The runs of the reference's axes, in memory order: iterated and reduced."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fuser.device import DeviceInfo
 from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
+from fuser.record import record
 from fuser.schedule import plain, pointwise, reduction
 from fuser.schedule.facts import Facts
 from fuser.schedule.ladder import rungs
@@ -17,7 +17,7 @@ from fuser.schedule.ladder import rungs
 Params = Any
 
 
-@dataclass(frozen=True)
+@record
 class Scheduler:
     """One way to turn a fusion into a kernel.
 
@@ -53,7 +53,7 @@ _ROWS = (
 _PLAIN = Scheduler("plain", plain.accepts, plain.heuristics, plain.apply, plain.generic)
 
 
-@dataclass(frozen=True)
+@record
 class UserParams:
     """The schedule is the user's: there is nothing to choose."""
 

@@ -8,7 +8,6 @@ every tensor (each run becomes one loop), and for the tensors that can be access
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.dtypes import nbytes_of
@@ -16,12 +15,13 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import CatOp, PadOp, SliceOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
+from fuser.record import record
 from fuser.schedule.propagate import AxisMatcher
 
 RESIZING: tuple[type[TensorOp], ...] = (SliceOp, PadOp, CatOp)
 
 
-@dataclass(frozen=True)
+@record
 class Access:
     """How one input or output lies along the reference's logical axes.
 
@@ -55,7 +55,7 @@ class Access:
         return bool(self.order) and self.order[-1] == inner and self.contiguous[-1]  # pyright: ignore[reportOptionalSubscript]
 
 
-@dataclass(frozen=True)
+@record
 class Space:
     """The reference tensor, its concrete axes as positions in its logical domain, the accesses."""
 

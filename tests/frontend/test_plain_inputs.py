@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from fuser import FusionDefinition, multidevice
 from fuser.errors import InputError
@@ -106,6 +107,35 @@ def test_a_gradient_that_is_lost_is_warned_about_once() -> None:
         warnings.simplefilter("error")
         doubled().execute([x])
         doubled().execute([torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)])
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first call", "later call"])
+def test_a_tangent_that_is_lost_is_warned_about_once(is_known: bool) -> None:
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        # A library op, a view and a kernel: torch would carry a tangent through the first two.
+        y = fd.ops.linear(x, w)
+        fd.add_output(y)
+        fd.add_output(fd.ops.permute(y, [1, 0]))
+        fd.add_output(fd.ops.relu(y))
+        fd.add_output(fd.ops.add(x, 1.0), x)
+    value, weight, tangent = torch.randn(3, 4), torch.randn(5, 4), torch.ones(3, 4)
+    if is_known:
+        fd.execute([value.clone(), weight])
+    product = (value.double() @ weight.double().T).float()
+    with forward_ad.dual_level():
+        mine = value.clone()
+        dual = forward_ad.make_dual(mine, tangent)
+        with pytest.warns(UserWarning, match="input 0, T0.*tangent.*no output will carry"):
+            outs = fd.execute([dual, weight])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fd.execute([forward_ad.make_dual(value.clone(), tangent), weight])
+            fd.execute([value.clone(), weight])
+        assert [forward_ad.unpack_dual(out).tangent for out in outs] == [None] * 3
+    for out, want in zip(outs, (product, product.T, product.relu()), strict=True):
+        torch.testing.assert_close(out, want)
+    torch.testing.assert_close(mine, value + 1)
 
 
 def test_replays_record_no_gradient() -> None:

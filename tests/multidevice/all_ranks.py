@@ -64,8 +64,13 @@ def define(build: Callable[[], object]) -> Fusion:
     return fusion
 
 
-def run(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> Run:
-    """Shard a fusion (in place) and run it on whole inputs."""
+def run(
+    fusion: Fusion,
+    inputs: Sequence[torch.Tensor],
+    *,
+    units: Callable[[Fusion], list[in_steps.Unit]] = in_steps.ops_of,
+) -> Run:
+    """Shard a fusion (in place) and run it on whole inputs, unit by unit."""
     result = shard_fusion(fusion)
     values = {s: int(v) for s, v in bind_inputs(fusion, inputs).items()}
     meshes = [tv.mesh for tv in fusion.tensors() if tv.mesh is not None]
@@ -78,16 +83,17 @@ def run(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> Run:
             tensors[rank][tv] = shard_for_rank(wide, tv, rank) if tv.mesh else wide
     done = Run(fusion, result, [], [])
 
-    def execute(op: TensorOp, tensors: dict[int, Local], block: Block = "first") -> None:
+    def execute(unit: in_steps.Unit, tensors: dict[int, Local], block: Block) -> None:
+        op = unit.exprs[0]
         if isinstance(op, Reshard) and communicates(op):
             _communicate(op, tensors)
         elif isinstance(op, Reshard):
             done.slices.append(op)
             _slice(op, tensors)
         else:
-            _compute(fusion, op, values, tensors, block)
+            _compute(unit.kernel or only(fusion, op), unit, values, tensors, block)
 
-    in_steps.run(fusion, values, tensors, execute)
+    in_steps.run(fusion, units(fusion), values, tensors, execute)
     for out in fusion.outputs:
         if out.mesh is None:
             done.outputs.append(tensors[0][out])
@@ -114,19 +120,17 @@ def only(fusion: Fusion, op: TensorOp) -> Fusion:
 
 
 def _compute(
-    fusion: Fusion,
-    op: TensorOp,
+    kernel: Fusion,
+    unit: in_steps.Unit,
     values: dict[Symbol, int],
     tensors: dict[int, Local],
     block: Block,
 ) -> None:
-    local, _ = localize(only(fusion, op), block)
-    operands = [v for v in dict.fromkeys(op.inputs) if isinstance(v, TensorView)]
+    local, _ = localize(kernel, block)
     for mine in tensors.values():
-        results = evaluate_fusion(
-            local, [mine[v] for v in operands], dtype=torch.float64, values=values
-        )
-        mine.update(zip(op.outputs, results, strict=True))
+        given = [mine[v] for v in unit.inputs]
+        results = evaluate_fusion(local, given, dtype=torch.float64, values=values)
+        mine.update(zip(unit.outputs, results, strict=True))
 
 
 def _slice(op: Reshard, tensors: dict[int, Local]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -19,12 +20,15 @@ from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Symbol
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
+from fuser.passes.segment import segment_fusion
+from fuser.schedule.registry import find_scheduler
 from multidevice.communication import (
     communicates,
     communication_type,
     is_device_to_stream,
     team_of,
 )
+from multidevice.localize import localize
 from multidevice.placement import Block
 from multidevice.sharding import local_sizes
 from multidevice.stream_steps import is_in_step, needed_block
@@ -32,55 +36,98 @@ from multidevice.streams import (
     StreamAxis,
     StreamLoops,
     block_extents,
+    held_extents,
     is_allocated_per_step,
     stream_axis,
 )
 
 Local = dict[TensorView, torch.Tensor]
 Values = dict[Symbol, int]
-Execute = Callable[[TensorOp, dict[int, Local], Block], None]
 
 
-def in_order(fusion: Fusion, loops: StreamLoops) -> list[list[TensorOp]]:
-    """Return the ops in program order, those of one loop together; fails on cycles."""
-    groups: dict[object, list[TensorOp]] = {}
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What runs at once: one op, or the ops of one kernel, whose fusion it has."""
+
+    exprs: tuple[TensorOp, ...]
+    inputs: tuple[TensorView, ...]
+    outputs: tuple[TensorView, ...]
+    kernel: Fusion | None = None
+
+
+Execute = Callable[[Unit, dict[int, Local], Block], None]
+
+
+def ops_of(fusion: Fusion) -> list[Unit]:
+    """Return every op as a unit."""
+    units: list[Unit] = []
     for op in fusion.used_exprs():
-        groups.setdefault(loops.loop_of(op) or op, []).append(op)
-    waiting, ready, ordered = list(groups.values()), set(fusion.inputs), list[list[TensorOp]]()
+        inputs = dict.fromkeys(v for _, v in tensor_operands(op))
+        units.append(Unit((op,), tuple(inputs), op.outputs))
+    return units
+
+
+def segments_of(fusion: Fusion) -> list[Unit]:
+    """Return the segments into which the compiler cuts a fusion."""
+    segmented = segment_fusion(
+        fusion,
+        find_scheduler=lambda f: find_scheduler(localize(f)[0]),
+        local_shape=held_extents,
+        may_share_kernel=StreamLoops(fusion).may_share_kernel,
+    )
+    return [
+        Unit(s.exprs, tuple(v for v in s.inputs if isinstance(v, TensorView)), s.outputs, s.fusion)
+        for s in segmented.segments
+    ]
+
+
+def in_order(units: list[Unit], fusion: Fusion, loops: StreamLoops) -> list[list[Unit]]:
+    """Return the units in program order, those of one loop together; fails on cycles."""
+    groups: dict[object, list[Unit]] = {}
+    for unit in units:
+        (loop,) = {loops.loop_of(op) for op in unit.exprs}
+        groups.setdefault(loop or unit, []).append(unit)
+    waiting, ready, ordered = list(groups.values()), set(fusion.inputs), list[list[Unit]]()
     while waiting:
-        made = [{o for op in group for o in op.outputs} for group in waiting]
+        made = [{o for unit in group for o in unit.outputs} for group in waiting]
         at = next(
             k
             for k, group in enumerate(waiting)
-            if all(v in ready or v in made[k] for op in group for _, v in tensor_operands(op))
+            if all(v in ready or v in made[k] for unit in group for v in unit.inputs)
         )
         ready |= made[at]
         ordered.append(waiting.pop(at))
     return ordered
 
 
-def run(fusion: Fusion, values: Values, tensors: dict[int, Local], execute: Execute) -> None:
-    """Run all ops of a fusion whose inputs are in `tensors`, by rank."""
+def run(
+    fusion: Fusion,
+    units: list[Unit],
+    values: Values,
+    tensors: dict[int, Local],
+    execute: Execute,
+) -> None:
+    """Run all units of a fusion whose inputs are in `tensors`, by rank."""
     loops = StreamLoops(fusion)
-    for group in in_order(fusion, loops):
-        if loops.loop_of(group[0]) is None:
-            (op,) = group
-            execute(op, tensors, "first")
-            for out in op.outputs:
+    for group in in_order(units, fusion, loops):
+        if loops.loop_of(group[0].exprs[0]) is None:
+            (unit,) = group
+            execute(unit, tensors, "first")
+            for out in unit.outputs:
                 for mine in tensors.values():
                     assert tuple(mine[out].shape) == _local_shape(out, values), out
             continue
-        axes = [stream_axis(op.out_tensor) for op in group]
+        axes = [stream_axis(unit.outputs[0]) for unit in group]
         counts = {int(sc.evaluate(a.count, values)) for a in axes if a is not None}
         assert len(counts) == 1, group
-        for op in group:
-            for out in op.outputs:
+        for unit in group:
+            for out in unit.outputs:
                 for mine in tensors.values():
                     mine[out] = torch.full(_local_shape(out, values), math.nan).double()
         for step in range(counts.pop()):
             _step(group, step, values, tensors, execute)
-            for op in group:
-                for out in op.outputs:
+            for unit in group:
+                for out in unit.outputs:
                     if is_allocated_per_step(out):
                         for mine in tensors.values():
                             mine[out].fill_(math.nan)
@@ -102,28 +149,26 @@ def bounds(extent: int, axis: StreamAxis, step: int, values: Values, rank: int, 
 
 
 def _step(
-    group: list[TensorOp], step: int, values: Values, tensors: dict[int, Local], execute: Execute
+    group: list[Unit], step: int, values: Values, tensors: dict[int, Local], execute: Execute
 ) -> None:
-    for op in group:
+    for unit in group:
+        op = unit.exprs[0]
         blocks: dict[int, Local] = {}
         full: set[bool] = set()
         into: dict[int, dict[TensorView, torch.Tensor]] = {}
         for rank, mine in tensors.items():
-            blocks[rank] = {v: mine[v] for _, v in tensor_operands(op)}
+            blocks[rank] = {v: mine[v] for v in unit.inputs}
             into[rank] = {}
-            for out in op.outputs:
+            for out in unit.outputs:
                 axis = stream_axis(out)
                 assert axis is not None
                 extent = mine[out].shape[axis.position]
                 start, length = bounds(extent, axis, step, values, rank, out)
                 into[rank][out] = mine[out].narrow(axis.position, start, length)
                 full.add(length * int(sc.evaluate(axis.count, values)) >= extent)
-                parts = needed_parts(op)
-                for index, v in tensor_operands(op):
-                    if index in parts:
-                        p = parts[index]
-                        where = bounds(mine[v].shape[p], axis, step, values, rank, out)
-                        blocks[rank][v] = mine[v].narrow(p, *where)
+                for v, p in needed_parts(unit).items():
+                    where = bounds(mine[v].shape[p], axis, step, values, rank, out)
+                    blocks[rank][v] = mine[v].narrow(p, *where)
         if all(t.numel() == 0 for mine in into.values() for t in mine.values()):
             continue
         if isinstance(op, Reshard) and communicates(op):
@@ -140,7 +185,7 @@ def _step(
             for mine in blocks.values():
                 mine[op.out] = mine[op.inp]
         else:
-            execute(op, blocks, block)
+            execute(unit, blocks, block)
         for rank, outs in into.items():
             for out, target in outs.items():
                 expected = tuple(int(sc.evaluate(n, values)) for n in block_extents(out, block))
@@ -158,16 +203,19 @@ def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Loc
         assert block.is_contiguous(), (tv, order, part.shape)
 
 
-def needed_parts(op: TensorOp) -> dict[int, int]:
-    """Return operand index -> the axis of which the op's steps see one block."""
-    found: dict[int, int] = {}
-    for index, _ in tensor_operands(op):
-        needed = needed_block(op, index)
-        if needed is None or (isinstance(op, Reshard) and is_device_to_stream(op)):
-            continue
-        is_slice = isinstance(op, Reshard) and communication_type(op) == "StepSlice"
-        assert is_slice or is_in_step(op, index), (op, index)
-        found[index] = needed[0]
+def needed_parts(unit: Unit) -> dict[TensorView, int]:
+    """Return operand -> the axis of which the unit's steps see one block."""
+    found: dict[TensorView, int] = {}
+    for op in unit.exprs:
+        for index, operand in tensor_operands(op):
+            needed = needed_block(op, index)
+            if operand not in unit.inputs or needed is None:
+                continue
+            if isinstance(op, Reshard) and is_device_to_stream(op):
+                continue
+            is_slice = isinstance(op, Reshard) and communication_type(op) == "StepSlice"
+            assert is_slice or is_in_step(op, index), (op, index)
+            assert found.setdefault(operand, needed[0]) == needed[0], (op, index)
     return found
 
 

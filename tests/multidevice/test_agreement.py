@@ -150,3 +150,96 @@ def test_a_wait_for_a_rank_that_has_left_names_the_users_line() -> None:
         world.run(act)
     assert "call 1 of the programs of team (0 1), for " in str(error.value)
     assert "test_agreement.py:" in str(error.value)
+
+
+# ------------------------------------------------------------------ what a difference is called
+def definition(*ops: str) -> FusionDefinition:
+    """Shards of two ranks, unary ops on them, and the whole of the result."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        x.set_device_mesh(DeviceMesh([0, 1]))
+        x.outer_split(0, 2)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+        y = x
+        for name in ops:
+            y = getattr(fd.ops, name)(y)
+        y = fd.ops.set(y)
+        y.set_device_mesh(DeviceMesh([0, 1]))
+        fd.add_output(y)
+    return fd
+
+
+def outcome(fd: FusionDefinition, rows: int) -> str:
+    try:
+        return f"{fd.execute([torch.ones(rows, 3)])[0].shape[0]} rows"
+    except FuserError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("other", [("relu", "exp", "neg"), ("relu", "neg"), ("relu",)])
+def test_definitions_that_differ_are_shown_by_their_first_differing_op(
+    other: tuple[str, ...],
+) -> None:
+    def act(rank: int) -> list[str]:
+        return [outcome(definition(*(other if rank else ("relu", "exp"))), 2)]
+
+    (first,), (second,) = on_ranks(act)
+    assert first == second
+    head, *lines = first.splitlines()
+    assert head == (
+        "ProgramMismatchError: in call 0 of the programs of team (0 1) the ranks run different "
+        "definitions:"
+    )
+    counts = {0: 3, 1: len(other) + 1}
+    for rank, count in counts.items():
+        assert any(f"{rank}" in one and f"): {count} ops, {__file__}:" in one for one in lines)
+    at = next(i for i, one in enumerate(lines) if one.startswith("which differ at op "))
+    # The longer one has an op where the shorter one has its last.
+    assert lines[at] == f"which differ at op {3 if len(other) == 3 else 2}:"
+    mine, theirs = lines[at + 1 :]
+    assert mine.startswith("  ranks (0): T") and theirs.startswith("  ranks (1): T")
+    assert "expf(" in mine or len(other) == 3
+    assert mine.count(f"(user code at {__file__}:") == theirs.count("(user code at ") == 1
+
+
+@pytest.mark.parametrize("calls", [("baab", "abab"), ("ab", "bab"), ("aab", "aabx")])
+def test_calls_that_are_swapped_or_left_out_name_the_call_and_both_definitions(
+    calls: tuple[str, str],
+) -> None:
+    """Both definitions have run; then the ranks call them in different orders."""
+
+    def act(rank: int) -> list[str]:
+        made = {"a": (definition("exp"), 2), "b": (definition("neg", "exp"), 5)}
+        made["x"] = made["a"]
+        return [outcome(*made[c]) for c in "ab" + calls[rank]]
+
+    found = on_ranks(act)
+    if len(found[1]) > len(found[0]):  # one call more at the end: nobody answers
+        assert found[1][-1].startswith("DeadlockError: ")
+        assert f"waits in call {len(found[0])} of the programs of team (0 1)" in found[1][-1]
+    for number, (one, other) in enumerate(zip(*found, strict=False)):
+        names = [("ab" + c)[number] for c in calls]
+        if names[0] == names[1]:
+            assert one == other == f"{4 if names[0] == 'a' else 10} rows"
+            continue
+        assert one == other
+        head, zero, first, at, *_ = one.splitlines()
+        assert head.startswith(f"ProgramMismatchError: in call {number} of the programs of team")
+        assert "left out, added or swapped" in head
+        sizes = {"a": ("2 ops", 0), "b": ("3 ops", 1)}
+        for rank, line in enumerate((zero, first)):
+            count, since = sizes[names[rank]]
+            assert line.startswith(f"  ranks ({rank}): {count}, {__file__}:")
+            assert line.endswith(f", first run in call {since}")
+        assert at == "which differ at op 1:"
+
+
+def test_extents_that_differ_name_the_call() -> None:
+    def act(rank: int) -> list[str]:
+        fd = definition("exp")
+        return [outcome(fd, rows) for rows in ((2, 3, 2) if rank else (2, 4, 2))]
+
+    for found in on_ranks(act):
+        assert found[0] == found[2] == "4 rows"
+        assert "has extent 4 on ranks (0) and 3 on ranks (1) on axis 0" in found[1]
+        assert "(in call 1 of the programs of team (0 1))" in found[1]

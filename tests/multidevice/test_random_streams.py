@@ -3,14 +3,18 @@ its own blocks, they equal the program that is computed at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from fuser.errors import FuserError
+from fuser.ir.fusion import Fusion
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import evaluate_fusion
 from multidevice.placement import is_plain_broadcast
 from multidevice.streams import stream_axis
+from tests.multidevice import in_steps
 from tests.multidevice import test_random_programs as programs
 from tests.multidevice.all_ranks import run
 
@@ -57,7 +61,7 @@ class Maker(programs._Maker):  # pyright: ignore[reportPrivateUsage]
             tv.axis(at).parallelize(ParallelType.stream)
 
 
-def check(seed: int) -> str:
+def check(seed: int, units: Callable[[Fusion], list[in_steps.Unit]] = in_steps.ops_of) -> str:
     """Run a random program; return why it was refused, "" if it ran, "-" without steps."""
     print("seed", seed)
     maker = Maker(seed)
@@ -66,7 +70,7 @@ def check(seed: int) -> str:
     maker.annotate()
     print(maker.fusion)
     try:
-        done = run(maker.fusion, maker.values)
+        done = run(maker.fusion, maker.values, units=units)
     except FuserError as error:
         reason = next((r for r in REFUSALS if r in str(error)), None)
         if reason is None:
@@ -77,7 +81,10 @@ def check(seed: int) -> str:
     return "" if any(stream_axis(op.out_tensor) for op in maker.fusion.exprs) else "-"
 
 
-@pytest.mark.parametrize("first", range(0, 80, 10))
-def test_random_programs_in_steps(first: int) -> None:
-    results = [check(seed) for seed in range(first, first + 10)]
+@pytest.mark.parametrize("units", [in_steps.ops_of, in_steps.segments_of])
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_random_programs_in_steps(
+    first: int, units: Callable[[Fusion], list[in_steps.Unit]]
+) -> None:
+    results = [check(seed, units) for seed in range(first, first + 10)]
     assert results.count("") >= 3, results

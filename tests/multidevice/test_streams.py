@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -9,21 +10,31 @@ import torch
 
 from fuser import ops
 from fuser.errors import ShardingError, UnsupportedError
+from fuser.ir import scalar as sc
+from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import Reshard
+from fuser.ir.parse import parse_fusion
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import fusion_text
 from fuser.ir.types import ParallelType
+from fuser.kernels.executor import KernelExecutor
+from fuser.schedule.registry import find_scheduler
 from multidevice import sharding
 from multidevice.communication import communication_type, is_device_to_stream
 from multidevice.decompose import decompose_reshardings
+from multidevice.localize import localize
+from multidevice.placement import Block
 from multidevice.propagate import propagate_shardings
 from multidevice.sharding_passes import shard_fusion
 from multidevice.streams import StreamAxis, StreamLoops, is_allocated_per_step, stream_axis
+from tests.multidevice import in_steps
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import X, mesh, run, shard_axis
 
 STREAM = ParallelType.stream
+BLOCKS: tuple[Block, ...] = ("first", "last")
 
 
 def stream(tv: TensorView, axis: int, count: int | None = None) -> None:
@@ -421,3 +432,66 @@ def test_devices_inside_of_steps_need_blocks_that_they_divide() -> None:
     assert all(is_allocated_per_step(op.out_tensor) for op in fusion.exprs[:-1])
     with pytest.raises(ShardingError, match=r"extent 8 .* each step of 3"):
         sharding.local_sizes(x, [8, 3])
+
+
+# ------------------------------------------------------------------ kernels on slices
+@pytest.mark.parametrize(
+    ("declared", "shape", "axis", "count"),
+    [
+        ([-1, -1, -1], (7, 5, 6), 0, 3),
+        ([-1, -1, -1], (7, 5, 6), 1, 2),
+        ([7, 5, 6], (7, 5, 6), 0, 4),
+        ([7, 5, 6], (7, 5, 6), 1, None),
+        ([-1, 5, 6], (9, 5, 6), 0, None),
+        ([-1, 5, 6], (5, 5, 6), 0, 4),
+    ],
+)
+def test_a_generated_kernel_computes_one_block(
+    declared: list[int], shape: tuple[int, ...], axis: int, count: int | None
+) -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": declared, "b": [declared[2]]})
+        y = ops.mul(t["x"], ops.broadcast(t["b"], [True, True, False]))
+        out = models.tensor(ops.sum(ops.sin(y), 2))
+        fusion.add_output(out)
+    stream(out, axis, count)
+    shard_fusion(fusion)
+    kernels = [u for u in in_steps.segments_of(fusion) if u.kernel is not None]
+    assert [u.outputs for u in kernels] == [(out,)]
+    (kernel,) = kernels
+    assert kernel.kernel is not None
+    x, b = torch.randn(shape, dtype=torch.float64), torch.randn(shape[2], dtype=torch.float64)
+    values = bind_inputs(fusion, [x, b])
+    sizes = {s: int(v) for s, v in values.items()}
+    found = torch.full(shape[:2], math.nan, dtype=torch.float64)
+    stepping = stream_axis(out)
+    assert stepping is not None
+    executors = {
+        block: KernelExecutor(local, scheduler=find_scheduler(local) or "", name=f"kernel_{block}")
+        for block in BLOCKS
+        for local in [localize(kernel.kernel, block)[0]]
+    }
+    for local in (e.fusion for e in executors.values()):
+        assert not any(a.is_stream for tv in local.tensors() for a in tv.domain.axes.values())
+    for step in range(int(sc.evaluate(stepping.count, sizes))):
+        start, length = in_steps.bounds(shape[axis], stepping, step, sizes, 0, out)
+        if length == 0:
+            continue
+        full = in_steps.bounds(shape[axis], stepping, 0, sizes, 0, out)[1]
+        given = {t["x"]: x.narrow(axis, start, length), t["b"]: b}
+        views = [given.get(v, b[None, None]) for v in kernel.inputs]
+        target = found.narrow(axis, start, length)
+        executors["first" if length == full else "last"].run(views, [target], sizes=sizes)
+    torch.testing.assert_close(found, (x * b).sin().sum(2))
+
+
+def test_what_steps_slice_and_bring_reads_back_from_text() -> None:
+    fusion, _ = gathered([8, 6], 0, (0, 4))
+    shard_fusion(fusion)
+    assert "along = {streamIdx}, to = 0" in str(fusion)
+    ring, _ = gathered([8, 6], 0, (0, 2))
+    shard_fusion(ring)
+    assert "along = {deviceIdx.x, streamIdx}, from = 0, to = 0" in str(ring)
+    for made in (fusion, ring):
+        assert fusion_text(parse_fusion(fusion_text(made))) == fusion_text(made)

@@ -171,3 +171,15 @@ def test_call_errors() -> None:
             ops.var_mean(define_tensor([-1], dtype=D.Half), [0])
         scalar = define_tensor([])
         assert ops.sum(scalar).ndim == 0
+
+
+def test_a_reduction_of_rank_0_checks_its_axes() -> None:
+    with FusionGuard(Fusion()):
+        x = define_tensor([])
+        assert ops.sum(x, 0).ndim == ops.max(x, [-1]).ndim == ops.sum(x).ndim == 0
+        for dims in (1, [5], [-2]):
+            with pytest.raises(DefinitionError, match="sum: Tried to access out of boundary"):
+                ops.sum(x, dims)
+        for op in (ops.welford, ops.var, ops.var_mean):
+            with pytest.raises(DefinitionError, match=r"No reduction axis specified for T0"):
+                op(x, [0])

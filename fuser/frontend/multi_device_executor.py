@@ -1,0 +1,135 @@
+"""MultiDeviceExecutor: runs a fusion of which the user has placed every tensor.
+
+It goes through the one lowering, in nvFuser's older form: nothing is propagated, ops that torch can
+carry out stand in the program as themselves, and a stream axis is a logical axis as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from fuser.errors import UnsupportedError, user_code
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.ir.binding import Argument
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import ReductionOp
+from fuser.ir.scalar import int_value
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from hostir.container import HostIrContainer
+from hostir.lower_params import LowerParams
+from multidevice.placement import stream_axis_of
+from multidevice.shard import shard_for_rank
+
+
+class CommunicatorBackend(Enum):
+    """Who moves data between GPUs; CPU ranks always take the transport of their launcher."""
+
+    nccl = "nccl"
+    ucc = "ucc"
+    cuda = "cuda"
+
+
+@dataclass
+class MultiDeviceExecutorParams:
+    """How a `MultiDeviceExecutor` lowers and runs; nvFuser's names and defaults.
+
+    `use_allocation_cache` changes nothing here: buffers inside of a program are reused from run to
+    run anyway, and what a caller gets is never overwritten.
+    """
+
+    backend_type: CommunicatorBackend = CommunicatorBackend.nccl
+    number_of_streams: int = 4
+    use_allocation_cache: bool = False
+    offset_stream_indexing_by_rank: bool = False
+    inter_stream_synchronization: bool = False
+
+    def lower_params(self) -> LowerParams:
+        return LowerParams(
+            propagate=False,
+            standalone=True,
+            offset_by_rank=self.offset_stream_indexing_by_rank,
+            inter_stream_synchronization=self.inter_stream_synchronization,
+        )
+
+
+class MultiDeviceExecutor:
+    """Runs a fusion on the ranks of its meshes.
+
+    Every tensor has the mesh and the parallel types that the user gave it; device and stream types
+    stand on logical axes. `str(executor)` is the host program.
+
+    Raises:
+        UnsupportedError: a stream axis that a split or a merge made; a backend that is not there.
+    """
+
+    def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None) -> None:
+        params = params or MultiDeviceExecutorParams()
+        if params.backend_type is not CommunicatorBackend.nccl:
+            raise UnsupportedError(
+                f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not there yet: "
+                "use CommunicatorBackend.nccl (CPU ranks take MPI or gloo, by their launcher)"
+            )
+        copy, _ = fusion.copy()
+        for tv in copy.tensors():
+            _check_stream(tv)
+            _drop_reduced_stream(tv)
+        self._cache = FusionExecutorCache(
+            copy, params=params.lower_params(), number_of_streams=params.number_of_streams
+        )
+
+    def run(self, args: Sequence[Argument]) -> list[torch.Tensor]:
+        """Return the outputs for this rank's shards of the inputs."""
+        return self._cache.execute(args)
+
+    def host_program(self) -> HostIrContainer:
+        """Return the program of the most recent run, or the one for inputs of middling sizes."""
+        return self._cache.program_for(self._samples())
+
+    def _samples(self) -> list[Argument]:
+        """Return inputs of sizes that every mesh divides, for a program before the first run."""
+        fusion = self._cache.fusion()
+        parts = {n for tv in fusion.tensors() if tv.mesh is not None for n in tv.mesh.shape}
+        size = 8
+        for n in parts:
+            size *= n
+        samples: list[Argument] = []
+        for value in fusion.inputs:
+            if isinstance(value, TensorView):
+                shape = [int_value(fusion.canonical(x)) or size for x in value.shape()]
+                whole = torch.empty(shape, device="meta")
+                rank = 0 if value.mesh is None else value.mesh.devices[0]
+                local = whole if value.mesh is None else shard_for_rank(whole, value, rank)
+                samples.append(torch.empty(local.shape))
+            else:
+                samples.append(size)
+        return samples
+
+    def __str__(self) -> str:
+        return str(self.host_program())
+
+
+def _check_stream(tv: TensorView) -> None:
+    """Raise `UnsupportedError` for a stream axis that is no logical axis of its tensor."""
+    for axis in tv.domain.loop:
+        if axis.is_stream and axis.number not in tv.domain.logical_numbers:
+            raise UnsupportedError(
+                f"Cannot stream parallelize on a split/merge axis {axis} of {tv}: "
+                f"FusionDefinition.execute can{user_code(tv.user_line())}"
+            )
+
+
+def _drop_reduced_stream(tv: TensorView) -> None:
+    """A reduced axis on a stream says that the steps of the operand's loop are reduced one by one,
+    which follows from the operand's own stream axis."""
+    definition = tv.definition()
+    found = stream_axis_of(tv)
+    if not isinstance(definition, ReductionOp) or found is None:
+        return
+    axis = tv.domain.axes[found[0]]
+    if axis.is_reduction():
+        tv.parallelize_axis(axis, ParallelType.serial)

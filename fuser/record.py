@@ -1,0 +1,89 @@
+"""Records: frozen dataclasses that are quick to declare; a process declares some eighty at once.
+
+`dataclass(frozen=True)` writes and compiles six methods for each class. Of a record that is
+`__init__` alone; its other methods are shared, or look its fields up by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from reprlib import recursive_repr
+from typing import Any, NoReturn, TypeVar, dataclass_transform
+
+_T = TypeVar("_T")
+_Fields = Sequence[dataclasses.Field[Any]]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def record(cls: type[_T]) -> type[_T]:
+    """Declare what `dataclass(frozen=True)` does. Methods of the class itself stay."""
+    fields = declare_fields(cls)
+    compared = _values_of([f.name for f in fields if f.compare])
+    hashed = _values_of([f.name for f in fields if (f.compare if f.hash is None else f.hash)])
+
+    def __eq__(self: Any, other: object) -> Any:
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return compared(self) == compared(other)
+
+    def __hash__(self: Any) -> int:
+        return hash(hashed(self))
+
+    _add(cls, __eq__=__eq__, __hash__=__hash__)
+    return cls
+
+
+def declare_fields(cls: type) -> _Fields:
+    """Do what `record` does, and leave equality and hash as they are; return the fields."""
+    dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    fields = dataclasses.fields(cls)
+    _add(cls, __init__=_init_of(cls, fields), __repr__=_repr)
+    _add(cls, __setattr__=_refuse, __delattr__=_refuse)
+    return fields
+
+
+def _add(cls: type, **methods: Callable[..., Any]) -> None:
+    for name, method in methods.items():
+        if name not in vars(cls):
+            setattr(cls, name, method)
+
+
+def _init_of(cls: type, fields: _Fields) -> Callable[..., None]:
+    """Return an `__init__` that sets the fields, by position or by name, and ends the making."""
+    known: dict[str, Any] = {"_set": object.__setattr__}
+    params, named = ["self"], ["*"]
+    lines: list[str] = []
+    for f in fields:
+        assert f.default_factory is dataclasses.MISSING, f"{cls.__name__}.{f.name}: a record"
+        param = f.name
+        if f.default is not dataclasses.MISSING:
+            known[f"_{f.name}"] = f.default
+            param += f" = _{f.name}"
+        (named if f.kw_only else params).append(param)
+        lines.append(f"    _set(self, {f.name!r}, {f.name})")
+    if hasattr(cls, "__post_init__"):
+        lines.append("    self.__post_init__()")
+    signature = ", ".join(params + named if len(named) > 1 else params)
+    made: dict[str, Callable[..., None]] = {}
+    exec(f"def __init__({signature}):\n" + ("\n".join(lines) or "    pass"), known, made)
+    made["__init__"].__qualname__ = f"{cls.__qualname__}.__init__"
+    return made["__init__"]
+
+
+def _values_of(names: Sequence[str]) -> Callable[[Any], Any]:
+    """Return what gives the values of some fields as a tuple."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda x: tuple(getattr(x, name) for name in names)
+
+
+@recursive_repr()
+def _repr(self: Any) -> str:
+    shown = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+    return f"{type(self).__qualname__}({', '.join(shown)})"
+
+
+def _refuse(self: object, name: str, *value: object) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(f"cannot change field {name!r} of a frozen record")

@@ -1,0 +1,352 @@
+"""The reading of host ops: a table from op type to the function that carries the op out.
+
+A handler binds names and shapes at once, as the host does, and submits the work to the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from fuser.errors import ExecutionError, FuserError, UnsupportedError, user_code
+from fuser.ir.core import Op
+from fuser.ir.nodes import TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.text import op_text
+from hostir.announce import announcer
+from hostir.bind import Argument
+from hostir.effects import Shows
+from hostir.frame import Frame
+from hostir.layout import write
+from hostir.library import compute, compute_into
+from hostir.memory import OutOfMemoryError, new_buffer
+from hostir.ops import (
+    Allocate,
+    Deallocate,
+    ForLoop,
+    GetCurrentStream,
+    HirAliasSelect,
+    IfThenElse,
+    LaunchKernel,
+    LocalSlice,
+    PostOnStream,
+    SetCurrentStream,
+    ShardByStream,
+    SymmetricContiguousView,
+    Synchronize,
+)
+from hostir.post import Call, Done, Posted, exchange, permute, post, transfer
+from hostir.replay import dropped_axes
+from hostir.transfers import (
+    AT_ROOT,
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+    ShareMemHandles,
+    StartCoalescing,
+    Wait,
+)
+from multidevice.backends.protocol import Team, Transfer
+
+
+# ------------------------------------------------------------------ buffers and computing
+def _allocate(op: Allocate, frame: Frame) -> None:
+    tv = op.buffer
+    if tv in frame.storage.named:
+        return  # It is a part of another buffer, as in the loops of nvFuser's programs.
+    shape = frame.local_shape(tv, op.stream_index)
+    buffer = new_buffer(frame.program, tv, shape, frame.machine.device)
+    frame.tensors[tv] = buffer.zero_() if op.zero_init else buffer
+    frame.owned.add(tv)
+    if frame.machine.streams.delays and not op.zero_init:
+        poison(buffer)
+
+
+def _deallocate(op: Deallocate, frame: Frame) -> None:
+    buffer = frame.tensors.pop(op.buffer)
+    if op.buffer in frame.owned and frame.machine.streams.delays:
+        # The next to use this memory is on this stream, and may begin at once.
+        frame.submit(partial(poison, buffer))
+
+
+def poison(buffer: torch.Tensor) -> None:
+    """Fill a buffer with what no program computes by accident."""
+    buffer.fill_(float("nan") if buffer.is_floating_point() else 85)
+
+
+def launch_operands(
+    op: LaunchKernel | PostOnStream, frame: Frame
+) -> tuple[list[Argument], list[torch.Tensor]]:
+    """Return what a kernel reads and writes; an in-place output is the input that it overwrites."""
+    for out in op.outs:
+        if out not in frame.tensors:
+            frame.tensors[out] = frame.tensors[frame.alias_target(out)]
+    ins, outs = [frame.operand(v) for v in op.ins], [frame.tensors[o] for o in op.outs]
+    for values, axes in zip((ins, outs), dropped_axes(op, frame.program), strict=True):
+        for k, axis in axes.items():
+            values[k] = values[k].unsqueeze(axis)
+    return ins, outs
+
+
+def _launch(op: LaunchKernel, frame: Frame) -> None:
+    ins, outs = launch_operands(op, frame)
+    frame.submit(frame.machine.launch(op.group, ins, outs, frame.sizes))
+
+
+def _post_on_stream(op: PostOnStream, frame: Frame) -> None:
+    for out in op.outs:
+        if out not in frame.tensors:
+            shape = frame.local_shape(out)
+            frame.tensors[out] = new_buffer(frame.program, out, shape, frame.machine.device)
+    ins, outs = launch_operands(op, frame)
+    frame.submit(partial(frame.machine.unit(op.unit), ins, outs))
+
+
+def _local_slice(op: LocalSlice, frame: Frame) -> None:
+    start, length = frame.slice_bounds(op)
+    part = frame.tensors[op.inp].narrow(op.axis, start, length)
+    frame.submit(partial(write, frame.tensors[op.out], part))
+
+
+def _alias_select(op: HirAliasSelect, frame: Frame) -> None:
+    (shown,) = op.effects()
+    source = frame.tensors[op.inp]
+    if isinstance(shown, Shows) and shown.part is not None:
+        start, _ = frame.part(source, shown.part)
+        source = source.select(shown.part.axis, start)
+    frame.tensors[op.out] = source
+
+
+def _shard_by_stream(op: ShardByStream, frame: Frame) -> None:
+    source, part = frame.tensors[op.inp], op.part
+    frame.tensors[op.out] = source.narrow(part.axis, *frame.part(source, part))
+
+
+def _symmetric_view(op: SymmetricContiguousView, frame: Frame) -> None:
+    raise UnsupportedError(
+        f"{op.name}: no backend maps {op.inp} of other ranks yet{user_code(op.where)}"
+    )
+
+
+def _share_handles(op: ShareMemHandles, frame: Frame) -> None:
+    """Nothing to do: the backends of today copy through their own buffers."""
+
+
+def _tensor_op(op: TensorOp, frame: Frame) -> None:
+    """Compute into allocated outputs; an output without a buffer becomes a view."""
+    if all(out in frame.storage.buffered for out in op.outputs):
+        now = frame.at(op) if frame.machine.streams.delays else frame
+        frame.submit(partial(compute_into, op, now, [frame.tensors[o] for o in op.outputs]))
+        return
+    results = compute(op, frame)
+    if frame.machine.streams.delays and not all(_is_view(r, op, frame) for r in results):
+        # What was computed now says the shapes; the values come when the stream gets there.
+        results = [torch.empty_like(r) for r in results]
+        frame.submit(partial(_fill, op, frame.at(op), results))
+    frame.tensors.update(zip(op.outputs, results, strict=True))
+
+
+def _is_view(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
+    source = op.inputs[0] if op.inputs else None
+    return isinstance(source, TensorView) and _share(result, frame.tensors[source])
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _fill(op: TensorOp, frame: Frame, outs: list[torch.Tensor]) -> None:
+    for out, value in zip(outs, compute(op, frame), strict=True):
+        write(out, value)
+
+
+# ------------------------------------------------------------------ communications
+def _posted(number: int, frame: Frame) -> Posted:
+    frame.works[number] = Posted()
+    return frame.works[number]
+
+
+def _received(frame: Frame, tv: TensorView, posted: Posted) -> torch.Tensor:
+    """Return what to receive `tv` into."""
+    out = frame.tensors[tv]
+    return posted.landing(out) if frame.machine.streams.delays else out
+
+
+def _communicate(op: Communication, frame: Frame) -> None:
+    rank = frame.machine.rank
+    team = op.team.ranks(rank)
+    if not team:
+        return
+    posted, backend = _posted(op.number, frame), frame.machine.backend
+    inp = frame.tensors[op.inp] if frame.is_mine(op.inp) else None
+    out = frame.tensors[op.out] if frame.is_mine(op.out) else None
+    root = -1 if op.root is None else member(team, frame.integer(op.root), op)
+    if out is not None and (rank == root or op.type not in AT_ROOT["result"]):
+        out = _received(frame, op.out, posted)
+
+    def start() -> None:
+        posted.work = post(Call(op, rank, team, backend(), root), inp, out)
+
+    _start(posted, start, frame)
+
+
+def _start(posted: Posted, start: Callable[[], object], frame: Frame) -> None:
+    frame.submit(start)
+    posted.mark = frame.machine.streams.mark()
+
+
+def member(team: Team, position: int, op: Op) -> int:
+    """Return the global rank at a position of a team; raises `ExecutionError` outside."""
+    if not 0 <= position < len(team):
+        raise ExecutionError(f"{op.name}: position {position} in a team of {len(team)}")
+    return team[position]
+
+
+def _permute(op: CollectivePermute, frame: Frame) -> None:
+    rank = frame.machine.rank
+    team = op.team.ranks(rank)
+    if not team:
+        return
+    posted, backend = _posted(op.number, frame), frame.machine.backend
+    inp, out = frame.tensors[op.inp], _received(frame, op.out, posted)
+    to, source = (member(team, frame.integer(p), op) for p in (op.send_peer, op.recv_peer))
+
+    def start() -> None:
+        posted.work = permute(op, (to, source), rank, team, backend(), inp, out)
+
+    _start(posted, start, frame)
+
+
+def _transfer(op: P2PCommunication, frame: Frame) -> None:
+    tensor, peer = frame.tensors[op.buffer], frame.integer(op.peer)
+    if frame.group is not None:
+        transfers, posted = frame.group
+        frame.works[op.number] = posted
+    else:
+        transfers, posted = [], _posted(op.number, frame)
+    if op.type == "recv":
+        tensor = _received(frame, op.buffer, posted)
+    transfers.append(transfer(op, tensor, peer))
+    if frame.group is None:
+        _exchange(op, transfers, posted, frame)
+
+
+def _exchange(
+    op: P2PCommunication | EndCoalescing, transfers: list[Transfer], posted: Posted, frame: Frame
+) -> None:
+    backend, team = frame.machine.backend, tuple(range(frame.machine.size))
+
+    def start() -> None:
+        posted.work = exchange(op, transfers, team, backend()) if transfers else Done()
+
+    _start(posted, start, frame)
+
+
+def _start_coalescing(op: StartCoalescing, frame: Frame) -> None:
+    if frame.group is not None:
+        raise ExecutionError(f"{op.name} inside another one")
+    frame.group = [], Posted()
+
+
+def _end_coalescing(op: EndCoalescing, frame: Frame) -> None:
+    if frame.group is None:
+        raise ExecutionError(f"{op.name} without StartCoalescing")
+    transfers, posted = frame.group
+    frame.group = None
+    frame.works[op.number] = posted
+    _exchange(op, transfers, posted, frame)
+
+
+def _wait(op: Wait, frame: Frame) -> None:
+    posted = frame.works.pop(op.number, None)
+    # Absent on a rank outside the communication's mesh.
+    if posted is not None:
+        frame.machine.streams.join_mark(posted.mark)
+        frame.submit(posted.wait)
+
+
+# ------------------------------------------------------------------ streams and control flow
+def _set_stream(op: SetCurrentStream, frame: Frame) -> None:
+    frame.machine.streams.enter(frame.stream(op.stream))
+
+
+def _get_stream(op: GetCurrentStream, frame: Frame) -> None:
+    frame.captured[op.stream.name] = frame.machine.streams.current()
+
+
+def _synchronize(op: Synchronize, frame: Frame) -> None:
+    frame.machine.streams.join(frame.stream(op.stream))
+
+
+def _for_loop(op: ForLoop, frame: Frame) -> None:
+    start, stop, step = map(frame.integer, (op.start, op.stop, op.step))
+    if step < 1:
+        raise ExecutionError(f"FOR {op.index}: a step of {step}")
+    with frame.with_index(op.index) as bind:
+        for i in range(start, stop, step):
+            bind(i)
+            run_block(op.body, frame)
+
+
+def _if_then_else(op: IfThenElse, frame: Frame) -> None:
+    run_block(op.then if frame.number(op.predicate) else op.orelse, frame)
+
+
+HANDLERS: dict[type[Op], Callable[..., None]] = {
+    Allocate: _allocate,
+    CollectivePermute: _permute,
+    Communication: _communicate,
+    Deallocate: _deallocate,
+    EndCoalescing: _end_coalescing,
+    ForLoop: _for_loop,
+    GetCurrentStream: _get_stream,
+    HirAliasSelect: _alias_select,
+    IfThenElse: _if_then_else,
+    LaunchKernel: _launch,
+    LocalSlice: _local_slice,
+    P2PCommunication: _transfer,
+    PostOnStream: _post_on_stream,
+    SetCurrentStream: _set_stream,
+    ShardByStream: _shard_by_stream,
+    ShareMemHandles: _share_handles,
+    StartCoalescing: _start_coalescing,
+    SymmetricContiguousView: _symmetric_view,
+    Synchronize: _synchronize,
+    Wait: _wait,
+}
+
+
+def run_block(ops: Sequence[Op], frame: Frame) -> None:
+    """Run the ops of a region that concern this rank, in order."""
+    for op in ops:
+        if frame.is_idle(op):
+            continue
+        carry_out(op, frame)
+        if frame.recorder is not None:
+            frame.recorder.record(op)
+
+
+def carry_out(op: Op, frame: Frame) -> None:
+    """Run one op that concerns this rank.
+
+    Raises `ExecutionError` naming op and user line where torch refuses it.
+    """
+    handler = HANDLERS.get(type(op), _tensor_op)
+    # With tensors without contents the program is rehearsed, and nothing is posted.
+    is_real = frame.machine.device.type != "meta"
+    if is_real and (announce := announcer(op, frame.machine.rank)):
+        announce(frame.tensors.get)
+    try:
+        handler(op, frame)
+    except FuserError:
+        raise
+    except Exception as error:
+        # Torch raises errors of every kind, and knows neither the op nor where it was written.
+        kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
+        raise kind(
+            f"{op.name} failed ({type(error).__name__}: {error}), user code at "
+            f"{op.where or 'unknown'}:\n{op_text(op)}"
+        ) from error

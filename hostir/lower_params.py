@@ -1,0 +1,26 @@
+"""What may be chosen about how a sharded fusion becomes a host program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LowerParams:
+    """The defaults are those of `FusionDefinition.execute`.
+
+    `standalone`: ops that torch can carry out stand in the program as themselves, and results that
+    no caller gets are not allocated before, as in nvFuser's `MultiDeviceExecutor`.
+    `offset_by_rank`: the steps of a loop begin at this rank's own, and what comes from another
+    device's step is received from it (a ring), instead of broadcast.
+    `inter_stream_synchronization`: the next step's stream waits until this step's transfer has been
+    posted. `propagate`: tensors that the user did not annotate are sharded like their neighbours.
+    """
+
+    propagate: bool = True
+    standalone: bool = False
+    offset_by_rank: bool = False
+    inter_stream_synchronization: bool = False
+
+
+DEFAULT = LowerParams()

@@ -1,0 +1,59 @@
+"""Buffers that a program allocates, and the error where there is no memory for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fuser.errors import ExecutionError, user_code
+from fuser.ir.dtypes import nbytes_of, to_torch
+from fuser.ir.tensor import TensorView
+from hostir.container import HostIrContainer, walk
+from hostir.layout import allocated_strides
+from hostir.ops import Allocate, LaunchKernel
+
+
+class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
+    """There is no memory for a tensor; the message names op, tensor and bytes."""
+
+
+def new_buffer(
+    program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Return memory for a tensor of this local shape.
+
+    Raises `OutOfMemoryError` where there is none, whatever torch says then.
+    """
+    strides = allocated_strides(tv, shape)
+    try:
+        return torch.empty_strided(shape, strides, dtype=to_torch(tv.dtype()), device=device)
+    except (RuntimeError, TypeError) as error:
+        raise no_memory(program, tv, shape, device) from error
+
+
+def no_memory(
+    program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
+) -> OutOfMemoryError:
+    """Return the error of a tensor of this local shape that cannot be allocated."""
+    name, where = _maker(program, tv)
+    steps = zip(shape, allocated_strides(tv, shape), strict=True)
+    nbytes = (1 + sum((n - 1) * s for n, s in steps)) * nbytes_of(tv.dtype())
+    place = "" if device.type == "meta" else f" on {device}"  # found before anything was run
+    return OutOfMemoryError(
+        f"{name}: no memory for {tv} of shape {tuple(shape)}, {nbytes} bytes{place}"
+        f"{user_code(where)}"
+    )
+
+
+def _maker(program: HostIrContainer, tv: TensorView) -> tuple[str, str]:
+    """Return the name of the op that computes `tv`, and the user's line."""
+    for op in walk(program.ops):
+        if isinstance(op, Allocate) or tv not in op.outputs:
+            continue
+        if isinstance(op, LaunchKernel):
+            exprs = program.groups[op.group].fusion.exprs
+            found = [e for e in exprs if any(o.number == tv.number for o in e.outputs)]
+            op = found[0] if found else op
+        return op.name.removesuffix("Op").lower(), op.where
+    return "allocate", ""

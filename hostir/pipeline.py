@@ -1,0 +1,71 @@
+"""From a fusion to a host program: every step of the compiler, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from fuser.ir.fusion import Fusion
+from fuser.ir.text import fusion_text
+from fuser.passes import fusion_passes
+from fuser.passes.concretize import concretize
+from fuser.passes.segment import SegmentedFusion, segment_fusion
+from fuser.schedule.registry import find_scheduler
+from hostir.container import HostIrContainer
+from hostir.host_passes import PASSES, run_passes
+from hostir.input_class import InputClass, specialise
+from hostir.lower import lower
+from hostir.lower_params import DEFAULT, LowerParams
+from hostir.stream_loops import stands_alone
+from multidevice import streams
+from multidevice.localize import localize
+from multidevice.sharding_passes import shard_fusion
+
+
+class Dump(Protocol):
+    """Keeps the text of a stage if somebody asked for it by the name of its option."""
+
+    def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None: ...
+
+
+def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
+    del name, text, note
+
+
+def build_program(
+    definition: Fusion,
+    input_class: InputClass,
+    *,
+    backend_name: str,
+    params: LowerParams = DEFAULT,
+    dump: Dump = _no_dump,
+) -> tuple[SegmentedFusion, HostIrContainer]:
+    """Return the segments and the verified host program of a fusion for a class of inputs.
+
+    `definition` does not change. `backend_name` is written on communications.
+    Raises `FuserError` for what cannot be lowered.
+    """
+
+    def after(name: str, program: HostIrContainer) -> None:
+        dump("host_ir_lowering", program.full_text, f"after {name}, full form")
+
+    dump("fusion_ir_original", lambda: fusion_text(definition))
+    fusion, _ = concretize(definition, input_class.sizes)
+    specialise(fusion, input_class)
+    dump("fusion_ir_concretized", fusion.print_math)
+    fusion_passes.run_passes(fusion)
+    shard_fusion(fusion, propagate=params.propagate)
+    dump("fusion_ir_preseg", lambda: fusion_text(fusion))
+    loops = streams.StreamLoops(fusion)
+    segmented = segment_fusion(
+        fusion,
+        find_scheduler=lambda f: find_scheduler(localize(f)[0]),
+        local_shape=streams.held_extents,
+        may_share_kernel=loops.may_share_kernel,
+        stands_alone=stands_alone(loops, params),
+    )
+    dump("segmented_fusion", segmented.describe)
+    lowered = lower(segmented, backend_name=backend_name, params=params)
+    after("lowering", lowered)
+    passes = () if params.standalone else PASSES
+    return segmented, run_passes(lowered, passes, after_each=after)

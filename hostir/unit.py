@@ -1,0 +1,83 @@
+"""Host units: fusions that `PostOnStream` runs, each through the whole compiler.
+
+A unit is scheduled automatically, once per class of inputs; what was made for a class is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser.ir.binding import Argument, free_inputs, signature_of
+from fuser.ir.fusion import Fusion
+from fuser.options import Settings
+from fuser.recent import Recent
+from hostir.bind import InputBinder
+from hostir.input_class import classify
+from hostir.layout import write
+from hostir.pipeline import build_program
+from multidevice import sharding
+
+if TYPE_CHECKING:
+    from hostir.evaluate import HostIrEvaluator
+    from multidevice.communicator import Communicator
+
+# What one unit remembers: signatures of inputs, and programs.
+MAX_SIGNATURES = 64
+MAX_PROGRAMS = 16
+
+
+class UnitRunner:
+    """Runs one unit on local shards, on the current stream."""
+
+    def __init__(
+        self,
+        number: int,
+        fusion: Fusion,
+        communicator: Communicator | None,
+        device: torch.device,
+        settings: Settings,
+    ) -> None:
+        self._name = f"HostUnit{number}"
+        self._fusion = fusion
+        self._communicator = communicator
+        self._device = device
+        self._settings = settings
+        self._binder = InputBinder(fusion)
+        self._free = free_inputs(fusion)
+        self._by_signature: Recent[object, HostIrEvaluator] = Recent(MAX_SIGNATURES)
+        self._by_class: Recent[object, HostIrEvaluator] = Recent(MAX_PROGRAMS)
+
+    def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
+        """Compute `outputs`, which are allocated.
+
+        Raises `InputError` or `ShardingError` for inputs that do not fit the unit.
+        """
+        key = signature_of(inputs, self._free)
+        evaluator = self._by_signature.recall(key)
+        if evaluator is None:
+            evaluator = self._by_signature[key] = self._evaluator(inputs)
+        for out, value in zip(outputs, evaluator.run(inputs, signature=key), strict=True):
+            write(out, value)
+
+    def _evaluator(self, inputs: Sequence[Argument]) -> HostIrEvaluator:
+        from hostir.evaluate import HostIrEvaluator
+
+        values = self._binder.bind(inputs, self._device)
+        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
+        found = classify(self._fusion, inputs, sizes, self._device)
+        evaluator = self._by_class.recall(found.key)
+        if evaluator is None:
+            backend = (
+                "NCCL"
+                if self._communicator is None
+                else self._communicator.backend_for(self._device).name.upper()
+            )
+            segmented, program = build_program(self._fusion, found, backend_name=backend)
+            sharding.check_divisible(segmented.fusion, sizes)
+            evaluator = self._by_class[found.key] = HostIrEvaluator(
+                program, self._communicator, device=self._device, settings=self._settings
+            )
+        return evaluator

@@ -1,0 +1,271 @@
+"""MultiDeviceExecutor: the programs that nvFuser's users know, as text and as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.errors import PeerError, UnsupportedError
+from fuser.multidevice import (
+    CommunicatorBackend,
+    DeviceMesh,
+    MultiDeviceExecutor,
+    MultiDeviceExecutorParams,
+    simulate,
+)
+from hostir.container import equal
+from hostir.parse import parse
+
+GOLDEN = Path(__file__).parent / "golden"
+STREAM, X = ParallelType.stream, ParallelType.mesh_x
+D = 2
+Meaning = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A definition (its inputs and output), global shapes, the meaning, ranks and parameters."""
+
+    define: Callable[[FusionDefinition], tuple[list[TensorView], TensorView]]
+    shapes: tuple[tuple[int, ...], ...]
+    meaning: Meaning
+    ranks: int = 1
+    params: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def symbolic(fd: FusionDefinition, *ranks: int) -> list[TensorView]:
+    return [fd.define_tensor([-1] * rank, contiguity=True) for rank in ranks]
+
+
+def static(fd: FusionDefinition, *shapes: Sequence[int]) -> list[TensorView]:
+    return [fd.define_tensor(shape, contiguity=True) for shape in shapes]
+
+
+def on_mesh(*tensors: TensorView) -> None:
+    for tv in tensors:
+        tv.set_device_mesh(DeviceMesh(range(D)))
+
+
+def copies(*streamed: int, axis: int = 0, count: int = 1):
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        (x,) = symbolic(fd, 2)
+        y = x
+        for i in range(count):
+            y = fd.ops.set(y)
+            if i in streamed:
+                y.axis(axis).parallelize(STREAM)
+        fd.add_output(y)
+        return [x], y
+
+    return define
+
+
+def add(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x, z = symbolic(fd, 2, 2)
+    y = fd.ops.add(x, z)
+    fd.add_output(y)
+    y.axis(1).parallelize(STREAM)
+    return [x, z], y
+
+
+def reduction(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    (x,) = symbolic(fd, 3)
+    y = fd.ops.sum(x, [2])
+    fd.add_output(y)
+    y.axis(0).parallelize(STREAM)
+    return [x], y
+
+
+def matmul(axis: int, *ranks: int):
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        a, b = symbolic(fd, *ranks)
+        c = fd.ops.matmul(a, b)
+        fd.add_output(c)
+        c.axis(axis).parallelize(STREAM)
+        return [a, b], c
+
+    return define
+
+
+def allgather(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    (x,) = static(fd, [4, D])
+    y = fd.ops.set(x)
+    fd.add_output(y)
+    on_mesh(x, y)
+    x.axis(1).parallelize(X)
+    y.axis(0).parallelize(STREAM)
+    return [x], y
+
+
+def allreduce(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    (x,) = static(fd, [4, D, 8])
+    y = fd.ops.sum(x, [1])
+    fd.add_output(y)
+    on_mesh(x, y)
+    x.axis(1).parallelize(X)
+    y.axis(0).parallelize(STREAM)
+    return [x], y
+
+
+def reduce_scatter(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    (x,) = static(fd, [4, D, D, 8])
+    y = fd.ops.sum(x, [1])
+    fd.add_output(y)
+    on_mesh(x, y)
+    x.axis(1).parallelize(X)
+    y.axis(0).parallelize(STREAM)
+    y.axis(2).parallelize(X)
+    return [x], y
+
+
+def matmul_allreduce(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    a, b = static(fd, [8, D, 6, 5], [D, 5, 7])
+    c = fd.ops.matmul(a, b)
+    y = fd.ops.sum(c, [1])
+    fd.add_output(y)
+    on_mesh(a, b, c, y)
+    a.axis(1).parallelize(X)
+    b.axis(0).parallelize(X)
+    c.axis(0).parallelize(STREAM)
+    c.axis(1).parallelize(X)
+    y.axis(0).parallelize(STREAM)
+    return [a, b], y
+
+
+def allgather_linear(*rows: int, shard: int):
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x, w, b = static(fd, [*rows, 10], [12, 10], [12])
+        y = fd.ops.linear(x, w, b)
+        fd.add_output(y)
+        on_mesh(x, w, b, y)
+        x.axis(shard).parallelize(X)
+        y.axis(0).parallelize(STREAM)
+        return [x, w, b], y
+
+    return define
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return x @ w.t() + b
+
+
+RING = {"offset_stream_indexing_by_rank": True}
+WEIGHTS = ((12, 10), (12,))
+CASES = {
+    "single_set": Case(copies(0), ((4, 8),), lambda x: x),
+    "set_of_columns": Case(copies(0, axis=1), ((4, 8),), lambda x: x),
+    "two_sets": Case(copies(0, 1, count=2), ((4, 8),), lambda x: x),
+    "three_sets_two_loops": Case(copies(0, 2, count=3), ((4, 8),), lambda x: x),
+    "add": Case(add, ((4, 8), (4, 8)), torch.add),
+    "reduction": Case(reduction, ((4, 8, 2),), lambda x: x.sum(2)),
+    "matmul_m": Case(matmul(0, 2, 2), ((4, 8), (8, 3)), torch.matmul),
+    "matmul_n": Case(matmul(1, 2, 2), ((4, 8), (8, 3)), torch.matmul),
+    "batched_matmul": Case(matmul(0, 3, 3), ((3, 4, 8), (3, 8, 3)), torch.matmul),
+    "allgather": Case(allgather, ((4, D),), lambda x: x, D),
+    "allreduce": Case(allreduce, ((4, D, 8),), lambda x: x.sum(1), D),
+    "reduce_scatter": Case(reduce_scatter, ((4, D, D, 8),), lambda x: x.sum(1), D),
+    "matmul_allreduce": Case(
+        matmul_allreduce, ((8, D, 6, 5), (D, 5, 7)), lambda a, b: (a @ b).sum(1), D
+    ),
+    "allgather_linear": Case(
+        allgather_linear(8, D, 6, shard=1), ((8, D, 6, 10), *WEIGHTS), linear, D
+    ),
+    "broadcasts_linear": Case(allgather_linear(D, 6, shard=0), ((D, 6, 10), *WEIGHTS), linear, D),
+    "ring_linear": Case(
+        allgather_linear(D, 6, shard=0), ((D, 6, 10), *WEIGHTS), linear, D, params=RING
+    ),
+    "ring_linear_ordered": Case(
+        allgather_linear(D, 6, shard=0),
+        ((D, 6, 10), *WEIGHTS),
+        linear,
+        D,
+        params={**RING, "inter_stream_synchronization": True},
+    ),
+}
+
+
+def executor_of(case: Case) -> tuple[MultiDeviceExecutor, list[TensorView], TensorView]:
+    with FusionDefinition() as fd:
+        inputs, out = case.define(fd)
+    params = MultiDeviceExecutorParams()
+    for name, value in case.params.items():
+        setattr(params, name, value)
+    return MultiDeviceExecutor(fd.fusion, params), inputs, out
+
+
+def local(x: torch.Tensor, tv: TensorView) -> torch.Tensor:
+    return x if tv.mesh is None else multidevice.shard_tensor(x, tv)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_programs_are_right_and_print_as_golden_texts(name: str) -> None:
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    repetitions = [
+        [torch.randn(shape, generator=generator) for shape in case.shapes] for _ in range(4)
+    ]
+
+    def body() -> str:
+        executor, inputs, out = executor_of(case)
+        text = str(executor)
+        for xs in repetitions:
+            (got,) = executor.run([local(x, tv) for x, tv in zip(xs, inputs, strict=True)])
+            want = local(case.meaning(*(x.double() for x in xs)), out)
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+        program = executor.host_program()
+        assert equal(parse(program.full_text()), program)
+        assert str(executor) == text
+        return text
+
+    with simulate(case.ranks) as world:
+        texts = world.run(body)
+    assert len(set(texts)) == 1
+    assert texts[0] == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_a_stream_axis_of_a_split_is_refused() -> None:
+    with FusionDefinition() as fd:
+        (x,) = symbolic(fd, 2)
+        y = fd.ops.set(x)
+        fd.add_output(y)
+        y.outer_split(0, 2)
+        y.axis(0).parallelize(STREAM)
+    with pytest.raises(UnsupportedError, match=r"split/merge axis istreamIdx.*T1_.*test_multi_"):
+        MultiDeviceExecutor(fd.fusion, MultiDeviceExecutorParams())
+
+
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    with FusionDefinition() as fd:
+        (x,) = symbolic(fd, 2)
+        fd.add_output(fd.ops.set(x))
+    params = MultiDeviceExecutorParams(backend_type=CommunicatorBackend.cuda)
+    with pytest.raises(UnsupportedError, match="backend_type=cuda"):
+        MultiDeviceExecutor(fd.fusion, params)
+
+
+def test_a_wrong_input_is_an_error_on_every_rank_and_the_next_run_is_right() -> None:
+    case = CASES["ring_linear"]
+    xs = [torch.randn(shape) for shape in case.shapes]
+
+    def body() -> str:
+        executor, inputs, out = executor_of(case)
+        mine = [local(x, tv) for x, tv in zip(xs, inputs, strict=True)]
+        rank = multidevice.Communicator.instance().rank()
+        found = ""
+        try:
+            executor.run([mine[0].double() if rank == 1 else mine[0], *mine[1:]])
+        except Exception as error:
+            found = type(error).__name__
+        (got,) = executor.run(mine)
+        want = local(case.meaning(*(x.double() for x in xs)), out)
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+        return found
+
+    with simulate(D) as world:
+        assert world.run(body) == [PeerError.__name__, "InputError"]
