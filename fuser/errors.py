@@ -6,9 +6,7 @@ of the user's program. `assert` is kept for our own bugs.
 
 from __future__ import annotations
 
-import operator
 import sys
-from typing import SupportsIndex, cast
 
 _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice"})
 
@@ -101,22 +99,6 @@ def user_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Raise `ArgumentError` unless `value` is of a kind; `what` says who expected what."""
-    if not isinstance(value, kind):
-        raise ArgumentError(
-            f"{what}, got {value!r} of type {type(value).__name__}{user_code(user_line())}"
-        )
-
-
-def as_index(value: object, what: str) -> int:
-    """Return an integer of any library as Python's; raises `ArgumentError` like `check_kind`."""
-    if type(value) is int:
-        return value
-    check_kind(value, SupportsIndex, what)
-    return operator.index(cast("SupportsIndex", value))
 
 
 def user_code(where: str) -> str:

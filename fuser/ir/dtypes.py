@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fuser.errors import DtypeError, UnsupportedError, check_kind
+from fuser.errors import DtypeError, UnsupportedError
 from fuser.ir.types import IrEnum
 from fuser.record import record
 
@@ -91,12 +91,10 @@ HALF_LIKE = frozenset({D.Half, D.BFloat16})
 def check_supported(dtype: DtypeLike, what: str) -> DataType:
     """Return `dtype`, or the counterpart of a torch dtype.
 
-    Raises `UnsupportedError` naming `what` when no layer implements it, `ArgumentError` for what is
-    no dtype.
+    Raises `UnsupportedError` naming `what` when no layer implements it.
     """
     if isinstance(dtype, torch.dtype):
         return from_torch(dtype)
-    check_kind(dtype, DataType, f"{what}: expected a dtype like DataType.Float or torch.float32")
     if dtype not in INFO:
         raise UnsupportedError(f"{what}: dtype {dtype_text(dtype)} is not supported yet")
     return dtype

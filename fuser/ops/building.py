@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from fuser.arguments import Kind, Mismatch, wrong
 from fuser.errors import (
-    ArgumentError,
     DefinitionError,
     DtypeError,
     UnsupportedError,
-    as_index,
     user_line,
 )
 from fuser.ir import scalar as sc
@@ -31,7 +29,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import BroadcastOp, CastOp, TensorOp
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.table import operand_dtype
@@ -68,22 +66,16 @@ def _take_tensor(value: object) -> TensorView:
 ARGUMENTS = {TensorView: Kind("a tensor", _take_tensor)}
 
 
-def as_operand(value: object, op_name: str) -> Operand:
-    """Return a tensor or scalar; a Python number becomes a constant and takes a scalar number.
-
-    Raises `ArgumentError` for anything else, `UnsupportedError` for complex numbers.
-    """
+@overload
+def as_operand(value: ScalarLike, op_name: str) -> Scalar: ...
+@overload
+def as_operand(value: OperandLike, op_name: str) -> Operand: ...
+def as_operand(value: OperandLike, op_name: str) -> Operand:
+    """Return a tensor or scalar; a Python number becomes a constant and takes a scalar number."""
     if isinstance(value, TensorView | Scalar):
         return value
-    if isinstance(value, bool | int | float):
-        active_fusion().next_scalar()
-        return literal(value, dtype_of_python(value), op_name)
-    if isinstance(value, complex):
-        raise unsupported(op_name, f"complex number {value}")
-    raise ArgumentError(
-        f"{op_name}(): incompatible function arguments: expected a tensor, a scalar or a number, "
-        f"got {type(value).__name__} (at {user_line()})"
-    )
+    active_fusion().next_scalar()
+    return literal(value, dtype_of_python(value), op_name)
 
 
 def literal(value: bool | int | float, dtype: DataType, op_name: str) -> Const:
@@ -94,38 +86,23 @@ def literal(value: bool | int | float, dtype: DataType, op_name: str) -> Const:
     return Const(value, dtype)
 
 
-def as_tensor(value: object, op_name: str) -> TensorView:
-    """Return `value` as a tensor; raises `ArgumentError` otherwise."""
-    if not isinstance(value, TensorView):
-        raise ArgumentError(
-            f"{op_name}(): incompatible function arguments: expected a tensor, "
-            f"got {type(value).__name__} (at {user_line()})"
-        )
-    return value
-
-
-def as_size(value: object, op_name: str, index: int, *, lowest: int = 0) -> Scalar:
-    """Return a size as an Index scalar; ints must be at least `lowest`."""
-    if isinstance(value, bool) or not isinstance(value, int | Scalar):
-        raise ArgumentError(
-            f"{op_name}: Unsupported iterable object type for define_vector! Index:{index}, "
-            f"{value!r} is no integer (at {user_line()})"
-        )
+def as_integer(
+    value: SizeLike, op_name: str, index: int = 0, *, lowest: int | None = None
+) -> Scalar:
+    """Return an integer as an Index scalar; ints must be at least `lowest`."""
     if isinstance(value, int):
-        if value < lowest:
+        if lowest is not None and value < lowest:
             raise fail(op_name, f"size {value} at index {index} is below {lowest}")
         active_fusion().next_scalar()
-        return sc.const(int(literal(value, DataType.Index, op_name).value))
+        return sc.const(value)
     if category(value.dtype) != "int":
-        raise DtypeError(f"{op_name}: size {value} at index {index} is not an integer")
+        raise DtypeError(f"{op_name}: {value} at index {index} is not an integer")
     # Constants compare equal to our Index constants whatever integer type the user gave them.
     return sc.const(int(value.value)) if isinstance(value, Const) else value
 
 
 def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
     """Return a non-negative axis position; raises `DefinitionError` when out of range."""
-    if type(dim) is not int:
-        dim = as_index(dim, f"{op_name}: expected the position of an axis of {tv}")
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
             op_name, f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}"

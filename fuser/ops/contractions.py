@@ -15,7 +15,6 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
     add_op,
-    as_tensor,
     axes_of,
     fail,
     join_axes,
@@ -53,7 +52,7 @@ def _contracted(name: str, mapped: Mapped) -> list[IterDomain]:
 def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
     """Append torch.matmul: 1-D operands and batch broadcasting as there; dtypes must be equal."""
     name = "matmul"
-    a, b = as_tensor(arg1, name), as_tensor(arg2, name)
+    a, b = arg1, arg2
     for tv in (a, b):
         check_rank_at_least(name, tv, 1)
     _same_dtypes(name, (a, b))
@@ -80,7 +79,7 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
     """Append x @ weight.T + bias: x [*i, K], weight [N, K], bias [N] -> [*i, N, rK]."""
     name = "linear"
-    x, weight = as_tensor(arg1, name), as_tensor(arg2, name)
+    x, weight = arg1, arg2
     check_rank_at_least(name, x, 1)
     if weight.ndim < 2:
         raise fail(name, f"Input B must be at least 2D, got {weight}")
@@ -88,7 +87,7 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
         raise unsupported(name, f"weights with batch axes: {weight}")
     operands = [x, weight]
     if bias is not None:
-        operands.append(as_tensor(bias, name))
+        operands.append(bias)
         if bias.ndim != 1:
             raise fail(name, f"bias must have 1 axis, got {bias}")
     _same_dtypes(name, operands)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import cast as typing_cast
 from typing import overload
 
-from fuser.errors import ArgumentError, DtypeError, user_line
+from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text, is_floating
 from fuser.ir.nodes import BinaryOp, LoadStoreOp, TernaryOp, UnaryOp
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType
 from fuser.ops.building import (
@@ -22,7 +22,6 @@ from fuser.ops.building import (
     add_op,
     align_ranks,
     as_operand,
-    as_tensor,
     cast_tensor,
     clone_axes,
     convert,
@@ -198,7 +197,7 @@ def set_(x: OperandLike, /) -> Operand:
 
 def segment_set(x: TensorView, /) -> TensorView:
     """Append a copy that forces a segment boundary."""
-    return copy_tensor(as_tensor(x, "segment_set"), LoadStoreOpType.segmenter_set)
+    return copy_tensor(x, LoadStoreOpType.segmenter_set)
 
 
 @overload
@@ -227,27 +226,18 @@ def imag(x: OperandLike, /) -> Operand:
 
 
 # ------------------------------------------------------------------ optional or fixed slots
-def clamp(x: OperandLike, min: OperandLike | None, max: OperandLike | None, /) -> Operand:
+def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Operand:
     """Append max(min(x, max), min); None is the end of the dtype's range. Limits are scalars."""
     value = as_operand(x, "clamp")
     dtype = operand_dtype(value)
     limits: list[OperandLike] = []
     for limit, end in ((min, lowest(dtype)), (max, highest(dtype))):
-        if isinstance(limit, TensorView):
-            raise ArgumentError(
-                f"clamp(): incompatible function arguments: {limit} is not a scalar"
-            )
         limits.append(Const(end, dtype) if limit is None else limit)
     return apply_pointwise("clamp", (value, *limits))
 
 
-def threshold(x: OperandLike, threshold: OperandLike, value: OperandLike, /) -> Operand:
+def threshold(x: OperandLike, threshold: ScalarLike, value: ScalarLike, /) -> Operand:
     """Append x <= threshold ? value : x. Threshold and value are scalars."""
-    for v in (threshold, value):
-        if isinstance(v, TensorView):
-            raise ArgumentError(
-                f"threshold(): incompatible function arguments: {v} is not a scalar"
-            )
     return apply_pointwise("threshold", (x, threshold, value))
 
 
@@ -266,10 +256,8 @@ def _call(name: str, *arguments: OperandLike) -> Operand:
     return apply_pointwise(name, arguments)
 
 
-def addcmul(in1: OperandLike, in2: OperandLike, in3: OperandLike, value: OperandLike, /) -> Operand:
+def addcmul(in1: OperandLike, in2: OperandLike, in3: OperandLike, value: ScalarLike, /) -> Operand:
     """Append in1 + in2 * in3 * value; `value` is a scalar."""
-    if isinstance(value, TensorView):
-        raise ArgumentError(f"addcmul(): incompatible function arguments: {value} is not a scalar")
     return _call("add", in1, _call("mul", _call("mul", in2, in3), value))
 
 

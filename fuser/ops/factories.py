@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fuser.errors import ArgumentError, DtypeError
+from fuser.errors import DtypeError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text
 from fuser.ir.nodes import FullOp, IotaOp
@@ -14,9 +14,8 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     SizeLike,
     add_op,
+    as_integer,
     as_operand,
-    as_size,
-    as_tensor,
     axis_of_extent,
     broadcast_tensor,
     fail,
@@ -27,10 +26,8 @@ from fuser.ops.elementwise import apply_pointwise, check_rank_at_least
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
     """Append a tensor filled with `fill_value`, cast to `dtype`."""
-    sizes = [as_size(s, "full", i) for i, s in enumerate(shape)]
+    sizes = [as_integer(s, "full", i, lowest=0) for i, s in enumerate(shape)]
     value = as_operand(fill_value, "full")
-    if isinstance(value, TensorView):
-        raise ArgumentError("full(): incompatible function arguments: fill_value is a tensor")
     return full_tensor(sizes, value, check_supported(dtype, "full"))
 
 
@@ -51,7 +48,7 @@ def iota(
     dtype = check_supported(dtype, "iota")
     if category(dtype) not in ("int", "float"):
         raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
-    size = as_size(length, "iota", 0)
+    size = as_integer(length, "iota", lowest=0)
     ends = [_iota_scalar(v, default, dtype) for v, default in ((start, 0), (step, 1))]
     value = ends[1].value if isinstance(ends[1], Const) else 1
     if value == 0 or not math.isfinite(value):
@@ -65,7 +62,6 @@ def _iota_scalar(value: ScalarLike | None, default: int, dtype: DataType) -> Sca
     if value is None:
         return Const(default, dtype)
     scalar = as_operand(value, "iota")
-    assert isinstance(scalar, Scalar)
     if category(scalar.dtype) != category(dtype):
         raise DtypeError(
             f"iota: {scalar} is {dtype_text(scalar.dtype)}, but the result is {dtype_text(dtype)}"
@@ -75,7 +71,7 @@ def _iota_scalar(value: ScalarLike | None, default: int, dtype: DataType) -> Sca
 
 def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
     """Append a copy with zeros where column - row < diagonal, over the last two axes."""
-    tv = as_tensor(arg, "triu")
+    tv = arg
     check_rank_at_least("triu", tv, 2)
     row = broadcast_tensor(iota(tv.size(-2)), (False, True))
     column = iota(tv.size(-1))

@@ -8,10 +8,10 @@ reduction over an axis of constant size 0 is filled with the identity.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast as typing_cast
 
-from fuser.errors import ArgumentError, DtypeError, check_kind
+from fuser.errors import ArgumentError, DtypeError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import HALF_LIKE, DataType, DtypeLike, check_supported, dtype_text, is_floating
@@ -22,7 +22,6 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
     add_op,
-    as_tensor,
     axes_of,
     broadcast_tensor,
     convert,
@@ -101,7 +100,7 @@ def _reduce(
     dtype: DtypeLike,
 ) -> TensorView:
     name = REDUCTIONS[kind].name
-    tv = as_tensor(arg, name)
+    tv = arg
     if isinstance(dim, DataType):
         # nvFuser's first form has the dtype in this place: sum(x, DataType.Float).
         dim, dtype = None, dim
@@ -132,8 +131,6 @@ def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -
     """Return the axis positions; raises `DefinitionError` for none, duplicates or out of range."""
     if dims is None:
         return set(range(tv.ndim))
-    if not isinstance(dims, int):
-        check_kind(dims, Iterable, f"{name} of {tv}: expected an axis or a list of axes")
     given = [dims] if isinstance(dims, int) else list(dims)
     if not given or not tv.ndim:
         raise fail(name, f"No reduction axis specified for {tv}")
@@ -205,7 +202,7 @@ def welford(
     arg: TensorView, dims: int | Sequence[int]
 ) -> tuple[TensorView, TensorView, TensorView]:
     """Append a Welford reduction: average, sum of squared deviations, and count (Index)."""
-    tv = as_tensor(arg, "welford")
+    tv = arg
     if not is_floating(tv.dtype()):
         raise DtypeError(f"welford: a floating operand is needed, got {tv}")
     axes = _reduced_axes("welford", tv, dims)
@@ -232,7 +229,7 @@ def var_mean(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> tuple[TensorView, TensorView]:
     """Append (variance, mean): squared deviations over max(count - correction, 0)."""
-    tv = as_tensor(arg, "var_mean")
+    tv = arg
     if tv.dtype() in HALF_LIKE:
         raise DtypeError(
             f"variance_mean is not supported for {dtype_text(tv.dtype())} please upcast to float"
@@ -250,7 +247,7 @@ def var(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> TensorView:
     """Append the variance in two steps: mean, then the squared deviations from it."""
-    tv = as_tensor(arg, "var")
+    tv = arg
     axes, scale = _variance_scale("var", tv, dims, correction)
     order = sorted(axes)
     count = sc.product(tv.size(i) for i in order)

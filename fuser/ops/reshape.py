@@ -27,8 +27,7 @@ from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
     add_op,
-    as_size,
-    as_tensor,
+    as_integer,
     axes_of,
     broadcast_tensor,
     clone_axes,
@@ -251,7 +250,7 @@ def reshape(arg: TensorView, new_shape: Sequence[SizeLike]) -> TensorView:
 
     Raises `DefinitionError` when constants show that the element counts differ.
     """
-    tv = as_tensor(arg, "reshape")
+    tv = arg
     fusion = active_fusion()
     ins = [fusion.canonical(a.size) for a in axes_of(tv)]
     outs = _output_sizes(tv, ins, new_shape)
@@ -268,7 +267,7 @@ def _output_sizes(
     """Return the canonical output sizes, with -1 inferred."""
     name = "reshape"
     fusion = active_fusion()
-    given = [as_size(s, name, i, lowest=-1) for i, s in enumerate(new_shape)]
+    given = [as_integer(s, name, i, lowest=-1) for i, s in enumerate(new_shape)]
     inferred = [i for i, s in enumerate(given) if sc.int_value(s) == -1]
     if len(inferred) > 1:
         raise fail(name, "A maximum of one value of -1 can be specified.")

@@ -17,8 +17,8 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     SizeLike,
     add_op,
+    as_integer,
     as_operand,
-    as_tensor,
     axes_of,
     clone_axes,
     fail,
@@ -47,21 +47,8 @@ def resized_domain(
     )
 
 
-def _index_scalars(values: Sequence[SizeLike], what: str) -> list[Scalar]:
-    """Return integer scalars; ints may be negative."""
-    out: list[Scalar] = []
-    for i, v in enumerate(values):
-        if isinstance(v, bool) or not isinstance(v, int | Scalar):
-            raise ArgumentError(
-                f"{what}: Unsupported iterable object type for define_vector! Index:{i}"
-            )
-        if isinstance(v, int):
-            active_fusion().next_scalar()
-        elif category(v.dtype) != "int":
-            raise DtypeError(f"{what}: {v} at index {i} is not an integer")
-        value = sc.int_value(v)
-        out.append(sc.const(value) if value is not None else sc.as_scalar(v))
-    return out
+def _integers(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:
+    return [as_integer(v, op_name, i) for i, v in enumerate(values)]
 
 
 # ------------------------------------------------------------------ slice
@@ -78,12 +65,12 @@ def slice(
     full range is a `set`, an empty one a `full`.
     """
     name = "slice"
-    tv = as_tensor(arg, name)
+    tv = arg
     given = [start_indices, end_indices, *([strides] if strides is not None else [])]
     if not (all(isinstance(g, list) for g in given) or all(isinstance(g, tuple) for g in given)):
         raise ArgumentError(f"{name}(): incompatible function arguments: all lists or all tuples")
-    starts, ends = _index_scalars(start_indices, name), _index_scalars(end_indices, name)
-    _check_slice(tv, starts, ends, _index_scalars(strides, name) if strides is not None else None)
+    starts, ends = _integers(start_indices, name), _integers(end_indices, name)
+    _check_slice(tv, starts, ends, _integers(strides, name) if strides is not None else None)
     fusion = active_fusion()
     bounds: list[tuple[Scalar, Scalar]] = []
     for axis, start, end in zip(axes_of(tv), starts, ends, strict=True):
@@ -159,8 +146,8 @@ def pad(
     """Pad with `value` (default 0) as torch.nn.functional.pad: innermost axis first, pairs of left
     and right width; negative widths crop."""
     name = "pad"
-    tv = as_tensor(arg, name)
-    widths = _index_scalars(pad_widths, name)
+    tv = arg
+    widths = _integers(pad_widths, name)
     if len(widths) % 2 or len(widths) > 2 * tv.ndim:
         raise fail(name, f"{len(widths)} pad widths for the {tv.ndim} axes of {tv}")
     pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
@@ -172,7 +159,6 @@ def _pad_value(tv: TensorView, value: ScalarLike | None) -> Scalar:
     if value is None:
         return Const(0, tv.dtype())
     scalar = as_operand(value, "pad")
-    assert isinstance(scalar, Scalar), "pad value is a scalar"
     if category(scalar.dtype) != category(tv.dtype()):
         raise DtypeError(
             "pad: Tensor arg and pad value must have the same dtype. "
@@ -208,7 +194,7 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
     0 are dropped.
     """
     name = "cat"
-    pieces = [as_tensor(t, name) for t in tensors]
+    pieces = list(tensors)
     if not pieces:
         raise fail(name, "no tensors")
     first = pieces[0]

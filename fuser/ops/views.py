@@ -15,8 +15,7 @@ from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
     add_op,
-    as_size,
-    as_tensor,
+    as_integer,
     axes_of,
     broadcast_tensor,
     clone_axes,
@@ -31,7 +30,7 @@ from fuser.ops.elementwise import copy_tensor
 
 def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
     """Insert broadcast axes: one flag per output axis. Without a True, `arg` itself is returned."""
-    tv = as_tensor(arg, "broadcast")
+    tv = arg
     flags = tuple(bool(f) for f in is_broadcast_dim)
     if flags.count(False) != tv.ndim:
         raise fail(
@@ -46,7 +45,7 @@ def broadcast_in_dim(
 ) -> TensorView:
     """Place input axis i at output position broadcast_dims[i], then expand to `shape`."""
     name = "broadcast_in_dim"
-    tv = as_tensor(arg, name)
+    tv = arg
     if not len(shape) >= len(broadcast_dims) == tv.ndim:
         raise fail(
             name,
@@ -70,8 +69,8 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
     one (checked when inputs are bound if either is symbolic). Without expansion it is a `set`.
     """
     name = "expand"
-    tv = as_tensor(arg, name)
-    sizes = [as_size(s, name, i, lowest=-1) for i, s in enumerate(shape)]
+    tv = arg
+    sizes = [as_integer(s, name, i, lowest=-1) for i, s in enumerate(shape)]
     if len(sizes) < tv.ndim:
         raise fail(name, f"{len(sizes)} sizes for the {tv.ndim} axes of {tv}")
     if len(sizes) > tv.ndim:
@@ -106,7 +105,7 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
 
 def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False) -> TensorView:
     """Drop broadcast axes; expanded ones only with `squeeze_expanded`."""
-    tv = as_tensor(arg, "squeeze")
+    tv = arg
     axes = axes_of(tv)
     if not axes and list(dims):
         raise fail("squeeze", f"axes {list(dims)} of {tv}, which has none")
@@ -135,7 +134,7 @@ def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
 
 def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
     """Output axis i is input axis dims[i]; the output's root domain has the input's order."""
-    tv = as_tensor(arg, "permute")
+    tv = arg
     if tv.ndim == 0 or not dims:
         return copy_tensor(tv)
     order = [wrap_dim(d, tv.ndim, "permute", tv) for d in dims]
@@ -152,7 +151,7 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
 def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
     """Copy into the memory order that `stride_order` gives: entry i is the rank by stride of axis
     i, 0 for the fastest. Contiguous."""
-    tv = as_tensor(arg, "stride_order")
+    tv = arg
     out = copy_tensor(tv)
     if not stride_order:
         return out
@@ -187,9 +186,9 @@ def ordered_axes(
 
 def size(arg: TensorView, dim: int) -> Scalar:
     """Return the (expanded) extent of an axis."""
-    return as_tensor(arg, "size").size(dim)
+    return arg.size(dim)
 
 
 def shape(arg: TensorView, /) -> list[Scalar]:
     """Return the (expanded) extents of all axes."""
-    return as_tensor(arg, "shape").shape()
+    return arg.shape()
