@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -148,3 +149,22 @@ def test_contractions(dtype: str) -> None:
 def test_scalars_divide_with_truncation() -> None:
     assert elementwise.scalar_op("div", [Num(-5, "Int"), Num(2, "Int")]) == Num(-2, "Int")
     assert elementwise.scalar_op("mod", [Num(-5, "Int"), Num(3, "Int")]) == Num(-2, "Int")
+
+
+def test_a_rounded_product_is_not_exact_because_its_last_digits_happen_to_be_zeros() -> None:
+    """1.31 * x rounds to a number of few digits; a fused multiply-add does not round it."""
+    x, a = torch.tensor([-0.7442831993103027]), torch.ones(1, dtype=torch.float64)
+    value = elementwise.addcmul(
+        exact(a, "Double"), exact(x.double(), "Float"), exact(a, "Double"), Num(1.31, "Double")
+    )
+    fused = torch.tensor([float(1 + Fraction(x.item()) * Fraction(1.31))], dtype=torch.float64)
+    assert float((1 + 1.31 * x.double() - fused).abs()) > 0
+    assert compare(fused, value) is None
+    assert 0 < float(value.bound) < 1e-15
+
+
+def test_rounding_keeps_the_sign_of_a_nan() -> None:
+    x = torch.full((64,), math.nan, dtype=torch.bfloat16)
+    size = elementwise.pointwise("abs", [exact(x.double().neg(), "BFloat16")])
+    value = elementwise.pointwise("signbit", [size])
+    assert value.is_exact and compare(x.abs().signbit(), value) is None

@@ -101,7 +101,8 @@ RANKS: ContextVar[int] = ContextVar("RANKS", default=1)
 
 
 def round_to(x: Tensor, dtype: str) -> Tensor:
-    return x.to(DTYPES[dtype].torch).double()
+    """Round as the hardware does. A NaN stays as it is: torch's own conversion sets its sign."""
+    return torch.where(torch.isnan(x), x, x.to(DTYPES[dtype].torch).double())
 
 
 def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
@@ -118,7 +119,14 @@ def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
     )
 
 
-def computed(ref: Tensor, bound: Tensor, dtype: str, ulps: float, scale: Tensor | None) -> Val:
+def computed(
+    ref: Tensor,
+    bound: Tensor,
+    dtype: str,
+    ulps: float,
+    scale: Tensor | None,
+    operands: Sequence[Tensor] = (),
+) -> Val:
     """Add the error of one floating operation in `dtype`, of `ulps` units in the last place.
 
     An operation that rounds correctly (at most 2 units here) on exact operands is exact where its
@@ -131,9 +139,12 @@ def computed(ref: Tensor, bound: Tensor, dtype: str, ulps: float, scale: Tensor 
     unit = facts.eps * (size + bound) + facts.tiny * (facts.eps if ulps < 4 else 1)
     new = bound + ulps * unit
     if ulps <= 2:
-        # A Double result is rounded here too: it is exact where it has few digits.
+        # A Double result is rounded here too: it is exact where it has few digits, and not by
+        # chance, because its operands have few.
         digits = "Float" if dtype == "Double" else dtype
-        is_exact = (bound == 0) & (round_to(ref, digits) == ref)
+        is_exact = bound == 0
+        for x in (ref, *operands):
+            is_exact = is_exact & (round_to(x, digits) == x)
         new = torch.where(is_exact, torch.zeros_like(new), new)
     new = torch.where(torch.isinf(ref) | torch.isnan(ref), bound, new)
     return overflow(Val(ref, nonnan(new), dtype))
