@@ -64,17 +64,23 @@ class Kind:
 
 
 # ------------------------------------------------------------------ showing values
-def show(value: object) -> str:
+def show(value: object, depth: int = 0) -> str:
     """Return a value for a message: short, without addresses, and never an error of its own."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
+    if depth > 3:
+        return ".."
     if isinstance(value, list | tuple | set | frozenset):
         items = cast("Collection[object]", value)
-        inner = ", ".join(show(v) for v in islice(items, 8))
+        inner = ", ".join(show(v, depth + 1) for v in islice(items, 8))
         text = f"[{inner}{', ..' if len(items) > 8 else ''}]"
     elif isinstance(value, dict):
         pairs = cast("dict[object, object]", value).items()
-        text = "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in islice(pairs, 8)) + "}"
+        text = (
+            "{"
+            + ", ".join(f"{show(k, depth + 1)}: {show(v, depth + 1)}" for k, v in islice(pairs, 8))
+            + "}"
+        )
     else:
         try:
             text = str(value) if hasattr(value, "is_symbolic") else repr(value)

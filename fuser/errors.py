@@ -23,6 +23,14 @@ class DefinitionError(FuserError, ValueError):
     """A fusion or a schedule is ill-formed: shapes, axes, arguments of an op."""
 
 
+class EmptyDefinitionError(DefinitionError, NotImplementedError):
+    """A definition that was never written, or has no output, is to run."""
+
+
+class OtherEntranceError(DefinitionError, AssertionError):
+    """A definition runs by `execute` or by `manual_execute`, not by both."""
+
+
 class ArgumentError(FuserError, TypeError):
     """An argument of a call is of a kind that the call does not take."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from fuser.arguments import Mismatch, list_items, show
 from fuser.errors import OptionError
 from fuser.option_names import ARGUMENTS, EFFECTS, NO_EFFECT, PROCESS_WIDE
 
@@ -290,15 +291,22 @@ def disabled(name: str) -> bool:
     return settings().disabled(name)
 
 
+# The default of a call: no options of its own.
+NONE: tuple[str, ...] = ()
+
+
 def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
     """Returns the options of one call, each a known name.
 
     Raises:
         OptionError: `Unrecognized enable_option: <x>`.
     """
-    if isinstance(options, str) or not isinstance(options, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(f"{kind} options are a list of names, not {options!r}")
-    chosen = tuple(options)
+    try:
+        chosen = tuple(map(str, list_items(options, "names")))
+    except Mismatch:
+        raise OptionError(f"{kind} options are a list of names, not {show(options)}") from None
+    except Exception:  # a str may raise anything
+        raise OptionError(f"{kind} options are a list of names, found {show(options)}") from None
     known = known_names(kind.upper())
     for option in chosen:
         name = str(option).partition("(")[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fuser.arguments import show
 from fuser.errors import InputError
 from fuser.ir.binding import Argument, Binder, Values, tensor_problem
 from fuser.ir.dtypes import category, dtype_text, from_torch, misfit, to_torch
@@ -84,7 +85,7 @@ class InputBinder:
 
 def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
-        raise InputError(f"{spec.where} to be an at::Tensor but got scalar {value}")
+        raise InputError(f"{spec.where} to be an at::Tensor but got scalar {show(value)}")
     problem = tensor_problem(value)
     if problem:
         raise InputError(f"{spec.where} to be a plain tensor, but it is {problem}")

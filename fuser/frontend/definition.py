@@ -18,8 +18,15 @@ import torch
 
 import fuser.ops
 import fuser.schedule
-from fuser.arguments import LONGEST, checked, python_number
-from fuser.errors import DefinitionError, InputError, UnsupportedError, user_line
+from fuser.arguments import LONGEST, Mismatch, checked, list_items, python_number
+from fuser.errors import (
+    DefinitionError,
+    EmptyDefinitionError,
+    InputError,
+    OtherEntranceError,
+    UnsupportedError,
+    user_line,
+)
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual import ManualKernel
 from fuser.ir.dtypes import DataType, DtypeLike, from_torch
@@ -28,9 +35,17 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops import define
+from fuser.options import NONE
 from multidevice.agreement import Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.sharding import requested_devices
+
+_NEVER_WRITTEN = (
+    "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
+)
+# More than any structure of inputs has; a list may hold itself.
+_DEEPEST = 64
+_MOST_INPUTS = 1 << 20
 
 
 class FusionDefinition:
@@ -73,7 +88,8 @@ class FusionDefinition:
         """The fusion as the user defined it."""
         if hasattr(self, "fec"):
             return self.fec.fusion()
-        assert self._fusion is not None, "the definition was never entered"
+        if self._fusion is None:
+            raise EmptyDefinitionError(_NEVER_WRITTEN)
         return self._fusion
 
     # ------------------------------------------------------------ definition
@@ -129,10 +145,7 @@ class FusionDefinition:
     def validate_definition(self) -> tuple[bool, str | None]:
         """Return (whether the definition can run, why not)."""
         if not hasattr(self, "fec") and self._fusion is None:
-            return False, (
-                "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define "
-                "a fusion."
-            )
+            return False, _NEVER_WRITTEN
         if not self.fusion.outputs or not self.fusion.vals():
             return False, "Fusion is empty!"
         return True, None
@@ -144,8 +157,8 @@ class FusionDefinition:
         *,
         device: int | str | torch.device | None = None,
         save_repro_inputs: bool = False,
-        _enable_options: Sequence[str] = (),
-        _disable_options: Sequence[str] = (),
+        _enable_options: Sequence[str] = NONE,
+        _disable_options: Sequence[str] = NONE,
     ) -> list[torch.Tensor]:
         """Run the program on `inputs` and return its visible outputs in `add_output` order.
 
@@ -160,7 +173,7 @@ class FusionDefinition:
         """
 
         def prepare() -> Prepared[list[torch.Tensor]]:
-            if save_repro_inputs:
+            if save_repro_inputs is not False:
                 raise UnsupportedError("execute: save_repro_inputs is not supported yet")
             cache = self._executor_cache()
             return cache.prepare(flatten(inputs), device, _enable_options, _disable_options)
@@ -175,13 +188,14 @@ class FusionDefinition:
 
     def _executor_cache(self) -> FusionExecutorCache:
         """Return the cache, which takes the definition over at the first call."""
-        assert not hasattr(self, "ke"), (
-            "KernelExecutor already exists! Use manual_execute() to execute the fusion."
-        )
+        if hasattr(self, "ke"):
+            raise OtherEntranceError(
+                "KernelExecutor already exists! Use manual_execute() to execute the fusion."
+            )
         if not hasattr(self, "fec"):
             valid, why = self.validate_definition()
             if not valid:
-                raise NotImplementedError(why)  # the type that nvFuser's users catch
+                raise EmptyDefinitionError(why)
             assert self._fusion is not None
             self.fec = FusionExecutorCache(self._fusion)
             del self._fusion
@@ -192,13 +206,15 @@ class FusionDefinition:
 
         The schedule is read at the first call. No segmentation, no meshes.
         """
-        assert not hasattr(self, "fec"), (
-            "FusionExecutorCache already exists! Use execute() to execute the fusion."
-        )
+        if hasattr(self, "fec"):
+            raise OtherEntranceError(
+                "FusionExecutorCache already exists! Use execute() to execute the fusion."
+            )
         if not hasattr(self, "ke"):
             self.ke = ManualKernel(self.fusion)
         return self.ke.run(flatten(inputs))
 
+    @checked
     def validate(
         self,
         inputs: Sequence[object],
@@ -223,16 +239,21 @@ class FusionDefinition:
         return outputs
 
 
-def flatten(inputs: Iterable[object]) -> list[torch.Tensor | bool | int | float]:
+def flatten(inputs: Iterable[object], depth: int = 0) -> list[torch.Tensor | bool | int | float]:
     """Return tensors and numbers with nested lists and tuples flattened in place."""
     if isinstance(inputs, torch.Tensor):
         raise InputError("inputs are a list of tensors and numbers, got a tensor: pass [tensor]")
-    if not isinstance(inputs, Iterable):
-        raise InputError(f"inputs are a list of tensors and numbers, got {type(inputs).__name__}")
+    if not isinstance(inputs, list | tuple):
+        try:
+            inputs = list_items(inputs, "tensors and numbers", longest=_MOST_INPUTS)
+        except Mismatch as error:
+            raise InputError(f"inputs are a list of tensors and numbers: {error.text}") from None
+    if depth > _DEEPEST:
+        raise InputError(f"inputs are lists nested deeper than {_DEEPEST}")
     flat: list[torch.Tensor | bool | int | float] = []
     for value in inputs:
         if isinstance(value, list | tuple):
-            flat.extend(flatten(value))  # pyright: ignore[reportUnknownArgumentType]
+            flat.extend(flatten(value, depth + 1))  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(value, torch.Tensor | bool | int | float):
             flat.append(value)
         else:

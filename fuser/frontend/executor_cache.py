@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser import dumps, options
+from fuser.arguments import show
 from fuser.dumps import Dump
 from fuser.errors import FuserError, InputError, user_code
 from fuser.frontend.program_cache import PROGRAMS, Program
@@ -111,8 +112,8 @@ class FusionExecutorCache:
         inputs: Sequence[Argument],
         *,
         device: int | str | torch.device | None = None,
-        _enable_options: Sequence[str] = (),
-        _disable_options: Sequence[str] = (),
+        _enable_options: Sequence[str] = options.NONE,
+        _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
         return run_agreed(
@@ -125,15 +126,15 @@ class FusionExecutorCache:
         self,
         inputs: Sequence[Argument],
         device: int | str | torch.device | None = None,
-        _enable_options: Sequence[str] = (),
-        _disable_options: Sequence[str] = (),
+        _enable_options: Sequence[str] = options.NONE,
+        _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[list[torch.Tensor]]:
         """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
         communicator = Communicator.instance()
         settings = self._settings
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             inputs = self._without_tangents(inputs)
-        if _enable_options != () or _disable_options != ():
+        if _enable_options is not options.NONE or _disable_options is not options.NONE:
             settings = options.settings(_enable_options, _disable_options)
         where = None if device is None else device_of(inputs, device)
         key = (communicator, settings, where, signature_of(inputs, self._free))
@@ -365,12 +366,14 @@ def device_of(inputs: Sequence[Argument], device: int | str | torch.device | Non
     """
     if device is not None:
         # Torch keeps the index in 8 bits, and wraps without a word.
-        if isinstance(device, int) and not 0 <= device < 128:
-            raise InputError(f"device={device} is no index of a CUDA device")
+        if isinstance(device, int) and (isinstance(device, bool) or not 0 <= device < 128):
+            raise InputError(f"device={show(device)} is no index of a CUDA device")
         try:
             return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise InputError(f"device={device!r}: {error}") from None
+            raise InputError(f"device={show(device)}: {error}") from None
+        except Exception:  # what is no device may have a repr that raises
+            raise InputError(f"device={show(device)} is no device") from None
     devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else _CPU)
 

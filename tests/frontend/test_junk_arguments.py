@@ -6,6 +6,7 @@ table; what comes back is a result or a `FuserError` that names the call and the
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,7 +20,13 @@ import torch
 import fuser.ops
 import fuser.schedule
 from fuser import DataType, DeviceMesh, FusionDefinition, MemoryType, ParallelType, TensorView
-from fuser.errors import ArgumentError, FuserError, InputError
+from fuser.errors import (
+    ArgumentError,
+    EmptyDefinitionError,
+    FuserError,
+    InputError,
+    OtherEntranceError,
+)
 from fuser.ir.text import fusion_text
 from fuser.ops.table import POINTWISE, PUBLIC
 from fuser.ops.unsupported import UNSUPPORTED
@@ -283,6 +290,64 @@ def test_every_public_call_has_a_row() -> None:
     assert methods_of(public_mesh.DeviceMesh) | methods_of(DeviceMesh) <= set(MESH)
     calls = {n for n in fuser.schedule.__all__ if isfunction(getattr(fuser.schedule, n))}
     assert calls == set(SCHEDULE)
+
+
+# ------------------------------------------------------------------ running
+def scaled() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x, n = fd.define_tensor([-1], contiguity=True), fd.define_scalar(None, D.Double)
+        fd.add_output(fd.ops.mul(x, n))
+    return fd
+
+
+@pytest.mark.parametrize("name", ["execute", "manual_execute", "validate"])
+def test_junk_inputs(name: str) -> None:
+    nested: list[Any] = []
+    nested.append(nested)
+    x, fd = torch.ones(3), scaled()
+    bench = Bench()
+    bench.close()
+    for index, value in enumerate([*bench.junk, nested]):
+        for inputs in (value, [value, 1.0], [x, value], [x, 1.0, value]):
+            try:
+                getattr(fd, name)(inputs)
+            except FuserError:
+                continue
+            except Exception as error:
+                pytest.fail(f"junk {index}: {type(error).__name__}: {error!s:.200}")
+
+
+def test_junk_options_of_a_call() -> None:
+    nested: list[Any] = []
+    nested.append(nested)
+    x, fd = torch.ones(3), scaled()
+    bench = Bench()
+    bench.close()
+    for index, value in enumerate([*bench.junk, nested]):
+        for name in ("device", "_enable_options", "_disable_options", "save_repro_inputs"):
+            try:
+                fd.execute([x, 2.0], **{name: value})
+            except FuserError:
+                continue
+            except Exception as error:
+                pytest.fail(f"{name}, junk {index}: {type(error).__name__}: {error!s:.200}")
+        with contextlib.suppress(FuserError, AssertionError):  # it says which output differs
+            fd.validate([x, 2.0], value)
+    assert fd.execute([x, 2.0])[0].tolist() == [2.0] * 3
+
+
+def test_a_definition_runs_by_one_entrance_and_after_it_was_written() -> None:
+    x, fd, manual = torch.ones(3), scaled(), scaled()
+    fd.execute([x, 2.0])
+    with pytest.raises(OtherEntranceError, match="FusionExecutorCache already exists"):
+        fd.manual_execute([x, 2.0])
+    manual.manual_execute([x, 2.0])
+    with pytest.raises(OtherEntranceError, match="KernelExecutor already exists"):
+        manual.execute([x, 2.0])
+    unwritten = FusionDefinition()
+    for call in (lambda: unwritten.execute([]), lambda: unwritten.fusion):
+        with pytest.raises(EmptyDefinitionError, match="Use `with FusionDefinition"):
+            call()
 
 
 # ------------------------------------------------------------------ what is taken
