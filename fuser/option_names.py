@@ -27,6 +27,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "checked": "CPU kernels check bounds, alignment, uninitialised reads and shared-memory "
         "races; a finding is a KernelError that names tensor, op and the user's line",
         "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
+        "stream_slots": "what only the steps of one loop see, one index of an axis each, is "
+        "allocated with as many elements along it as there are streams",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
         "stream is held back as far as the program's waits allow, so that a missing wait gives "
         "wrong numbers",

@@ -14,13 +14,16 @@ class LowerParams:
     `offset_by_rank`: the steps of a loop begin at this rank's own, and what comes from another
     device's step is received from it (a ring), instead of broadcast.
     `inter_stream_synchronization`: the next step's stream waits until this step's transfer has been
-    posted. `propagate`: tensors that the user did not annotate are sharded like their neighbours.
+    posted. `stream_slots`: a tensor that only the steps of one loop see, an element each, has room
+    for as many as there are streams. `propagate`: tensors that the user did not annotate are
+    sharded like their neighbours.
     """
 
     propagate: bool = True
     standalone: bool = False
     offset_by_rank: bool = False
     inter_stream_synchronization: bool = False
+    stream_slots: bool = False
 
 
 DEFAULT = LowerParams()

@@ -15,8 +15,8 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
-from hostir.ops import RANK
+from fuser.ir.types import MemoryType, ParallelType
+from hostir.ops import NUMBER_OF_STREAMS, RANK
 from multidevice.finalize import parallel_axes_to_front, shard_allocation
 from multidevice.placement import Cuts, add_cuts, clone_domain, placement
 from multidevice.streams import stream_axis
@@ -77,6 +77,24 @@ def selected(tv: TensorView, position: int) -> TensorView:
     out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh)
     order = [(p - (p > position), f) for p, f in _cut(tv, position) if p != position]
     _place(out, [c for p, c in enumerate(placement(tv)) if p != position], order)
+    return out
+
+
+def slots(tv: TensorView, position: int) -> TensorView:
+    """Return a tensor with room for as many elements of `tv` along an axis as there are streams,
+    which counts them first."""
+    fusion = tv.fusion
+    gone = tv.domain.no_reductions[position].number
+    kept = [a for a in tv.domain.logical if a.number != gone]
+    axes = [fusion.new_axis(NUMBER_OF_STREAMS), *(fusion.clone_axis(a) for a in kept)]
+    out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh, memory=MemoryType.global_)
+    cuts = [(), *(c for p, c in enumerate(placement(tv)) if p != position)]
+    inner = [
+        (p + (p < position), flag if flag is None else True)
+        for p, flag in memory_order(tv)
+        if p != position
+    ]
+    _place(out, cuts, [(0, True), *inner])
     return out
 
 

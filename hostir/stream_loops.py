@@ -50,7 +50,7 @@ from hostir.ops import (
     Synchronize,
     loop_index,
 )
-from hostir.slices import block, coordinate, rank_at, rotated, selected
+from hostir.slices import block, coordinate, rank_at, rotated, selected, slots
 from hostir.transfers import (
     CollectivePermute,
     Communication,
@@ -420,8 +420,33 @@ class StreamLoopBuilder:
         if is_allocated_per_step(tv):
             self._steps.append(Allocate(twin, stream_index=self._index))
             return twin
+        if self._takes_slots(tv):
+            return self._slot(tv, twin)
         self._before.append(Allocate(twin))
         return self._part(tv)
+
+    def _takes_slots(self, tv: TensorView) -> bool:
+        """Whether a stream needs one element of the tensor at a time, and nothing else sees it."""
+        lowering = self._lowering
+        fusion = lowering.segmented.fusion
+        return (
+            lowering.params.stream_slots
+            and _stream_axis(tv).is_logical
+            and tv not in fusion.outputs
+            and lowering.loops.fits_in_loop(tv)
+            and not any(isinstance(u, VIEW_OPS) and not is_copy(u) for u in fusion.uses(tv))
+        )
+
+    def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
+        """Make room for one element per stream; steps of one stream follow one another."""
+        position = _stream_axis(tv).position
+        room, out = slots(twin, position), selected(twin, position)
+        self._before.append(Allocate(room))
+        which = sc.mod(self._index, NUMBER_OF_STREAMS)
+        axis = room.domain.no_reductions[0]
+        self._steps.append(HirAliasSelect(out, room, which, axis=axis))
+        self._parts[tv] = out
+        return out
 
     # ------------------------------------------------------------ loops
     def _for(self, *body: Op) -> ForLoop:

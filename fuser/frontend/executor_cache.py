@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -298,7 +298,7 @@ class FusionExecutorCache:
             self._fusion,
             input_class,
             backend_name=backend,
-            params=self._params,
+            params=replace(self._params, stream_slots=settings.enabled("stream_slots")),
             dump=dump,
         )
         if "short" in options.dump_args("host_ir"):

@@ -195,3 +195,22 @@ def test_streams(name: str) -> None:
     program = fd.fec.host_program()
     assert equal(parse(program.full_text()), program)
     assert "FOR " in str(program)
+
+
+def test_what_only_steps_see_has_as_many_slots_as_streams() -> None:
+    with FusionDefinition() as fd:
+        (x, w) = tensors(fd, 2, 3)
+        t = fd.ops.matmul(x, w)
+        y = fd.ops.relu(t)
+        fd.add_output(y)
+        stream(y, 0)
+    options = ["stream_slots"]
+    for late in ((), *((f"late_stream({name})",) for name in LATE)):
+        for batch in (9, 3, 1):
+            a, b = torch.randn(4, 5), torch.randn(batch, 5, 6)
+            (got,) = fd.execute([a, b], _enable_options=[*options, *late])
+            want = (a.double() @ b.double()).relu()
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    text = str(fd.fec.host_program())
+    assert "[iS12{numberOfStreams}" in text or "{numberOfStreams}, " in text
+    assert "index = ( streamIdx % numberOfStreams ) )" in text
