@@ -61,7 +61,9 @@ def write(dump: Dump, *, rank: int = 0) -> None:
     if ranks is not None and rank not in ranks:
         return
     first = heading(dump, rank=rank, is_only_rank=ranks == {0})
-    text = f"{first}\n{dump.text.rstrip()}\n// end of {dump.name} of {dump.of}\n"
+    # Lines count from the heading, which stands in the place of a host program's own first line.
+    body = dump.text.strip("\n")
+    text = f"{first}\n{body}\n// end of {dump.name} of {dump.of}\n"
     folder = options.dump_dir()
     if folder is None:
         print(text, end="", flush=True)

@@ -12,10 +12,14 @@ from pathlib import Path
 import torch
 
 from fuser.errors import FuserError, InputError, OptionError
-from hostir.container import SHORT_FORM, HostIrContainer
+from hostir.container import SHORT_FORM, HostIrContainer, walk
 from hostir.diff import differences
+from hostir.findings import refuse
 from hostir.host_passes import PASSES, Pass, run_passes
+from hostir.ops import NUMBER_OF_STREAMS, RANK
+from hostir.race import find_races, has_streams
 from hostir.ranks import (
+    DEFAULT_STREAMS,
     SMALLEST_SIZE,
     load_inputs,
     random_inputs,
@@ -23,6 +27,7 @@ from hostir.ranks import (
     run_simulated,
     save,
     summaries,
+    symbol_values,
     together,
 )
 from hostir.source import read_program
@@ -96,7 +101,11 @@ def _run(args: argparse.Namespace) -> None:
         return
     program = _checked(args)
     ranks = args.ranks or max((*program.devices(), 0)) + 1
-    for rank, outputs in enumerate(run_simulated(program, _inputs(args, program), ranks=ranks)):
+    inputs = _inputs(args, program)
+    by_rank = run_simulated(
+        program, inputs, ranks=ranks, number_of_streams=args.streams, late_stream=_late(args)
+    )
+    for rank, outputs in enumerate(by_rank):
         if args.save:
             save(outputs, args.save, rank)
         print(summaries(outputs, rank))
@@ -115,7 +124,12 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
     except (FuserError, OSError) as found:
         error = found
     communicator.agree(error)
-    outputs = run_here(program, inputs)  # pyright: ignore[reportPossiblyUnboundVariable]
+    outputs = run_here(
+        program,  # pyright: ignore[reportPossiblyUnboundVariable]
+        inputs,  # pyright: ignore[reportPossiblyUnboundVariable]
+        number_of_streams=args.streams,
+        late_stream=_late(args),
+    )
     try:
         if args.save:
             save(outputs, args.save, communicator.rank())
@@ -153,10 +167,27 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
+def _late(args: argparse.Namespace) -> int | str | None:
+    late: str | None = args.late
+    if late is None or late in ("all", "entry"):
+        return late
+    if not (late.isascii() and late.isdigit()):
+        raise InputError(f"--late {late}: expected a stream's number, entry, or all")
+    return int(late)
+
+
 def _verify(args: argparse.Namespace) -> None:
-    """check the rules of host programs"""
+    """check the rules of host programs, and what streams leave unordered"""
     program = _checked(args)
-    print(f"{len(program.ops)} ops: the program keeps the rules")
+    values = symbol_values(program, _sizes(args.size))
+    print(f"{sum(1 for _ in walk(program.ops))} ops: the program keeps the rules")
+    if not has_streams(program):
+        return
+    values[NUMBER_OF_STREAMS] = args.streams
+    for rank in program.devices() or (0,):
+        found = find_races(program, {**values, RANK: rank}, rank=rank)
+        refuse(program, found, what=f"on rank {rank}, with {args.streams} streams")
+    print(f"with {args.streams} streams, nothing is left unordered")
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -209,17 +240,31 @@ def _arguments() -> argparse.ArgumentParser:
         "--ranks", type=int, help="simulated ranks; default: as many as the meshes need"
     )
     run.add_argument("--inputs", help="a .pt file with the list of global inputs; default: random")
-    run.add_argument(
-        *("--size", "-s"),
-        action="append",
-        default=[],
-        metavar="NAME=N",
-        help=f"a size of random inputs, as i0=16; default: what divides, at least {SMALLEST_SIZE}",
-    )
     run.add_argument("--seed", type=int, default=0, help="of random inputs")
+    run.add_argument(
+        "--late",
+        metavar="STREAM",
+        help="a stream's number, entry, or all: hold its work back as far as the program's own "
+        "waits allow (CPU), so that a missing wait shows in the results",
+    )
     run.add_argument("--save", metavar="DIR", help="write each rank's outputs to DIR/rank<N>.pt")
     file(run)
-    file(command(_verify))
+    verify = command(_verify)
+    file(verify)
+    for made in (run, verify):
+        made.add_argument(
+            "--streams",
+            type=int,
+            default=DEFAULT_STREAMS,
+            help=f"how many; default: {DEFAULT_STREAMS}",
+        )
+        made.add_argument(
+            *("--size", "-s"),
+            action="append",
+            default=[],
+            metavar="NAME=N",
+            help=f"a size, as i0=16; default: what all meshes divide, at least {SMALLEST_SIZE}",
+        )
     diff = command(_diff)
     file(diff)
     file(diff, "other")

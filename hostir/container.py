@@ -233,10 +233,13 @@ class HostIrContainer:
         head = f"\n%HostIrContainer {{ ({ins}) -> ({outs}) :"
         return f"{head}{region_text(self.ops)}{units}\n}} // %HostIrContainer\n\n"
 
-    def full_text(self) -> str:
-        """Return the program with everything that it needs to run: `parse` reads it back."""
+    def full_text(self, *, first_line: str = FULL_FORM) -> str:
+        """Return the program with everything that it needs to run: `parse` reads it back.
+
+        The first line names the form; a heading that does so may stand in its place.
+        """
         parts = [
-            FULL_FORM,
+            first_line,
             str(self),
             sections_text(self.values, self.tensors(), tuple(walk(self.ops))),
         ]

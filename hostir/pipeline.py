@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from fuser.ir.fusion import Fusion
@@ -47,7 +48,8 @@ def build_program(
     """
 
     def after(name: str, program: HostIrContainer) -> None:
-        dump("host_ir_lowering", program.full_text, f"after {name}, full form")
+        text = partial(program.full_text, first_line="")
+        dump("host_ir_lowering", text, f"after {name}, full form")
 
     dump("fusion_ir_original", lambda: fusion_text(definition))
     fusion, _ = concretize(definition, input_class.sizes)

@@ -11,7 +11,7 @@ import torch
 from fuser.errors import FuserError, InputError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import category, to_torch
-from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from hostir.bind import Argument
@@ -23,6 +23,8 @@ from multidevice.shard import shard_for_rank
 from multidevice.simulation import simulate
 
 SMALLEST_SIZE = 8
+# Of a run, where nobody says how many.
+DEFAULT_STREAMS = 4
 
 
 # ------------------------------------------------------------------ inputs
@@ -44,10 +46,8 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
     return tuple(found)
 
 
-def random_inputs(
-    program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
-) -> list[Argument]:
-    """Return global inputs: normal floats, integers in [0, 8); `sizes` sets symbols by name.
+def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
+    """Return a value for every symbol that inputs bind: those of `sizes`, and what is usual.
 
     Raises `InputError` for a name that no input has.
     """
@@ -56,11 +56,26 @@ def random_inputs(
         if name not in known:
             sizes_text = ", ".join(known) or "none, all are fixed"
             raise InputError(f"no input has a size {name!r} (the sizes: {sizes_text})")
+    default, values = default_size(program), dict[Symbol, Number]()
+    for value in program.inputs:
+        for x in value.shape() if isinstance(value, TensorView) else [value]:
+            for s in (*sc.symbols(x), *sc.symbols(program.values.canonical(x))):
+                is_float = category(s.dtype) == "float"
+                values[s] = 1.5 if is_float else sizes.get(s.name, default)
+    return values
+
+
+def random_inputs(
+    program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
+) -> list[Argument]:
+    """Return global inputs: normal floats, integers in [0, 8); `sizes` sets symbols by name.
+
+    Raises `InputError` for a name that no input has.
+    """
+    values = symbol_values(program, sizes)
     generator = torch.Generator().manual_seed(seed)
-    default = default_size(program)
 
     def size_of(x: Scalar) -> int:
-        values = {s: sizes.get(s.name, default) for s in sc.symbols(x)}
         return int(sc.evaluate(x, values))
 
     inputs: list[Argument] = []
@@ -72,11 +87,9 @@ def random_inputs(
             else:
                 tensor = torch.randint(0, 8, shape, generator=generator)
             inputs.append(tensor.to(to_torch(value.dtype())))
-        elif category(value.dtype) == "float":
-            inputs.append(1.5)
         else:
             assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
-            inputs.append(sizes.get(value.name, default))
+            inputs.append(values[value])
     return inputs
 
 
@@ -118,15 +131,23 @@ def run_here(
     *,
     settings: Settings | None = None,
     make_runner: MakeRunner | None = None,
+    number_of_streams: int = DEFAULT_STREAMS,
+    late_stream: str | int | None = None,
 ) -> list[torch.Tensor]:
     """Run as this rank of the job, simulated or real, with its shards of the global inputs.
 
-    An error of one rank is an error of all. `settings` and `make_runner` are those of
-    `HostIrEvaluator`.
+    An error of one rank is an error of all. The options are those of `HostIrEvaluator`.
     """
     communicator = Communicator.instance()
     mine = shards_of(program, inputs, communicator.rank())
-    evaluator = HostIrEvaluator(program, communicator, settings=settings, make_runner=make_runner)
+    evaluator = HostIrEvaluator(
+        program,
+        communicator,
+        settings=settings,
+        make_runner=make_runner,
+        number_of_streams=number_of_streams,
+        late_stream=late_stream,
+    )
     return run_agreed(evaluator, mine, communicator)
 
 
@@ -137,10 +158,20 @@ def run_simulated(
     ranks: int,
     settings: Settings | None = None,
     make_runner: MakeRunner | None = None,
+    number_of_streams: int = DEFAULT_STREAMS,
+    late_stream: str | int | None = None,
 ) -> list[list[torch.Tensor]]:
     """Run on simulated ranks, each with its shards of the inputs; returns outputs by rank."""
     with simulate(ranks) as world:
-        return world.run(run_here, program, inputs, settings=settings, make_runner=make_runner)
+        return world.run(
+            run_here,
+            program,
+            inputs,
+            settings=settings,
+            make_runner=make_runner,
+            number_of_streams=number_of_streams,
+            late_stream=late_stream,
+        )
 
 
 # ------------------------------------------------------------------ results

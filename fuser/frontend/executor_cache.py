@@ -304,7 +304,7 @@ class FusionExecutorCache:
         if "short" in options.dump_args("host_ir"):
             dump("host_ir", lambda: str(program), "short form")
         else:
-            dump("host_ir", program.full_text, "full form")
+            dump("host_ir", lambda: program.full_text(first_line=""), "full form")
         sent, rank = communications_text(program), Communicator.instance().rank()
         return Program(segmented, program, sent, settings, label, rank, texts)
 

@@ -15,6 +15,7 @@ from hostir.host_passes import PASSES
 from hostir.parse import parse
 from hostir.source import read_program
 from tests.hostir.programs import CASES, build, expected
+from tests.hostir.stream_programs import PROGRAMS
 
 PROGRAM = build(CASES["mlp2"])
 TEXT = PROGRAM.full_text()
@@ -268,3 +269,38 @@ def test_one_of_several_programs_is_chosen(
     assert equal(read_program(str(path), number=1), other)
     assert main(["verify", str(path), "--program", "2"]) == 1
     assert "none of number 2" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ streams
+def ring(tmp_path: Path, *, without: str = "") -> str:
+    """Return a file with an allgather and linear in four steps on streams, less some lines."""
+    text = PROGRAMS["ring_linear"].build().full_text()
+    path = tmp_path / "ring.txt"
+    path.write_text("".join(x for x in text.splitlines(True) if not without or without not in x))
+    return str(path)
+
+
+def test_verify_finds_what_streams_leave_unordered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", ring(tmp_path), "--streams", "3"]) == 0
+    assert "with 3 streams, nothing is left unordered" in capsys.readouterr().out
+    assert main(["verify", ring(tmp_path, without="Synchronize(Stream S0)")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("VerifyError: on rank 0, with 4 streams:\nrace: ")
+    assert "Synchronize(Stream S0) is missing" in error
+
+
+def test_run_holds_streams_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing wait for the streams at the end shows in the numbers."""
+
+    def run(file: str, *args: str) -> str:
+        assert main(["run", file, *args]) == 0
+        return capsys.readouterr().out
+
+    right = run(ring(tmp_path))
+    assert right == run(ring(tmp_path), "--late", "all") == run(ring(tmp_path), "--streams", "2")
+    assert right != run(ring(tmp_path, without="Synchronize(Stream ( i %"), "--late", "all")
+    for bad in (["--late", "first"], ["--streams", "0"]):
+        assert main(["run", ring(tmp_path), *bad]) == 1
+        assert bad[1] in capsys.readouterr().err
