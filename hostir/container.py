@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from fuser.errors import DefinitionError, VerifyError
+from fuser.errors import ArgumentError, DefinitionError, VerifyError, user_code
 from fuser.ir.binding import free_inputs
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
@@ -26,11 +26,19 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import Scalar, ScalarLike, Symbol, as_scalar
+from fuser.ir.scalar import ONE, Scalar, ScalarLike, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, region_text, sections_text, value_text
-from fuser.ir.types import MemoryType
-from hostir.ops import Allocate, ForLoop, HostOp, IfThenElse, loop_index
+from fuser.ir.types import IterType, MemoryType
+from hostir.ops import (
+    ForLoop,
+    HirAliasSelect,
+    HostOp,
+    IfThenElse,
+    LaunchKernel,
+    PostOnStream,
+    loop_index,
+)
 from hostir.transfers import Communication, StartsCommunication
 
 # The first line of the full text, by which a text without any section is known to be complete.
@@ -96,7 +104,20 @@ class HostIrContainer:
     def free_inputs(self) -> frozenset[int]:
         """Return the positions of scalar inputs that decide nothing about structure."""
         kernels = (tv for group in self.groups.values() for tv in group.fusion.tensors())
-        return free_inputs(self.values, (*self.tensors(), *kernels))
+        free = free_inputs(self.values, (*self.tensors(), *kernels))
+        steering = self.steering()
+        return frozenset(i for i in free if self.inputs[i] not in steering)
+
+    def steering(self) -> frozenset[Symbol]:
+        """Return the symbols that decide which ops run, how often and on what."""
+        scalars = (
+            x
+            for op in walk(self.ops)
+            if isinstance(op, HostOp) and not isinstance(op, LaunchKernel | PostOnStream)
+            for x in (*op.inputs, *op.scalars)
+            if isinstance(x, Scalar)
+        )
+        return frozenset(s for x in scalars for s in symbols(x))
 
     def communications(self) -> tuple[Communication, ...]:
         return tuple(op for op in walk(self.ops) if isinstance(op, Communication))
@@ -121,23 +142,68 @@ class HostIrContainer:
         self._guard.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._guard.__exit__(*error)
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._guard.__exit__(kind, error, trace)
+        if error is not None:
+            return
+        standing = set(map(id, walk(self.ops)))
+        forgotten = next((op for op in self.values.exprs if id(op) not in standing), None)
+        if forgotten is not None:
+            raise DefinitionError(
+                f"{forgotten.name} {forgotten.out_tensor} was defined{user_code(forgotten.where)}, "
+                "but stands nowhere in the program: append it"
+            )
+        self.values.exprs = ()
 
-    def tensor(self, shape: Sequence[ScalarLike], dtype: DataType = DataType.Float) -> TensorView:
-        """Return a new contiguous tensor in global memory; -1 is an extent of its own."""
-        from fuser.ops.define import define_tensor
+    def tensor(
+        self,
+        shape: Sequence[ScalarLike],
+        dtype: DataType = DataType.Float,
+        *,
+        mesh: object = None,
+        memory: MemoryType = MemoryType.global_,
+    ) -> TensorView:
+        """Return a new contiguous tensor; -1 is an extent of its own, 1 a broadcast.
 
-        with FusionGuard(self.values):
-            tv = define_tensor(shape, contiguity=True, dtype=dtype)
-        tv.memory = MemoryType.global_
+        `shape` is global: shard it with `outer_split` and `parallelize`, given a mesh.
+        Raises `DefinitionError` for an extent that is no size.
+        """
+        tv = self.values.new_tensor(
+            [self._axis(i, n) for i, n in enumerate(shape)], dtype, memory=memory
+        )
+        if mesh is not None:
+            tv.set_device_mesh(mesh)
         return tv
 
-    def input(self, shape: Sequence[ScalarLike], dtype: DataType = DataType.Float) -> TensorView:
+    def _axis(self, position: int, extent: ScalarLike) -> IterDomain:
+        if isinstance(extent, Scalar):
+            if not is_int(extent):
+                raise DefinitionError(f"tensor: axis {position} has the extent {extent}, no size")
+            return self.values.new_axis(extent)
+        if isinstance(extent, bool | float) or extent < -1:
+            raise DefinitionError(f"tensor: axis {position} has the extent {extent!r}, no size")
+        if extent == 1:
+            return self.values.new_axis(ONE, IterType.broadcast)
+        return self.values.new_axis(self.values.new_extent() if extent == -1 else const(extent))
+
+    def input(
+        self,
+        shape: Sequence[ScalarLike],
+        dtype: DataType = DataType.Float,
+        *,
+        mesh: object = None,
+        memory: MemoryType = MemoryType.global_,
+    ) -> TensorView:
         """Return a new tensor like `tensor`, as the next input."""
-        tv = self.tensor(shape, dtype)
+        tv = self.tensor(shape, dtype, mesh=mesh, memory=memory)
         self.add_input(tv)
         return tv
+
+    def scalar(self, dtype: DataType = DataType.Int) -> Symbol:
+        """Return a new number, as the next input."""
+        symbol = self.values.new_symbol(dtype)
+        self.add_input(symbol)
+        return symbol
 
     def add_input(self, value: Value) -> None:
         if value in self.inputs:
@@ -152,20 +218,58 @@ class HostIrContainer:
             tv.memory = MemoryType.global_
         self.values.add_output(tv, alias_input)
 
-    def append(self, *ops: Op) -> None:
-        """Add ops at the end of the innermost open region."""
-        for op in ops:
-            if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise DefinitionError(f"HostIrContainer.append: {op!r} is no op")
-            for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:
-                if isinstance(tv, TensorView) and tv.fusion is not self.values:
-                    raise DefinitionError(f"{op.name}: {tv} belongs to another program")
-            if isinstance(op, Allocate) and op.buffer.memory is MemoryType.local:
-                op.buffer.memory = MemoryType.global_
-            if self._open:
-                self._open[-1].append(op)
-            else:
-                self.ops = (*self.ops, op)
+    def append(self, *ops: Op | TensorView) -> None:
+        """Add ops at the end of the innermost open region.
+
+        A tensor stands for the ops that compute it, as far as they are not in the program yet; its
+        buffer, or whose name it is, may be stated before.
+        """
+        for given in ops:
+            for op in self._computing(given) if isinstance(given, TensorView) else (given,):
+                self._append(op)
+
+    def _append(self, op: Op) -> None:
+        if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"HostIrContainer.append: {op!r} is no op and no tensor")
+        for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:
+            if isinstance(tv, TensorView) and tv.fusion is not self.values:
+                raise DefinitionError(f"{op.name}: {tv} belongs to another program")
+        for tv in op.outputs:
+            if tv.memory is MemoryType.local:
+                tv.memory = MemoryType.global_
+        if self._open:
+            self._open[-1].append(op)
+        else:
+            self.ops = (*self.ops, op)
+
+    def _computing(self, tv: TensorView) -> list[Op]:
+        standing = {id(o) for block in (self.ops, *self._open) for o in walk(block)}
+        found: list[Op] = []
+        needed = {tv}
+        for op in reversed(self.values.exprs):
+            if id(op) not in standing and needed.intersection(op.outputs):
+                found.insert(0, op)
+                needed.update(v for v in op.inputs if isinstance(v, TensorView))
+        if not found:
+            raise DefinitionError(f"HostIrContainer.append: no op that is still to come makes {tv}")
+        return found
+
+    def select(
+        self, inp: TensorView, axis: int, index: ScalarLike, out: TensorView | None = None
+    ) -> TensorView:
+        """Append a `HirAliasSelect` and return its result: `out`, or a new tensor.
+
+        `axis` counts the logical axes without reductions.
+        """
+        axes = inp.domain.no_reductions
+        if not -len(axes) <= axis < len(axes):
+            raise DefinitionError(f"select: axis {axis} of {inp}, which has {len(axes)} axes")
+        cut = axes[axis]
+        if out is None:
+            kept = [self.values.clone_axis(a, ptype=a.ptype) for a in axes if a is not cut]
+            out = self.values.new_tensor(kept, inp.dtype(), memory=inp.memory, mesh=inp.mesh)
+        self.append(HirAliasSelect(out, inp, as_scalar(index), axis=cut))
+        return out
 
     @contextmanager
     def loop(

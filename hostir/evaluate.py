@@ -16,6 +16,7 @@ import torch
 from fuser import dumps, options
 from fuser.errors import ExecutionError, FuserError, ShardingError
 from fuser.ir.binding import signature_of
+from fuser.ir.dtypes import category
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
@@ -109,14 +110,17 @@ class HostIrEvaluator:
         self.program = program
         self._storage = Storage.of(program)
         self._number_of_streams = number_of_streams
-        is_number = isinstance(late_stream, str) and late_stream.isdigit()
-        self._late = int(late_stream) if is_number else late_stream
+        if isinstance(late_stream, str) and late_stream.isdigit():
+            late_stream = int(late_stream)
+        self._late = late_stream
         self._streams: dict[torch.device, Streams] = {}
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
         self._device = None if device is None else torch.device(device)
         self._runners: dict[int, KernelRunner] = {}
         self._arena = Arena()
+        # A class of inputs does not know the values of floats.
+        self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
         self._plans: Recent[object, Plan] = Recent(MAX_PLANS, on_drop=self._arena.forget)
         if communicator is None and program.devices():
             from multidevice.communicator import Communicator
@@ -203,9 +207,12 @@ class HostIrEvaluator:
         return self._streams_of(torch.device(device)).current()
 
     def _replay(self, plan: Plan, inputs: list[Argument]) -> list[torch.Tensor]:
+        entry = None if plan.streams is None else plan.streams.current()
         try:
             return plan.run(inputs, self._arena)
         except BaseException as error:
+            if plan.streams is not None:
+                plan.streams.enter(entry)
             # What is still in flight may write to this arena: it is not used again.
             self._arena = Arena()
             if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, FuserError):
@@ -217,7 +224,7 @@ class HostIrEvaluator:
         if plan is not None:
             return self._replay(plan, inputs)
         frame = self._frame(inputs)
-        if frame.machine.streams.delays:
+        if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
         recorder = Recorder(frame)
         outputs = self._walk(frame, recorder)
@@ -289,6 +296,7 @@ class HostIrEvaluator:
             run_block(self.program.ops, frame)
             streams.finish()
         except BaseException:
+            streams.abandon()
             streams.enter(entry)
             raise
         return [frame.result(tv) for tv in self._visible]

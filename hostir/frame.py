@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from fuser.errors import ExecutionError, InputError
+from fuser.errors import ExecutionError, InputError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
@@ -110,10 +110,9 @@ class Frame:
         def bind(value: int) -> None:
             self.values = {**self.values, index: value}
 
-        outside, self.indices = self.indices, (*self.indices, index)
+        outside, values, self.indices = self.indices, self.values, (*self.indices, index)
         yield bind
-        self.indices = outside
-        self.values = {s: v for s, v in self.values.items() if s is not index}
+        self.indices, self.values = outside, values
 
     def submit(self, work: Callable[[], object]) -> None:
         """Give work to the current stream."""
@@ -122,20 +121,28 @@ class Frame:
     def stream(self, stream: Stream) -> Handle:
         """Return what a stream of the program is in this run."""
         if stream.index is not None:
-            return self.machine.streams.handle(self.integer(stream.index))
+            number = self.integer(stream.index)
+            if number < 0:
+                raise ExecutionError(f"Stream {stream.index} = {number}: streams count from 0")
+            return self.machine.streams.handle(number)
         found = self.captured.get(stream.name)
         return self.machine.streams.handle(stream.name) if found is None else found
 
-    def part(self, source: torch.Tensor, part: Part) -> tuple[int, int]:
-        """Return (start, length) of a part along its axis; raises `ExecutionError` outside."""
+    def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
+        """Return (start, length) of a part of `source` along its axis, for an op that names it.
+
+        Raises `ExecutionError` outside.
+        """
         size = source.size(part.axis)
         index = self.integer(part.index)
         if part.chunks is None and size == 1:
             index = 0
         limit = size if part.chunks is None else self.integer(part.chunks)
         if not 0 <= index < limit:
+            what = "elements" if part.chunks is None else "chunks"
             raise ExecutionError(
-                f"part {part.index} = {index} of axis {part.axis}, which has {limit}"
+                f"{op.name}: index {part.index} = {index} of axis {part.axis} of {op.inputs[0]}, "
+                f"which has {limit} {what}{user_code(op.where)}"
             )
         return bounds(size, index, None if part.chunks is None else limit)
 

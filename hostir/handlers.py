@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -84,7 +85,8 @@ def launch_operands(
     for out in op.outs:
         if out not in frame.tensors:
             frame.tensors[out] = frame.tensors[frame.alias_target(out)]
-    ins, outs = [frame.operand(v) for v in op.ins], [frame.tensors[o] for o in op.outs]
+    ins: list[Any] = [frame.operand(v) for v in op.ins]
+    outs = [frame.tensors[o] for o in op.outs]
     for values, axes in zip((ins, outs), dropped_axes(op, frame.program), strict=True):
         for k, axis in axes.items():
             values[k] = values[k].unsqueeze(axis)
@@ -115,20 +117,24 @@ def _alias_select(op: HirAliasSelect, frame: Frame) -> None:
     (shown,) = op.effects()
     source = frame.tensors[op.inp]
     if isinstance(shown, Shows) and shown.part is not None:
-        start, _ = frame.part(source, shown.part)
+        start, _ = frame.part(op, source, shown.part)
         source = source.select(shown.part.axis, start)
     frame.tensors[op.out] = source
 
 
 def _shard_by_stream(op: ShardByStream, frame: Frame) -> None:
     source, part = frame.tensors[op.inp], op.part
-    frame.tensors[op.out] = source.narrow(part.axis, *frame.part(source, part))
+    frame.tensors[op.out] = source.narrow(part.axis, *frame.part(op, source, part))
 
 
 def _symmetric_view(op: SymmetricContiguousView, frame: Frame) -> None:
-    raise UnsupportedError(
-        f"{op.name}: no backend maps {op.inp} of other ranks yet{user_code(op.where)}"
-    )
+    mesh = op.inp.mesh
+    if mesh is not None and mesh.size > 1:
+        raise UnsupportedError(
+            f"{op.name}: no backend maps {op.inp} of other ranks yet{user_code(op.where)}"
+        )
+    source = frame.tensors[op.inp]
+    frame.tensors[op.out] = source.view(frame.local_shape(op.out))
 
 
 def _share_handles(op: ShareMemHandles, frame: Frame) -> None:
@@ -201,7 +207,9 @@ def _start(posted: Posted, start: Callable[[], object], frame: Frame) -> None:
 def member(team: Team, position: int, op: Op) -> int:
     """Return the global rank at a position of a team; raises `ExecutionError` outside."""
     if not 0 <= position < len(team):
-        raise ExecutionError(f"{op.name}: position {position} in a team of {len(team)}")
+        raise ExecutionError(
+            f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"
+        )
     return team[position]
 
 
@@ -222,6 +230,11 @@ def _permute(op: CollectivePermute, frame: Frame) -> None:
 
 def _transfer(op: P2PCommunication, frame: Frame) -> None:
     tensor, peer = frame.tensors[op.buffer], frame.integer(op.peer)
+    if not 0 <= peer < frame.machine.size:
+        raise ExecutionError(
+            f"{op.name}: peer {op.peer} = {peer} of {op.buffer}, but the job has "
+            f"{frame.machine.size} ranks{user_code(op.where)}"
+        )
     if frame.group is not None:
         transfers, posted = frame.group
         frame.works[op.number] = posted
@@ -284,7 +297,7 @@ def _synchronize(op: Synchronize, frame: Frame) -> None:
 def _for_loop(op: ForLoop, frame: Frame) -> None:
     start, stop, step = map(frame.integer, (op.start, op.stop, op.step))
     if step < 1:
-        raise ExecutionError(f"FOR {op.index}: a step of {step}")
+        raise ExecutionError(f"FOR {op.index}: a step of {op.step} = {step}{user_code(op.where)}")
     with frame.with_index(op.index) as bind:
         for i in range(start, stop, step):
             bind(i)

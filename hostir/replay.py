@@ -47,7 +47,7 @@ from hostir.ops import (
 )
 from hostir.post import Call, Done, exchange, permute, post, transfer
 from hostir.slices import dropped_axis
-from hostir.streams import Handle
+from hostir.streams import Handle, Streams
 from hostir.transfers import (
     CollectivePermute,
     Communication,
@@ -78,6 +78,8 @@ class Plan:
     nbytes: int
     device: torch.device
     records: bool
+    # Those of the run, if the program switches between them.
+    streams: Streams | None
 
     def run(self, inputs: list[Argument], arena: Arena) -> list[torch.Tensor]:
         """Carry out the steps on these inputs and return the visible outputs."""
@@ -110,6 +112,7 @@ class Recorder:
         self._begin: dict[TensorView, int] = {}
         self._end: dict[TensorView, int] = {}
         self._position = 0
+        self._switches = False
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
         # By number: the stream on which a communication was started.
@@ -155,6 +158,7 @@ class Recorder:
             nbytes,
             self._frame.machine.device,
             self._records,
+            self._frame.machine.streams if self._switches else None,
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:
@@ -388,6 +392,7 @@ class Recorder:
         return lambda slots: handle
 
     def _set_stream(self, op: SetCurrentStream) -> Closure:
+        self._switches = True
         enter, find = self._frame.machine.streams.enter, self._stream(op.stream)
         return lambda slots: enter(find(slots))
 
@@ -470,7 +475,7 @@ class Recorder:
             return None
         return self._view(source, op.out_tensor)
 
-    def _name(self, op: HirAliasSelect | ShardByStream) -> Closure:
+    def _name(self, op: HirAliasSelect | ShardByStream | SymmetricContiguousView) -> Closure:
         return self._view(op.inp, op.out)
 
     def _view(self, source: TensorView, out: TensorView) -> Closure:
@@ -583,7 +588,7 @@ RECORD: dict[type[Op], Callable[[Recorder, Any], Closure | None]] = {
     ShardByStream: Recorder._name,  # pyright: ignore[reportPrivateUsage]
     ShareMemHandles: Recorder._nothing,  # pyright: ignore[reportPrivateUsage]
     StartCoalescing: Recorder._start_coalescing,  # pyright: ignore[reportPrivateUsage]
-    SymmetricContiguousView: Recorder._nothing,  # pyright: ignore[reportPrivateUsage]
+    SymmetricContiguousView: Recorder._name,  # pyright: ignore[reportPrivateUsage]
     Synchronize: Recorder._synchronize,  # pyright: ignore[reportPrivateUsage]
     Wait: Recorder._wait,  # pyright: ignore[reportPrivateUsage]
 }

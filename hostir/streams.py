@@ -59,6 +59,10 @@ class Streams(Protocol):
         """Serves what the current stream still has to do: called before results are returned."""
         ...
 
+    def abandon(self) -> None:
+        """Forgets what was submitted and has not run: called after an error."""
+        ...
+
 
 class CudaStreams:
     """CUDA streams of torch's pool; work is submitted by carrying it out."""
@@ -106,6 +110,9 @@ class CudaStreams:
     def finish(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
 
 class CpuStreams:
     """Queues that are served at once."""
@@ -137,6 +144,9 @@ class CpuStreams:
         work()
 
     def finish(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
 
@@ -235,3 +245,6 @@ class DelayedStreams(CpuStreams):
     def finish(self) -> None:
         current = self.current()
         self._drain(current, self._queue(current).given)
+
+    def abandon(self) -> None:
+        self._queues.clear()

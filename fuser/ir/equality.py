@@ -88,4 +88,7 @@ def _value(value: object) -> object:
         return op_key(value)
     if isinstance(value, tuple):
         return tuple(_value(v) for v in cast("tuple[object, ...]", value))
+    if dataclasses.is_dataclass(value):
+        # An axis, a stream, a team: its text says all of it, without the ranges of its symbols.
+        return (type(value).__name__, str(value))
     return value
