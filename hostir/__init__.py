@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fuser.ir.scalar import as_scalar as as_scalar
     from fuser.ir.scalar import ceildiv as ceildiv
     from fuser.ir.scalar import eq as eq
     from fuser.ir.scalar import logical_and as logical_and
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 # Module -> the public names that it defines.
 _MODULES = {
-    "fuser.ir.scalar": ("ceildiv", "eq", "logical_and", "logical_not", "ne", "where"),
+    "fuser.ir.scalar": ("as_scalar", "ceildiv", "eq", "logical_and", "logical_not", "ne", "where"),
     "hostir.container": ("HostIrContainer", "equal"),
     "hostir.effects": ("Stream",),
     "hostir.evaluate": ("HostIrEvaluator",),

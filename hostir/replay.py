@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from fuser.ops.torch_meaning import bind_contraction
 from hostir.announce import announcer
 from hostir.arena import Arena, Block, first_fit
 from hostir.bind import Argument
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, walk
 from hostir.effects import Stream
 from hostir.frame import Frame
 from hostir.layout import allocated_strides, is_repeated, write
@@ -55,7 +54,6 @@ from hostir.transfers import (
     P2PCommunication,
     ShareMemHandles,
     StartCoalescing,
-    StartsCommunication,
     Wait,
 )
 
@@ -112,11 +110,9 @@ class Recorder:
         self._begin: dict[TensorView, int] = {}
         self._end: dict[TensorView, int] = {}
         self._position = 0
-        self._switches = False
+        self._switches = any(isinstance(o, SetCurrentStream) for o in walk(frame.program.ops))
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
-        # By number: the stream on which a communication was started.
-        self._started: dict[int, Handle] = {}
         # Where streams are changed outside of loops, memory is torch's to place.
         captured = {o.stream for o in frame.program.ops if isinstance(o, GetCurrentStream)}
         self._is_fresh = any(
@@ -126,8 +122,6 @@ class Recorder:
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
         self._position += 1
-        if isinstance(op, StartsCommunication):
-            self._started[op.number] = self._frame.machine.streams.current()
         step = RECORD[type(op)](self, op) if type(op) in RECORD else self._tensor_op(op)
         if step is not None:
             self._steps.append(self._announced(op, step))
@@ -296,6 +290,19 @@ class Recorder:
     def _work(self, number: int) -> int:
         return self.slot(("work", number))
 
+    def _marked(self, work: int, start: Closure) -> Closure:
+        """Return the step that also notes where a communication stands in its stream: its Wait may
+        stand in another one."""
+        if not self._switches:
+            return start
+        take, mark = self._frame.machine.streams.mark, self.slot(("mark", work))
+
+        def start_and_mark(slots: Slots) -> None:
+            start(slots)
+            slots[mark] = take()
+
+        return start_and_mark
+
     def _held(self, tv: TensorView) -> int:
         """Return the slot of this rank's part of a tensor, -1 where it holds none."""
         return self.slot(tv) if self._frame.is_mine(tv) else -1
@@ -314,7 +321,7 @@ class Recorder:
                 call, slots[inp] if inp >= 0 else None, slots[out] if out >= 0 else None
             )
 
-        return communicate
+        return self._marked(work, communicate)
 
     def _permute(self, op: CollectivePermute) -> Closure | None:
         frame = self._frame
@@ -328,7 +335,7 @@ class Recorder:
         def collective_permute(slots: Slots) -> None:
             slots[work] = permute(op, (to, source), rank, team, backend, slots[inp], slots[out])
 
-        return collective_permute
+        return self._marked(work, collective_permute)
 
     def _start_coalescing(self, op: StartCoalescing) -> None:
         self._group = []
@@ -360,26 +367,28 @@ class Recorder:
                 else Done()
             )
 
-        return start
+        return self._marked(work, start)
 
     def _wait(self, op: Wait) -> Closure | None:
         if ("work", op.number) not in self._slot:
             return None
         work = self._work(op.number)
-        mark = self._started.get(op.number)
-        if mark is not None and mark != self._frame.machine.streams.current():
-            join = self._frame.machine.streams.join_mark
-            # A stream that no name was captured for is the same in every run.
-            names = [n for n, stream in self._frame.captured.items() if stream == mark]
-            find = self._stream(Stream(name=names[0])) if names else partial(_constant, mark)
-            self._steps.append(lambda slots: join(find(slots)))
 
         def wait(slots: Slots) -> None:
             if slots[work] is not None:
                 slots[work].wait()
                 slots[work] = None
 
-        return wait
+        if not self._switches:
+            return wait
+        join, mark = self._frame.machine.streams.join_mark, self.slot(("mark", work))
+
+        def join_and_wait(slots: Slots) -> None:
+            if slots[work] is not None:
+                join(slots[mark])
+            wait(slots)
+
+        return join_and_wait
 
     # ------------------------------------------------------------ streams
     def _stream(self, stream: Stream) -> Callable[[Slots], Handle]:
@@ -392,7 +401,6 @@ class Recorder:
         return lambda slots: handle
 
     def _set_stream(self, op: SetCurrentStream) -> Closure:
-        self._switches = True
         enter, find = self._frame.machine.streams.enter, self._stream(op.stream)
         return lambda slots: enter(find(slots))
 
@@ -519,10 +527,6 @@ class Recorder:
             return compute(op, now)
 
         return run
-
-
-def _constant(handle: Handle, slots: Slots) -> Handle:
-    return handle
 
 
 def _symbols(value: Scalar) -> tuple[Symbol, ...]:

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -94,18 +94,18 @@ class CudaStreams:
         assert isinstance(stream, torch.cuda.Stream)
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def mark(self) -> object:
-        return self.current()
-
-    def join_mark(self, mark: object) -> None:
-        # An event at every mark would cost more than to wait for what came after it, too: nearly
-        # always the stream is the same, whose order is enough.
-        if mark != self.current():
-            assert isinstance(mark, torch.cuda.Stream)
-            self.join(mark)
-
     def submit(self, work: Work) -> None:
         work()
+
+    def mark(self) -> object:
+        stream = torch.cuda.current_stream(self._device)
+        return stream, stream.record_event()
+
+    def join_mark(self, mark: object) -> None:
+        marked, event = cast("tuple[torch.cuda.Stream, torch.cuda.Event]", mark)
+        current = torch.cuda.current_stream(self._device)
+        if current != marked:
+            current.wait_event(event)
 
     def finish(self) -> None:
         pass
@@ -193,8 +193,7 @@ class DelayedStreams(CpuStreams):
         return self._queues.setdefault(stream, _Queue())
 
     def join(self, stream: Handle) -> None:
-        if stream != self.current():
-            self._give(_Until(stream, self._queue(stream).given))
+        self.join_mark(_Until(stream, self._queue(stream).given))
 
     def mark(self) -> object:
         return _Until(self.current(), self._queue(self.current()).given)

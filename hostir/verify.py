@@ -257,7 +257,8 @@ class _Checker:
         if unbound:
             raise VerifyError(f"no input binds {', '.join(map(str, unbound))}")
         if self.freed:
-            kept = [t for t in self.storage.tensors if t in self.known - self.freed]
+            owners = (t for t in self.storage.tensors if t not in self.storage.shows)
+            kept = [t for t in owners if t in self.known - self.freed]
             leaked = [t for t in kept if not self.storage.escapes(t)]
             if leaked:
                 raise VerifyError(
