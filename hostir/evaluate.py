@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser import dumps, options
-from fuser.errors import ExecutionError, FuserError, ShardingError
+from fuser.errors import ExecutionError, FuserError, InputError, ShardingError
 from fuser.ir.binding import signature_of
-from fuser.ir.dtypes import category
+from fuser.ir.dtypes import category, to_torch
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
@@ -188,19 +188,35 @@ class HostIrEvaluator:
         """Run on values by name: every input has one; any other tensor is where the program puts
         that result instead of a tensor of its own. Returns as `run` does.
         """
-        inputs = [values[v] for v in self.program.inputs if v in values]
-        given = {
-            v: t
-            for v, t in values.items()
-            if isinstance(v, TensorView)
-            and isinstance(t, torch.Tensor)
-            and v not in self.program.inputs
-        }
+        missing = [i for i, v in enumerate(self.program.inputs) if v not in values]
+        if missing:
+            i = missing[0]
+            raise InputError(f"Expected a value for input {i}, {self.program.inputs[i]}")
+        inputs = [values[v] for v in self.program.inputs]
+        given = {v: t for v, t in values.items() if v not in self.program.inputs}
         with torch.no_grad():
             frame = self._frame(inputs)
-            frame.tensors.update(given)
-            frame.storage = frame.storage.with_buffers(given)
+            buffers = {v: self._buffer(v, t, frame) for v, t in given.items()}
+            frame.tensors.update(buffers)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            frame.storage = frame.storage.with_buffers(buffers)  # pyright: ignore[reportArgumentType]
             return self._walk(frame, None)
+
+    def _buffer(self, value: Value, given: Argument, frame: Frame) -> torch.Tensor:
+        """Return what the caller gives for a result; raises `InputError` where it does not fit."""
+        if value not in self.program.tensors():
+            raise InputError(f"{value} is no value of this program")
+        assert isinstance(value, TensorView), f"{value} is no tensor"
+        shape, dtype = frame.local_shape(value), to_torch(value.dtype())
+        device = frame.machine.device
+        if not isinstance(given, torch.Tensor):
+            raise InputError(f"Expected a tensor to put {value} into, but got {given!r}")
+        found = tuple(given.shape), given.dtype, given.device
+        if found != (shape, dtype, device):
+            raise InputError(
+                f"Expected a tensor of shape {shape}, {dtype} on {device} to put {value} into, but "
+                f"got {found[0]}, {found[1]} on {found[2]}"
+            )
+        return given
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
         """Return the stream on which this thread would go on: a name on the CPU."""

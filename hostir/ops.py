@@ -206,6 +206,9 @@ class HirAliasSelect(HostOp):
         lost = 0 if self.position is None else 1
         if self.out.ndim != self.inp.ndim - lost:
             raise VerifyError(f"HirAliasSelect: {self.out} is not {self.inp} without {self.axis}")
+        # An axis of local size 1 has one element, whatever the index.
+        if lost and not (self.axis.is_broadcast or self.axis.is_device):
+            check_index("HirAliasSelect", self.index, self.axis.extent, str(self.axis))
 
 
 class ShardByStream(HostOp):
@@ -231,7 +234,15 @@ class ShardByStream(HostOp):
     def verify(self) -> None:
         if self.out.ndim != self.inp.ndim:
             raise VerifyError(f"ShardByStream: {self.out} and {self.inp} differ in rank")
-        stream_cut(self.out)
+        position, chunks = stream_cut(self.out)
+        check_index("ShardByStream", self.stream_index, chunks, f"axis {position} of {self.out}")
+
+
+def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
+    """Raise `VerifyError` for an index that is constant and outside; others are for the run."""
+    at, size = sc.int_value(index), sc.int_value(extent)
+    if at is not None and (at < 0 or (size is not None and size > 1 and at >= size)):
+        raise VerifyError(f"{op}: index {at} of {where}, which has {extent}")
 
 
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:

@@ -151,6 +151,9 @@ class P2PCommunication(StartsCommunication):
     def verify(self) -> None:
         if self.buffer.mesh is None:
             raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
+        peer = sc.int_value(self.peer)
+        if peer is not None and peer < 0:
+            raise VerifyError(f"{self.name}: peer {peer} of {self.buffer}")
 
 
 class CollectivePermute(StartsCommunication):
@@ -186,6 +189,9 @@ class CollectivePermute(StartsCommunication):
         for tv in (self.inp, self.out):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
+        for peer in map(sc.int_value, (self.send_peer, self.recv_peer)):
+            if peer is not None and not 0 <= peer < self.team.size:
+                raise VerifyError(f"{self.name}: peer {peer} in a team of {self.team.size}")
 
 
 class StartCoalescing(HostOp):

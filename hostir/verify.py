@@ -139,6 +139,8 @@ class _Checker:
     loops: list[tuple[set[TensorView], set[int]]] = field(
         default_factory=list[tuple[set[TensorView], set[int]]]
     )
+    # The names of the open loops' indices.
+    indices: list[str] = field(default_factory=list[str])
     seen: set[int] = field(default_factory=set[int])
     at: Op | None = None
 
@@ -151,6 +153,7 @@ class _Checker:
         for tv in inputs:
             self.bound |= {s for x in tv.shape() for s in symbols(x)}
         self.bound |= {s for s, _ in self.program.values.equal_extents()}
+        self.names = {s.name for s in self.bound if isinstance(s, Symbol)}
         ops = list(walk(self.program.ops))
         self.bound |= {op.index for op in ops if isinstance(op, ForLoop)}
         started = [op.number for op in ops if isinstance(op, StartsCommunication)]
@@ -190,9 +193,14 @@ class _Checker:
             if isinstance(e, Makes)
         } | {o for x in inside for o in x.outputs if o in self.storage.shows}
         numbers = {o.number for o in inside if isinstance(o, StartsCommunication)}
+        if op.index.name in (*self.names, *self.indices):
+            # Their text would not tell which of them an index inside means.
+            raise VerifyError(f"FOR {op.index} inside of a loop or a program with an {op.index}")
+        self.indices.append(op.index.name)
         self.loops.append((makes, numbers))
         for inner in op.body:
             self.check(inner)
+        self.indices.pop()
         self.loops.pop()
 
     def _branch(self, op: IfThenElse) -> None:
