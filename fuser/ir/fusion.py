@@ -88,6 +88,13 @@ class Fusion:
         prefix = "d" if dtype is DataType.Double else prefix
         return Symbol(f"{prefix}{self.next_scalar()}", dtype, lo=lo)
 
+    def may_have_made(self, symbol: Symbol) -> bool:
+        """Whether a symbol of this name was handed out here. Equal symbols of two fusions are one
+        object, so a foreign one of a name that exists here is not told apart. Indices of loops have
+        names of their own."""
+        number = symbol.name[1:]
+        return symbol.is_index or not number.isdigit() or int(number) < self._next_scalar
+
     def new_axis(
         self,
         extent: Scalar,

@@ -62,8 +62,23 @@ def _take_tensor(value: object) -> TensorView:
     return value
 
 
-# Kinds of arguments that ops take more strictly than other calls do: tensors of this definition.
-ARGUMENTS = {TensorView: Kind("a tensor", _take_tensor)}
+def _take_scalar(value: object) -> Scalar:
+    if not isinstance(value, Scalar):
+        raise wrong("a scalar", value)
+    fusion = active_fusion()
+    if any(not fusion.may_have_made(s) for s in sc.symbols(value)):
+        raise Mismatch(
+            f"{value} belongs to another definition than the one being written",
+            kind=DefinitionError,
+        )
+    return value
+
+
+# Kinds that ops take more strictly than other calls do: values of this definition.
+ARGUMENTS = {
+    TensorView: Kind("a tensor", _take_tensor),
+    Scalar: Kind("a scalar", _take_scalar),
+}
 
 
 @overload

@@ -160,6 +160,34 @@ def test_two_definitions_are_not_mixed() -> None:
     torch.testing.assert_close(first.execute([t])[0], -t)
 
 
+def test_a_scalar_of_another_definition_is_refused() -> None:
+    with FusionDefinition() as first:
+        extents = first.define_tensor([-1] * 9, contiguity=True).shape()
+        number = first.define_scalar(None, DataType.Int)
+    with FusionDefinition() as second:
+        y = second.define_tensor([-1], contiguity=True, dtype=DataType.Int)
+        for foreign in (number, extents[8], first_sum(extents)):
+            for mixed in (
+                lambda s: second.ops.add(y, s),
+                lambda s: second.ops.full([3, s], 1.0, DataType.Float),
+                lambda s: second.ops.reshape(y, [s, -1]),
+            ):
+                with pytest.raises(DefinitionError, match=r"belongs to another definition .*py:"):
+                    mixed(foreign)
+        mine = second.define_scalar(None, DataType.Int)
+        second.add_output(second.ops.add(y, second.ops.mul(mine, y.size(0))))
+    (out,) = second.execute([torch.arange(3), 2])
+    assert out.tolist() == [6, 7, 8]
+
+
+def first_sum(extents: list[Scalar]) -> Scalar:
+    with FusionDefinition() as fd:
+        fd.define_tensor([-1] * 9, contiguity=True)
+        total = fd.ops.add(extents[7], fd.ops.mul(extents[8], 2))
+    assert isinstance(total, Scalar)
+    return total
+
+
 def test_a_definition_is_valid_after_it_ran() -> None:
     fd = elementwise(DataType.Double, DataType.Float)
     assert fd.validate_definition() == (True, None)
