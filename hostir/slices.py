@@ -11,7 +11,9 @@ from itertools import pairwise
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
+from fuser.ir.domain import TensorDomain
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.path import transforms_between
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
@@ -73,11 +75,40 @@ def selected(tv: TensorView, position: int) -> TensorView:
     """Return a tensor for one element of `tv` along an axis (a position without reductions)."""
     gone = tv.domain.no_reductions[position].number
     fusion = tv.fusion
-    axes = [fusion.clone_axis(a, rfactor=a.rfactor) for a in tv.domain.logical if a.number != gone]
-    out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh)
+    part = _without(tv.domain, gone)
+    if part is not None:
+        domain, _ = clone_domain(fusion, part)
+        out = fusion.new_tensor(domain, tv.dtype(), mesh=tv.mesh)
+    else:
+        kept = (a for a in tv.domain.logical if a.number != gone)
+        axes = [fusion.clone_axis(a, rfactor=a.rfactor) for a in kept]
+        out = fusion.new_tensor(axes, tv.dtype(), mesh=tv.mesh)
     order = [(p - (p > position), f) for p, f in _cut(tv, position) if p != position]
     _place(out, [c for p, c in enumerate(placement(tv)) if p != position], order)
     return out
+
+
+def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
+    """Return the domain of partial sums over devices without the axis `gone`; None for any other.
+
+    root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]   ->   root [M, r], logical [M, iDIDx, r]
+    """
+    if not any(a.rfactor and a.is_device for a in domain.no_reductions):
+        return None
+    # An axis that counts parts leaves what it parted in place of both.
+    split = next((t for t in domain.splits.values() if t.outer == gone), None)
+    parted = {} if split is None else {split.inp: split.inner}
+    logical = [n for n in domain.logical_numbers if n != gone]
+    steps = transforms_between(domain, domain.root, domain.logical)
+    made = domain.having(
+        root=[parted.get(n, n) for n in domain.root_numbers if n != gone],
+        logical=logical,
+        loop=logical,
+        allocation=(),
+        contiguity=(),
+        transforms=[t.renumbered(lambda n: parted.get(n, n)) for t in steps if t is not split],
+    )
+    return made.map_axes(lambda a: a.having(ptype=ParallelType.serial)).in_logical_order()
 
 
 def slots(tv: TensorView, position: int) -> TensorView:

@@ -50,7 +50,7 @@ from hostir.ops import (
     Synchronize,
     loop_index,
 )
-from hostir.slices import block, coordinate, rank_at, rotated, selected, slots
+from hostir.slices import block, coordinate, dropped_axis, rank_at, rotated, selected, slots
 from hostir.transfers import (
     CollectivePermute,
     Communication,
@@ -115,6 +115,8 @@ class StreamLoopBuilder:
         self._before: list[Op] = []
         self._steps: list[Op] = []
         self._parts: dict[TensorView, TensorView] = {}
+        # What was whole before the loop, by what its slices are called.
+        self._sliced: dict[TensorView, TensorView] = {}
         ops = [op for s in segments for op in s.exprs]
         # The loop is named after what it computes, not after what it reads.
         first = next((op for op in ops if not _is_slice(op)), ops[0]).out_tensor
@@ -195,10 +197,12 @@ class StreamLoopBuilder:
             kind = communication_type(op)
             if kind == "StepSlice":
                 self._parts[op.out] = self._slice(op.out, self._twin(op.inp))
+                self._sliced[op.out] = op.inp
             elif kind == "LocalSlice":
                 inp = self._operand(op, 0)
                 out = self._result(op.out)
-                axis = sliced_axis(op) - (op.inp.ndim - inp.ndim)
+                axis, gone = sliced_axis(op), dropped_axis(op.inp, inp.ndim)
+                axis -= gone is not None and gone < axis
                 one = LocalSlice(out, inp, axis=axis, ptype=op.ptypes[0])
                 self._steps.append(one.replace(where=op.where))
             elif is_device_to_stream(op):
@@ -380,6 +384,8 @@ class StreamLoopBuilder:
     def _whole(self, v: object, op: TensorOp) -> object:
         if not isinstance(v, TensorView):
             return v
+        if v in self._sliced:
+            return self._twin(self._sliced[v])
         if v in self._parts and self._twin(v) not in self._known():
             raise UnsupportedError(
                 f"{op.name} of {v} in steps along a whole axis: the operand has no memory of its "

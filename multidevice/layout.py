@@ -30,6 +30,7 @@ from multidevice.placement import (
     is_plain_broadcast,
     placement,
     set_memory_order,
+    without_streams,
 )
 from multidevice.streams import allocated_per_step, stream_axis
 
@@ -107,7 +108,10 @@ def _fit_producer(fusion: Fusion, op: Reshard) -> Reshard:
     if is_dense and _may_relayout(fusion, operand):
         set_memory_order(operand, order)
         return op
-    made = copy_like(operand, operand.mesh, placement(operand))
+    cuts = placement(operand)
+    if not in_steps:
+        cuts = tuple(map(without_streams, cuts))
+    made = copy_like(operand, operand.mesh, cuts)
     set_memory_order(made, order)
     moved = op.replace(inp=made)
     fusion.replace_expr(op, [LoadStoreOp(made, operand).replace(where=op.where), moved])

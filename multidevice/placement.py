@@ -193,6 +193,13 @@ def outside_streams(cuts: Cuts) -> Cuts:
     return cuts[:position]
 
 
+def without_streams(cuts: Cuts) -> Cuts:
+    """Return the cuts without a stream's that has none inside; one around devices is part of where
+    these lie."""
+    last = bool(cuts) and cuts[-1].ptype is ParallelType.stream
+    return cuts[:-1] if last else cuts
+
+
 def is_allocated_per_step(tv: TensorView) -> bool:
     """Whether each step of a stream has memory for its own block of the tensor, rather than all of
     it before. Decided by `finalize_domains`.
