@@ -107,6 +107,11 @@ def communicates(op: TensorOp) -> bool:
     return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
 
 
+def is_step_slice(op: TensorOp) -> bool:
+    """Whether the op only names the blocks of a tensor that the steps of a loop read."""
+    return isinstance(op, Reshard) and communication_type(op) == "StepSlice"
+
+
 def is_device_to_stream(op: TensorOp) -> bool:
     """Whether each step of a stream loop brings every device the block of one device."""
     return isinstance(op, Reshard) and len(op.ptypes) == 2 and ParallelType.stream in op.ptypes

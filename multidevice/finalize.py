@@ -14,13 +14,14 @@ from fuser.errors import ShardingError, user_code
 from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.nodes import Reshard
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from multidevice.communication import communicates
-from multidevice.placement import is_contiguous, spread_axes
+from multidevice.communication import communicates, is_step_slice
+from multidevice.placement import clone_domain, is_contiguous, spread_axes
 from multidevice.sharding import has_streams
-from multidevice.streams import allocated_per_step
+from multidevice.streams import StreamLoops, allocated_per_step
 
 # Outermost first. Other types stand behind, in their order.
 _RANK = {
@@ -38,7 +39,10 @@ def finalize_domains(fusion: Fusion) -> None:
     operand or result is not contiguous.
     """
     complete_meshes(fusion)
-    per_step = allocated_per_step(fusion) if has_streams(fusion) else set[TensorView]()
+    per_step: set[TensorView] = set()
+    if has_streams(fusion):
+        slice_per_loop(fusion)
+        per_step = allocated_per_step(fusion)
     for tv in fusion.tensors():
         shard_allocation(tv, per_step=tv in per_step)
         parallel_axes_to_front(tv)
@@ -73,6 +77,24 @@ def complete_meshes(fusion: Fusion) -> None:
                     f"{tv} has none, and there are {found}{user_code(tv.user_line())}"
                 )
             tv.mesh = next(iter(meshes))
+
+
+def slice_per_loop(fusion: Fusion) -> None:
+    """Give every loop slices of its own: outside of a loop, a slice names nothing."""
+    loops = StreamLoops(fusion)
+    loop_of = {out: loops.loop_of(op) for op in fusion.exprs for out in op.outputs}
+    for op in fusion.exprs:
+        if not isinstance(op, Reshard) or not is_step_slice(op):
+            continue
+        made = {loop_of[op.out]: op.out}
+        for reader in fusion.uses(op.out):
+            loop = loop_of[reader.out_tensor]
+            if loop not in made:
+                domain, _ = clone_domain(fusion, op.out.domain)
+                made[loop] = fusion.new_tensor(domain, op.out.dtype(), mesh=op.out.mesh)
+                fusion.insert_before(reader, [op.replace(out=made[loop])])
+            if made[loop] is not op.out:
+                fusion.replace_uses(op.out, made[loop], where=lambda e, r=reader: e is r)
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:

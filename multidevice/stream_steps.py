@@ -23,6 +23,7 @@ from multidevice.placement import (
     axis_cuts,
     clone_domain,
     copy_like,
+    copy_memory_order,
     cut_origin,
     outside_streams,
     placement,
@@ -139,6 +140,7 @@ def _slice_operand(
     block = made.get((operand, wanted))
     if block is None:
         block = made[operand, wanted] = copy_like(operand, operand.mesh, wanted)
+        copy_memory_order(operand, block)
         slicing = Reshard(block, operand, ptypes=_STREAM, target=position)
         fusion.insert_before(op, [slicing.replace(where=op.where)])
     fed = replace_operand(op, index, block)

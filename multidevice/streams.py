@@ -17,6 +17,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType
 from fuser.passes.segment import VIEW_OPS
+from multidevice.communication import is_step_slice
 from multidevice.placement import (
     Block,
     is_allocated_per_step,
@@ -168,14 +169,14 @@ def allocated_per_step(fusion: Fusion) -> set[TensorView]:
     """Return the intermediates that nothing reads but steps of their own loop, each its block.
 
     Inputs and outputs are none: callers are outside of the loop; neither is a tensor of which a
-    step is one index. A view of a tensor in memory is in memory like it.
+    step is one index, nor the slices of another. A view of a tensor in memory is in memory like it.
     """
     loops = StreamLoops(fusion)
     outside = {*fusion.inputs, *fusion.outputs}
     found = {
         tv
         for tv in fusion.tensors()
-        if tv not in outside and loops.fits_in_loop(tv) and not _is_by_index(tv)
+        if tv not in outside and loops.fits_in_loop(tv) and _may_have_blocks(tv)
     }
     views = [(op.inputs[0], op.out_tensor) for op in fusion.exprs if _may_be_view(op)]
     changed = True
@@ -186,9 +187,10 @@ def allocated_per_step(fusion: Fusion) -> set[TensorView]:
     return found
 
 
-def _is_by_index(tv: TensorView) -> bool:
-    axis = stream_axis(tv)
-    return axis is not None and axis.is_logical
+def _may_have_blocks(tv: TensorView) -> bool:
+    axis, definition = stream_axis(tv), tv.definition()
+    is_slice = definition is not None and is_step_slice(definition)
+    return axis is not None and not axis.is_logical and not is_slice
 
 
 def _may_be_view(op: TensorOp) -> bool:

@@ -26,6 +26,7 @@ from multidevice.communication import (
     communicates,
     communication_type,
     is_device_to_stream,
+    is_step_slice,
     team_of,
 )
 from multidevice.localize import localize
@@ -87,6 +88,11 @@ def in_order(units: list[Unit], fusion: Fusion, loops: StreamLoops) -> list[list
     for unit in units:
         (loop,) = {loops.loop_of(op) for op in unit.exprs}
         groups.setdefault(loop or unit, []).append(unit)
+    for unit in units:
+        for op in unit.exprs:
+            if is_step_slice(op):
+                readers = {loops.loop_of(u) for u in fusion.uses(op.out_tensor)}
+                assert readers <= {loops.loop_of(op)}, op
     waiting, ready, ordered = list(groups.values()), set(fusion.inputs), list[list[Unit]]()
     while waiting:
         made = [{o for unit in group for o in unit.outputs} for group in waiting]

@@ -495,3 +495,18 @@ def test_what_steps_slice_and_bring_reads_back_from_text() -> None:
     assert "along = {deviceIdx.x, streamIdx}, from = 0, to = 0" in str(ring)
     for made in (fusion, ring):
         assert fusion_text(parse_fusion(fusion_text(made))) == fusion_text(made)
+
+
+def test_two_loops_slice_one_tensor_each_for_itself() -> None:
+    """x is read in steps by a loop, and by another one behind a sum over the first."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [6, 4]})["x"]
+        total = ops.sum(x, 0)
+        out = models.tensor(ops.sub(x, ops.broadcast(total, [True, False])))
+        fusion.add_output(out)
+    stream(x, 1, 2)
+    stream(models.tensor(total), 0, 3)
+    stream(out, 0, 2)
+    given = torch.randn(6, 4, dtype=torch.float64)
+    torch.testing.assert_close(run(fusion, [given]).outputs[0], given - given.sum(0))
