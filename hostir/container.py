@@ -28,7 +28,7 @@ from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import ONE, Scalar, ScalarLike, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text, region_text, sections_text, value_text
+from fuser.ir.text import fusion_text, lines_text, region_text, sections_text, value_text
 from fuser.ir.types import IterType, MemoryType
 from hostir.ops import (
     ForLoop,
@@ -346,6 +346,7 @@ class HostIrContainer:
             first_line,
             str(self),
             sections_text(self.values, self.tensors(), tuple(walk(self.ops))),
+            lines_text(walk(self.ops)),
         ]
         parts += [
             f"\nKernel group {g.number} ({g.scheduler}) : \n{fusion_text(g.fusion)}"

@@ -38,7 +38,7 @@ from fuser.ir.templates import (
     tensor_op_classes,
 )
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import default_dtype, tensor_text, value_text
+from fuser.ir.text import default_dtype, line_key, tensor_text, value_text
 from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
 from fuser.ir.verify import derivation_problem
 
@@ -64,8 +64,10 @@ _EXTENT = re.compile(_AXIS.pattern + r"(?:[^{}]* ex )?([A-Za-z_]\w*)\}")
 _EQUAL = re.compile(r"^ +([A-Za-z_]\w*) = ", re.MULTILINE)
 _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*->", re.DOTALL)
 _SECTION = re.compile(
-    r"^(Aliases|Equal extents|Symbols|TransformPrinter|Provenance) :[ ]*$", re.MULTILINE
+    r"^(Aliases|Equal extents|Symbols|TransformPrinter|Provenance|User lines) :[ ]*$", re.MULTILINE
 )
+
+_LINE = re.compile(r"(\S[^\n]*?) : ([^\n]*\S)[ ]*$", re.MULTILINE)
 
 # Deeper than any program; far from the depth at which Python gives up.
 MAX_DEPTH = 64
@@ -94,6 +96,8 @@ class Parser:
         self.symbols: dict[str, Symbol] = {}
         self._text_of: dict[int, str] = {}
         self._bounds = bounds or {}
+        # What ops are called by `line_key` -> the user's line.
+        self._lines: dict[str, str] = {}
         self._depth = 0
         # The indices of the loops that are being read, and what their names meant before.
         self._indices: list[tuple[str, Symbol | None]] = []
@@ -364,7 +368,9 @@ class Parser:
         for template in self.templates.get(bucket, ()):
             c.pos = start
             try:
-                return self._fill(template, start)
+                op = self._fill(template, start)
+                where = self._lines.get(line_key(op)) if self._lines else None
+                return op if where is None else op.replace(where=where)
             except ParseError as error:
                 # What was read to its end and found wrong there comes before what did not fit.
                 at = max(c.pos, int(error.__notes__[-1].removeprefix("position ")))
@@ -460,13 +466,14 @@ class Parser:
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:
-        """Read the sections in [pos, end) about symbols and tensors; the position stays."""
+        """Read the sections in [pos, end) about symbols, tensors and lines; the position stays."""
         c = self.cursor
         home = c.pos
         for title, read in (
             ("Symbols", self._symbol),
             ("Equal extents", self._equal),
             ("TransformPrinter", self.domain_section),
+            ("User lines", self._line),
         ):
             self._section(title, read, home)
         c.pos = home
@@ -508,6 +515,10 @@ class Parser:
 
     def _origin(self) -> None:
         self.fusion.origins = (*self.fusion.origins, read_origin(self.cursor))
+
+    def _line(self) -> None:
+        row = self.cursor.expect(_LINE, "an op and the user's line")
+        self._lines.setdefault(row[1], row[2])
 
     def _equal(self) -> None:
         extent = self.scalar()

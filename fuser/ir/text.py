@@ -157,6 +157,22 @@ def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[O
     )
 
 
+def line_key(op: Op) -> str:
+    """Return what the section of the users' lines calls an op: by its first result and its name."""
+    outputs = op.outputs
+    return f"T{outputs[0].number} {op.name}" if outputs else op.name
+
+
+def lines_text(ops: Iterable[Op]) -> str:
+    """Return the section that tells where the user wrote the ops, "" where nothing is known."""
+    rows: dict[str, str] = {}
+    for op in ops:
+        if op.where:
+            rows.setdefault(line_key(op), " ".join(op.where.split()))
+    text = "".join(f"  {key} : {where}\n" for key, where in rows.items())
+    return f"User lines : \n{text}" if text else ""
+
+
 _PREFIX_DTYPE = {
     "b": DataType.Bool,
     "i": DataType.Index,

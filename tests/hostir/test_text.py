@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from fuser import ops
 from fuser.errors import ParseError
-from hostir.container import HostIrContainer, equal
+from hostir.container import HostIrContainer, equal, walk
 from hostir.ops import Allocate, LocalSlice
 from hostir.parse import parse
 from hostir.transfers import Communication, Wait
@@ -174,3 +175,24 @@ def test_a_program_of_1024_ranks_is_short() -> None:
     assert len(str(program)) < 6_000
     assert len(text) < 16_000
     assert equal(parse(text), program)
+
+
+def lines_of(program: HostIrContainer) -> list[str]:
+    return [op.where for op in walk(program.ops)]
+
+
+@pytest.mark.parametrize("name", ["mlp2", "sequence2", "slice2", "heads"])
+def test_the_users_lines_survive_the_text(name: str) -> None:
+    """Errors of a program that was read named no line."""
+    program = build(CASES[name])
+    again = parse(program.full_text())
+    assert lines_of(again) == lines_of(program)
+    assert sum(".py:" in where for where in lines_of(again)) >= len(program.communications()) + 1
+    # They are no part of what a program is.
+    text = program.full_text()
+    (section,) = re.findall(r"^User lines :[ ]*\n(?:  [^\n]*\n)+", text, re.MULTILINE)
+    without = parse(text.replace(section, ""))
+    assert not any(lines_of(without))
+    assert equal(without, program)
+    with pytest.raises(ParseError, match="expected an op and the user's line"):
+        parse(text.replace(section, "User lines : \n  T3 linear at x.py\n"))
