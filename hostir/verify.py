@@ -61,7 +61,7 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
         except FuserError as error:
             culprit = checker.at or op
             raise VerifyError(
-                f"after {after}: {culprit.name}: {error}\n{marked(program, i)}"
+                f"after {after}: {culprit.name}: {error}\n{marked(program, i, culprit=culprit)}"
             ) from None
     try:
         checker.finish()
@@ -69,13 +69,28 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
         raise VerifyError(f"after {after}: {error}\n{program}") from None
 
 
-def marked(program: HostIrContainer, index: int, *, around: int = 2) -> str:
-    """Return the ops around `index`, with `->` before that one."""
+def marked(
+    program: HostIrContainer, index: int, *, culprit: Op | None = None, around: int = 2
+) -> str:
+    """Return the ops around `index`, with `->` before that one, or before `culprit` in it."""
     lines: list[str] = []
     for i in range(max(index - around, 0), min(index + around + 1, len(program.ops))):
-        mark = "-> " if i == index else "   "
-        lines += [mark + line for line in op_text(program.ops[i]).splitlines()]
+        mine = op_text(program.ops[i]).splitlines()
+        at = range(len(mine)) if i == index else range(0)
+        if i == index and culprit is not None:
+            at = _lines_of(culprit, mine) or at
+        lines += [("-> " if k in at else "   ") + line for k, line in enumerate(mine)]
     return "\n".join(lines)
+
+
+def _lines_of(op: Op, lines: list[str]) -> range:
+    """Return which lines of a text are those of an op; none if it is not there."""
+    wanted = [line.strip() for line in op_text(op).splitlines()]
+    found = [line.strip() for line in lines]
+    count = len(wanted)
+    starts = (k for k in range(len(found) - count + 1) if found[k : k + count] == wanted)
+    start = next(starts, None)
+    return range(0) if start is None else range(start, start + count)
 
 
 def _kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:

@@ -33,10 +33,10 @@ _EXPORTS = {
 
 __all__ = [
     "Communicator",
-    "CommunicatorBackend",
+    "CommunicatorBackend",  # pyright: ignore[reportUnsupportedDunderAll]
     "DeviceMesh",
-    "MultiDeviceExecutor",
-    "MultiDeviceExecutorParams",
+    "MultiDeviceExecutor",  # pyright: ignore[reportUnsupportedDunderAll]
+    "MultiDeviceExecutorParams",  # pyright: ignore[reportUnsupportedDunderAll]
     "Sharding",
     "World",
     "shard_tensor",
