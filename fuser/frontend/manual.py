@@ -13,6 +13,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
 from fuser.kernels.executor import KernelExecutor
+from fuser.lower.stream import steps_of
 from fuser.passes.concretize import refine_extents
 from hostir.bind import InputBinder
 from hostir.layout import allocated_strides
@@ -22,12 +23,14 @@ class ManualKernel:
     """One kernel for a fusion, with the schedule that its tensors have when this is made.
 
     Raises:
-        UnsupportedError: the fusion has a mesh or aliased outputs.
+        UnsupportedError: the fusion has a mesh, a stream axis or aliased outputs.
     """
 
     def __init__(self, fusion: Fusion) -> None:
         if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
             raise UnsupportedError("manual_execute: meshes and aliased outputs are for execute()")
+        if steps_of(fusion) is not None:
+            raise UnsupportedError("manual_execute: loops over streams are for execute()")
         if len(set(fusion.outputs)) != len(fusion.outputs):
             raise DefinitionError("manual_execute: an output was added twice")
         self._fusion, _ = fusion.copy()

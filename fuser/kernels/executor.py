@@ -32,6 +32,7 @@ from fuser.kernel_source import KernelSource
 from fuser.kernels.kernel import make_kernel
 from fuser.kernels.variant import Variant, launch_of
 from fuser.locks import make_reentrant_lock
+from fuser.lower.stream import steps_of, with_stream_index
 from fuser.options import Settings
 from fuser.recent import Recent
 from fuser.runtime.kernel import CompiledKernel, compile_kernels
@@ -60,7 +61,10 @@ Record = tuple[Variant, BoundLaunch]
 
 
 class KernelExecutor:
-    """Runs a local fusion (no device or stream axes) with one scheduler.
+    """Runs a local fusion (no device axes) with one scheduler.
+
+    With a stream axis in its schedule it has one more input, the number of the step, and a run
+    writes the block of that step alone.
 
     `settings` are the features of the program that it runs for. `device` overrides the description
     that heuristics read: a GPU's schedules also run on CPU tensors. `checked` compiles CPU kernels
@@ -79,9 +83,12 @@ class KernelExecutor:
         of: str = "",
         dump: dumps.Write = dumps.write,
     ) -> None:
+        fusion = with_stream_index(fusion)
         settings = options.settings() if settings is None else settings
         described = settings.argument("schedules_for")
         self.fusion = fusion
+        # Of how many steps a launch computes one.
+        self._steps = steps_of(fusion)
         self.name = name
         self._of, self._dump = of or name, dump
         self.scheduler = registry.scheduler(scheduler)
@@ -119,6 +126,8 @@ class KernelExecutor:
             InputError: a wrong number of tensors, or a rank that does not fit.
             KernelError: a launch failed, or a finding of checked mode.
         """
+        if self._steps is not None:
+            self._check_step(self._steps, inputs, sizes)
         tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
         tensors += outputs
         key: object = [(t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
@@ -147,6 +156,13 @@ class KernelExecutor:
                 launch.run(kernel, tensors, numbers, stream)
             except KernelError as error:
                 raise KernelError(f"{error}\n{self._blame(variant, error)}") from None
+
+    def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
+        step, steps = inputs[-1] if inputs else None, int(sc.evaluate(count, sizes))
+        if type(step) is not int or not 0 <= step < steps:
+            raise InputError(
+                f"{self.name}: the last input is the step of a stream of {steps}, not {step!r}"
+            )
 
     def _blame(self, variant: Variant, error: KernelError) -> str:
         """Return the op and the user's line of the tensor that a finding names (else all ops)."""

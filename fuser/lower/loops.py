@@ -21,6 +21,7 @@ from fuser.ir.nodes import LoadStoreOp, ReductionOp, TensorOp, WelfordOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType
+from fuser.lower.stream import stream_index
 
 REDUCTIONS = (ReductionOp, WelfordOp)
 PARALLEL = (*GRID_TYPES, *BLOCK_TYPES)
@@ -98,8 +99,9 @@ class Loop:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether no loop statement is needed: a coordinate, or a single iteration."""
-        return self.is_parallel or sc.int_value(self.extent) == 1
+        """Whether no loop statement is needed: a coordinate, an argument, or a single iteration."""
+        is_argument = self.ptype is ParallelType.stream
+        return self.is_parallel or is_argument or sc.int_value(self.extent) == 1
 
 
 @dataclass(eq=False)
@@ -416,9 +418,7 @@ def _assign_symbols(nesting: Nesting) -> None:
             if loop.is_parallel:
                 known = nesting.extents.get(loop.ptype, sc.ONE)
                 nesting.extents[loop.ptype] = sc.maximum(known, loop.extent)
-            elif loop.ptype in (ParallelType.stream, ParallelType.mma, ParallelType.tma) or (
-                loop.ptype.is_device
-            ):
+            elif loop.ptype in (ParallelType.mma, ParallelType.tma) or loop.ptype.is_device:
                 raise UnsupportedError(f"{stage.tv} has a {loop.ptype.text} axis in a kernel")
     numbered: dict[Loop, None] = {}
     for stage in nesting.stages:
@@ -429,6 +429,9 @@ def _assign_symbols(nesting: Nesting) -> None:
             if loop.is_parallel:
                 extent = nesting.extents[loop.ptype]
                 loop.symbol = sc.index(COORDINATES[loop.ptype], extent)
+            elif loop.ptype is ParallelType.stream:
+                # The host's loop: a launch computes one step of it, which the caller numbers.
+                loop.symbol = stream_index(nesting.fusion, stage.tv)
             else:
                 loop.symbol = sc.index(f"k{len(numbered)}", loop.extent)
                 numbered[loop] = None
