@@ -189,6 +189,7 @@ class HirAliasSelect(HostOp):
     axis: IterDomain = attr()
     index: Scalar = operand()
     TEXT = "{out}\n   = HirAliasSelect( {inp}, axis = {axis}, index = {index} )"
+    OLDER = ("{out}\n   = select( {inp}, axis = {axis}, index = {index} )",)
 
     @property
     def position(self) -> int | None:

@@ -32,6 +32,7 @@ _SECTION = re.compile(
     r"^(?:Kernel group ([0-9]+) \(([^()\n]*)\)|Host unit ([0-9]+)) :[ ]*$", re.MULTILINE
 )
 _UNIT_LINE = re.compile(r"HostUnit([0-9]+): Inputs=[^\n]*")
+_CAPTURED = re.compile(r"([0-9]+)[ ]*(?=\n)")
 _INDEX_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # How the full text and the headings of dumps name their form.
 _NAMED_FULL = re.compile(r"^//[^\n]*, full form[,:]", re.MULTILINE)
@@ -153,7 +154,11 @@ def _index(parser: Parser) -> Symbol:
 def _stream(parser: Parser) -> Stream:
     """Read `S0` or the number of a stream, `( i3 % numberOfStreams )`."""
     named = parser.cursor.match(STREAM_NAME)
-    return Stream(name=named[0]) if named else Stream(parser.scalar())
+    if named:
+        return Stream(name=named[0])
+    # In older dumps a captured stream has a number, and nothing closes the line.
+    captured = parser.cursor.match(_CAPTURED)
+    return Stream(name=f"S{captured[1]}") if captured else Stream(parser.scalar())
 
 
 ATTRIBUTES: Mapping[str, Attribute] = {

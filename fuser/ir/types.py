@@ -72,7 +72,12 @@ _PTYPE_TEXT = {
     ParallelType.tma: "B",
     ParallelType.serial: "S",
 }
-PTYPE_FROM_TEXT = {text: ptype for ptype, text in _PTYPE_TEXT.items()}
+# Older dumps spell the stream axis with a capital.
+PTYPE_FROM_TEXT = {
+    **{text: ptype for ptype, text in _PTYPE_TEXT.items()},
+    "StreamIdx": ParallelType.stream,
+    "Stream": ParallelType.stream,
+}
 
 DEVICE_TYPES = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
 GRID_TYPES = (ParallelType.grid_x, ParallelType.grid_y, ParallelType.grid_z)
