@@ -140,14 +140,14 @@ def enter_streams(hic: HostIrContainer, count: Scalar | int) -> None:
     """Let the first `count` streams wait for the caller's."""
     hic.append(GetCurrentStream(ENTRY))
     with hic.loop(count) as i:
-        hic.append(SetCurrentStream(Stream(i + 0)), Synchronize(ENTRY))
+        hic.append(SetCurrentStream(Stream(i)), Synchronize(ENTRY))
 
 
 def leave_streams(hic: HostIrContainer, count: Scalar | int) -> None:
     """Let the caller's stream wait for the first `count` ones."""
     hic.append(SetCurrentStream(ENTRY))
     with hic.loop(count) as i:
-        hic.append(Synchronize(Stream(i + 0)))
+        hic.append(Synchronize(Stream(i)))
 
 
 def unit(define: Callable[..., object], *ranks: int) -> Fusion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,3 +146,14 @@ def test_examples_are_free_of_races(name: str) -> None:
         values = {**sizes, RANK: rank, NUMBER_OF_STREAMS: example.streams}
         found = find_races(program, values, rank=rank)
         assert [str(f) for f in found] == []
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "host_ir.md"
+
+
+def test_the_page_on_host_programs_holds() -> None:
+    text = PAGE.read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(program, str(PAGE), "exec"), {"__name__": "page"})
+    for cls in CLASSES:
+        assert f"`{cls.__name__}" in text, f"docs/host_ir.md does not speak of {cls.__name__}"
