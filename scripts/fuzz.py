@@ -3,6 +3,7 @@
     python scripts/fuzz.py single --seed 0 --cases 1000 --seconds 600
     python scripts/fuzz.py sharded --seed 0 --cases 100 --seconds 600
     mpirun -np 4 python scripts/fuzz.py sharded --seed 0 --cases 100
+    python scripts/fuzz.py streams --seed 0 --cases 100 --seconds 600
 
 Prints what was compared, what was refused and why, and what failed; a failure is written as a
 standalone program, whose path and text are printed, and makes the exit code 1. A program is a
@@ -21,11 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.fuzz.campaign import Campaign, Failure, summary
 
+KINDS = ("single", "sharded", "streams")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for kind in ("single", "sharded"):
+    for kind in KINDS:
         _campaign_arguments(commands.add_parser(kind, help=f"random {kind} programs"))
     worker = commands.add_parser("worker")
     worker.add_argument("kind")
@@ -35,7 +38,7 @@ def main() -> int:
     worker.add_argument("--report-to", type=int, required=True)
     for name in ("shrink", "show"):
         one = commands.add_parser(name, help=f"{name} the program of one seed")
-        one.add_argument("kind", choices=("single", "sharded"))
+        one.add_argument("kind", choices=KINDS)
         one.add_argument("--seed", type=int, required=True)
         one.add_argument("--mode", default="cpu", help="cpu, h200, cpu+checked, cpu+cuda, ...")
         one.add_argument("--seconds", type=float, default=60, help="negative: also a refusal")
@@ -57,6 +60,8 @@ def _campaign_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _campaign(args: argparse.Namespace) -> int:
+    if args.command == "streams" and args.schedules == "cpu,h200":
+        args.schedules = "cpu"
     if args.device == "cuda" and args.schedules == "cpu,h200":
         args.schedules = "own"
     if args.command == "sharded" and _is_launched():
@@ -131,8 +136,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "single": _campaign,
-    "sharded": _campaign,
+    **dict.fromkeys(KINDS, _campaign),
     "worker": _worker,
     "shrink": _shrink,
     "show": _show,

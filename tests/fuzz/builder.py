@@ -277,7 +277,6 @@ class Builder:
 def without_dead(program: Program, *, keep_inputs: bool = False) -> Program:
     """Drop statements, and unless told otherwise inputs, that no output needs."""
     needed = {o.name for o in program.outputs} | {o.alias for o in program.outputs if o.alias}
-    needed |= {a.name for a in program.annotations if not keep_inputs} & set()
     kept: list[Stmt] = []
     for stmt in reversed(program.stmts):
         if needed & set(stmt.outs):
@@ -296,6 +295,7 @@ def without_dead(program: Program, *, keep_inputs: bool = False) -> Program:
             tuple(g for g, a in zip(call, alive, strict=True) if a) for call in program.calls
         ),
         annotations=tuple(a for a in program.annotations if a.name in names),
+        streams=tuple(s for s in program.streams if s.name in names),
     )
 
 

@@ -21,7 +21,7 @@ from tests.fuzz import sharded
 from tests.fuzz.campaign import Failure, Tally, summary
 from tests.fuzz.product import Mode
 from tests.fuzz.program import Program
-from tests.fuzz.ranks import run_rank
+from tests.fuzz.ranks import kind_of, run_rank
 from tests.fuzz.runner import Case, Outcome, define, failure, quietly
 from tests.fuzz.worker import has_any, modes_of
 
@@ -35,7 +35,7 @@ def _run_here(program: Program, mode: Mode) -> Outcome:
         except Exception as error:
             return failure(error)
         if wrong is not None:
-            return Outcome("wrong", "value" if "elements" in wrong else "shape", wrong)
+            return Outcome("wrong", kind_of(wrong), wrong)
         return Outcome("ok", "", "", *counts)
 
     return quietly(body)
@@ -71,7 +71,7 @@ def run_launched(seeds: range, seconds: float, schedules: str, device: str, with
         if rank == 0:
             # The last line of a job that was ended names the program.
             print(f"  seed {seed}", flush=True)
-        for mode in modes_of(seed, schedules.split(","), device):
+        for mode in modes_of("sharded", seed, schedules.split(","), device):
             mine = asdict(_run_here(program, mode))
             told = communicator.exchange(json.dumps(mine).encode())
             found = [Outcome(**json.loads(text)) for text in told]

@@ -5,7 +5,7 @@ for the kernels of many programs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,14 @@ class Mode:
     schedules: str = "cpu"
     checked: bool = False
     device: str = "cpu"
+    # Whose work is held back in further runs: see the option `late_stream`.
+    late: tuple[str, ...] = ()
+
+    def runs(self, calls: Sequence[int]) -> Iterator[tuple[list[str], int]]:
+        """Yield the options and the number of each call of a run."""
+        yield from ((self.options, m) for m in calls)
+        for late in self.late:
+            yield from (([*self.options, f"late_stream({late})"], m) for m in sorted(set(calls)))
 
     @property
     def options(self) -> list[str]:

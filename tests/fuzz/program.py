@@ -139,6 +139,21 @@ class Annotation:
 
 
 @dataclass(frozen=True)
+class Streaming:
+    """A stream axis: a whole logical axis, or `count` blocks of it.
+
+    `swizzle` is the mesh dimension along which each rank begins with its own block; `outermost`
+    says that blocks are cut before devices are, where both cut the axis.
+    """
+
+    name: str
+    axis: int
+    count: int | None = None
+    swizzle: str | None = None
+    outermost: bool = False
+
+
+@dataclass(frozen=True)
 class Program:
     """A definition and its calls. `meshes` are nested lists of ranks; empty on one device."""
 
@@ -149,6 +164,21 @@ class Program:
     meshes: tuple[tuple[object, ...], ...] = ()
     annotations: tuple[Annotation, ...] = ()
     ranks: int = 1
+    streams: tuple[Streaming, ...] = ()
+
+    def spreads(self) -> dict[str, tuple[tuple[object, ...], tuple[tuple[int, str, int], ...]]]:
+        """Return the mesh and the cuts of each annotated tensor, by name.
+
+        A cut is an axis, a mesh dimension, and in how many blocks a stream cuts the axis before.
+        """
+        blocks = {(s.name, s.axis): s.count or 1 for s in self.streams if s.outermost}
+        return {
+            a.name: (
+                self.meshes[a.mesh],
+                tuple((axis, dim, blocks.get((a.name, axis), 1)) for axis, dim in a.cuts),
+            )
+            for a in self.annotations
+        }
 
 
 # ------------------------------------------------------------------ text
@@ -190,10 +220,32 @@ def input_text(given: TensorInput | ScalarInput) -> str:
 def annotation_lines(program: Program) -> Iterator[str]:
     for number, ranks in enumerate(program.meshes):
         yield f"mesh{number} = multidevice.DeviceMesh({_as_list(ranks)})"
+    streams = {s.name: s for s in program.streams}
     for note in program.annotations:
         yield f"{note.name}.set_device_mesh(mesh{note.mesh})"
-        for axis, dim in note.cuts:
-            yield f"cut({note.name}, {axis}, mesh{note.mesh}, ParallelType.mesh_{dim})"
+        stream = streams.pop(note.name, None)
+        # From the last axis to the first: a split moves only what is behind it.
+        axes = {axis for axis, _ in note.cuts} | ({stream.axis} if stream else set())
+        for axis in sorted(axes, reverse=True):
+            at = axis
+            is_here = stream is not None and stream.axis == axis
+            if is_here and stream.outermost:
+                yield _stream_text(stream, at)
+                at += 1
+            for dim in [d for a, d in note.cuts if a == axis]:
+                yield f"cut({note.name}, {at}, mesh{note.mesh}, ParallelType.mesh_{dim})"
+                at += 1
+            if is_here and not stream.outermost:
+                yield _stream_text(stream, at)
+    for stream in streams.values():
+        yield _stream_text(stream, stream.axis)
+
+
+def _stream_text(s: Streaming, at: int) -> str:
+    count = "" if s.count is None else f", {s.count}"
+    return f"stream({s.name}, {at}{count}" + (
+        f", ParallelType.mesh_{s.swizzle})" if s.swizzle else ")"
+    )
 
 
 # What annotates one tensor: positions count the axes that a user sees.
@@ -202,6 +254,17 @@ def cut(tv, axis, mesh, ptype):
     seen = [k for k, a in enumerate(tv.get_loop_domain()) if not a.is_reduction()]
     tv.outer_split(seen[axis], mesh.size_of(ptype))
     tv.axis(seen[axis]).parallelize(ptype)
+
+
+"""
+STREAM_TEXT = """
+def stream(tv, axis, count=None, swizzle=None):
+    seen = [k for k, a in enumerate(tv.get_loop_domain()) if not a.is_reduction()]
+    if count is not None:
+        tv.outer_split(seen[axis], count)
+    if swizzle is not None:
+        tv.swizzle1d(seen[axis], swizzle)
+    tv.axis(seen[axis]).parallelize(ParallelType.stream)
 
 
 """
@@ -219,8 +282,9 @@ def define_text(program: Program) -> str:
     for out in program.outputs:
         alias = f", {out.alias}" if out.alias else ""
         lines.append(f"fd.add_output({out.name}{alias})")
-    cut = CUT_TEXT if program.annotations else ""
-    return cut + "def define(fd):\n" + "".join(f"    {line}\n" for line in lines)
+    helpers = CUT_TEXT if program.annotations else ""
+    helpers += STREAM_TEXT if program.streams else ""
+    return helpers + "def define(fd):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 def names_in(arg: Arg) -> Iterator[str]:

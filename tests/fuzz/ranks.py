@@ -10,28 +10,29 @@ import torch
 
 from fuser import FusionDefinition, multidevice
 from fuser.ir.types import ParallelType
+from tests.fuzz.host_program import fault_of
 from tests.fuzz.product import Mode, collecting
 from tests.fuzz.program import Program
 from tests.fuzz.runner import Case, Outcome, compare, define, failure, quietly
 from tests.fuzz.shards import coordinate, local_input, shard_of, spread_of
 from tests.fuzz.values import Val
 
-Cuts = Sequence[tuple[int, str]]
+Cuts = Sequence[tuple[int, str, int]]
 
 
 # ------------------------------------------------------------------ shards
 def local_inputs(case: Case, call: int, rank: int, device: str) -> list[Any]:
     """Return what a rank passes: its shards."""
     program = case.program
-    notes = {a.name: a for a in program.annotations}
+    spreads = program.spreads()
     out: list[Any] = []
     for declared, whole in zip(program.inputs, case.passed(call, "cpu"), strict=True):
-        note = notes.get(declared.name)
+        ranks, cuts = spreads.get(declared.name, ((), ()))
         if not isinstance(whole, torch.Tensor):
             out.append(whole)
             continue
-        if note is not None and note.cuts:
-            whole = local_input(whole, program.meshes[note.mesh], note.cuts, rank)
+        if cuts:
+            whole = local_input(whole, ranks, cuts, rank)
         out.append(whole.to(device))
     return out
 
@@ -44,12 +45,11 @@ def output_cuts(
 ) -> list[tuple[Sequence[object] | None, Cuts]]:
     """Return how each output is spread: as annotated, else as the product says."""
     shardings = fd.fec.get_output_shardings()
-    notes = {a.name: a for a in program.annotations}
+    spreads = program.spreads()
     out: list[tuple[Sequence[object] | None, Cuts]] = []
     for k, o in enumerate(program.outputs):
-        if o.name in notes:
-            note = notes[o.name]
-            out.append((program.meshes[note.mesh], note.cuts))
+        if o.name in spreads:
+            out.append(spreads[o.name])
         elif len(shardings) == len(program.outputs):
             out.append(spread_of(shardings[k], _TYPES))
         else:
@@ -57,13 +57,24 @@ def output_cuts(
     return out
 
 
+def kind_of(wrong: str) -> str:
+    """Return what a difference is about, so that alike ones group."""
+    known = ("elements", "text", "race")
+    return next((k for k in known if k in wrong), "shape").replace("elements", "value")
+
+
 # ------------------------------------------------------------------ one rank
 def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) -> str | None:
     """Run all calls on this rank; return how a result differs."""
     rank = multidevice.Communicator.instance().rank()
     program = case.program
-    for m in case.order:
-        outs = fd.execute(local_inputs(case, m, rank, mode.device), _enable_options=mode.options)
+    for number, (options, m) in enumerate(mode.runs(case.order)):
+        inputs = local_inputs(case, m, rank, mode.device)
+        outs = fd.execute(inputs, _enable_options=options)
+        if program.streams and number < len(program.calls):
+            fault = fault_of(fd, inputs, rank)
+            if fault is not None:
+                return f"call {m}, rank {rank}: {fault}"
         spread = output_cuts(fd, program)
         for o, out, (ranks, cuts) in zip(program.outputs, outs, spread, strict=True):
             if ranks is not None and coordinate(ranks, rank, "x") is None:
@@ -81,7 +92,7 @@ def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) ->
             counts[2] += int(value.bound.isinf().sum())
             difference = compare(out, value)
             if difference is not None:
-                return f"call {m}, rank {rank}, {o.name}: {difference}"
+                return f"call {m} {options}, rank {rank}, {o.name}: {difference}"
     return None
 
 
@@ -98,7 +109,7 @@ def run_ranks(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Out
             return failure(error)
         wrong = next((d for d in found if d is not None), None)
         if wrong is not None:
-            return Outcome("wrong", "value" if "elements" in wrong else "shape", wrong)
+            return Outcome("wrong", kind_of(wrong), wrong)
         return Outcome("ok", outputs=counts[0], elements=counts[1], masked=counts[2])
 
     return quietly(body)

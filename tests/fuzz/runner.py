@@ -21,6 +21,7 @@ from fuser.errors import (
     ShardingError,
     UnsupportedError,
 )
+from tests.fuzz.host_program import fault_of
 from tests.fuzz.oracle import Env, evaluate
 from tests.fuzz.product import Mode, collecting
 from tests.fuzz.program import Program, define_text
@@ -154,15 +155,19 @@ def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
     outputs = elements = masked = 0
     try:
         fd = fd or define(case.program)
-        for m in case.order:
+        for number, (options, m) in enumerate(mode.runs(case.order)):
             inputs = case.passed(m, mode.device)
             before = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
-            outs = fd.execute(inputs, _enable_options=mode.options)
+            outs = fd.execute(inputs, _enable_options=options)
             if mode.device != "cpu":
                 torch.cuda.synchronize()
             difference = check_call(case, m, outs, inputs, before)
             if difference is not None:
-                return Outcome("wrong", difference[0], f"call {m}: {difference[1]}")
+                return Outcome("wrong", difference[0], f"call {m} {options}: {difference[1]}")
+            is_new = case.program.streams and number < len(case.program.calls)
+            fault = fault_of(fd, before, 0) if is_new else None
+            if fault is not None:
+                return Outcome("wrong", fault.split()[0], fault)
             for out in case.program.outputs:
                 value = case.expected[m][out.name]
                 assert isinstance(value, Val)

@@ -30,16 +30,18 @@ Ranks = tuple[object, ...]
 
 def generate(seed: int) -> Program:
     """Return the program of a seed."""
-    return _Sharded(seed).build()
+    return Sharded(seed).build()
 
 
 class _Stop(Exception):
     """A value of the model was thought better of."""
 
 
-class _Sharded(Builder):
-    def __init__(self, seed: int) -> None:
-        super().__init__("sharded", seed, calls=1, cap=2048)
+class Sharded(Builder):
+    """A program of a seed, and of a kind, in the making."""
+
+    def __init__(self, seed: int, kind: str = "sharded") -> None:
+        super().__init__(kind, seed, calls=1, cap=2048)
         self.ranks = self.rng.choice((2, 2, 4))
         self.ncalls = self.rng.choice((1, 1, 1, 2))
         self.args = [[] for _ in range(self.ncalls)]
@@ -281,12 +283,12 @@ class _Sharded(Builder):
 
 
 # ------------------------------------------------------------------ random ops
-def _unary(b: _Sharded, name: str) -> None:
+def _unary(b: Sharded, name: str) -> None:
     op = b.rng.choice(("neg", "abs", "relu", "tanh", "sigmoid", "exp", "set"))
     b.emit(op, [Ref(name)], b.dims[name])
 
 
-def _binary(b: _Sharded, name: str) -> None:
+def _binary(b: Sharded, name: str) -> None:
     op = b.rng.choice(("add", "mul", "sub", "maximum"))
     if b.chance(0.3):
         b.emit(op, [Ref(name), 2 if b.is_a(name, "i") else 1.5], b.dims[name])
@@ -307,7 +309,7 @@ def _binary(b: _Sharded, name: str) -> None:
         b.emit(op, [Ref(name), Ref(other)], dims)
 
 
-def _reduction(b: _Sharded, name: str) -> None:
+def _reduction(b: Sharded, name: str) -> None:
     dims = b.dims[name]
     if not dims:
         return
@@ -318,14 +320,14 @@ def _reduction(b: _Sharded, name: str) -> None:
     b.emit(op, [Ref(name)], out, True, dims=list(axes), keepdim=keep)
 
 
-def _permute(b: _Sharded, name: str) -> None:
+def _permute(b: Sharded, name: str) -> None:
     dims = b.dims[name]
     if len(dims) > 1:
         order = b.rng.sample(range(len(dims)), len(dims))
         b.emit("permute", [Ref(name), order], [dims[k] for k in order])
 
 
-def _reshape(b: _Sharded, name: str) -> None:
+def _reshape(b: Sharded, name: str) -> None:
     dims = [Dim(d.vec, d.static) for d in b.dims[name]]
     if not dims:
         return
@@ -353,7 +355,7 @@ def _reshape(b: _Sharded, name: str) -> None:
     b.emit("reshape", [Ref(name), sizes], dims)
 
 
-def _broadcast(b: _Sharded, name: str) -> None:
+def _broadcast(b: Sharded, name: str) -> None:
     dims = list(b.dims[name])
     if len(dims) > 3:
         return
@@ -367,7 +369,7 @@ def _broadcast(b: _Sharded, name: str) -> None:
         b.emit("expand", [Ref(made[0]), [8 if k == at else -1 for k in range(len(dims))]], dims)
 
 
-def _slice(b: _Sharded, name: str) -> None:
+def _slice(b: Sharded, name: str) -> None:
     dims = list(b.dims[name])
     wide = [k for k, d in enumerate(dims) if min(d.vec) >= 8 and d.static]
     if not wide:
@@ -380,7 +382,7 @@ def _slice(b: _Sharded, name: str) -> None:
     b.emit("slice", [Ref(name), starts, ends], dims)
 
 
-def _cat(b: _Sharded, name: str) -> None:
+def _cat(b: Sharded, name: str) -> None:
     dims = list(b.dims[name])
     if not dims or any(d.expanded for d in dims):
         return
@@ -391,14 +393,14 @@ def _cat(b: _Sharded, name: str) -> None:
     b.emit("cat", [[Ref(name), Ref(other)], at], dims)
 
 
-def _pad(b: _Sharded, name: str) -> None:
+def _pad(b: Sharded, name: str) -> None:
     dims = list(b.dims[name])
     if dims:
         dims[-1] = Dim(tuple(n + 4 for n in dims[-1].vec), dims[-1].static)
         b.emit("pad", [Ref(name), b.rng.choice(([4, 0], [0, 4], [2, 2]))], dims)
 
 
-def _contraction(b: _Sharded, name: str) -> None:
+def _contraction(b: Sharded, name: str) -> None:
     dims = b.dims[name]
     if not dims or not b.is_a(name, "f") or dims[-1].expanded or len(b.inputs) > 6:
         return
@@ -413,7 +415,7 @@ def _contraction(b: _Sharded, name: str) -> None:
         b.emit("matmul", [Ref(name), Ref(w)], [*dims[:-1], n])
 
 
-_TABLE: tuple[tuple[Callable[[_Sharded, str], None], int], ...] = (
+_TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_unary, 12),
     (_binary, 22),
     (_reduction, 14),

@@ -1,7 +1,7 @@
 """Which part of a tensor a rank holds. The text of this file is part of sharded standalone scripts.
 
-A mesh is a sequence of ranks (mesh dimension x) or of rows of them (y, then x); cuts are pairs of
-an axis and a mesh dimension.
+A mesh is a sequence of ranks (mesh dimension x) or of rows of them (y, then x); cuts are triples of
+an axis, a mesh dimension, and in how many blocks a stream cuts the axis before.
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ def coordinate(ranks: Sequence[Any], rank: int, dim: str) -> int | None:
 
 
 def shard_of(t: torch.Tensor, ranks: Sequence[Any], cuts: Any, rank: int) -> torch.Tensor:
-    """Return what `rank` holds of a tensor: outer blocks; block 0 outside the mesh."""
+    """Return what `rank` holds of a tensor: outer blocks, of each of the `blocks` that are cut
+    before; block 0 outside the mesh."""
     sizes = mesh_sizes(ranks)
-    for axis, dim in cuts:
-        length = t.shape[axis] // sizes[dim]
-        t = t.narrow(axis, length * (coordinate(ranks, rank, dim) or 0), length)
+    for axis, dim, blocks in cuts:
+        length = t.shape[axis] // (sizes[dim] * blocks)
+        start = length * (coordinate(ranks, rank, dim) or 0)
+        if blocks == 1:
+            t = t.narrow(axis, start, length)
+            continue
+        whole = [
+            t.narrow(axis, length * sizes[dim] * b, length * sizes[dim]) for b in range(blocks)
+        ]
+        t = torch.cat([b.narrow(axis, start, length) for b in whole], axis)
     return t
 
 
@@ -60,4 +68,4 @@ def spread_of(sharding: Any, types: dict[str, Any]) -> tuple[Sequence[Any], Any]
     """Return (mesh, cuts) of what the product says of an output."""
     mesh = torch.tensor(sharding.mesh.devices).reshape(sharding.mesh.shape).tolist()
     found = [(sharding.axis_sharded_on(types[d]), d) for d in mesh_sizes(mesh)]
-    return mesh, [(axis, dim) for axis, dim in found if axis >= 0]
+    return mesh, [(axis, dim, 1) for axis, dim in found if axis >= 0]

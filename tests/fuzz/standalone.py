@@ -19,6 +19,7 @@ Expected values: torch in float64, with the error that rounding allows.
 """
 
 import sys
+from itertools import product
 
 import torch
 
@@ -72,14 +73,17 @@ def differs(out, value, bound, dtype):
 _ONE_DEVICE = """
 
 def check(fd):
-    for number, (inputs, expected) in enumerate(calls() + calls()):
-        results = list(fd.execute(inputs, _enable_options=OPTIONS))
+    for options, (number, (inputs, expected)) in product(RUNS, enumerate(calls() + calls())):
+        results = list(fd.execute(inputs, _enable_options=options))
         outs = [inputs[at] if at is not None else results.pop(0) for at in INTO]
         assert not results, "more outputs than were defined"
         for out, (value, bound, dtype) in zip(outs, expected):
             if differs(out, value, bound, dtype):
-                print(f"call {number}: got\\n{out}\\nexpected\\n{value}")
+                print(f"call {number} {options}: got\\n{out}\\nexpected\\n{value}")
                 sys.exit(1)
+        fault = STREAMS and fault_of(fd, inputs, 0)
+        if fault:
+            sys.exit(f"call {number} {options}: {fault}")
     print("as expected")
 
 
@@ -93,12 +97,15 @@ check(fd)
 _RANKS = """
 def check(fd):
     rank = multidevice.Communicator.instance().rank()
-    for number, (inputs, expected) in enumerate(calls() + calls()):
+    for options, (number, (inputs, expected)) in product(RUNS, enumerate(calls() + calls())):
         local = [
             t if not NOTES.get(k) else local_input(t, *NOTES[k], rank)
             for k, t in enumerate(inputs)
         ]
-        outs = fd.execute(local, _enable_options=OPTIONS)
+        outs = fd.execute(local, _enable_options=options)
+        fault = STREAMS and fault_of(fd, local, rank)
+        if fault:
+            raise SystemExit(f"rank {rank}, call {number} {options}: {fault}")
         told = fd.fec.get_output_shardings()
         for k, (out, (value, bound, dtype)) in enumerate(zip(outs, expected)):
             spread = SPREADS.get(k)
@@ -109,7 +116,8 @@ def check(fd):
             if spread:
                 value, bound = (shard_of(t, *spread, rank) for t in (value, bound))
             if differs(out, value, bound, dtype):
-                raise SystemExit(f"rank {rank}, call {number}: got\\n{out}\\nexpected\\n{value}")
+                at = f"rank {rank}, call {number} {options}"
+                raise SystemExit(f"{at}: got\\n{out}\\nexpected\\n{value}")
 
 
 TYPES = {"x": ParallelType.mesh_x, "y": ParallelType.mesh_y}
@@ -124,8 +132,8 @@ print("as expected")
 
 def _spreads(program: Program, names: list[str]) -> dict[int, object]:
     """Return (mesh, cuts) of the annotated ones among some values, by position."""
-    notes = {a.name: (program.meshes[a.mesh], a.cuts) for a in program.annotations}
-    return {k: notes[n] for k, n in enumerate(names) if n in notes}
+    spreads = program.spreads()
+    return {k: spreads[n] for k, n in enumerate(names) if n in spreads}
 
 
 def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str:
@@ -134,7 +142,11 @@ def standalone_text(program: Program, mode: Mode, title: str, story: str) -> str
     into = [None if o.alias is None else names.index(o.alias) for o in program.outputs]
     source = Path(__file__).with_name("tensors.py").read_text()
     make = source[source.index("_SPECIAL") :]
-    constants = f"INTO = {into}\nOPTIONS = {mode.options}\n"
+    runs = list(dict.fromkeys(tuple(options) for options, _ in mode.runs([0])))
+    constants = f"INTO = {into}\nRUNS = {runs}\nSTREAMS = {4 if program.streams else 0}\n"
+    if program.streams:
+        text = Path(__file__).with_name("host_program.py").read_text()
+        make += "\n\n" + text[text.index("from collections") :].replace("STREAMS = 4\n", "")
     if program.annotations:
         text = Path(__file__).with_name("shards.py").read_text()
         make += "\n\n" + text[text.index("from collections") :].replace("import torch\n", "")

@@ -13,13 +13,13 @@ import os
 import resource
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.fuzz import sharded, single
+from tests.fuzz import sharded, single, streams
 from tests.fuzz.minimise import in_child, minimise
 from tests.fuzz.product import Mode, compile_all
 from tests.fuzz.program import Program, TensorInput
@@ -31,19 +31,29 @@ from tests.fuzz.standalone import standalone_text
 MAX_RESIDENT_KB = 4_000_000
 
 
-def modes_of(seed: int, schedules: Sequence[str], device: str) -> list[Mode]:
+GENERATORS = {"single": single.generate, "sharded": sharded.generate, "streams": streams.generate}
+
+
+def modes_of(kind: str, seed: int, schedules: Sequence[str], device: str) -> list[Mode]:
     """Return the modes of one seed: every tenth program runs in checked mode."""
     checked = seed % 10 == 3 and device == "cpu"
-    return [Mode(name, checked, device) for name in schedules]
+    late = late_streams(seed) if kind == "streams" and device == "cpu" else ()
+    return [Mode(name, checked, device, late) for name in schedules]
+
+
+def late_streams(seed: int) -> tuple[str, ...]:
+    """Return which streams are held back, one at a time: every eighth seed tries all of them."""
+    numbers = range(8) if seed % 8 == 0 else (seed % 3, 3 + seed % 5)
+    return ("all", "entry", *map(str, numbers))
 
 
 @functools.lru_cache(maxsize=64)
 def program_of(kind: str, seed: int) -> Program:
-    return (single if kind == "single" else sharded).generate(seed)
+    return GENERATORS[kind](seed)
 
 
 def outcome_of(kind: str, case: Case, mode: Mode, fd: Any = None) -> Outcome:
-    return run(case, mode, fd) if kind == "single" else run_ranks(case, mode, fd)
+    return (run_ranks if case.program.annotations else run)(case, mode, fd)
 
 
 class _Reporter:
@@ -83,11 +93,11 @@ def _batch(
 ) -> None:
     work: list[tuple[int, Mode, Case, Any]] = []
     sources: list[tuple[Any, bool]] = []
-    lower = collect if kind == "single" else collect_ranks
     for seed in seeds:
         to.send(at=seed, mode="oracle")
         case = Case.of(program_of(kind, seed))
-        for mode in modes_of(seed, schedules, device):
+        lower = collect_ranks if case.program.annotations else collect
+        for mode in modes_of(kind, seed, schedules, device):
             to.send(at=seed, mode=str(mode))
             fd, wanted = lower(case, mode)
             sources += wanted
@@ -107,6 +117,8 @@ def mode_named(text: str) -> Mode:
 def shrink(kind: str, seed: int, mode_text: str, seconds: float, folder: Path) -> Path:
     """Minimise the failure of a seed and write the standalone program; returns its path."""
     mode = mode_named(mode_text)
+    if kind == "streams" and mode.device == "cpu":
+        mode = replace(mode, late=late_streams(0))
     torch.set_num_threads(1)
 
     def result(program: Program) -> tuple[str, str]:
@@ -124,7 +136,7 @@ def shrink(kind: str, seed: int, mode_text: str, seconds: float, folder: Path) -
     wanted = result(program)
     if wanted[0] in ("ok", "crash") and mode.device == "cpu" and not mode.checked:
         # What damages memory may die later, or not at all: checked mode sees the access itself.
-        seen, mode = (wanted, mode), Mode(mode.schedules, True)
+        seen, mode = (wanted, mode), replace(mode, checked=True)
         wanted = result(program)
         if wanted[0] == "ok":
             wanted, mode = seen

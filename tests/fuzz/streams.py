@@ -1,0 +1,97 @@
+"""Random fusions with stream axes, on one device and on meshes.
+
+Programs are those of `tests.fuzz.sharded`, with extents that no mesh divides where there is none,
+and streams on some tensors: inputs, what stands between, results; whole axes and blocks, more of
+them than there are elements too; inside and outside of devices' cuts, and from devices to steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.fuzz.builder import Dim
+from tests.fuzz.program import Program, Stmt, Streaming
+from tests.fuzz.sharded import Sharded
+from tests.fuzz.shards import mesh_sizes
+
+_RAGGED = (1, 2, 3, 4, 5, 6, 7, 8, 8, 12, 13)
+_BLOCKS = (2, 2, 3, 4, 5, 9)
+
+
+def generate(seed: int) -> Program:
+    """Return the program of a seed."""
+    return _Streams(seed).build()
+
+
+class _Streams(Sharded):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, "streams")
+        self.has_mesh = self.chance(0.5)
+
+    def dim(self) -> Dim:
+        if self.has_mesh:
+            return super().dim()
+        n = 0 if self.chance(0.01) else None
+        if self.symbolic and self.chance(0.6):
+            return Dim(tuple(self.rng.choice(_RAGGED) for _ in range(self.ncalls)), False)
+        return self.constant(self.rng.choice(_RAGGED) if n is None else n)
+
+    # ------------------------------------------------------------ annotations
+    def annotated(self, program: Program) -> Program:
+        program = super().annotated(program) if self.has_mesh else program
+        ranks = program.ranks if program.annotations else 1
+        streams = tuple(self.streams(program))
+        return replace(program, ranks=ranks, streams=streams)
+
+    def streams(self, program: Program) -> Iterator[Streaming]:
+        made_by = {n: s for s in program.stmts for n in s.outs}
+        names = [*(i.name for i in program.inputs), *made_by]
+        wanted = self.rng.choice((1, 1, 2, 2, 3, 4))
+        taken = 0
+        for name in self.rng.sample(names, len(names)):
+            axes = [k for k in range(len(self.dims.get(name, ()))) if self.may_stream(name, k)]
+            axes = [k for k in axes if _is_free(made_by.get(name), k, len(self.dims[name]))] or (
+                axes if self.chance(0.1) else []
+            )
+            if axes:
+                yield self.streaming(program, name, self.rng.choice(axes))
+                taken += 1
+            if taken == wanted:
+                return
+
+    def may_stream(self, name: str, axis: int) -> bool:
+        dim = self.dims[name][axis]
+        return not dim.is_broadcast and not dim.expanded
+
+    def streaming(self, program: Program, name: str, axis: int) -> Streaming:
+        """Draw how an axis is streamed."""
+        note = next((a for a in program.annotations if a.name == name), None)
+        sizes = (
+            mesh_sizes(program.meshes[0 if note is None else note.mesh]) if self.has_mesh else {}
+        )
+        here = [d for a, d in (() if note is None else note.cuts) if a == axis]
+        count = None if self.chance(0.4) and not here else self.rng.choice(_BLOCKS)
+        if not here and sizes and self.chance(0.4):
+            # One step for each device's block.
+            dim = self.rng.choice(list(sizes))
+            n = sizes[dim]
+            if all(v % n == 0 for v in self.dims[name][axis].vec):
+                return Streaming(name, axis, n, dim if self.chance(0.5) else None)
+        devices = 1
+        for d in here:
+            devices *= sizes[d]
+        fits = count is not None and all(
+            v % (count * devices) == 0 for v in self.dims[name][axis].vec
+        )
+        outermost = bool(here) and fits and self.chance(0.5)
+        return Streaming(name, axis, count, None, outermost)
+
+
+def _is_free(stmt: Stmt | None, axis: int, rank: int) -> bool:
+    """Whether an op's blocks along an axis of its result are known to come from blocks."""
+    if stmt is None:
+        return True
+    if stmt.op == "cat":
+        return axis != int(stmt.args[1])  # pyright: ignore[reportArgumentType]
+    return not (stmt.op == "pad" and axis == rank - 1)
