@@ -463,7 +463,10 @@ def _span(t: torch.Tensor) -> int:
 def _alignment(t: torch.Tensor, layout: Layout) -> int:
     """Return the largest power of two, at most 16, that divides the address and every stride, in
     bytes, of an axis that is not contiguous."""
-    found = gcd(t.data_ptr() if t.device.type != "meta" else 0, VECTOR_BYTES)
+    # A tensor without contents is a part of one whose memory will be as aligned as any.
+    is_meta = t.device.type == "meta"
+    address = t.storage_offset() * t.element_size() if is_meta else t.data_ptr()
+    found = gcd(address, VECTOR_BYTES)
     order, flags = layout
     for k, flag in zip(order, flags, strict=True):
         if not flag and t.stride(k):

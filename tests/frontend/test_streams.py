@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView
+from fuser.kernels.executor import KernelExecutor
+from fuser.kernels.variant import Variant
 from hostir.container import equal
 from hostir.parse import parse
 
@@ -214,3 +217,28 @@ def test_what_only_steps_see_has_as_many_slots_as_streams() -> None:
     text = str(fd.fec.host_program())
     assert "[iS12{numberOfStreams}" in text or "{numberOfStreams}, " in text
     assert "index = ( streamIdx % numberOfStreams ) )" in text
+
+
+def test_kernels_for_all_steps_are_compiled_before_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of 5 floats lie at every multiple of 4 bytes: each alignment may want its own kernel."""
+    with FusionDefinition() as fd:
+        (x,) = tensors(fd, 2)
+        y = fd.ops.exp(x)
+        fd.add_output(y)
+        stream(y, 0)
+    late: list[str] = []
+    compiled = KernelExecutor._compiled  # pyright: ignore[reportPrivateUsage]
+
+    def watched(self: KernelExecutor, variant: Variant, *args: Any) -> Any:
+        if variant.compiled is None:
+            late.append(variant.kernel.source.name)
+        return compiled(self, variant, *args)
+
+    monkeypatch.setattr(KernelExecutor, "_compiled", watched)
+    for columns in (5, 6, 7):
+        a = torch.randn(9, columns)
+        (got,) = fd.execute([a], _enable_options=["schedules_for(h200)"])
+        torch.testing.assert_close(got.double(), a.double().exp(), atol=1e-5, rtol=1e-5)
+    assert late == []
