@@ -102,7 +102,9 @@ def scatters_steps(op: TensorOp) -> bool:
     if op.reduction is None or axis is None or target is None or axis.position != source:
         return False
     (device,) = placement(op.out)[target] or (None,)
-    return device is not None and device.count == axis.count and device.whole == axis.is_logical
+    if device is None or sc.as_scalar(device.count) != axis.count:
+        return False
+    return device.whole == axis.is_logical
 
 
 class StreamLoopBuilder:

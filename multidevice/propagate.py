@@ -331,6 +331,17 @@ def reference_operands(op: TensorOp) -> list[int]:
             return sorted(indices, key=lambda i: _rank_of(op.inputs[i]))
 
 
+def spread_reductions(fusion: Fusion) -> None:
+    """Give every reduction axis the device types of what it reduces, and nothing else any.
+
+    Where results lie is the user's say, how they are summed is not: each device sums what it has.
+    """
+    for op in fusion.exprs:
+        for index in reference_operands(op):
+            for out in op.outputs:
+                apply_transfers(out, _reduction_only(op, index, out), DEVICE_TYPES)
+
+
 class _Propagation:
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion

@@ -24,7 +24,7 @@ from multidevice.placement import (
     stream_axis_of,
     unparallelize,
 )
-from multidevice.propagate import Fact, propagate_shardings
+from multidevice.propagate import Fact, propagate_shardings, spread_reductions
 from multidevice.provenance import complete_origins, record_propagation, record_reshardings
 from multidevice.sharding import Sharding, check_annotations, has_mesh, has_streams, sharding_of
 from multidevice.stream_steps import keep_computable_streams
@@ -106,7 +106,11 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
         return ShardingResult()
     check_annotations(fusion)
     streamed = {tv for tv in fusion.tensors() if stream_axis_of(tv) is not None}
-    facts = propagate_shardings(fusion) if propagate else {}
+    facts: dict[TensorView, tuple[Fact, ...]] = {}
+    if propagate:
+        facts = propagate_shardings(fusion)
+    else:
+        spread_reductions(fusion)
     keep_computable_streams(fusion, asked=streamed)
     complete_meshes(fusion)
     record_propagation(fusion, facts)
