@@ -26,7 +26,7 @@ from hostir.container import HostIrContainer, KernelGroup
 from hostir.effects import Stream
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import Allocate, LaunchKernel, LocalSlice
-from hostir.stream_loops import StreamLoopBuilder, scatters_steps
+from hostir.stream_loops import StreamLoopBuilder
 from hostir.transfers import Communication, Wait
 from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
 from multidevice.sharding import local_extents
@@ -77,15 +77,10 @@ class Lowering:
     def _in_order(self) -> list[list[Segment]]:
         """Return the segments in run order, those of one loop together where the first can be."""
         groups: dict[object, list[Segment]] = {}
-        loops: dict[TensorView, object] = {}
         for segment in self.segmented.segments:
             op = segment.exprs[0]
             key: object = self.loops.loop_of(op) or segment
-            if scatters_steps(op) and op.inputs[0] in loops:
-                # What one step computes belongs to one device: it is sent in the same loop.
-                key = loops[op.inputs[0]]
             groups.setdefault(key, []).append(segment)
-            loops.update({o: key for o in segment.outputs if key is not segment})
         if len(groups) == len(self.segmented.segments):
             return list(groups.values())
         maker = {o: key for key, group in groups.items() for s in group for o in s.outputs}

@@ -65,14 +65,20 @@ from multidevice.communication import (
     communication_type,
     is_copy,
     is_device_to_stream,
-    moved_axes,
+    is_exchange,
     sliced_axis,
     team_of,
 )
 from multidevice.localize import is_block
-from multidevice.placement import clone_domain, placement
+from multidevice.placement import clone_domain
 from multidevice.stream_steps import is_in_step
-from multidevice.streams import StreamAxis, StreamLoops, is_allocated_per_step, stream_axis
+from multidevice.streams import (
+    StreamAxis,
+    StreamLoops,
+    is_allocated_per_step,
+    scatters_steps,
+    stream_axis,
+)
 
 if TYPE_CHECKING:
     from hostir.lower import Lowering
@@ -93,20 +99,6 @@ def _is_slice(op: TensorOp) -> bool:
     return isinstance(op, nodes.Reshard) and communication_type(op) == "StepSlice"
 
 
-def scatters_steps(op: TensorOp) -> bool:
-    """Whether each step of the operand's loop computes what one device gets of the result."""
-    if not isinstance(op, nodes.Reshard) or stream_axis(op.out) is not None:
-        return False
-    source, target = moved_axes(op)
-    axis = stream_axis(op.inp)
-    if op.reduction is None or axis is None or target is None or axis.position != source:
-        return False
-    (device,) = placement(op.out)[target] or (None,)
-    if device is None or sc.as_scalar(device.count) != axis.count:
-        return False
-    return device.whole == axis.is_logical
-
-
 class StreamLoopBuilder:
     """Lowers the segments of one loop, in order."""
 
@@ -121,7 +113,8 @@ class StreamLoopBuilder:
         self._sliced: dict[TensorView, TensorView] = {}
         ops = [op for s in segments for op in s.exprs]
         # The loop is named after what it computes, not after what it reads.
-        first = next((op for op in ops if not _is_slice(op)), ops[0]).out_tensor
+        op = next((op for op in ops if not _is_slice(op)), ops[0])
+        first = op.inputs[0] if scatters_steps(op) else op.out_tensor
         self._axis = _stream_axis(first)
         twin = lowering.twins[first]
         self._loop_axis = next(a for a in twin.domain.loop if a.is_stream)
@@ -136,7 +129,9 @@ class StreamLoopBuilder:
         # Which block a step has: on every device the same, or first its own.
         self._block_index: Scalar = self._index
         if self._offset and mesh is not None:
-            here = coordinate(mesh, ParallelType.mesh_x)
+            moves = (op for op in ops if isinstance(op, nodes.Reshard) and not _is_slice(op))
+            types = (p for op in moves for p in op.ptypes if p.is_device)
+            here = coordinate(mesh, next(types, ParallelType.mesh_x))
             self._block_index = sc.mod(sc.add(here, self._index), count)
         modulo = sc.mod(self._index, NUMBER_OF_STREAMS)
         self._stream = Stream(modulo if self._axis.is_logical else self._index)
@@ -209,7 +204,9 @@ class StreamLoopBuilder:
                 self._steps.append(one.replace(where=op.where))
             elif is_device_to_stream(op):
                 self._bring(op)
-            elif stream_axis(op.out) is None:
+            elif is_exchange(op):
+                self._exchange(op)
+            elif scatters_steps(op):
                 self._scatter(op)
             else:
                 self._collective(op, self._operand(op, 0))
@@ -233,8 +230,10 @@ class StreamLoopBuilder:
         """Reduce what this step has computed to the device that it is for."""
         if self._offset:
             raise UnsupportedError(
-                f"{op.name} of {op.inp} step by step with offset_stream_indexing_by_rank: a step "
-                f"reduces to one device, so all devices take the same step{user_code(op.where)}"
+                f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
+                "offset_stream_indexing_by_rank: each step reduces a block to its device, so all "
+                "devices take the same step: leave the parameter off, or set a copy with the "
+                f"stream on the reduced axis and sum that{user_code(op.where)}"
             )
         assert op.reduction is not None
         out = self._twin(op.out)
@@ -298,26 +297,68 @@ class StreamLoopBuilder:
         (ptype,) = team.ptypes
         here, count = coordinate(team.mesh, ptype), self._count
         to = sc.mod(sc.sub(sc.add(count, here), self._index), count)
-        number, backend = self._lowering.next_number, self._lowering.backend_name
-        received, sent, both = number(), number(), number()
         own, copied = inp, list[Op]()
         if out.ndim < inp.ndim:
-            position = self._axis_of(op).position
-            own = selected(inp, position)
-            axis = inp.domain.no_reductions[position]
-            copied.append(HirAliasSelect(own, inp, sc.ZERO, axis=axis))
+            own = self._element(inp, self._axis_of(op).position, copied)
         copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
+        self._pass_on(op, inp, out, to=to, source=self._block_index, own=copied)
+
+    def _exchange(self, op: nodes.Reshard) -> None:
+        """Send what this step has computed to the device that it is for, and receive from another
+        what it has computed for this one.
+
+        The first step's block is the own one.
+        """
+        source, target = op.source, op.target
+        assert source is not None and target is not None, f"{op} exchanges no axes"
+        axis = _stream_axis(op.inp)
+        if not self._offset and axis.swizzle is None:
+            raise UnsupportedError(
+                f"set of {op.inp} to {op.out} without offset_stream_indexing_by_rank: each step "
+                "sends a block to one device and receives one from another, so every device begins "
+                "with its own block: set the parameter, or swizzle1d the operand's stream axis"
+                f"{user_code(op.where)}"
+            )
+        (ptype,) = team_of(op).ptypes
+        here, count = coordinate(team_of(op).mesh, ptype), self._count
+        owner = sc.mod(sc.add(here, self._index), count)
+        sender = sc.mod(sc.sub(sc.add(count, here), self._index), count)
+        inp, out = self._operand(op, 0), self._twin(op.out)
+        out.memory = MemoryType.global_
+        self._before.append(Allocate(out))
+        received = self._part_at(op.out, out, sender)
+        # Without the axes of one block, both sides have the same ones.
+        copied: list[Op] = []
+        mine, theirs = inp, received
+        drops = (axis.is_logical, _stream_axis(op.out).is_logical)
+        if drops != (True, True) or abs(source - target) != 1:
+            if drops[1]:
+                mine = self._element(mine, source - (drops[0] and target < source), copied)
+            if drops[0]:
+                theirs = self._element(theirs, target - (drops[1] and source < target), copied)
+        copied.append(nodes.LoadStoreOp(theirs, mine).replace(where=op.where))
+        self._pass_on(op, inp, received, to=owner, source=sender, own=copied)
+
+    def _pass_on(
+        self,
+        op: nodes.Reshard,
+        inp: TensorView,
+        out: TensorView,
+        *,
+        to: Scalar,
+        source: Scalar,
+        own: Sequence[Op],
+    ) -> None:
+        """Send `inp` to one member of the team and receive `out` from another; `own` is what is
+        done where that is this rank. Members are coordinates."""
+        team = team_of(op)
+        (ptype,) = team.ptypes
+        number, backend = self._lowering.next_number, self._lowering.backend_name
+        received, sent, both = number(), number(), number()
+        peers = rank_at(team.mesh, ptype, source), rank_at(team.mesh, ptype, to)
         transfers = (
-            P2PCommunication(
-                out,
-                rank_at(team.mesh, ptype, self._block_index),
-                number=received,
-                type="recv",
-                backend=backend,
-            ),
-            P2PCommunication(
-                inp, rank_at(team.mesh, ptype, to), number=sent, type="send", backend=backend
-            ),
+            P2PCommunication(out, peers[0], number=received, type="recv", backend=backend),
+            P2PCommunication(inp, peers[1], number=sent, type="send", backend=backend),
         )
         ring = (
             StartCoalescing(),
@@ -325,7 +366,15 @@ class StreamLoopBuilder:
             EndCoalescing(number=both),
             Wait(number=both),
         )
-        self._steps.append(IfThenElse(sc.eq(to, here), then=tuple(copied), orelse=ring))
+        here = coordinate(team.mesh, ptype)
+        self._steps.append(IfThenElse(sc.eq(to, here), then=tuple(own), orelse=ring))
+
+    def _element(self, tv: TensorView, position: int, into: list[Op]) -> TensorView:
+        """Name the one element that a tensor has along an axis."""
+        out = selected(tv, position)
+        axis = tv.domain.no_reductions[position]
+        into.append(HirAliasSelect(out, tv, sc.ZERO, axis=axis))
+        return out
 
     def _let_next_stream_wait(self) -> None:
         """Keep the next step's work from overtaking this step's transfer."""
@@ -363,10 +412,7 @@ class StreamLoopBuilder:
         if position is None:
             return twin
         # Every step's element is the one that is repeated along the axis that slices lack.
-        out = selected(twin, position)
-        axis = twin.domain.no_reductions[position]
-        self._steps.append(HirAliasSelect(out, twin, sc.ZERO, axis=axis))
-        return out
+        return self._element(twin, position, self._steps)
 
     def _repeated(self, op: TensorOp, index: int) -> int | None:
         """Return which axis of an operand is repeated along a stream axis that slices drop."""
@@ -410,8 +456,13 @@ class StreamLoopBuilder:
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
         """Name the step's part of `source` as the stream axis of `tv` says."""
+        swizzle = _stream_axis(tv).swizzle
+        index = self._block_index if swizzle is None else self._index
+        return self._part_at(tv, source, rotated(index, self._count, tv.mesh, swizzle))
+
+    def _part_at(self, tv: TensorView, source: TensorView, which: Scalar) -> TensorView:
+        """Name one part of `source`, as the stream axis of `tv` cuts it."""
         axis, twin = _stream_axis(tv), self._twin(tv)
-        which = rotated(self._block_index, self._count, tv.mesh, axis.swizzle)
         if axis.is_logical:
             out = selected(twin, axis.position)
             whole = source.domain.no_reductions[axis.position]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from fuser.errors import ShardingError, UnsupportedError, user_code
+from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain import IterDomain
 from fuser.ir.mesh import DeviceMesh
@@ -18,7 +19,7 @@ from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.backends.protocol import RedOp
-from multidevice.placement import placement, stream_axis_of
+from multidevice.placement import Cuts, placement, stream_axis_of
 from multidevice.propagate import is_from_devices
 from multidevice.sharding import have_different_shardings, is_resharding, sharded_logical_axis
 
@@ -70,6 +71,7 @@ class TeamOf:
 def communication_type(op: Reshard) -> CommunicationType:
     """Return the type of a `Reshard`: a function of its axes, its reduction and its meshes.
 
+    What every device exchanges with every other in steps is an AllToAll all the same.
     From devices to the steps of a stream, it is that of one step as the axes say it: Broadcast
     from the step's device, or, where every device starts with its own block, CollectivePermute. Any
     other way to bring each device the step's block does as well.
@@ -77,6 +79,8 @@ def communication_type(op: Reshard) -> CommunicationType:
     if ParallelType.stream in op.ptypes:
         if len(op.ptypes) == 1:
             return "StepSlice"
+        if is_exchange(op):
+            return "AllToAll"
         found = stream_axis_of(op.out)
         return "CollectivePermute" if found is not None and found[1].swizzle else "Broadcast"
     one_mesh = op.inp.mesh == op.out.mesh
@@ -114,7 +118,61 @@ def is_step_slice(op: TensorOp) -> bool:
 
 def is_device_to_stream(op: TensorOp) -> bool:
     """Whether each step of a stream loop brings every device the block of one device."""
+    return _has_steps(op) and op.source == op.target
+
+
+def is_exchange(op: TensorOp) -> bool:
+    """Whether each step of a stream loop sends a block to the device that it is for, and receives
+    one from another device: what one axis had in steps, devices have, and the other way around."""
+    return _has_steps(op) and op.source != op.target
+
+
+def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
     return isinstance(op, Reshard) and len(op.ptypes) == 2 and ParallelType.stream in op.ptypes
+
+
+def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
+    """Return the positions of the axes of which a copy makes the first, over devices in its
+    operand, one of steps, and the second one over devices; None for any other op.
+
+        u [stream, DIDx, ...] = set(t [DIDx, stream, ...])   ->   (0, 1)
+    """
+    if isinstance(op, Reshard):
+        if not is_exchange(op) or op.source is None or op.target is None:
+            return None
+        return op.source, op.target
+    if not is_copy(op):
+        return None
+    inp, out = op.inputs[0], op.out_tensor
+    if inp.mesh is None or inp.mesh != out.mesh or stream_axis_of(out) is None:
+        return None
+    pairs = list(zip(placement(inp), placement(out), strict=True))
+    becomes_step = [
+        p for p, (a, b) in enumerate(pairs) if is_same_cut(a, b) and a[0].ptype.is_device
+    ]
+    becomes_device = [
+        p for p, (a, b) in enumerate(pairs) if is_same_cut(a, b) and b[0].ptype.is_device
+    ]
+    if len(becomes_step) != 1 or len(becomes_device) != 1:
+        return None
+    (source,), (target,) = becomes_step, becomes_device
+    (device,), (received,) = pairs[source]
+    (sent,), (other,) = pairs[target]
+    is_one_type = device.ptype is other.ptype and sent.swizzle in (None, device.ptype)
+    return (source, target) if is_one_type and received.swizzle is None else None
+
+
+def is_same_cut(a: Cuts, b: Cuts) -> bool:
+    """Whether one of the two cuts an axis into one block per step and the other, into the same
+    blocks, one per device."""
+    if len(a) != 1 or len(b) != 1:
+        return False
+    (one,), (other,) = a, b
+    return (
+        {one.ptype.is_device, other.ptype.is_device} == {True, False}
+        and sc.as_scalar(one.count) == sc.as_scalar(other.count)
+        and one.whole == other.whole
+    )
 
 
 def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
@@ -123,7 +181,7 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
     None on a side that has no such axis; both None for an allreduce, and where every step moves a
     block as it is.
     """
-    if is_device_to_stream(op):
+    if _has_steps(op):
         return None, None
     to_out = position_map(op)
     source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
@@ -199,6 +257,8 @@ def as_reshard(op: TensorOp) -> Reshard | None:
             f"{consumer}{user_code(op.where)}"
         )
     ptypes = (ptype,)
+    if exchanged_axes(op) is not None:
+        ptypes = (ptype, ParallelType.stream)
     if source is not None and target is None and not is_reduction:
         # A block per device may become a block per step.
         step = _position(consumer, ParallelType.stream)
@@ -220,7 +280,7 @@ def as_reshard(op: TensorOp) -> Reshard | None:
 def check_lowerable(op: Reshard) -> None:
     """Raise `UnsupportedError` for a communication that is not implemented."""
     found = communication_type(op)
-    if found not in SUPPORTED and not is_device_to_stream(op):
+    if found not in SUPPORTED and not _has_steps(op):
         raise UnsupportedError(
             f"{found} of {op.inp} on {op.inp.mesh} -> {op.out} on {op.out.mesh}: only "
             f"{', '.join(SUPPORTED)} on one mesh are supported yet{user_code(op.where)}"

@@ -32,7 +32,7 @@ from multidevice.placement import (
     set_memory_order,
     without_streams,
 )
-from multidevice.streams import allocated_per_step, stream_axis
+from multidevice.streams import allocated_per_step, scatters_steps, stream_axis
 
 _OUTERMOST = ("Allgather", "ReduceScatter")
 
@@ -79,6 +79,9 @@ def _step_outermost(tv: TensorView, order: list[int]) -> list[int]:
     stream = stream_axis(tv)
     if stream is None or not stream.is_logical:
         return order
+    outside = order[: order.index(stream.position)]
+    if all(_is_local_one(tv, p, in_steps=False) for p in outside):
+        return order
     return [stream.position, *(p for p in order if p != stream.position)]
 
 
@@ -92,14 +95,20 @@ def _is_dense_block(fusion: Fusion, tv: TensorView, order: list[int]) -> bool:
     )
 
 
+def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
+    """Return the axes, of operand and result, that the type of the collective needs outermost."""
+    return moved_axes(op) if communication_type(op) in _OUTERMOST else (None, None)
+
+
 def _is_in_steps(op: Reshard) -> bool:
     return stream_axis(op.out) is not None
 
 
 def _fit_producer(fusion: Fusion, op: Reshard) -> Reshard:
     operand = op.inp
-    in_steps = _is_in_steps(op) and not is_device_to_stream(op)
-    axis = moved_axes(op)[0] if communication_type(op) in _OUTERMOST else None
+    scatters = scatters_steps(op)
+    in_steps = scatters or (_is_in_steps(op) and not is_device_to_stream(op))
+    axis = None if scatters else _outermost_axes(op)[0]
     order = _required_order(operand, axis, in_steps=in_steps)
     order = _step_outermost(operand, order) if in_steps else order
     is_dense = not in_steps or _is_dense_block(fusion, operand, order)
@@ -136,7 +145,8 @@ def _fit_consumer(fusion: Fusion, op: Reshard) -> None:
     """Write the collective's result in the operand's order of axes."""
     operand, out = op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
-    axis = moved_axes(op)[1] if communication_type(op) in _OUTERMOST else None
+    # A device gets what a step computes as it is.
+    axis = None if scatters_steps(op) else _outermost_axes(op)[1]
     if axis is not None:
         # The operand's order stays; an axis that is of extent 1 on its shards may still lead here.
         rest = [p for p in order if p != axis]

@@ -12,7 +12,7 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from multidevice.communication import is_copy
+from multidevice.communication import exchanged_axes, is_copy
 from multidevice.placement import Cut, Placement, copy_like, placement
 from multidevice.sharding import have_different_shardings
 
@@ -81,7 +81,7 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 def split_copies(fusion: Fusion, copies: Copies) -> None:
     """Rewrite every copy in which several device types change as a chain of one-type copies."""
     for op in fusion.exprs:
-        if not is_copy(op):
+        if not is_copy(op) or exchanged_axes(op) is not None:
             continue
         source, out = op.inputs[0], op.out_tensor
         if source.mesh != out.mesh:

@@ -14,7 +14,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LoadStoreOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from multidevice.communication import is_copy
+from multidevice.communication import exchanged_axes, is_copy
 from multidevice.placement import (
     SPREAD_TYPES,
     Cut,
@@ -62,6 +62,10 @@ def needed_block(op: TensorOp, index: int) -> tuple[int, Cuts] | None:
     """Return of which axis of a tensor operand (position without reductions) a step of the op needs
     one block, and that axis's cuts, the stream's included; None where it needs the whole.
     """
+    exchanged = exchanged_axes(op)
+    if exchanged is not None:
+        # The block that is sent, not the one that is received.
+        return exchanged[1], placement(op.inputs[index])[exchanged[1]]
     axes = op.inputs[index].domain.no_reductions
     for axis, cuts in backward_cuts(op, index, op.out_tensor):
         if any(c.ptype is ParallelType.stream for c in cuts):
@@ -75,6 +79,11 @@ def is_in_step(op: TensorOp, index: int) -> bool:
     found = stream_axis_of(op.inputs[index])
     if needed is None or found is None:
         return False
+    if exchanged_axes(op) is not None:
+        return True
+    made_by = op.inputs[index].definition()
+    if made_by is not None and exchanged_axes(made_by) is not None:
+        return False  # a step has received another block than it has computed
     position, cuts = needed
     number, mine = found
     is_axis = op.inputs[index].domain.no_reductions[position].number == number

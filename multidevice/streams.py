@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph, tensor_operands
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, TensorOp
+from fuser.ir.nodes import LoadStoreOp, Reshard, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType
 from fuser.passes.segment import VIEW_OPS
-from multidevice.communication import is_step_slice
+from multidevice.communication import is_same_cut, is_step_slice, moved_axes
 from multidevice.placement import (
     Block,
     is_allocated_per_step,
@@ -70,10 +70,26 @@ def held_extents(tv: TensorView) -> tuple[Scalar, ...]:
     return block_extents(tv) if is_allocated_per_step(tv) else local_extents(tv)
 
 
+def scatters_steps(op: TensorOp) -> bool:
+    """Whether each step of the operand's loop computes what one device gets of the result.
+
+    t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
+    """
+    if not isinstance(op, Reshard) or op.reduction is None or op.target is None:
+        return False
+    axis = stream_axis(op.inp)
+    if axis is None or axis.swizzle is not None or stream_axis(op.out) is not None:
+        return False
+    if axis.position != moved_axes(op)[0]:
+        return False
+    return is_same_cut(placement(op.inp)[axis.position], placement(op.out)[op.target])
+
+
 @dataclass(frozen=True)
 class StreamLoop:
     """Ops that may run in one loop over steps: `axis` stands for their stream axes, which are all
     mapped, and no op of loop `order` needs what a later loop, or the whole of what this one, makes.
+    What scatters the steps of a loop is part of it.
     """
 
     axis: int
@@ -112,8 +128,9 @@ class StreamLoops:
             before = [self._order[u] - self._leaves(op, u) for u in readers]
             self._order[op] = min(before, default=self._order[op])
         for op in fusion.exprs:
-            if stream_axis(op.out_tensor) is not None:
-                self._loop[op] = StreamLoop(self._axis(op.out_tensor), self._order[op])
+            stepping = op.inputs[0] if scatters_steps(op) else op.out_tensor
+            if stream_axis(stepping) is not None:
+                self._loop[op] = StreamLoop(self._axis(stepping), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
         """Return the loop in which the op runs, None for an op that is computed at once."""
@@ -135,7 +152,7 @@ class StreamLoops:
         definition = self._fusion.definition(tv)
         loop = None if definition is None else self._loop.get(definition)
         return loop is not None and all(
-            self._loop.get(op) == loop and is_in_step(op, index)
+            self._loop.get(op) == loop and (scatters_steps(op) or is_in_step(op, index))
             for op in self._fusion.uses(tv)
             for index, operand in tensor_operands(op)
             if operand is tv
@@ -156,7 +173,9 @@ class StreamLoops:
 
     def _leaves(self, op: TensorOp, reader: TensorOp) -> bool:
         """Whether a reader needs more of an op in steps than its own step's block."""
-        if stream_axis(op.out_tensor) is None:
+        if scatters_steps(op):
+            return True
+        if stream_axis(op.out_tensor) is None or scatters_steps(reader):
             return False
         if stream_axis(reader.out_tensor) is None:
             return True

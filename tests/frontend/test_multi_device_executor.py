@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,35 @@ def matmul_allreduce(fd: FusionDefinition) -> tuple[list[TensorView], TensorView
     return [a, b], y
 
 
+def matmul_reduce_scatter(d: int, *, exchanged: bool = False, extents: tuple[int, ...] = (6, 5, 7)):
+    """a [d, d, M/d, K/d] @ b [d, 1, K/d, N], and the sum over the first axis; rank r has row r.
+
+    `exchanged`: the blocks are sent to their owners, and summed there.
+    """
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        m, k, n = extents
+        a, b = static(fd, [d, d, m, k], [d, 1, k, n])
+        c = fd.ops.matmul(a, b)
+        parts = fd.ops.set(c) if exchanged else c
+        y = fd.ops.sum(parts, [0])
+        fd.add_output(y)
+        for tv in dict.fromkeys((a, b, c, parts, y)):
+            tv.set_device_mesh(DeviceMesh(range(d)))
+        for tv in (a, b, c):
+            tv.axis(0).parallelize(X)
+        c.axis(1).parallelize(STREAM)
+        if exchanged:
+            parts.axis(1).parallelize(X)
+            parts.axis(0).parallelize(STREAM)
+        else:
+            y.axis(0).parallelize(STREAM)
+        y.axis(1).parallelize(X)
+        return [a, b], y
+
+    return define
+
+
 def allgather_linear(*rows: int, shard: int):
     def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
         x, w, b = static(fd, [*rows, 10], [12, 10], [12])
@@ -172,6 +202,16 @@ CASES = {
     "reduce_scatter": Case(reduce_scatter, ((4, D, D, 8),), lambda x: x.sum(1), D),
     "matmul_allreduce": Case(
         matmul_allreduce, ((8, D, 6, 5), (D, 5, 7)), lambda a, b: (a @ b).sum(1), D
+    ),
+    "matmul_reduce_scatter": Case(
+        matmul_reduce_scatter(D), ((D, D, 6, 5), (D, 1, 5, 7)), lambda a, b: (a @ b).sum(0), D
+    ),
+    "ring_matmul_reduce_scatter": Case(
+        matmul_reduce_scatter(D, exchanged=True),
+        ((D, D, 6, 5), (D, 1, 5, 7)),
+        lambda a, b: (a @ b).sum(0),
+        D,
+        params=RING,
     ),
     "allgather_linear": Case(
         allgather_linear(8, D, 6, shard=1), ((8, D, 6, 10), *WEIGHTS), linear, D
@@ -238,6 +278,23 @@ def test_a_stream_axis_of_a_split_is_refused() -> None:
         y.axis(0).parallelize(STREAM)
     with pytest.raises(UnsupportedError, match=r"split/merge axis istreamIdx.*T1_.*test_multi_"):
         MultiDeviceExecutor(fd.fusion, MultiDeviceExecutorParams())
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_form_of_reduce_scatter_needs_its_setting_of_the_offset(exchanged: bool) -> None:
+    case = CASES["ring_matmul_reduce_scatter" if exchanged else "matmul_reduce_scatter"]
+    wrong = replace(case, params={} if exchanged else RING)
+    what = r"set of T2.* to T3" if exchanged else r"reduction \(add\) of T2.* to T3"
+    for text in (str, lambda e: e.run([torch.randn(1, D, 6, 5), torch.randn(1, 1, 5, 7)])):
+
+        def body(use: Callable[[MultiDeviceExecutor], object] = text) -> str:
+            with pytest.raises(UnsupportedError) as found:
+                use(executor_of(wrong)[0])
+            return str(found.value)
+
+        with simulate(D) as world:
+            for message in world.run(body):
+                assert re.search(what + r".*offset_stream_indexing_by_rank.*test_multi_", message)
 
 
 def test_a_backend_that_is_not_there_is_refused() -> None:
