@@ -25,6 +25,7 @@ from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.communication import as_reshard, check_lowerable, is_copy
 from multidevice.partial_sums import (
     add_row_parallel_bias_last,
+    exchange_partial_sums,
     factor_spread_reductions,
     reduces_one_device_axis,
 )
@@ -71,6 +72,7 @@ def decompose_reshardings(fusion: Fusion) -> None:
     factor_spread_reductions(fusion)
     copies = Copies(fusion)
     insert_reshardings(fusion, copies)
+    exchange_partial_sums(fusion)
     split_copies(fusion, copies)
     copies.drop_unused()
     keep_computable_streams(fusion)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, contiguity_for, numbers
 from fuser.ir.dtypes import HALF_LIKE, DataType
 from fuser.ir.fusion import Fusion
@@ -20,14 +21,17 @@ from fuser.ir.nodes import (
     BroadcastOp,
     CastOp,
     LinearOp,
+    LoadStoreOp,
     MatmulOp,
     ReductionOp,
     TensorOp,
 )
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from multidevice.communication import exchanged_axes
 from multidevice.placement import (
     SPREAD_TYPES,
+    Cut,
     Cuts,
     Placement,
     add_cut,
@@ -37,8 +41,10 @@ from multidevice.placement import (
     copy_like,
     placement,
     reduction_cuts,
+    stream_axis_of,
     unparallelize,
 )
+from multidevice.propagate import apply_transfers, forward_cuts
 
 
 # ------------------------------------------------------------------ row-parallel bias
@@ -106,6 +112,36 @@ def factor_spread_reductions(fusion: Fusion) -> None:
             _factor(fusion, op, cuts)
 
 
+def exchange_partial_sums(fusion: Fusion) -> None:
+    """Let each device sum what the others have computed for it, where their steps are rotated.
+
+    t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
+        ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that it is for
+            out = sum(u)                     after the steps
+    In the same step every device has another one's block, so no step could be reduced.
+    """
+    for op in fusion.exprs:
+        if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
+            continue
+        partial, out = op.inp, op.out
+        found = stream_axis_of(partial)
+        if found is None or found[1].swizzle is None or partial.mesh != out.mesh:
+            continue
+        summed = next(a for a in out.domain.logical if a.is_reduction())
+        have, want = placement(partial), iter(placement(out))
+        axes = zip(out.domain.logical, have, strict=True)
+        cuts = tuple(
+            (Cut(ParallelType.stream, c[0].count, c[0].whole),) if a is summed and c else next(want)
+            for a, c in axes
+        )
+        copy = copy_like(partial, partial.mesh, cuts)
+        sent = LoadStoreOp(copy, partial).replace(where=op.where)
+        if exchanged_axes(sent) is None:
+            continue
+        unparallelize(out, lambda a: a.is_reduction())
+        fusion.replace_expr(op, [sent, op.replace(inp=copy)])
+
+
 def reduces_one_device_axis(op: TensorOp) -> bool:
     """Whether the op is a sum over a single axis that is a device axis as a whole."""
     reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
@@ -117,6 +153,9 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
     types = [c.ptype for mine in cuts.values() for c in mine]
     local = _partial(out, cuts)
     ops = [op.map_values(lambda v: local if v is out else v)]
+    for index, _ in tensor_operands(ops[0]):
+        # Nobody placed the partial sums: they are computed in the steps of what they come from.
+        apply_transfers(local, forward_cuts(ops[0], index, local), (ParallelType.stream,))
     kind = op.kind if isinstance(op, ReductionOp) else "add"
     init = op.init if isinstance(op, ReductionOp) else sc.const(0, out.dtype())
     targets = placement(out)

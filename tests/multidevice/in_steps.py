@@ -26,6 +26,7 @@ from multidevice.communication import (
     communicates,
     communication_type,
     is_device_to_stream,
+    is_exchange,
     is_step_slice,
     team_of,
 )
@@ -39,6 +40,7 @@ from multidevice.streams import (
     block_extents,
     held_extents,
     is_allocated_per_step,
+    scatters_steps,
     stream_axis,
 )
 
@@ -123,7 +125,7 @@ def run(
                 for mine in tensors.values():
                     assert tuple(mine[out].shape) == _local_shape(out, values), out
             continue
-        axes = [stream_axis(unit.outputs[0]) for unit in group]
+        axes = [stream_axis(_stepping(unit.exprs[0])) for unit in group]
         counts = {int(sc.evaluate(a.count, values)) for a in axes if a is not None}
         assert len(counts) == 1, group
         for unit in group:
@@ -137,6 +139,10 @@ def run(
                     if is_allocated_per_step(out):
                         for mine in tensors.values():
                             mine[out].fill_(math.nan)
+
+
+def _stepping(op: TensorOp) -> TensorView:
+    return op.inputs[0] if scatters_steps(op) else op.out_tensor
 
 
 def _local_shape(tv: TensorView, values: Values) -> tuple[int, ...]:
@@ -159,6 +165,9 @@ def _step(
 ) -> None:
     for unit in group:
         op = unit.exprs[0]
+        if isinstance(op, Reshard) and (scatters_steps(op) or is_exchange(op)):
+            _send(op, step, values, tensors)
+            continue
         blocks: dict[int, Local] = {}
         full: set[bool] = set()
         into: dict[int, dict[TensorView, torch.Tensor]] = {}
@@ -197,6 +206,31 @@ def _step(
                 expected = tuple(int(sc.evaluate(n, values)) for n in block_extents(out, block))
                 assert tuple(blocks[rank][out].shape) == tuple(target.shape) == expected, out
                 target.copy_(blocks[rank][out])
+
+
+def _send(op: Reshard, step: int, values: Values, tensors: dict[int, Local]) -> None:
+    """Give the block that every rank has computed to the device that it is for."""
+    axis = stream_axis(op.inp)
+    assert axis is not None
+    blocks: dict[int, torch.Tensor] = {}
+    for rank, mine in tensors.items():
+        start, length = bounds(mine[op.inp].shape[axis.position], axis, step, values, rank, op.inp)
+        blocks[rank] = mine[op.inp].narrow(axis.position, start, length)
+    if not is_allocated_per_step(op.inp):
+        _check_dense(op.inp, tensors, {rank: {op.inp: b} for rank, b in blocks.items()})
+    for rank, block in blocks.items():
+        team = team_of(op).ranks(rank)
+        assert len(team) == int(sc.evaluate(axis.count, values))
+        assert op.source is not None
+        place = team.index(rank)
+        owner = team[(step + (place if axis.swizzle else 0)) % len(team)]
+        theirs = tensors[owner][op.out]
+        if op.reduction is None:
+            size = block.shape[op.source]
+            theirs.narrow(op.source, place * size, size).copy_(block)
+        elif rank == owner:
+            assert op.reduction == "add" and axis.swizzle is None
+            theirs.copy_(torch.stack([blocks[r].squeeze(op.source) for r in team]).sum(0))
 
 
 def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Local]) -> None:
