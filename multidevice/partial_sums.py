@@ -151,11 +151,8 @@ def reduces_one_device_axis(op: TensorOp) -> bool:
 def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
     out = op.out_tensor
     types = [c.ptype for mine in cuts.values() for c in mine]
-    local = _partial(out, cuts)
+    local = _partial(op, cuts)
     ops = [op.map_values(lambda v: local if v is out else v)]
-    for index, _ in tensor_operands(ops[0]):
-        # Nobody placed the partial sums: they are computed in the steps of what they come from.
-        apply_transfers(local, forward_cuts(ops[0], index, local), (ParallelType.stream,))
     kind = op.kind if isinstance(op, ReductionOp) else "add"
     init = op.init if isinstance(op, ReductionOp) else sc.const(0, out.dtype())
     targets = placement(out)
@@ -183,9 +180,12 @@ def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelTy
     return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
 
 
-def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
-    """Create the result of the first op: spread axes of reductions become iteration axes."""
-    fusion = out.fusion
+def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
+    """Create the result of the first op: spread axes of reductions become iteration axes.
+
+    Nobody placed it: it is computed in the steps of the result, or else in those of an operand.
+    """
+    out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
     logical = [axes[a.number] for a in out.domain.logical]
     local = fusion.new_tensor(logical, out.dtype(), mesh=out.mesh)
@@ -208,6 +208,10 @@ def _partial(out: TensorView, cuts: dict[int, Cuts]) -> TensorView:
     for number, mine in axis_cuts(out).items():
         if number not in cuts:
             add_cuts(local, axes[number].number, tuple(c for c in mine if c.ptype not in busy))
+    for index, _ in tensor_operands(op):
+        found = forward_cuts(op, index, out)
+        steps = tuple((axes[a.number], mine) for a, mine in found if not a.is_reduction())
+        apply_transfers(local, steps, (ParallelType.stream,))
     return local
 
 
