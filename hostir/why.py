@@ -226,10 +226,13 @@ class _Why:
     def change(self, inp: TensorView, out: TensorView) -> str:
         """Return how `out` is placed where `inp` is placed otherwise."""
         before, after = self.cuts(inp), self.cuts(out)
+        has_steps = ParallelType.stream in after and ParallelType.stream not in before
+        before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))
         gone = [a for p, a in before.items() if p not in after]
         new = [f"cut by {p.name} on axis {a}" for p, a in after.items() if before.get(p) != a]
         whole = [f"whole along axis {a}" for a in gone if a not in after.values()]
-        return " and ".join((*new, *whole)) or self.placement(out)
+        changed = " and ".join((*new, *whole)) or self.placement(out)
+        return f"{changed}, in the steps of a stream" if has_steps else changed
 
     def given(self, out: TensorView) -> str:
         """Return where the result's own placement came from."""

@@ -31,7 +31,7 @@ X = ParallelType.mesh_x
 def at(mark: str) -> str:
     """Return `file:line` of the line of this file that ends in a comment."""
     lines = HERE.read_text().splitlines()
-    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}"))
     return f"{HERE}:{number}"
 
 
@@ -180,6 +180,36 @@ def test_a_copy_that_the_user_wrote() -> None:
         f"Communication 0 (Allgather of T0 -> T1): because the user's copy at {at('copy')} makes "
         f"T1 whole along axis 0 (annotated by the user at {at('whole')})"
     )
+
+
+def streamed() -> None:
+    x, w = tensor(4, 6, mesh=MESH, cut=0), tensor(8, 6, mesh=MESH)
+    whole_x: Any = ops.set(x)  # gather in steps
+    y: Any = ops.linear(whole_x, w)
+    out(y)
+    for tv in (whole_x, y):
+        tv.set_device_mesh(MESH)
+        cut(tv, 0)
+        tv.axis(0).parallelize(ParallelType.stream)  # steps
+
+
+def test_a_communication_per_step_of_a_stream() -> None:
+    program = read_back(streamed, (4, 6), (8, 6))
+    (line,) = explain(program, "all")
+    assert line == (
+        f"Communication 0 (Broadcast of T0 -> T2): because the user's copy at "
+        f"{at('gather in steps')} makes T2 whole along axis 0, in the steps of a stream "
+        f"(annotated by the user at {at('steps')})"
+    )
+    # What the loop computes of the result in one step is a part of it.
+    parts = [tv for tv in program.tensors() if tv.number > 3]
+    assert [explain(program, f"T{tv.number}") for tv in parts] == [
+        [
+            f"T{tv.number} is a part of T3. T3 is cut by stream on axis 0: "
+            f"annotated by the user at {at('steps')}"
+        ]
+        for tv in parts
+    ]
 
 
 def updated() -> None:
