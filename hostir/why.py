@@ -131,14 +131,17 @@ class _Why:
         while at is not None and at not in seen:
             seen.add(at)
             steps.append(self.step(at))
-            if at.how in ("user", "only") or at.source is None:
+            if at.how in ("user", "only"):
                 break
             at = self.next_row(at, ptype)
         return ", ".join(steps)
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
         """Return the row that tells where a row's source has it from."""
-        assert row.source is not None
+        if row.how == "operand" and ptype is not None and row.result is not None:
+            return self.row(row.result, ptype)
+        if row.source is None:
+            return None
         # A sum has its device axis from the axis that is summed over, and so have its parts.
         number = {"sum": row.tensor, "parts": row.source}.get(row.how)
         if number is not None:
@@ -163,7 +166,8 @@ class _Why:
             case "forward" | "backward" | "beside":
                 return f"from {source} ({_DIRECTIONS[row.how]} through {through})"
             case "operand":
-                return f"a copy of {source}, as {through} takes it"
+                result = "" if row.result is None else f" for T{row.result}"
+                return f"a copy of {source}, as {through} takes it{result}"
             case "result":
                 return f"a copy of {source}, which {through} computes"
             case "set":

@@ -109,7 +109,11 @@ def _reason(fusion: Fusion, op: Reshard, known: set[int]) -> Origin:
         update = next((a for a in fusion.aliases if a.out is out), None)
         if update is not None:
             return Origin(out.number, "placement", "update", update.into.number)
-        return _placement(out, "operand", source, _reader(op))
+        reader = _reader(op)
+        if reader is None:  # a step on the way to an output
+            return _placement(out, "result", source, maker)
+        row = _placement(out, "operand", source, reader)
+        return replace(row, result=reader.out_tensor.number)
     if op.inp.number in known:
         return Origin(out.number, "placement", "set", source, "set", op.where)
     return _placement(out, "result", source, maker)
@@ -165,7 +169,8 @@ def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
 
 
 def _local(op: TensorOp, out: TensorView) -> Origin:
-    sums = [u for u in out.uses() if isinstance(u, Reshard) and u.reduction is not None]
+    uses = [u for v in out.uses() for u in (v.out_tensor.uses() if is_copy(v) else (v,))]
+    sums = [u for u in uses if isinstance(u, Reshard) and u.reduction is not None]
     if sums:
         return Origin(out.number, "placement", "parts", sums[0].out.number, op.name, op.where)
     source = next((tv.number for _, tv in tensor_operands(op)), None)

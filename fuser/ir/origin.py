@@ -5,7 +5,7 @@ host program and a text that was read back have them as well. They mean nothing 
 
     T3 deviceIdx.x on axis 0 : user at mlp.py:9
     T7 deviceIdx.x on axis 1 : forward from T3 through linear at mlp.py:12
-    T8 placement : operand from T7 through linear at mlp.py:14
+    T8 placement : operand from T7 through linear for T9 at mlp.py:14
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _HOWS: tuple[str, ...] = get_args(How)
 _ROW = re.compile(
     r"T(?P<tensor>[0-9]+) (?P<what>mesh|placement|(?P<ptype>\S+) on (?:axis (?P<axis>[0-9]+)|sum))"
     r" : (?P<how>\w+)(?: from T(?P<source>[0-9]+))?(?: through (?P<op>\S+))?"
+    r"(?: for T(?P<result>[0-9]+))?"
     r"(?: at (?P<where>[^\n]*\S))?[ ]*$",
     re.MULTILINE,
 )
@@ -50,7 +51,8 @@ class Origin:
     """Where the mesh of tensor number `tensor` (or its cut along `ptype`, or its placement as a
     whole) comes from: tensor number `source`, through an op that the user wrote at `where`.
 
-    `axis` counts as torch does; None is an axis that is summed over.
+    `axis` counts as torch does; None is an axis that is summed over. `result` is what the op
+    computes from the operand that the row is about.
     """
 
     tensor: int
@@ -61,6 +63,7 @@ class Origin:
     where: str = ""
     ptype: ParallelType | None = None
     axis: int | None = None
+    result: int | None = None
 
     def __str__(self) -> str:
         what = self.what
@@ -69,8 +72,9 @@ class Origin:
             what = f"{self.ptype.text} on {place}"
         source = "" if self.source is None else f" from T{self.source}"
         through = f" through {self.op.replace(' ', '_')}" if self.op else ""
+        result = "" if self.result is None else f" for T{self.result}"
         at = f" at {' '.join(self.where.split())}" if self.where else ""
-        return f"T{self.tensor} {what} : {self.how}{source}{through}{at}"
+        return f"T{self.tensor} {what} : {self.how}{source}{through}{result}{at}"
 
 
 def read_origin(cursor: Cursor) -> Origin:
@@ -94,4 +98,5 @@ def read_origin(cursor: Cursor) -> Origin:
         row["where"] or "",
         None if ptype is None else PTYPE_FROM_TEXT[ptype],
         number("axis"),
+        number("result"),
     )

@@ -146,6 +146,11 @@ def test_against_the_direction_of_data() -> None:
         + r" takes T\1 cut by mesh_x on axis 0",
         slice_,
     )
+    (made, *_) = explain(program, slice_.split("-> ")[1].split(")")[0])
+    assert made.endswith(
+        f"a copy of T0, as neg at {at('neg')} takes it for T1, from T2 (backward through exp at "
+        f"{at('exp')}), annotated by the user at {at('rows')}"
+    )
     texts = [str(o) for o in program.values.origins]
     assert f"T1 deviceIdx.x on axis 0 : backward from T2 through exp at {at('exp')}" in texts
 
@@ -270,8 +275,7 @@ def test_every_cut_leads_to_the_user_and_every_communication_to_an_op(name: str)
         for line in explain(program, f"T{tv.number}"):
             assert UNKNOWN not in line
             if "is cut by" in line.split(":")[0]:
-                is_copy = ": a copy of" in line
-                assert "annotated by the user at " in line or is_copy, line
+                assert "annotated by the user at " in line, line
     lines = explain(program, "all")
     assert sum("Communication" in line for line in lines) == len(program.communications())
     assert all(re.search(r": because \w+ at \S+\.py:\d+ |the user's copy at ", x) for x in lines)
@@ -357,6 +361,7 @@ def test_a_damaged_row(row: str, message: str) -> None:
         "T7 streamIdx on axis 1 : forward from T3 through linear at <stdin>:1",
         "T7 deviceIdx.y on sum : backward from T12 through add",
         "T7 placement : update from T0",
+        "T7 placement : operand from T0 through linear for T9 at x.py:3",
     ],
 )
 def test_rows_print_as_they_were_read(row: str) -> None:
