@@ -463,7 +463,8 @@ PROGRAMS: dict[str, Program] = {
 
 
 # ------------------------------------------------------------------ edits
-Edit = Callable[[Op], Sequence[Op]]
+# Program -> op -> what stands in its place.
+Edit = Callable[[HostIrContainer], dict[Op, Sequence[Op]]]
 
 
 def edited(hic: HostIrContainer, edits: dict[Op, Sequence[Op]]) -> HostIrContainer:
@@ -475,13 +476,47 @@ def edited(hic: HostIrContainer, edits: dict[Op, Sequence[Op]]) -> HostIrContain
 def _edited(ops: Sequence[Op], edits: dict[Op, Sequence[Op]]) -> tuple[Op, ...]:
     made: list[Op] = []
     for op in ops:
-        for one in edits.get(op, (op,)):
-            regions = {n: _edited(getattr(one, n), edits) for n in one.fields_of("region")}
-            changed = any(regions[n] != getattr(one, n) for n in regions)
-            made.append(one.replace(**regions) if changed else one)
+        if op in edits:
+            made += edits[op]
+            continue
+        regions = {n: _edited(getattr(op, n), edits) for n in op.fields_of("region")}
+        changed = any(regions[n] != getattr(op, n) for n in regions)
+        made.append(op.replace(**regions) if changed else op)
     return tuple(made)
 
 
 def nth(hic: HostIrContainer, kind: type[Op], index: int = 0) -> Any:
     """Return an op of a class by its place in the text."""
     return [op for op in walk(hic.ops) if type(op) is kind][index]
+
+
+def drop(kind: type[Op], index: int = 0) -> Edit:
+    return lambda hic: {nth(hic, kind, index): ()}
+
+
+def twice(kind: type[Op], index: int = 0) -> Edit:
+    return lambda hic: {(op := nth(hic, kind, index)): (op, op)}
+
+
+def change(kind: type[Op], index: int, **fields: object) -> Edit:
+    return lambda hic: {(op := nth(hic, kind, index)): (op.replace(**fields),)}
+
+
+def move(kind: type[Op], index: int, to: type[Op], place: int, *, before: bool = False) -> Edit:
+    """Move an op behind (or before) another one."""
+
+    def edit(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
+        op, other = nth(hic, kind, index), nth(hic, to, place)
+        return {op: (), other: (op, other) if before else (other, op)}
+
+    return edit
+
+
+def index_of(select: int, change: Callable[[object], object]) -> Edit:
+    """Change the index of a slice."""
+
+    def edit(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
+        op = nth(hic, HirAliasSelect, select)
+        return {op: (op.replace(index=change(op.index)),)}
+
+    return edit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -36,9 +35,15 @@ from hostir.verify import verify
 from tests.hostir.stream_programs import (
     N_STREAMS,
     PROGRAMS,
+    Edit,
+    change,
+    drop,
     edited,
+    index_of,
     is_right,
+    move,
     nth,
+    twice,
 )
 
 LATE = (None, "all", "entry", 0, 1, 2)
@@ -69,49 +74,11 @@ class Mutant:
     stream shows it in a run."""
 
     program: str
-    edit: Callable[[HostIrContainer], dict[Op, Sequence[Op]]]
+    edit: Edit
     kind: str
     # (class, place in the edited text) of ops that one finding names.
     names: tuple[tuple[type[Op], int], ...]
     shows: bool = True
-
-
-def drop(kind: type[Op], index: int = 0) -> Callable[[HostIrContainer], dict[Op, Sequence[Op]]]:
-    return lambda hic: {nth(hic, kind, index): ()}
-
-
-def double(kind: type[Op], index: int = 0) -> Callable[[HostIrContainer], dict[Op, Sequence[Op]]]:
-    return lambda hic: {(op := nth(hic, kind, index)): (op, op)}
-
-
-def change(
-    kind: type[Op], index: int, **fields: object
-) -> Callable[[HostIrContainer], dict[Op, Sequence[Op]]]:
-    return lambda hic: {(op := nth(hic, kind, index)): (op.replace(**fields),)}
-
-
-def move(
-    kind: type[Op], index: int, to: type[Op], place: int, *, before: bool = False
-) -> Callable[[HostIrContainer], dict[Op, Sequence[Op]]]:
-    """Move an op behind (or before) another one."""
-
-    def edit(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
-        op, other = nth(hic, kind, index), nth(hic, to, place)
-        return {op: (), other: (op, other) if before else (other, op)}
-
-    return edit
-
-
-def index_of(
-    select: int, change: Callable[[object], object]
-) -> Callable[[HostIrContainer], dict[Op, Sequence[Op]]]:
-    """Change the index of a slice."""
-
-    def edit(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
-        op = nth(hic, HirAliasSelect, select)
-        return {op: (op.replace(index=change(op.index)),)}
-
-    return edit
 
 
 COPY, BINARY, MATMUL, LINEAR = nodes.LoadStoreOp, nodes.BinaryOp, nodes.MatmulOp, nodes.LinearOp
@@ -180,7 +147,7 @@ MUTANTS: dict[str, Mutant] = {
     "one slot less than streams": Mutant(
         "reduce_scatter_pipeline",
         lambda hic: {
-            (op := nth(hic, HirAliasSelect, 1)): (op.replace(index=_loop(hic, 1).index % 2),)
+            (op := nth(hic, HirAliasSelect, 1)): (op.replace(index=nth(hic, ForLoop, 1).index % 2),)
         },
         race.RACE,
         ((Communication, 0), (MATMUL, 0)),
@@ -189,7 +156,7 @@ MUTANTS: dict[str, Mutant] = {
     "more slots than streams": Mutant(
         "slots",
         lambda hic: {
-            (op := nth(hic, HirAliasSelect, 1)): (op.replace(index=_loop(hic, 1).index % 2),)
+            (op := nth(hic, HirAliasSelect, 1)): (op.replace(index=nth(hic, ForLoop, 1).index % 2),)
         },
         race.RACE,
         ((BINARY, 0), (BINARY, 0)),
@@ -225,13 +192,13 @@ MUTANTS: dict[str, Mutant] = {
         "step_buffers", move(Deallocate, 0, MATMUL, 0), race.FREED, ((Deallocate, 0), (MATMUL, 1))
     ),
     "Deallocate twice": Mutant(
-        "two_sets", double(Deallocate, -1), race.FREED, ((Deallocate, -1),) * 2
+        "two_sets", twice(Deallocate, -1), race.FREED, ((Deallocate, -1),) * 2
     ),
     "Deallocate before the joins": Mutant(
         "forwarding_ring",
         lambda hic: {
             (free := _free(hic, Allocate, 0)): (),
-            (last := _loop(hic, 1)): (last, free),
+            (last := nth(hic, ForLoop, 1)): (last, free),
         },
         race.FREED_EARLY,
         ((MATMUL, 0), (Deallocate, -1)),
@@ -251,7 +218,7 @@ MUTANTS: dict[str, Mutant] = {
         "allgather_linear", move(Wait, 0, LINEAR, 0), race.RACE, ((Communication, 0), (LINEAR, 0))
     ),
     "two Waits": Mutant(
-        "allgather_linear", double(Wait), race.NO_FLIGHT, ((Wait, 0), (Wait, 1)), shows=False
+        "allgather_linear", twice(Wait), race.NO_FLIGHT, ((Wait, 0), (Wait, 1)), shows=False
     ),
     "Wait before the start": Mutant(
         "matmul_allreduce",
@@ -277,10 +244,6 @@ MUTANTS: dict[str, Mutant] = {
         "ring_linear", drop(Wait), race.NO_WAIT, ((EndCoalescing, 0),)
     ),
 }
-
-
-def _loop(hic: HostIrContainer, index: int) -> ForLoop:
-    return nth(hic, ForLoop, index)
 
 
 def _free(hic: HostIrContainer, kind: type[Allocate], index: int) -> Op:
