@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 
 from fuser.errors import FuserError, InputError, OptionError
+from hostir.before_run import findings
 from hostir.container import SHORT_FORM, HostIrContainer, walk
+from hostir.cross_rank import has_communications
 from hostir.diff import differences
 from hostir.findings import refuse
 from hostir.host_passes import PASSES, Pass, run_passes
-from hostir.ops import NUMBER_OF_STREAMS, RANK
-from hostir.race import find_races, has_streams
+from hostir.ops import NUMBER_OF_STREAMS
+from hostir.race import has_streams
 from hostir.ranks import (
     DEFAULT_STREAMS,
     SMALLEST_SIZE,
@@ -181,13 +183,13 @@ def _verify(args: argparse.Namespace) -> None:
     program = _checked(args)
     values = symbol_values(program, _sizes(args.size))
     print(f"{sum(1 for _ in walk(program.ops))} ops: the program keeps the rules")
-    if not has_streams(program):
-        return
     values[NUMBER_OF_STREAMS] = args.streams
-    for rank in program.devices() or (0,):
-        found = find_races(program, {**values, RANK: rank}, rank=rank)
-        refuse(program, found, what=f"on rank {rank}, with {args.streams} streams")
-    print(f"with {args.streams} streams, nothing is left unordered")
+    found = findings(program, values)
+    refuse(program, found, what=f"with {args.streams} streams")
+    if has_streams(program):
+        print(f"with {args.streams} streams, nothing is left unordered")
+    if has_communications(program):
+        print(f"the {len(program.devices())} ranks meet in every communication")
 
 
 def _diff(args: argparse.Namespace) -> int:

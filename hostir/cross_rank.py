@@ -194,8 +194,10 @@ class _Walker:
         return teams, (teams.team >= 0) & whole[teams.team]
 
     def _check_meshes(self, op: Communication | CollectivePermute, site: Site) -> None:
-        held = {r for tv in (op.inp, op.out) if tv.mesh is not None for r in tv.mesh.devices}
-        if op.inp.mesh == op.out.mesh or held != set(op.team.mesh.devices):
+        meshes = {tv.mesh for tv in (op.inp, op.out) if tv.mesh is not None}
+        held = {r for mesh in meshes for r in mesh.devices}
+        is_shaped = len(meshes) > 1 or all(m.shape == op.team.mesh.shape for m in meshes)
+        if held != set(op.team.mesh.devices) or not is_shaped:
             text = f"{op.name} is on {op.team.mesh}, but {op.inp.label} and {op.out.label} are on "
             text += " and ".join(str(tv.mesh) for tv in dict.fromkeys((op.inp, op.out)))
             self._note(Finding(TEAM, text, ((site, ""),)))
@@ -462,7 +464,8 @@ class _Walker:
         outside |= half.mask & (self.place[np.clip(peer, 0, len(self.place) - 1)] < 0)
         if outside.any():
             i = int(np.argmax(outside))
-            text = f"peer {peer[i]} is no rank of the program, on {self._who(outside)}"
+            text = f"peer {half.op.peer} = {peer[i]} is no rank of the program, on "
+            text += self._who(outside)
             self._note(Finding(OUT_OF_RANGE, text, ((half.site, ""),)))
         return not outside.any()
 

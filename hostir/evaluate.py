@@ -23,6 +23,7 @@ from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from fuser.recent import Recent
 from hostir.arena import Arena
+from hostir.before_run import check_before_run
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.frame import Frame, KernelRunner, Machine
@@ -195,7 +196,7 @@ class HostIrEvaluator:
         inputs = [values[v] for v in self.program.inputs]
         given = {v: t for v, t in values.items() if v not in self.program.inputs}
         with torch.no_grad():
-            frame = self._frame(inputs)
+            frame = self._frame(inputs, [v for v in given if isinstance(v, TensorView)])
             buffers = {v: self._buffer(v, t, frame) for v, t in given.items()}
             frame.tensors.update(buffers)  # pyright: ignore[reportArgumentType, reportCallIssue]
             frame.storage = frame.storage.with_buffers(buffers)  # pyright: ignore[reportArgumentType]
@@ -317,8 +318,11 @@ class HostIrEvaluator:
             raise
         return [frame.result(tv) for tv in self._visible]
 
-    def _frame(self, inputs: list[Argument]) -> Frame:
-        """Bind and check the inputs."""
+    def _frame(self, inputs: list[Argument], results: Sequence[TensorView] = ()) -> Frame:
+        """Bind and check the inputs, and the program when it is new.
+
+        Raises `VerifyError` where its streams race or its ranks would wait for ever.
+        """
         device = self._device or _device_of(self.program, inputs)
         values = {
             **self._binder.bind(inputs, device),
@@ -331,6 +335,9 @@ class HostIrEvaluator:
         for declared, given in zip(self.program.inputs, inputs, strict=True):
             if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
                 frame.tensors[declared] = given
+        if self._late is None:
+            # With streams held back, the run itself shows what is missing.
+            check_before_run(self.program, values, rank=self._rank, given=results)
         return frame
 
     def _machine(self, device: torch.device) -> Machine:

@@ -428,6 +428,9 @@ class _Walker:
     # ------------------------------------------------------------ streams
     def _enters(self, effect: Enters, site: Site) -> None:
         self.clocks.enter(effect.stream)
+        if isinstance(self.clocks.current, int) and self.clocks.current < 0:
+            number = f"{effect.stream} = {self.clocks.current}"
+            self._note(OUT_OF_RANGE, f"Stream {number}: streams count from 0", (site, ""))
 
     def _captures(self, effect: Captures, site: Site) -> None:
         self.clocks.captured[effect.stream.name] = self.clocks.current
@@ -483,18 +486,15 @@ class _Walker:
             self._note(UNWRITTEN, f"{part}, part of an output, is never written", *writers)
 
     def _return(self, buffer: Buffer) -> None:
-        """The caller's stream gets a buffer back: it may write into its own, read any."""
+        """The stream on which the caller goes on gets a buffer back: to read, its own to write."""
         for use in buffer.uses():
-            is_late = (use.is_write or buffer.is_callers) and not use.is_before(
-                self.clocks.of[ENTRY]
-            )
-            if is_late:
+            if (use.is_write or buffer.is_callers) and not use.is_before(self.clocks.now):
                 self._note(
                     NOT_JOINED,
                     f"the caller gets {buffer.owner.label} back while {self._who(use)} still "
                     f"{'writes' if use.is_write else 'reads'} it",
                     (use.site, self._doing(use, buffer)),
-                    fix=self._remedy(use, ENTRY, "before the program ends"),
+                    fix=self._remedy(use, self.clocks.current, "before the program ends"),
                 )
 
     # ------------------------------------------------------------ reports

@@ -287,7 +287,7 @@ def test_verify_finds_what_streams_leave_unordered(
     assert "with 3 streams, nothing is left unordered" in capsys.readouterr().out
     assert main(["verify", ring(tmp_path, without="Synchronize(Stream S0)")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("VerifyError: on rank 0, with 4 streams:\nrace: ")
+    assert error.startswith("VerifyError: with 4 streams:\nrace: on rank 0: ")
     assert "Synchronize(Stream S0) is missing" in error
 
 
