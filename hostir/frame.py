@@ -149,7 +149,9 @@ class Frame:
     def at(self, op: Op) -> Frame:
         """Return the state that an op sees now, for when it is carried out later."""
         tensors = {v: self.tensors[v] for v in (*op.inputs, *op.outputs) if v in self.tensors}
-        return Frame(self.program, self.machine, self.storage, self.values, tensors)
+        frame = Frame(self.program, self.machine, self.storage, self.values, tensors)
+        frame.indices = self.indices
+        return frame
 
     @cached_property
     def sizes(self) -> dict[Symbol, int]:

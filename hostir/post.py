@@ -47,7 +47,7 @@ class Posted:
 
     def landing(self, out: torch.Tensor) -> torch.Tensor:
         """Return what to receive into, so that `out` has the result only after `wait`."""
-        staged = torch.empty_like(out)
+        staged = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         self.landed.append((out, staged))
         return staged
 
@@ -55,7 +55,7 @@ class Posted:
         assert self.work is not None, "a communication that was never posted"
         self.work.wait()
         for out, staged in self.landed:
-            out.copy_(staged)
+            write(out, staged)
 
 
 def flat(

@@ -512,7 +512,7 @@ class Recorder:
         return assign
 
     def _computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-        frame, values = self._frame, self._frame.values
+        frame, values, indices = self._frame, self._frame.values, self._frame.indices
         tensors = [(v, self.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
         scalars = [(s, self._slot[s]) for s in self._free]
 
@@ -523,6 +523,7 @@ class Recorder:
                 frame.storage,
                 {**values, **{s: slots[i] for s, i in scalars}},
                 {v: slots[i] for v, i in tensors},
+                indices=indices,
             )
             return compute(op, now)
 

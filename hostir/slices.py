@@ -30,7 +30,7 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
     at = {rank: mesh.coordinate(rank, ptype) for rank in mesh.devices}
     first = min(mesh.devices)
     size = mesh.size_of(ptype)
-    stride = next((rank - first for rank in sorted(at) if at[rank] == 1), 1)
+    stride = next((rank - first for rank in sorted(at) if at[rank] == 1), 1) or 1
     row = sc.floordiv(sc.sub(RANK, first), stride)
     if all((rank - first) // stride == c for rank, c in at.items()):
         return row

@@ -1,0 +1,140 @@
+"""Programs over streams that random programs have found wrong, each made small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from hostir import NUMBER_OF_STREAMS, RANK, HostIrEvaluator, equal, parse
+from hostir.race import find_races
+
+X = ParallelType.mesh_x
+LATE = ("all", "entry", "0", "1")
+Shapes = Sequence[Sequence[int]]
+Meaning = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`define` returns inputs and result, whose shards are as annotated; `ranks` is the mesh
+    (none: one device)."""
+
+    define: Callable[[FusionDefinition], tuple[list[TensorView], TensorView]]
+    meaning: Meaning
+    shapes: Shapes
+    ranks: Sequence[int] = ()
+
+
+def stream(tv: TensorView, axis: int, count: int | None = None) -> None:
+    if count is not None:
+        tv.outer_split(axis, count)
+    tv.axis(axis).parallelize(ParallelType.stream)
+
+
+def cut(mesh: multidevice.DeviceMesh, tv: TensorView, axis: int) -> None:
+    tv.outer_split(axis, mesh.size)
+    tv.axis(axis).parallelize(X)
+
+
+def on_mesh(ranks: Sequence[int], *tensors: TensorView) -> multidevice.DeviceMesh:
+    mesh = multidevice.DeviceMesh(list(ranks))
+    for tv in tensors:
+        tv.set_device_mesh(mesh)
+    return mesh
+
+
+def views_of_empty_blocks(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([3, 2, 8], contiguity=True)
+    w = fd.define_tensor([8, 8], contiguity=True)
+    y = fd.ops.permute(fd.ops.reshape(fd.ops.linear(x, w), [3, 2, 2, 4]), [0, 2, 1, 3])
+    out = fd.ops.relu(y)
+    stream(out, 0, 5)
+    return [x, w], out
+
+
+def rotated_on_a_reversed_mesh(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([4, 6], contiguity=True)
+    y = fd.ops.relu(x)
+    on_mesh([1, 0], x, y)
+    y.outer_split(0, 2)
+    y.swizzle1d(0, X)
+    y.axis(0).parallelize(ParallelType.stream)
+    return [x], y
+
+
+def gathered_expanded_weight(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([2, 2], contiguity=True)
+    w = fd.define_tensor([2, 2], contiguity=[False, None])
+    y = fd.ops.linear(x, w)
+    mesh = on_mesh([0, 1], x, w, y)
+    cut(mesh, w, 0)
+    return [x, w], y
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.t()
+
+
+CASES = {
+    "views of empty blocks": Case(
+        views_of_empty_blocks,
+        lambda x, w: linear(x, w).reshape(3, 2, 2, 4).permute(0, 2, 1, 3).relu(),
+        ((3, 2, 8), (8, 8)),
+    ),
+    "blocks rotated on a reversed mesh": Case(
+        rotated_on_a_reversed_mesh, torch.relu, ((4, 6),), ranks=(1, 0)
+    ),
+    "an expanded tensor is gathered while streams are late": Case(
+        gathered_expanded_weight, linear, ((2, 2), (2, 1)), ranks=(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_streamed_programs_are_right(name: str) -> None:
+    case = CASES[name]
+    with FusionDefinition() as fd:
+        inputs, out = case.define(fd)
+        fd.add_output(out)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(s, generator=generator) for s in case.shapes]
+    declared = [[int(str(n)) for n in tv.shape()] for tv in inputs]
+    whole = [t.expand(s) for t, s in zip(whole, declared, strict=True)]
+    want = case.meaning(*(t.double() for t in whole))
+    body = partial(_check, fd, whole, want)
+    if not case.ranks:
+        body()
+        return
+    with multidevice.simulate(len(case.ranks)) as world:
+        world.run(body)
+
+
+def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
+    fusion = fd.fusion
+    shards = [_shard(t, tv) for t, tv in zip(whole, fusion.inputs, strict=True)]
+    for late in [(), (), *((f"late_stream({name})",) for name in LATE)]:
+        (got,) = fd.execute(shards, _enable_options=late)
+        expected = _shard(want, fusion.outputs[0])
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+    program = fd.fec.host_program()
+    assert equal(parse(program.full_text()), program)
+    rank = 0 if not program.devices() else multidevice.Communicator.instance().rank()
+    values = HostIrEvaluator(program).check(shards)
+    assert not find_races(program, {**values, RANK: rank, NUMBER_OF_STREAMS: 4}, rank=rank)
+
+
+def _shard(whole: torch.Tensor, tv: object) -> torch.Tensor:
+    assert isinstance(tv, TensorView)
+    if tv.mesh is None:
+        return whole
+    part = multidevice.shard_tensor(whole, tv)
+    # A shard of an expanded tensor is expanded, too.
+    repeated = [k for k in range(whole.ndim) if whole.stride(k) == 0 and whole.size(k) > 1]
+    for k in repeated:
+        part = part.narrow(k, 0, 1).contiguous().expand(part.shape)
+    return part
