@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from fuser.errors import ArgumentError
 from fuser.ir.core import Op
@@ -25,8 +26,10 @@ def complete_fields(op: Op) -> None:
 
     Raises `ArgumentError` naming op and field for a value of a wrong kind.
     """
-    for name, kind, hint in _fields(type(op)):
+    for name, kind, hint, known in _fields(type(op)):
         given: Any = getattr(op, name)
+        if type(given) in known:
+            continue
         value = _completed(given, kind, hint)
         if not _fits(value, hint):
             raise ArgumentError(
@@ -35,6 +38,8 @@ def complete_fields(op: Op) -> None:
             )
         if value is not given:
             object.__setattr__(op, name, value)
+        elif get_origin(hint) not in (tuple, Literal):
+            known.add(cast("type[object]", type(given)))
 
 
 def _completed(given: Any, kind: str, hint: Any) -> Any:
@@ -46,14 +51,19 @@ def _completed(given: Any, kind: str, hint: Any) -> Any:
 
 
 @cache
-def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any], ...]:
-    """Return (name, kind, type) of every field of an op class."""
-    hints = get_type_hints(cls)
+def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...]:
+    """Return (name, kind, type, classes that were found to fit) of every field of an op class."""
     return tuple(
-        (f.name, f.metadata["kind"], hints[f.name])
+        (f.name, f.metadata["kind"], _hint(cls.__module__, f.type), set[type[object]]())
         for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-        if "kind" in f.metadata
+        if f.metadata.get("kind", "where") != "where"
     )
+
+
+@cache
+def _hint(module: str, text: str) -> Any:
+    """Return what an annotation means; `get_type_hints` takes a millisecond per class."""
+    return eval(text, vars(sys.modules[module]))
 
 
 def _is_number(value: object) -> bool:

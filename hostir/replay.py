@@ -142,12 +142,14 @@ class Recorder:
         for tv in outputs:
             if not self._frame.is_mine(tv):
                 self._steps.append(self._absent(tv))
+            elif tv in self._frame.storage.borrowed:
+                self._steps.append(self._copy(tv))
         blocks, nbytes = self._place()
         fresh = tuple(self._make(tv, b) for tv, b in self._blocks.items() if tv not in self._end)
         return Plan(
             (*fresh, *self._steps),
             self._size,
-            tuple(self.slot(t) for t in outputs),
+            tuple(self._slot.get(("copy", t), self.slot(t)) for t in outputs),
             blocks,
             nbytes,
             self._frame.machine.device,
@@ -198,6 +200,14 @@ class Recorder:
             slots[i] = nothing
 
         return absent
+
+    def _copy(self, tv: TensorView) -> Closure:
+        i, o = self.slot(tv), self.slot(("copy", tv))
+
+        def copy(slots: Slots) -> None:
+            slots[o] = slots[i].clone()
+
+        return copy
 
     def _allocate(self, op: Allocate) -> Closure | None:
         tv = op.buffer

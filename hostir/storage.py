@@ -25,6 +25,8 @@ class Storage:
     # Where tensor ops find a buffer to write into; they make any other result.
     buffered: frozenset[TensorView]
     escaping: frozenset[TensorView]
+    # Outputs that show an input's memory without saying so: the caller gets a copy.
+    borrowed: frozenset[TensorView]
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
@@ -56,13 +58,19 @@ class Storage:
         for alias in program.aliases:
             if alias.out not in owners and alias.out not in shows:
                 shows[alias.out] = alias.into
-        storage = Storage(program.tensors(), shows, parts, named, buffered, frozenset())
+        nothing: frozenset[TensorView] = frozenset()
+        storage = Storage(program.tensors(), shows, parts, named, buffered, nothing, nothing)
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
-        return replace(storage, escaping=frozenset(roots))
+        stated = inputs | {alias.out for alias in program.aliases}
+        borrowed = {o for o in program.outputs if o not in stated and storage.root(o) in inputs}
+        return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
         """Return the sharing where a caller gives the buffers of these tensors."""
-        return replace(self, buffered=self.buffered | frozenset(given))
+        found = frozenset(given)
+        return replace(
+            self, buffered=self.buffered | found, borrowed=self.borrowed.difference(found)
+        )
 
     def shown_by(self, tv: TensorView) -> TensorView | None:
         """Return the tensor that `tv` is a view of, None for the owner of a buffer."""

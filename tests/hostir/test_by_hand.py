@@ -44,6 +44,7 @@ from hostir import (
     parse,
     verify,
 )
+from hostir.unit import UnitRunner
 from multidevice import Communicator, simulate
 from tests.hostir.handmade import (
     ENTRY,
@@ -76,6 +77,9 @@ WRITERS: dict[str, tuple[Make, Callable[..., torch.Tensor], tuple[tuple[int, ...
     "max": (lambda x: ops.max(x, [0]), lambda x: x.amax(0), ((5, 6),)),
     "min": (lambda x: ops.min(x, [1]), lambda x: x.amin(1), ((5, 6),)),
     "copy": (ops.set, lambda x: x, ((5, 6),)),
+    "slice": (lambda x: ops.slice(x, [1, 0], [4, 5]), lambda x: x[1:4, :5], ((5, 6),)),
+    "permute": (lambda x: ops.permute(x, [1, 0]), lambda x: x.t(), ((5, 6),)),
+    "exp": (ops.exp, torch.exp, ((5, 6),)),
 }
 
 
@@ -118,7 +122,10 @@ def test_ops_write_into_what_the_caller_binds(name: str, late: str | None) -> No
         kept = fresh.clone()
         evaluator.run_with_input({**by_name, program.inputs[0]: given[0] + 1})
         assert torch.equal(fresh, kept)
+        fresh.fill_(0.0)
+        _assert_close(evaluator.run_with_input(by_name)[0], want)
         for run in (evaluator.run, evaluator.evaluate):
+            run(given)[0].fill_(0.0)
             _assert_close(run(given)[0], want)
 
 
@@ -309,6 +316,36 @@ def test_an_index_outside_is_named_and_the_next_run_is_right() -> None:
                     method([n, x])
                 assert evaluator.current_stream() == "entry"
                 assert torch.equal(method([2, x])[0], x[1])
+
+
+@pytest.mark.parametrize("late", [None, "all"])
+def test_an_error_in_a_later_run_restores_the_stream(
+    monkeypatch: pytest.MonkeyPatch, late: str | None
+) -> None:
+    example = EXAMPLES["HI-7 4 streams 8 steps"]
+    evaluator = HostIrEvaluator(example.build(), late_stream=late)
+    calls, works = 0, UnitRunner.__call__
+
+    def failing(self: UnitRunner, *operands: Any) -> None:
+        nonlocal calls
+        calls += 1
+        # In the middle of the third run.
+        if calls == 21:
+            raise MemoryError("no")
+        works(self, *operands)
+
+    monkeypatch.setattr(UnitRunner, "__call__", failing)
+    for run in range(6):
+        arguments = example.arguments(run)
+        if run == 2:
+            with pytest.raises((MemoryError, ExecutionError)):
+                evaluator.run(arguments)
+        else:
+            for out, want in zip(
+                evaluator.run(arguments), example.expected(arguments), strict=True
+            ):
+                _assert_close(out, want)
+        assert evaluator.current_stream() == "entry"
 
 
 @pytest.mark.parametrize("index", [-1, 4])
