@@ -88,12 +88,16 @@ def selected(tv: TensorView, position: int) -> TensorView:
     return out
 
 
+def _has_device_parts(domain: TensorDomain) -> bool:
+    return any(a.rfactor and a.is_device for a in domain.no_reductions)
+
+
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
     """Return the domain of partial sums over devices without the axis `gone`; None for any other.
 
     root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]   ->   root [M, r], logical [M, iDIDx, r]
     """
-    if not any(a.rfactor and a.is_device for a in domain.no_reductions):
+    if not _has_device_parts(domain):
         return None
     # An axis that counts parts leaves what it parted in place of both.
     split = next((t for t in domain.splits.values() if t.outer == gone), None)
@@ -132,7 +136,8 @@ def slots(tv: TensorView, position: int) -> TensorView:
 def block(tv: TensorView) -> TensorView:
     """Return a tensor for one block of `tv` along its stream axis."""
     fusion = tv.fusion
-    domain, _ = clone_domain(fusion, tv.domain.without_root())
+    kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
+    domain, _ = clone_domain(fusion, kept)
     out = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
     position = next(
         p

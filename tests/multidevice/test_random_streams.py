@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from fuser.errors import FuserError
+from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.fusion import Fusion
+from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import evaluate_fusion
+from multidevice import simulate
+from multidevice.communicator import Communicator
 from multidevice.placement import is_plain_broadcast
+from multidevice.shard import shard_for_rank
+from multidevice.sharding import requested_devices
 from multidevice.streams import stream_axis
 from tests.multidevice import in_steps
 from tests.multidevice import test_random_programs as programs
@@ -88,3 +94,48 @@ def test_random_programs_in_steps(
 ) -> None:
     results = [check(seed, units) for seed in range(first, first + 10)]
     assert results.count("") >= 3, results
+
+
+# ------------------------------------------------------------------ as the compiler runs them
+def compiled(seed: int) -> str:
+    """Run a random program as `execute` does, on simulated ranks, with every stream held back as
+    far as the program's waits allow."""
+    print("seed", seed)
+    maker = Maker(seed)
+    maker.build(steps=maker.rng.randint(2, 9))
+    used = {out for op in maker.fusion.used_exprs() for out in op.outputs} | {*maker.fusion.inputs}
+    maker.shapes = {tv: shape for tv, shape in maker.shapes.items() if tv in used}
+    expected = evaluate_fusion(maker.fusion, maker.values, dtype=torch.float64)
+    maker.annotate()
+    print(maker.fusion)
+    cache = FusionExecutorCache(maker.fusion)
+    devices = requested_devices(maker.fusion)
+
+    def body() -> list[torch.Tensor]:
+        rank = Communicator.instance().rank()
+        given = [
+            shard_for_rank(v, tv, rank) if isinstance(tv, TensorView) and tv.mesh else v
+            for tv, v in zip(maker.fusion.inputs, maker.values, strict=True)
+        ]
+        return cache.execute(given, _enable_options=["late_stream(all)"])
+
+    try:
+        with simulate(len(devices) or 1) as world:
+            found = world.run(body)
+    except FuserError as error:
+        reason = next((r for r in REFUSALS if r in str(error)), None)
+        if reason is None:
+            raise
+        return reason
+    sharded = cache._last().program.segmented.fusion  # pyright: ignore[reportPrivateUsage]
+    for k, (out, want) in enumerate(zip(sharded.outputs, expected, strict=True)):
+        for rank, mine in enumerate(found):
+            part = shard_for_rank(want, out, rank) if out.mesh else want
+            torch.testing.assert_close(mine[k], part, rtol=1e-7, atol=1e-7)
+    return ""
+
+
+@pytest.mark.parametrize("first", range(1000, 1012, 4))
+def test_random_programs_as_they_are_compiled(first: int) -> None:
+    results = [compiled(seed) for seed in range(first, first + 4)]
+    assert "" in results, results
