@@ -28,6 +28,7 @@ from tests.fuzz.program import (
     operands,
     plain_layout,
 )
+from tests.fuzz.shards import mesh_sizes
 from tests.fuzz.values import InvalidProgram, Val
 
 Fails = Callable[[Program], bool]
@@ -58,6 +59,17 @@ def _is_valid(program: Program) -> bool:
             evaluate(program, m)
     except (InvalidProgram, AssertionError, KeyError):
         return False
+    return all(_divides(program, m) for m in range(len(program.calls)))
+
+
+def _divides(program: Program, call: int) -> bool:
+    """Whether meshes, and blocks that are cut before, divide the extents that they cut."""
+    env = evaluate(program, call)[0]
+    for name, (ranks, cuts) in program.spreads().items():
+        value, sizes = env[name], mesh_sizes(ranks)
+        assert isinstance(value, Val)
+        if any(value.ref.shape[axis] % (sizes[dim] * n) for axis, dim, n in cuts):
+            return False
     return True
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,34 @@ def local_inputs(case: Case, call: int, rank: int, device: str) -> list[Any]:
 
 
 _TYPES = {"x": ParallelType.mesh_x, "y": ParallelType.mesh_y}
+
+
+Part = Callable[[torch.Tensor], torch.Tensor]
+
+
+def output_parts(fd: FusionDefinition, program: Program, rank: int) -> list[Part | None]:
+    """Return what gives a rank's part of each output, as annotated, else as the product says; None
+    for a rank that has none."""
+    if not program.streams:
+        return [_part(*spread, rank) for spread in output_cuts(fd, program)]
+    spreads = program.spreads()
+    return [
+        _part(*spreads[o.name], rank) if o.name in spreads else partial(shard_or_whole, tv=tv)
+        for o, tv in zip(program.outputs, fd.fec.host_program().outputs, strict=True)
+    ]
+
+
+def _part(ranks: Sequence[object] | None, cuts: Cuts, rank: int) -> Part | None:
+    if ranks is None:
+        return lambda t: t
+    if coordinate(ranks, rank, "x") is None:
+        return None
+    return partial(shard_of, ranks=ranks, cuts=cuts, rank=rank)
+
+
+def shard_or_whole(t: torch.Tensor, tv: Any) -> torch.Tensor:
+    """Return what the product says that this rank holds."""
+    return t if tv.mesh is None else multidevice.shard_tensor(t, tv)
 
 
 def output_cuts(
@@ -75,18 +104,13 @@ def run_rank(case: Case, mode: Mode, fd: FusionDefinition, counts: list[int]) ->
             fault = fault_of(fd, inputs, rank)
             if fault is not None:
                 return f"call {m}, rank {rank}: {fault}"
-        spread = output_cuts(fd, program)
-        for o, out, (ranks, cuts) in zip(program.outputs, outs, spread, strict=True):
-            if ranks is not None and coordinate(ranks, rank, "x") is None:
+        parts = output_parts(fd, program, rank)
+        for o, out, part in zip(program.outputs, outs, parts, strict=True):
+            if part is None:
                 continue
             value = case.expected[m][o.name]
             assert isinstance(value, Val)
-            if ranks is not None:
-                value = Val(
-                    shard_of(value.ref, ranks, cuts, rank),
-                    shard_of(value.bound, ranks, cuts, rank),
-                    value.dtype,
-                )
+            value = Val(part(value.ref), part(value.bound), value.dtype)
             counts[0] += 1
             counts[1] += value.bound.numel()
             counts[2] += int(value.bound.isinf().sum())
