@@ -12,11 +12,10 @@ from fuser.ir.mesh import read_mesh, read_ranks
 from fuser.ir.parse import (
     Attribute,
     Parser,
-    concretized_bounds,
-    definition_bounds,
     parse_fusion_at,
 )
 from fuser.ir.scalar import ZERO, Symbol
+from fuser.ir.symbol_bounds import concretized_bounds, definition_bounds
 from fuser.ir.templates import tensor_op_classes
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup, unit_line

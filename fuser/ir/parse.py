@@ -8,10 +8,10 @@ before, may be written as its bare name `T3`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from fuser.errors import FuserError, ParseError
-from fuser.ir import nodes
+from fuser.ir import nodes, tokens
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.cursor import MAX_DIGITS, SPACE, Cursor
@@ -24,12 +24,13 @@ from fuser.ir.domain import (
     TensorDomain,
     Transform,
 )
-from fuser.ir.dtypes import FROM_TEXT, INFO, DataType, category
+from fuser.ir.dtypes import FROM_TEXT, DataType, category
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.mesh import read_mesh
 from fuser.ir.origin import read_origin
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.scalar_compute import ARITY
+from fuser.ir.symbol_bounds import definition_bounds
 from fuser.ir.templates import (
     Template,
     key_of,
@@ -42,27 +43,6 @@ from fuser.ir.text import default_dtype, line_key, tensor_text, value_text
 from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
 from fuser.ir.verify import derivation_problem
 
-_INT = re.compile(r"-?[0-9]+")
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_WORD = re.compile(r"[^\s,(){}]+")
-_INFIX = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&|^]")
-_CALL = re.compile(
-    "("
-    + "|".join(sorted((re.escape(o) for o in sc.COMPUTE if not _INFIX.fullmatch(o)), reverse=True))
-    + r"|cast_\w+)\("
-)
-_LITERAL = re.compile(r"(double|float|__half|__bfloat)\(([^()\s]*)\)")
-_DTYPES = "|".join(sorted((info.text for info in INFO.values()), key=len, reverse=True))
-_TENSOR = re.compile(rf"T([0-9]+)_(sym|[gslt])_({_DTYPES})\[")
-_BARE_TENSOR = re.compile(r"T([0-9]+)(?!\w)")
-_AXIS = re.compile(
-    r"([irb?n])("
-    + "|".join(sorted((re.escape(p) for p in PTYPE_FROM_TEXT), key=len, reverse=True))
-    + r")([0-9]+)\{"
-)
-_EXTENT = re.compile(_AXIS.pattern + r"(?:[^{}]* ex )?([A-Za-z_]\w*)\}")
-_EQUAL = re.compile(r"^ +([A-Za-z_]\w*) = ", re.MULTILINE)
-_INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*->", re.DOTALL)
 _SECTION = re.compile(
     r"^(Aliases|Equal extents|Symbols|TransformPrinter|Provenance|User lines) :[ ]*$", re.MULTILINE
 )
@@ -123,29 +103,31 @@ class Parser:
     def _scalar(self) -> Scalar:
         c = self.cursor
         if c.take_if("("):
-            call = c.match(_CALL)
+            call = c.match(tokens.CALL)
             if call:
                 at = c.pos
                 value = self._call(call[1], c.items(")", self.scalar), at)
             else:
                 value = self.scalar()
-                op = c.match(_INFIX)
+                op = c.match(tokens.INFIX)
                 if op:
                     value = _apply(op[0], (value, self.scalar()))
             c.take(")")
             return value
-        literal = c.match(_LITERAL)
+        literal = c.match(tokens.LITERAL)
         if literal:
             try:
                 return sc.const(float(literal[2]), FROM_TEXT[literal[1]])
             except ValueError:
                 raise c.fail(f"{literal[2]!r} is not a number", literal.start(2)) from None
-        number = c.match(_INT)
+        number = c.match(tokens.INT)
         if number:
             return sc.const(c.number(number))
-        if c.at("T") and (_TENSOR.match(c.text, c.pos) or _BARE_TENSOR.match(c.text, c.pos)):
+        if c.at("T") and (
+            tokens.TENSOR.match(c.text, c.pos) or tokens.BARE_TENSOR.match(c.text, c.pos)
+        ):
             raise c.fail("expected a scalar")
-        name = c.expect(_NAME, "a scalar")[0]
+        name = c.expect(tokens.NAME, "a scalar")[0]
         if name in ("true", "false"):
             return sc.const(name == "true")
         if name not in self.symbols:
@@ -167,7 +149,7 @@ class Parser:
     def axis(self) -> IterDomain:
         """Read `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
         c = self.cursor
-        head = c.expect(_AXIS, "an axis such as iS0{i0}")
+        head = c.expect(tokens.AXIS, "an axis such as iS0{i0}")
         extent = self.scalar()
         expanded = self.scalar() if c.take_if("ex ") else None
         c.take("}")
@@ -187,13 +169,13 @@ class Parser:
         c = self.cursor
         c.skip()
         start = c.pos
-        bare = c.match(_BARE_TENSOR)
+        bare = c.match(tokens.BARE_TENSOR)
         if bare:
             known = self.tensors.get(c.number(bare, 1))
             if known is None:
                 raise c.fail(f"T{bare[1]} is not declared", start)
             return known
-        head = c.expect(_TENSOR, "a tensor")
+        head = c.expect(tokens.TENSOR, "a tensor")
         number = c.number(head, 1)
         known = self._text_of.get(number)
         if known is not None and c.text.startswith(known, start) and start + len(known) <= c.end:
@@ -246,7 +228,7 @@ class Parser:
         c = self.cursor
         c.skip()
         start = c.pos
-        head = c.expect(_TENSOR, "a tensor")
+        head = c.expect(tokens.TENSOR, "a tensor")
         spelled = self._spelled()
         tv = self._new_tensor(head, spelled)
         if tv.number in self.tensors:
@@ -340,7 +322,7 @@ class Parser:
         c = self.cursor
         c.skip()
         start = c.pos
-        word = c.expect(_WORD, "a parallel type")[0]
+        word = c.expect(tokens.WORD, "a parallel type")[0]
         if word not in PTYPE_FROM_TEXT:
             raise c.fail(f"unknown parallel type {word!r}", start)
         return PTYPE_FROM_TEXT[word]
@@ -349,7 +331,7 @@ class Parser:
         """Read a tensor or a scalar."""
         c = self.cursor
         c.skip()
-        is_tensor = _TENSOR.match(c.text, c.pos) or _BARE_TENSOR.match(c.text, c.pos)
+        is_tensor = tokens.TENSOR.match(c.text, c.pos) or tokens.BARE_TENSOR.match(c.text, c.pos)
         return self.tensor() if is_tensor else self.scalar()
 
     def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
@@ -364,7 +346,7 @@ class Parser:
         start, key = c.pos, key_of(c.text, c.pos)
         furthest = (start - 1, c.fail(f"unknown op {key}"))
         # A first operand that is a literal (`double(3)`) looks like a call, too.
-        bucket = "" if _LITERAL.match(f"{key}(0)") else key
+        bucket = "" if tokens.LITERAL.match(f"{key}(0)") else key
         for template in self.templates.get(bucket, ()):
             c.pos = start
             try:
@@ -428,7 +410,7 @@ class Parser:
             at = c.pos
             kind = template.kinds.get(word)
             if kind is None:
-                self.scalar() if c.at("(") else c.expect(_WORD, "a word")
+                self.scalar() if c.at("(") else c.expect(tokens.WORD, "a word")
                 derived.append((word, c.text[at : c.pos], at))
                 continue
             if kind == "region":
@@ -496,9 +478,9 @@ class Parser:
                 read()
 
     def _symbol(self) -> None:
-        name = self.cursor.expect(_NAME, "a symbol")[0]
+        name = self.cursor.expect(tokens.NAME, "a symbol")[0]
         self.cursor.take(":")
-        text = self.cursor.expect(_WORD, "a dtype")[0]
+        text = self.cursor.expect(tokens.WORD, "a dtype")[0]
         if text not in FROM_TEXT:
             raise self.cursor.fail(f"unknown dtype {text}")
         self._new_symbol(name, FROM_TEXT[text])
@@ -571,11 +553,6 @@ def parse_fusion(text: str) -> Fusion:
     return parse_fusion_at(Cursor(text), definition_bounds(text))
 
 
-def definition_bounds(text: str) -> dict[str, int | None]:
-    """Return the lower bounds of the symbols in a definition's text: its extents may be 0."""
-    return _bounds(text, _scalar_inputs(text), extent=0)
-
-
 def parse_fusion_at(cursor: Cursor, bounds: Mapping[str, int | None]) -> Fusion:
     """Read the fusion that [pos, end) of the cursor holds; `bounds` as of `Parser`."""
     fusion = Fusion()
@@ -589,27 +566,6 @@ def parse_fusion_at(cursor: Cursor, bounds: Mapping[str, int | None]) -> Fusion:
         raise cursor.fail("expected a section or the end")
     cursor.pos = cursor.end
     return fusion
-
-
-def concretized_bounds(text: str) -> dict[str, int | None]:
-    """Return the lower bounds of the symbols in a concretized program's text.
-
-    No extent is 0 there, also where it is a scalar input; other scalar inputs are unbounded.
-    """
-    extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
-    unbounded = [name for name in _scalar_inputs(text) if name not in extents]
-    return _bounds(text, unbounded, extent=1)
-
-
-def _bounds(text: str, unbounded: Iterable[str], *, extent: int) -> dict[str, int | None]:
-    return {**dict.fromkeys(_NAME.findall(text), extent), **dict.fromkeys(unbounded)}
-
-
-def _scalar_inputs(text: str) -> list[str]:
-    """Return the names among the inputs of a fusion or a host program that are no tensors."""
-    found = _INPUTS.search(text)
-    inputs = re.sub(r"\[[^\]]*\]", "", found[1] or found[2] or "") if found else ""
-    return _NAME.findall(inputs)
 
 
 def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:
@@ -634,7 +590,7 @@ def _ptypes(parser: Parser) -> tuple[ParallelType, ...]:
 ATTRIBUTES: dict[str, Attribute] = {
     "int": lambda parser: parser.cursor.integer(),
     "bool": _bool,
-    "str": lambda parser: parser.cursor.expect(_WORD, "a word")[0],
+    "str": lambda parser: parser.cursor.expect(tokens.WORD, "a word")[0],
     "tuple[bool, ...]": _bools,
     "int | None": lambda parser: parser.cursor.integer(),
     "ParallelType": lambda parser: parser.ptype(),
