@@ -27,7 +27,7 @@ from multidevice.placement import (
 from multidevice.propagate import Fact, propagate_shardings, spread_reductions
 from multidevice.provenance import complete_origins, record_propagation, record_reshardings
 from multidevice.sharding import Sharding, check_annotations, has_mesh, has_streams, sharding_of
-from multidevice.stream_steps import keep_computable_streams
+from multidevice.stream_steps import drop_steps_of_devices, keep_computable_streams
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
     if not (has_mesh(fusion) or has_streams(fusion)):
         return ShardingResult()
     check_annotations(fusion)
+    drop_steps_of_devices(fusion)
     streamed = {tv for tv in fusion.tensors() if stream_axis_of(tv) is not None}
     facts: dict[TensorView, tuple[Fact, ...]] = {}
     if propagate:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fuser.errors import UnsupportedError, user_code
-from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, Reshard, TensorOp
+from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from multidevice.communication import exchanged_axes, is_copy
@@ -94,6 +94,22 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 
 
 # ------------------------------------------------------------------ passes
+def drop_steps_of_devices(fusion: Fusion) -> None:
+    """Take the stream from every reduced axis of which a device has one index: it has no steps.
+
+    c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
+    Users write it to say that the steps of `c` are reduced one by one, which `c` says as well.
+    """
+    for op in fusion.exprs:
+        if not isinstance(op, ReductionOp):
+            continue
+        reduced = [a for a in op.out.domain.logical if a.is_reduction() and a.is_stream]
+        source = {c.number: p for p, c in mapped_axes(op, 0)} if reduced else {}
+        for axis in reduced:
+            if source[axis.number].is_device:
+                op.out.parallelize_axis(axis, ParallelType.serial)
+
+
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
     """Take the stream axis from every result that cannot be computed in steps along it.
 

@@ -16,13 +16,10 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import ReductionOp
 from fuser.ir.scalar import int_value
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
 from hostir.container import HostIrContainer
 from hostir.lower_params import LowerParams
-from multidevice.placement import stream_axis_of
 from multidevice.shard import shard_for_rank
 
 
@@ -77,7 +74,6 @@ class MultiDeviceExecutor:
         copy, _ = fusion.copy()
         for tv in copy.tensors():
             _check_stream(tv)
-            _drop_reduced_stream(tv)
         self._cache = FusionExecutorCache(
             copy, params=params.lower_params(), number_of_streams=params.number_of_streams
         )
@@ -121,15 +117,3 @@ def _check_stream(tv: TensorView) -> None:
                 f"Cannot stream parallelize on a split/merge axis {axis} of {tv}: "
                 f"FusionDefinition.execute can{user_code(tv.user_line())}"
             )
-
-
-def _drop_reduced_stream(tv: TensorView) -> None:
-    """A reduced axis on a stream says that the steps of the operand's loop are reduced one by one,
-    which follows from the operand's own stream axis."""
-    definition = tv.definition()
-    found = stream_axis_of(tv)
-    if not isinstance(definition, ReductionOp) or found is None:
-        return
-    axis = tv.domain.axes[found[0]]
-    if axis.is_reduction():
-        tv.parallelize_axis(axis, ParallelType.serial)

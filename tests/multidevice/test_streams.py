@@ -14,7 +14,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import Reshard
+from fuser.ir.nodes import LinearOp, Reshard
 from fuser.ir.parse import parse_fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
@@ -22,13 +22,19 @@ from fuser.ir.types import ParallelType
 from fuser.kernels.executor import KernelExecutor
 from fuser.schedule.registry import find_scheduler
 from multidevice import sharding
-from multidevice.communication import communication_type, is_device_to_stream
+from multidevice.communication import communication_type, is_device_to_stream, is_exchange
 from multidevice.decompose import decompose_reshardings
 from multidevice.localize import localize
 from multidevice.placement import Block
 from multidevice.propagate import propagate_shardings
 from multidevice.sharding_passes import shard_fusion
-from multidevice.streams import StreamAxis, StreamLoops, is_allocated_per_step, stream_axis
+from multidevice.streams import (
+    StreamAxis,
+    StreamLoops,
+    is_allocated_per_step,
+    scatters_steps,
+    stream_axis,
+)
 from tests.multidevice import in_steps
 from tests.multidevice import sharded_models as models
 from tests.multidevice.all_ranks import X, mesh, run, shard_axis
@@ -415,6 +421,40 @@ def test_a_reduce_scatter_in_steps() -> None:
     done = run(fusion, [x, w])
     torch.testing.assert_close(done.outputs[0], x @ w.t())
     assert done.collectives == [("ReduceScatter", "(0 1)")]
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("d", [2, 4])
+def test_a_reduce_scatter_of_which_a_step_is_one_devices_part(d: int, rotated: bool) -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [-1, -1], "w": [5, -1]})
+        out = models.tensor(ops.linear(t["x"], t["w"]))
+        fusion.add_output(out)
+    models.set_mesh(mesh(d), *t.values(), out)
+    shard_axis(t["x"], 1, d)
+    shard_axis(t["w"], 1, d)
+    shard_axis(out, 0, d)
+    t["x"].outer_split(0, d)
+    if rotated:
+        t["x"].swizzle1d(0, X)
+    t["x"].axis(0).parallelize(STREAM)
+    x, w = torch.randn(3 * d, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    done = run(fusion, [x, w])
+    torch.testing.assert_close(done.outputs[0], x @ w.t())
+    found = StreamLoops(fusion)
+    linear = next(op for op in fusion.exprs if isinstance(op, LinearOp))
+    if rotated:
+        sent = next(op for op in fusion.exprs if is_exchange(op))
+        assert communication_type(sent) == "AllToAll"
+        (summed,) = fusion.uses(sent.out_tensor)
+        assert found.loop_of(summed) is None
+    else:
+        sent = next(op for op in fusion.exprs if scatters_steps(op))
+        assert communication_type(sent) == "ReduceScatter"
+    assert found.loop_of(sent) == found.loop_of(linear) is not None
+    assert is_allocated_per_step(linear.out_tensor)
+    assert fusion_text(parse_fusion(fusion_text(fusion))) == fusion_text(fusion)
 
 
 def test_devices_inside_of_steps_need_blocks_that_they_divide() -> None:
