@@ -315,7 +315,12 @@ class HostIrContainer:
         self.append(last.replace(orelse=tuple(body)))
 
     def unit(self, fusion: Fusion) -> int:
-        """Keep a fusion for `PostOnStream`, and return its number."""
+        """Keep a fusion for `PostOnStream`, and return its number.
+
+        Raises `DefinitionError` for one that updates an input.
+        """
+        for alias in fusion.aliases:
+            raise DefinitionError(f"unit: it updates its input {alias.into} in place")
         number = len(self.units)
         self.units = {**self.units, number: fusion}
         return number

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fuser.errors import FuserError
 from fuser.ir.binding import Argument, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.options import Settings
@@ -62,10 +63,17 @@ class UnitRunner:
         for out, value in zip(outputs, evaluator.run(inputs, signature=key), strict=True):
             write(out, value)
 
+    def size(self) -> int:
+        """Return how many programs are kept."""
+        return self._by_class.size()
+
     def _evaluator(self, inputs: Sequence[Argument]) -> HostIrEvaluator:
         from hostir.evaluate import HostIrEvaluator
 
-        values = self._binder.bind(inputs, self._device)
+        try:
+            values = self._binder.bind(inputs, self._device)
+        except FuserError as error:
+            raise type(error)(f"{self._name}: {error}") from None
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         found = classify(self._fusion, inputs, sizes, self._device)
         evaluator = self._by_class.recall(found.key)

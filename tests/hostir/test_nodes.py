@@ -24,6 +24,7 @@ from hostir import (
     verify,
 )
 from hostir.container import walk
+from hostir.cross_rank import find_mismatches
 from hostir.handlers import HANDLERS
 from hostir.ops import HostOp, loop_index
 from hostir.race import find_races
@@ -142,6 +143,8 @@ def test_examples_are_free_of_races(name: str) -> None:
     symbols = [s for x in program.inputs if isinstance(x, TensorView) for s in x.shape()]
     sizes: dict[sc.Symbol, int] = {s: 6 for s in symbols if isinstance(s, sc.Symbol)}
     sizes |= {x: 1 for x in program.inputs if isinstance(x, sc.Symbol)}
+    if example.ranks > 1:
+        assert find_mismatches(program, {**sizes, NUMBER_OF_STREAMS: example.streams}) == []
     for rank in range(example.ranks):
         values = {**sizes, RANK: rank, NUMBER_OF_STREAMS: example.streams}
         found = find_races(program, values, rank=rank)
