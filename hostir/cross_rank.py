@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from fuser.ir.core import Op
 from fuser.ir.dtypes import dtype_text
 from fuser.ir.scalar import Number, Symbol
@@ -37,7 +35,7 @@ from hostir.rank_posts import (
     follow,
     ranks_text,
 )
-from hostir.rank_values import PerRank, RankValues
+from hostir.rank_values import Array, PerRank, RankValues, np
 from hostir.spots import Shapes, Spot, device_cuts
 from hostir.storage import Storage
 from hostir.transfers import (
@@ -183,7 +181,7 @@ class _Walker:
             self.teams[of] = Teams(of, self.ranks)
         return self.teams[of]
 
-    def _comes(self, op: Communication | CollectivePermute, site: Site) -> tuple[Teams, np.ndarray]:
+    def _comes(self, op: Communication | CollectivePermute, site: Site) -> tuple[Teams, Array]:
         """Return the teams, and which ranks are in one whose members are all here."""
         if any(tv.mesh is not None and tv.mesh != op.team.mesh for tv in (op.inp, op.out)):
             self._check_meshes(op, site)
@@ -233,7 +231,7 @@ class _Walker:
         self,
         terms: Sequence[tuple[str, PerRank]],
         teams: Teams,
-        here: np.ndarray,
+        here: Array,
         site: Site,
     ) -> bool:
         for what, value in terms:
@@ -249,9 +247,7 @@ class _Walker:
                     return False
         return True
 
-    def _in_team(
-        self, position: PerRank, size: int, here: np.ndarray, site: Site, what: str
-    ) -> bool:
+    def _in_team(self, position: PerRank, size: int, here: Array, site: Site, what: str) -> bool:
         outside = np.broadcast_to((position < 0) | (position >= size), here.shape) & here
         if outside.any():
             i = int(np.argmax(outside))
@@ -260,7 +256,7 @@ class _Walker:
         return not outside.any()
 
     def _check_sizes(
-        self, op: Communication, mine: PerRank, theirs: PerRank, here: np.ndarray, site: Site
+        self, op: Communication, mine: PerRank, theirs: PerRank, here: Array, site: Site
     ) -> None:
         count, grows = op.team.size, _GROWS.get(op.type, 0)
         fits = mine * count == theirs if grows > 0 else mine == theirs * (count if grows else 1)
@@ -308,7 +304,7 @@ class _Walker:
         out: Spot,
         root: PerRank,
         teams: Teams,
-        here: np.ndarray,
+        here: Array,
         site: Site,
     ) -> None:
         """What arrives must be the part of the whole that it was: where the whole is the same."""
@@ -356,7 +352,7 @@ class _Walker:
         return next((k for k, c in enumerate(cuts) if c & ptypes and sizes[k] == 1), None)
 
     def _check_pair(
-        self, inp: Spot, out: Spot, sender: np.ndarray, here: np.ndarray, sites: tuple[Site, ...]
+        self, inp: Spot, out: Spot, sender: Array, here: Array, sites: tuple[Site, ...]
     ) -> None:
         """A transfer brings a part of a whole to the same part; `sender` [ranks] has the places."""
         (a, n), (b, m) = self._box(inp), self._box(out)
@@ -423,7 +419,7 @@ class _Walker:
         else:
             self._start(Group(site, op.number, half.mask, [half], op.backend == "NCCL"))
 
-    def _holds(self, tv: TensorView) -> np.ndarray:
+    def _holds(self, tv: TensorView) -> Array:
         if tv.mesh is None or tv.mesh.size == len(self.ranks):
             return np.ones(len(self.ranks), dtype=bool)
         held = set(tv.mesh.devices)
@@ -447,7 +443,8 @@ class _Walker:
             return
         differ = sends[:, 3] != receives[:, 3]
         met = np.stack([sends[:, 2], receives[:, 2]], axis=1)
-        for k, j in np.unique(met, axis=0).tolist():
+        kinds: list[list[int]] = np.unique(met, axis=0).tolist()
+        for k, j in kinds:
             source, target = group.halves[k], group.halves[j]
             rows = np.nonzero((met == (k, j)).all(axis=1))[0]
             first = rows[int(np.argmax(differ[rows]))]
@@ -469,7 +466,7 @@ class _Walker:
             self._note(Finding(OUT_OF_RANGE, text, ((half.site, ""),)))
         return not outside.any()
 
-    def _pairs(self, group: Group, kind: str) -> np.ndarray:
+    def _pairs(self, group: Group, kind: str) -> Array:
         """Return (from, to, number of the half, elements) per transfer, sorted by the ends."""
         rows = [np.zeros((0, 4), dtype=np.int64)]
         for number, half in enumerate(group.halves):
@@ -487,8 +484,9 @@ class _Walker:
             follow(self.events, self.ranks, self._note)
 
     # ------------------------------------------------------------ reports
-    def _who(self, mask: np.ndarray) -> str:
-        return ranks_text([self.ranks[i] for i in np.nonzero(mask)[0]])
+    def _who(self, mask: Array) -> str:
+        places: list[int] = np.nonzero(mask)[0].tolist()
+        return ranks_text([self.ranks[i] for i in places])
 
     def _note(self, finding: Finding) -> None:
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)

@@ -12,11 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fuser.ir.mesh import DeviceMesh
 from hostir.findings import Finding, Site
-from hostir.rank_values import PerRank
+from hostir.rank_values import Array, PerRank, np
 from hostir.spots import Spot
 from hostir.transfers import P2PCommunication
 from multidevice.communication import TeamOf
@@ -64,7 +62,7 @@ class Collective:
 
     site: Site
     number: int
-    mask: np.ndarray
+    mask: Array
     teams: Teams
     terms: tuple[tuple[str, PerRank], ...]
 
@@ -75,7 +73,7 @@ class Half:
 
     site: Site
     op: P2PCommunication
-    mask: np.ndarray
+    mask: Array
     peer: PerRank
     elements: PerRank
     spot: Spot
@@ -87,7 +85,7 @@ class Group:
 
     site: Site
     number: int
-    mask: np.ndarray
+    mask: Array
     halves: list[Half]
     blocks: bool
 
@@ -96,7 +94,7 @@ class Group:
 class Await:
     site: Site
     number: int
-    mask: np.ndarray
+    mask: Array
 
 
 Event = Collective | Group | Await
@@ -135,7 +133,8 @@ class _Follower:
         self.place = {rank: i for i, rank in enumerate(ranks)}
         self.todo: list[list[Event]] = [[] for _ in ranks]
         for event in events:
-            for i in np.nonzero(event.mask)[0]:
+            places: list[int] = np.nonzero(event.mask)[0].tolist()
+            for i in places:
                 self.todo[i].append(event)
         self.at = [0] * len(ranks)
         # What a blocked rank waits for.

@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+import numpy
 
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import Apply, Const, Number, Poly, Scalar, Symbol
 from hostir.ops import RANK
 
+# Arrays over ranks hold numbers of every kind, of which numpy's own types say nothing.
+np: Any = numpy
+Array = Any
 # A number for all ranks, or one per rank.
 PerRank = Any
 
@@ -22,28 +25,36 @@ def _truncated(a: PerRank, b: PerRank) -> PerRank:
     return np.where((np.asarray(a) < 0) == (np.asarray(b) < 0), quotient, -quotient)
 
 
+def _rest(a: PerRank, b: PerRank) -> PerRank:
+    return a - _truncated(a, b) * b
+
+
+def _ceil_div(a: PerRank, b: PerRank) -> PerRank:
+    return -(-a // b)
+
+
 _COMPUTE: dict[str, Callable[..., PerRank]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
+    "+": np.add,
+    "-": np.subtract,
+    "*": np.multiply,
     "/": _truncated,
-    "%": lambda a, b: a - _truncated(a, b) * b,
-    "floorDiv": lambda a, b: a // b,
-    "floorMod": lambda a, b: a % b,
-    "ceilDiv": lambda a, b: -(-a // b),
+    "%": _rest,
+    "floorDiv": np.floor_divide,
+    "floorMod": np.mod,
+    "ceilDiv": _ceil_div,
     "min": np.minimum,
     "max": np.maximum,
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
     "&&": np.logical_and,
     "||": np.logical_or,
     "!": np.logical_not,
     "where": np.where,
-    "neg": lambda a: -a,
+    "neg": np.negative,
     "abs": np.abs,
 }
 

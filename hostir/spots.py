@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
@@ -15,7 +13,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.effects import Part, Shows
 from hostir.ops import stream_cut
-from hostir.rank_values import PerRank, RankValues, least
+from hostir.rank_values import PerRank, RankValues, least, np
 from multidevice.communication import position_map
 from multidevice.placement import placement
 from multidevice.sharding import local_sizes
@@ -73,7 +71,7 @@ class Shapes:
     def step(self, tv: TensorView, index: Scalar) -> Spot:
         """Return all of a tensor of which a buffer holds the block of one step."""
         axis, chunks = stream_cut(tv)
-        block = self._part(self.spot(tv), Part(axis, index, chunks), lambda *_: None)
+        block = self._part(self.spot(tv), Part(axis, index, chunks), _ignored)
         return replace(block, starts=(0,) * len(block.starts))
 
     def offsets(self, tv: TensorView) -> tuple[PerRank, ...]:
@@ -134,3 +132,7 @@ class Shapes:
 def device_cuts(tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
     """Return the device types that cut each axis of a tensor."""
     return tuple(frozenset(c.ptype for c in cuts) for cuts in placement(tv, DEVICE_TYPES))
+
+
+def _ignored(part: Part, index: PerRank, limit: int) -> None:
+    """An allocation is no slice that could be out of range."""

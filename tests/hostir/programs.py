@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from fuser import ops
-from fuser.ir.binding import bind_inputs
+from fuser.ir.binding import Binder, bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
@@ -20,9 +20,12 @@ from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
+from hostir.before_run import findings
 from hostir.container import HostIrContainer
+from hostir.findings import report
 from hostir.host_passes import run_passes
 from hostir.lower import lower
+from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import run_simulated
 from multidevice import sharding
 from multidevice.localize import localize
@@ -67,7 +70,16 @@ def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrCon
         find_scheduler=lambda f: find_scheduler(localize(f)[0]),
         local_shape=sharding.local_extents,
     )
-    return run_passes(lower(segmented, backend_name="SIMULATED"))
+    program = run_passes(lower(segmented, backend_name="SIMULATED"))
+    assert_clean(program, inputs)
+    return program
+
+
+def assert_clean(program: HostIrContainer, inputs: Sequence[torch.Tensor | float]) -> None:
+    """Whatever is lowered has no races, and its ranks meet, each part where it belongs."""
+    values = {**Binder(program.values).bind(inputs), NUMBER_OF_STREAMS: 4}
+    found = findings(program, values)
+    assert not found, report(program, found)
 
 
 def expected(case: Case) -> list[torch.Tensor]:
