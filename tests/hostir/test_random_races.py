@@ -117,11 +117,12 @@ def _results(hic: HostIrContainer) -> Iterator[object]:
             continue
         seen.add(key)
         if answer is None and done["S0"] == ends:
-            answer = tuple(state.get((out, k)) for k in range(ROWS))
             # What is still waiting sees that others use the memory.
-            state = {**state, **{(n, k): "caller" for n in memory for k in range(ROWS)}}
+            taken = {(n, k): "caller" for n in memory for k in range(ROWS)}
+            seen_now = tuple(state.get((out, k)) for k in range(ROWS))
+            stack.append((done, {**state, **taken}, seen_now))
         ready = [n for n in names if done[n] < len(queues[n]) and _may_go(queues[n][done[n]], done)]
-        if not ready:
+        if not ready and answer is not None:
             yield answer, frozenset(_trace(state))
         for name in ready:
             what, reads, writes = queues[name][done[name]]
