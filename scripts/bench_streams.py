@@ -1,15 +1,20 @@
-"""Allgather + linear in chunks over streams, beside the unchunked program, on the GPUs of a job.
+"""Allgather + linear, and linear + reduce-scatter, in steps over streams, beside the unchunked
+programs, on the GPUs of a job.
 
-mpirun -np 2 python scripts/bench_streams.py [--json FILE] [--m 8192 --k 8192 --n 28672]
+mpirun -np 2 python scripts/bench_streams.py [--op rs] [--json FILE] [--m 8192 --k 8192 --n 28672]
 
-x [chunks, ranks, M / (chunks ranks), K] is sharded over the ranks, w [N, K] by columns of the
-result. Every form computes the same numbers from the same inputs:
+ag: x [M, K] is sharded by rows, w [N, K] by columns of the result. rs: both are sharded along K
+(28672, with N = 8192, unless given), and the sum by rows. Every form computes the same numbers from
+the same inputs:
 
-unchunked: one allgather, one linear.
-chunked on n streams: a stream axis of 8 chunks, an allgather and a linear per step.
+unchunked: one collective, one linear.
+chunked on n streams: a stream axis of 8 chunks, a linear and a collective per step; each chunk is
+    shared by all ranks.
 head wait inside: the same, but every step waits for the entry stream in the main loop: the waits
     and the joins chain the steps, which is why the lowering puts them in a loop of their own.
-broadcasts, ring, permutes: the shard outermost, one step per rank.
+broadcasts, permutes, ring (ag): the shard outermost, one step per rank.
+reduces, exchange (rs): the same; each step reduces its block to its rank, or sends it there, and
+    the blocks are summed after the last step.
 
 Method: the forms take turns; a burst of 8 calls between two CUDA events, 12 rounds after warm-up;
 the median of the slowest rank, in ms, with the smallest and largest round.
@@ -21,6 +26,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +36,27 @@ from fuser import DataType, FusionDefinition, ParallelType, multidevice
 from fuser.multidevice import Communicator, DeviceMesh
 from hostir.container import HostIrContainer
 from hostir.evaluate import HostIrEvaluator
-from hostir.lower_params import LowerParams
+from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import ForLoop
 
 ROUNDS, BURST, CHUNKS = 12, 8, 8
 X, STREAM = ParallelType.mesh_x, ParallelType.stream
 Run = Callable[[], list[torch.Tensor]]
+Defined = tuple[Any, Any, Any, Any]
+Made = tuple[HostIrContainer, list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
 
 
-def define(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> tuple[Any, list[Any]]:
-    """Return the definition and its tensors x, w."""
+def define_gather(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
+    """x [M, K] or [chunks, ranks, M / (chunks ranks), K], gathered; linear with w [N, K]."""
     with FusionDefinition() as fd:
-        shape = [m, k] if form in ("broadcasts", "permutes", "ring") else [CHUNKS, d, -1, k]
-        if -1 in shape:
-            shape[2] = m // (CHUNKS * d)
+        shape = [m, k] if form in ("broadcasts", "permutes") else chunks(d, m, k)
         x = fd.define_tensor(shape, contiguity=True, dtype=dtype)
         w = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
         gathered = fd.ops.set(x)
         y = fd.ops.linear(gathered, w)
         fd.add_output(y)
-        mesh = DeviceMesh(range(d))
         for tv in (x, w, gathered):
-            tv.set_device_mesh(mesh)
+            tv.set_device_mesh(DeviceMesh(range(d)))
         w.outer_split(0, d)
         w.axis(0).parallelize(X)
         if len(shape) == 2:
@@ -63,9 +68,71 @@ def define(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> tuple[
             gathered.axis(0).parallelize(STREAM)
         else:
             x.axis(1).parallelize(X)
-            if form != "unchunked":
+            if form == "chunked":
                 gathered.axis(0).parallelize(STREAM)
-    return fd, [x, w]
+    return fd, x, w, y
+
+
+def define_scatter(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
+    """linear of x [M, K] or [chunks, ranks, M / (chunks ranks), K] and w [N, K], both cut along K;
+    the sum is cut by rows."""
+    with FusionDefinition() as fd:
+        shape = [m, k] if form != "chunked" else chunks(d, m, k)
+        x = fd.define_tensor(shape, contiguity=True, dtype=dtype)
+        w = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
+        y = fd.ops.linear(x, w)
+        fd.add_output(y)
+        for tv in (x, w, y):
+            tv.set_device_mesh(DeviceMesh(range(d)))
+        for tv in (x, w):
+            tv.outer_split(-1, d)
+            tv.axis(-2).parallelize(X)
+        if form == "chunked":
+            y.axis(1).parallelize(X)
+            y.axis(0).parallelize(STREAM)
+        else:
+            y.outer_split(0, d)
+            y.axis(0).parallelize(X)
+        if form in ("reduces", "exchange"):
+            x.outer_split(0, d)
+            if form == "exchange":
+                x.swizzle1d(0, X)
+            x.axis(0).parallelize(STREAM)
+    return fd, x, w, y
+
+
+def chunks(d: int, m: int, k: int) -> list[int]:
+    return [CHUNKS, d, m // (CHUNKS * d), k]
+
+
+@dataclass(frozen=True)
+class Op:
+    """Its definition in a form, the sizes K and N, and the forms with a step per rank."""
+
+    define: Callable[..., Defined]
+    sizes: tuple[int, int]
+    steps: tuple[tuple[str, str, LowerParams], ...]
+
+
+OPS = {
+    "ag": Op(
+        define_gather,
+        (8192, 28672),
+        (
+            ("broadcasts", "broadcasts", LowerParams()),
+            ("permutes", "permutes", LowerParams()),
+            ("ring", "broadcasts", LowerParams(offset_by_rank=True)),
+        ),
+    ),
+    "rs": Op(
+        define_scatter,
+        (28672, 8192),
+        (
+            ("reduces", "reduces", LowerParams()),
+            ("exchange", "exchange", LowerParams()),
+        ),
+    ),
+}
 
 
 def program_of(fd: Any, inputs: list[torch.Tensor], params: LowerParams) -> HostIrContainer:
@@ -86,8 +153,8 @@ def with_head_wait_inside(program: HostIrContainer) -> HostIrContainer:
     return program.with_ops(tuple(ops))
 
 
-def forms(d: int, m: int, k: int, n: int, dtype: DataType, x: torch.Tensor, w: torch.Tensor):
-    """Yield (name, run, the result as rows of M)."""
+def forms(op: Op, d: int, m: int, dtype: DataType, x: torch.Tensor, w: torch.Tensor):
+    """Yield (name, run, what this rank has of the result [M, N])."""
     communicator = Communicator.instance()
 
     def runner(program: HostIrContainer, inputs: list[torch.Tensor], streams: int) -> Run:
@@ -96,22 +163,28 @@ def forms(d: int, m: int, k: int, n: int, dtype: DataType, x: torch.Tensor, w: t
         )
         return lambda: evaluator.run(inputs)
 
-    def local(form: str) -> tuple[Any, list[torch.Tensor]]:
-        fd, (tx, tw) = define(form, d, m, k, n, dtype)
+    def made(form: str, params: LowerParams = DEFAULT) -> Made:
+        fd, tx, tw, y = op.define(form, d, m, x.shape[1], w.shape[0], dtype)
         shape = [int(str(e)) for e in tx.shape()]
-        return fd, [multidevice.shard_tensor(t, tv) for t, tv in ((x.view(shape), tx), (w, tw))]
+        inputs = [multidevice.shard_tensor(t, tv) for t, tv in ((x.view(shape), tx), (w, tw))]
 
-    fd, inputs = local("unchunked")
-    yield "unchunked", runner(program_of(fd, inputs, LowerParams()), inputs, 1)
-    fd, inputs = local("chunked")
-    chunked = program_of(fd, inputs, LowerParams())
+        def local(whole: torch.Tensor) -> torch.Tensor:
+            """Return this rank's part of y [M, N]."""
+            if op is OPS["ag"]:
+                return whole.chunk(d, 1)[communicator.rank()]
+            return multidevice.shard_tensor(whole.view(*shape[:-1], -1), y)
+
+        return program_of(fd, inputs, params), inputs, local
+
+    program, inputs, local = made("unchunked")
+    yield "unchunked", runner(program, inputs, 1), local
+    program, inputs, local = made("chunked")
     for streams in (1, 2, 4, 8):
-        yield f"chunked on {streams} streams", runner(chunked, inputs, streams)
-    yield "head wait inside, 4 streams", runner(with_head_wait_inside(chunked), inputs, 4)
-    for form in ("broadcasts", "permutes", "ring"):
-        fd, inputs = local("broadcasts" if form == "ring" else form)
-        params = LowerParams(offset_by_rank=form == "ring")
-        yield form, runner(program_of(fd, inputs, params), inputs, 4)
+        yield f"chunked on {streams} streams", runner(program, inputs, streams), local
+    yield "head wait inside, 4 streams", runner(with_head_wait_inside(program), inputs, 4), local
+    for name, form, params in op.steps:
+        program, inputs, local = made(form, params)
+        yield name, runner(program, inputs, 4), local
 
 
 def slowest(value: float, device: torch.device) -> float:
@@ -126,11 +199,15 @@ def slowest(value: float, device: torch.device) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("m", 8192), ("k", 8192), ("n", 28672)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--op", choices=OPS, default="ag")
+    parser.add_argument("--m", type=int, default=8192)
+    parser.add_argument("--k", type=int)
+    parser.add_argument("--n", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cpu", action="store_true", help="check the forms without timing them")
     args = parser.parse_args()
+    op = OPS[args.op]
+    args.k, args.n = args.k or op.sizes[0], args.n or op.sizes[1]
     communicator = Communicator.instance()
     d, rank = communicator.size(), communicator.rank()
     device = torch.device("cpu") if args.cpu else torch.device("cuda", communicator.local_rank())
@@ -142,12 +219,12 @@ def main() -> None:
     generator = torch.Generator(device=device).manual_seed(0)
     x = torch.randn(args.m, args.k, device=device, generator=generator).to(torch_dtype) / 8
     w = torch.randn(args.n, args.k, device=device, generator=generator).to(torch_dtype) / 8
-    columns = args.n // d
-    want = x.float() @ w[rank * columns : (rank + 1) * columns].float().t()
+    want = x.float() @ w.float().t()
     runs: dict[str, Run] = {}
-    for name, run in forms(d, args.m, args.k, args.n, dtype, x, w):
+    for name, run, local in forms(op, d, args.m, dtype, x, w):
         (got,) = run()
-        error = ((got.float().reshape(want.shape) - want).norm() / want.norm()).item()
+        mine = local(want)
+        error = ((got.float().reshape(mine.shape) - mine).norm() / mine.norm()).item()
         assert error < 1e-2, f"{name}: relative error {error}"
         runs[name] = run
     del want
@@ -173,6 +250,7 @@ def main() -> None:
         median = statistics.median(rounds)
         row = {
             "bench": "streams",
+            "op": args.op,
             "gpus": d,
             "shape": f"M{args.m} K{args.k} N{args.n}",
             "form": name,
