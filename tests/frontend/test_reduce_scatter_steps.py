@@ -247,6 +247,41 @@ def test_one_rank_has_nothing_to_send(name: str) -> None:
     assert not [op for op in walk(program.ops) if isinstance(op, StartsCommunication)]
 
 
+@pytest.mark.parametrize("d", [2, 4])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_an_allreduce_of_two_loops(d: int, rotated: bool) -> None:
+    """A reduce-scatter and an allgather, each with a step per device."""
+
+    def body() -> HostIrContainer:
+        with FusionDefinition() as fd:
+            x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+            y = fd.ops.linear(x, w)
+            z = fd.ops.set(y)
+            fd.add_output(z)
+            place(d, [x, w], y, swizzled=rotated)
+            z.set_device_mesh(DeviceMesh(range(d)))
+            z.outer_split(0, d)
+            if rotated:
+                z.swizzle1d(0, X)
+            z.axis(0).parallelize(STREAM)
+        generator = torch.Generator().manual_seed(0)
+        for enabled in [[], *([f"late_stream({late})"] for late in LATE)]:
+            xs = [torch.randn(shape, generator=generator) for shape in ((3 * d, 2 * d), (5, 2 * d))]
+            mine = [multidevice.shard_tensor(v, tv) for v, tv in zip(xs, (x, w), strict=True)]
+            (got,) = fd.execute(mine, _enable_options=enabled)
+            want = linear(*(v.double() for v in xs))
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+        return fd.fec.host_program()
+
+    with simulate(d) as world:
+        program = world.run(body)[0]
+    sent = [op for op in walk(program.ops) if isinstance(op, StartsCommunication)]
+    kinds = [getattr(op, "type", type(op).__name__) for op in sent]
+    ring = ["recv", "send", "EndCoalescing", "CollectivePermute"]
+    assert kinds == (ring if rotated else ["Reduce", "Broadcast"])
+    assert races(program) == [[]] * d
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "name", ["reduce, rows", "ring, rows", "reduce, executor", "ring, executor"]
