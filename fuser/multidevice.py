@@ -16,6 +16,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fuser.frontend.multi_device_executor import (
+        CommunicatorBackend as CommunicatorBackend,
+    )
+    from fuser.frontend.multi_device_executor import (
+        MultiDeviceExecutor as MultiDeviceExecutor,
+    )
+    from fuser.frontend.multi_device_executor import (
+        MultiDeviceExecutorParams as MultiDeviceExecutorParams,
+    )
     from multidevice import *  # noqa: F403
 
 _PUBLIC = "fuser.multidevice"

@@ -323,7 +323,8 @@ def test_junk_options_of_a_call() -> None:
     x, fd = torch.ones(3), scaled()
     bench = Bench()
     bench.close()
-    for index, value in enumerate([*bench.junk, nested]):
+    junk: list[Any] = [*bench.junk, nested]
+    for index, value in enumerate(junk):
         for name in ("device", "_enable_options", "_disable_options", "save_repro_inputs"):
             try:
                 fd.execute([x, 2.0], **{name: value})
