@@ -9,16 +9,21 @@ import torch
 
 import hostir
 from fuser import ops
+from fuser.ir import nodes
+from fuser.ir.types import ParallelType
 from hostir import (
     Allocate,
+    Communication,
     GetCurrentStream,
     HostIrContainer,
     HostIrEvaluator,
     SetCurrentStream,
     Stream,
     Synchronize,
+    TeamOf,
+    Wait,
 )
-from multidevice import Communicator
+from multidevice import Communicator, DeviceMesh
 from tests.hostir.handmade import (
     ENTRY,
     EXAMPLES,
@@ -131,3 +136,36 @@ def test_no_collective_blocks_the_host(comm: Communicator) -> None:
     evaluator.run(mine)
     assert not torch.cuda.current_stream().query(), "the host has waited for the device"
     torch.cuda.synchronize()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["run", "evaluate"])
+def test_a_wait_on_another_stream_waits(comm: Communicator, method: str) -> None:
+    """The collective comes after products that take milliseconds; nothing else joins its stream."""
+    if comm.rank() > 1:
+        return
+    n = 4096
+    mesh = DeviceMesh([0, 1])
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([2, n, n], mesh=mesh)
+        partial, whole, y = (hic.tensor(s, mesh=mesh) for s in ([2, n, n], [n, n], [n, n]))
+        for tv in (x, partial):
+            tv.axis(0).parallelize(ParallelType.mesh_x)
+        first, second = (Stream(hostir.as_scalar(i)) for i in range(2))
+        hic.append(Allocate(partial), Allocate(whole), Allocate(y), GetCurrentStream(ENTRY))
+        hic.append(SetCurrentStream(second), Synchronize(ENTRY))
+        hic.append(SetCurrentStream(first), Synchronize(ENTRY))
+        hic.append(*(nodes.MatmulOp(partial, x, x) for _ in range(4)))
+        team = TeamOf(mesh, (ParallelType.mesh_x,))
+        hic.append(Communication(partial, whole, number=0, type="Allreduce", team=team))
+        hic.append(SetCurrentStream(second), Wait(0), nodes.LoadStoreOp(y, whole))
+        hic.append(SetCurrentStream(ENTRY), Synchronize(second))
+        hic.add_output(y)
+    evaluator = HostIrEvaluator(hic, comm)
+    eye = torch.eye(n, device="cuda")
+    for step in range(1, 5):
+        mine = (eye * (step + comm.rank())).unsqueeze(0)
+        (out,) = getattr(evaluator, method)([mine])
+        assert torch.equal(out, eye * (step**2 + (step + 1) ** 2)), step
+        torch.cuda.synchronize()

@@ -389,6 +389,22 @@ def test_an_inner_loop_of_the_same_name_is_refused() -> None:
         verify(hic)
 
 
+def test_an_inner_loop_gives_the_index_of_the_outer_one_back() -> None:
+    """Refused by `verify`, since text could not say it, but nothing is lost when it runs."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([3])
+        with hic.loop(3, name="i5") as i:
+            with hic.loop(3, name="i5"):
+                hic.append(SetCurrentStream(Stream(name="Default")))
+            element = hic.select(x, 0, i)
+            hic.append(nodes.BinaryOp(element, element, hostir.as_scalar(1.0), kind="add"))
+    for method in ("run", "evaluate"):
+        given = torch.zeros(3)
+        getattr(HostIrEvaluator(hic), method)([given])
+        assert given.tolist() == [1, 1, 1]
+
+
 def test_loops_in_turn_may_share_a_name() -> None:
     hic = HostIrContainer()
     with hic:
