@@ -23,14 +23,13 @@ from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from fuser.recent import Recent
 from hostir.arena import Arena
-from hostir.before_run import check_before_run
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.handlers import run_block
 from hostir.layout import parts
 from hostir.memory import OutOfMemoryError
-from hostir.ops import NUMBER_OF_STREAMS, RANK
+from hostir.ops import NUMBER_OF_STREAMS, RANK, ForLoop, IfThenElse, SetCurrentStream
 from hostir.overlap import Updates
 from hostir.replay import Plan, Recorder
 from hostir.step_kernels import StepKernels, split_tensor
@@ -43,6 +42,7 @@ from hostir.streams import (
     UnservedStreams,
     Work,
 )
+from hostir.transfers import StartsCommunication
 from hostir.unit import UnitRunner
 from multidevice.backends.protocol import Backend
 from multidevice.placement import Block
@@ -114,6 +114,8 @@ class HostIrEvaluator:
         if isinstance(late_stream, str) and late_stream.isdigit():
             late_stream = int(late_stream)
         self._late = late_stream
+        # With streams held back, the run itself shows what is missing.
+        self._is_checked = late_stream is None and _has_streams_or_ranks(program)
         self._streams: dict[torch.device, Streams] = {}
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
@@ -335,8 +337,9 @@ class HostIrEvaluator:
         for declared, given in zip(self.program.inputs, inputs, strict=True):
             if isinstance(declared, TensorView) and isinstance(given, torch.Tensor):
                 frame.tensors[declared] = given
-        if self._late is None:
-            # With streams held back, the run itself shows what is missing.
+        if self._is_checked:
+            from hostir.before_run import check_before_run
+
             check_before_run(self.program, values, rank=self._rank, given=results)
         return frame
 
@@ -383,6 +386,13 @@ class HostIrEvaluator:
             )
             self._units.setdefault(key, made)
         return self._units[key]
+
+
+def _has_streams_or_ranks(program: HostIrContainer) -> bool:
+    """Whether more than the structural rules decides about the program: see `before_run`, which
+    other programs need not import."""
+    kinds = SetCurrentStream | ForLoop | IfThenElse | StartsCommunication
+    return any(isinstance(op, kinds) for op in program.ops)
 
 
 def _is_computed(tv: TensorView) -> bool:
