@@ -161,9 +161,40 @@ class StreamLoopBuilder:
             if isinstance(op, VIEW_OPS) and not is_copy(op) and self._axis_of(op).is_logical:
                 self._copied_view(op)
                 continue
+            if self._is_row_or_column(op):
+                self._steps.append(self._with_kept_axis(op))
+                continue
             ins = self._operands(op)
             outs = [self._result(o) for o in op.outputs]
             self._steps.append(op.with_values(ins, outs))
+
+    def _is_row_or_column(self, op: TensorOp) -> bool:
+        """Whether a step computes one row or column of each matrix of a batch: without that axis
+        an operand would be another batch of matrices."""
+        if not isinstance(op, nodes.MatmulOp) or max(op.a.ndim, op.b.ndim) < 3:
+            return False
+        maps = [self._operand_position(op, k) for k in range(2)]
+        return self._axis_of(op).is_logical and maps in (
+            [op.a.ndim - 2, None],
+            [None, op.b.ndim - 1],
+        )
+
+    def _with_kept_axis(self, op: TensorOp) -> Op:
+        """Return the step of an op on blocks of one element along the stream axis."""
+
+        def kept(tv: TensorView) -> TensorView:
+            out = block(self._twin(tv))
+            source = self._twin(self._sliced.get(tv, tv))
+            self._steps.append(ShardByStream(out, source, self._which(tv)))
+            return out
+
+        ins = [
+            kept(v) if is_in_step(op, k) else self._twin(v)
+            for k, v in enumerate(op.inputs)
+            if isinstance(v, TensorView)
+        ]
+        self._result(op.out_tensor)
+        return op.with_values(ins, [kept(op.out_tensor)])
 
     def _copied_view(self, op: TensorOp) -> None:
         """A view of the whole is made before the loop, and copied step by step."""
@@ -417,17 +448,21 @@ class StreamLoopBuilder:
     def _repeated(self, op: TensorOp, index: int) -> int | None:
         """Return which axis of an operand is repeated along a stream axis that slices drop."""
         axis = stream_axis(op.out_tensor)
-        domain = op.out_tensor.domain
         if axis is None or not axis.is_logical:
             return None
-        number = domain.no_reductions[axis.position].number
-        if number not in domain.root_numbers and domain.root:
-            return None
-        places = [a.number for a in domain.maybe_root]
-        position = op.axis_map(index)[places.index(number)]
+        position = self._operand_position(op, index)
         if position is None or not op.inputs[index].domain.no_reductions[position].is_broadcast:
             return None
         return position
+
+    def _operand_position(self, op: TensorOp, index: int) -> int | None:
+        """Return which axis of an operand the stream axis of the result comes from."""
+        domain = op.out_tensor.domain
+        number = domain.no_reductions[self._axis_of(op).position].number
+        if number not in domain.root_numbers and domain.root:
+            return None
+        places = [a.number for a in domain.maybe_root]
+        return op.axis_map(index)[places.index(number)]
 
     def _whole(self, v: object, op: TensorOp) -> object:
         if not isinstance(v, TensorView):
@@ -456,9 +491,13 @@ class StreamLoopBuilder:
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
         """Name the step's part of `source` as the stream axis of `tv` says."""
+        return self._part_at(tv, source, self._which(tv))
+
+    def _which(self, tv: TensorView) -> Scalar:
+        """Return which part of a tensor this step has."""
         swizzle = _stream_axis(tv).swizzle
         index = self._block_index if swizzle is None else self._index
-        return self._part_at(tv, source, rotated(index, self._count, tv.mesh, swizzle))
+        return rotated(index, self._count, tv.mesh, swizzle)
 
     def _part_at(self, tv: TensorView, source: TensorView, which: Scalar) -> TensorView:
         """Name one part of `source`, as the stream axis of `tv` cuts it."""

@@ -136,14 +136,31 @@ def slice_operands(fusion: Fusion) -> None:
                                                  y = add(s, b)
 
     Afterwards an operand of such an op is in step with it, or used whole. Where the steps of a
-    communication need other blocks than the devices have, it comes first, as a whole.
+    communication need other blocks than the devices have, it comes first, as a whole; so does one
+    between devices that are at different blocks, because each starts with its own.
     """
     made: dict[tuple[TensorView, Placement], TensorView] = {}
     for op in fusion.exprs:
         if stream_axis_of(op.out_tensor) is None:
             continue
+        if _mixes_rotated_steps(op):
+            op = _communicate_first(fusion, op)
         for index, _ in tensor_operands(op):
             op = _slice_operand(fusion, op, index, made)
+
+
+def _mixes_rotated_steps(op: TensorOp) -> bool:
+    """Whether devices that are at different blocks in the same step would communicate."""
+    found = stream_axis_of(op.out_tensor)
+    by = None if found is None else found[1].swizzle
+    if by is None or not is_resharding(op) or exchanged_axes(op) is not None:
+        return False
+    for index, operand in tensor_operands(op):
+        needed = needed_block(op, index)
+        is_ring = needed is not None and is_from_devices(operand, *needed, op.out_tensor.mesh)
+        if have_different_shardings(op, index, (by,)) and not (is_copy(op) and is_ring):
+            return True
+    return False
 
 
 def _slice_operand(

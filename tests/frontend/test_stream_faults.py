@@ -76,6 +76,40 @@ def gathered_expanded_weight(fd: FusionDefinition) -> tuple[list[TensorView], Te
     return [x, w], y
 
 
+def batched_matmul(a: Sequence[int], b: Sequence[int], axis: int):
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor(list(a), contiguity=True)
+        y = fd.define_tensor(list(b), contiguity=True)
+        out = fd.ops.matmul(x, fd.ops.relu(y))
+        stream(out, axis)
+        return [x, y], out
+
+    return Case(define, lambda x, y: x @ y.relu(), (a, b))
+
+
+def gathered_in_rotated_steps(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([8, 4, 8], contiguity=True)
+    w = fd.define_tensor([6, 8], contiguity=True)
+    y = fd.ops.linear(x, w)
+    mesh = on_mesh([0, 1], x, w, y)
+    cut(mesh, x, 1)
+    y.outer_split(0, 2)
+    y.swizzle1d(0, X)
+    y.axis(0).parallelize(ParallelType.stream)
+    return [x, w], y
+
+
+def summed_in_rotated_steps(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([8, 4], contiguity=True)
+    y = fd.ops.sum(x, [1])
+    mesh = on_mesh([0, 1], x, y)
+    cut(mesh, x, 1)
+    y.outer_split(0, 2)
+    y.swizzle1d(0, X)
+    y.axis(0).parallelize(ParallelType.stream)
+    return [x], y
+
+
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w.t()
 
@@ -91,6 +125,16 @@ CASES = {
     ),
     "an expanded tensor is gathered while streams are late": Case(
         gathered_expanded_weight, linear, ((2, 2), (2, 1)), ranks=(0, 1)
+    ),
+    "rows of matrices in a batch": batched_matmul((2, 3, 4, 5), (2, 3, 5, 6), 2),
+    "columns of matrices in a batch": batched_matmul((2, 3, 4, 5), (2, 3, 5, 6), 3),
+    "rows of a batch of more axes": batched_matmul((3, 3, 4, 5), (3, 5, 6), 2),
+    "columns of a batch of fewer axes": batched_matmul((4, 5), (3, 5, 6), 2),
+    "devices that start with their own block gather first": Case(
+        gathered_in_rotated_steps, linear, ((8, 4, 8), (6, 8)), ranks=(0, 1)
+    ),
+    "devices that start with their own block sum first": Case(
+        summed_in_rotated_steps, lambda x: x.sum(1), ((8, 4),), ranks=(0, 1)
     ),
 }
 

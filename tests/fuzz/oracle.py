@@ -113,7 +113,8 @@ def input_env(program: Program, call: int) -> tuple[Env, list[Any]]:
 
 def evaluate(program: Program, call: int) -> tuple[Env, list[Any]]:
     """Return all values of one call, and its inputs."""
-    RANKS.set(program.ranks)
+    # The steps of a stream may sum in parts, too.
+    RANKS.set(max(program.ranks, 2 if program.streams else 1))
     env, passed = input_env(program, call)
     for stmt in program.stmts:
         run_stmt(stmt, env)

@@ -228,15 +228,15 @@ def annotation_lines(program: Program) -> Iterator[str]:
         axes = {axis for axis, _ in note.cuts} | ({stream.axis} if stream else set())
         for axis in sorted(axes, reverse=True):
             at = axis
-            is_here = stream is not None and stream.axis == axis
-            if is_here and stream.outermost:
-                yield _stream_text(stream, at)
+            here = stream if stream is not None and stream.axis == axis else None
+            if here is not None and here.outermost:
+                yield _stream_text(here, at)
                 at += 1
             for dim in [d for a, d in note.cuts if a == axis]:
                 yield f"cut({note.name}, {at}, mesh{note.mesh}, ParallelType.mesh_{dim})"
                 at += 1
-            if is_here and not stream.outermost:
-                yield _stream_text(stream, at)
+            if here is not None and not here.outermost:
+                yield _stream_text(here, at)
     for stream in streams.values():
         yield _stream_text(stream, stream.axis)
 

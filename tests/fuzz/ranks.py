@@ -51,7 +51,7 @@ def output_parts(fd: FusionDefinition, program: Program, rank: int) -> list[Part
         return [_part(*spread, rank) for spread in output_cuts(fd, program)]
     spreads = program.spreads()
     return [
-        _part(*spreads[o.name], rank) if o.name in spreads else partial(shard_or_whole, tv=tv)
+        _part(*spreads[o.name], rank) if o.name in spreads else _as_told(tv, rank)
         for o, tv in zip(program.outputs, fd.fec.host_program().outputs, strict=True)
     ]
 
@@ -64,9 +64,11 @@ def _part(ranks: Sequence[object] | None, cuts: Cuts, rank: int) -> Part | None:
     return partial(shard_of, ranks=ranks, cuts=cuts, rank=rank)
 
 
-def shard_or_whole(t: torch.Tensor, tv: Any) -> torch.Tensor:
-    """Return what the product says that this rank holds."""
-    return t if tv.mesh is None else multidevice.shard_tensor(t, tv)
+def _as_told(tv: Any, rank: int) -> Part | None:
+    """Return what gives the part that the product says this rank holds."""
+    if tv.mesh is None:
+        return lambda t: t
+    return partial(multidevice.shard_tensor, tv=tv) if tv.mesh.has(rank) else None
 
 
 def output_cuts(

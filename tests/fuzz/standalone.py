@@ -111,6 +111,8 @@ def check(fd):
             spread = SPREADS.get(k)
             if spread is None and STREAMS:
                 tv = fd.fec.host_program().outputs[k]
+                if tv.mesh is not None and not tv.mesh.has(rank):
+                    continue
                 if tv.mesh is not None:
                     value, bound = (multidevice.shard_tensor(t, tv) for t in (value, bound))
             elif spread is None and len(told) == len(outs):
