@@ -14,6 +14,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from hostir.chains import find_chains
 from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import MISPLACED, find_mismatches
 from hostir.findings import Finding, refuse
@@ -59,7 +60,7 @@ def check_before_run(
 def findings(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Return what is wrong on any rank or between ranks.
+    """Return what is wrong on any rank or between ranks, and where steps are chained.
 
     `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
     program's meshes.
@@ -67,7 +68,8 @@ def findings(
     ranks = ranks or program.devices() or (0,)
     found = find_mismatches(program, values, ranks=ranks)
     for rank in _differing(program, ranks):
-        if races := find_races(program, {**values, RANK: rank}, rank=rank):
+        here = {**values, RANK: rank}
+        if races := find_races(program, here, rank=rank) or find_chains(program, here, rank=rank):
             who = f"on rank {rank}: " if len(ranks) > 1 else ""
             return found + [replace(f, what=who + f.what) for f in races]
     return found

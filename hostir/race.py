@@ -80,7 +80,7 @@ def find_races(
     """
     if not has_streams(program):
         return []
-    walker = _Walker(program, dict(values), rank, tuple(given))
+    walker = Walker(program, dict(values), rank, tuple(given))
     walker.run(program.ops)
     walker.finish()
     return list(walker.found.values())
@@ -100,8 +100,8 @@ class _Facts:
     meshed: tuple[TensorView, ...]
 
 
-class _Walker:
-    """Goes through the unrolled program as the host does."""
+class Walker:
+    """Goes through the unrolled program as the host does; `found` has the findings."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Walker:
     def run(self, ops: Sequence[Op]) -> None:
         for op in ops:
             if isinstance(op, ForLoop):
-                self._loop(op)
+                self.loop(op)
             elif isinstance(op, IfThenElse):
                 then = bool(self._number(op.predicate))
                 self._skip(op.orelse if then else op.then)
@@ -142,7 +142,7 @@ class _Walker:
             else:
                 self._op(op)
 
-    def _loop(self, op: ForLoop) -> None:
+    def loop(self, op: ForLoop) -> None:
         start, stop, step = map(self._integer, (op.start, op.stop, op.step))
         outside = self.indices
         if start >= stop:
@@ -436,6 +436,9 @@ class _Walker:
         self.clocks.captured[effect.stream.name] = self.clocks.current
 
     def _joins(self, effect: Joins, site: Site) -> None:
+        self.join(effect, site)
+
+    def join(self, effect: Joins, site: Site) -> None:
         self.clocks.join(effect.stream)
 
     # ------------------------------------------------------------ the end
@@ -563,16 +566,16 @@ class _Walker:
         return f"{who} must wait for {self.clocks.name(use.stream)} {before}: {missing} is missing"
 
 
-APPLY: dict[type, Callable[[_Walker, Any, Site], None]] = {
-    Captures: _Walker._captures,  # pyright: ignore[reportPrivateUsage]
-    ClosesGroup: _Walker._closes,  # pyright: ignore[reportPrivateUsage]
-    Enters: _Walker._enters,  # pyright: ignore[reportPrivateUsage]
-    Frees: _Walker._frees,  # pyright: ignore[reportPrivateUsage]
-    Joins: _Walker._joins,  # pyright: ignore[reportPrivateUsage]
-    Makes: _Walker._makes,  # pyright: ignore[reportPrivateUsage]
-    OpensGroup: _Walker._opens,  # pyright: ignore[reportPrivateUsage]
-    Reads: _Walker._touch,  # pyright: ignore[reportPrivateUsage]
-    Shows: _Walker._shows,  # pyright: ignore[reportPrivateUsage]
-    Waits: _Walker._waits,  # pyright: ignore[reportPrivateUsage]
-    Writes: _Walker._touch,  # pyright: ignore[reportPrivateUsage]
+APPLY: dict[type, Callable[[Walker, Any, Site], None]] = {
+    Captures: Walker._captures,  # pyright: ignore[reportPrivateUsage]
+    ClosesGroup: Walker._closes,  # pyright: ignore[reportPrivateUsage]
+    Enters: Walker._enters,  # pyright: ignore[reportPrivateUsage]
+    Frees: Walker._frees,  # pyright: ignore[reportPrivateUsage]
+    Joins: Walker._joins,  # pyright: ignore[reportPrivateUsage]
+    Makes: Walker._makes,  # pyright: ignore[reportPrivateUsage]
+    OpensGroup: Walker._opens,  # pyright: ignore[reportPrivateUsage]
+    Reads: Walker._touch,  # pyright: ignore[reportPrivateUsage]
+    Shows: Walker._shows,  # pyright: ignore[reportPrivateUsage]
+    Waits: Walker._waits,  # pyright: ignore[reportPrivateUsage]
+    Writes: Walker._touch,  # pyright: ignore[reportPrivateUsage]
 }

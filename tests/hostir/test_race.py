@@ -28,6 +28,7 @@ from hostir import (
     Wait,
     race,
 )
+from hostir.chains import find_chains
 from hostir.container import walk
 from hostir.findings import Finding, line_numbers, report
 from hostir.race import find_races
@@ -332,3 +333,22 @@ def test_programs_without_streams_are_not_unrolled() -> None:
         hic.add_output(y)
     assert not race.has_streams(hic)
     assert find_races(hic, {}) == []
+
+
+# ------------------------------------------------------------------ chained steps
+def test_head_waits_inside_of_a_loop_that_joins_its_steps_chain_them() -> None:
+    for name in ("single_set", "ring_linear", "permute_ring"):
+        hic = PROGRAMS[name].build()
+        values = {RANK: 0, NUMBER_OF_STREAMS: N_STREAMS}
+        assert not find_chains(hic, values)
+        enter, wait = nth(hic, ENTER, 1), nth(hic, JOIN, 0)
+        hic = edited(hic, {nth(hic, ForLoop, 0): (), enter: (enter, wait)})
+        assert not races(name, hic)
+        (found,) = find_chains(hic, values)
+        assert found.ops == (nth(hic, JOIN, 1), nth(hic, JOIN, 0))
+        assert "every step on Stream 1 waits for the step before on Stream 0" in found.what
+
+
+def test_waits_in_a_loop_chain_nothing_where_the_joins_follow_it() -> None:
+    hic = PROGRAMS["matmul_chunks"].build()
+    assert not find_chains(hic, {RANK: 0, NUMBER_OF_STREAMS: N_STREAMS})

@@ -1,0 +1,90 @@
+"""Waits that chain the steps of a loop: correct, and the end of all overlap.
+
+    FOR i: SetCurrentStream(Stream (i % n)), Synchronize(Stream S0), ..,
+           SetCurrentStream(Stream S0), Synchronize(Stream (i % n))
+
+S0 waits for step i, and step i + 1 for S0. Where the program stays free of races with the first
+wait in a loop of its own before, the steps need not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from fuser.ir.core import Op
+from fuser.ir.scalar import Number, Symbol
+from hostir.clocks import Clock
+from hostir.container import HostIrContainer
+from hostir.effects import Joins
+from hostir.findings import Finding, Site
+from hostir.ops import ForLoop
+from hostir.race import Walker, has_streams
+
+CHAINED = "steps are chained"
+
+
+def find_chains(
+    program: HostIrContainer, values: Mapping[Symbol, Number], *, rank: int = 0
+) -> list[Finding]:
+    """Return the waits that chain steps of loops without need; for arguments see `find_races`."""
+    if not has_streams(program):
+        return []
+    first = _Walker(program, dict(values), rank, ())
+    first.run(program.ops)
+    found: list[Finding] = []
+    for op, finding in first.chains.items():
+        other = _Walker(program, dict(values), rank, (), hoisted=op)
+        other.run(program.ops)
+        other.finish()
+        if not other.found:
+            found.append(finding)
+    return found
+
+
+class _Walker(Walker):
+    """Notes which waits chain steps; lets the wait `hoisted` stand in a loop of its own before."""
+
+    def __init__(self, *args: object, hoisted: Op | None = None) -> None:
+        super().__init__(*args)  # pyright: ignore[reportArgumentType]
+        self.hoisted = hoisted
+        self.chains: dict[Op, Finding] = {}
+        # (stream, the one that it waited for) -> how far that had come, and where it waited.
+        self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site]] = {}
+        self.at_entry: list[dict[Hashable, Clock]] = []
+
+    def loop(self, op: ForLoop) -> None:
+        self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
+        super().loop(op)
+        self.at_entry.pop()
+
+    def join(self, effect: Joins, site: Site) -> None:
+        me, other = self.clocks.current, self.clocks.find(effect.stream)
+        if site.op is self.hoisted and self.at_entry:
+            self.clocks.learn(self.at_entry[-1].get(other, {}))
+            return
+        for (waiter, stream), (tick, at) in self.joined.items():
+            is_ahead = waiter == other and stream != me and self.clocks.now.get(stream, 0) < tick
+            if is_ahead and _is_earlier_step(at, site) and site.op not in self.chains:
+                name = self.clocks.name
+                self.chains[site.op] = Finding(
+                    CHAINED,
+                    f"every step on {name(me)} waits for the step before on {name(stream)}",
+                    (
+                        (at, f"{name(other)} waits for {name(stream)}"),
+                        (site, f"{name(me)} waits for {name(other)}"),
+                    ),
+                    "{1} belongs in a loop of its own before this one",
+                )
+        super().join(effect, site)
+        self.joined[me, other] = self.clocks.of.get(other, {}).get(other, 0), site
+
+
+def _is_earlier_step(a: Site, b: Site) -> bool:
+    """Whether `a` is in an earlier step of the innermost loop around `b`."""
+    mine: Sequence[tuple[Symbol, Number]] = b.indices
+    return (
+        bool(mine)
+        and a.indices[:-1] == mine[:-1]
+        and a.indices[-1:] != mine[-1:]
+        and (len(a.indices) == len(mine) and a.indices[-1][0] is mine[-1][0])
+    )
