@@ -31,7 +31,8 @@ from hostir.layout import parts
 from hostir.memory import OutOfMemoryError
 from hostir.ops import NUMBER_OF_STREAMS, RANK, ForLoop, IfThenElse, SetCurrentStream
 from hostir.overlap import Updates
-from hostir.replay import Plan, Recorder
+from hostir.plan import Plan
+from hostir.replay import Recorder
 from hostir.step_kernels import StepKernels, split_tensor
 from hostir.storage import Storage
 from hostir.streams import (

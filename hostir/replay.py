@@ -8,7 +8,7 @@ Intermediates lie in an arena (`hostir.arena`); what a caller gets is allocated 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import bind_contraction
 from hostir.announce import announcer
-from hostir.arena import Arena, Block, first_fit
+from hostir.arena import Block, first_fit
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Stream
@@ -44,9 +44,10 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
+from hostir.plan import Closure, Plan, Slots
 from hostir.post import Call, Done, exchange, permute, post, transfer
 from hostir.slices import dropped_axis
-from hostir.streams import Handle, Streams
+from hostir.streams import Handle
 from hostir.transfers import (
     CollectivePermute,
     Communication,
@@ -56,42 +57,6 @@ from hostir.transfers import (
     StartCoalescing,
     Wait,
 )
-
-Slots = list[Any]
-Closure = Callable[[Slots], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a class of inputs repeats: the steps, how many slots they need, where outputs lie.
-
-    `blocks` are the buffers that live in an arena of `nbytes`; outputs are allocated by steps.
-    `records` tells whether torch would record gradients, of inputs that require some.
-    """
-
-    steps: tuple[Closure, ...]
-    size: int
-    outputs: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    nbytes: int
-    device: torch.device
-    records: bool
-    # Those of the run, if the program switches between them.
-    streams: Streams | None
-
-    def run(self, inputs: list[Argument], arena: Arena) -> list[torch.Tensor]:
-        """Carry out the steps on these inputs and return the visible outputs."""
-        slots: Slots = [*inputs, *[None] * (self.size - len(inputs))]
-        if not self.blocks:
-            for step in self.steps:
-                step(slots)
-            return [slots[i] for i in self.outputs]
-        with arena.views(self, self.blocks, self.nbytes, self.device) as views:
-            for slot, tensor in views.items():
-                slots[slot] = tensor
-            for step in self.steps:
-                step(slots)
-        return [slots[i] for i in self.outputs]
 
 
 class Recorder:

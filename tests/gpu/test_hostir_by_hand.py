@@ -65,7 +65,7 @@ def test_no_call_blocks_the_host() -> None:
 
 @pytest.mark.parametrize("method", ["run", "evaluate"])
 def test_the_current_stream_stays_after_a_run(method: str) -> None:
-    def of(*after: SetCurrentStream) -> torch.cuda.Stream:
+    def of(*after: SetCurrentStream | Synchronize) -> torch.cuda.Stream:
         hic = HostIrContainer()
         with hic:
             x = hic.input([4])
@@ -85,10 +85,11 @@ def test_the_current_stream_stays_after_a_run(method: str) -> None:
 
     default = torch.cuda.default_stream()
     assert of() != default
-    assert of(SetCurrentStream(Stream(name="Default"))) == default
+    joined = Synchronize(Stream(hostir.as_scalar(2)))
+    assert of(SetCurrentStream(Stream(name="Default")), joined) == default
     mine = torch.cuda.Stream()
     torch.cuda.set_stream(mine)
-    assert of(SetCurrentStream(ENTRY)) == mine
+    assert of(SetCurrentStream(ENTRY), joined) == mine
 
 
 def test_the_callers_stream_is_waited_for() -> None:
