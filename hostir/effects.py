@@ -18,6 +18,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import VIEW_OPS
 from fuser.record import record
+from multidevice.communication import TeamOf
 
 # A captured stream, the program's own, or (as nvFuser prints it) an address.
 STREAM_NAME = re.compile(r"(S[0-9]+|Default|0x[0-9a-zA-Z]+)(?!\w)")
@@ -93,13 +94,28 @@ class Shows:
 
 
 @record
+class Members:
+    """Whose shards a collective touches: those of every member of a team, or of the one at
+    `place`."""
+
+    team: TeamOf
+    place: Scalar | None = None
+
+
+@record
 class Reads:
+    """Each rank reads its shard of the tensor; `by`: members of a team alone."""
+
     tensor: TensorView
+    by: Members | None = None
 
 
 @record
 class Writes:
+    """Each rank writes its shard of the tensor; `by`: members of a team alone."""
+
     tensor: TensorView
+    by: Members | None = None
 
 
 # ------------------------------------------------------------------ communications

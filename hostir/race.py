@@ -47,7 +47,7 @@ from hostir.findings import Finding, Indices, Site
 from hostir.ops import Allocate, ForLoop, IfThenElse, SetCurrentStream, stream_cut
 from hostir.storage import Storage
 from hostir.streams import ENTRY
-from hostir.transfers import AT_ROOT, CollectivePermute, Communication, StartsCommunication
+from hostir.transfers import StartsCommunication
 from hostir.uses import Buffer, Cell, Flight, Place, Use
 from multidevice.communication import position_map
 from multidevice.sharding import local_sizes
@@ -365,11 +365,12 @@ class Walker:
 
     # ------------------------------------------------------------ communications
     def _transfer(self, op: Op, number: int, site: Site, effects: tuple[Effect, ...]) -> None:
-        if isinstance(op, Communication | CollectivePermute) and not op.team.mesh.has(self.rank):
+        touched = [e for e in effects if isinstance(e, Reads | Writes)]
+        if any(e.by is not None and not e.by.team.mesh.has(self.rank) for e in touched):
             return self._skip((op,))
         uses: list[_Planned] = []
-        for effect in effects:
-            if isinstance(effect, Reads | Writes) and self._takes_part(op, effect):
+        for effect in touched:
+            if self._takes_part(effect):
                 place = self._place(effect.tensor, site)
                 if place is not None and not place.is_empty:
                     uses.append((site, place, isinstance(effect, Writes)))
@@ -378,14 +379,13 @@ class Walker:
         self.group += uses
         return None
 
-    def _takes_part(self, op: Op, effect: Reads | Writes) -> bool:
+    def _takes_part(self, effect: Reads | Writes) -> bool:
         """Whether this rank's shard is touched: some are on the root only."""
         if not self._is_mine(effect.tensor):
             return False
-        what = "result" if isinstance(effect, Writes) else "operand"
-        if not isinstance(op, Communication) or op.root is None or op.type not in AT_ROOT[what]:
+        if effect.by is None or effect.by.place is None:
             return True
-        ranks, root = op.team.ranks(self.rank), self._integer(op.root)
+        ranks, root = effect.by.team.ranks(self.rank), self._integer(effect.by.place)
         return 0 <= root < len(ranks) and ranks[root] == self.rank
 
     def _start(self, number: int, site: Site, uses: Iterable[_Planned]) -> None:

@@ -18,7 +18,7 @@ from fuser.ir.core import Op, attr, operand, operands, result
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
-from hostir.effects import ClosesGroup, Effect, OpensGroup, Reads, Starts, Waits, Writes
+from hostir.effects import ClosesGroup, Effect, Members, OpensGroup, Reads, Starts, Waits, Writes
 from hostir.ops import HostOp
 from multidevice.backends.protocol import RED_OPS, RedOp
 from multidevice.communication import CommunicationType, TeamOf
@@ -93,7 +93,12 @@ class Communication(StartsCommunication):
                 yield {**root, "red_op": red_op}, _communication_template(has_root, red_op)
 
     def effects(self) -> tuple[Effect, ...]:
-        return (Reads(self.inp), Writes(self.out), Starts(self.number))
+        reads, writes = self._members("operand"), self._members("result")
+        return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
+
+    def _members(self, of: str) -> Members:
+        """Return whose operand is read, or result is written."""
+        return Members(self.team, self.root if self.type in AT_ROOT[of] else None)
 
     def verify(self) -> None:
         if (self.root is not None) != (self.type in ROOTED):
@@ -183,7 +188,8 @@ class CollectivePermute(StartsCommunication):
         return Order.of(self.inp), Order.of(self.out)
 
     def effects(self) -> tuple[Effect, ...]:
-        return (Reads(self.inp), Writes(self.out), Starts(self.number))
+        team = Members(self.team)
+        return (Reads(self.inp, team), Writes(self.out, team), Starts(self.number))
 
     def verify(self) -> None:
         for tv in (self.inp, self.out):
