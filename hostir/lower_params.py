@@ -12,7 +12,8 @@ class LowerParams:
     `standalone`: ops that torch can carry out stand in the program as themselves, and results that
     no caller gets are not allocated before, as in nvFuser's `MultiDeviceExecutor`.
     `offset_by_rank`: the steps of a loop begin at this rank's own, and what comes from another
-    device's step is received from it (a ring), instead of broadcast.
+    device's step is received from it (a ring), instead of broadcast. A loop whose steps gather or
+    reduce blocks together has the same block on every device all the same.
     `inter_stream_synchronization`: the next step's stream waits until this step's transfer has been
     posted. `stream_slots`: a tensor that only the steps of one loop see, an element each, has room
     for as many as there are streams. `propagate`: tensors that the user did not annotate are

@@ -62,6 +62,7 @@ from hostir.transfers import (
 from multidevice.communication import (
     RED_OP_OF,
     TeamOf,
+    communicates,
     communication_type,
     is_copy,
     is_device_to_stream,
@@ -124,17 +125,34 @@ class StreamLoopBuilder:
         name = "streamIdx" if self._axis.is_logical else f"i{lowering.values.next_scalar()}"
         self._count = count
         self._index = loop_index(name, 0, count)
-        mesh = first.mesh
-        self._offset = lowering.params.offset_by_rank and mesh is not None
         # Which block a step has: on every device the same, or first its own.
         self._block_index: Scalar = self._index
-        if self._offset and mesh is not None:
-            moves = (op for op in ops if isinstance(op, nodes.Reshard) and not _is_slice(op))
-            types = (p for op in moves for p in op.ptypes if p.is_device)
-            here = coordinate(mesh, next(types, ParallelType.mesh_x))
+        along = None if first.mesh is None else self._rotation(ops)
+        self._offset = lowering.params.offset_by_rank and along is not None
+        if self._offset and along is not None and first.mesh is not None:
+            here = coordinate(first.mesh, along)
             self._block_index = sc.mod(sc.add(here, self._index), count)
         modulo = sc.mod(self._index, NUMBER_OF_STREAMS)
         self._stream = Stream(modulo if self._axis.is_logical else self._index)
+
+    def _rotation(self, ops: Sequence[TensorOp]) -> ParallelType | None:
+        """Return along which device type devices may be at different blocks; None where they gather
+        or reduce one block together.
+
+        Raises `UnsupportedError` when the loop has both.
+        """
+        moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
+        rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
+        along = next((p for op in rings for p in op.ptypes if p.is_device), ParallelType.mesh_x)
+        together = [op for op in moves if op not in rings and along in op.ptypes]
+        if together and rings and self._lowering.params.offset_by_rank:
+            kind = communication_type(together[0])
+            raise UnsupportedError(
+                f"{kind} of {together[0].inp} in steps of which every device begins with its own "
+                f"block (offset_stream_indexing_by_rank), as {rings[0].out} is made in the same "
+                f"loop: leave the parameter off{user_code(together[0].where)}"
+            )
+        return None if together else along
 
     def build(self) -> list[Op]:
         """Return the allocations, the loops, and what they wait for."""
@@ -259,7 +277,7 @@ class StreamLoopBuilder:
 
     def _scatter(self, op: nodes.Reshard) -> None:
         """Reduce what this step has computed to the device that it is for."""
-        if self._offset:
+        if self._lowering.params.offset_by_rank:
             raise UnsupportedError(
                 f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
                 "offset_stream_indexing_by_rank: each step reduces a block to its device, so all "

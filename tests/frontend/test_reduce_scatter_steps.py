@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
+from fuser.errors import UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.multidevice import Communicator, DeviceMesh, simulate
 from hostir.container import HostIrContainer, equal, walk
@@ -238,6 +239,35 @@ def test_the_teams_of_a_mesh_of_two_dimensions(rotated: bool) -> None:
     with simulate(4) as world:
         text = world.run(body)[0]
     assert ("P2PCommunication" if rotated else "type=Reduce,") in text
+
+
+def test_a_loop_cannot_both_rotate_its_steps_and_reduce_them() -> None:
+    """x is brought in a ring, and the same steps' partial sums are to be reduced together."""
+
+    def body(params: LowerParams) -> None:
+        with FusionDefinition() as fd:
+            x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+            brought = fd.ops.set(x)
+            y = fd.ops.linear(brought, w)
+            fd.add_output(y)
+            for tv in (x, w, brought, y):
+                tv.set_device_mesh(DeviceMesh(range(2)))
+            x.outer_split(0, 2)
+            x.axis(0).parallelize(X)
+            w.outer_split(1, 2)
+            w.axis(1).parallelize(X)
+            for tv in (brought, y):
+                tv.outer_split(0, 2)
+                tv.axis(0).parallelize(STREAM)
+        xs = [torch.ones(6, 8), torch.ones(5, 8)]
+        mine = [multidevice.shard_tensor(v, tv) for v, tv in zip(xs, (x, w), strict=True)]
+        (got,) = FusionExecutorCache(fd.fusion, params=params).execute(mine)
+        torch.testing.assert_close(got, torch.full((6, 5), 8.0))
+
+    with simulate(2) as world:
+        world.run(lambda: body(DEFAULT))
+        with pytest.raises(UnsupportedError, match=r"Allreduce of T.*_by_rank.*leave.*test_reduce_"):
+            world.run(lambda: body(LowerParams(offset_by_rank=True)))
 
 
 @pytest.mark.parametrize("name", [n for n in FORMS if "executor" not in n])
