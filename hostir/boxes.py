@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 # (start, length) along each axis of the owner of a buffer.
 Box = tuple[tuple[int, int], ...]
-# How a box was cut out, part by part: (axis of the owner, chunks; 0: one element).
-Grid = tuple[tuple[int, int], ...]
+# How a box was cut out, part by part: (axis of the owner, chunks; 0: one element), and in which
+# units.
+Grid = tuple[tuple[int, int, Fraction], ...]
+# An axis of the owner, and how many of its elements are one of the axis that names it.
+Owned = tuple[int, Fraction]
 
 
 def whole_box(shape: Iterable[int]) -> Box:
     return tuple((0, n) for n in shape)
+
+
+def reshaped(
+    shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
+) -> list[Owned | None]:
+    """Return what the axes of a reshape own, in terms of those that it was made of.
+
+    The outermost axis of a split has whole rows of what was split, and rows of the outermost axis
+    of a merge are what the merged axis counts.
+    """
+    found: list[Owned | None] = [None] * len(out)
+    i = j = 0
+    while i < len(shape) and j < len(out):
+        if (shape[i] == 1) != (out[j] == 1):
+            i, j = i + (shape[i] == 1), j + (out[j] == 1)
+            continue
+        first, left, inside, outside = i, j, shape[i], out[j]
+        while inside != outside:
+            if inside < outside and i + 1 < len(shape):
+                i += 1
+                inside *= shape[i]
+            elif inside > outside and j + 1 < len(out):
+                j += 1
+                outside *= out[j]
+            else:
+                return found
+        source = owned[first]
+        if source is not None and inside and (i == first or j == left):
+            owner, unit = source
+            rows = Fraction(outside // max(out[left], 1), inside // max(shape[first], 1))
+            found[left] = owner, unit * rows
+        i, j = i + 1, j + 1
+    return found
 
 
 def overlap(a: Box, b: Box) -> bool:

@@ -19,10 +19,10 @@ from typing import Any
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import ReshapeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from hostir.boxes import Box, box_text, overlap, uncovered, whole_box
+from hostir.boxes import Box, Owned, box_text, overlap, reshaped, uncovered, whole_box
 from hostir.clocks import Clock, Clocks
 from hostir.container import HostIrContainer, walk
 from hostir.effects import (
@@ -246,13 +246,17 @@ class Walker:
 
     def _view(self, source: Place, op: TensorOp) -> Place:
         """Return what a view op names: axes that it leaves alone can still be cut exactly."""
+        if isinstance(op, ReshapeOp):
+            sizes = self._shape(op.out_tensor)
+            axes = tuple(reshaped(source.shape, source.axes, sizes))
+            return Place(source.buffer, source.box, sizes, axes, source.grid)
         moved = self.maps.get(id(op))
         if moved is None:
             moved = self.maps[id(op)] = {c: p for p, c in position_map(op).items()}
-        axes = [(n, None) for n in self._shape(op.out_tensor)]
+        made: list[tuple[int, Owned | None]] = [(n, None) for n in self._shape(op.out_tensor)]
         kept = dict(enumerate(zip(source.shape, source.axes, strict=True)))
-        axes = [kept.get(moved.get(c, -1), axis) for c, axis in enumerate(axes)]
-        shape, owners = tuple(n for n, _ in axes), tuple(owner for _, owner in axes)
+        made = [kept.get(moved.get(c, -1), axis) for c, axis in enumerate(made)]
+        shape, owners = tuple(n for n, _ in made), tuple(owner for _, owner in made)
         return Place(source.buffer, source.box, shape, owners, source.grid)
 
     def _part(self, source: Place, part: Part, site: Site) -> Place:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from fuser.ir.tensor import TensorView
-from hostir.boxes import Box, Grid, box_text, whole_box
+from hostir.boxes import Box, Grid, Owned, box_text, whole_box
 from hostir.clocks import Clock
 from hostir.findings import Site
 
@@ -95,20 +96,21 @@ class Buffer:
 class Place:
     """The part of a buffer that a tensor names.
 
-    `axes` has the owner's axis of each axis of the tensor, None for one that a view made: a part
-    along that counts as all of the box. `shape` is the tensor's. Boxes of one buffer and one grid
+    `axes` has what each axis of the tensor owns, None for one that a view made: a part along that
+    counts as all of the box. `shape` is the tensor's. Boxes of one buffer and one grid
     are equal or apart.
     """
 
     buffer: Buffer
     box: Box
     shape: tuple[int, ...]
-    axes: tuple[int | None, ...]
+    axes: tuple[Owned | None, ...]
     grid: Grid = ()
 
     @staticmethod
     def whole(buffer: Buffer) -> Place:
-        return Place(buffer, whole_box(buffer.shape), buffer.shape, tuple(range(len(buffer.shape))))
+        axes = tuple((k, Fraction(1)) for k in range(len(buffer.shape)))
+        return Place(buffer, whole_box(buffer.shape), buffer.shape, axes)
 
     @property
     def is_empty(self) -> bool:
@@ -127,9 +129,13 @@ class Place:
 
     def _cut(self, axis: int, start: int, length: int, chunks: int) -> Place:
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
-        owner = self.axes[axis]
-        if owner is None:
+        owned = self.axes[axis]
+        if owned is None:
+            return Place(self.buffer, self.box, shape, self.axes, self.grid)
+        owner, unit = owned
+        at, n = start * unit, length * unit
+        if at.denominator > 1 or n.denominator > 1:
             return Place(self.buffer, self.box, shape, self.axes, self.grid)
         first, _ = self.box[owner]
-        box = (*self.box[:owner], (first + start, length), *self.box[owner + 1 :])
-        return Place(self.buffer, box, shape, self.axes, (*self.grid, (owner, chunks)))
+        box = (*self.box[:owner], (first + int(at), int(n)), *self.box[owner + 1 :])
+        return Place(self.buffer, box, shape, self.axes, (*self.grid, (owner, chunks, unit)))

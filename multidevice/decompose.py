@@ -56,7 +56,7 @@ from multidevice.sharding import (
     partial_sum_axes,
 )
 from multidevice.stepwise import Copies, split_copies
-from multidevice.stream_steps import keep_computable_streams, slice_operands
+from multidevice.stream_steps import gather_in_steps, keep_computable_streams, slice_operands
 
 
 def decompose_reshardings(fusion: Fusion) -> None:
@@ -76,6 +76,7 @@ def decompose_reshardings(fusion: Fusion) -> None:
     split_copies(fusion, copies)
     copies.drop_unused()
     keep_computable_streams(fusion)
+    gather_in_steps(fusion)
     slice_operands(fusion)
     name_reshardings(fusion)
 

@@ -30,6 +30,7 @@ from multidevice.placement import (
     spread_axes,
     stream_axis_of,
     unparallelize,
+    without_streams,
 )
 from multidevice.propagate import backward_cuts, is_from_devices, uncuttable_axes
 from multidevice.sharding import have_different_shardings, is_resharding
@@ -127,6 +128,38 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
                     f"{user_code(op.where)}"
                 )
             unparallelize(out, lambda a: a.is_stream)
+
+
+def gather_in_steps(fusion: Fusion) -> None:
+    """Bring devices' blocks that lie inside of a stream's together step by step: as a whole, what a
+    device has is no block.
+
+        y [N] = set(x [stream(N), DIDx])  ->  t [stream(N)] = set(x), y = set(t)
+
+    Raises `UnsupportedError` where such an axis becomes one over other devices.
+    """
+    for op in fusion.exprs:
+        if not (is_copy(op) and is_resharding(op)) or exchanged_axes(op) is not None:
+            continue
+        inp, out = op.inputs[0], op.out_tensor
+        have, want = placement(inp), placement(out)
+        for position, (mine, cuts) in enumerate(zip(have, want, strict=True)):
+            if without_streams(mine) == _devices(mine) or _devices(mine) == _devices(cuts):
+                continue
+            if any(c.ptype is ParallelType.stream for c in cuts):
+                continue
+            if cuts or inp.mesh != out.mesh or any(without_streams(c) != _devices(c) for c in want):
+                raise UnsupportedError(
+                    f"{op.name} of {inp} -> {out}: of axis {position}, each step of a stream is "
+                    f"spread over devices, and has to be gathered first{user_code(op.where)}"
+                )
+            step = mine[: len(outside_streams(mine)) + 1]
+            kept = tuple(step if p == position else _devices(c) for p, c in enumerate(want))
+            whole = copy_like(inp, out.mesh, kept)
+            gathered = op.map_values(lambda v, o=out, w=whole: w if v is o else v)
+            copy = LoadStoreOp(out, whole).replace(where=op.where)
+            fusion.replace_expr(op, [gathered, copy])
+            break
 
 
 def slice_operands(fusion: Fusion) -> None:

@@ -110,6 +110,26 @@ def summed_in_rotated_steps(fd: FusionDefinition) -> tuple[list[TensorView], Ten
     return [x], y
 
 
+def gathered_inside_of_steps(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([12], contiguity=True)
+    y = fd.ops.relu(x)
+    mesh = on_mesh([0, 1], x, y)
+    stream(x, 0, 3)
+    cut(mesh, x, 1)
+    return [x], y
+
+
+def written_in_steps_and_read_by_heads(
+    fd: FusionDefinition,
+) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([5, 3, 8], contiguity=True)
+    w = fd.define_tensor([8, 8], contiguity=True)
+    y = fd.ops.reshape(fd.ops.linear(x, w), [5, 3, 4, 2])
+    out = fd.ops.permute(y, [0, 2, 1, 3])
+    stream(out, 1)
+    return [x, w], out
+
+
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w.t()
 
@@ -125,6 +145,14 @@ CASES = {
     ),
     "an expanded tensor is gathered while streams are late": Case(
         gathered_expanded_weight, linear, ((2, 2), (2, 1)), ranks=(0, 1)
+    ),
+    "devices' blocks inside of steps are gathered": Case(
+        gathered_inside_of_steps, torch.relu, ((12,),), ranks=(0, 1)
+    ),
+    "columns written in steps and read by heads": Case(
+        written_in_steps_and_read_by_heads,
+        lambda x, w: linear(x, w).reshape(5, 3, 4, 2).permute(0, 2, 1, 3),
+        ((5, 3, 8), (8, 8)),
     ),
     "rows of matrices in a batch": batched_matmul((2, 3, 4, 5), (2, 3, 5, 6), 2),
     "columns of matrices in a batch": batched_matmul((2, 3, 4, 5), (2, 3, 5, 6), 3),
