@@ -1,0 +1,248 @@
+"""What the steps of a loop send and receive.
+
+collective      every step's block is shared by all devices of a team
+broadcast, ring, permutation    from devices to steps: a step brings one device's block
+reduction       from steps to devices: a step sums one device's block, there
+exchange        the same in a ring: a step sends one device its block, and receives one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fuser.errors import UnsupportedError, user_code
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.core import Op
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
+from fuser.passes.segment import Segment
+from hostir.effects import Stream
+from hostir.ops import (
+    NUMBER_OF_STREAMS,
+    Allocate,
+    IfThenElse,
+    LocalSlice,
+    SetCurrentStream,
+    Synchronize,
+)
+from hostir.slices import coordinate, dropped_axis, rank_at
+from hostir.step_parts import StepParts, stepping_axis
+from hostir.transfers import (
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+    StartCoalescing,
+    Wait,
+)
+from multidevice.communication import (
+    RED_OP_OF,
+    TeamOf,
+    communication_type,
+    is_device_to_stream,
+    is_exchange,
+    sliced_axis,
+    team_of,
+)
+from multidevice.streams import scatters_steps
+
+
+class StepTransfers(StepParts):
+    """Lowers the communications of one loop."""
+
+    def _communication(self, segment: Segment) -> None:
+        for op in segment.exprs:
+            assert isinstance(op, nodes.Reshard), f"{op.name} is no communication"
+            kind = communication_type(op)
+            if kind == "StepSlice":
+                self._parts[op.out] = self._slice(op.out, self._twin(op.inp))
+                self._sliced[op.out] = op.inp
+            elif kind == "LocalSlice":
+                inp = self._operand(op, 0)
+                out = self._result(op.out)
+                axis, gone = sliced_axis(op), dropped_axis(op.inp, inp.ndim)
+                axis -= gone is not None and gone < axis
+                one = LocalSlice(out, inp, axis=axis, ptype=op.ptypes[0])
+                self._steps.append(one.replace(where=op.where))
+            elif is_device_to_stream(op):
+                self._bring(op)
+            elif is_exchange(op):
+                self._exchange(op)
+            elif scatters_steps(op):
+                self._scatter(op)
+            else:
+                self._collective(op, self._operand(op, 0))
+
+    def _collective(self, op: nodes.Reshard, inp: TensorView) -> None:
+        out = self._result(op.out)
+        self._start(
+            op,
+            lambda number: Communication(
+                inp,
+                out,
+                number=number,
+                type=communication_type(op),
+                team=team_of(op),
+                red_op=RED_OP_OF[op.reduction] if op.reduction else "SUM",
+                backend=self._lowering.backend_name,
+            ),
+        )
+
+    def _scatter(self, op: nodes.Reshard) -> None:
+        """Reduce what this step has computed to the device that it is for."""
+        if self._lowering.params.offset_by_rank:
+            raise UnsupportedError(
+                f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
+                "offset_stream_indexing_by_rank: each step reduces a block to its device, so all "
+                "devices take the same step: leave the parameter off, or set a copy with the "
+                f"stream on the reduced axis and sum that{user_code(op.where)}"
+            )
+        assert op.reduction is not None
+        out = self._twin(op.out)
+        out.memory = MemoryType.global_
+        self._before.append(Allocate(out))
+        red_op = RED_OP_OF[op.reduction]
+        self._start(
+            op,
+            lambda number: Communication(
+                self._part(op.inp),
+                out,
+                root=self._index,
+                number=number,
+                type="Reduce",
+                team=team_of(op),
+                red_op=red_op,
+                backend=self._lowering.backend_name,
+            ),
+        )
+
+    def _bring(self, op: nodes.Reshard) -> None:
+        """Bring every device the block of the step's device."""
+        inp, out = self._twin(op.inp), self._result(op.out)
+        team, backend = team_of(op), self._lowering.backend_name
+        swizzle = self._axis_of(op).swizzle
+        if swizzle is not None:
+            here = coordinate(team.mesh, swizzle)
+            to = sc.mod(sc.sub(sc.add(self._count, here), self._index), self._count)
+            source = sc.mod(sc.add(here, self._index), self._count)
+            self._start(
+                op,
+                lambda number: CollectivePermute(
+                    inp, out, to, source, number=number, team=team, backend=backend
+                ),
+            )
+        elif self._offset:
+            self._receive_from_owner(op, inp, out, team)
+        else:
+            self._start(
+                op,
+                lambda number: Communication(
+                    inp,
+                    out,
+                    root=self._index,
+                    number=number,
+                    type="Broadcast",
+                    team=team,
+                    backend=backend,
+                ),
+            )
+        if self._lowering.params.inter_stream_synchronization:
+            self._let_next_stream_wait()
+
+    def _receive_from_owner(
+        self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
+    ) -> None:
+        """Send the own block to where this step wants it, and receive this step's from its owner.
+
+        The first step's block is the own one.
+        """
+        (ptype,) = team.ptypes
+        here, count = coordinate(team.mesh, ptype), self._count
+        to = sc.mod(sc.sub(sc.add(count, here), self._index), count)
+        own, copied = inp, list[Op]()
+        if out.ndim < inp.ndim:
+            own = self._element(inp, self._axis_of(op).position, copied)
+        copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
+        self._pass_on(op, inp, out, to=to, source=self._block_index, own=copied)
+
+    def _exchange(self, op: nodes.Reshard) -> None:
+        """Send what this step has computed to the device that it is for, and receive from another
+        what it has computed for this one.
+
+        The first step's block is the own one.
+        """
+        source, target = op.source, op.target
+        assert source is not None and target is not None, f"{op} exchanges no axes"
+        axis = stepping_axis(op.inp)
+        if not self._offset and axis.swizzle is None:
+            raise UnsupportedError(
+                f"set of {op.inp} to {op.out} without offset_stream_indexing_by_rank: each step "
+                "sends a block to one device and receives one from another, so every device begins "
+                "with its own block: set the parameter, or swizzle1d the operand's stream axis"
+                f"{user_code(op.where)}"
+            )
+        (ptype,) = team_of(op).ptypes
+        here, count = coordinate(team_of(op).mesh, ptype), self._count
+        owner = sc.mod(sc.add(here, self._index), count)
+        sender = sc.mod(sc.sub(sc.add(count, here), self._index), count)
+        inp, out = self._operand(op, 0), self._twin(op.out)
+        out.memory = MemoryType.global_
+        self._before.append(Allocate(out))
+        received = self._part_at(op.out, out, sender)
+        # Without the axes of one block, both sides have the same ones.
+        copied: list[Op] = []
+        mine, theirs = inp, received
+        drops = (axis.is_logical, stepping_axis(op.out).is_logical)
+        if drops != (True, True) or abs(source - target) != 1:
+            if drops[1]:
+                mine = self._element(mine, source - (drops[0] and target < source), copied)
+            if drops[0]:
+                theirs = self._element(theirs, target - (drops[1] and source < target), copied)
+        copied.append(nodes.LoadStoreOp(theirs, mine).replace(where=op.where))
+        self._pass_on(op, inp, received, to=owner, source=sender, own=copied)
+
+    def _pass_on(
+        self,
+        op: nodes.Reshard,
+        inp: TensorView,
+        out: TensorView,
+        *,
+        to: Scalar,
+        source: Scalar,
+        own: Sequence[Op],
+    ) -> None:
+        """Send `inp` to one member of the team and receive `out` from another; `own` is what is
+        done where that is this rank. Members are coordinates."""
+        team = team_of(op)
+        (ptype,) = team.ptypes
+        number, backend = self._lowering.next_number, self._lowering.backend_name
+        received, sent, both = number(), number(), number()
+        peers = rank_at(team.mesh, ptype, source), rank_at(team.mesh, ptype, to)
+        transfers = (
+            P2PCommunication(out, peers[0], number=received, type="recv", backend=backend),
+            P2PCommunication(inp, peers[1], number=sent, type="send", backend=backend),
+        )
+        ring = (
+            StartCoalescing(),
+            *(t.replace(where=op.where) for t in transfers),
+            EndCoalescing(number=both),
+            Wait(number=both),
+        )
+        here = coordinate(team.mesh, ptype)
+        self._steps.append(IfThenElse(sc.eq(to, here), then=tuple(own), orelse=ring))
+
+    def _let_next_stream_wait(self) -> None:
+        """Keep the next step's work from overtaking this step's transfer."""
+        following, mine = sc.add(self._index, 1), self._stream
+        ordered = (
+            SetCurrentStream(stream=Stream(following)),
+            Synchronize(stream=mine),
+            SetCurrentStream(stream=mine),
+        )
+        self._steps.append(IfThenElse(sc.lt(following, NUMBER_OF_STREAMS), then=ordered))
+
+    def _start(self, op: Op, make: Callable[[int], Op]) -> None:
+        number = self._lowering.next_number()
+        self._steps += [make(number).replace(where=op.where), Wait(number=number)]
