@@ -50,7 +50,7 @@ def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
     if len(steps) > 1 or not _is_regular(mesh, ptype, min(steps)):
         raise UnsupportedError(f"sends and receives along {ptype.text} of the irregular {mesh}")
     if mesh.ndim == 1:
-        return sc.add(sc.mul(place, min(steps)), min(mesh.devices))
+        return sc.add(sc.mul(place, min(steps)), ranks[0])
     return sc.add(RANK, sc.mul(sc.sub(place, here), min(steps)))
 
 

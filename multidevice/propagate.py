@@ -39,6 +39,7 @@ from multidevice.placement import (
     outside_streams,
     placement,
     spread_axes,
+    without_streams,
 )
 
 Direction = Literal["forward", "backward"]
@@ -283,6 +284,8 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
     have = placement(source, DEVICE_TYPES)[position]
     if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
         return False
+    if without_streams(placement(source)[position]) != have:
+        return False  # a device has blocks of several steps
     (device,), (stream,) = have, cuts
     is_stream = stream.ptype is ParallelType.stream and stream.swizzle in (None, device.ptype)
     return is_stream and (device.count, device.whole) == (stream.count, stream.whole)

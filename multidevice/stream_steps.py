@@ -146,14 +146,18 @@ def gather_in_steps(fusion: Fusion) -> None:
         for position, (mine, cuts) in enumerate(zip(have, want, strict=True)):
             if without_streams(mine) == _devices(mine) or _devices(mine) == _devices(cuts):
                 continue
-            if any(c.ptype is ParallelType.stream for c in cuts):
+            step = mine[: len(outside_streams(mine)) + 1]
+            if cuts[: len(step)] == step:
                 continue
-            if cuts or inp.mesh != out.mesh or any(without_streams(c) != _devices(c) for c in want):
+            if (
+                without_streams(cuts)
+                or inp.mesh != out.mesh
+                or any(without_streams(c) != _devices(c) for c in want)
+            ):
                 raise UnsupportedError(
                     f"{op.name} of {inp} -> {out}: of axis {position}, each step of a stream is "
                     f"spread over devices, and has to be gathered first{user_code(op.where)}"
                 )
-            step = mine[: len(outside_streams(mine)) + 1]
             kept = tuple(step if p == position else _devices(c) for p, c in enumerate(want))
             whole = copy_like(inp, out.mesh, kept)
             gathered = op.map_values(lambda v, o=out, w=whole: w if v is o else v)

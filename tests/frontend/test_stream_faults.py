@@ -119,6 +119,16 @@ def gathered_inside_of_steps(fd: FusionDefinition) -> tuple[list[TensorView], Te
     return [x], y
 
 
+def other_steps_of_what_lies_inside(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([8, 3], contiguity=True)
+    y = fd.ops.relu(x)
+    mesh = on_mesh([0, 1], x, y)
+    stream(x, 0, 2)
+    cut(mesh, x, 1)
+    stream(y, 0)
+    return [x], y
+
+
 def written_in_steps_and_read_by_heads(
     fd: FusionDefinition,
 ) -> tuple[list[TensorView], TensorView]:
@@ -148,6 +158,9 @@ CASES = {
     ),
     "devices' blocks inside of steps are gathered": Case(
         gathered_inside_of_steps, torch.relu, ((12,),), ranks=(0, 1)
+    ),
+    "devices' blocks inside of steps are gathered for other steps": Case(
+        other_steps_of_what_lies_inside, torch.relu, ((8, 3),), ranks=(0, 1)
     ),
     "columns written in steps and read by heads": Case(
         written_in_steps_and_read_by_heads,
