@@ -39,7 +39,7 @@
 //                FUSER_SIMD_MIN(x): the loop does x = fm_maximum(x, v) or fm_minimum (slow before and after the loop);
 //                several times faster for floating types: int nan = 0; FUSER_SIMD_MAX_NAN(x, nan) for (...)
 //                fm_max_step(x, nan, v); x = fm_nan_if(nan, x); and the same with MIN and fm_min_step.
-//                All but FUSER_UNROLL are nothing on the GPU
+//                All but the first two are nothing on the GPU
 // ----------------------------------------------------------------------------------------------------------------------
 #ifdef FUSER_SIMT
 #define FUSER_DEVICE static inline __attribute__((always_inline))
@@ -59,7 +59,8 @@
 #define FUSER_CONSTEXPR static __host__ __device__ constexpr
 #define FUSER_METHOD __device__ __forceinline__
 #define FUSER_UNROLL _Pragma("unroll")
-#define FUSER_SIMD
+// The CPU's loops: unrolling hundreds of iterations over a local array takes a GPU's compiler half a minute.
+#define FUSER_SIMD _Pragma("unroll 1")
 #define FUSER_SIMD_SUM(...)
 #define FUSER_SIMD_PROD(...)
 #define FUSER_SIMD_MAX(x)
