@@ -7,7 +7,7 @@ exchange blocks, and each device sums those that it received.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -42,6 +42,26 @@ class Form:
     rotated: bool = False
     params: LowerParams = DEFAULT
     dtype: DataType = DataType.Float
+
+
+def swizzled_exchange(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
+    """The executor's ring, with the rotation in the definition."""
+    a = fd.define_tensor([d, d, -1, -1], contiguity=True)
+    b = fd.define_tensor([d, 1, -1, -1], contiguity=True)
+    c = fd.ops.matmul(a, b)
+    parts = fd.ops.set(c)
+    y = fd.ops.sum(parts, [0])
+    fd.add_output(y)
+    for tv in (a, b, c, parts, y):
+        tv.set_device_mesh(DeviceMesh(range(d)))
+    for tv in (a, b, c):
+        tv.axis(0).parallelize(X)
+    c.swizzle1d(1, X)
+    c.axis(1).parallelize(STREAM)
+    parts.axis(0).parallelize(STREAM)
+    parts.axis(1).parallelize(X)
+    y.axis(1).parallelize(X)
+    return [a, b], y
 
 
 def row_parallel(*, swizzled: bool, columns: bool = False, bias: bool = False):
@@ -168,6 +188,11 @@ for _is_ring, _name in ((False, "reduce"), (True, "ring")):
         f"{_name}, executor": executor_form(_is_ring, (3, 5, 7), (3, 5, 7)),
         f"{_name}, executor, symbolic": executor_form(_is_ring, (-1, -1, -1), (1, 3, 2)),
     }
+# The executor's definitions, through `execute`.
+FORMS["reduce, executor, executed"] = replace(FORMS["reduce, executor"], params=DEFAULT)
+FORMS["ring, executor, executed"] = replace(
+    FORMS["ring, executor"], define=swizzled_exchange, params=DEFAULT
+)
 
 
 def run(form: Form, d: int, options: Sequence[Sequence[str]]) -> HostIrContainer:
