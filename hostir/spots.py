@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
@@ -69,10 +69,9 @@ class Shapes:
         return Spot(tv, (0,) * len(shape), shape, tuple(range(len(shape))), shape)
 
     def step(self, tv: TensorView, index: Scalar) -> Spot:
-        """Return all of a tensor of which a buffer holds the block of one step."""
+        """Return the part of a tensor that a buffer for the block of one step holds."""
         axis, chunks = stream_cut(tv)
-        block = self._part(self.spot(tv), Part(axis, index, chunks), _ignored)
-        return replace(block, starts=(0,) * len(block.starts))
+        return self._part(self.spot(tv), Part(axis, index, chunks), _ignored)
 
     def offsets(self, tv: TensorView) -> tuple[PerRank, ...]:
         """Return where, along each axis, the shards of the ranks begin."""

@@ -192,7 +192,7 @@ class StepParts:
         twin = self._twin(tv)
         twin.memory = MemoryType.global_
         if is_allocated_per_step(tv):
-            self._steps.append(Allocate(twin, stream_index=self._index))
+            self._steps.append(Allocate(twin, stream_index=self._which(tv)))
             return twin
         if self._takes_slots(tv):
             return self._slot(tv, twin)

@@ -17,6 +17,7 @@ from fuser.errors import UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.multidevice import Communicator, DeviceMesh, simulate
 from hostir.container import HostIrContainer, equal, walk
+from hostir.cross_rank import find_mismatches
 from hostir.findings import Finding, report
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
@@ -235,7 +236,8 @@ def test_each_step_computes_what_one_device_gets(name: str, d: int) -> None:
     assert equal(parse(program.full_text()), program)
     sent = [op for op in walk(program.ops) if isinstance(op, Communication | P2PCommunication)]
     assert [op.type for op in sent] == (["recv", "send"] if form.rotated else ["Reduce"])
-    for found in races(program):
+    values = {**symbol_values(program, {}), NUMBER_OF_STREAMS: 3}
+    for found in (*races(program), find_mismatches(program, values)):
         assert not found, report(program, found)
 
 
