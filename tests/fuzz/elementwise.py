@@ -144,10 +144,11 @@ _SIDES: dict[str, tuple[Callable[..., Tensor], ...]] = {
 
 
 def _zero_signs(row: Row, vals: Sequence[Val], out: Val) -> Val:
-    """Forget results that depend on the sign of a zero."""
+    """Forget results that depend on the sign of a zero, or of a NaN, which no op defines."""
     if not row.zero_sign:
         return out
-    at_zero = (vals[-1] if row.name not in ("atan2", "pow") else vals[0]).ref == 0
+    x = (vals[-1] if row.name not in ("atan2", "pow") else vals[0]).ref
+    at_zero = (x == 0) | x.isnan()
     if row.name == "atan2":
         at_zero = at_zero | (vals[1].ref == 0)
     at_zero = at_zero.expand(out.ref.shape)
