@@ -337,6 +337,31 @@ class _Walker:
             text = f"{op.type}{source} brings {inp.owner.label}{_range_text(a, n, i)} into "
             text += f"{out.owner.label}{_range_text(b, m, i)}, on {self._who(wrong)}"
             self._note(Finding(MISPLACED, text, ((site, ""),)))
+        elif op.type == "Allgather":
+            self._check_together(op, out, (b, m), teams, checked, site)
+        elif op.type in REDUCING:
+            self._check_together(op, inp, (a, n), teams, here, site)
+
+    def _check_together(
+        self,
+        op: Communication,
+        spot: Spot,
+        box: tuple[list[PerRank], list[PerRank]],
+        teams: Teams,
+        here: Array,
+        site: Site,
+    ) -> None:
+        """What a team gathers, or reduces, is one part of a whole, the same for all members."""
+        for x in (x for x in box[0] if isinstance(x, np.ndarray)):
+            by_team = x[teams.members]
+            differ = (by_team != by_team[:, :1]).any(1) & here[teams.members[:, 0]]
+            if differ.any():
+                i, *rest = teams.members[int(np.argmax(differ))].tolist()
+                k = next(k for k in rest if x[k] != x[i])
+                text = f"{op.type} of different parts: {spot.owner.label}{_range_text(*box, i)} on "
+                text += f"rank {self.ranks[i]}, {_range_text(*box, k)} on rank {self.ranks[k]}"
+                self._note(Finding(MISPLACED, text, ((site, ""),)))
+                return
 
     def _from(self, x: PerRank, root: PerRank, teams: Teams) -> PerRank:
         """Return the value of each rank's root."""

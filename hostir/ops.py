@@ -175,6 +175,8 @@ class LocalSlice(HostOp):
             raise VerifyError(f"LocalSlice: {self.out} has no {self.ptype.text} to slice along")
         if not 0 <= self.axis < self.inp.ndim:
             raise VerifyError(f"LocalSlice: axis {self.axis} of {self.inp}")
+        if self.inp.dtype() is not self.out.dtype():
+            raise VerifyError(f"LocalSlice: {self.inp} into {self.out}, which has another dtype")
 
 
 class HirAliasSelect(HostOp):

@@ -195,6 +195,8 @@ class CollectivePermute(StartsCommunication):
         for tv in (self.inp, self.out):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
+        if self.inp.dtype() is not self.out.dtype():
+            raise VerifyError(f"{self.name}: input {self.inp} and output {self.out}")
         for peer in map(sc.int_value, (self.send_peer, self.recv_peer)):
             if peer is not None and not 0 <= peer < self.team.size:
                 raise VerifyError(f"{self.name}: peer {peer} in a team of {self.team.size}")

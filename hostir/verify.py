@@ -14,6 +14,7 @@ from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text, program_symbols
 from fuser.ir.verify import domain_problem, verify_fusion
+from fuser.passes.segment import VIEW_OPS
 from hostir.container import HostIrContainer, walk
 from hostir.effects import (
     Captures,
@@ -39,9 +40,10 @@ from hostir.ops import (
     LaunchKernel,
     PostOnStream,
 )
+from hostir.rank_posts import ranks_text
 from hostir.slices import dropped_axis
 from hostir.storage import Storage
-from hostir.transfers import StartsCommunication, Wait
+from hostir.transfers import CollectivePermute, Communication, StartsCommunication, Wait
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
@@ -61,12 +63,18 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
         except FuserError as error:
             culprit = checker.at or op
             raise VerifyError(
-                f"after {after}: {culprit.name}: {error}\n{marked(program, i, culprit=culprit)}"
+                f"after {after}: {_of(culprit, error)}\n{marked(program, i, culprit=culprit)}"
             ) from None
     try:
         checker.finish()
     except FuserError as error:
         raise VerifyError(f"after {after}: {error}\n{program}") from None
+
+
+def _of(op: Op, error: FuserError) -> str:
+    """Return what is wrong, with the op's name in front once."""
+    head = f"{op.name}: "
+    return head + str(error).removeprefix(head)
 
 
 def marked(
@@ -183,8 +191,10 @@ class _Checker:
             self._launch(op)
         if isinstance(op, PostOnStream):
             self._post(op)
-        if isinstance(op, StartsCommunication) and op.number in self.twice:
-            raise VerifyError(f"there are two communications {op.number}")
+        if isinstance(op, StartsCommunication):
+            self._communication(op)
+        if isinstance(op, VIEW_OPS) and op.inp.dtype() is not op.out.dtype():
+            raise VerifyError(f"{op.inp} into {op.out}, which has another dtype")
         effects = effects_of(op, self.storage.buffered)
         for effect in effects:
             APPLY[type(effect)](self, effect)
@@ -265,6 +275,8 @@ class _Checker:
                 raise VerifyError(f"{alias.out} is an alias of {alias.into}, which is no input")
             if alias.out not in self.program.outputs:
                 raise VerifyError(f"{alias.out}, an alias of {alias.into}, is no output")
+            if alias.out.dtype() is not alias.into.dtype():
+                raise VerifyError(f"{alias.out} is an alias of {alias.into}, of another dtype")
         for tv in self.program.tensors():
             problem = domain_problem(tv.domain)
             if problem:
@@ -326,6 +338,8 @@ class _Checker:
             raise VerifyError(f"{source} is used before it is allocated")
         if self.storage.shown_by(out) is not source:
             raise VerifyError(f"{out} is a name of two tensors")
+        if out.dtype() is not source.dtype():
+            raise VerifyError(f"{out} is a name of {source}, which has another dtype")
         self.known.add(out)
 
     def _frees(self, effect: Frees) -> None:
@@ -403,6 +417,18 @@ class _Checker:
 
     def _nothing(self, effect: object) -> None:
         """Streams have no part in these rules."""
+
+    def _communication(self, op: StartsCommunication) -> None:
+        if op.number in self.twice:
+            raise VerifyError(f"there are two communications {op.number}")
+        if isinstance(op, Communication | CollectivePermute):
+            held = self.program.devices()
+            strange = [r for r in op.team.mesh.devices if r not in held]
+            if strange and held:
+                raise VerifyError(
+                    f"the team {op.team} names {ranks_text(strange)}, "
+                    f"the meshes of tensors have {ranks_text(held)}"
+                )
 
     def _launch(self, op: LaunchKernel) -> None:
         group = self.program.groups.get(op.group)

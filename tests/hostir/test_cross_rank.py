@@ -110,6 +110,12 @@ def in_branch(kind: type[Op], condition: Scalar) -> Edit:
     return edit
 
 
+def all_rotated(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
+    """Let each rank begin with the chunk of its own number: every slice, so that each fits."""
+    slices = [op for op in walk(hic.ops) if isinstance(op, HirAliasSelect)]
+    return {op: (op.replace(index=(op.index + RANK) % 5),) for op in slices}
+
+
 MUTANTS: dict[str, Mutant] = {
     "one root for all steps": Mutant(
         "broadcast_linear",
@@ -245,6 +251,21 @@ MUTANTS: dict[str, Mutant] = {
         ((COLLECTIVE, 0),),
         "into T3_g_float[1, 0:4, 0:2, 0:6]",
         shows=False,
+    ),
+    "a gather of another chunk on each rank": Mutant(
+        "allgather_linear",
+        all_rotated,
+        cross_rank.MISPLACED,
+        ((COLLECTIVE, 0),),
+        "Allgather of different parts: T3_g_float[0, 0:4, 0:2, 0:6] on rank 0, "
+        "[1, 0:4, 0:2, 0:6] on rank 1",
+    ),
+    "an allreduce of another chunk on each rank": Mutant(
+        "matmul_allreduce",
+        all_rotated,
+        cross_rank.MISPLACED,
+        ((COLLECTIVE, 0),),
+        "Allreduce of different parts",
     ),
     "a ring that forgets its rank": Mutant(
         "ring_linear",

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from fuser.errors import ParseError, VerifyError
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType
+from fuser.ir.types import ParallelType
+from hostir.cli import main
 from hostir.container import HostIrContainer
 from hostir.host_passes import run_passes
-from hostir.ops import Allocate, Deallocate, LaunchKernel
+from hostir.ops import Allocate, Deallocate, LaunchKernel, LocalSlice, ShardByStream
 from hostir.parse import parse
-from hostir.transfers import Communication, Wait
+from hostir.transfers import CollectivePermute, Communication, Wait
 from hostir.verify import verify
+from multidevice.communication import TeamOf
+from multidevice.mesh import DeviceMesh
 from tests.hostir.programs import CASES, build
 
 
@@ -129,6 +137,64 @@ def test_a_collective_over_one_rank_is_refused(program: HostIrContainer) -> None
     text = program.full_text().replace("team=(0 1)", "team=(0)")
     with pytest.raises(VerifyError, match="a team of 1 needs no communication"):
         verify(parse(text))
+
+
+def test_a_team_outside_of_the_meshes_is_found_on_its_line(
+    program: HostIrContainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "program.txt"
+    broken.write_text(program.full_text().replace("team=(0 1)", "team=(0 2)"))
+    for command in ("verify", "run"):
+        assert main([command, str(broken)]) == 1
+        shown = capsys.readouterr().err
+        assert "names rank 2, the meshes of tensors have ranks 0 1" in shown
+        assert re.search(r"^-> Communication 0 \(", shown, re.MULTILINE)
+        # The op's name stands in front once.
+        assert shown.count("Communication 0 (Allreduce): ") == 1
+
+
+def _dtypes(case: str) -> HostIrContainer:
+    """A program whose last op writes halves as floats, or names them so."""
+    hic = HostIrContainer()
+    with hic:
+        mesh = DeviceMesh([0, 1])
+        x = hic.input([4, 8], DataType.Half, mesh=mesh)
+        y = hic.tensor([4, 8], mesh=mesh)
+        if case == "set":
+            hic.append(Allocate(y), nodes.LoadStoreOp(y, x))
+        elif case == "select":
+            hic.select(x, 0, 0, hic.tensor([8], mesh=mesh))
+        elif case == "chunk":
+            y.outer_split(0, 2)
+            y.axis(0).parallelize(ParallelType.stream)
+            hic.append(ShardByStream(y, x, sc.ZERO))
+        elif case == "slice":
+            y.outer_split(0, 2)
+            y.axis(0).parallelize(ParallelType.mesh_x)
+            hic.append(Allocate(y), LocalSlice(y, x, axis=0, ptype=ParallelType.mesh_x))
+        else:
+            team = TeamOf(mesh, (ParallelType.mesh_x,))
+            one = sc.ONE
+            hic.append(Allocate(y), CollectivePermute(x, y, one, one, number=0, team=team))
+    return hic
+
+
+@pytest.mark.parametrize(
+    ("case", "op"),
+    {
+        "set": "set",
+        "select": "HirAliasSelect",
+        "chunk": "ShardByStream",
+        "slice": "LocalSlice",
+        "permute": "CollectivePermute 0",
+    }.items(),
+)
+def test_a_name_or_a_copy_has_the_dtype_of_its_buffer(case: str, op: str) -> None:
+    with pytest.raises(VerifyError, match=r"dtype|and output") as error:
+        verify(_dtypes(case))
+    assert f": {op}: " in str(error.value)
+    assert "T0_g___half" in str(error.value)
+    assert "-> " in str(error.value)
 
 
 def test_a_symbol_that_no_input_binds_is_found(program: HostIrContainer) -> None:
