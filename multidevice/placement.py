@@ -175,7 +175,7 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
     for cut in cuts:
         if cut.ptype.is_device or block is not None:
             size = sc.ONE if cut.whole else sc.ceildiv(extent, cut.count)
-            if not (cut.whole or cut.ptype.is_device):
+            if not (cut.whole or cut.ptype.is_device or sc.int_value(size) == 0):
                 full = sc.sub(sc.ceildiv(extent, size), sc.ONE)
                 rest = {"last": sc.sub(extent, sc.mul(size, full)), "empty": sc.ZERO}
                 size = rest.get(block or "first", size)

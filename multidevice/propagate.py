@@ -87,7 +87,7 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
         try:
             target = outermost_logical(out, root)
             if target is not None and target.number != root.number:
-                mine = _dividing(out, target, mine)
+                mine = _dividing(out, root, target, mine)
         except ShardingError:
             # What needs no step per block of the operand is computed in one step.
             if not all(c.ptype is ParallelType.stream for c in mine):
@@ -128,7 +128,7 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
             mine = tuple(replace(c, whole=False) for c in mine)
         # A partial sum has several device axes from one root axis; they nest in their order.
         joined = (*found.get(target.number, ()), *mine)
-        if not _is_one_cut(root, logical, joined) and not _divides(source, target, joined):
+        if not _is_one_cut(root, logical, joined) and not _divide(out, root, logical, joined):
             joined = outside_streams(joined)
             if not joined or not _divides(source, target, joined):
                 continue
@@ -143,7 +143,7 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
     if root is None:
         return False
     mine = cuts.get(logical.number, ())
-    return _is_one_cut(root, logical, mine) or _divides(tv, root, mine)
+    return _is_one_cut(root, logical, mine) or _divide(tv, root, logical, mine)
 
 
 def uncuttable_axes(op: TensorOp, ptypes: Collection[ParallelType]) -> set[int]:
@@ -184,12 +184,18 @@ def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
     return size is None or devices is None or size % devices == 0
 
 
-def _dividing(tv: TensorView, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Return the cuts, without a stream's that does not divide the axis; raises for devices."""
-    if _divides(tv, axis, cuts):
+def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
+    """Whether the cuts of a logical axis and those of the root axis that it is the outermost part
+    of, or the other way round, make the same blocks: ragged ones end elsewhere."""
+    return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
+
+
+def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
+    """Return the cuts, without a stream's that makes other blocks; raises for devices."""
+    if _divide(tv, root, axis, cuts):
         return cuts
     rest = outside_streams(cuts)
-    if rest == cuts or not _divides(tv, axis, rest):
+    if not _divides(tv, axis, rest):
         raise ShardingError(
             "Require the sharded ID to be divisible by the split factor: "
             f"{axis} of {tv} by {sc.product(c.count for c in cuts)}{user_code(tv.user_line())}"

@@ -199,6 +199,31 @@ def test_streamed_programs_are_right(name: str) -> None:
         world.run(body)
 
 
+@pytest.mark.parametrize("late", [(), ("late_stream(all)",)])
+@pytest.mark.parametrize(("shape", "count"), [([-1, -1], 3), ([0, 4], 3), ([0, 4], None)])
+def test_no_rows_in_steps(shape: list[int], count: int | None, late: Sequence[str]) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor(shape, contiguity=True)
+        y = fd.ops.sum(fd.ops.relu(x), 1, keepdim=True)
+        fd.add_output(y)
+        stream(y, 0, count)
+    for rows in (0, 8, 0) if shape[0] else (0,):
+        t = torch.linspace(-2, 2, rows * 4).reshape(rows, 4)
+        (got,) = fd.execute([t], _enable_options=late)
+        torch.testing.assert_close(got.double(), t.double().relu().sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("count", [3, None])
+def test_no_elements_in_steps_through_a_reshape(count: int | None) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([0, 4], contiguity=True)
+        y = fd.ops.reshape(fd.ops.relu(x), [0])
+        fd.add_output(y)
+        stream(y, 0, count)
+    (got,) = fd.execute([torch.ones(0, 4)])
+    assert got.shape == (0,)
+
+
 def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
     fusion = fd.fusion
     shards = [_shard(t, tv) for t, tv in zip(whole, fusion.inputs, strict=True)]

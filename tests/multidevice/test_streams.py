@@ -206,6 +206,40 @@ def test_what_cannot_be_computed_in_steps_is_refused(build: object, name: str) -
         shard_fusion(fusion)
 
 
+@pytest.mark.parametrize(
+    ("shape", "result", "count"),
+    [([2, 8], [2, 2, 4], 4), ([4, 12], [4, 3, 4], 2), ([2, 12], [2, 2, 6], 4)],
+)
+def test_blocks_of_a_reshape_that_its_operand_does_not_have_are_refused(
+    shape: list[int], result: list[int], count: int
+) -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": shape})["x"]
+        out = models.tensor(ops.reshape(ops.sin(x), result))
+        fusion.add_output(out)
+    stream(out, 1, count)
+    with pytest.raises(UnsupportedError, match=r"reshape.* cannot be computed in steps.*streamIdx"):
+        shard_fusion(fusion)
+
+
+def test_a_stream_that_was_not_asked_for_ends_at_a_reshape_that_makes_other_blocks() -> None:
+    """Empty steps behind blocks of one index are no blocks of the axis that the reshape splits."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        t = models.inputs({"x": [2, 3, 8], "w": [2, 4, 3]})
+        y = models.tensor(ops.reshape(ops.sin(t["x"]), [2, 3, 2, 4]))
+        heads = models.tensor(ops.permute(y, [0, 2, 1, 3]))
+        out = models.tensor(ops.matmul(heads, t["w"]))
+        fusion.add_output(out)
+    stream(t["w"], 0, 4)
+    x, w = (torch.randn(s, dtype=torch.float64) for s in ((2, 3, 8), (2, 4, 3)))
+    want = x.sin().reshape(2, 3, 2, 4).permute(0, 2, 1, 3) @ w
+    torch.testing.assert_close(run(fusion, [x, w]).outputs[0], want)
+    assert stream_axis(y) is None
+    assert stream_axis(out) == StreamAxis(1, stream_axis(out).count, is_logical=False)  # pyright: ignore
+
+
 def test_a_stream_that_was_not_asked_for_ends_at_what_cannot_be_computed_in_steps() -> None:
     fusion = Fusion()
     with FusionGuard(fusion):
