@@ -165,7 +165,7 @@ def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
             if difference is not None:
                 return Outcome("wrong", difference[0], f"call {m} {options}: {difference[1]}")
             is_new = case.program.streams and number < len(case.program.calls)
-            fault = fault_of(fd, before, 0) if is_new else None
+            fault = fault_of(fd, inputs, 0) if is_new else None
             if fault is not None:
                 return Outcome("wrong", fault.split()[0], fault)
             for out in case.program.outputs:

@@ -17,7 +17,17 @@ from tests.fuzz import oracle, single
 from tests.fuzz.campaign import Campaign, Failure, Tally
 from tests.fuzz.minimise import minimise
 from tests.fuzz.product import Mode
-from tests.fuzz.program import Output, Program, Ref, Stmt, TensorArg, TensorInput, plain_layout
+from tests.fuzz.program import (
+    Layout,
+    Output,
+    Program,
+    Ref,
+    Stmt,
+    Streaming,
+    TensorArg,
+    TensorInput,
+    plain_layout,
+)
 from tests.fuzz.runner import Case, run
 from tests.fuzz.standalone import standalone_text
 
@@ -103,6 +113,18 @@ def test_a_lost_update_is_found() -> None:
     assert run(case, Mode()).kind == "ok"
     case.expected[0]["t"] = case.expected[0]["x"]
     assert run(case, Mode()).kind == "wrong"
+
+
+def test_the_order_of_ops_is_checked_with_the_inputs_that_were_passed() -> None:
+    """Not with copies of them: those of an expanded tensor lie otherwise."""
+    layout = Layout((2, 1, 0), (0, 0, 0), expanded=(1,))
+    x = TensorInput("x", "Float", (-1, 6, 4), (False, None, False), (), layout)
+    stmt = Stmt(("t",), "relu", (Ref("x"),))
+    call = (TensorArg((2, 6, 4), 0, "normal", 1),)
+    steps = (Streaming("t", 2, 2),)
+    program = Program((x,), (stmt,), (Output("t"),), (call,), streams=steps)
+    outcome = run(Case.of(program), Mode())
+    assert outcome.kind == "ok", outcome
 
 
 def test_the_command_reports_and_exits(tmp_path: Path) -> None:
