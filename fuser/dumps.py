@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +69,13 @@ def write(dump: Dump, *, rank: int = 0) -> None:
     if folder is None:
         print(text, end="", flush=True)
     else:
-        _new_file(folder, dump, rank).write_text(text)
+        try:
+            _new_file(folder, dump, rank).write_text(text)
+        except OSError as error:
+            warnings.warn(
+                f"FUSER_DUMP_DIR: {dump.name} of {dump.of} could not be written: {error}",
+                stacklevel=2,
+            )
 
 
 def _new_file(folder: Path, dump: Dump, rank: int) -> Path:

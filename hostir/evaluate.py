@@ -20,6 +20,7 @@ from fuser.ir.dtypes import category, to_torch
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
+from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
 from hostir.arena import Arena
@@ -114,7 +115,13 @@ class HostIrEvaluator:
         self._number_of_streams = number_of_streams
         if isinstance(late_stream, str) and late_stream.isdigit():
             late_stream = int(late_stream)
+        is_number = isinstance(late_stream, int) and late_stream >= 0
+        if not is_number and late_stream not in (None, "all", "entry"):
+            raise ExecutionError(
+                f"late_stream={late_stream!r}: the number of a stream, 'entry' or 'all'"
+            )
         self._late = late_stream
+        self._late_lock = make_lock()
         # With streams held back, the run itself shows what is missing.
         self._is_checked = late_stream is None and _has_streams_or_ranks(program)
         self._streams: dict[torch.device, Streams] = {}
@@ -309,6 +316,13 @@ class HostIrEvaluator:
             )
 
     def _walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
+        if not frame.machine.streams.delays:
+            return self._walk_streams(frame, recorder)
+        # Work that is held back belongs to one run at a time.
+        with self._late_lock:
+            return self._walk_streams(frame, recorder)
+
+    def _walk_streams(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
         streams = frame.machine.streams
         entry = streams.current()
         frame.recorder = recorder

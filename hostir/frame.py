@@ -190,6 +190,8 @@ class Frame:
         """Return an output; a tensor of no elements for one that this rank holds no part of."""
         if not self.is_mine(tv):
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
+        if tv not in self.tensors:
+            raise ExecutionError(f"output {tv} has no buffer when the program ends")
         return self.tensors[tv].clone() if tv in self.storage.borrowed else self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:

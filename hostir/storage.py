@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from fuser.errors import VerifyError
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Makes, Part, Shows, effects_of
@@ -59,6 +60,14 @@ class Storage:
             if alias.out not in owners and alias.out not in shows:
                 shows[alias.out] = alias.into
         nothing: frozenset[TensorView] = frozenset()
+        for tv in shows:
+            seen = {tv}
+            shown = shows.get(tv)
+            while shown is not None:
+                if shown in seen:
+                    raise VerifyError(f"{tv} is a name of itself")
+                seen.add(shown)
+                shown = shows.get(shown)
         storage = Storage(program.tensors(), shows, parts, named, buffered, nothing, nothing)
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
         stated = inputs | {alias.out for alias in program.aliases}

@@ -16,13 +16,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from fuser.errors import CommunicationError, InputError, PeerError, ProgramMismatchError
+from fuser.errors import (
+    CommunicationError,
+    InputError,
+    PeerError,
+    ProgramMismatchError,
+    UnsupportedError,
+)
+from fuser.locks import make_reentrant_lock
 from multidevice.backends.protocol import Team
 from multidevice.page import LINE_NBYTES, LINE_WORDS
 from multidevice.waiting import Need, team_text
@@ -97,7 +105,11 @@ def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], 
 
     Whatever `prepare` raises on one rank, every rank raises before anything is communicated.
 
+    A rank's calls have an order, which the other ranks' calls must have, too. Two threads of one
+    rank have none: who finds another thread in a call raises, on all ranks, and so does that call.
+
     Raises:
+        UnsupportedError: another thread of this rank called meanwhile.
         Exception: what `prepare` or the run raised here.
         PeerError: another rank raised while it prepared; names rank, type and message.
         InputError: the local extents, or the numbers, that the ranks were given differ.
@@ -107,16 +119,45 @@ def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], 
     channel = communicator.channel(devices)
     if channel is None:
         return prepare()[2]()
+    turns = communicator.turns
+    if not turns.lock.acquire(blocking=False):
+        turns.latecomer = threading.current_thread().name
+        with turns.lock:
+            channel.refuse(_threads_error())
     try:
-        claim, numbers, run = prepare()
-    except BaseException as error:
-        channel.refuse(error)
-    channel.enter(claim, numbers)
-    try:
-        return run()
-    except BaseException as error:
-        channel.doubt(error)
-        raise
+        try:
+            claim, numbers, run = prepare()
+        except BaseException as error:
+            channel.refuse(error)
+        channel.enter(claim, numbers)
+        try:
+            result = run()
+            if turns.latecomer:
+                raise _threads_error(turns.latecomer)
+            return result
+        except BaseException as error:
+            turns.latecomer = ""
+            channel.doubt(error)
+            raise
+    finally:
+        turns.lock.release()
+
+
+class Turns:
+    """Whose turn it is among the threads of a rank, and who came while another had it."""
+
+    def __init__(self) -> None:
+        self.lock = make_reentrant_lock()
+        self.latecomer = ""
+
+
+def _threads_error(other: str = "") -> UnsupportedError:
+    mine = threading.current_thread().name
+    who = f"{mine} and {other}" if other else f"{mine} and another one"
+    return UnsupportedError(
+        f"two threads of one rank, {who}, called programs with a mesh at the same time: the ranks "
+        "could pair other calls with one another; call from one thread at a time"
+    )
 
 
 class Channel:

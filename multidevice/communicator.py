@@ -14,7 +14,7 @@ import torch
 from fuser import options
 from fuser.errors import CommunicationError, UnsupportedError
 from multidevice import early
-from multidevice.agreement import Channel
+from multidevice.agreement import Channel, Turns
 from multidevice.backends.protocol import Backend, Team
 from multidevice.control import Control, LocalControl
 from multidevice.faults import Guard
@@ -50,6 +50,8 @@ class Communicator:
         self._control = control
         self._make_backend = make_backend
         self._backends: dict[tuple[str, int], Backend] = {}
+        # Whose turn it is to call programs with a mesh.
+        self.turns = Turns()
         self._channels: dict[Team, Channel | None] = {}
 
     @classmethod

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import Reshard
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import DEVICE_TYPES
+from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.passes.separate_updates import write_instead
 from multidevice.communication import communicates
@@ -20,6 +20,7 @@ from multidevice.placement import (
     add_cuts,
     axis_cuts,
     copy_like,
+    is_plain_broadcast,
     placement,
     stream_axis_of,
     unparallelize,
@@ -65,6 +66,19 @@ def drop_unit_axes(fusion: Fusion) -> None:
         unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
 
 
+def drop_unit_streams(fusion: Fusion) -> None:
+    """Make stream axes serial that a broadcast axis is or is cut into: there is one step.
+
+    Extents of 1 become broadcasts when the fusion is concretized, after they were annotated.
+    """
+    for tv in fusion.tensors():
+        units = [a for a in tv.domain.loop if a.is_stream and is_plain_broadcast(a)]
+        for axis in units:
+            tv.parallelize_axis(axis, ParallelType.serial)
+        if units:
+            unparallelize(tv, lambda _: False)
+
+
 def place_updates(fusion: Fusion) -> None:
     """Give what is written into an input that input's placement, through a copy where it differs.
 
@@ -102,6 +116,7 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
         UnsupportedError: a communication that is not implemented, or a stream axis along which an
             op cannot be computed in steps.
     """
+    drop_unit_streams(fusion)
     if not (has_mesh(fusion) or has_streams(fusion)):
         return ShardingResult()
     check_annotations(fusion)

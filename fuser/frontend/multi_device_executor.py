@@ -16,10 +16,11 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import int_value
+from fuser.ir.scalar import Scalar, int_value
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
 from hostir.lower_params import LowerParams
+from multidevice.placement import axis_cuts
 from multidevice.shard import shard_for_rank
 
 
@@ -93,10 +94,23 @@ class MultiDeviceExecutor:
         size = 8
         for n in parts:
             size *= n
+        # A device axis that is a whole axis has the mesh's extent.
+        whole_axes = {
+            fusion.canonical(tv.domain.axes[number].size): cut.devices
+            for tv in fusion.tensors()
+            for number, cuts in axis_cuts(tv).items()
+            for cut in cuts
+            if cut.whole and cut.ptype.is_device
+        }
+
+        def extent(x: Scalar) -> int:
+            x = fusion.canonical(x)
+            return whole_axes.get(x) or int_value(x) or size
+
         samples: list[Argument] = []
         for value in fusion.inputs:
             if isinstance(value, TensorView):
-                shape = [int_value(fusion.canonical(x)) or size for x in value.shape()]
+                shape = [extent(x) for x in value.shape()]
                 whole = torch.empty(shape, device="meta")
                 rank = 0 if value.mesh is None else value.mesh.devices[0]
                 local = whole if value.mesh is None else shard_for_rank(whole, value, rank)
