@@ -143,6 +143,8 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
 
 
 def _checked(args: argparse.Namespace) -> HostIrContainer:
+    if args.streams < 1:
+        raise InputError(f"--streams {args.streams}: at least 1")
     program = read_program(args.file, number=args.program)
     program.check_full()
     verify(program, after=f"parsing {args.file}")

@@ -280,7 +280,16 @@ class HostIrContainer:
         *,
         name: str = "",
     ) -> Generator[Symbol]:
-        """Open a loop to append to; yields its index. `stop` may be an axis to run over."""
+        """Open a loop to append to; yields its index. `stop` may be an axis to run over.
+
+        Raises `ArgumentError` for a bound that is no integer and no scalar.
+        """
+        for what, given in (("stop", stop), ("start", start), ("step", step)):
+            is_number = isinstance(given, int) and not isinstance(given, bool)
+            if not is_number and not isinstance(given, Scalar | IterDomain):
+                raise ArgumentError(
+                    f"HostIrContainer.loop: {what}: expected an integer or a scalar, got {given!r}"
+                )
         axis = stop if isinstance(stop, IterDomain) else None
         end = stop.extent if isinstance(stop, IterDomain) else stop
         index = loop_index(name or f"i{self.values.next_scalar()}", start, end)

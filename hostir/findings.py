@@ -50,6 +50,17 @@ class Finding:
     def ops(self) -> tuple[Op, ...]:
         return tuple(site.op for site, _ in self.sites)
 
+    @property
+    def remedy(self) -> tuple[str, ...]:
+        """Which wait is missing, without the place; () where none is."""
+        who, before, rest = self.fix.partition(" before ")
+        return (who, rest.partition(": ")[2]) if before and "must wait for" in who else ()
+
+    def short(self, lines: Mapping[int, int]) -> str:
+        """Return the report in one line."""
+        numbers = dict.fromkeys(str(lines.get(id(site.op), 0)) for site, _ in self.sites)
+        return f"{self.kind}: {self.what} (line {', '.join(numbers)})"
+
     def text(self, lines: Mapping[int, int]) -> str:
         """Return the report; `lines` has the line of each op, by identity."""
         numbers = [f"line {lines.get(id(site.op), 0)}" for site, _ in self.sites]
@@ -84,12 +95,20 @@ def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
 
 
 def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
-    """Return the text of the findings, the first ones of many."""
-    found = list(findings)
+    """Return the text of the findings, the first ones of many; of those that one wait would mend
+    only the first one in full."""
+    alike: dict[object, list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault(finding.remedy or id(finding), []).append(finding)
     lines = line_numbers(program)
-    parts = [f.text(lines) for f in found[:MAX_SHOWN]]
-    if len(found) > MAX_SHOWN:
-        parts.append(f"and {len(found) - MAX_SHOWN} more")
+    parts: list[str] = []
+    for first, *others in list(alike.values())[:MAX_SHOWN]:
+        parts.append(first.text(lines))
+        if others:
+            parts.append("  for want of such a wait also:")
+            parts += [f"    {f.short(lines)}" for f in others]
+    if len(alike) > MAX_SHOWN:
+        parts.append(f"and {len(alike) - MAX_SHOWN} more")
     return "\n".join(parts)
 
 

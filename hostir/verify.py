@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from fuser.errors import FuserError, VerifyError
@@ -162,8 +163,8 @@ class _Checker:
     loops: list[tuple[set[TensorView], set[int]]] = field(
         default_factory=list[tuple[set[TensorView], set[int]]]
     )
-    # The names of the open loops' indices.
-    indices: list[str] = field(default_factory=list[str])
+    # The open loops' indices.
+    indices: list[Symbol] = field(default_factory=list[Symbol])
     seen: set[int] = field(default_factory=set[int])
     at: Op | None = None
 
@@ -178,7 +179,7 @@ class _Checker:
         self.bound |= {s for s, _ in self.program.values.equal_extents()}
         self.names = {s.name for s in self.bound if isinstance(s, Symbol)}
         ops = list(walk(self.program.ops))
-        self.bound |= {op.index for op in ops if isinstance(op, ForLoop)}
+        self.loop_indices = {op.index for op in ops if isinstance(op, ForLoop)}
         started = [op.number for op in ops if isinstance(op, StartsCommunication)]
         self.twice = {n for n in started if started.count(n) > 1}
         self.awaited = {op.number for op in ops if isinstance(op, Wait)}
@@ -187,6 +188,7 @@ class _Checker:
         self.at = op
         if not isinstance(op, TensorOp | HostOp):
             raise VerifyError("this op cannot stand in a host program")
+        self._symbols(op)
         if isinstance(op, LaunchKernel):
             self._launch(op)
         if isinstance(op, PostOnStream):
@@ -208,6 +210,25 @@ class _Checker:
         elif isinstance(op, IfThenElse):
             self._branch(op)
 
+    def _symbols(self, op: Op) -> None:
+        """Require that inputs, or loops that are open, bind the symbols that an op names."""
+        for value in (*op.inputs, *op.scalars):
+            if isinstance(value, Scalar):
+                self._bound(symbols(value), self.indices)
+            else:
+                self._bound((s for x in value.shape() for s in symbols(x)), self.loop_indices)
+
+    def _bound(self, found: Iterable[Symbol], indices: Collection[Symbol]) -> None:
+        for symbol in found:
+            if symbol in self.bound or symbol in indices:
+                continue
+            known = sorted({*self.names, *(i.name for i in indices)})
+            near = get_close_matches(symbol.name, known, n=1)
+            is_index = symbol.name in {i.name for i in self.loop_indices}
+            outside = " outside of its loop" if is_index else ""
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise VerifyError(f"no input binds {symbol}{outside}{advice}")
+
     # ------------------------------------------------------------ regions
     def _loop(self, op: ForLoop) -> None:
         inside = list(walk(op.body))
@@ -218,10 +239,10 @@ class _Checker:
             if isinstance(e, Makes)
         } | {o for x in inside for o in x.outputs if o in self.storage.shows}
         numbers = {o.number for o in inside if isinstance(o, StartsCommunication)}
-        if op.index.name in (*self.names, *self.indices):
+        if op.index.name in (*self.names, *(i.name for i in self.indices)):
             # Their text would not tell which of them an index inside means.
             raise VerifyError(f"FOR {op.index} inside of a loop or a program with an {op.index}")
-        self.indices.append(op.index.name)
+        self.indices.append(op.index)
         self.loops.append((makes, numbers))
         for inner in op.body:
             self.check(inner)
@@ -288,9 +309,7 @@ class _Checker:
             used += program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
         for number, unit in self.program.units.items():
             verify_fusion(unit, after=f"adding host unit {number}")
-        unbound = [s for s in dict.fromkeys(used) if s not in self.bound]
-        if unbound:
-            raise VerifyError(f"no input binds {', '.join(map(str, unbound))}")
+        self._bound(dict.fromkeys(used), self.loop_indices)
         if self.freed:
             owners = (t for t in self.storage.tensors if t not in self.storage.shows)
             kept = [t for t in owners if t in self.known - self.freed]

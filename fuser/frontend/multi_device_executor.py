@@ -7,12 +7,13 @@ carry out stand in the program as themselves, and a stream axis is a logical axi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import Enum
 
 import torch
 
-from fuser.errors import UnsupportedError, user_code
+from fuser.errors import ArgumentError, DefinitionError, UnsupportedError, user_code
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
@@ -38,6 +39,9 @@ class MultiDeviceExecutorParams:
 
     `use_allocation_cache` changes nothing here: buffers inside of a program are reused from run to
     run anyway, and what a caller gets is never overwritten.
+
+    Raises `ArgumentError` for a parameter that does not exist, or is of another type, and
+    `DefinitionError` for fewer than one stream.
     """
 
     backend_type: CommunicatorBackend = CommunicatorBackend.nccl
@@ -45,6 +49,30 @@ class MultiDeviceExecutorParams:
     use_allocation_cache: bool = False
     offset_stream_indexing_by_rank: bool = False
     inter_stream_synchronization: bool = False
+
+    def __new__(cls, *_: object, **named: object) -> MultiDeviceExecutorParams:
+        known = [f.name for f in fields(cls)]
+        for name in named:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise ArgumentError(f"MultiDeviceExecutorParams: there is no {name}; {advice}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ArgumentError` or `DefinitionError` for a value that nothing can run with."""
+        streams: object = self.number_of_streams
+        if not isinstance(streams, int) or isinstance(streams, bool):
+            raise ArgumentError(
+                f"MultiDeviceExecutorParams: number_of_streams={streams!r}: expected an integer"
+            )
+        if streams < 1:
+            raise DefinitionError(
+                f"MultiDeviceExecutorParams: number_of_streams={streams}: at least 1"
+            )
 
     def lower_params(self) -> LowerParams:
         return LowerParams(
@@ -67,6 +95,7 @@ class MultiDeviceExecutor:
 
     def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None) -> None:
         params = params or MultiDeviceExecutorParams()
+        params.check()
         if params.backend_type is not CommunicatorBackend.nccl:
             raise UnsupportedError(
                 f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not there yet: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 
 from fuser.errors import FuserError, ParseError
 from fuser.ir import nodes, tokens
@@ -344,7 +345,7 @@ class Parser:
         c = self.cursor
         c.skip()
         start, key = c.pos, key_of(c.text, c.pos)
-        furthest = (start - 1, c.fail(f"unknown op {key}"))
+        furthest = (start - 1, self._unknown(key, start))
         # A first operand that is a literal (`double(3)`) looks like a call, too.
         bucket = "" if tokens.LITERAL.match(f"{key}(0)") else key
         for template in self.templates.get(bucket, ()):
@@ -359,6 +360,12 @@ class Parser:
                 if at > furthest[0]:
                     furthest = (at, error)
         raise furthest[1]
+
+    def _unknown(self, key: str, start: int) -> ParseError:
+        near = get_close_matches(key, [k for k in self.templates if k], n=1)
+        advice = f"; did you mean {near[0]}?" if near else ""
+        at = self.cursor.text.find(key, start)
+        return self.cursor.fail(f"unknown op {key}{advice}", max(at, start))
 
     def _fill(self, template: Template, start: int) -> Op:
         if "region" not in template.kinds.values():

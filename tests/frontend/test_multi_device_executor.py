@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.errors import PeerError, UnsupportedError
+from fuser.errors import ArgumentError, DefinitionError, PeerError, UnsupportedError
+from fuser.ir.fusion import Fusion
 from fuser.multidevice import (
     CommunicatorBackend,
     DeviceMesh,
@@ -321,6 +322,20 @@ def test_a_backend_that_is_not_there_is_refused() -> None:
     params = MultiDeviceExecutorParams(backend_type=CommunicatorBackend.cuda)
     with pytest.raises(UnsupportedError, match="backend_type=cuda"):
         MultiDeviceExecutor(fd.fusion, params)
+
+
+def test_wrong_parameters_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ArgumentError, match=r"no number_of_stream; did you mean number_of_streams"):
+        MultiDeviceExecutorParams(number_of_stream=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ArgumentError, match=r"number_of_streams='2': expected an integer"):
+        MultiDeviceExecutorParams(number_of_streams="2")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DefinitionError, match=r"number_of_streams=0: at least 1"):
+        MultiDeviceExecutorParams(number_of_streams=0)
+    params = MultiDeviceExecutorParams(number_of_streams=2)
+    assert replace(params, number_of_streams=3).number_of_streams == 3
+    params.number_of_streams = 0
+    with pytest.raises(DefinitionError, match=r"number_of_streams=0: at least 1"):
+        MultiDeviceExecutor(Fusion(), params)
 
 
 def test_a_wrong_input_is_an_error_on_every_rank_and_the_next_run_is_right() -> None:

@@ -64,6 +64,8 @@ def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     wrong = edited(tmp_path, "  Wait(Communication 0)\n", "")
     assert main(["verify", wrong]) == 1
     assert "is used before Wait(Communication 0)" in capsys.readouterr().err
+    assert main(["verify", str(file), "--streams", "0"]) == 1
+    assert "InputError: --streams 0: at least 1" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ run

@@ -317,6 +317,17 @@ def test_reports_name_lines_streams_and_the_missing_wait() -> None:
     ) in text
 
 
+def test_findings_of_one_missing_wait_are_reported_together() -> None:
+    hic = PROGRAMS["allgather_linear"].build()
+    hic = edited(hic, {nth(hic, JOIN, 0): ()})
+    found = races("allgather_linear", hic)
+    assert len(found) > 2
+    text = report(hic, found)
+    assert text.count("Synchronize(Stream S0) is missing") == 1
+    # Each is there, the others in a line.
+    assert all(f.what in text for f in found)
+
+
 def test_the_users_line_is_named() -> None:
     case = PROGRAMS["single_set"]
     hic = case.build()

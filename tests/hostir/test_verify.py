@@ -204,6 +204,38 @@ def test_a_symbol_that_no_input_binds_is_found(program: HostIrContainer) -> None
         verify(parse(text))
 
 
+@pytest.mark.parametrize(
+    ("spelled", "says"),
+    [
+        ("numberOfStrems", "no input binds numberOfStrems; did you mean numberOfStreams?"),
+        ("steps", "no input binds steps; did you mean step?"),
+        ("i77", "no input binds i77"),
+        ("other", "no input binds other outside of its loop"),
+    ],
+)
+def test_an_unbound_name_in_an_op_is_marked_with_a_suggestion(spelled: str, says: str) -> None:
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([4, 8])
+        with hic.loop(4, name="other"):
+            pass
+        with hic.loop(4, name="step") as step:
+            hic.select(x, 0, step)
+    text = hic.full_text().replace("index = step ", f"index = {spelled} ")
+    with pytest.raises(VerifyError) as error:
+        verify(parse(text))
+    assert f"HirAliasSelect: {says}\n" in str(error.value)
+    assert re.search(rf"^-> .*index = {spelled} ", str(error.value), re.MULTILINE)
+
+
+def test_an_unknown_op_is_marked_with_a_suggestion(program: HostIrContainer) -> None:
+    text = str(program).replace("= linear(", "= liner(", 1)
+    with pytest.raises(ParseError, match="unknown op liner; did you mean linear") as error:
+        parse(text)
+    line, caret = str(error.value).splitlines()[-2:]
+    assert line[caret.index("^") :].startswith("liner(")
+
+
 def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> None:
     def break_it(p: HostIrContainer) -> HostIrContainer:
         return _moved(p, Deallocate, -1)
