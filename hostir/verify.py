@@ -51,11 +51,13 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
     """Raise `VerifyError` naming `after`, the rule and the op, with a mark on its line.
 
     Checked, in regions too: one buffer per tensor (an allocation, a name of another's, or a
-    declared alias); a tensor is written before it is read, and used neither before its allocation
-    nor after its Deallocate, which a loop does only to what it allocated; every buffer that is not
-    the caller's is deallocated exactly once if any is; every communication has a Wait, later, and
-    its buffers are left alone until then; kernel groups exist and agree with their launches;
-    domains are well-formed. Streams are `hostir.race`'s matter.
+    declared alias), of its dtype; a tensor is written before it is read (by any step of the loop,
+    where a branch in it reads), and used neither before its allocation nor after its Deallocate,
+    which a loop does only to what it allocated; every buffer that is not the caller's is
+    deallocated exactly once if any is; every communication has a Wait, later, its buffers are left
+    alone until then, and its team is in the meshes; kernel groups exist and agree with their
+    launches; inputs and open loops bind every symbol; domains are well-formed. Streams are
+    `hostir.race`'s matter.
     """
     checker = _Checker(program, Storage.of(program))
     for i, op in enumerate(program.ops):
@@ -149,6 +151,18 @@ class _Flight:
 
 
 @dataclass
+class _Steps:
+    """An open loop."""
+
+    # What it allocates.
+    makes: set[TensorView]
+    # The communications that its earlier steps may have started.
+    numbers: set[int]
+    # The owners of buffers that live longer than a step, which earlier steps may have written.
+    writes: set[TensorView]
+
+
+@dataclass
 class _Checker:
     program: HostIrContainer
     storage: Storage
@@ -159,10 +173,9 @@ class _Checker:
     # By number: communications that no Wait has met yet.
     in_flight: dict[int, _Flight] = field(default_factory=dict[int, _Flight])
     group: list[_Flight] | None = None
-    # What each open loop allocates, and the numbers that its earlier steps may have started.
-    loops: list[tuple[set[TensorView], set[int]]] = field(
-        default_factory=list[tuple[set[TensorView], set[int]]]
-    )
+    loops: list[_Steps] = field(default_factory=list["_Steps"])
+    # How many loops are open around the innermost branch: not every step of theirs comes there.
+    depth: int = 0
     # The open loops' indices.
     indices: list[Symbol] = field(default_factory=list[Symbol])
     seen: set[int] = field(default_factory=set[int])
@@ -239,11 +252,17 @@ class _Checker:
             if isinstance(e, Makes)
         } | {o for x in inside for o in x.outputs if o in self.storage.shows}
         numbers = {o.number for o in inside if isinstance(o, StartsCommunication)}
+        writes = {
+            self.storage.root(e.tensor)
+            for o in inside
+            for e in effects_of(o, self.storage.buffered)
+            if isinstance(e, Writes)
+        }
         if op.index.name in (*self.names, *(i.name for i in self.indices)):
             # Their text would not tell which of them an index inside means.
             raise VerifyError(f"FOR {op.index} inside of a loop or a program with an {op.index}")
         self.indices.append(op.index)
-        self.loops.append((makes, numbers))
+        self.loops.append(_Steps(makes, numbers, writes - makes))
         for inner in op.body:
             self.check(inner)
         self.indices.pop()
@@ -252,7 +271,7 @@ class _Checker:
     def _branch(self, op: IfThenElse) -> None:
         ends: list[_Checker] = []
         for region in op.regions:
-            branch = replace(self, **self._state())
+            branch = replace(self, **self._state(), depth=len(self.loops))
             for inner in region:
                 self.at = inner
                 branch.check(inner)
@@ -326,7 +345,10 @@ class _Checker:
         self._alive(tv)
         if tv not in self.known:
             raise VerifyError(f"{tv} is used before it is allocated")
-        if self.storage.root(tv) not in self.written:
+        owner = self.storage.root(tv)
+        # In a branch it may be what an earlier step wrote: `hostir.race` unrolls the steps.
+        carried = any(owner in loop.writes for loop in self.loops[: self.depth])
+        if owner not in self.written and not carried:
             raise VerifyError(f"{tv} is read before it is written")
         self._not_in_flight(tv, is_write=False)
 
@@ -367,7 +389,7 @@ class _Checker:
             raise VerifyError(f"{tv} was never allocated")
         if tv in self.freed:
             raise VerifyError(f"{tv} is deallocated twice")
-        if any(tv not in makes for makes, _ in self.loops):
+        if any(tv not in loop.makes for loop in self.loops):
             raise VerifyError(f"{tv} is deallocated in a loop, but was made outside of it")
         if self.storage.escapes(tv):
             raise VerifyError(
@@ -428,7 +450,7 @@ class _Checker:
         number = effect.number
         if self.in_flight.pop(number, None) is not None:
             return
-        if any(number in numbers for _, numbers in self.loops):
+        if any(number in loop.numbers for loop in self.loops):
             return  # that of the step before
         if number not in self.seen:
             raise VerifyError(f"no communication {number} was started before")

@@ -6,17 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from fuser.errors import ParseError, VerifyError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.types import ParallelType
+from hostir import RANK, eq
 from hostir.cli import main
 from hostir.container import HostIrContainer
 from hostir.host_passes import run_passes
 from hostir.ops import Allocate, Deallocate, LaunchKernel, LocalSlice, ShardByStream
 from hostir.parse import parse
+from hostir.ranks import run_simulated
 from hostir.transfers import CollectivePermute, Communication, Wait
 from hostir.verify import verify
 from multidevice.communication import TeamOf
@@ -234,6 +237,58 @@ def test_an_unknown_op_is_marked_with_a_suggestion(program: HostIrContainer) -> 
         parse(text)
     line, caret = str(error.value).splitlines()[-2:]
     assert line[caret.index("^") :].startswith("liner(")
+
+
+def _passed_on(first: int) -> HostIrContainer:
+    """A ring: step `first` copies the own slot, every other one gets the next slot from the next
+    rank, which has had it since the step before."""
+    d, mesh, hic = 4, DeviceMesh(range(4)), HostIrContainer()
+    team = TeamOf(mesh, (ParallelType.mesh_x,))
+    with hic:
+        x = hic.input([d, 3], mesh=mesh)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+        y = hic.tensor([d, 3], mesh=mesh)
+        hic.append(Allocate(y))
+        with hic.loop(d) as i:
+            slot = hic.select(y, 0, (RANK + i) % d)
+            with hic.branch(eq(i, first)):
+                own = hic.select(x, 0, 0)
+                hic.append(nodes.LoadStoreOp(hic.select(y, 0, RANK), own))
+            with hic.otherwise():
+                before = hic.select(y, 0, (RANK + i - 1) % d)
+                to, source = (RANK + d - 1) % d, (RANK + 1) % d
+                hic.append(CollectivePermute(before, slot, to, source, number=0, team=team))
+                hic.append(Wait(0))
+        hic.add_output(y)
+    return hic
+
+
+def test_a_branch_reads_what_an_earlier_step_wrote() -> None:
+    program = _passed_on(first=0)
+    verify(program)
+    x = torch.arange(12.0).reshape(4, 3)
+    for (out,) in run_simulated(program, [x], ranks=4):
+        torch.testing.assert_close(out, x)
+
+
+def test_a_branch_that_reads_before_any_step_has_written_is_found_before_the_run() -> None:
+    program = _passed_on(first=3)
+    verify(program)
+    with pytest.raises(VerifyError, match="is read before it is written"):
+        run_simulated(program, [torch.zeros(4, 3)], ranks=4)
+
+
+def test_a_step_that_reads_before_it_writes_is_found() -> None:
+    hic = HostIrContainer()
+    with hic:
+        y = hic.tensor([4, 8])
+        hic.append(Allocate(y))
+        with hic.loop(4) as i:
+            other = hic.select(y, 0, (i + 1) % 4)
+            hic.append(nodes.LoadStoreOp(hic.select(y, 0, i), other))
+        hic.add_output(y)
+    with pytest.raises(VerifyError, match=r"set: T.* is read before it is written"):
+        verify(hic)
 
 
 def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> None:
