@@ -13,6 +13,7 @@ from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.nodes import TensorOp
 from fuser.ir.path import SizeRules, forward, indices_forward, replay
 from fuser.ir.scalar import Scalar
+from fuser.ir.scalar_nodes import postorder
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from multidevice.placement import is_plain_broadcast, sharded_axis
@@ -43,7 +44,9 @@ class Comparison:
     def differs(self, ptypes: Collection[ParallelType]) -> bool:
         for ptype in ptypes:
             p, c = self.producer.index_of(ptype), self.consumer.index_of(ptype)
-            if (p is None) != (c is None) or p != c:
+            if p == c:
+                continue
+            if p is None or c is None or _as_digits(p) != _as_digits(c):
                 return True
         return False
 
@@ -108,6 +111,31 @@ class Comparison:
             rest, c = rest // common, c // common
         if rest > 1:
             self._divisible[symbol] = sc.mul(rest, part)
+
+
+def _as_digits(x: Scalar) -> Scalar:
+    """Return `x` with each quotient of a remainder as the remainder of a quotient.
+
+    (i % 4) / 2  ->  (i / 2) % 2
+    Cuts inside of cuts are the former before a reshape, the latter behind it.
+    """
+    done: dict[Scalar, Scalar] = {}
+    for y in postorder(x, done.__contains__):
+        done[y] = _digit(sc.substitute(y, done))
+    return done[x]
+
+
+def _digit(x: Scalar) -> Scalar:
+    """Return (i % n) / d, where d divides n and nothing is negative, as (i / d) % (n / d)."""
+    if not isinstance(x, sc.Apply) or x.op not in ("/", "floorDiv"):
+        return x
+    inner, d = x.args
+    if not isinstance(inner, sc.Apply) or inner.op not in ("%", "floorMod"):
+        return x
+    i, n = inner.args
+    if not all(map(sc.is_nonnegative, (i, n, d))) or sc.int_value(sc.mod(n, d)) != 0:
+        return x
+    return sc.mod(sc.floordiv(i, d), sc.floordiv(n, d))
 
 
 class _View:

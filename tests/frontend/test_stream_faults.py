@@ -140,6 +140,20 @@ def written_in_steps_and_read_by_heads(
     return [x, w], out
 
 
+def reshaped_inside_of_devices_blocks(
+    fd: FusionDefinition,
+) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([2, 3, 8], contiguity=True)
+    w = fd.define_tensor([8, 8], contiguity=True)
+    y = fd.ops.reshape(fd.ops.linear(x, w), [2, 3, 4, 2])
+    out = fd.ops.relu(fd.ops.permute(y, [0, 2, 1, 3]))
+    mesh = on_mesh([0, 1], x, w, out)
+    cut(mesh, w, 0)
+    stream(w, 1, 2)
+    cut(mesh, out, 1)
+    return [x, w], out
+
+
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w.t()
 
@@ -166,6 +180,12 @@ CASES = {
         written_in_steps_and_read_by_heads,
         lambda x, w: linear(x, w).reshape(5, 3, 4, 2).permute(0, 2, 1, 3),
         ((5, 3, 8), (8, 8)),
+    ),
+    "blocks of devices' blocks are reshaped": Case(
+        reshaped_inside_of_devices_blocks,
+        lambda x, w: linear(x, w).reshape(2, 3, 4, 2).permute(0, 2, 1, 3).relu(),
+        ((2, 3, 8), (8, 8)),
+        ranks=(0, 1),
     ),
     "rows of matrices in a batch": batched_matmul((2, 3, 4, 5), (2, 3, 5, 6), 2),
     "columns of matrices in a batch": batched_matmul((2, 3, 4, 5), (2, 3, 5, 6), 3),
