@@ -1,5 +1,8 @@
 """What is checked once, before a new program runs."""
 
+# Host programs by hand take plain numbers where a Scalar is declared.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import resource

@@ -1,5 +1,8 @@
 """What ranks do to each other: correct programs match, and each broken one is reported."""
 
+# Host programs by hand take plain numbers where a Scalar is declared.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import resource

@@ -1,5 +1,8 @@
 """Happens-before over streams: correct programs are clean, and each broken one is reported."""
 
+# Host programs by hand take plain numbers where a Scalar is declared.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

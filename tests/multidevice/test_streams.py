@@ -480,11 +480,13 @@ def test_a_reduce_scatter_of_which_a_step_is_one_devices_part(d: int, rotated: b
     linear = next(op for op in fusion.exprs if isinstance(op, LinearOp))
     if rotated:
         sent = next(op for op in fusion.exprs if is_exchange(op))
+        assert isinstance(sent, Reshard)
         assert communication_type(sent) == "AllToAll"
         (summed,) = fusion.uses(sent.out_tensor)
         assert found.loop_of(summed) is None
     else:
         sent = next(op for op in fusion.exprs if scatters_steps(op))
+        assert isinstance(sent, Reshard)
         assert communication_type(sent) == "ReduceScatter"
     assert found.loop_of(sent) == found.loop_of(linear) is not None
     assert is_allocated_per_step(linear.out_tensor)
