@@ -30,14 +30,18 @@ class Comparison:
             for p, c in mapped_axes(op, operand_index, consumer)
             if not is_plain_broadcast(p) and not is_plain_broadcast(c)
         ]
+        self._sums: dict[Scalar, Scalar] = {}
         self._divisible: dict[Scalar, Scalar] = {}
         self._collect_divisible(consumer)
         self._collect_divisible(producer)
         shared = {c.number: self._index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)}
-        domain = self._domain(consumer, {})
+        sizes = {a.number: self.rewrite(a.size) for a in consumer.domain.maybe_root}
+        domain = self._domain(consumer, sizes)
         self.consumer = _View(consumer, consumer.domain.maybe_root, shared, domain, self)
         # Mapped axes have one size, however the two tensors write it.
-        domain = self._domain(producer, {p.number: self.rewrite(c.size) for p, c in pairs})
+        sizes = {a.number: self.rewrite(a.size) for a in producer.domain.no_reductions}
+        sizes |= {p.number: self.rewrite(c.size) for p, c in pairs}
+        domain = self._domain(producer, sizes)
         shared = {p.number: shared[c.number] for p, c in pairs}
         self.producer = _View(producer, producer.domain.no_reductions, shared, domain, self)
 
@@ -51,8 +55,14 @@ class Comparison:
         return False
 
     def rewrite(self, x: Scalar) -> Scalar:
-        """Write an extent over class representatives and the factors known to divide them."""
+        """Write an extent over class representatives and the factors known to divide them.
+
+        A sum (what a pad or a cat makes) is one name: its multiples would be written as sums too,
+        in which nobody sees the factor.
+        """
         x = self._fusion.canonical(x)
+        if isinstance(x, sc.Poly) and len(x.terms) > 1:
+            x = self._sums.setdefault(x, sc.name_for(f"s{len(self._sums)}", x))
         while True:
             found: dict[Scalar, Scalar] = {
                 s: self._divisible[s] for s in sc.symbols(x) if s in self._divisible
@@ -71,7 +81,7 @@ class Comparison:
         return self._index(f"u{number}", extent)
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
-        """Return the domain over rewritten extents; `sizes` gives those of some source axes."""
+        """Return the domain over rewritten extents; `sizes` gives those of the source axes."""
         sizes = replay(forward(tv.domain.transforms), sizes, SizeRules(self.rewrite))
 
         def rewritten(a: IterDomain) -> IterDomain:

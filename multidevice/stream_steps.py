@@ -121,13 +121,16 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
             continue
         for out in op.outputs:
             if out in asked:
-                axis = next(a for a in out.domain.loop if a.is_stream)
-                raise UnsupportedError(
-                    f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: "
-                    f"a block of the result is not made from blocks of the operands"
-                    f"{user_code(op.where)}"
-                )
+                raise _not_computable(op, out)
             unparallelize(out, lambda a: a.is_stream)
+
+
+def _not_computable(op: TensorOp, out: TensorView) -> UnsupportedError:
+    axis = next(a for a in out.domain.loop if a.is_stream)
+    return UnsupportedError(
+        f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: "
+        f"a block of the result is not made from blocks of the operands{user_code(op.where)}"
+    )
 
 
 def gather_in_steps(fusion: Fusion) -> None:
@@ -223,6 +226,8 @@ def _slice_operand(
         slicing = Reshard(block, operand, ptypes=_STREAM, target=position)
         fusion.insert_before(op, [slicing.replace(where=op.where)])
     fed = replace_operand(op, index, block)
+    if have_different_shardings(fed, index, _STREAM):
+        raise _not_computable(op, op.out_tensor)
     fusion.replace_expr(op, [fed])
     return fed
 

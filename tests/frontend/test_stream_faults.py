@@ -244,6 +244,20 @@ def test_no_elements_in_steps_through_a_reshape(count: int | None) -> None:
     assert got.shape == (0,)
 
 
+def test_rows_that_a_pad_made_longer_are_joined_in_steps() -> None:
+    """The proof that blocks of the result are blocks of rows needs `8 (n + 4)` as a product."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([16, -1], contiguity=True)
+        padded = fd.ops.pad(x, [0, 4])
+        y = fd.ops.reshape(padded, [fd.ops.mul(16, fd.ops.size(padded, 1))])
+        fd.add_output(y)
+        stream(y, 0, 2)
+    for columns in (8, 3):
+        t = torch.linspace(-2, 2, 16 * columns).reshape(16, columns)
+        (got,) = fd.execute([t], _enable_options=("late_stream(all)",))
+        assert torch.equal(got, torch.nn.functional.pad(t, (0, 4)).reshape(-1))
+
+
 def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
     fusion = fd.fusion
     shards = [_shard(t, tv) for t, tv in zip(whole, fusion.inputs, strict=True)]

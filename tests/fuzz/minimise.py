@@ -57,7 +57,7 @@ def _is_valid(program: Program) -> bool:
     try:
         for m in range(len(program.calls)):
             evaluate(program, m)
-    except (InvalidProgram, AssertionError, KeyError):
+    except (InvalidProgram, AssertionError, KeyError, TypeError):  # a tensor for a number, say
         return False
     return all(_divides(program, m) for m in range(len(program.calls)))
 
