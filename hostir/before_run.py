@@ -10,25 +10,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from fuser.ir import scalar as sc
-from fuser.ir.core import Op
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
 from hostir.chains import find_chains
-from hostir.container import HostIrContainer, walk
+from hostir.container import HostIrContainer
 from hostir.cross_rank import MISPLACED, find_mismatches
 from hostir.findings import Finding, refuse
-from hostir.ops import RANK
+from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.race import LEFT, find_races
+from hostir.rank_classes import first_of_each_class
 
-# Of more ranks than this, so many are looked at one by one.
+# Of more classes of ranks than this, so many are looked at.
 MAX_RANKS = 32
 
 # A program by hand may keep parts of tensors in an order of its own, and leave a stream current
 # that its caller knows about.
 TOLERATED = frozenset({MISPLACED, LEFT})
 
-_Checked = set[tuple[int | None, frozenset[TensorView]]]
+# (rank, or None for what the ranks do to each other; given results; number of streams).
+_Checked = set[tuple[int | None, frozenset[TensorView], Number]]
 _checked: WeakKeyDictionary[HostIrContainer, _Checked] = WeakKeyDictionary()
 
 
@@ -45,16 +45,17 @@ def check_before_run(
     wrong however the program is meant is refused (`TOLERATED`).
     """
     done = _checked.setdefault(program, set())
-    key = rank, frozenset(given)
+    key = rank, frozenset(given), values[NUMBER_OF_STREAMS]
+    everyone = (None, *key[1:])
     if key in done:
         return
     found: list[Finding] = []
-    if (None, key[1]) not in done:
+    if everyone not in done:
         found += find_mismatches(program, values)
     found += find_races(program, values, rank=rank, given=key[1])
     wrong = [f for f in found if f.kind not in TOLERATED]
     refuse(program, wrong, what="this program must not run")
-    done |= {key, (None, key[1])}
+    done |= {key, everyone}
 
 
 def findings(
@@ -67,7 +68,7 @@ def findings(
     """
     ranks = ranks or program.devices() or (0,)
     found = find_mismatches(program, values, ranks=ranks)
-    for rank in _differing(program, ranks):
+    for rank in ranks_to_look_at(program, values, ranks)[0]:
         here = {**values, RANK: rank}
         if races := find_races(program, here, rank=rank) or find_chains(program, here, rank=rank):
             who = f"on rank {rank}: " if len(ranks) > 1 else ""
@@ -75,16 +76,13 @@ def findings(
     return found
 
 
-def _differing(program: HostIrContainer, ranks: Sequence[int]) -> Sequence[int]:
-    """Return the ranks to look at one by one: those that may differ from the ones before."""
-    meshes = {tv.mesh for tv in program.tensors()}
-    if len(meshes) == 1 and not any(map(_names_rank, walk(program.ops))):
-        return ranks[:1]
-    step = -(-len(ranks) // MAX_RANKS)
-    return [*ranks[::step], *ranks[-1:]] if step > 1 else ranks
-
-
-def _names_rank(op: Op) -> bool:
-    scalars = (v for v in (*op.inputs, *op.scalars) if isinstance(v, Scalar))
-    is_rooted = getattr(op, "root", None) is not None
-    return is_rooted or any(RANK in sc.symbols(x) for x in scalars)
+def ranks_to_look_at(
+    program: HostIrContainer, values: Mapping[Symbol, Number], ranks: Sequence[int]
+) -> tuple[Sequence[int], int]:
+    """Return the ranks whose streams `findings` looks at, and how many classes of ranks there are:
+    of more than `MAX_RANKS` classes it looks at some.
+    """
+    classes = first_of_each_class(program, ranks, values)
+    step = -(-len(classes) // MAX_RANKS)
+    chosen = [*classes[::step], *classes[-1:]] if step > 1 else classes
+    return chosen, len(classes)

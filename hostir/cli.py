@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fuser.errors import FuserError, InputError, OptionError
-from hostir.before_run import findings
+from hostir.before_run import findings, ranks_to_look_at
 from hostir.container import SHORT_FORM, HostIrContainer, walk
 from hostir.cross_rank import has_communications
 from hostir.diff import differences
@@ -189,7 +189,9 @@ def _verify(args: argparse.Namespace) -> None:
     found = findings(program, values)
     refuse(program, found, what=f"with {args.streams} streams")
     if has_streams(program):
-        print(f"with {args.streams} streams, nothing is left unordered")
+        looked, classes = ranks_to_look_at(program, values, program.devices() or (0,))
+        where = f" on {len(looked)} ranks of {classes} that differ" if len(looked) < classes else ""
+        print(f"with {args.streams} streams, nothing is left unordered{where}")
     if has_communications(program):
         print(f"the {len(program.devices())} ranks meet in every communication")
 

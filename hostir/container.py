@@ -76,6 +76,7 @@ class HostIrContainer:
     units: Mapping[int, Fusion] = field(default_factory=dict[int, Fusion])
     # While it is built by hand: the ops of the open regions, innermost last.
     _open: list[list[Op]] = field(default_factory=list[list[Op]], repr=False)
+    _is_sealed: bool = field(default=False, repr=False)
 
     @property
     def inputs(self) -> list[Value]:
@@ -91,7 +92,17 @@ class HostIrContainer:
         return self.values.aliases
 
     def with_ops(self, ops: tuple[Op, ...]) -> HostIrContainer:
-        return replace(self, ops=ops, _open=[])
+        return replace(self, ops=ops, _open=[], _is_sealed=False)
+
+    def seal(self) -> None:
+        """Let nothing more be added: an evaluator has this program."""
+        self._is_sealed = True
+
+    def _check_not_sealed(self, what: str) -> None:
+        if self._is_sealed:
+            raise DefinitionError(
+                f"{what}: an evaluator has this program already; build it whole before"
+            )
 
     def tensors(self) -> tuple[TensorView, ...]:
         """Return every tensor: inputs, those of the ops in program order, outputs."""
@@ -206,6 +217,7 @@ class HostIrContainer:
         return symbol
 
     def add_input(self, value: Value) -> None:
+        self._check_not_sealed("add_input")
         if value in self.inputs:
             raise DefinitionError(f"{value} is an input already")
         if isinstance(value, TensorView) and value.memory is MemoryType.local:
@@ -214,6 +226,7 @@ class HostIrContainer:
 
     def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
         """Let the program return `tv`, or write it into an input; see `Fusion.add_output`."""
+        self._check_not_sealed("add_output")
         if tv.memory is MemoryType.local:
             tv.memory = MemoryType.global_
         self.values.add_output(tv, alias_input)
@@ -229,6 +242,7 @@ class HostIrContainer:
                 self._append(op)
 
     def _append(self, op: Op) -> None:
+        self._check_not_sealed("append")
         if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"HostIrContainer.append: {op!r} is no op and no tensor")
         for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:

@@ -27,13 +27,13 @@ def communications_text(program: HostIrContainer) -> str:
     Ranks whose programs differ elsewhere (other local layouts, other kernels) still fit together.
     """
     return "\n".join(
-        f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.communications()
+        f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
     )
 
 
 def first_line(program: HostIrContainer) -> str:
     """Return the user's line of the first communication, "" for none."""
-    return next((op.where for op in program.communications() if op.where), "")
+    return next((op.where for op in program.started() if op.where), "")
 
 
 def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:

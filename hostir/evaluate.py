@@ -46,6 +46,7 @@ from hostir.streams import (
 )
 from hostir.transfers import StartsCommunication
 from hostir.unit import UnitRunner
+from hostir.verify import verify
 from multidevice.backends.protocol import Backend
 from multidevice.placement import Block
 
@@ -110,10 +111,12 @@ class HostIrEvaluator:
         program.check_full()
         if number_of_streams < 1:
             raise ExecutionError(f"number_of_streams={number_of_streams}: at least 1")
+        verify(program)
+        program.seal()
         self.program = program
         self._storage = Storage.of(program)
         self._number_of_streams = number_of_streams
-        if isinstance(late_stream, str) and late_stream.isdigit():
+        if isinstance(late_stream, str) and late_stream.isascii() and late_stream.isdigit():
             late_stream = int(late_stream)
         is_number = isinstance(late_stream, int) and late_stream >= 0
         if not is_number and late_stream not in (None, "all", "entry"):
@@ -132,7 +135,9 @@ class HostIrEvaluator:
         self._arena = Arena()
         # A class of inputs does not know the values of floats.
         self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
-        self._plans: Recent[object, Plan] = Recent(MAX_PLANS, on_drop=self._arena.forget)
+        self._plans: Recent[object, Plan] = Recent(
+            MAX_PLANS, on_drop=lambda plan: self._arena.forget(plan)
+        )
         if communicator is None and program.devices():
             from multidevice.communicator import Communicator
 
@@ -217,6 +222,9 @@ class HostIrEvaluator:
         if value not in self.program.tensors():
             raise InputError(f"{value} is no value of this program")
         assert isinstance(value, TensorView), f"{value} is no tensor"
+        if value in self._storage.named:
+            whole = self._storage.root(value)
+            raise InputError(f"{value} is a part of {whole}: give that one its buffer")
         shape, dtype = frame.local_shape(value), to_torch(value.dtype())
         device = frame.machine.device
         if not isinstance(given, torch.Tensor):

@@ -165,13 +165,13 @@ def permute(
     out: torch.Tensor,
 ) -> Work:
     """Send `inp` to the rank peers[0] and receive `out` from peers[1]; a copy to oneself."""
-    if peers == (rank, rank):
-        write(out, inp)
-        return Done()
     mine, theirs = op.orders
-    sends = protocol.Transfer("send", flat(op, op.inp, inp, mine), peers[0])
-    receives = protocol.Transfer("recv", flat(op, op.out, out, theirs), peers[1])
-    return exchange(op, [sends, receives], team, backend)
+    sent, received = flat(op, op.inp, inp, mine), flat(op, op.out, out, theirs)
+    if peers == (rank, rank):
+        received.copy_(sent.view_as(received))
+        return Done()
+    both = protocol.Transfer("send", sent, peers[0]), protocol.Transfer("recv", received, peers[1])
+    return exchange(op, both, team, backend)
 
 
 def transfer(op: P2PCommunication, tensor: torch.Tensor, peer: int) -> protocol.Transfer:

@@ -44,7 +44,15 @@ from hostir.effects import (
     effects_of,
 )
 from hostir.findings import Finding, Indices, Site
-from hostir.ops import Allocate, ForLoop, IfThenElse, SetCurrentStream, stream_cut
+from hostir.ops import (
+    Allocate,
+    ForLoop,
+    HirAliasSelect,
+    IfThenElse,
+    SetCurrentStream,
+    ShardByStream,
+    stream_cut,
+)
 from hostir.storage import Storage
 from hostir.streams import ENTRY
 from hostir.transfers import StartsCommunication
@@ -88,7 +96,8 @@ def find_races(
 
 def has_streams(program: HostIrContainer) -> bool:
     """Whether there is anything that the structural rules of `hostir.verify` do not decide."""
-    return any(isinstance(op, SetCurrentStream | ForLoop | IfThenElse) for op in program.ops)
+    kinds = SetCurrentStream | ForLoop | IfThenElse | HirAliasSelect | ShardByStream
+    return any(isinstance(op, kinds) for op in program.ops)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fuser.ir import nodes
+from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
@@ -78,11 +79,8 @@ class Recorder:
         self._switches = any(isinstance(o, SetCurrentStream) for o in walk(frame.program.ops))
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
-        # Where streams are changed outside of loops, memory is torch's to place.
-        captured = {o.stream for o in frame.program.ops if isinstance(o, GetCurrentStream)}
-        self._is_fresh = any(
-            isinstance(o, SetCurrentStream) and o.stream not in captured for o in frame.program.ops
-        )
+        # Its order is that of the arena: what other streams allocate is torch's to place.
+        self._entry = frame.machine.streams.current()
 
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
@@ -184,7 +182,7 @@ class Recorder:
         def clear(slots: Slots) -> None:
             slots[i].zero_()
 
-        if self._frame.indices or self._is_fresh:
+        if self._frame.indices or self._frame.machine.streams.current() != self._entry:
             # Torch keeps what is freed for the stream that it was made on.
             make = self._make(tv, block)
             return _both(make, clear) if op.zero_init else make
@@ -249,15 +247,13 @@ class Recorder:
             i = self.slot(value)
             return lambda slots: slots[i]
         frame, dynamic = self._frame, self._free
-        if not any(s in dynamic for s in _symbols(value)):
+        if not any(s in dynamic for s in sc.symbols(value)):
             number = frame.number(value)
             return lambda slots: number
         places, values = {s: self._slot[s] for s in dynamic}, frame.values
 
         def evaluate(slots: Slots) -> Argument:
-            from fuser.ir.scalar import evaluate
-
-            return evaluate(value, {**values, **{s: slots[i] for s, i in places.items()}})
+            return sc.evaluate(value, {**values, **{s: slots[i] for s, i in places.items()}})
 
         return evaluate
 
@@ -503,12 +499,6 @@ class Recorder:
             return compute(op, now)
 
         return run
-
-
-def _symbols(value: Scalar) -> tuple[Symbol, ...]:
-    from fuser.ir.scalar import symbols
-
-    return symbols(value)
 
 
 def _free_scalars(frame: Frame) -> tuple[Symbol, ...]:

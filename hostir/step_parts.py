@@ -22,7 +22,7 @@ from hostir.ops import (
     ShardByStream,
     loop_index,
 )
-from hostir.slices import block, coordinate, rotated, selected, slots
+from hostir.slices import block, rotated, selected, slots
 from multidevice.communication import (
     communicates,
     communication_type,
@@ -74,8 +74,7 @@ class StepParts:
         along = None if first.mesh is None else self._rotation(ops)
         self._offset = lowering.params.offset_by_rank and along is not None
         if self._offset and along is not None and first.mesh is not None:
-            here = coordinate(first.mesh, along)
-            self._block_index = sc.mod(sc.add(here, self._index), count)
+            self._block_index = rotated(self._index, count, first.mesh, along)
         modulo = sc.mod(self._index, NUMBER_OF_STREAMS)
         self._stream = Stream(modulo if self._axis.is_logical else self._index)
 

@@ -78,7 +78,10 @@ class Storage:
         """Return the sharing where a caller gives the buffers of these tensors."""
         found = frozenset(given)
         return replace(
-            self, buffered=self.buffered | found, borrowed=self.borrowed.difference(found)
+            self,
+            named=self.named | found,
+            buffered=self.buffered | found,
+            borrowed=self.borrowed.difference(found),
         )
 
     def shown_by(self, tv: TensorView) -> TensorView | None:

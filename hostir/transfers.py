@@ -56,6 +56,11 @@ class StartsCommunication(HostOp):
 
     number: int = attr()
 
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """The memory orders of what it moves; a communication moves memory as it lies."""
+        return ()
+
 
 class Communication(StartsCommunication):
     """Starts a communication of the local shards `inp` -> `out` within each team.

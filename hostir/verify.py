@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
@@ -191,10 +193,11 @@ class _Checker:
             self.bound |= {s for x in tv.shape() for s in symbols(x)}
         self.bound |= {s for s, _ in self.program.values.equal_extents()}
         self.names = {s.name for s in self.bound if isinstance(s, Symbol)}
+        self.devices = self.program.devices()
         ops = list(walk(self.program.ops))
         self.loop_indices = {op.index for op in ops if isinstance(op, ForLoop)}
-        started = [op.number for op in ops if isinstance(op, StartsCommunication)]
-        self.twice = {n for n in started if started.count(n) > 1}
+        started = Counter(op.number for op in ops if isinstance(op, StartsCommunication))
+        self.twice = {number for number, count in started.items() if count > 1}
         self.awaited = {op.number for op in ops if isinstance(op, Wait)}
 
     def check(self, op: Op) -> None:
@@ -271,10 +274,16 @@ class _Checker:
     def _branch(self, op: IfThenElse) -> None:
         ends: list[_Checker] = []
         for region in op.regions:
-            branch = replace(self, **self._state(), depth=len(self.loops))
+            branch = copy(self)
+            branch.known, branch.written = set(self.known), set(self.written)
+            branch.freed, branch.in_flight = set(self.freed), dict(self.in_flight)
+            branch.depth = len(self.loops)
             for inner in region:
                 self.at = inner
                 branch.check(inner)
+            if branch.group is not self.group:
+                self.at = op
+                raise VerifyError("a group of transfers begins and ends in the same branch")
             ends.append(branch)
         one, other = ends
         self.known = one.known & other.known
@@ -286,14 +295,6 @@ class _Checker:
             if n in one.in_flight and n in other.in_flight
             else replace(flight, is_certain=False)
             for n, flight in both.items()
-        }
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "known": set(self.known),
-            "written": set(self.written),
-            "freed": set(self.freed),
-            "in_flight": dict(self.in_flight),
         }
 
     def finish(self) -> None:
@@ -317,6 +318,11 @@ class _Checker:
                 raise VerifyError(f"{alias.out}, an alias of {alias.into}, is no output")
             if alias.out.dtype() is not alias.into.dtype():
                 raise VerifyError(f"{alias.out} is an alias of {alias.into}, of another dtype")
+            if not self._is_updated(alias):
+                raise VerifyError(
+                    f"{alias.into} is never written: {alias.out}, its alias, has a buffer of its "
+                    f"own; make it a Set into {alias.into}"
+                )
         for tv in self.program.tensors():
             problem = domain_problem(tv.domain)
             if problem:
@@ -338,6 +344,16 @@ class _Checker:
                     "Memory leak detected in Host IR: no Deallocate of "
                     + ", ".join(map(str, leaked))
                 )
+
+    def _is_updated(self, alias: Alias) -> bool:
+        if self.storage.root(alias.out) is self.storage.root(alias.into):
+            return True
+        effects = (
+            e for op in walk(self.program.ops) for e in effects_of(op, self.storage.buffered)
+        )
+        return any(
+            isinstance(e, Writes) and self.storage.root(e.tensor) is alias.into for e in effects
+        )
 
     # ------------------------------------------------------------ effects
     def _read(self, effect: Reads) -> None:
@@ -463,7 +479,7 @@ class _Checker:
         if op.number in self.twice:
             raise VerifyError(f"there are two communications {op.number}")
         if isinstance(op, Communication | CollectivePermute):
-            held = self.program.devices()
+            held = self.devices
             strange = [r for r in op.team.mesh.devices if r not in held]
             if strange and held:
                 raise VerifyError(

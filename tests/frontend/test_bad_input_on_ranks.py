@@ -279,5 +279,6 @@ def test_on_simulated_ranks(name: str) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", CHECKS)
 def test_under_mpirun(name: str, comm: Communicator) -> None:
-    if comm.size() == 2:
-        CHECKS[name]()
+    if comm.size() != 2:
+        pytest.skip("for 2 ranks")
+    CHECKS[name]()

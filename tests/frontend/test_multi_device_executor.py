@@ -105,6 +105,16 @@ def allgather(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
     return [x], y
 
 
+def gathered_rows(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    (x,) = static(fd, [D, 6, 4])
+    y = fd.ops.set(x)
+    fd.add_output(y)
+    on_mesh(x, y)
+    x.axis(0).parallelize(X)
+    y.axis(0).parallelize(STREAM)
+    return [x], y
+
+
 def allreduce(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
     (x,) = static(fd, [4, D, 8])
     y = fd.ops.sum(x, [1])
@@ -199,6 +209,8 @@ CASES = {
     "matmul_n": Case(matmul(1, 2, 2), ((4, 8), (8, 3)), torch.matmul),
     "batched_matmul": Case(matmul(0, 3, 3), ((3, 4, 8), (3, 8, 3)), torch.matmul),
     "allgather": Case(allgather, ((4, D),), lambda x: x, D),
+    "broadcasts": Case(gathered_rows, ((D, 6, 4),), lambda x: x, D),
+    "ring": Case(gathered_rows, ((D, 6, 4),), lambda x: x, D, params=RING),
     "allreduce": Case(allreduce, ((4, D, 8),), lambda x: x.sum(1), D),
     "reduce_scatter": Case(reduce_scatter, ((4, D, D, 8),), lambda x: x.sum(1), D),
     "matmul_allreduce": Case(
@@ -287,12 +299,15 @@ def test_collectives_are_right_with_rank_offset(name: str) -> None:
         world.run(body)
 
 
-def test_a_stream_axis_of_a_split_is_refused() -> None:
+@pytest.mark.parametrize("derive", [lambda y: y.outer_split(0, 2), lambda y: y.merge(0)])
+def test_a_stream_axis_of_a_split_or_merge_is_refused(
+    derive: Callable[[TensorView], object],
+) -> None:
     with FusionDefinition() as fd:
         (x,) = symbolic(fd, 2)
         y = fd.ops.set(x)
         fd.add_output(y)
-        y.outer_split(0, 2)
+        derive(y)
         y.axis(0).parallelize(STREAM)
     with pytest.raises(UnsupportedError, match=r"split/merge axis istreamIdx.*T1_.*test_multi_"):
         MultiDeviceExecutor(fd.fusion, MultiDeviceExecutorParams())

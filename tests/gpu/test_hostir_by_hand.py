@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import hostir
-from fuser import ops
 from fuser.ir import nodes
 from fuser.ir.types import ParallelType
 from hostir import (
@@ -31,6 +30,7 @@ from tests.hostir.handmade import (
     rows_on_streams,
     run_here,
     run_simulated,
+    switching,
 )
 
 
@@ -66,14 +66,7 @@ def test_no_call_blocks_the_host() -> None:
 @pytest.mark.parametrize("method", ["run", "evaluate"])
 def test_the_current_stream_stays_after_a_run(method: str) -> None:
     def of(*after: SetCurrentStream | Synchronize) -> torch.cuda.Stream:
-        hic = HostIrContainer()
-        with hic:
-            x = hic.input([4])
-            y = ops.add(x, 1.0)
-            hic.append(GetCurrentStream(ENTRY), SetCurrentStream(Stream(hostir.as_scalar(2))))
-            hic.append(Synchronize(ENTRY), Allocate(y), y, *after)
-            hic.add_output(y)
-        evaluator = HostIrEvaluator(hic)
+        evaluator = HostIrEvaluator(switching(*after))
         seen: list[torch.cuda.Stream] = []
         for _ in range(3):
             (out,) = getattr(evaluator, method)([torch.ones(4, device="cuda")])

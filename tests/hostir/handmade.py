@@ -11,6 +11,7 @@ import torch
 import hostir
 from fuser import ops
 from fuser.ir import nodes
+from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -148,6 +149,19 @@ def leave_streams(hic: HostIrContainer, count: Scalar | int) -> None:
     hic.append(SetCurrentStream(ENTRY))
     with hic.loop(count) as i:
         hic.append(Synchronize(Stream(i)))
+
+
+def switching(*after: Op) -> HostIrContainer:
+    """x + 1 on stream 2, where the program stays unless `after` leads back."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([4])
+        y = ops.add(x, 1.0)
+        hic.append(GetCurrentStream(ENTRY), SetCurrentStream(Stream(hostir.as_scalar(2))))
+        hic.append(Synchronize(ENTRY), Allocate(y), y, *after)
+        hic.add_output(y)
+    hostir.verify(hic)
+    return hic
 
 
 def unit(define: Callable[..., object], *ranks: int) -> Fusion:

@@ -288,10 +288,15 @@ def allgather_linear(hic: HostIrContainer) -> None:
     hic.add_output(y)
 
 
+def shard_outermost(hic: HostIrContainer, *weight: int) -> list[TensorView]:
+    """Return x, a chunk on each rank, a weight, and room for all chunks and for the result."""
+    x, w = spread_over(hic.input([D, 2, 6]), ring(), 0), spread_over(hic.input(weight), ring())
+    return [x, w, *(allocated(hic, D, 2, n, mesh=ring()) for n in (6, 3))]
+
+
 def ring_linear(hic: HostIrContainer) -> None:
     """The shard outermost: the own chunk first, then one from each other rank, sent directly."""
-    x, w = spread_over(hic.input([D, 2, 6]), ring(), 0), spread_over(hic.input([3, 6]), ring())
-    t, y = allocated(hic, D, 2, 6, mesh=ring()), allocated(hic, D, 2, 3, mesh=ring())
+    x, w, t, y = shard_outermost(hic, 3, 6)
     head(hic, D)
     with hic.loop(D, name="i") as i:
         source, target = (RANK + i) % D, (D + RANK - i) % D
@@ -314,8 +319,7 @@ def ring_linear(hic: HostIrContainer) -> None:
 
 def broadcast_linear(hic: HostIrContainer) -> None:
     """The shard outermost: a broadcast per step."""
-    x, w = spread_over(hic.input([D, 2, 6]), ring(), 0), spread_over(hic.input([3, 6]), ring())
-    t, y = allocated(hic, D, 2, 6, mesh=ring()), allocated(hic, D, 2, 3, mesh=ring())
+    x, w, t, y = shard_outermost(hic, 3, 6)
     head(hic, D)
     with hic.loop(D, name="i") as i:
         hic.append(SetCurrentStream(worker(i)))
@@ -328,7 +332,8 @@ def broadcast_linear(hic: HostIrContainer) -> None:
 
 def matmul_allreduce(hic: HostIrContainer) -> None:
     a, b = hic.input([5, D, 2, 6]), hic.input([D, 6, 3])
-    spread_over(a, ring(), 1), spread_over(b, ring(), 0)
+    spread_over(a, ring(), 1)
+    spread_over(b, ring(), 0)
     part = allocated(hic, 5, D, 2, 3, mesh=ring(), axis=1)
     y = allocated(hic, 5, 2, 3, mesh=ring())
     head(hic, 5)
@@ -348,7 +353,8 @@ def matmul_allreduce(hic: HostIrContainer) -> None:
 def matmul_reduce(hic: HostIrContainer) -> None:
     """Each step reduces one chunk to the rank that owns it."""
     a, b = hic.input([D, D, 2, 6]), hic.input([D, 6, 3])
-    spread_over(a, ring(), 0), spread_over(b, ring(), 0)
+    spread_over(a, ring(), 0)
+    spread_over(b, ring(), 0)
     part = allocated(hic, D, D, 2, 3, mesh=ring(), axis=0)
     y = allocated(hic, D, 2, 3, mesh=ring(), axis=0)
     head(hic, D)
@@ -368,7 +374,8 @@ def matmul_reduce(hic: HostIrContainer) -> None:
 def reduce_scatter_pipeline(hic: HostIrContainer) -> None:
     """A scratch slot per stream: step j multiplies into slot j % 3 and reduce-scatters from it."""
     a, b = hic.input([7, D, 8, 6]), hic.input([D, 6, 3])
-    spread_over(a, ring(), 1), spread_over(b, ring(), 0)
+    spread_over(a, ring(), 1)
+    spread_over(b, ring(), 0)
     scratch = allocated(hic, N_STREAMS, D, 8, 3, mesh=ring(), axis=1)
     c = allocated(hic, 7, 8, 3, mesh=ring(), axis=1, split=True)
     head(hic, N_STREAMS)
@@ -390,8 +397,7 @@ def reduce_scatter_pipeline(hic: HostIrContainer) -> None:
 
 def forwarding_ring(hic: HostIrContainer) -> None:
     """Step j multiplies a chunk while the chunk goes on to the next rank."""
-    x, w = spread_over(hic.input([D, 2, 6]), ring(), 0), spread_over(hic.input([6, 3]), ring())
-    t, y = allocated(hic, D, 2, 6, mesh=ring()), allocated(hic, D, 2, 3, mesh=ring())
+    x, w, t, y = shard_outermost(hic, 6, 3)
     own = select(hic, t, 0, RANK)
     hic.append(nodes.LoadStoreOp(own, select(hic, x, 0, 0)))
     head(hic, D)
@@ -417,8 +423,7 @@ def forwarding_ring(hic: HostIrContainer) -> None:
 
 
 def permute_ring(hic: HostIrContainer) -> None:
-    x, w = spread_over(hic.input([D, 2, 6]), ring(), 0), spread_over(hic.input([3, 6]), ring())
-    t, y = allocated(hic, D, 2, 6, mesh=ring()), allocated(hic, D, 2, 3, mesh=ring())
+    x, w, t, y = shard_outermost(hic, 3, 6)
     head(hic, D)
     with hic.loop(D, name="i") as i:
         source, target = (RANK + i) % D, (D + RANK - i) % D

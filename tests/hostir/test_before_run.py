@@ -141,8 +141,8 @@ def test_races_cost_under_5_ms_per_100_ops(count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring_linear", "reduce_scatter_pipeline"])
-def test_both_checks_cost_under_5_ms_per_100_ops(name: str) -> None:
+def test_each_check_costs_under_5_ms_per_100_ops(name: str) -> None:
     hic, values = PROGRAMS[name].build(), {RANK: 0, NUMBER_OF_STREAMS: N_STREAMS}
     ops = {"ring_linear": 57, "reduce_scatter_pipeline": 70}[name]
-    both = _user_ms(lambda: (find_races(hic, values), find_mismatches(hic, values)), 50)
-    assert both < 2 * 5 * ops / 100
+    assert _user_ms(lambda: find_races(hic, values), 50) < 5 * ops / 100
+    assert _user_ms(lambda: find_mismatches(hic, values), 50) < 5 * ops / 100

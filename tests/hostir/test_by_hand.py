@@ -50,10 +50,12 @@ from tests.hostir.handmade import (
     ENTRY,
     EXAMPLES,
     LATE,
+    counting,
     enter_streams,
     leave_streams,
     rows_on_streams,
     run_here,
+    switching,
     unit,
 )
 
@@ -129,6 +131,16 @@ def test_ops_write_into_what_the_caller_binds(name: str, late: str | None) -> No
             _assert_close(run(given)[0], want)
 
 
+@pytest.mark.parametrize("method", ["run", "evaluate"])
+def test_one_program_takes_either_branch(method: str) -> None:
+    """HI-10: ones become 3 or 2."""
+    evaluator = HostIrEvaluator(counting())
+    for is_twice, want in ((True, 3.0), (False, 2.0), (True, 3.0)):
+        given = torch.ones(5)
+        assert getattr(evaluator, method)([is_twice, given]) == []
+        assert given.tolist() == [want] * 5
+
+
 def test_a_program_without_outputs_writes_where_it_is_told() -> None:
     hic = HostIrContainer()
     with hic:
@@ -160,38 +172,25 @@ def test_what_the_caller_binds_is_checked() -> None:
 
 
 # ------------------------------------------------------------------ HI-5: streams that persist
-def _switching(*after: Any) -> HostIrContainer:
-    hic = HostIrContainer()
-    with hic:
-        x = hic.input([4])
-        y = ops.add(x, 1.0)
-        hic.append(GetCurrentStream(ENTRY), SetCurrentStream(Stream(hostir.as_scalar(2))))
-        hic.append(Synchronize(ENTRY), Allocate(y), y, *after)
-        hic.add_output(y)
-    verify(hic)
-    return hic
-
-
 @pytest.mark.parametrize("method", ["run", "evaluate"])
 def test_the_current_stream_stays_after_a_run(method: str) -> None:
-    def of(program: HostIrContainer, current: object) -> HostIrEvaluator:
+    def of(program: HostIrContainer, current: object) -> None:
         evaluator = HostIrEvaluator(program)
         for _ in range(3):
             (out,) = getattr(evaluator, method)([torch.ones(4)])
             assert torch.equal(out, torch.full((4,), 2.0))
             assert evaluator.current_stream() == current
-        return evaluator
 
-    of(_switching(), 2)
+    of(switching(), 2)
     joined = Synchronize(Stream(hostir.as_scalar(2)))
-    of(_switching(SetCurrentStream(ENTRY), joined), "entry")
-    of(_switching(SetCurrentStream(Stream(name="Default")), joined), "entry")
+    of(switching(SetCurrentStream(ENTRY), joined), "entry")
+    of(switching(SetCurrentStream(Stream(name="Default")), joined), "entry")
 
 
 def test_a_captured_stream_is_that_of_each_run() -> None:
     # Captured once and for all, the second run would return to the first run's stream.
-    program = _switching(SetCurrentStream(ENTRY), Synchronize(Stream(hostir.as_scalar(2))))
-    leaving = _switching()
+    program = switching(SetCurrentStream(ENTRY), Synchronize(Stream(hostir.as_scalar(2))))
+    leaving = switching()
     evaluator = HostIrEvaluator(program)
     for method in (evaluator.run, evaluator.evaluate, evaluator.run):
         streams = evaluator._streams_of(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
@@ -278,7 +277,7 @@ def test_arithmetic_on_scalars() -> None:
                 (a < b, x < y),
                 (a <= 2, x <= 2),
                 (a > b, x > y),
-                (a <= 2, x <= 2),
+                (a >= b, x >= y),
                 (hostir.eq(a, b), x == y),
                 (hostir.ne(a, b), x != y),
                 (hostir.logical_not(hostir.eq(a, b)), x != y),

@@ -119,6 +119,12 @@ def all_rotated(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
     return {op: (op.replace(index=(op.index + RANK) % 5),) for op in slices}
 
 
+def retyped(program: str, kind: str, says: str) -> Mutant:
+    """Another type of collective, which does not fit the sizes."""
+    edit = change(COLLECTIVE, 0, type=kind)
+    return Mutant(program, edit, cross_rank.SIZES, ((COLLECTIVE, 0),), says)
+
+
 MUTANTS: dict[str, Mutant] = {
     "one root for all steps": Mutant(
         "broadcast_linear",
@@ -198,33 +204,13 @@ MUTANTS: dict[str, Mutant] = {
         ((PERMUTE, 0),),
         "rank 0 sends to rank 1, which receives from rank 2",
     ),
-    "allreduce to allgather": Mutant(
-        "matmul_allreduce",
-        change(COLLECTIVE, 0, type="Allgather"),
-        cross_rank.SIZES,
-        ((COLLECTIVE, 0),),
-        "T6_g_float must be 4 times",
+    "allreduce to allgather": retyped(
+        "matmul_allreduce", "Allgather", "T6_g_float must be 4 times"
     ),
-    "allgather to allreduce": Mutant(
-        "allgather_linear",
-        change(COLLECTIVE, 0, type="Allreduce"),
-        cross_rank.SIZES,
-        ((COLLECTIVE, 0),),
-        "Allreduce of 4 ranks",
-    ),
-    "reduce-scatter to allreduce": Mutant(
-        "reduce_scatter_pipeline",
-        change(COLLECTIVE, 0, type="Allreduce"),
-        cross_rank.SIZES,
-        ((COLLECTIVE, 0),),
-        "24 elements",
-    ),
-    "allgather to reduce-scatter": Mutant(
-        "allgather_linear",
-        change(COLLECTIVE, 0, type="ReduceScatter"),
-        cross_rank.SIZES,
-        ((COLLECTIVE, 0),),
-        "ReduceScatter of 4 ranks",
+    "allgather to allreduce": retyped("allgather_linear", "Allreduce", "Allreduce of 4 ranks"),
+    "reduce-scatter to allreduce": retyped("reduce_scatter_pipeline", "Allreduce", "24 elements"),
+    "allgather to reduce-scatter": retyped(
+        "allgather_linear", "ReduceScatter", "ReduceScatter of 4 ranks"
     ),
     "team of half the ranks": Mutant(
         "matmul_allreduce",
@@ -304,9 +290,10 @@ def test_mutants_are_wrong_in_a_run(name: str) -> None:
     """The other judge: on simulated ranks the result is wrong, or the run ends in an error."""
     case, hic = PROGRAMS[MUTANTS[name].program], mutated(name)
     try:
-        assert not is_right(case, hic, late="all")
-    except (FuserError, RuntimeError, AssertionError) as error:
-        assert not str(error).startswith("assert not")
+        right = is_right(case, hic, late="all")
+    except FuserError:
+        right = False
+    assert not right
 
 
 # ------------------------------------------------------------------ programs of their own

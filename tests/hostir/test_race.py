@@ -145,10 +145,10 @@ MUTANTS: dict[str, Mutant] = {
         "matmul_chunks", drop(ENTER, 1), race.LEFT, ((ENTER, 0),), shows=False
     ),
     # Slots
-    "slots of a step less": Mutant(
+    "one slot for all streams": Mutant(
         "slots", index_of(1, lambda i: i % 1), race.RACE, ((BINARY, 0), (BINARY, 0)), shows=False
     ),
-    "one slot less than streams": Mutant(
+    "a slot of a collective less than streams": Mutant(
         "reduce_scatter_pipeline",
         lambda hic: {
             (op := nth(hic, HirAliasSelect, 1)): (op.replace(index=nth(hic, ForLoop, 1).index % 2),)
@@ -157,7 +157,7 @@ MUTANTS: dict[str, Mutant] = {
         ((Communication, 0), (MATMUL, 0)),
         shows=False,
     ),
-    "more slots than streams": Mutant(
+    "a slot less than streams": Mutant(
         "slots",
         lambda hic: {
             (op := nth(hic, HirAliasSelect, 1)): (op.replace(index=nth(hic, ForLoop, 1).index % 2),)
@@ -284,7 +284,7 @@ def test_mutants_are_wrong_under_some_delay(name: str) -> None:
     def is_wrong(late: object) -> bool:
         try:
             return not is_right(case, hic, late)
-        except (FuserError, KeyError, AssertionError):
+        except (FuserError, KeyError):  # KeyError: a freed buffer, read by work that was held back
             return True
 
     assert any(map(is_wrong, LATE))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,19 +12,8 @@ from fuser.errors import DeadlockError, FuserError, InputError, PeerError, Progr
 from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.agreement import Claim, run_agreed
 from multidevice.backends.simulated import SimulatedControl
+from scripts import disagree
 
-
-def load_script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "disagree.py"
-    spec = importlib.util.spec_from_file_location("disagree", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["disagree"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-disagree = load_script()
 KINDS = range(len(disagree.CASES))
 
 
