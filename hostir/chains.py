@@ -14,11 +14,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from fuser.ir.core import Op
 from fuser.ir.scalar import Number, Symbol
 from hostir.clocks import Clock
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, has_streams
 from hostir.effects import Joins
 from hostir.findings import Finding, Site
 from hostir.ops import ForLoop
-from hostir.race import Walker, has_streams
+from hostir.race import Walker
 
 CHAINED = "steps are chained"
 

@@ -13,13 +13,11 @@ import torch
 
 from fuser.errors import FuserError, InputError, OptionError
 from hostir.before_run import findings, ranks_to_look_at
-from hostir.container import SHORT_FORM, HostIrContainer, walk
-from hostir.cross_rank import has_communications
+from hostir.container import SHORT_FORM, HostIrContainer, has_communications, has_streams, walk
 from hostir.diff import differences
 from hostir.findings import refuse
 from hostir.host_passes import PASSES, Pass, run_passes
 from hostir.ops import NUMBER_OF_STREAMS
-from hostir.race import has_streams
 from hostir.ranks import (
     DEFAULT_STREAMS,
     SMALLEST_SIZE,
@@ -105,7 +103,7 @@ def _run(args: argparse.Namespace) -> None:
     ranks = args.ranks or max((*program.devices(), 0)) + 1
     inputs = _inputs(args, program)
     by_rank = run_simulated(
-        program, inputs, ranks=ranks, number_of_streams=args.streams, late_stream=_late(args)
+        program, inputs, ranks=ranks, number_of_streams=args.streams, late_stream=args.late
     )
     for rank, outputs in enumerate(by_rank):
         if args.save:
@@ -130,7 +128,7 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
         program,  # pyright: ignore[reportPossiblyUnboundVariable]
         inputs,  # pyright: ignore[reportPossiblyUnboundVariable]
         number_of_streams=args.streams,
-        late_stream=_late(args),
+        late_stream=args.late,
     )
     try:
         if args.save:
@@ -169,15 +167,6 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
             raise InputError(f"--size {option}: expected NAME=N, such as i0=16")
         sizes[name] = int(value)
     return sizes
-
-
-def _late(args: argparse.Namespace) -> int | str | None:
-    late: str | None = args.late
-    if late is None or late in ("all", "entry"):
-        return late
-    if not (late.isascii() and late.isdigit()):
-        raise InputError(f"--late {late}: expected a stream's number, entry, or all")
-    return int(late)
 
 
 def _verify(args: argparse.Namespace) -> None:

@@ -37,6 +37,8 @@ from hostir.ops import (
     IfThenElse,
     LaunchKernel,
     PostOnStream,
+    SetCurrentStream,
+    ShardByStream,
     loop_index,
 )
 from hostir.transfers import Communication, StartsCommunication
@@ -396,6 +398,16 @@ def walk(ops: Sequence[Op]) -> Iterator[Op]:
         yield op
         for region in op.regions:
             yield from walk(region)
+
+
+def has_streams(program: HostIrContainer) -> bool:
+    """Whether there is anything that the structural rules of `hostir.verify` do not decide."""
+    undecided = SetCurrentStream, ForLoop, IfThenElse, HirAliasSelect, ShardByStream
+    return any(isinstance(op, (*undecided, StartsCommunication)) for op in program.ops)
+
+
+def has_communications(program: HostIrContainer) -> bool:
+    return any(isinstance(op, StartsCommunication) for op in walk(program.ops))
 
 
 def _values(ops: tuple[Op, ...]) -> Iterator[object]:

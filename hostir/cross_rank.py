@@ -17,7 +17,7 @@ from fuser.ir.dtypes import dtype_text
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from hostir.container import HostIrContainer, walk
+from hostir.container import HostIrContainer, has_communications
 from hostir.effects import Part, Shows, Waits, effects_of
 from hostir.findings import Finding, Indices, Site
 from hostir.ops import Allocate, ForLoop, IfThenElse
@@ -46,7 +46,6 @@ from hostir.transfers import (
     EndCoalescing,
     P2PCommunication,
     StartCoalescing,
-    StartsCommunication,
 )
 from multidevice.communication import TeamOf
 
@@ -75,8 +74,16 @@ def find_mismatches(
     return list(walker.found.values())
 
 
-def has_communications(program: HostIrContainer) -> bool:
-    return any(isinstance(op, StartsCommunication) for op in walk(program.ops))
+def _first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:
+    """Return two members of one team, by place, whose values differ; None where none do."""
+    if not isinstance(x, np.ndarray):
+        return None
+    by_team = x[teams.members]
+    differ = (by_team != by_team[:, :1]).any(1) & here[teams.members[:, 0]]
+    if not differ.any():
+        return None
+    first, *rest = teams.members[int(np.argmax(differ))].tolist()
+    return first, next(i for i in rest if x[i] != x[first])
 
 
 class _Walker:
@@ -235,16 +242,13 @@ class _Walker:
         site: Site,
     ) -> bool:
         for what, value in terms:
-            if isinstance(value, np.ndarray):
-                by_team = value[teams.members]
-                differ = (by_team != by_team[:, :1]).any(1) & here[teams.members[:, 0]]
-                if differ.any():
-                    a, *rest = teams.members[int(np.argmax(differ))].tolist()
-                    b = next(i for i in rest if value[i] != value[a])
-                    text = f"the members of a team differ in {what}: {value[a]} on rank "
-                    text += f"{self.ranks[a]}, {value[b]} on rank {self.ranks[b]}"
-                    self._note(Finding(MISMATCH, text, ((site, ""),)))
-                    return False
+            two = _first_difference(value, teams, here)
+            if two is not None:
+                a, b = two
+                text = f"the members of a team differ in {what}: {value[a]} on rank "
+                text += f"{self.ranks[a]}, {value[b]} on rank {self.ranks[b]}"
+                self._note(Finding(MISMATCH, text, ((site, ""),)))
+                return False
         return True
 
     def _in_team(self, position: PerRank, size: int, here: Array, site: Site, what: str) -> bool:
@@ -352,12 +356,10 @@ class _Walker:
         site: Site,
     ) -> None:
         """What a team gathers, or reduces, is one part of a whole, the same for all members."""
-        for x in (x for x in box[0] if isinstance(x, np.ndarray)):
-            by_team = x[teams.members]
-            differ = (by_team != by_team[:, :1]).any(1) & here[teams.members[:, 0]]
-            if differ.any():
-                i, *rest = teams.members[int(np.argmax(differ))].tolist()
-                k = next(k for k in rest if x[k] != x[i])
+        for x in box[0]:
+            two = _first_difference(x, teams, here)
+            if two is not None:
+                i, k = two
                 text = f"{op.type} of different parts: {spot.owner.label}{_range_text(*box, i)} on "
                 text += f"rank {self.ranks[i]}, {_range_text(*box, k)} on rank {self.ranks[k]}"
                 self._note(Finding(MISPLACED, text, ((site, ""),)))

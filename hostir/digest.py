@@ -12,7 +12,7 @@ from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.text import op_text
 from hostir.bind import Argument
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, walk
 from hostir.evaluate import HostIrEvaluator
 from multidevice.agreement import Claim, Prepared
 from multidevice.agreement import run_agreed as run_when_agreed
@@ -85,12 +85,12 @@ def run_agreed(
         free = {program.inputs[i]: inputs[i] for i in sorted(evaluator.free)}
         claim = claim_of(
             (program.full_text(),),
-            input_names(program.inputs, program.ops),
+            input_names(program.inputs, walk(program.ops)),
             inputs,
             {s: v for s, v in values.items() if isinstance(v, int) and s not in free},
             free=evaluator.free,
             where=first_line(program),
-            ops=program.ops,
+            ops=tuple(walk(program.ops)),
         )
         evaluator.are_apart(inputs, None)  # raises what the others should hear before they start
         run: Callable[[], list[torch.Tensor]] = lambda: evaluator.run(inputs)  # noqa: E731

@@ -122,7 +122,7 @@ class Writes:
 @record
 class Starts:
     """What the op reads and writes stays in use until the communication of this number has been
-    waited for. With `group`, it starts when the group ends."""
+    waited for. In a group, it starts when the group ends."""
 
     number: int
 

@@ -25,12 +25,12 @@ from fuser.options import Settings
 from fuser.recent import Recent
 from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder, Values
-from hostir.container import HostIrContainer, KernelGroup
+from hostir.container import HostIrContainer, KernelGroup, has_communications, has_streams
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.handlers import run_block
 from hostir.layout import parts
 from hostir.memory import OutOfMemoryError
-from hostir.ops import NUMBER_OF_STREAMS, RANK, ForLoop, IfThenElse, SetCurrentStream
+from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Updates
 from hostir.plan import Plan
 from hostir.replay import Recorder
@@ -44,7 +44,6 @@ from hostir.streams import (
     UnservedStreams,
     Work,
 )
-from hostir.transfers import StartsCommunication
 from hostir.unit import UnitRunner
 from hostir.verify import verify
 from multidevice.backends.protocol import Backend
@@ -126,7 +125,9 @@ class HostIrEvaluator:
         self._late = late_stream
         self._late_lock = make_lock()
         # With streams held back, the run itself shows what is missing.
-        self._is_checked = late_stream is None and _has_streams_or_ranks(program)
+        self._is_checked = late_stream is None and (
+            has_streams(program) or has_communications(program)
+        )
         self._streams: dict[torch.device, Streams] = {}
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
@@ -409,13 +410,6 @@ class HostIrEvaluator:
             )
             self._units.setdefault(key, made)
         return self._units[key]
-
-
-def _has_streams_or_ranks(program: HostIrContainer) -> bool:
-    """Whether more than the structural rules decides about the program: see `before_run`, which
-    other programs need not import."""
-    kinds = SetCurrentStream | ForLoop | IfThenElse | StartsCommunication
-    return any(isinstance(op, kinds) for op in program.ops)
 
 
 def _is_computed(tv: TensorView) -> bool:

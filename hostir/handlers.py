@@ -20,7 +20,7 @@ from hostir.announce import announcer
 from hostir.bind import Argument
 from hostir.effects import Shows
 from hostir.frame import Frame
-from hostir.layout import write
+from hostir.layout import share_storage, write
 from hostir.library import compute, compute_into
 from hostir.memory import OutOfMemoryError, new_buffer
 from hostir.ops import (
@@ -39,7 +39,7 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.post import Call, Done, Posted, exchange, permute, post, transfer
-from hostir.replay import dropped_axes
+from hostir.slices import dropped_axes
 from hostir.transfers import (
     AT_ROOT,
     CollectivePermute,
@@ -57,7 +57,10 @@ from multidevice.backends.protocol import Team, Transfer
 def _allocate(op: Allocate, frame: Frame) -> None:
     tv = op.buffer
     if tv in frame.storage.named:
-        return  # It is a part of another buffer, as in the loops of nvFuser's programs.
+        # A part of another buffer, as in the loops of nvFuser's programs, or the caller's.
+        if op.zero_init:
+            frame.submit(frame.tensors[tv].zero_)
+        return
     shape = frame.local_shape(tv, op.stream_index)
     buffer = new_buffer(frame.program, tv, shape, frame.machine.device)
     frame.tensors[tv] = buffer.zero_() if op.zero_init else buffer
@@ -157,11 +160,7 @@ def _tensor_op(op: TensorOp, frame: Frame) -> None:
 
 def _is_view(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
     source = op.inputs[0] if op.inputs else None
-    return isinstance(source, TensorView) and _share(result, frame.tensors[source])
-
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return isinstance(source, TensorView) and share_storage(result, frame.tensors[source])
 
 
 def _fill(op: TensorOp, frame: Frame, outs: list[torch.Tensor]) -> None:

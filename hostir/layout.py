@@ -45,3 +45,7 @@ def write(out: torch.Tensor, value: torch.Tensor) -> None:
         if n > 1 and not step:
             out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
     out.copy_(value)
+
+
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

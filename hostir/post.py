@@ -24,7 +24,7 @@ Buffer = torch.Tensor | None
 
 
 class Done:
-    """A communication of a rank with itself: a copy that was made."""
+    """A communication of a rank with itself, a copy that was made; or an empty group."""
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -150,9 +150,10 @@ def post(call: Call, inp: Buffer, out: Buffer) -> Work:
     if out is not None:
         out = flat(op, op.out, out, theirs)
     call.backend.where = op.where
-    work = POST[op.type](call, out, inp)
-    call.backend.where = ""
-    return work
+    try:
+        return POST[op.type](call, out, inp)
+    finally:
+        call.backend.where = ""
 
 
 def permute(
@@ -184,6 +185,7 @@ def exchange(
 ) -> Work:
     """Start sends and receives at once."""
     backend.where = op.where
-    work = backend.batch(transfers, team=team)
-    backend.where = ""
-    return work
+    try:
+        return backend.batch(transfers, team=team)
+    finally:
+        backend.where = ""

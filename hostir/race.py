@@ -24,7 +24,7 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from hostir.boxes import Box, Owned, box_text, overlap, reshaped, uncovered, whole_box
 from hostir.clocks import Clock, Clocks
-from hostir.container import HostIrContainer, walk
+from hostir.container import HostIrContainer, has_streams, walk
 from hostir.effects import (
     Captures,
     ClosesGroup,
@@ -47,10 +47,8 @@ from hostir.findings import Finding, Indices, Site
 from hostir.ops import (
     Allocate,
     ForLoop,
-    HirAliasSelect,
     IfThenElse,
     SetCurrentStream,
-    ShardByStream,
     stream_cut,
 )
 from hostir.storage import Storage
@@ -92,12 +90,6 @@ def find_races(
     walker.run(program.ops)
     walker.finish()
     return list(walker.found.values())
-
-
-def has_streams(program: HostIrContainer) -> bool:
-    """Whether there is anything that the structural rules of `hostir.verify` do not decide."""
-    kinds = SetCurrentStream | ForLoop | IfThenElse | HirAliasSelect | ShardByStream
-    return any(isinstance(op, kinds) for op in program.ops)
 
 
 @dataclass(slots=True)

@@ -24,10 +24,10 @@ from fuser.ops.torch_meaning import bind_contraction
 from hostir.announce import announcer
 from hostir.arena import Block, first_fit
 from hostir.bind import Argument
-from hostir.container import HostIrContainer, walk
+from hostir.container import walk
 from hostir.effects import Stream
 from hostir.frame import Frame
-from hostir.layout import allocated_strides, is_repeated, write
+from hostir.layout import allocated_strides, is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated
 from hostir.memory import no_memory
 from hostir.ops import (
@@ -47,7 +47,7 @@ from hostir.ops import (
 )
 from hostir.plan import Closure, Plan, Slots
 from hostir.post import Call, Done, exchange, permute, post, transfer
-from hostir.slices import dropped_axis
+from hostir.slices import dropped_axes
 from hostir.streams import Handle
 from hostir.transfers import (
     CollectivePermute,
@@ -450,7 +450,7 @@ class Recorder:
         if not isinstance(source, TensorView) or len(op.outputs) != 1:
             return None
         before, after = self._frame.tensors[source], self._frame.tensors[op.out_tensor]
-        if not after.numel() or after.data_ptr() == 0 or not _share(before, after):
+        if not after.numel() or after.data_ptr() == 0 or not share_storage(before, after):
             return None
         return self._view(source, op.out_tensor)
 
@@ -506,30 +506,6 @@ def _free_scalars(frame: Frame) -> tuple[Symbol, ...]:
     inputs, free = frame.program.inputs, frame.program.free_inputs()
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
     return tuple(v for i, v in scalars if i in free or not isinstance(frame.values[v], int))
-
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def dropped_axes(
-    op: LaunchKernel | PostOnStream, program: HostIrContainer
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return which operands and results are elements along an axis that the kernel sees as one of
-    extent 1: their places, and that axis."""
-    if isinstance(op, PostOnStream):
-        return {}, {}
-    group = program.groups[op.group].fusion
-    found: tuple[dict[int, int], dict[int, int]] = {}, {}
-    for axes, mine, theirs in zip(
-        found, (op.ins, op.outs), (group.inputs, group.outputs), strict=True
-    ):
-        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if isinstance(a, TensorView) and isinstance(b, TensorView):
-                axis = dropped_axis(b, a.ndim)
-                if axis is not None:
-                    axes[k] = axis
-    return found
 
 
 def _both(first: Closure, second: Closure) -> Closure:

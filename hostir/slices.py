@@ -18,7 +18,8 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
-from hostir.ops import NUMBER_OF_STREAMS, RANK
+from hostir.container import HostIrContainer
+from hostir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream
 from multidevice.finalize import parallel_axes_to_front, shard_allocation
 from multidevice.placement import Cuts, add_cuts, clone_domain, placement
 from multidevice.streams import stream_axis
@@ -68,6 +69,11 @@ def rotated(
         return index
     assert mesh is not None, f"blocks rotated along {by.text} without a mesh"
     return sc.mod(sc.add(index, coordinate(mesh, by)), count)
+
+
+def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
+    """Return the coordinate of the device for which this rank's block is the `rotated` one."""
+    return sc.mod(sc.sub(sc.add(count, coordinate(mesh, by)), index), count)
 
 
 # ------------------------------------------------------------------ tensors
@@ -182,3 +188,23 @@ def dropped_axis(tv: TensorView, rank: int) -> int | None:
         return None
     axis = stream_axis(tv)
     return axis.position if axis is not None and axis.is_logical else None
+
+
+def dropped_axes(
+    op: LaunchKernel | PostOnStream, program: HostIrContainer
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return which operands and results are elements along an axis that the kernel sees as one of
+    extent 1: their places, and that axis."""
+    if isinstance(op, PostOnStream):
+        return {}, {}
+    group = program.groups[op.group].fusion
+    found: tuple[dict[int, int], dict[int, int]] = {}, {}
+    for axes, mine, theirs in zip(
+        found, (op.ins, op.outs), (group.inputs, group.outputs), strict=True
+    ):
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if isinstance(a, TensorView) and isinstance(b, TensorView):
+                axis = dropped_axis(b, a.ndim)
+                if axis is not None:
+                    axes[k] = axis
+    return found

@@ -27,7 +27,7 @@ from hostir.ops import (
     SetCurrentStream,
     Synchronize,
 )
-from hostir.slices import coordinate, dropped_axis, rank_at
+from hostir.slices import coordinate, dropped_axis, rank_at, reached, rotated
 from hostir.step_parts import StepParts, stepping_axis
 from hostir.transfers import (
     CollectivePermute,
@@ -124,9 +124,8 @@ class StepTransfers(StepParts):
         team, backend = team_of(op), self._lowering.backend_name
         swizzle = self._axis_of(op).swizzle
         if swizzle is not None:
-            here = coordinate(team.mesh, swizzle)
-            to = sc.mod(sc.sub(sc.add(self._count, here), self._index), self._count)
-            source = sc.mod(sc.add(here, self._index), self._count)
+            to = reached(self._index, self._count, team.mesh, swizzle)
+            source = rotated(self._index, self._count, team.mesh, swizzle)
             self._start(
                 op,
                 lambda number: CollectivePermute(
@@ -159,8 +158,7 @@ class StepTransfers(StepParts):
         The first step's block is the own one.
         """
         (ptype,) = team.ptypes
-        here, count = coordinate(team.mesh, ptype), self._count
-        to = sc.mod(sc.sub(sc.add(count, here), self._index), count)
+        to = reached(self._index, self._count, team.mesh, ptype)
         own, copied = inp, list[Op]()
         if out.ndim < inp.ndim:
             own = self._element(inp, self._axis_of(op).position, copied)
@@ -184,9 +182,8 @@ class StepTransfers(StepParts):
                 f"{user_code(op.where)}"
             )
         (ptype,) = team_of(op).ptypes
-        here, count = coordinate(team_of(op).mesh, ptype), self._count
-        owner = sc.mod(sc.add(here, self._index), count)
-        sender = sc.mod(sc.sub(sc.add(count, here), self._index), count)
+        owner = rotated(self._index, self._count, team_of(op).mesh, ptype)
+        sender = reached(self._index, self._count, team_of(op).mesh, ptype)
         inp, out = self._operand(op, 0), self._twin(op.out)
         out.memory = MemoryType.global_
         self._before.append(Allocate(out))

@@ -56,7 +56,7 @@ class StartsCommunication(HostOp):
 
     number: int = attr()
 
-    @property
+    @cached_property
     def orders(self) -> tuple[Order, ...]:
         """The memory orders of what it moves; a communication moves memory as it lies."""
         return ()

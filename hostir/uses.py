@@ -118,16 +118,13 @@ class Place:
 
     def element(self, axis: int, index: int) -> Place:
         """Return element `index` along an axis, which the result lacks."""
-        cut = self._cut(axis, index, 1, 0)
+        cut = self.chunk(axis, index, 1, 0)
         shape = cut.shape[:axis] + cut.shape[axis + 1 :]
         axes = cut.axes[:axis] + cut.axes[axis + 1 :]
         return Place(cut.buffer, cut.box, shape, axes, cut.grid)
 
     def chunk(self, axis: int, start: int, length: int, chunks: int) -> Place:
         """Return one of so many chunks along an axis."""
-        return self._cut(axis, start, length, chunks)
-
-    def _cut(self, axis: int, start: int, length: int, chunks: int) -> Place:
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]
         if owned is None:

@@ -82,12 +82,10 @@ def _of(op: Op, error: FuserError) -> str:
     return head + str(error).removeprefix(head)
 
 
-def marked(
-    program: HostIrContainer, index: int, *, culprit: Op | None = None, around: int = 2
-) -> str:
+def marked(program: HostIrContainer, index: int, *, culprit: Op | None = None) -> str:
     """Return the ops around `index`, with `->` before that one, or before `culprit` in it."""
     lines: list[str] = []
-    for i in range(max(index - around, 0), min(index + around + 1, len(program.ops))):
+    for i in range(max(index - 2, 0), min(index + 3, len(program.ops))):
         mine = op_text(program.ops[i]).splitlines()
         at = range(len(mine)) if i == index else range(0)
         if i == index and culprit is not None:
