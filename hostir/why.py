@@ -2,12 +2,13 @@
 
 T7 is cut by mesh_x on axis 1: from T3 (forward through linear at mlp.py:12), annotated by the user
 at mlp.py:9
-Communication 0 (Allgather of T7 -> T8): because linear at mlp.py:14 takes T8 whole along axis 0
+Communication 0 (Allgather of T7 -> T8): because linear at mlp.py:14 takes T8 whole along axis 0,
+and T7 is cut by mesh_x on axis 0 (annotated by the user at mlp.py:9)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fuser.errors import InputError, UnsupportedError
@@ -57,6 +58,8 @@ class _Why:
     tensors: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
     # A slice or view -> the tensor whose buffer it names.
     shown: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
+    sends: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
+    receives: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
 
     def __post_init__(self) -> None:
         for row in self.program.values.origins:
@@ -66,6 +69,8 @@ class _Why:
             for effect in op.effects() if isinstance(op, HostOp) else ():
                 if isinstance(effect, Shows) and effect.out.number not in self.rows:
                     self.shown[effect.out.number] = effect.source
+            if isinstance(op, P2PCommunication):
+                (self.sends if op.type == "send" else self.receives).append(op)
 
     # ------------------------------------------------------------ tensors
     def tensor(self, tv: TensorView) -> list[str]:
@@ -75,7 +80,7 @@ class _Why:
             return [f"T{tv.number} has no mesh: no annotation reaches it"]
         part = "" if base is tv else f"T{tv.number} is a part of T{base.number}. "
         if base.number not in self.rows:
-            return [f"{part}T{base.number} is {self.placement(base)}; {UNKNOWN}"]
+            return [f"{part}T{base.number} is {self.placement(base)}; {self.unknown(base)}"]
         cuts = self.cuts(base)
         lines = [
             f"{part}T{base.number} is cut by {p.name} on axis {axis}: {self.origin(base.number, p)}"
@@ -94,6 +99,9 @@ class _Why:
         while tv.number in self.shown:
             tv = self.shown[tv.number]
         return tv
+
+    def unknown(self, tv: TensorView) -> str:
+        return f"its Provenance section has no row of T{tv.number}" if self.rows else UNKNOWN
 
     def cuts(self, tv: TensorView) -> Cuts:
         try:
@@ -189,26 +197,50 @@ class _Why:
         base = None if tv is None else self.base(tv)
         lines: list[str] = []
         for op in walk(self.program.ops):
-            ends = _ends(op)
+            ends = self.ends(op)
             if ends is not None and (base is None or base in map(self.base, ends)):
                 lines.append(self.communication(op, *map(self.base, ends)))
         return list(dict.fromkeys(lines))
 
+    def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:
+        """Return what an op moves from and to; None for one that moves nothing between placements.
+
+        The compiler makes a send with each receive, in one order. Where a text has more of the one
+        than of the other, both ends are the op's own buffer.
+        """
+        if isinstance(op, P2PCommunication):
+            if len(self.sends) != len(self.receives):
+                return op.buffer, op.buffer
+            pairs = zip(self.sends, self.receives, strict=True)
+            return next((s.buffer, r.buffer) for s, r in pairs if op in (s, r))
+        if isinstance(op, LocalSlice) or (isinstance(op, StartsCommunication) and op.outputs):
+            tensors = [v for v in op.inputs if isinstance(v, TensorView)]
+            return tensors[0], op.outputs[0]
+        return None
+
     def communication(self, op: Op, inp: TensorView, out: TensorView) -> str:
+        if isinstance(op, P2PCommunication) and len(self.sends) != len(self.receives):
+            counts = f"{len(self.sends)} sends and {len(self.receives)} receives"
+            return f"{_title(op)} of T{out.number}): it has no partner; the program has {counts}"
         head = f"{_title(op)} of T{inp.number} -> T{out.number})"
         row = next((r for r in self.rows.get(out.number, []) if r.what == "placement"), None)
-        return f"{head}: {UNKNOWN if row is None else f'because {self.reason(row, inp, out)}'}"
+        reason = self.unknown(out) if row is None else f"because {self.reason(row, inp, out)}"
+        return f"{head}: {reason}"
 
     def reason(self, row: Origin, inp: TensorView, out: TensorView) -> str:
         through = f"{row.op or 'an op'}{_at(row.where)}"
         name, change = f"T{out.number}", self.change(inp, out)
         match row.how:
             case "operand":
-                return f"{through} takes {name} {change}"
+                theirs = self.cuts(inp)
+                cuts = {p: a for p, a in self.cuts(out).items() if theirs.get(p) != a}
+                asked = self.chains(row.result, cuts)
+                return f"{through} takes {name} {change}{asked}{self.had(inp, out)}"
             case "set":
                 return f"the user's copy{_at(row.where)} makes {name} {change}{self.given(out)}"
             case "update":
-                return f"{name} is written into T{row.source}, which is {change}"
+                given = "" if row.source is None else self.given(self.tensors[row.source])
+                return f"{name} is written into T{row.source}, which is {change}{given}"
             case "sum":
                 parts = next(self.sums(inp, out), "")
                 before, after = self.cuts(inp), self.cuts(out)
@@ -238,6 +270,19 @@ class _Why:
         changed = " and ".join((*new, *whole)) or self.placement(out)
         return f"{changed}, in the steps of a stream" if has_steps else changed
 
+    def had(self, inp: TensorView, out: TensorView) -> str:
+        """Return which cuts over devices an operand gives up, and where they came from."""
+        after = self.cuts(out)
+        lost = {p: a for p, a in self.cuts(inp).items() if p.is_device and after.get(p) != a}
+        cuts = " and ".join(f"cut by {p.name} on axis {a}" for p, a in lost.items())
+        return f", and T{inp.number} is {cuts}{self.chains(inp.number, lost)}" if lost else ""
+
+    def chains(self, number: int | None, cuts: Iterable[ParallelType]) -> str:
+        """Return where a tensor's cuts came from, in parentheses; "" where no row tells."""
+        rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
+        found = dict.fromkeys(self.chain(row, p) for row, p in rows if row is not None)
+        return f" ({'; '.join(found)})" if found else ""
+
     def given(self, out: TensorView) -> str:
         """Return where the result's own placement came from."""
         cuts = self.cuts(out)
@@ -251,16 +296,6 @@ class _Why:
 
 def _at(where: str) -> str:
     return f" at {where}" if where else ""
-
-
-def _ends(op: Op) -> tuple[TensorView, TensorView] | None:
-    """Return what an op moves from and to; None for an op that moves nothing between placements."""
-    if isinstance(op, P2PCommunication):
-        return op.buffer, op.buffer
-    if isinstance(op, LocalSlice) or (isinstance(op, StartsCommunication) and op.outputs):
-        tensors = [v for v in op.inputs if isinstance(v, TensorView)]
-        return tensors[0], op.outputs[0]
-    return None
 
 
 def _title(op: Op) -> str:

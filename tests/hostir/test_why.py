@@ -90,7 +90,8 @@ def test_the_op_that_made_each_communication_necessary(program: HostIrContainer)
     made = program.communications()[0].out.number
     assert gather == (
         f"Communication 0 (Allgather of T0 -> T{made}): because linear at {at('first layer')} "
-        f"takes T{made} whole along axis 0"
+        f"takes T{made} whole along axis 0, and T0 is cut by mesh_x on axis 0 "
+        f"(annotated by the user at {at('cut of x')})"
     )
     assert re.fullmatch(
         r"Communication 1 \(ReduceScatter of T\d+ -> T5\): because linear at "
@@ -143,7 +144,8 @@ def test_against_the_direction_of_data() -> None:
     assert re.fullmatch(
         r"LocalSlice \(a copy of T0 -> T(\d+)\): because neg at "
         + re.escape(at("neg"))
-        + r" takes T\1 cut by mesh_x on axis 0",
+        + r" takes T\1 cut by mesh_x on axis 0 \(from T2 \(backward through exp at "
+        + re.escape(f"{at('exp')}), annotated by the user at {at('rows')})"),
         slice_,
     )
     (made, *_) = explain(program, slice_.split("-> ")[1].split(")")[0])
@@ -227,7 +229,12 @@ def updated() -> None:
 def test_an_update_in_place() -> None:
     slice_, gather = explain(read_back(updated, (4, 6), (4, 6)), "all")
     assert slice_.startswith("LocalSlice (a copy of T0 -> T")
-    assert re.search(r"because T\d+ is written into T0, which is whole along axis 0$", gather)
+    assert re.search(
+        r"because T\d+ is written into T0, which is whole along axis 0 "
+        + re.escape(f"(annotated by the user at {at('whole')})")
+        + "$",
+        gather,
+    )
 
 
 def with_bias() -> None:
@@ -306,9 +313,81 @@ Provenance :
     program = parse(text)
     assert explain(program, "all") == [
         "CollectivePermute 0 (a copy of T0 -> T1): because linear at ring.py:9 takes T1 whole "
-        "along axis 0"
+        "along axis 0, and T0 is cut by mesh_x on axis 0 (annotated by the user at ring.py:3)"
     ]
     assert explain(program, "T2")[0].startswith("T2 is a part of T1. T1 is whole on DeviceMesh")
+
+
+SENDS = """// host program, full form: this text runs
+%HostIrContainer { (T0_g_float[ideviceIdx.x0{2}, iS1{4}] (DeviceMesh{0 1})) -> (T1_g_float[istreamIdx2{2}, iS3{4}] (DeviceMesh{0 1})) :
+  T1_g_float[istreamIdx2{2}, iS3{4}] (DeviceMesh{0 1}) = ALLOCATE(mem_type=global, zero_init=false)
+  FOR i3 from 0 to 2:
+    T2_g_float[iS4{4}] (DeviceMesh{0 1})
+       = HirAliasSelect( T1_g_float[istreamIdx2{2}, iS3{4}] (DeviceMesh{0 1}), axis = istreamIdx2{2}, index = i3 )
+    StartCoalescing
+    P2PCommunication 0 (type=recv, buffer=T2_g_float[iS4{4}] (DeviceMesh{0 1}), peer=( ( rank + i3 ) % 2 ), backend=MPI)
+    P2PCommunication 1 (type=send, buffer=T0_g_float[ideviceIdx.x0{2}, iS1{4}] (DeviceMesh{0 1}), peer=( ( rank + i3 ) % 2 ), backend=MPI)
+    EndCoalescing 2
+    Wait(Communication 2)
+} // %HostIrContainer
+Provenance :
+  T0 deviceIdx.x on axis 0 : user at ring.py:3
+  T1 streamIdx on axis 0 : user at ring.py:4
+  T1 placement : set from T0 through set at ring.py:9
+"""  # noqa: E501
+
+
+def test_a_send_is_explained_by_what_it_is_received_into() -> None:
+    reason = (
+        "of T0 -> T1): because the user's copy at ring.py:9 makes T1 whole along axis 0, in the "
+        "steps of a stream (annotated by the user at ring.py:4)"
+    )
+    assert explain(parse(SENDS), "all") == [
+        f"P2PCommunication 0 (recv {reason}",
+        f"P2PCommunication 1 (send {reason}",
+    ]
+    alone = "\n".join(line for line in SENDS.splitlines() if "type=recv" not in line)
+    assert explain(parse(alone), "all") == [
+        "P2PCommunication 1 (send of T0): it has no partner; the program has 1 sends and 0 receives"
+    ]
+
+
+def test_a_tensor_without_a_row_is_not_called_a_missing_section() -> None:
+    text = "\n".join(line for line in SENDS.splitlines() if "placement" not in line)
+    for line in explain(parse(text), "all"):
+        assert line.endswith("-> T1): its Provenance section has no row of T1")
+
+
+def exchanged() -> None:
+    x, w = tensor(-1, 6), tensor(8, 6)
+    y: Any = ops.linear(x, w)  # linear of the exchange
+    out(y)
+    for tv, axis in ((x, 1), (w, 1), (y, 0)):
+        tv.set_device_mesh(MESH)
+        cut(tv, axis)
+    x.axis(1).parallelize(X)  # exchanged, x
+    w.axis(1).parallelize(X)
+    y.axis(0).parallelize(X)  # exchanged, y
+    cut(x, 0)
+    x.swizzle1d(0, X)
+    x.axis(0).parallelize(ParallelType.stream)
+
+
+def test_an_exchange_of_parts_of_a_sum_leads_to_both_annotations() -> None:
+    receive, send = explain(read_back(exchanged, (4, 6), (8, 6)), "all")
+    assert receive.startswith("P2PCommunication 0 (recv of T")
+    assert receive.replace("0 (recv", "1 (send") == send
+    linear = at("linear of the exchange")
+    assert re.search(
+        r": because sum at "
+        + re.escape(linear)
+        + r" takes T\d+ cut by mesh_x on axis 0 \(annotated by the user at "
+        + re.escape(at("exchanged, y"))
+        + r"\), and T\d+ is cut by mesh_x on axis 2 \(from T0 \(locally, by linear at "
+        + re.escape(f"{linear}), annotated by the user at {at('exchanged, x')})")
+        + "$",
+        send,
+    )
 
 
 # ------------------------------------------------------------------ command and text
