@@ -154,7 +154,8 @@ class HostIrEvaluator:
         check_devices(program, self._size)
         # Whose local shape may be impossible, which is checked before anything runs.
         self._sized = [tv for tv in program.tensors() if _is_computed(tv)]
-        into = {a.out: a.into for a in program.aliases}
+        # An input that is an output is the caller's own tensor, whatever else it is written into.
+        into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
         hidden = {a.out for a in program.aliases if a.hidden}
         self._updates = Updates(program) if program.aliases else None
         self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]

@@ -242,20 +242,22 @@ class Fusion:
             )
         if output.memory is not MemoryType.symmetric:
             output.memory = MemoryType.global_
-        hidden = next((a for a in self.aliases if a.out is output and a.hidden), None)
+        is_hidden = self.is_hidden(output)
         if alias_input is None:
-            if hidden is not None:
+            if is_hidden:
                 # The plain add decides the position of an output that was hidden before.
                 self.outputs.remove(output)
-                self.aliases[self.aliases.index(hidden)] = replace(hidden, hidden=False)
+                self.aliases = [
+                    replace(a, hidden=False) if a.out is output else a for a in self.aliases
+                ]
             self.outputs.append(output)
             return
         if alias_input not in self.inputs:
             raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")
         self._check_update(output, alias_input, where)
-        is_visible = output in self.outputs
-        self.aliases.append(Alias(output, alias_input, not is_visible, where))
-        if not is_visible:
+        is_known = output in self.outputs
+        self.aliases.append(Alias(output, alias_input, is_hidden or not is_known, where))
+        if not is_known:
             self.outputs.append(output)
 
     def _check_update(self, out: TensorView, into: TensorView, where: str) -> None:

@@ -32,8 +32,8 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
     value.memory = alias.into.memory
     shared = [a for a in fusion.aliases if a.out is alias.out]
     at = fusion.aliases.index(alias)
-    if len(shared) > 1:
-        # The output stays, for its other buffers.
+    if len(shared) > 1 or (alias.out in fusion.inputs and not alias.hidden):
+        # The output stays, for its other buffers or as the input that a caller gets back.
         fusion.aliases[at] = Alias(value, alias.into, where=alias.where)
         fusion.outputs.append(value)
         return

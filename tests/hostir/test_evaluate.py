@@ -298,6 +298,26 @@ def test_duplicate_and_input_outputs() -> None:
         assert torch.equal(y, x + 1.0)
 
 
+@pytest.mark.parametrize("order", ["xp", "px", "xyp", "xpy", "pxy", "xy"])
+def test_an_input_that_updates_others_is_returned_itself(order: str) -> None:
+    """It came back as the tensor it was written into, with its old values."""
+
+    def define() -> None:
+        x, y, z = (tensor(-1, -1) for _ in range(3))
+        out(ops.relu(z), z)
+        for call in order:
+            out(z, {"x": x, "y": y, "p": None}[call])
+
+    evaluator = HostIrEvaluator(build_for(Case(define, ()).fusion(), [torch.zeros(3, 4)] * 3))
+    for _ in range(2):
+        x, y, z = torch.zeros(3, 4), torch.zeros(3, 4), torch.randn(3, 4)
+        old = z.clone()
+        assert [got is z for got in evaluator.run([x, y, z])] == [True] * order.count("p")
+        assert torch.equal(z, old.relu())
+        for name, tv in (("x", x), ("y", y)):
+            assert torch.equal(tv, old if name in order else torch.zeros(3, 4))
+
+
 # ------------------------------------------------------------------ bad inputs
 _GOOD = [torch.zeros(5, 6), torch.zeros(7, 6), torch.zeros(7)]
 
