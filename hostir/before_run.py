@@ -6,6 +6,7 @@ on sizes: they are found for the sizes of the first call.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -13,11 +14,11 @@ from weakref import WeakKeyDictionary
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
 from hostir.chains import find_chains
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import MISPLACED, find_mismatches
-from hostir.findings import Finding, refuse
-from hostir.ops import NUMBER_OF_STREAMS, RANK
-from hostir.race import LEFT, find_races
+from hostir.findings import Finding, refuse, report
+from hostir.ops import NUMBER_OF_STREAMS, RANK, Synchronize
+from hostir.race import LEFT, NOT_JOINED, RACE, find_races
 from hostir.rank_classes import first_of_each_class
 
 # Of more classes of ranks than this, so many are looked at.
@@ -26,6 +27,10 @@ MAX_RANKS = 32
 # A program by hand may keep parts of tensors in an order of its own, and leave a stream current
 # that its caller knows about.
 TOLERATED = frozenset({MISPLACED, LEFT})
+
+# A program by hand without any Synchronize leaves it to its caller to order its streams with what
+# comes before and after the run: one site, the other one is the caller's.
+WITH_CALLER = frozenset({RACE, NOT_JOINED})
 
 # (rank, or None for what the ranks do to each other; given results; number of streams).
 _Checked = set[tuple[int | None, frozenset[TensorView], Number]]
@@ -41,6 +46,7 @@ def check_before_run(
 ) -> None:
     """Raise `VerifyError` for a program that would race on this rank, or hang with others.
 
+    A `RuntimeWarning` tells what a program that waits for no stream leaves to its caller.
     Checked once per program, rank and results that the caller gives buffers for. Only what is
     wrong however the program is meant is refused (`TOLERATED`).
     """
@@ -54,6 +60,16 @@ def check_before_run(
         found += find_mismatches(program, values)
     found += find_races(program, values, rank=rank, given=key[1])
     wrong = [f for f in found if f.kind not in TOLERATED]
+    if not any(isinstance(op, Synchronize) for op in walk(program.ops)):
+        for_caller = [f for f in wrong if f.kind in WITH_CALLER and len(f.sites) == 1]
+        wrong = [f for f in wrong if f not in for_caller]
+        if for_caller and not wrong:
+            warnings.warn(
+                "this program waits for no stream, so its caller has to:\n"
+                + report(program, for_caller),
+                RuntimeWarning,
+                stacklevel=2,
+            )
     refuse(program, wrong, what="this program must not run")
     done |= {key, everyone}
 

@@ -26,6 +26,7 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.guard import FusionGuard
+from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import ONE, Scalar, ScalarLike, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, lines_text, region_text, sections_text, value_text
@@ -404,6 +405,12 @@ def has_streams(program: HostIrContainer) -> bool:
     """Whether there is anything that the structural rules of `hostir.verify` do not decide."""
     undecided = SetCurrentStream, ForLoop, IfThenElse, HirAliasSelect, ShardByStream
     return any(isinstance(op, (*undecided, StartsCommunication)) for op in program.ops)
+
+
+def computes(program: HostIrContainer) -> bool:
+    """Whether anything is written; what a program only allocates is like `torch.empty`."""
+    kinds = TensorOp | LaunchKernel | PostOnStream | StartsCommunication
+    return any(isinstance(op, kinds) for op in walk(program.ops))
 
 
 def has_communications(program: HostIrContainer) -> bool:

@@ -56,6 +56,7 @@ def parse(text: str) -> HostIrContainer:
     bounds = concretized_bounds("".join((text[: ends[0]], *kernels)))
     parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES, bounds=bounds)
     parser.symbols.update({s.name: s for s in (RANK, NUMBER_OF_STREAMS)})
+    parser.is_short = _NAMED_FULL.search(text) is None and "TransformPrinter :" not in text
     parser.declarations()
     program, lines = _program(parser, values)
     parser.relations()
@@ -75,8 +76,7 @@ def parse(text: str) -> HostIrContainer:
     for number, (line, at) in lines.items():
         if number in units and unit_line(number, units[number]) != line:
             raise cursor.fail(f"expected {unit_line(number, units[number])}", at)
-    is_full = _NAMED_FULL.search(text) is not None or "TransformPrinter :" in text
-    return HostIrContainer(values, program, groups, is_short=not is_full, units=units)
+    return HostIrContainer(values, program, groups, is_short=parser.is_short, units=units)
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:

@@ -55,6 +55,8 @@ class Parser(ValueParser):
         super().__init__(cursor, fusion, bounds)
         self.templates = templates_of(ops or tensor_op_classes())
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
+        # Whether the text says of tensors no more than their loop domains.
+        self.is_short = False
         # What ops are called by `line_key` -> the user's line.
         self._lines: dict[str, str] = {}
         # The indices of the loops that are being read, and what their names meant before.
@@ -156,7 +158,7 @@ class Parser(ValueParser):
             raise c.fail(str(error), start) from error
         if not template.is_older and template_of(op) != template.text:
             raise c.fail(f"this op prints as\n{op}", start)
-        for name, text, at in derived:
+        for name, text, at in () if self.is_short else derived:
             field, _, method = name.partition(".")
             expected = getattr(op, field)
             expected = value_text(getattr(expected, method)() if method else expected)

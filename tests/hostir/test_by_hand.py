@@ -540,3 +540,54 @@ def test_the_mistake_of_a_select_on_the_wrong_tensor() -> None:
     x, y = hic.tensor([4, 6]), hic.tensor([4, 6])
     with pytest.raises(VerifyError, match="HirAliasSelect"):
         HirAliasSelect(y, x, RANK, axis=x.domain.logical[0]).verify()
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_program_that_waits_for_no_stream_leaves_it_to_its_caller(
+    streams: int, steps: int
+) -> None:
+    """HI-7 as it is stated: it runs, says what it leaves, and its last stream stays current."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([4, 8, 32])
+        number = hic.unit(unit(lambda x: ops.sum(ops.add(x, x), [0]), 3))
+        for step in range(steps):
+            y = hic.tensor([8, 32])
+            hic.append(SetCurrentStream(Stream(step % streams)))
+            hic.append(PostOnStream((x,), (y,), unit=number))
+            hic.add_output(y)
+    t = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
+    evaluator = HostIrEvaluator(hic)
+    with pytest.warns(RuntimeWarning, match="waits for no stream, so its caller has to"):
+        results = evaluator.run([t])
+    assert len(results) == steps
+    for got in results:
+        torch.testing.assert_close(got.double(), (t.double() * 2).sum(0), atol=1e-5, rtol=1e-5)
+    assert evaluator.current_stream() == (steps - 1) % streams
+    # What it does to itself is refused all the same.
+    with HostIrContainer() as again:
+        x = again.input([4])
+        y = again.tensor([4])
+        again.append(Allocate(y), SetCurrentStream(Stream(0)), nodes.LoadStoreOp(y, x))
+        again.append(SetCurrentStream(Stream(1)), nodes.LoadStoreOp(y, x))
+        again.add_output(y)
+    with pytest.raises(VerifyError, match="must not run"):
+        HostIrEvaluator(again).run([torch.ones(4)])
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_what_is_only_allocated_has_a_shape(in_loop: bool) -> None:
+    """HI-11: the last allocation of a loop is visible behind it."""
+    hic = HostIrContainer()
+    with hic:
+        y = hic.tensor([2, 3])
+        if in_loop:
+            with hic.loop(4):
+                hic.append(Allocate(y))
+        else:
+            hic.append(Allocate(y))
+        hic.add_output(y)
+    verify(hic)
+    (got,) = HostIrEvaluator(hic).run([])
+    assert (got.shape, got.dtype) == ((2, 3), torch.float32)

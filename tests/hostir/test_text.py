@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fuser import ops
-from fuser.errors import ParseError
-from hostir.container import HostIrContainer, equal, walk
+from fuser import FusionDefinition, ops
+from fuser.errors import ParseError, VerifyError
+from fuser.ir.types import ParallelType
+from hostir.container import FULL_FORM, HostIrContainer, equal, walk
+from hostir.evaluate import HostIrEvaluator
 from hostir.ops import Allocate, LocalSlice
 from hostir.parse import parse
 from hostir.transfers import Communication, Wait
@@ -112,7 +115,6 @@ def _tensor(program: HostIrContainer, number: int) -> object:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("size=( ( i0 * i1 ) * 2 )", "size=( i0 * i1 )", "expected ( ( i0 * i1 ) * 2 )"),
         ("type=Allgather", "type=Allgathr", "unknown communication type 'Allgathr'"),
         ("team=(0 1), root", "team=(0 0), root", "duplicates"),
         ("mesh_x of", "mesh_w of", "'mesh_w' is not a mesh axis"),
@@ -196,3 +198,30 @@ def test_the_users_lines_survive_the_text(name: str) -> None:
     assert equal(without, program)
     with pytest.raises(ParseError, match="expected an op and the user's line"):
         parse(text.replace(section, "User lines : \n  T3 linear at x.py\n"))
+
+
+def test_a_wrong_size_is_marked_in_the_full_form() -> None:
+    old, new = "size=( ( i0 * i1 ) * 2 )", "size=( i0 * i1 )"
+    assert old in EVERY_OP
+    with pytest.raises(
+        ParseError, match=r"line \d+, column \d+: expected \( \( i0 \* i1 \) \* 2 \)"
+    ):
+        parse(FULL_FORM + EVERY_OP.replace(old, new, 1))
+
+
+def test_a_short_form_with_blocks_is_read_and_says_what_it_lacks() -> None:
+    """Its sizes are those of logical domains, which it does not have."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        w = fd.define_tensor([-1, -1], contiguity=True)
+        y = fd.ops.matmul(x, w)
+        fd.add_output(y)
+        w.outer_split(1, 3)
+        w.axis(1).parallelize(ParallelType.stream)
+    fd.execute([torch.ones(4, 5), torch.ones(5, 7)])
+    program = fd.fec.host_program()
+    short = parse(str(program))
+    assert short.is_short
+    assert len(short.ops) == len(program.ops)
+    with pytest.raises(VerifyError, match="The full form is needed"):
+        HostIrEvaluator(short)
