@@ -18,7 +18,8 @@ from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import MISPLACED, find_mismatches
 from hostir.findings import Finding, refuse, report
 from hostir.ops import NUMBER_OF_STREAMS, RANK, Synchronize
-from hostir.race import LEFT, NOT_JOINED, RACE, find_races
+from hostir.race import find_races
+from hostir.race_reports import LEFT, NOT_JOINED, RACE
 from hostir.rank_classes import first_of_each_class
 
 # Of more classes of ranks than this, so many are looked at.

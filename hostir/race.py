@@ -44,29 +44,25 @@ from hostir.effects import (
     effects_of,
 )
 from hostir.findings import Finding, Indices, Site
-from hostir.ops import (
-    Allocate,
-    ForLoop,
-    IfThenElse,
-    SetCurrentStream,
-    stream_cut,
+from hostir.in_place import is_slot, manner, pairs, words
+from hostir.ops import Allocate, ForLoop, IfThenElse, SetCurrentStream, stream_cut
+from hostir.race_reports import (
+    FREED_EARLY,
+    LEFT,
+    NO_FLIGHT,
+    NO_WAIT,
+    NOT_JOINED,
+    OUT_OF_RANGE,
+    OWN,
+    UNWRITTEN,
+    Reports,
 )
 from hostir.storage import Storage
 from hostir.streams import ENTRY
-from hostir.transfers import StartsCommunication
+from hostir.transfers import Communication, StartsCommunication
 from hostir.uses import Buffer, Cell, Flight, Place, Use
 from multidevice.communication import position_map
 from multidevice.sharding import local_sizes
-
-RACE = "race"
-FREED = "use after Deallocate"
-FREED_EARLY = "memory given back too early"
-NOT_JOINED = "returned too early"
-LEFT = "stream left"
-UNWRITTEN = "uninitialised"
-NO_FLIGHT = "wait for nothing"
-NO_WAIT = "communication without wait"
-OUT_OF_RANGE = "index out of range"
 
 # A use that is not made yet: where, of what, and whether it writes.
 _Planned = tuple[Site, Place, bool]
@@ -99,9 +95,11 @@ class _Facts:
     effects: tuple[Effect, ...]
     starts: int | None
     meshed: tuple[TensorView, ...]
+    # The results, each with an operand or an earlier result that lies in the same buffer.
+    shared: tuple[tuple[Reads | Writes, Writes], ...]
 
 
-class Walker:
+class Walker(Reports):
     """Goes through the unrolled program as the host does; `found` has the findings."""
 
     def __init__(
@@ -113,8 +111,7 @@ class Walker:
     ) -> None:
         self.program, self.values, self.rank = program, values, rank
         self.storage = Storage.of(program).with_buffers(given)
-        self.found: dict[object, Finding] = {}
-        self.clocks = Clocks(self._integer)
+        super().__init__(Clocks(self._integer))
         self.places: dict[TensorView, Place] = {}
         self.freed: dict[TensorView, Site] = {}
         self.flights: dict[int, Flight] = {}
@@ -170,9 +167,12 @@ class Walker:
         site = Site(op, self.indices)
         self.clocks.advance()
         if facts.starts is not None:
-            return self._transfer(op, facts.starts, site, facts.effects)
-        for effect in facts.effects:
-            APPLY[type(effect)](self, effect, site)
+            self._transfer(op, facts.starts, site, facts.effects)
+        else:
+            for effect in facts.effects:
+                APPLY[type(effect)](self, effect, site)
+        for one, other in facts.shared:
+            self._check_shared(one, other, site)
         return None
 
     def _facts(self, op: Op) -> _Facts:
@@ -180,7 +180,9 @@ class Walker:
         tensors = tuple(v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
         has_mesh = any(tv.mesh is not None for tv in tensors)
         starts = next((e.number for e in effects if isinstance(e, Starts)), None)
-        return _Facts(effects, starts, tensors if has_mesh else ())
+        root = self.storage.root
+        shared = tuple(p for p in pairs(effects) if root(p[0].tensor) is root(p[1].tensor))
+        return _Facts(effects, starts, tensors if has_mesh else (), shared)
 
     # ------------------------------------------------------------ numbers
     def _number(self, x: Scalar) -> Number:
@@ -358,6 +360,28 @@ class Walker:
                 if not read.is_before(clock):
                     self._race(read, use, buffer)
 
+    def _check_shared(self, one: Reads | Writes, other: Writes, site: Site) -> None:
+        """Report an op that writes over what it reads, or twice, in a way that it cannot."""
+        if not (self._takes_part(one) and self._takes_part(other)):
+            return
+        a, b = self._place(one.tensor, site), self._place(other.tensor, site)
+        if a is None or b is None or a.buffer is not b.buffer or not overlap(a.box, b.box):
+            return
+        if isinstance(one, Reads) and self._may_share(a, b, site.op):
+            return
+        what = words(site.op, one.tensor, other.tensor, is_read=isinstance(one, Reads))
+        verb = "reads" if isinstance(one, Reads) else "writes"
+        parts = f"{verb} {a.buffer.text(a.box)} and writes {b.buffer.text(b.box)}"
+        self._note(OWN, what, (site, f"on {self.clocks.name(self.clocks.current)}: {parts}"))
+
+    def _may_share(self, a: Place, b: Place, op: Op) -> bool:
+        how = manner(op)
+        if how == "slot" and isinstance(op, Communication):
+            ranks = op.team.ranks(self.rank)
+            return is_slot(a.box, b.box, ranks.index(self.rank), len(ranks))
+        is_same = (a.box, a.shape, a.axes) == (b.box, b.shape, b.axes)
+        return how == "freely" or (how == "same" and is_same)
+
     def _check_written(self, place: Place, site: Site) -> None:
         buffer = place.buffer
         left = uncovered(place.box, buffer.written())
@@ -388,9 +412,12 @@ class Walker:
         """Whether this rank's shard is touched: some are on the root only."""
         if not self._is_mine(effect.tensor):
             return False
-        if effect.by is None or effect.by.place is None:
+        if effect.by is None:
             return True
-        ranks, root = effect.by.team.ranks(self.rank), self._integer(effect.by.place)
+        ranks = effect.by.team.ranks(self.rank)
+        if effect.by.place is None:
+            return bool(ranks)
+        root = self._integer(effect.by.place)
         return 0 <= root < len(ranks) and ranks[root] == self.rank
 
     def _start(self, number: int, site: Site, uses: Iterable[_Planned]) -> None:
@@ -504,71 +531,6 @@ class Walker:
                     (use.site, self._doing(use, buffer)),
                     fix=self._remedy(use, self.clocks.current, "before the program ends"),
                 )
-
-    # ------------------------------------------------------------ reports
-    def _note(self, kind: str, what: str, *sites: tuple[Site, str], fix: str = "") -> None:
-        """Keep a finding, the first one of a kind about the same ops."""
-        key = (kind, *(id(site.op) for site, _ in sites))
-        if key not in self.found:
-            self.found[key] = Finding(kind, what, sites, fix)
-
-    def _note_freed(self, tv: TensorView, at: Site, site: Site) -> None:
-        self._note(
-            FREED,
-            f"{tv.label} has been given up when it is used",
-            (at, "gives it up"),
-            (site, f"on {self.clocks.name(self.clocks.current)}: uses {tv.label}"),
-            fix="The Deallocate of {0} belongs behind {1}",
-        )
-
-    def _note_unentered(self, use: Use, buffer: Buffer) -> None:
-        self._note(
-            RACE,
-            f"{buffer.owner.label} is used on a stream that never waited for the caller's",
-            (use.site, self._doing(use, buffer)),
-            fix=f"{self.clocks.name(use.began)} must wait for {self.clocks.name(ENTRY)} before "
-            f"{{0}}: Synchronize({self.clocks.text(ENTRY)}) is missing",
-        )
-
-    def _race(self, earlier: Use, later: Use, buffer: Buffer) -> None:
-        is_same = earlier.site.op is later.site.op and earlier.site.indices == later.site.indices
-        if is_same and earlier.flight is later.flight:
-            return  # what an op does to its own operands is its own affair
-        label = buffer.owner.label
-        if earlier is buffer.made:
-            what = f"{label} is used by a stream that did not wait for its allocation"
-        elif later.is_write and earlier.site.indices != later.site.indices:
-            what = f"a part of {label} is used again too early"
-        else:
-            what = f"nothing orders two uses of {label}"
-        self._note(
-            RACE,
-            what,
-            (earlier.site, self._doing(earlier, buffer)),
-            (later.site, self._doing(later, buffer)),
-            fix=self._remedy(earlier, later.began, "before {1}"),
-        )
-
-    def _who(self, use: Use) -> str:
-        if use.stream is None and use.flight is not None:
-            return f"communication {use.flight.number}"
-        return self.clocks.name(use.stream)
-
-    def _doing(self, use: Use, buffer: Buffer) -> str:
-        verb = "allocates" if use is buffer.made else "writes" if use.is_write else "reads"
-        who = f"on {self.clocks.name(use.began)}"
-        if use.flight is not None:
-            who = f"communication {use.flight.number}, started {who}"
-        return f"{who}: {verb} {buffer.text(use.box)}"
-
-    def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
-        """Return which stream should wait for which, and where."""
-        who = self.clocks.name(waiter)
-        if use.stream is None and use.flight is not None:
-            wait = f"Wait(Communication {use.flight.number})"
-            return f"{who} must wait for it {before}: {wait} is missing"
-        missing = f"Synchronize({self.clocks.text(use.stream)})"
-        return f"{who} must wait for {self.clocks.name(use.stream)} {before}: {missing} is missing"
 
 
 APPLY: dict[type, Callable[[Walker, Any, Site], None]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -12,7 +12,7 @@ from typing import Any
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text, program_symbols
@@ -22,6 +22,7 @@ from hostir.container import HostIrContainer, computes, walk
 from hostir.effects import (
     Captures,
     ClosesGroup,
+    Effect,
     Enters,
     Frees,
     Joins,
@@ -34,6 +35,7 @@ from hostir.effects import (
     Writes,
     effects_of,
 )
+from hostir.in_place import manner, pairs, words
 from hostir.ops import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -194,6 +196,8 @@ class _Checker:
         self.devices = self.program.devices()
         ops = list(walk(self.program.ops))
         self.loop_indices = {op.index for op in ops if isinstance(op, ForLoop)}
+        # The names that order the axes of another tensor anew.
+        self.turned = {op.out for op in ops if isinstance(op, LoadStoreOp) and op.out.domain.root}
         started = Counter(op.number for op in ops if isinstance(op, StartsCommunication))
         self.twice = {number for number, count in started.items() if count > 1}
         self.awaited = {op.number for op in ops if isinstance(op, Wait)}
@@ -219,10 +223,30 @@ class _Checker:
                 writes = tuple(e.tensor for e in effects if isinstance(e, Writes))
                 self._start(effect.number, _Flight(op, reads, writes))
         op.verify()
+        self._memory_of_its_own(op, effects)
         if isinstance(op, ForLoop):
             self._loop(op)
         elif isinstance(op, IfThenElse):
             self._branch(op)
+
+    def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
+        """Require that no result lies over what it must not; parts are `hostir.race`'s matter."""
+        for one, other in pairs(effects):
+            a, b, is_read = one.tensor, other.tensor, isinstance(one, Reads)
+            how = manner(op) if is_read else "never"
+            if how == "freely" or not self._is_same(a, b):
+                continue
+            if how != "same" or self._views(a) != self._views(b):
+                raise VerifyError(words(op, a, b, is_read=is_read))
+
+    def _views(self, tv: TensorView) -> list[TensorView]:
+        """Return the names between a tensor and its buffer that order the axes anew."""
+        found: list[TensorView] = []
+        while tv in self.storage.shows:
+            if tv in self.turned:
+                found.append(tv)
+            tv = self.storage.shows[tv]
+        return found
 
     def _symbols(self, op: Op) -> None:
         """Require that inputs, or loops that are open, bind the symbols that an op names."""
