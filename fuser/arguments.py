@@ -391,4 +391,9 @@ def name_call(error: FuserError, call: str) -> None:
         return
     text, line = str(error.args[0]), user_line()
     text = text if call in text else f"{call}: {text}"
-    error.args = (text if line in text else f"{text}{user_code(line)}",)
+    if line in text:
+        error.args = (text,)
+    elif "(user code at " in text:  # where what the call is about was written
+        error.args = (f"{text} (called at {line})",)
+    else:
+        error.args = (f"{text}{user_code(line)}",)

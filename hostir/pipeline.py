@@ -20,6 +20,7 @@ from hostir.lower_params import DEFAULT, LowerParams
 from hostir.stream_loops import stands_alone
 from multidevice import streams
 from multidevice.localize import localize
+from multidevice.sharding import check_types
 from multidevice.sharding_passes import shard_fusion
 
 
@@ -52,6 +53,7 @@ def build_program(
         dump("host_ir_lowering", text, f"after {name}, full form")
 
     dump("fusion_ir_original", lambda: fusion_text(definition))
+    check_types(definition)
     fusion, _ = concretize(definition, input_class.sizes)
     specialise(fusion, input_class)
     dump("fusion_ir_concretized", fusion.print_math)

@@ -85,7 +85,7 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
         if tv.mesh is None:
             raise ShardingError(
                 f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
-                f"call set_device_mesh{user_code(tv.user_line())}"
+                f"call set_device_mesh{user_code(tv.user_line(axis.ptype))}"
             )
         return tv.mesh.size_of(axis.ptype)
     size = tv.fusion.canonical(axis.size)
@@ -130,9 +130,17 @@ class _BlockDepth(Rules[int]):
         raise self._refusal(t)
 
     def _refusal(self, t: Transform) -> UnsupportedError:
+        axis, tv = self._axis, self._tv
+        kind = "DID on inner splits"
+        advice = "make the axis by outer_split, and give what stands outside of it a device type"
+        if axis.is_stream:
+            kind = "streams on inner splits"
+            advice = "make the stream axis by outer_split(axis, number of steps)"
+        elif isinstance(t, Split):
+            advice += " or stream"
         return UnsupportedError(
-            f"Currently, we don't support DID on inner splits: {self._axis} of {self._tv}, "
-            f"from {transform_text(t, self._tv.domain)}{user_code(self._tv.user_line())}"
+            f"Currently, we don't support {kind}: {axis} of {tv}, from "
+            f"{transform_text(t, tv.domain)}; {advice}{user_code(tv.user_line(axis.ptype))}"
         )
 
 

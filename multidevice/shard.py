@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fuser.arguments import checked
-from fuser.errors import ShardingError, UnsupportedError, user_code
+from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split
 from fuser.ir.path import transforms_between
@@ -114,9 +114,11 @@ def _split_sizes(size: int, split: Split, tv: TensorView) -> tuple[int, int]:
     if factor is None:
         raise UnsupportedError(f"{tv} is split by the symbolic factor {split.factor}")
     if factor < 1 or size % factor != 0:
+        line = tv.user_line(tv.domain.rotated(split.outer).ptype)
+        annotated = f" (annotated at {line})" if line else ""
         raise ShardingError(
             f"the extent {size} of {axis} of {tv} is not divisible by {factor} "
-            f"(device mesh {tv.mesh}){user_code(tv.user_line())}"
+            f"(device mesh {tv.mesh}){annotated}"
         )
     return (size // factor, factor) if split.inner_split else (factor, size // factor)
 

@@ -130,7 +130,8 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
             beside = "" if streams == 1 else f", each step of {streams} over them,"
             raise ShardingError(
                 f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.devices} "
-                f"devices of {tv.mesh} along {cut.ptype.text}{beside}{user_code(tv.user_line())}"
+                f"devices of {tv.mesh} along {cut.ptype.text}{beside}"
+                f"{user_code(tv.user_line(cut.ptype))}"
             )
         rest //= cut.devices
     return rest
@@ -174,15 +175,16 @@ def has_streams(fusion: Fusion) -> bool:
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Raise `ShardingError` when a device axis does not fit its tensor's mesh, or a tensor has
-    several stream axes; `UnsupportedError` when a stream axis is no outer split.
+    """Raise `ShardingError` when a device axis does not fit its tensor's mesh, or two axes have one
+    type; `UnsupportedError` when a stream axis is no outer split.
     """
+    check_types(fusion)
     for tv in fusion.tensors():
         _check_stream(tv)
-        where = user_code(tv.user_line())
         for axis in tv.domain.loop:
             if not axis.is_device or is_plain_broadcast(axis):
                 continue
+            where = user_code(tv.user_line(axis.ptype))
             if tv.mesh is None:
                 raise ShardingError(
                     f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
@@ -199,14 +201,38 @@ def check_annotations(fusion: Fusion) -> None:
         axis_cuts(tv)
 
 
+def check_types(fusion: Fusion) -> None:
+    """Raise `ShardingError` when two axes of a tensor have one device or stream type."""
+    for tv in fusion.tensors():
+        spread = [a for a in tv.domain.loop if a.is_device or a.is_stream]
+        for axis in spread:
+            same = [a for a in spread if a.ptype is axis.ptype and not a.is_reduction()]
+            if len(same) > 1:
+                raise ShardingError(
+                    f"{tv} has {' and '.join(map(str, same))} on {axis.ptype.name}, which one axis "
+                    "of a tensor may have (Found multiple loop IterDomains with the same parallel "
+                    f"type){user_code(tv.user_line(axis.ptype))}"
+                )
+
+
+def check_swizzles(fusion: Fusion) -> None:
+    """Raise `ShardingError` when blocks are rotated by a place on a mesh that there is not; to be
+    asked when every tensor has the mesh that it will have. What the user cut is looked at first."""
+    for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
+        for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):
+            if cut.swizzle is None or (tv.mesh and tv.mesh.dim_of(cut.swizzle) is not None):
+                continue
+            name = cut.swizzle.name
+            lack = "the tensor has no mesh: call set_device_mesh"
+            lack = lack if tv.mesh is None else f"{tv.mesh} has no dimension {name}"
+            raise ShardingError(
+                f"swizzle1d by {name} of {tv}: {lack}{user_code(tv.user_line(cut.ptype))}"
+            )
+
+
 def _check_stream(tv: TensorView) -> None:
     streams = [a for a in spread_axes(tv) if a.is_stream]
-    where = user_code(tv.user_line())
-    if len(streams) > 1:
-        raise ShardingError(
-            f"{tv} has {len(streams)} stream axes, {', '.join(map(str, streams))}: one loop runs "
-            f"over one axis{where}"
-        )
+    where = user_code(tv.user_line(ParallelType.stream))
     for split in tv.domain.splits.values():
         if tv.domain.rotated(split.outer) in streams and split.inner_split:
             raise UnsupportedError(
@@ -218,9 +244,9 @@ def _check_stream(tv: TensorView) -> None:
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
     """Raise `ShardingError` naming tensor, extent and mesh when a mesh does not divide an extent.
 
-    `sizes` binds the symbols of (global) extents.
+    `sizes` binds the symbols of (global) extents. What the user cut is looked at first.
     """
-    for tv in fusion.tensors():
+    for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
         for number, cuts in axis_cuts(tv).items():
             axis = next(a for a in tv.domain.logical if a.number == number)
             _local_size(tv, axis, int(sc.evaluate(fusion.canonical(axis.size), sizes)), cuts)

@@ -27,7 +27,14 @@ from multidevice.placement import (
 )
 from multidevice.propagate import Fact, propagate_shardings, spread_reductions
 from multidevice.provenance import complete_origins, record_propagation, record_reshardings
-from multidevice.sharding import Sharding, check_annotations, has_mesh, has_streams, sharding_of
+from multidevice.sharding import (
+    Sharding,
+    check_annotations,
+    check_swizzles,
+    has_mesh,
+    has_streams,
+    sharding_of,
+)
 from multidevice.stream_steps import drop_steps_of_devices, keep_computable_streams
 
 
@@ -129,6 +136,7 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
         spread_reductions(fusion)
     keep_computable_streams(fusion, asked=streamed)
     complete_meshes(fusion)
+    check_swizzles(fusion)
     record_propagation(fusion, facts)
     place_updates(fusion)
     verify_fusion(fusion, after="propagate_shardings")

@@ -158,5 +158,5 @@ def _check_stream(tv: TensorView) -> None:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(
                 f"Cannot stream parallelize on a split/merge axis {axis} of {tv}: "
-                f"FusionDefinition.execute can{user_code(tv.user_line())}"
+                f"FusionDefinition.execute can{user_code(tv.user_line(axis.ptype))}"
             )

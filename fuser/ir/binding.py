@@ -127,7 +127,8 @@ class Binder:
         if axis.blocks > 1 and expected % axis.blocks:
             raise ShardingError(
                 f"{axis} has extent {axis.extent} = {expected}, which {axis.blocks} ranks do not "
-                f"divide; got {axis.found(size)}{user_code(axis.tv.user_line())}"
+                f"divide; got {axis.found(size)}"
+                f"{user_code(axis.tv.user_line(next(iter(axis.tv.cut_lines), None)))}"
             )
         raw = axis.tv.shape()[axis.position]
         why = self._because(raw, axis.extent)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType
+from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.errors import FuserError, ShardingError, UnsupportedError
+from fuser.ir.axis import Axis
 from fuser.ir.tensor import TensorView
 from fuser.multidevice import DeviceMesh
 from multidevice import simulate
@@ -17,34 +18,36 @@ from multidevice import simulate
 FIRST, SECOND = DeviceMesh([0, 1]), DeviceMesh([2, 3])
 
 
-def cut(tv: TensorView) -> None:
-    tv.outer_split(0, 2)
-    tv.axis(0).parallelize(ParallelType.mesh_x)
+X, STREAM = ParallelType.mesh_x, ParallelType.stream
+
+
+def cut(tv: TensorView) -> Axis:
+    return tv.outer_split(0, 2).axis(0)
 
 
 def indivisible_result(fd: FusionDefinition) -> None:
     x = fd.define_tensor([-1, 4], contiguity=True)
-    y = fd.ops.exp(x)  # indivisible_result
+    y = fd.ops.exp(x)
     fd.add_output(y)
     x.set_device_mesh(FIRST)
     y.set_device_mesh(FIRST)
-    cut(y)
+    cut(y).parallelize(X)  # indivisible_result
 
 
 def indivisible_input(fd: FusionDefinition) -> None:
     x = fd.define_tensor([7, 4], contiguity=True)
     fd.add_output(fd.ops.exp(x))
-    x.set_device_mesh(FIRST)  # indivisible_input
-    cut(x)
+    x.set_device_mesh(FIRST)
+    cut(x).parallelize(X)  # indivisible_input
 
 
 def indivisible_sum(fd: FusionDefinition) -> None:
     """The result has no mesh but the one that its op copied."""
     x = fd.define_tensor([-1, 4], contiguity=True)
     x.set_device_mesh(FIRST)
-    y = fd.ops.sum(x, dim=1)  # indivisible_sum
+    y = fd.ops.sum(x, dim=1)
     fd.add_output(y)
-    cut(y)
+    cut(y).parallelize(X)  # indivisible_sum
 
 
 def too_many_ranks(fd: FusionDefinition) -> None:
@@ -54,10 +57,10 @@ def too_many_ranks(fd: FusionDefinition) -> None:
 
 
 def no_mesh(fd: FusionDefinition) -> None:
-    x = fd.define_tensor([-1, 4], contiguity=True)  # no_mesh
+    x = fd.define_tensor([-1, 4], contiguity=True)
     y = fd.ops.exp(x)
     fd.add_output(y)
-    cut(x)
+    cut(x).parallelize(X)  # no_mesh
     y.set_device_mesh(FIRST)
 
 
@@ -75,7 +78,75 @@ def disjoint_scatter(fd: FusionDefinition) -> None:
     fd.add_output(y)
     x.set_device_mesh(FIRST)
     y.set_device_mesh(SECOND)
+    cut(y).parallelize(X)
+
+
+def device_inside_of_a_serial_axis(fd: FusionDefinition) -> None:
+    x = fd.define_tensor([-1, 4], contiguity=True)
+    fd.add_output(fd.ops.exp(x))
+    x.set_device_mesh(FIRST)
+    x.outer_split(0, 4)
+    x.outer_split(1, 2)
+    x.axis(1).parallelize(X)  # device_inside_of_a_serial_axis
+
+
+def stream_inside(fd: FusionDefinition) -> None:
+    x = fd.define_tensor([-1, 4], contiguity=True)
+    y = fd.ops.exp(x)
+    fd.add_output(y)
+    y.split(0, 2)
+    y.axis(1).parallelize(STREAM)  # stream_inside
+
+
+def two_streams(fd: FusionDefinition) -> None:
+    x = fd.define_tensor([-1, 4], contiguity=True)
+    y = fd.ops.exp(x)
+    fd.add_output(y)
+    y.axis(0).parallelize(STREAM)
+    y.axis(1).parallelize(STREAM)  # two_streams
+
+
+def two_device_axes(fd: FusionDefinition) -> None:
+    x = fd.define_tensor([-1, -1], contiguity=True)
+    fd.add_output(fd.ops.exp(x))
+    x.set_device_mesh(FIRST)
+    for axis in range(2):
+        x.axis(axis).parallelize(X)  # two_device_axes
+
+
+def rotated_without_a_mesh(fd: FusionDefinition) -> None:
+    x = fd.define_tensor([-1, 4], contiguity=True)
+    y = fd.ops.exp(x)
+    fd.add_output(y)
     cut(y)
+    y.swizzle1d(0, X)
+    y.axis(0).parallelize(STREAM)  # rotated_without_a_mesh
+
+
+def rotated_by_a_dimension_that_is_not_there(fd: FusionDefinition) -> None:
+    x = fd.define_tensor([-1, 4], contiguity=True)
+    y = fd.ops.exp(x)
+    fd.add_output(y)
+    x.set_device_mesh(FIRST)
+    cut(y)
+    y.swizzle1d(0, ParallelType.mesh_y)
+    y.axis(0).parallelize(STREAM)  # rotated_by_a_dimension_that_is_not_there
+
+
+def indivisible_rows_of_an_exchange(fd: FusionDefinition) -> None:
+    """What the ranks exchange is no tensor of the user's, and comes first in the program."""
+    x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+    y = fd.ops.linear(x, w)
+    fd.add_output(y)
+    for tv in (x, w, y):
+        tv.set_device_mesh(FIRST)
+    for tv in (x, w):
+        tv.outer_split(1, 2)
+        tv.axis(1).parallelize(X)
+    cut(y).parallelize(X)  # indivisible_rows_of_an_exchange
+    cut(x)
+    x.swizzle1d(0, X)
+    x.axis(0).parallelize(STREAM)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +159,21 @@ def disjoint_scatter(fd: FusionDefinition) -> None:
         (no_mesh, ShardingError, "has no mesh: call set_device_mesh"),
         (disjoint_broadcast, UnsupportedError, "Broadcast of T0_g_float"),
         (disjoint_scatter, UnsupportedError, "Scatter of T0_g_float"),
+        (
+            device_inside_of_a_serial_axis,
+            UnsupportedError,
+            "give what stands outside of it a device type or stream",
+        ),
+        (stream_inside, UnsupportedError, r"streams on inner splits: .* by outer_split\(axis, num"),
+        (two_streams, ShardingError, r"T1_g_float.* has istream\S+ and istream\S+ on stream, wh"),
+        (two_device_axes, ShardingError, r"T0_g_float.* has idev\S+ and idev\S+ on mesh_x, which"),
+        (rotated_without_a_mesh, ShardingError, "mesh_x of T1_g_float.* no mesh: call set_device"),
+        (
+            rotated_by_a_dimension_that_is_not_there,
+            ShardingError,
+            r"mesh_y of T1_g_float.*: DeviceMesh\{0 1\} has no dimension mesh_y",
+        ),
+        (indivisible_rows_of_an_exchange, ShardingError, "extent 7 .* of T2_g_float"),
     ],
 )
 def test_refused_shardings_name_the_users_line(
@@ -98,7 +184,7 @@ def test_refused_shardings_name_the_users_line(
 
     def body() -> None:
         with pytest.raises(kind, match=why) as caught:
-            fd.execute([torch.ones(7, 4)])
+            fd.execute([torch.ones(7, 4)] * len(fd.fusion.inputs))
         messages.append(str(caught.value))
 
     messages: list[str] = []
@@ -107,3 +193,27 @@ def test_refused_shardings_name_the_users_line(
     lines = Path(__file__).read_text().splitlines()
     (line,) = (n for n, text in enumerate(lines, 1) if text.endswith(f"  # {define.__name__}"))
     assert all(f"(user code at {__file__}:{line})" in m for m in messages), messages
+
+
+def test_a_call_on_an_annotated_tensor_says_which_line_is_which() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 4], contiguity=True)
+        fd.add_output(fd.ops.exp(x))
+        x.set_device_mesh(FIRST)
+        cut(x).parallelize(X)  # annotated
+
+    def body() -> None:
+        with pytest.raises(ShardingError, match=r"extent 7 .* is not divisible by 2") as caught:
+            multidevice.shard_tensor(torch.ones(7, 4), x)  # called
+        messages.append(str(caught.value))
+
+    messages: list[str] = []
+    with simulate(2) as world:
+        world.run(body)
+    lines = Path(__file__).read_text().splitlines()
+    at = {m: next(n for n, t in enumerate(lines, 1) if t.endswith(f"  # {m}")) for m in MARKS}
+    annotated, called = (f"{__file__}:{at[m]}" for m in MARKS)
+    assert all(m.endswith(f"(annotated at {annotated}) (user code at {called})") for m in messages)
+
+
+MARKS = ("annotated", "called")
