@@ -10,7 +10,8 @@ from collections.abc import Mapping
 # What a name does. The key is the variable without `FUSER_`.
 EFFECTS: Mapping[str, Mapping[str, str]] = {
     "DUMP": {
-        "host_ir": "the host program that runs; host_ir(short): without what only machines need",
+        "host_ir": "the host program that runs; host_ir(short): without what only machines need; "
+        "host_ir(indices): as host_ir, where indices stand in the ops that use them",
         "host_ir_lowering": "the host program as lowered, and after each host pass",
         "communication": "each communication as it is posted, with the shapes of its shards",
         "fusion_ir_original": "the fusion as the user defined it",
@@ -120,8 +121,9 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
 
 # Names that take part in what one process does once, so that one call cannot choose them.
 PROCESS_WIDE = frozenset({"multidevice"})
-# The arguments that a name must have, one of these; the others take none.
+# The argument of a name, one of these: a dump may have it, a feature must. The others take none.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "host_ir": ("short", "indices"),
     "schedules_for": ("h200",),
     "late_stream": ("all", "entry", *map(str, range(8))),
 }

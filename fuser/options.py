@@ -179,7 +179,7 @@ def dump_enabled(name: str) -> bool:
 
 
 def dump_args(name: str) -> tuple[str, ...]:
-    """Returns the arguments of a dump, as in `host_ir(indices)`; empty when absent."""
+    """Returns the arguments of a dump, as in `host_ir(short)`; empty when absent."""
     return _lookup("DUMP", name) or ()
 
 
@@ -368,12 +368,13 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
-    """Features take exactly the arguments that the table says; dumps take what nvFuser's take."""
-    if kind == "DUMP":
+    """Require the argument that the table says; a dump that is not there may have any."""
+    if kind == "DUMP" and (name in NO_EFFECT[kind] or not args):
         return
     choices = ARGUMENTS.get(name)
     if choices is None and args:
         raise OptionError(f"{name} takes no arguments, got {name}({','.join(args)})")
     if choices is not None and (len(args) != 1 or args[0] not in choices):
         wanted = " or ".join(f"{name}({c})" for c in choices)
-        raise OptionError(f"{name}({','.join(args)}) is not known: expected {wanted}")
+        near = _nearest(args[0], choices) if len(args) == 1 else ""
+        raise OptionError(f"{name}({','.join(args)}) is not known: expected {wanted}{near}")

@@ -68,6 +68,12 @@ def is_plain_broadcast(axis: IterDomain) -> bool:
     return axis.is_broadcast and axis.expanded is None
 
 
+def cut_line(tv: TensorView, ptype: ParallelType) -> str:
+    """Return `file.py:12` of the user's line that cut a tensor along a type, else of the one that
+    the tensor comes from, "" if unknown."""
+    return tv.cut_lines.get(ptype) or tv.user_line()
+
+
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
     """Return the loop axes with a device or stream type, reductions included."""
@@ -85,7 +91,7 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
         if tv.mesh is None:
             raise ShardingError(
                 f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
-                f"call set_device_mesh{user_code(tv.user_line(axis.ptype))}"
+                f"call set_device_mesh{user_code(cut_line(tv, axis.ptype))}"
             )
         return tv.mesh.size_of(axis.ptype)
     size = tv.fusion.canonical(axis.size)
@@ -140,7 +146,7 @@ class _BlockDepth(Rules[int]):
             advice += " or stream"
         return UnsupportedError(
             f"Currently, we don't support {kind}: {axis} of {tv}, from "
-            f"{transform_text(t, tv.domain)}; {advice}{user_code(tv.user_line(axis.ptype))}"
+            f"{transform_text(t, tv.domain)}; {advice}{user_code(cut_line(tv, axis.ptype))}"
         )
 
 

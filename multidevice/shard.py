@@ -13,7 +13,7 @@ from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from multidevice.placement import is_allocated_per_step
+from multidevice.placement import cut_line, is_allocated_per_step
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def _split_sizes(size: int, split: Split, tv: TensorView) -> tuple[int, int]:
     if factor is None:
         raise UnsupportedError(f"{tv} is split by the symbolic factor {split.factor}")
     if factor < 1 or size % factor != 0:
-        line = tv.user_line(tv.domain.rotated(split.outer).ptype)
+        line = cut_line(tv, tv.domain.rotated(split.outer).ptype)
         annotated = f" (annotated at {line})" if line else ""
         raise ShardingError(
             f"the extent {size} of {axis} of {tv} is not divisible by {factor} "

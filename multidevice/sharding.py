@@ -20,6 +20,7 @@ from multidevice.placement import (
     SPREAD_TYPES,
     Cuts,
     axis_cuts,
+    cut_line,
     is_plain_broadcast,
     local_extent,
     origin_root,
@@ -131,7 +132,7 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
             raise ShardingError(
                 f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.devices} "
                 f"devices of {tv.mesh} along {cut.ptype.text}{beside}"
-                f"{user_code(tv.user_line(cut.ptype))}"
+                f"{user_code(cut_line(tv, cut.ptype))}"
             )
         rest //= cut.devices
     return rest
@@ -184,7 +185,7 @@ def check_annotations(fusion: Fusion) -> None:
         for axis in tv.domain.loop:
             if not axis.is_device or is_plain_broadcast(axis):
                 continue
-            where = user_code(tv.user_line(axis.ptype))
+            where = user_code(cut_line(tv, axis.ptype))
             if tv.mesh is None:
                 raise ShardingError(
                     f"{axis} of {tv} is device-parallel, but the tensor has no mesh: "
@@ -211,7 +212,7 @@ def check_types(fusion: Fusion) -> None:
                 raise ShardingError(
                     f"{tv} has {' and '.join(map(str, same))} on {axis.ptype.name}, which one axis "
                     "of a tensor may have (Found multiple loop IterDomains with the same parallel "
-                    f"type){user_code(tv.user_line(axis.ptype))}"
+                    f"type){user_code(cut_line(tv, axis.ptype))}"
                 )
 
 
@@ -226,13 +227,13 @@ def check_swizzles(fusion: Fusion) -> None:
             lack = "the tensor has no mesh: call set_device_mesh"
             lack = lack if tv.mesh is None else f"{tv.mesh} has no dimension {name}"
             raise ShardingError(
-                f"swizzle1d by {name} of {tv}: {lack}{user_code(tv.user_line(cut.ptype))}"
+                f"swizzle1d by {name} of {tv}: {lack}{user_code(cut_line(tv, cut.ptype))}"
             )
 
 
 def _check_stream(tv: TensorView) -> None:
     streams = [a for a in spread_axes(tv) if a.is_stream]
-    where = user_code(tv.user_line(ParallelType.stream))
+    where = user_code(cut_line(tv, ParallelType.stream))
     for split in tv.domain.splits.values():
         if tv.domain.rotated(split.outer) in streams and split.inner_split:
             raise UnsupportedError(

@@ -21,7 +21,7 @@ from fuser.ir.scalar import Scalar, int_value
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
 from hostir.lower_params import LowerParams
-from multidevice.placement import axis_cuts
+from multidevice.placement import axis_cuts, cut_line
 from multidevice.shard import shard_for_rank
 
 
@@ -158,5 +158,5 @@ def _check_stream(tv: TensorView) -> None:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(
                 f"Cannot stream parallelize on a split/merge axis {axis} of {tv}: "
-                f"FusionDefinition.execute can{user_code(tv.user_line(axis.ptype))}"
+                f"FusionDefinition.execute can{user_code(cut_line(tv, axis.ptype))}"
             )

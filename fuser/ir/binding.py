@@ -128,7 +128,7 @@ class Binder:
             raise ShardingError(
                 f"{axis} has extent {axis.extent} = {expected}, which {axis.blocks} ranks do not "
                 f"divide; got {axis.found(size)}"
-                f"{user_code(axis.tv.user_line(next(iter(axis.tv.cut_lines), None)))}"
+                f"{user_code(next(iter(axis.tv.cut_lines.values()), axis.tv.user_line()))}"
             )
         raw = axis.tv.shape()[axis.position]
         why = self._because(raw, axis.extent)

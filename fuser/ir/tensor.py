@@ -127,12 +127,10 @@ class TensorView:
             )
         return wrapped
 
-    def user_line(self, ptype: ParallelType | None = None) -> str:
-        """Return `file.py:12` of the user's line that cut this tensor along a type, else of the one
-        that it comes from, "" if unknown."""
+    def user_line(self) -> str:
+        """Return `file.py:12` of the user's line that this tensor comes from, "" if unknown."""
         op = self.definition()
-        made = self.where or (op.where if op is not None else "")
-        return made if ptype is None else self.cut_lines.get(ptype, made)
+        return self.where or (op.where if op is not None else "")
 
     # ------------------------------------------------------------ loop transforms
     @checked
