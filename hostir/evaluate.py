@@ -80,7 +80,7 @@ def make_kernel_executor(
             dump=partial(dumps.write, rank=rank),
         )
 
-    split = split_tensor(group)
+    split = split_tensor(group.fusion)
     return make("first") if split is None else StepKernels(*split, make)
 
 

@@ -9,11 +9,13 @@ import torch
 
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
+from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
-from hostir.container import KernelGroup
+from hostir.effects import bounds
 from multidevice.localize import is_block
 from multidevice.placement import Block
+from multidevice.sharding import local_extents
 from multidevice.streams import block_extents, stream_axis
 
 if TYPE_CHECKING:
@@ -22,18 +24,33 @@ if TYPE_CHECKING:
 Sizes = Mapping[Symbol, int]
 
 
-def split_tensor(group: KernelGroup) -> tuple[int, TensorView] | None:
+def _has_blocks(tv: TensorView) -> bool:
+    """Whether steps may see shorter blocks of the tensor."""
+    axis = stream_axis(tv)
+    return axis is not None and not axis.is_logical and is_block(tv)
+
+
+def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
     """Return a tensor of which a kernel's steps may see a shorter block, and its place among inputs
     and outputs; None where all steps are alike.
 
-    Parts of a reduction are alike, but what they are parts of is not: so inputs count as well.
+    Parts of a reduction are alike, but what they are parts of is not: so inputs count as well, and
+    so does what is only inside of the kernel. The place of that is -1 (see `with_block_number`).
     """
-    inputs = [tv for tv in group.fusion.inputs if isinstance(tv, TensorView)]
-    for place, tv in reversed(list(enumerate((*inputs, *group.fusion.outputs)))):
-        axis = stream_axis(tv)
-        if axis is not None and not axis.is_logical and is_block(tv):
+    inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
+    for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):
+        if _has_blocks(tv):
             return place, tv
-    return None
+    inside = next((tv for tv in fusion.tensors() if _has_blocks(tv)), None)
+    return None if inside is None else (-1, inside)
+
+
+def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
+    """Return a copy of a kernel's fusion whose last input is the number of the step's block, called
+    as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
+    made, _ = fusion.copy()
+    made.inputs = [*made.inputs, index]
+    return made
 
 
 class StepKernels:
@@ -46,6 +63,7 @@ class StepKernels:
         assert axis is not None
         self._place, self._position = place, axis.position
         self._extent = split.fusion.canonical(block_extents(split)[axis.position])
+        self._whole, self._count = local_extents(split)[axis.position], axis.count
         self._make = make
         self._made: dict[Block, KernelExecutor] = {}
 
@@ -56,8 +74,12 @@ class StepKernels:
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):
             return None
-        length = tensors[self._place].size(self._position)
         full = int(sc.evaluate(self._extent, sizes))
+        if self._place >= 0:
+            length = tensors[self._place].size(self._position)
+        else:
+            whole, count = (int(sc.evaluate(x, sizes)) for x in (self._whole, self._count))
+            _, length = bounds(whole, int(inputs[-1]), count)
         block: Block = "empty" if length == 0 else "first" if length == full else "last"
         if block not in self._made:
             self._made[block] = self._make(block)

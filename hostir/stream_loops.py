@@ -23,10 +23,12 @@ entering waits or the joins stand in a loop of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fuser.ir import nodes
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.passes.segment import LIBRARY_OPS, VIEW_OPS, Segment
@@ -41,6 +43,7 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.slices import block, selected
+from hostir.step_kernels import split_tensor, with_block_number
 from hostir.step_transfers import StepTransfers
 from multidevice.communication import is_copy
 from multidevice.localize import is_block
@@ -72,13 +75,17 @@ class StreamLoopBuilder(StepTransfers):
     # ------------------------------------------------------------ segments
     def _kernel(self, segment: Segment) -> None:
         assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
-        ins = [
+        ins: list[TensorView | Scalar] = [
             (self._part(v) if is_block(mine) else self._twin(v))
             if isinstance(v, TensorView) and isinstance(mine, TensorView)
             else v
             for v, mine in zip(segment.inputs, segment.fusion.inputs, strict=True)
         ]
         outs = [self._result(o) for o in segment.outputs]
+        split = split_tensor(segment.fusion)
+        if split is not None and split[0] < 0:
+            ins.append(self._which(split[1]))
+            segment = replace(segment, fusion=with_block_number(segment.fusion, self._index))
         self._lowering.add_group(segment)
         self._steps.append(LaunchKernel(tuple(ins), tuple(outs), group=segment.number))
 

@@ -106,6 +106,10 @@ class KernelExecutor:
         # Which scalar inputs decide sizes, by their place among the scalars.
         self._structural = [k for k, i in enumerate(numbers) if i not in free]
         self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
+        # Such as the rows of an empty block, which nothing else may have.
+        self._is_empty = any(
+            sc.int_value(a.extent) == 0 for tv in fusion.tensors() for a in tv.domain.logical
+        )
         self._records: Recent[object, Record | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
@@ -205,8 +209,10 @@ class KernelExecutor:
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         self._check(inputs, tensors)
         values = self._binder.bind([*inputs, *outputs], sizes)
-        if any(t.numel() == 0 for t in tensors) or any(
-            values.get(s) == 0 for tv in self.fusion.tensors() for s in _extent_symbols(tv)
+        if (
+            self._is_empty
+            or any(t.numel() == 0 for t in tensors)
+            or any(values.get(s) == 0 for tv in self.fusion.tensors() for s in _extent_symbols(tv))
         ):
             return None
         layouts = tuple(

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType, TensorView, multidevice
+from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from hostir import NUMBER_OF_STREAMS, RANK, HostIrEvaluator, equal, parse
 from hostir.race import find_races
 
@@ -154,6 +154,40 @@ def reshaped_inside_of_devices_blocks(
     return [x, w], out
 
 
+def sum_of_repeated_rows(
+    rows: int, count: int, *, ranks: Sequence[int] = (), is_rotated: bool = False
+) -> Case:
+    """The kernel of a step sums rows that none of its operands and results has: how many they are
+    in a shorter or an empty block, only the step's number says."""
+
+    def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+        x = fd.define_tensor([rows, 5], contiguity=True)
+        b = fd.define_tensor([5], contiguity=True)
+        ones = fd.ops.mul(fd.ops.full([rows, 5], 1.5, DataType.Float), b)
+        out = fd.ops.mul(x, fd.ops.sum(ones, [0], keepdim=True))
+        at = 0
+        if ranks:
+            mesh = on_mesh(ranks, x, b, ones, out)
+            if not is_rotated:
+                cut(mesh, ones, 0)
+                at = 1
+        ones.outer_split(at, count)
+        if is_rotated:
+            ones.swizzle1d(at, X)
+        ones.axis(at).parallelize(ParallelType.stream)
+        return [x, b], out
+
+    return Case(define, lambda x, b: x * b * 1.5 * rows, ((rows, 5), (5,)), ranks)
+
+
+def sum_of_repeated_columns(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
+    x = fd.define_tensor([1, 3], contiguity=True)
+    ones = fd.ops.exp(fd.ops.full([1, 3], 0.0, DataType.Float))
+    out = fd.ops.mul(x, fd.ops.sum(ones, [0, 1]))
+    stream(ones, 1, 4)
+    return [x], out
+
+
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w.t()
 
@@ -197,6 +231,11 @@ CASES = {
     "devices that start with their own block sum first": Case(
         summed_in_rotated_steps, lambda x: x.sum(1), ((8, 4),), ranks=(0, 1)
     ),
+    "repeated rows in a shorter block": sum_of_repeated_rows(3, 2),
+    "repeated rows in no block": sum_of_repeated_rows(3, 5),
+    "repeated columns in no block": Case(sum_of_repeated_columns, lambda x: 3 * x, ((1, 3),)),
+    "repeated rows in blocks of devices": sum_of_repeated_rows(6, 2, ranks=(0, 1)),
+    "repeated rows in rotated blocks": sum_of_repeated_rows(3, 2, ranks=(1, 0), is_rotated=True),
 }
 
 

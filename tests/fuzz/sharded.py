@@ -415,6 +415,18 @@ def _contraction(b: Sharded, name: str) -> None:
         b.emit("matmul", [Ref(name), Ref(w)], [*dims[:-1], n])
 
 
+def _full(b: Sharded, name: str) -> None:
+    """What has the shape of a tensor, but none of its blocks."""
+    dims = [Dim(d.vec, d.static) for d in b.dims[name]]
+    sizes: list[Arg] = [b.size(name, k) for k in range(len(dims))]
+    b.emit("full", [sizes, 2 if b.is_a(name, "i") else 1.25, Dt(b.dtype[name])], dims)
+
+
+def _triu(b: Sharded, name: str) -> None:
+    if len(b.dims[name]) > 1:
+        b.emit("triu", [Ref(name), b.rng.randint(-3, 3)], b.dims[name])
+
+
 _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_unary, 12),
     (_binary, 22),
@@ -426,6 +438,8 @@ _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_cat, 4),
     (_pad, 3),
     (_contraction, 10),
+    (_full, 4),
+    (_triu, 2),
 )
 _MAKERS = [m for m, _ in _TABLE]
 _WEIGHTS = [w for _, w in _TABLE]
