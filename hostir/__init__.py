@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hostir.container import equal as equal
     from hostir.effects import Stream as Stream
     from hostir.evaluate import HostIrEvaluator as HostIrEvaluator
+    from hostir.lower_streams import lower_streams as lower_streams
     from hostir.ops import NUMBER_OF_STREAMS as NUMBER_OF_STREAMS
     from hostir.ops import RANK as RANK
     from hostir.ops import Allocate as Allocate
@@ -54,6 +55,7 @@ _MODULES = {
     "hostir.container": ("HostIrContainer", "equal"),
     "hostir.effects": ("Stream",),
     "hostir.evaluate": ("HostIrEvaluator",),
+    "hostir.lower_streams": ("lower_streams",),
     "hostir.ops": (
         "NUMBER_OF_STREAMS",
         "RANK",

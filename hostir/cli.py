@@ -17,6 +17,7 @@ from hostir.container import SHORT_FORM, HostIrContainer, has_communications, ha
 from hostir.diff import differences
 from hostir.findings import refuse
 from hostir.host_passes import PASSES, Pass, run_passes
+from hostir.lower_streams import lower_streams
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import (
     DEFAULT_STREAMS,
@@ -83,7 +84,7 @@ def _opt(args: argparse.Namespace) -> None:
 
 
 def _pass_of(name: str) -> Pass:
-    known = {one.__name__: one for one in PASSES}
+    known = {one.__name__: one for one in (lower_streams, *PASSES)}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise OptionError(
@@ -223,7 +224,7 @@ def _arguments() -> argparse.ArgumentParser:
     one.add_argument("--full", action="store_true")
     file(one)
     opt = command(_opt)
-    names = ",".join(p.__name__ for p in PASSES)
+    names = ",".join(p.__name__ for p in PASSES) + "; lower_streams: of a program by hand"
     opt.add_argument("-p", "--passes", help=f"which, in this order; all by default: {names}")
     opt.add_argument(
         "--print-after-all", action="store_true", help="the text before and after each"

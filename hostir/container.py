@@ -413,6 +413,19 @@ def computes(program: HostIrContainer) -> bool:
     return any(isinstance(op, kinds) for op in walk(program.ops))
 
 
+def unlowered(program: HostIrContainer) -> TensorOp | None:
+    """Return an op whose result has a stream axis in a program without loops; None without one."""
+    ops = list(walk(program.ops))
+    if any(isinstance(op, ForLoop) for op in ops):
+        return None
+    streamed = (op for op in ops if isinstance(op, TensorOp) and _has_stream(op.out_tensor))
+    return next(streamed, None)
+
+
+def _has_stream(tv: TensorView) -> bool:
+    return any(a.is_stream and not a.is_reduction() for a in tv.domain.loop)
+
+
 def has_communications(program: HostIrContainer) -> bool:
     return any(isinstance(op, StartsCommunication) for op in walk(program.ops))
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser import dumps, options
-from fuser.errors import ExecutionError, FuserError, InputError, ShardingError
+from fuser.errors import (
+    ExecutionError,
+    FuserError,
+    InputError,
+    ShardingError,
+    VerifyError,
+    user_code,
+)
 from fuser.ir.binding import signature_of
 from fuser.ir.dtypes import category, to_torch
 from fuser.ir.fusion import Value
@@ -25,7 +32,13 @@ from fuser.options import Settings
 from fuser.recent import Recent
 from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder, Values
-from hostir.container import HostIrContainer, KernelGroup, has_communications, has_streams
+from hostir.container import (
+    HostIrContainer,
+    KernelGroup,
+    has_communications,
+    has_streams,
+    unlowered,
+)
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.handlers import run_block
 from hostir.layout import parts
@@ -111,6 +124,12 @@ class HostIrEvaluator:
         if number_of_streams < 1:
             raise ExecutionError(f"number_of_streams={number_of_streams}: at least 1")
         verify(program)
+        whole = unlowered(program)
+        if whole is not None:
+            raise VerifyError(
+                f"{whole.name}: {whole.out_tensor} has a stream axis, and no loop steps over it: "
+                f"hostir.lower_streams(program) makes the loops{user_code(whole.where)}"
+            )
         program.seal()
         self.program = program
         self._storage = Storage.of(program)

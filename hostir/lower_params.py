@@ -28,3 +28,4 @@ class LowerParams:
 
 
 DEFAULT = LowerParams()
+STANDALONE = LowerParams(propagate=False, standalone=True)

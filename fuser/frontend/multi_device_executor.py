@@ -7,21 +7,22 @@ carry out stand in the program as themselves, and a stream axis is a logical axi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
 
 import torch
 
-from fuser.errors import ArgumentError, DefinitionError, UnsupportedError, user_code
+from fuser.errors import ArgumentError, DefinitionError, UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, int_value
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
-from hostir.lower_params import LowerParams
-from multidevice.placement import axis_cuts, cut_line
+from hostir.lower_params import STANDALONE, LowerParams
+from hostir.lower_streams import check_stream
+from multidevice.placement import axis_cuts
 from multidevice.shard import shard_for_rank
 
 
@@ -75,9 +76,8 @@ class MultiDeviceExecutorParams:
             )
 
     def lower_params(self) -> LowerParams:
-        return LowerParams(
-            propagate=False,
-            standalone=True,
+        return replace(
+            STANDALONE,
             offset_by_rank=self.offset_stream_indexing_by_rank,
             inter_stream_synchronization=self.inter_stream_synchronization,
         )
@@ -103,7 +103,7 @@ class MultiDeviceExecutor:
             )
         copy, _ = fusion.copy()
         for tv in copy.tensors():
-            _check_stream(tv)
+            check_stream(tv)
         self._cache = FusionExecutorCache(
             copy, params=params.lower_params(), number_of_streams=params.number_of_streams
         )
@@ -150,13 +150,3 @@ class MultiDeviceExecutor:
 
     def __str__(self) -> str:
         return str(self.host_program())
-
-
-def _check_stream(tv: TensorView) -> None:
-    """Raise `UnsupportedError` for a stream axis that is no logical axis of its tensor."""
-    for axis in tv.domain.loop:
-        if axis.is_stream and axis.number not in tv.domain.logical_numbers:
-            raise UnsupportedError(
-                f"Cannot stream parallelize on a split/merge axis {axis} of {tv}: "
-                f"FusionDefinition.execute can{user_code(cut_line(tv, axis.ptype))}"
-            )
