@@ -274,12 +274,14 @@ def fitting_placement(
 def _is_copied_in_steps(
     source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None
 ) -> bool:
-    """Whether a copy can be made step by step of a stream in `cuts`: the devices stay as they are,
-    or each step has the block of one device. A stream around devices is no choice.
+    """Whether a copy can be made step by step of a stream in `cuts`: the source has the same steps,
+    the devices stay as they are, or each step has the block of one device. A stream around devices
+    is no choice.
     """
-    if not cuts or cuts[-1].ptype is not ParallelType.stream:
+    have = placement(source)[position]
+    if not cuts or cuts[-1].ptype is not ParallelType.stream or have[: len(cuts)] == cuts:
         return True
-    devices = tuple(c for c in placement(source)[position] if c.ptype.is_device)
+    devices = tuple(c for c in have if c.ptype.is_device)
     return devices == cuts[:-1] or is_from_devices(source, position, cuts, mesh)
 
 

@@ -297,6 +297,30 @@ def test_rows_that_a_pad_made_longer_are_joined_in_steps() -> None:
         assert torch.equal(got, torch.nn.functional.pad(t, (0, 4)).reshape(-1))
 
 
+def test_steps_around_devices_are_gathered_and_used_in_one_loop() -> None:
+    """Rows [steps, devices, rest] on both sides of an implied gather: no copy of the whole."""
+    whole, weight = torch.randn(16, 12), torch.randn(8, 12)
+
+    def body() -> None:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1], contiguity=True)
+            w = fd.define_tensor([-1, -1], contiguity=True)
+            y = fd.ops.linear(x, w)
+            fd.add_output(y)
+        mesh = on_mesh([0, 1], x, w, y)
+        stream(x, 0, 4)
+        cut(mesh, x, 1)
+        stream(y, 0, 4)
+        (got,) = fd.execute([multidevice.shard_tensor(whole, x), weight])
+        want = whole.double() @ weight.double().t()
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+        kinds = [type(op).__name__ for op in fd.fec.host_program().ops]
+        assert kinds == ["Allocate", "GetCurrentStream", "ForLoop", "SetCurrentStream", "ForLoop"]
+
+    with multidevice.simulate(2) as world:
+        world.run(body)
+
+
 def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
     fusion = fd.fusion
     shards = [_shard(t, tv) for t, tv in zip(whole, fusion.inputs, strict=True)]
