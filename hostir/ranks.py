@@ -176,7 +176,8 @@ def run_simulated(
 
 # ------------------------------------------------------------------ results
 def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
-    """Return one line per output of a rank: dtype, shape, mean, least and greatest element."""
+    """Return one line per output of a rank: dtype, shape, mean, least and greatest element, and a
+    checksum that depends on where each element stands."""
     return "\n".join(
         f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)}{_spread(out)}"
         for i, out in enumerate(outputs)
@@ -186,8 +187,13 @@ def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
 def _spread(out: torch.Tensor) -> str:
     if out.numel() == 0:
         return ""
-    wide = out.double()
-    return f" mean {wide.mean():.6g} min {wide.min():.6g} max {wide.max():.6g}"
+    wide = out.double().flatten()
+    # Multiples of the golden ratio: no two places within reach weigh the same.
+    weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device) * 0.618033988
+    return (
+        f" mean {wide.mean():.6g} min {wide.min():.6g} max {wide.max():.6g}"
+        f" checksum {(wide * weights.frac()).sum():.6g}"
+    )
 
 
 def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:

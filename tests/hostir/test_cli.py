@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.errors import ParseError
+from fuser.errors import InputError, ParseError
 from hostir.cli import main
-from hostir.container import equal
+from hostir.container import SHORT_FORM, equal
 from hostir.host_passes import PASSES
 from hostir.parse import parse
 from hostir.source import read_program
@@ -20,7 +20,7 @@ from tests.hostir.stream_programs import PROGRAMS
 PROGRAM = build(CASES["mlp2"])
 TEXT = PROGRAM.full_text()
 OUTPUT = re.compile(
-    r"rank (\d) output 0: torch.float32 \((\d+), 6\) mean (\S+) min (\S+) max (\S+)"
+    r"rank (\d) output 0: torch.float32 \((\d+), 6\) mean (\S+) min (\S+) max (\S+) checksum (\S+)"
 )
 
 
@@ -114,7 +114,7 @@ def test_random_sizes_fit_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--inputs", "ONE"], "InputError: ONE: expected 5 inputs, got 1"),
         (["--inputs", "ONE", "--size", "i0=3"], "InputError: --size is for random inputs"),
         (["--ranks", "1"], "ShardingError: DeviceMesh{0 1} of T0_g_float names rank 1"),
-        (["--program", "0"], "ParseError: PROGRAM has 0 dumped host programs"),
+        (["--program", "1"], "ParseError: PROGRAM has 1 host programs, and none of number 1"),
         (["--save", "PROGRAM"], "FileExistsError"),
     ],
 )
@@ -258,6 +258,45 @@ def test_a_program_is_found_in_what_a_job_printed(tmp_path: Path) -> None:
     path = tmp_path / "job.txt"
     path.write_text("starting ...\n" + DUMP.format(n=0, text=TEXT) + "loss = 0.25\n0 1e-7\n")
     assert equal(read_program(str(path)), PROGRAM)
+
+
+@pytest.mark.parametrize("before", ["", "starting ...\n\nepoch 1\n"])
+@pytest.mark.parametrize(
+    "text",
+    [TEXT, f"// {SHORT_FORM}{PROGRAM}", str(PROGRAM), DUMP.format(n=0, text=TEXT)],
+    ids=["full", "short", "bare", "dump"],
+)
+def test_lines_are_those_of_the_file(tmp_path: Path, before: str, text: str) -> None:
+    path = tmp_path / "job.txt"
+    path.write_text(before + text)
+    found = read_program(str(path))
+    assert equal(found, parse(text.partition("// end of ")[0]))
+    assert found.is_short == parse(text.partition("// end of ")[0]).is_short
+    path.write_text(before + text.replace("  Wait(", "  Wiat("))
+    lines = path.read_text().splitlines()
+    (at,) = (n for n, line in enumerate(lines, 1) if line.lstrip().startswith("Wiat("))
+    with pytest.raises(ParseError, match=rf"^line {at}, column 3: unknown op Wiat"):
+        read_program(str(path))
+
+
+def test_one_of_several_plain_programs_is_chosen(tmp_path: Path) -> None:
+    other = build(CASES["slice2"])
+    path = tmp_path / "two.txt"
+    path.write_text(f"first\n{TEXT}{other.full_text()}")
+    with pytest.raises(ParseError, match=r"choose one:\n  --program 0: // .*\n  --program 1: // "):
+        read_program(str(path))
+    assert equal(read_program(str(path), number=0), PROGRAM)
+    assert equal(read_program(str(path), number=1), other)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "loss = 0.25\n", DUMP.format(n=0, text="")])
+def test_a_file_without_a_program(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.txt"
+    path.write_text(text)
+    with pytest.raises(ParseError, match=f"no host program in {path}"):
+        read_program(str(path))
+    with pytest.raises(InputError, match=f"cannot read {tmp_path}/missing: No such file"):
+        read_program(f"{tmp_path}/missing")
 
 
 def test_one_of_several_programs_is_chosen(
