@@ -42,6 +42,7 @@ from hostir.container import (
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.handlers import run_block
 from hostir.layout import parts
+from hostir.lower_params import check_number_of_streams
 from hostir.memory import OutOfMemoryError
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Updates
@@ -121,8 +122,7 @@ class HostIrEvaluator:
         late_stream: str | int | None = None,
     ) -> None:
         program.check_full()
-        if number_of_streams < 1:
-            raise ExecutionError(f"number_of_streams={number_of_streams}: at least 1")
+        check_number_of_streams(number_of_streams, of="HostIrEvaluator")
         verify(program)
         whole = unlowered(program)
         if whole is not None:

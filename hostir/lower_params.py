@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fuser.errors import ArgumentError, DefinitionError
+
 
 @dataclass(frozen=True)
 class LowerParams:
@@ -25,6 +27,15 @@ class LowerParams:
     offset_by_rank: bool = False
     inter_stream_synchronization: bool = False
     stream_slots: bool = False
+
+
+def check_number_of_streams(number: object, *, of: str) -> None:
+    """Raise `ArgumentError` for what is no integer, `DefinitionError` for fewer than one; `of`
+    names the call."""
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ArgumentError(f"{of}: number_of_streams={number!r}: expected an integer")
+    if number < 1:
+        raise DefinitionError(f"{of}: number_of_streams={number}: at least 1")
 
 
 DEFAULT = LowerParams()

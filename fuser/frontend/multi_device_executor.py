@@ -13,14 +13,14 @@ from enum import Enum
 
 import torch
 
-from fuser.errors import ArgumentError, DefinitionError, UnsupportedError
+from fuser.errors import ArgumentError, UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, int_value
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
-from hostir.lower_params import STANDALONE, LowerParams
+from hostir.lower_params import STANDALONE, LowerParams, check_number_of_streams
 from hostir.lower_streams import check_stream
 from multidevice.placement import axis_cuts
 from multidevice.shard import shard_for_rank
@@ -65,15 +65,7 @@ class MultiDeviceExecutorParams:
 
     def check(self) -> None:
         """Raise `ArgumentError` or `DefinitionError` for a value that nothing can run with."""
-        streams: object = self.number_of_streams
-        if not isinstance(streams, int) or isinstance(streams, bool):
-            raise ArgumentError(
-                f"MultiDeviceExecutorParams: number_of_streams={streams!r}: expected an integer"
-            )
-        if streams < 1:
-            raise DefinitionError(
-                f"MultiDeviceExecutorParams: number_of_streams={streams}: at least 1"
-            )
+        check_number_of_streams(self.number_of_streams, of="MultiDeviceExecutorParams")
 
     def lower_params(self) -> LowerParams:
         return replace(

@@ -21,7 +21,8 @@ from fuser.multidevice import (
     MultiDeviceExecutorParams,
     simulate,
 )
-from hostir.container import equal
+from hostir.container import HostIrContainer, equal
+from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -348,6 +349,9 @@ def test_wrong_parameters_are_refused_before_anything_runs() -> None:
         MultiDeviceExecutorParams(number_of_streams=0)
     params = MultiDeviceExecutorParams(number_of_streams=2)
     assert replace(params, number_of_streams=3).number_of_streams == 3
+    for wrong, kind in ((0, DefinitionError), (-1, DefinitionError), ("2", ArgumentError)):
+        with pytest.raises(kind, match=f"HostIrEvaluator: number_of_streams={wrong!r}: "):
+            HostIrEvaluator(HostIrContainer(), number_of_streams=wrong)  # pyright: ignore[reportArgumentType]
     params.number_of_streams = 0
     with pytest.raises(DefinitionError, match=r"number_of_streams=0: at least 1"):
         MultiDeviceExecutor(Fusion(), params)

@@ -13,6 +13,7 @@ from hostir.cli import main
 from hostir.container import SHORT_FORM, equal
 from hostir.host_passes import PASSES
 from hostir.parse import parse
+from hostir.ranks import summaries
 from hostir.source import read_program
 from tests.hostir.programs import CASES, build, expected
 from tests.hostir.stream_programs import PROGRAMS
@@ -89,7 +90,7 @@ def test_run_on_given_inputs_saves_each_ranks_outputs(
         torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     row = OUTPUT.match(capsys.readouterr().out)
     assert row is not None
-    found, summary = [float(x) for x in row.groups()[2:]], [want.mean(), want.min(), want.max()]
+    found, summary = [float(x) for x in row.groups()[2:5]], [want.mean(), want.min(), want.max()]
     assert found == pytest.approx([float(x) for x in summary], rel=1e-4)
 
 
@@ -137,7 +138,7 @@ def test_wrong_runs(
 
 def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["print", str(tmp_path / "missing")]) == 1
-    assert "FileNotFoundError" in capsys.readouterr().err
+    assert "InputError: cannot read " in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ opt
@@ -258,6 +259,13 @@ def test_a_program_is_found_in_what_a_job_printed(tmp_path: Path) -> None:
     path = tmp_path / "job.txt"
     path.write_text("starting ...\n" + DUMP.format(n=0, text=TEXT) + "loss = 0.25\n0 1e-7\n")
     assert equal(read_program(str(path)), PROGRAM)
+
+
+def test_the_summary_tells_rows_that_stand_in_each_others_place() -> None:
+    rows = torch.arange(12.0).reshape(4, 3)
+    lines = [summaries([t], 0) for t in (rows, rows[[2, 3, 0, 1]], rows.clone())]
+    assert lines[0] == lines[2] != lines[1]
+    assert lines[0].partition(" checksum ")[0] == lines[1].partition(" checksum ")[0]
 
 
 @pytest.mark.parametrize("before", ["", "starting ...\n\nepoch 1\n"])
