@@ -12,7 +12,7 @@ from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType, ParallelType
+from fuser.ir.types import LoadStoreOpType, MemoryType, ParallelType
 from fuser.passes.segment import VIEW_OPS, Segment
 from hostir.effects import Stream
 from hostir.ops import (
@@ -202,12 +202,31 @@ class StepParts:
         """Whether a stream needs one element of the tensor at a time, and nothing else sees it."""
         lowering = self._lowering
         fusion = lowering.segmented.fusion
+        made_by = [op for op in (fusion.definition(tv),) if op is not None]
         return (
             lowering.params.stream_slots
             and stepping_axis(tv).is_logical
             and tv not in fusion.outputs
             and lowering.loops.fits_in_loop(tv)
-            and not any(isinstance(u, VIEW_OPS) and not is_copy(u) for u in fusion.uses(tv))
+            and not any(self._takes_whole(op) for op in fusion.uses(tv))
+            and not any(map(self._is_row_or_column, made_by))
+        )
+
+    def _takes_whole(self, op: TensorOp) -> bool:
+        """Whether steps of an op find their part of its operands in all of these."""
+        is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
+        is_view = isinstance(op, VIEW_OPS) and not is_copy(op)
+        return is_border or is_view or self._is_row_or_column(op)
+
+    def _is_row_or_column(self, op: TensorOp) -> bool:
+        """Whether a step computes one row or column of each matrix of a batch: without that axis
+        an operand would be another batch of matrices."""
+        if not isinstance(op, nodes.MatmulOp) or max(op.a.ndim, op.b.ndim) < 3:
+            return False
+        maps = [self._operand_position(op, k) for k in range(2)]
+        return self._axis_of(op).is_logical and maps in (
+            [op.a.ndim - 2, None],
+            [None, op.b.ndim - 1],
         )
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:

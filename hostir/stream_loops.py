@@ -101,17 +101,6 @@ class StreamLoopBuilder(StepTransfers):
             outs = [self._result(o) for o in op.outputs]
             self._steps.append(op.with_values(ins, outs))
 
-    def _is_row_or_column(self, op: TensorOp) -> bool:
-        """Whether a step computes one row or column of each matrix of a batch: without that axis
-        an operand would be another batch of matrices."""
-        if not isinstance(op, nodes.MatmulOp) or max(op.a.ndim, op.b.ndim) < 3:
-            return False
-        maps = [self._operand_position(op, k) for k in range(2)]
-        return self._axis_of(op).is_logical and maps in (
-            [op.a.ndim - 2, None],
-            [None, op.b.ndim - 1],
-        )
-
     def _with_kept_axis(self, op: TensorOp) -> Op:
         """Return the step of an op on blocks of one element along the stream axis."""
 

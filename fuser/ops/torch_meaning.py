@@ -207,12 +207,23 @@ def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 # ------------------------------------------------------------------ contractions
 def _matmul(op: nodes.MatmulOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    return [cx.store(torch.matmul(inputs[0], inputs[1]), op.out)]
+    return [cx.store(torch.matmul(*_met(op, inputs)), op.out)]
 
 
 def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    bias = inputs[2] if len(inputs) > 2 else None
-    return [cx.store(F.linear(inputs[0], inputs[1], bias), op.out)]
+    return [cx.store(F.linear(*_met(op, inputs)), op.out)]
+
+
+def _met(op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the operands with as much of their contracted axis as both have.
+
+    The one element of an operand that is known to have one meets none in an empty block.
+    """
+    a, b, *bias = inputs
+    at = -1 if isinstance(op, nodes.LinearOp) else max(b.dim() - 2, 0)
+    if a.shape[-1] == b.shape[at] or 0 not in (a.shape[-1], b.shape[at]):
+        return inputs
+    return [a.narrow(-1, 0, 0), b.narrow(at, 0, 0), *bias]
 
 
 _RULES: dict[type[nodes.TensorOp], Rule] = {
@@ -290,7 +301,9 @@ def bind_contraction(
 
     Which views torch can make is found out here, once, and not by every call.
     """
-    return (_bind_matmul if isinstance(op, nodes.MatmulOp) else _bind_linear)(inputs, out)
+    met = _met(op, inputs)
+    way = (_bind_matmul if isinstance(op, nodes.MatmulOp) else _bind_linear)(met, out)
+    return way if met is inputs else lambda ins, out: way(_met(op, ins), out)
 
 
 def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:

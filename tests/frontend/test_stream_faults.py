@@ -321,6 +321,27 @@ def test_steps_around_devices_are_gathered_and_used_in_one_loop() -> None:
         world.run(body)
 
 
+@pytest.mark.parametrize("late", [(), ("late_stream(all)",)])
+@pytest.mark.parametrize("known", ["x", "w"])
+@pytest.mark.parametrize("op", ["linear", "matmul"])
+def test_one_contracted_element_of_one_operand_meets_none_in_an_empty_block(
+    op: str, known: str, late: Sequence[str]
+) -> None:
+    """That there is one, the other operand does not know: its blocks are one element and none."""
+    sizes = {"x": [-1, -1], "w": [-1, -1]}
+    at = {"x": 1, "w": 1 if op == "linear" else 0}
+    sizes[known][at[known]] = 1
+    with FusionDefinition() as fd:
+        x = fd.define_tensor(sizes["x"], contiguity=True)
+        w = fd.define_tensor(sizes["w"], contiguity=True)
+        fd.add_output(getattr(fd.ops, op)(x, w))
+        stream(*((w, at["w"]) if known == "x" else (x, 1)), 2)
+    a, b = torch.randn(3, 1), torch.randn(5, 1)
+    for _ in range(2):
+        (got,) = fd.execute([a, b if op == "linear" else b.t().contiguous()], _enable_options=late)
+        torch.testing.assert_close(got, a @ b.t())
+
+
 def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
     fusion = fd.fusion
     shards = [_shard(t, tv) for t, tv in zip(whole, fusion.inputs, strict=True)]

@@ -220,6 +220,43 @@ def test_what_only_steps_see_has_as_many_slots_as_streams() -> None:
     assert "index = ( streamIdx % numberOfStreams ) )" in text
 
 
+def rows_of_a_batch(fd: FusionDefinition, x: TensorView, w: TensorView) -> TensorView:
+    return fd.ops.matmul(fd.ops.relu(x), w)
+
+
+def rows_of_a_batch_that_are_read(fd: FusionDefinition, x: TensorView, w: TensorView) -> TensorView:
+    return fd.ops.relu(fd.ops.matmul(fd.ops.relu(x), w))
+
+
+def behind_a_border(fd: FusionDefinition, x: TensorView, w: TensorView) -> TensorView:
+    return fd.ops.add(fd.ops.segment_set(fd.ops.relu(x)), w)
+
+
+@pytest.mark.parametrize(
+    ("define", "shapes"),
+    [
+        (rows_of_a_batch, ((3, 6, 5), (5, 4))),
+        (rows_of_a_batch_that_are_read, ((3, 6, 5), (5, 4))),
+        (behind_a_border, ((3, 6, 5), (3, 6, 5))),
+    ],
+)
+def test_what_is_taken_from_the_whole_has_no_slots(
+    define: Callable[[FusionDefinition, TensorView, TensorView], TensorView],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    with FusionDefinition() as fd:
+        x, w = tensors(fd, *map(len, shapes))
+        y = define(fd, x, w)
+        fd.add_output(y)
+        stream(y, 1)
+    a, b = (torch.randn(shape) for shape in shapes)
+    want = a.relu() + b if define is behind_a_border else a.relu() @ b
+    want = want.relu() if define is rows_of_a_batch_that_are_read else want
+    for late in ((), (), *((f"late_stream({name})",) for name in LATE)):
+        (got,) = fd.execute([a, b], _enable_options=["stream_slots", *late])
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 def test_kernels_for_all_steps_are_compiled_before_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
