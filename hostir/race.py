@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuser.errors import InputError
+from fuser.errors import InputError, VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.nodes import ReshapeOp, TensorOp
@@ -49,6 +49,7 @@ from hostir.ops import Allocate, ForLoop, IfThenElse, SetCurrentStream, stream_c
 from hostir.race_reports import (
     FREED_EARLY,
     LEFT,
+    MISFIT,
     NO_FLIGHT,
     NO_WAIT,
     NOT_JOINED,
@@ -57,6 +58,7 @@ from hostir.race_reports import (
     UNWRITTEN,
     Reports,
 )
+from hostir.shapes import check_results
 from hostir.storage import Storage
 from hostir.streams import ENTRY
 from hostir.transfers import Communication, StartsCommunication
@@ -162,6 +164,10 @@ class Walker(Reports):
         facts = self.facts.get(id(op))
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
+            try:
+                check_results(op, self.values)
+            except VerifyError as error:
+                self._note(MISFIT, str(error), (Site(op, self.indices), ""))
         if facts.meshed and not any(map(self._is_mine, facts.meshed)):
             return self._skip((op,))
         site = Site(op, self.indices)

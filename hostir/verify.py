@@ -46,6 +46,7 @@ from hostir.ops import (
     PostOnStream,
 )
 from hostir.rank_posts import ranks_text
+from hostir.shapes import check_results
 from hostir.slices import dropped_axis
 from hostir.storage import Storage
 from hostir.transfers import CollectivePermute, Communication, StartsCommunication, Wait
@@ -223,6 +224,7 @@ class _Checker:
                 writes = tuple(e.tensor for e in effects if isinstance(e, Writes))
                 self._start(effect.number, _Flight(op, reads, writes))
         op.verify()
+        check_results(op)
         self._memory_of_its_own(op, effects)
         if isinstance(op, ForLoop):
             self._loop(op)

@@ -1,0 +1,153 @@
+"""What the ops of a host program make, against the results that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from fuser.errors import VerifyError
+from fuser.ir import nodes
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.core import Op
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ops.table import POINTWISE
+from fuser.passes.segment import LIBRARY_OPS
+from hostir.ops import HirAliasSelect, LocalSlice
+from hostir.spots import device_cuts
+
+_POINTWISE = nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp
+# Ops whose axis map says which axes of operands and results have one size; the others name sizes.
+_MAPPED = (
+    *_POINTWISE,
+    *LIBRARY_OPS,
+    nodes.CastOp,
+    nodes.LoadStoreOp,
+    nodes.BroadcastOp,
+    nodes.SqueezeOp,
+    nodes.ReductionOp,
+)
+_TESTS = frozenset({"test", "test_promoted", "comparison", "bool"})
+
+# An axis of a tensor: whose, at which position (reductions left out; None: a reduction), itself.
+_Axis = tuple[TensorView, int | None, IterDomain]
+
+
+_UNKNOWN: Mapping[Symbol, Number] = {}
+
+
+def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
+    """Raise `VerifyError` where the result of an op cannot be what the op makes of its operands.
+
+    Sizes are compared where they are known, or `values` binds their symbols; dtypes always.
+    """
+    if isinstance(op, HirAliasSelect | LocalSlice):
+        _check_slice(op, values)
+    elif isinstance(op, _MAPPED):
+        _check_dtypes(op)
+        for axes in _alike(op):
+            _check_sizes(op, axes, values)
+
+
+def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number]) -> None:
+    axes = _axes(op.inp)
+    gone = op.position if isinstance(op, HirAliasSelect) else None
+    kept = [axis for axis in axes if axis[1] != gone or gone is None]
+    for source, made in zip(kept, _axes(op.out), strict=True):
+        sliced = op.axis if isinstance(op, LocalSlice) else None
+        _check_sizes(op, [source, made], values, is_cut=sliced is not None and sliced == made[1])
+    if not isinstance(op, LocalSlice):
+        return
+    before, after = (device_cuts(tv)[op.axis] for tv in (op.inp, op.out))
+    if op.ptype in before or op.ptype not in after:
+        which, state = (op.inp, "cut") if op.ptype in before else (op.out, "not cut")
+        raise VerifyError(
+            f"{op.name}: {which.label} is {state} by {op.ptype.text} on axis {op.axis}: "
+            f"{op.inp} -> {op.out}"
+        )
+
+
+def _axes(tv: TensorView) -> list[_Axis]:
+    return [(tv, k, axis) for k, axis in enumerate(tv.domain.no_reductions)]
+
+
+def _alike(op: nodes.TensorOp) -> Iterator[list[_Axis]]:
+    """Yield the axes that have one size; operands first, the result's last."""
+    out = op.out_tensor
+    roots = out.domain.maybe_root
+    places = {a.number: k for k, a in enumerate(out.domain.no_reductions)}
+    operands = [(tv, op.axis_map(index)) for index, tv in tensor_operands(op)]
+    left: list[_Axis] = []
+    for tv, mapped in operands:
+        unused = set(range(tv.ndim)) - set(mapped)
+        if isinstance(op, nodes.SqueezeOp):
+            unused = {k for k in unused if not op.flags[k]}
+        elif isinstance(op, LIBRARY_OPS) and len(unused) == 1:
+            # What is summed over, which a result need not name.
+            left += [axis for axis in _axes(tv) if axis[1] in unused]
+            unused = set[int]()
+        is_strange = any(q is not None and not 0 <= q < tv.ndim for q in mapped)
+        if unused or is_strange or len(mapped) != len(roots):
+            raise VerifyError(f"{op.name}: {tv} and its result {out} differ in rank")
+    if left:
+        yield left
+    for p, root in enumerate(roots):
+        mapped_to = [(tv, q) for tv, m in operands if (q := m[p]) is not None]
+        axes: list[_Axis] = [(tv, q, tv.domain.no_reductions[q]) for tv, q in mapped_to]
+        yield [*axes, (out, places.get(root.number), root)]
+
+
+def _check_sizes(
+    op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
+) -> None:
+    """Require one size of these axes, and one way that devices cut them; a single element fits."""
+    sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
+    whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
+    if whole and _number(sizes[-1], values) == 1:
+        _refuse(op, whole[0][0], axes[-1])
+    for (one, n), (other, m) in pairwise(whole):
+        if n is not m and _number(sc.sub(n, m), values) not in (0, None):
+            _refuse(op, one, other)
+        if one[1] is None or other[1] is None or is_cut:
+            continue
+        if device_cuts(one[0])[one[1]] != device_cuts(other[0])[other[1]]:
+            _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
+
+
+def _number(x: Scalar, values: Mapping[Symbol, Number]) -> Number | None:
+    known = sc.int_value(x)
+    if known is None and values and all(s in values for s in sc.symbols(x)):
+        return sc.evaluate(x, values)
+    return known
+
+
+def _refuse(op: Op, one: _Axis, other: _Axis, *, how: str = "") -> None:
+    (a, _, x), (b, _, y) = one, other
+    texts = f"{x} of {a}", f"{y} of {b}"
+    raise VerifyError(
+        f"{op.name}: {texts[0]} is {how}: {texts[1]}"
+        if how
+        else f"{op.name}: {texts[0]} does not fit {texts[1]}"
+    )
+
+
+def _check_dtypes(op: nodes.TensorOp) -> None:
+    out, operands = op.out_tensor, [tv for _, tv in tensor_operands(op)]
+    if isinstance(op, nodes.CastOp) or not operands:
+        return
+    if isinstance(op, _POINTWISE):
+        rule = POINTWISE[op.kind].rule
+        values = operands[1:] if rule == "select" and op.inputs[0] is operands[0] else operands
+        expected = [tv.dtype() for tv in values] or [out.dtype()]
+        if rule in _TESTS:
+            expected = [DataType.Bool]
+        fits = out.dtype() in expected
+    else:
+        expected = [tv.dtype() for tv in operands]
+        fits = set(expected) == {out.dtype()}
+    if not fits:
+        kinds = ", ".join(dict.fromkeys(map(dtype_text, expected)))
+        raise VerifyError(f"{op.name}: makes {kinds}, which does not fit {out}")
