@@ -14,10 +14,11 @@ from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
 from fuser.ops.table import POINTWISE
 from fuser.passes.segment import LIBRARY_OPS
 from hostir.ops import HirAliasSelect, LocalSlice
-from hostir.spots import device_cuts
+from multidevice.placement import placement
 
 _POINTWISE = nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp
 # Ops whose axis map says which axes of operands and results have one size; the others name sizes.
@@ -61,7 +62,7 @@ def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number
         _check_sizes(op, [source, made], values, is_cut=sliced is not None and sliced == made[1])
     if not isinstance(op, LocalSlice):
         return
-    before, after = (device_cuts(tv)[op.axis] for tv in (op.inp, op.out))
+    before, after = (_spread(tv, op.axis) for tv in (op.inp, op.out))
     if op.ptype in before or op.ptype not in after:
         which, state = (op.inp, "cut") if op.ptype in before else (op.out, "not cut")
         raise VerifyError(
@@ -79,6 +80,8 @@ def _alike(op: nodes.TensorOp) -> Iterator[list[_Axis]]:
     out = op.out_tensor
     roots = out.domain.maybe_root
     places = {a.number: k for k, a in enumerate(out.domain.no_reductions)}
+    if isinstance(op, nodes.LinearOp) and op.weight.ndim == 1:
+        return  # one column, which axis maps do not know
     operands = [(tv, op.axis_map(index)) for index, tv in tensor_operands(op)]
     left: list[_Axis] = []
     for tv, mapped in operands:
@@ -97,13 +100,15 @@ def _alike(op: nodes.TensorOp) -> Iterator[list[_Axis]]:
     for p, root in enumerate(roots):
         mapped_to = [(tv, q) for tv, m in operands if (q := m[p]) is not None]
         axes: list[_Axis] = [(tv, q, tv.domain.no_reductions[q]) for tv, q in mapped_to]
-        yield [*axes, (out, places.get(root.number), root)]
+        # A result's reduction may be what is left of one, a part per step.
+        yield axes if root.is_reduction() else [*axes, (out, places.get(root.number), root)]
 
 
 def _check_sizes(
     op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
 ) -> None:
-    """Require one size of these axes, and one way that devices cut them; a single element fits."""
+    """Require one size of these axes, and one way that devices cut them; a single element fits,
+    but for the last axis."""
     sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
     whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
     if whole and _number(sizes[-1], values) == 1:
@@ -111,10 +116,16 @@ def _check_sizes(
     for (one, n), (other, m) in pairwise(whole):
         if n is not m and _number(sc.sub(n, m), values) not in (0, None):
             _refuse(op, one, other)
-        if one[1] is None or other[1] is None or is_cut:
+        if is_cut or one[1] is None or other[1] is None:
             continue
-        if device_cuts(one[0])[one[1]] != device_cuts(other[0])[other[1]]:
+        a, b = _spread(one[0], one[1]), _spread(other[0], other[1])
+        # A step's part of a stream axis may be a device's.
+        if a != b and ParallelType.stream not in a | b:
             _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
+
+
+def _spread(tv: TensorView, position: int) -> set[ParallelType]:
+    return {cut.ptype for cut in placement(tv)[position]}
 
 
 def _number(x: Scalar, values: Mapping[Symbol, Number]) -> Number | None:
