@@ -6,10 +6,9 @@ cuts an axis in blocks is kept (`ShardByStream`), and the slice holds one block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import TensorDomain
 from fuser.ir.mesh import DeviceMesh
@@ -17,7 +16,7 @@ from fuser.ir.path import transforms_between
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType, ParallelType
+from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
 from hostir.container import HostIrContainer
 from hostir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream
 from multidevice.finalize import parallel_axes_to_front, shard_allocation
@@ -49,10 +48,22 @@ def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
     ranks = {mesh.coordinate(rank, ptype): rank for rank in reversed(mesh.devices)}
     steps = {ranks[c + 1] - ranks[c] for c in range(len(ranks) - 1)} or {1}
     if len(steps) > 1 or not _is_regular(mesh, ptype, min(steps)):
-        raise UnsupportedError(f"sends and receives along {ptype.text} of the irregular {mesh}")
+        return _device_at(mesh, {ptype: place})
     if mesh.ndim == 1:
         return sc.add(sc.mul(place, min(steps)), ranks[0])
     return sc.add(RANK, sc.mul(sc.sub(place, here), min(steps)))
+
+
+def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
+    """Return the device at this rank's place in a mesh, but for these coordinates: from a list."""
+    position: Scalar = sc.ZERO
+    for p in reversed(DEVICE_TYPES[: mesh.ndim]):
+        place = places[p] if p in places else coordinate(mesh, p)
+        position = sc.add(sc.mul(position, mesh.size_of(p)), place)
+    found = sc.as_scalar(mesh.devices[0])
+    for number, device in list(enumerate(mesh.devices))[1:]:
+        found = sc.where(sc.eq(position, number), device, found)
+    return found
 
 
 def _is_regular(mesh: DeviceMesh, ptype: ParallelType, step: int) -> bool:

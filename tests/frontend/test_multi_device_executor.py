@@ -377,3 +377,46 @@ def test_a_wrong_input_is_an_error_on_every_rank_and_the_next_run_is_right() -> 
 
     with simulate(D) as world:
         assert world.run(body) == [PeerError.__name__, "InputError"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "along"),
+    [
+        ([3, 0, 2, 1], X),
+        ([0, 1, 3], X),
+        ([[0, 3], [1, 2]], X),
+        ([[0, 3], [1, 2]], ParallelType.mesh_y),
+        ([[2, 3, 0], [5, 1, 4]], X),
+    ],
+)
+def test_every_device_starts_with_its_own_block_whatever_the_order_of_ranks(
+    ranks: Any, along: ParallelType
+) -> None:
+    mesh = DeviceMesh(ranks)
+    other = ParallelType.mesh_y if along is X else X
+    rows = mesh.size_of(along)
+    whole = torch.randn(rows, 2 * mesh.size_of(other), 3)
+
+    def body() -> None:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([rows, -1, -1], contiguity=True)
+            y = fd.ops.set(x)
+            fd.add_output(y)
+        for tv in (x, y):
+            tv.set_device_mesh(mesh)
+            if mesh.ndim > 1:
+                tv.outer_split(1, mesh.size_of(other))
+                tv.axis(1).parallelize(other)
+        x.axis(0).parallelize(along)
+        y.axis(0).parallelize(STREAM)
+        params = MultiDeviceExecutorParams(offset_stream_indexing_by_rank=True)
+        executor = MultiDeviceExecutor(fd.fusion, params)
+        for _ in range(2):
+            (got,) = executor.run([local(whole, x)])
+            if mesh.has(multidevice.Communicator.instance().rank()):
+                torch.testing.assert_close(got, local(whole, y))
+        program = executor.host_program()
+        assert equal(parse(program.full_text()), program)
+
+    with simulate(max(mesh.devices) + 1) as world:
+        world.run(body)
