@@ -4,7 +4,10 @@ The program is unrolled once. Where ranks differ (peers, roots, slices, branches
 array over ranks, so that thousands of ranks cost little more than two. Found are: collectives in
 which members of a team differ or do not come, transfers without partner or of another size, cycles
 of waits, teams and sizes that do not fit the tensors, and parts of tensors that arrive as other
-parts than they left (`MISPLACED`, which relies on the shardings that the tensors declare).
+parts than they left (`hostir.misplaced`, which relies on the shardings that the tensors declare).
+
+Where partners come in different ops, or not at the same place, the program is gone through again,
+and what ranks meet in is found rank by rank (`hostir.rank_posts`).
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from typing import Any
 
 from fuser.ir.core import Op
 from fuser.ir.dtypes import dtype_text
-from fuser.ir.scalar import Number, Symbol
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.container import HostIrContainer, has_communications
 from hostir.effects import Part, Shows, Waits, effects_of
 from hostir.findings import Finding, Indices, Site
+from hostir.misplaced import first_difference, lost_on_the_way, misplaced
 from hostir.ops import Allocate, ForLoop, IfThenElse
 from hostir.rank_posts import (
     MISMATCH,
+    MISPLACED,
     PARTNER,
     Await,
     Collective,
@@ -30,17 +36,15 @@ from hostir.rank_posts import (
     Group,
     Half,
     Teams,
-    at,
-    compare_halves,
     follow,
     ranks_text,
 )
-from hostir.rank_values import Array, PerRank, RankValues, np
-from hostir.spots import Shapes, Spot, device_cuts
+from hostir.rank_values import Array, PerRank, RankValues, at, np, pick
+from hostir.regions import Region
+from hostir.spots import Shapes, Spot
 from hostir.storage import Storage
 from hostir.transfers import (
     REDUCING,
-    ROOTED,
     CollectivePermute,
     Communication,
     EndCoalescing,
@@ -51,8 +55,8 @@ from multidevice.communication import TeamOf
 
 SIZES = "sizes do not fit"
 TEAM = "wrong team"
-MISPLACED = "parts do not fit"
 OUT_OF_RANGE = "peer or part out of range"
+UNDEFINED = "no value"
 
 # Type -> how many times as large as its input its output is (-1: the other way round).
 _GROWS: dict[str, int] = {"Allgather": 1, "Gather": 1, "ReduceScatter": -1, "Scatter": -1}
@@ -68,31 +72,27 @@ def find_mismatches(
     """
     if not has_communications(program):
         return []
-    walker = _Walker(program, ranks or program.devices(), dict(values))
-    walker.run(program.ops)
+    for is_recording in (False, True):
+        walker = _Walker(program, ranks or program.devices(), dict(values), is_recording)
+        walker.run(program.ops)
+        if not walker.is_uneven:
+            break
     walker.finish()
     return list(walker.found.values())
-
-
-def _first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:
-    """Return two members of one team, by place, whose values differ; None where none do."""
-    if not isinstance(x, np.ndarray):
-        return None
-    by_team = x[teams.members]
-    differ = (by_team != by_team[:, :1]).any(1) & here[teams.members[:, 0]]
-    if not differ.any():
-        return None
-    first, *rest = teams.members[int(np.argmax(differ))].tolist()
-    return first, next(i for i in rest if x[i] != x[first])
 
 
 class _Walker:
     """Goes through the unrolled program for all ranks; `mask` tells which ones are here."""
 
     def __init__(
-        self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
+        self,
+        program: HostIrContainer,
+        ranks: Sequence[int],
+        values: dict[Symbol, Number],
+        is_recording: bool,
     ) -> None:
         self.ranks = tuple(ranks)
+        self.is_recording = is_recording
         self.values = RankValues(ranks, values)
         self.shapes = Shapes(self.values)
         self.storage = Storage.of(program)
@@ -102,16 +102,22 @@ class _Walker:
         self.spots: dict[TensorView, Spot] = {}
         self.facts: dict[int, list[Shows | Waits]] = {}
         self.teams: dict[TeamOf, Teams] = {}
+        self.held: dict[DeviceMesh | None, Array] = {}
         self.place = np.full(max(ranks, default=0) + 2, -1)
         self.place[list(ranks)] = np.arange(len(ranks))
+        # What ranks post, where it must be followed: in a program whose ranks are uneven.
         self.events: list[Event] = []
         self.group: list[Half] | None = None
         # Whether some partners did not come to the same place of the program.
         self.is_uneven = False
+        # Whether peers are missing: then nobody can be followed.
+        self.is_lost = False
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:
         for op in ops:
+            if self.is_uneven and not self.is_recording:
+                return
             if isinstance(op, ForLoop):
                 self._loop(op)
             elif isinstance(op, IfThenElse):
@@ -122,20 +128,21 @@ class _Walker:
                 self._names(op)
 
     def _loop(self, op: ForLoop) -> None:
-        bounds = [self.values.of(x) for x in (op.start, op.stop, op.step)]
+        site = Site(op, self.indices)
+        bounds = [self._value(x, "bound", self.mask, site) for x in (op.start, op.stop, op.step)]
         columns = np.stack([np.broadcast_to(b, self.mask.shape) for b in bounds])
         outside, outer = self.indices, self.mask
         for start, stop, step in np.unique(columns[:, outer], axis=1).T.tolist():
             self.mask = outer & ((start, stop, step) == columns.T).all(1)
             for i in range(start, stop, max(step, 1)):
-                self.values.values[op.index] = i
+                self.values.bind(op.index, i)
                 self.indices = (*outside, (op.index, i))
                 self.run(op.body)
         self.indices, self.mask = outside, outer
-        self.values.values.pop(op.index, None)
+        self.values.bind(op.index, None)
 
     def _branch(self, op: IfThenElse) -> None:
-        holds = self.values.of(op.predicate)
+        holds = self._value(op.predicate, "condition", self.mask, Site(op, self.indices))
         outer = self.mask
         for region, chosen in ((op.then, holds), (op.orelse, np.logical_not(holds))):
             self.mask = outer & chosen
@@ -157,16 +164,17 @@ class _Walker:
 
                 source = self._spot(effect.source)
                 self.spots[effect.out] = self.shapes.named(source, effect, op, check)
-            else:
+            elif self.is_recording:
                 self.events.append(Await(Site(op, self.indices), effect.number, self.mask))
 
     def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
+        self._check_defined(f"part {part.index}", self.mask, Site(op, self.indices))
         outside = np.broadcast_to((index < 0) | (index >= limit), self.mask.shape) & self.mask
         if outside.any():
             i = int(np.argmax(outside))
             what = f"part {part.index} = {at(index, i)} of axis {part.axis} of "
             what += f"{shows.source.label}, which has {at(limit, i)}, on {self._who(outside)}"
-            self._note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
+            self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def _spot(self, tv: TensorView) -> Spot:
         spot = self.spots.get(tv)
@@ -189,14 +197,14 @@ class _Walker:
         return self.teams[of]
 
     def _comes(self, op: Communication | CollectivePermute, site: Site) -> tuple[Teams, Array]:
-        """Return the teams, and which ranks are in one whose members are all here."""
+        """Return the teams, and which ranks that are here are in one."""
         if any(tv.mesh is not None and tv.mesh != op.team.mesh for tv in (op.inp, op.out)):
             self._check_meshes(op, site)
         teams = self._teams(op.team)
-        here = self.mask[teams.members]
-        whole = here.all(axis=1)
-        self.is_uneven |= bool((here.any(axis=1) & ~whole).any())
-        return teams, (teams.team >= 0) & whole[teams.team]
+        here = self.mask & (teams.team >= 0)
+        by_team = here[teams.members]
+        self.is_uneven |= bool((by_team.any(axis=1) & ~by_team.all(axis=1)).any())
+        return teams, here
 
     def _check_meshes(self, op: Communication | CollectivePermute, site: Site) -> None:
         meshes = {tv.mesh for tv in (op.inp, op.out) if tv.mesh is not None}
@@ -205,7 +213,14 @@ class _Walker:
         if held != set(op.team.mesh.devices) or not is_shaped:
             text = f"{op.name} is on {op.team.mesh}, but {op.inp.label} and {op.out.label} are on "
             text += " and ".join(str(tv.mesh) for tv in dict.fromkeys((op.inp, op.out)))
-            self._note(Finding(TEAM, text, ((site, ""),)))
+            self.note(Finding(TEAM, text, ((site, ""),)))
+
+    def _enters(self, event: Collective, here: Array) -> None:
+        """Members of teams are here: they meet, if none of them can be elsewhere."""
+        if self.is_recording:
+            self.events.append(event)
+        elif not self.is_uneven and here.any() and self._are_alike(event, here):
+            self.met(event, here)
 
     def _collective(self, op: Communication, site: Site) -> None:
         teams, here = self._comes(op, site)
@@ -213,7 +228,7 @@ class _Walker:
         mine, theirs = (
             spot.elements(order.expanded) for spot, order in zip((inp, out), op.orders, strict=True)
         )
-        root: PerRank = 0 if op.root is None else self.values.of(op.root)
+        root: PerRank = 0 if op.root is None else self._value(op.root, "root", here, site)
         terms = (
             ("type", op.type),
             ("dtype", dtype_text(op.inp.dtype())),
@@ -222,46 +237,55 @@ class _Walker:
             ("size of the input", mine),
             ("size of the output", theirs),
         )
-        mask = self.mask & (teams.team >= 0)
-        self.events.append(Collective(site, op.number, mask, teams, terms))
-        if not here.any():
-            return
-        if not self._are_alike(terms, teams, here, site):
-            return
-        if not self._in_team(root, op.team.size, here, site, "root"):
-            return
-        self._check_sizes(op, mine, theirs, here, site)
+        is_right = self._in_team(root, op.team.size, here, site, "root")
+        is_right &= self._check_sizes(op, mine, theirs, here, site)
         self._check_cuts(op, inp, out, site)
-        self._check_collective(op, inp, out, root, teams, here, site)
+        partial = None
+        if op.type in REDUCING:
+            partial = self.shapes.partial_axis(inp, op.team.ptypes)
+        parts = self.shapes.region(inp, without=partial), self.shapes.region(out)
+        if not is_right:
+            parts = None, None
+        event = Collective((site,), op.type, op.number, here, teams, terms, *parts, (mine, theirs))
+        event.root = root
+        self._enters(event, here)
 
-    def _are_alike(
-        self,
-        terms: Sequence[tuple[str, PerRank]],
-        teams: Teams,
-        here: Array,
-        site: Site,
-    ) -> bool:
-        for what, value in terms:
-            two = _first_difference(value, teams, here)
+    def _are_alike(self, event: Collective, here: Array) -> bool:
+        for what, value in event.terms:
+            two = first_difference(value, event.teams, here)
             if two is not None:
                 a, b = two
                 text = f"the members of a team differ in {what}: {value[a]} on rank "
                 text += f"{self.ranks[a]}, {value[b]} on rank {self.ranks[b]}"
-                self._note(Finding(MISMATCH, text, ((site, ""),)))
+                self.note(Finding(MISMATCH, text, ((event.sites[0], ""),)))
                 return False
         return True
+
+    def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
+        """Return the value of a scalar that the ranks here need."""
+        value = self.values.of(x)
+        self._check_defined(f"{what} {x}", here, site)
+        return value
+
+    def _check_defined(self, what: str, here: Array, site: Site) -> None:
+        """Report a division by 0 in the value asked for last."""
+        undefined = self.values.undefined
+        if undefined is not None and (wrong := undefined & here).any():
+            text = f"{what} divides by 0 on {self._who(wrong)}"
+            self.note(Finding(UNDEFINED, text, ((site, ""),)))
+            self.is_lost = True
 
     def _in_team(self, position: PerRank, size: int, here: Array, site: Site, what: str) -> bool:
         outside = np.broadcast_to((position < 0) | (position >= size), here.shape) & here
         if outside.any():
             i = int(np.argmax(outside))
             text = f"{what} {at(position, i)} in a team of {size}, on {self._who(outside)}"
-            self._note(Finding(OUT_OF_RANGE, text, ((site, ""),)))
+            self.note(Finding(OUT_OF_RANGE, text, ((site, ""),)))
         return not outside.any()
 
     def _check_sizes(
         self, op: Communication, mine: PerRank, theirs: PerRank, here: Array, site: Site
-    ) -> None:
+    ) -> bool:
         count, grows = op.team.size, _GROWS.get(op.type, 0)
         fits = mine * count == theirs if grows > 0 else mine == theirs * (count if grows else 1)
         if op.type == "AllToAll":
@@ -274,7 +298,8 @@ class _Walker:
             text = f"{op.type} of {count} ranks: {op.inp.label} has {at(mine, i)} elements and "
             text += f"{op.out.label} {at(theirs, i)}, on {self._who(wrong)}"
             note = f"{large.label} must be {wanted} {small.label}"
-            self._note(Finding(SIZES, text, ((site, note),)))
+            self.note(Finding(SIZES, text, ((site, note),)))
+        return not wrong.any()
 
     def _check_cuts(self, op: Communication, inp: Spot, out: Spot, site: Site) -> None:
         """The team must lie along what spreads the tensor that is gathered or scattered."""
@@ -282,175 +307,54 @@ class _Walker:
         if not grows:
             return
         spread, whole = (inp, out) if grows > 0 else (out, inp)
-        along = frozenset[ParallelType]().union(*device_cuts(spread.owner))
+        cuts = self.shapes.device_cuts
+        along = frozenset[ParallelType]().union(*cuts(spread.owner))
         if along and not along & set(op.team.ptypes):
             names = " and ".join(p.text for p in op.team.ptypes)
             found = " and ".join(sorted(p.text for p in along))
             text = f"{op.type} along {names}, but {spread.owner.label} is spread along {found}"
-            self._note(Finding(TEAM, text, ((site, ""),)))
-        still = frozenset[ParallelType]().union(*device_cuts(whole.owner)) & set(op.team.ptypes)
+            self.note(Finding(TEAM, text, ((site, ""),)))
+        still = frozenset[ParallelType]().union(*cuts(whole.owner)) & set(op.team.ptypes)
         if grows > 0 and along and still:
             text = f"{op.type} of {spread.owner.label}, but {whole.owner.label} stays spread along "
-            self._note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
+            self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
 
-    # ------------------------------------------------------------ parts
-    def _box(self, spot: Spot, without: int | None = None) -> tuple[list[PerRank], list[PerRank]]:
-        """Return where the part lies in the whole tensor, without an axis of partial sums."""
-        offsets = self.shapes.offsets(spot.owner)
-        starts = [a + b for a, b in zip(spot.starts, offsets, strict=True)]
-        keep = [a for a in range(len(starts)) if a != without]
-        return [starts[a] for a in keep], [spot.lengths[a] for a in keep]
-
-    def _check_collective(
-        self,
-        op: Communication,
-        inp: Spot,
-        out: Spot,
-        root: PerRank,
-        teams: Teams,
-        here: Array,
-        site: Site,
-    ) -> None:
-        """What arrives must be the part of the whole that it was: where the whole is the same."""
-        partial = self._partial_axis(op, inp) if op.type in REDUCING else None
-        whole = list(self.shapes.whole(inp.owner))
-        if partial is not None:
-            del whole[partial]
-        if whole != list(self.shapes.whole(out.owner)) or op.type in ("AllToAll", "Gather"):
-            return
-        (a, n), (b, m) = self._box(inp, partial), self._box(out)
-        checked = here
-        if op.type in ("Broadcast", "Scatter"):
-            a, n = ([self._from(x, root, teams) for x in side] for side in (a, n))
-        if op.type == "Reduce":
-            checked = here & (teams.position == root)
-        place, count = teams.position, op.team.size
-        grows = _GROWS.get(op.type, 0)
-        wrong = np.zeros(here.shape, dtype=bool)
-        for axis in range(len(whole)):
-            is_same = (a[axis] == b[axis]) & (n[axis] == m[axis])
-            if grows > 0:
-                is_same |= (a[axis] == b[axis] + place * n[axis]) & (m[axis] == count * n[axis])
-            elif grows < 0:
-                is_same |= (b[axis] == a[axis] + place * m[axis]) & (n[axis] == count * m[axis])
-            wrong |= np.logical_not(is_same)
-        wrong &= checked
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            source = f" from root {at(root, i)}" if op.type in ROOTED else ""
-            text = f"{op.type}{source} brings {inp.owner.label}{_range_text(a, n, i)} into "
-            text += f"{out.owner.label}{_range_text(b, m, i)}, on {self._who(wrong)}"
-            self._note(Finding(MISPLACED, text, ((site, ""),)))
-        elif op.type == "Allgather":
-            self._check_together(op, out, (b, m), teams, checked, site)
-        elif op.type in REDUCING:
-            self._check_together(op, inp, (a, n), teams, here, site)
-
-    def _check_together(
-        self,
-        op: Communication,
-        spot: Spot,
-        box: tuple[list[PerRank], list[PerRank]],
-        teams: Teams,
-        here: Array,
-        site: Site,
-    ) -> None:
-        """What a team gathers, or reduces, is one part of a whole, the same for all members."""
-        for x in box[0]:
-            two = _first_difference(x, teams, here)
-            if two is not None:
-                i, k = two
-                text = f"{op.type} of different parts: {spot.owner.label}{_range_text(*box, i)} on "
-                text += f"rank {self.ranks[i]}, {_range_text(*box, k)} on rank {self.ranks[k]}"
-                self._note(Finding(MISPLACED, text, ((site, ""),)))
-                return
-
-    def _from(self, x: PerRank, root: PerRank, teams: Teams) -> PerRank:
-        """Return the value of each rank's root."""
-        if not isinstance(x, np.ndarray):
-            return x
-        roots = teams.members[teams.team, np.broadcast_to(root, teams.team.shape)]
-        return x[roots]
-
-    def _partial_axis(self, op: Communication, spot: Spot) -> int | None:
-        """Return the axis of the owner that numbers the partial sums of a team."""
-        sizes, cuts = self.shapes.local(spot.owner), device_cuts(spot.owner)
-        ptypes = set(op.team.ptypes)
-        return next((k for k, c in enumerate(cuts) if c & ptypes and sizes[k] == 1), None)
-
-    def _check_pair(
-        self, inp: Spot, out: Spot, sender: Array, here: Array, sites: tuple[Site, ...]
-    ) -> None:
-        """A transfer brings a part of a whole to the same part; `sender` [ranks] has the places."""
-        (a, n), (b, m) = self._box(inp), self._box(out)
-        is_spread = any(map(bool, (*device_cuts(inp.owner), *device_cuts(out.owner))))
-        differ = any(isinstance(x, np.ndarray) for x in (*a, *b))
-        if self.shapes.whole(inp.owner) != self.shapes.whole(out.owner) or not differ:
-            return
-        if not is_spread and inp.owner is not out.owner:
-            return
-        if not is_spread and not all(any(isinstance(x, np.ndarray) for x in s) for s in (a, b)):
-            return  # a buffer whose slots are the user's own
-        sent = [x[sender] if isinstance(x, np.ndarray) else x for x in a]
-        wrong = np.zeros(here.shape, dtype=bool)
-        for x, y in zip(sent, b, strict=True):
-            wrong |= np.asarray(x != y)
-        wrong &= here
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            text = f"rank {self.ranks[int(sender[i])]} sends {inp.owner.label}"
-            text += f"{_range_text(sent, n, i)}, which arrives as {out.owner.label}"
-            text += f"{_range_text(b, m, i)} on rank {self.ranks[i]}"
-            self._note(Finding(MISPLACED, text, tuple((s, "") for s in dict.fromkeys(sites))))
-
-    # ------------------------------------------------------------ transfers
     def _permute(self, op: CollectivePermute, site: Site) -> None:
         teams, here = self._comes(op, site)
-        to, source = self.values.of(op.send_peer), self.values.of(op.recv_peer)
-        size, inp, out = op.team.size, self._spot(op.inp), self._spot(op.out)
-        mine = inp.elements(op.orders[0].expanded)
-        theirs = out.elements(op.orders[1].expanded)
+        inp, out = self._spot(op.inp), self._spot(op.out)
+        sizes = inp.elements(op.orders[0].expanded), out.elements(op.orders[1].expanded)
         terms = (("type", "CollectivePermute"), ("dtype", dtype_text(op.inp.dtype())))
-        mask = self.mask & (teams.team >= 0)
-        self.events.append(Collective(site, op.number, mask, teams, terms))
-        for what, peer in (("send_peer", to), ("recv_peer", source)):
-            if not self._in_team(peer, size, here, site, what):
-                return
-        to, source = (np.broadcast_to(p, here.shape) for p in (to, source))
-        target, sender = (teams.members[teams.team, np.where(here, p, 0)] for p in (to, source))
-        me = np.arange(len(here))
-        lost = here & (sender[target] != me)
-        if lost.any():
-            i = int(np.argmax(lost))
-            k, other = int(target[i]), int(sender[target[i]])
-            text = f"rank {self.ranks[i]} sends to rank {self.ranks[k]}, which receives from rank "
-            text += f"{self.ranks[other]}"
-            self._note(Finding(PARTNER, text, ((site, f"on {self._who(lost)}"),)))
-            return
-        sent = mine[sender] if isinstance(mine, np.ndarray) else mine
-        wrong = np.broadcast_to(np.asarray(sent != theirs), here.shape) & here
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            text = f"rank {self.ranks[int(sender[i])]} sends {at(sent, i)} elements, rank "
-            text += f"{self.ranks[i]} receives {at(theirs, i)}"
-            self._note(Finding(SIZES, text, ((site, ""),)))
-        self._check_pair(inp, out, sender, here, (site,))
+        peers: list[PerRank] = []
+        for what, peer in (("send_peer", op.send_peer), ("recv_peer", op.recv_peer)):
+            value = self._value(peer, what, here, site)
+            if not self._in_team(value, op.team.size, here, site, what):
+                value = -1
+            peers.append(value)
+        parts = self.shapes.region(inp), self.shapes.region(out)
+        event = Collective(
+            (site,), "CollectivePermute", op.number, here, teams, terms, *parts, sizes
+        )
+        event.peers = peers[0], peers[1]
+        self._enters(event, here)
 
+    # ------------------------------------------------------------ transfers
     def _transfer(self, op: P2PCommunication, site: Site) -> None:
         spot = self._spot(op.buffer)
-        peer, elements = self.values.of(op.peer), spot.elements(op.orders[0].expanded)
-        holds = self._holds(op.buffer)
-        half = Half(site, op, self.mask & holds, peer, elements, spot)
+        mask = self.mask & self._holds(op.buffer)
+        peer = self._value(op.peer, "peer", mask, site)
+        elements = spot.elements(op.orders[0].expanded)
+        half = Half(site, op, mask, peer, elements, self.shapes.region(spot))
         if self.group is not None:
             self.group.append(half)
         else:
-            self._start(Group(site, op.number, half.mask, [half], op.backend == "NCCL"))
+            self._start(Group(site, op.number, mask, [half], op.backend == "NCCL"))
 
     def _holds(self, tv: TensorView) -> Array:
-        if tv.mesh is None or tv.mesh.size == len(self.ranks):
-            return np.ones(len(self.ranks), dtype=bool)
-        held = set(tv.mesh.devices)
-        return np.asarray([r in held for r in self.ranks])
+        if tv.mesh not in self.held:
+            every = tv.mesh is None or tv.mesh.size == len(self.ranks)
+            here = [every or tv.mesh is None or tv.mesh.has(r) for r in self.ranks]
+            self.held[tv.mesh] = np.asarray(here)
+        return self.held[tv.mesh]
 
     def _open(self, op: StartCoalescing, site: Site) -> None:
         self.group = []
@@ -460,27 +364,16 @@ class _Walker:
         self._start(Group(site, op.number, self.mask, halves, True))
 
     def _start(self, group: Group) -> None:
-        self.events.append(group)
-        for half in group.halves:
-            if not self._peers_exist(half):
-                return
-        sends, receives = self._pairs(group, "send"), self._pairs(group, "recv")
-        if len(sends) != len(receives) or (sends[:, :2] != receives[:, :2]).any():
+        lost = [half for half in group.halves if not self._peers_exist(half)]
+        if lost:
+            self.is_lost = True
+        elif self.is_recording:
+            self.events.append(group)
+        elif (pairs := self._pairs(group.halves)) is None:
             self.is_uneven = True
-            return
-        differ = sends[:, 3] != receives[:, 3]
-        met = np.stack([sends[:, 2], receives[:, 2]], axis=1)
-        kinds: list[list[int]] = np.unique(met, axis=0).tolist()
-        for k, j in kinds:
-            source, target = group.halves[k], group.halves[j]
-            rows = np.nonzero((met == (k, j)).all(axis=1))[0]
-            first = rows[int(np.argmax(differ[rows]))]
-            sender = np.zeros(len(self.ranks), dtype=np.int64)
-            here = np.zeros(len(self.ranks), dtype=bool)
-            sender[sends[rows, 1]], here[sends[rows, 1]] = sends[rows, 0], True
-            a, b = sends[first, :2].tolist()
-            compare_halves(source, a, target, b, self.ranks, self._note)
-            self._check_pair(source.spot, target.spot, sender, here, (source.site, target.site))
+        else:
+            for pair in pairs:
+                self.paired(*pair)
 
     def _peers_exist(self, half: Half) -> bool:
         peer = np.broadcast_to(half.peer, half.mask.shape)
@@ -490,38 +383,125 @@ class _Walker:
             i = int(np.argmax(outside))
             text = f"peer {half.op.peer} = {peer[i]} is no rank of the program, on "
             text += self._who(outside)
-            self._note(Finding(OUT_OF_RANGE, text, ((half.site, ""),)))
+            self.note(Finding(OUT_OF_RANGE, text, ((half.site, ""),)))
         return not outside.any()
 
-    def _pairs(self, group: Group, kind: str) -> Array:
-        """Return (from, to, number of the half, elements) per transfer, sorted by the ends."""
-        rows = [np.zeros((0, 4), dtype=np.int64)]
-        for number, half in enumerate(group.halves):
+    def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
+        """Return each send of a group with its receive, and the places of the ranks that send and
+        receive; None where one has no partner in the group. Equal ends meet in order."""
+        sends, receives = (self._ends(halves, kind) for kind in ("send", "recv"))
+        if len(sends[0]) != len(receives[0]) or (sends[0] != receives[0]).any():
+            return None
+        found: list[tuple[Half, Half, Array, Array]] = []
+        met = sends[1] * len(halves) + receives[1]
+        codes: list[int] = np.unique(met).tolist()
+        for code in codes:
+            ends = sends[0][met == code]
+            a, b = halves[code // len(halves)], halves[code % len(halves)]
+            found.append((a, b, ends // len(self.ranks), ends % len(self.ranks)))
+        return found
+
+    def _ends(self, halves: Sequence[Half], kind: str) -> tuple[Array, Array]:
+        """Return from where to where each transfer goes, as one number, and which half it is."""
+        ends, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for number, half in enumerate(halves):
             if half.op.type == kind:
                 me = np.nonzero(half.mask)[0]
                 peer = self.place[np.broadcast_to(half.peer, half.mask.shape)[me]]
-                elements = np.broadcast_to(half.elements, half.mask.shape)[me]
-                ends = (me, peer) if kind == "send" else (peer, me)
-                rows.append(np.stack([*ends, np.full(len(me), number), elements], axis=1))
-        found = np.concatenate(rows)
-        return found[np.lexsort((found[:, 1], found[:, 0]))]
+                source, target = (me, peer) if kind == "send" else (peer, me)
+                ends.append(source * len(self.ranks) + target)
+                numbers.append(np.full(len(me), number))
+        both = np.concatenate(ends), np.concatenate(numbers)
+        order = np.argsort(both[0], kind="stable")
+        return both[0][order], both[1][order]
 
     def finish(self) -> None:
-        if self.is_uneven:
-            follow(self.events, self.ranks, self._note)
+        if self.is_recording and not self.is_lost:
+            follow(self.events, self.ranks, self)
+
+    # ------------------------------------------------------------ where ranks meet
+    def met(self, met: Collective, here: Array) -> None:
+        """See `Judge`."""
+        sites = tuple((site, "") for site in met.sites)
+        if met.peers is not None:
+            self._permuted(met, here)
+        elif (found := misplaced(met, here, self.ranks)) is not None:
+            text, wrong, note = found
+            if wrong is not None:
+                text += f", on {self._who(wrong)}"
+            self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
+
+    def _permuted(self, met: Collective, here: Array) -> None:
+        """Who sends must send to one that receives from it, and as much."""
+        teams, sites = met.teams, tuple((site, "") for site in met.sites)
+        to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())
+        if ((to < 0) & here).any() or ((source < 0) & here).any():
+            return
+        target, sender = (teams.members[teams.team, np.where(here, p, 0)] for p in (to, source))
+        lost = here & (sender[target] != np.arange(len(here)))
+        if lost.any():
+            i = int(np.argmax(lost))
+            k, other = int(target[i]), int(sender[target[i]])
+            theirs = "itself" if other == k else f"rank {self.ranks[other]}"
+            text = f"rank {self.ranks[i]} sends to rank {self.ranks[k]}, which receives from "
+            text += theirs
+            note = f"on {self._who(lost)}"
+            self.note(Finding(PARTNER, text, ((met.sites[0], note), *sites[1:])))
+            return
+        mine, theirs = met.sizes
+        receivers = np.nonzero(here)[0]
+        senders = sender[receivers]
+        sent = pick(mine, senders)
+        wrong = np.broadcast_to(np.asarray(sent != pick(theirs, receivers)), receivers.shape)
+        if wrong.any():
+            k = int(np.argmax(wrong))
+            text = f"rank {self.ranks[senders[k]]} sends {at(sent, k)} elements, rank "
+            text += f"{self.ranks[receivers[k]]} receives {at(theirs, receivers[k])}"
+            self.note(Finding(SIZES, text, sites))
+            return
+        self._check_parts(met.inp, met.out, senders, receivers, met.sites)
+
+    def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
+        """See `Judge`."""
+        for what, mine, theirs in (
+            ("dtype", a.op.buffer.dtype(), b.op.buffer.dtype()),
+            ("size", pick(a.elements, senders), pick(b.elements, receivers)),
+        ):
+            if mine is theirs:
+                continue
+            differ = np.broadcast_to(np.asarray(mine != theirs), senders.shape)
+            if differ.any():
+                k = int(np.argmax(differ))
+                sites = (
+                    (a.site, f"rank {self.ranks[senders[k]]}: send, {what} {at(mine, k)}"),
+                    (b.site, f"rank {self.ranks[receivers[k]]}: recv, {what} {at(theirs, k)}"),
+                )
+                self.note(Finding(MISMATCH, f"a send and its receive differ in {what}", sites))
+                return
+        self._check_parts(a.part, b.part, senders, receivers, (a.site, b.site))
+
+    def _check_parts(
+        self,
+        a: Region | None,
+        b: Region | None,
+        senders: Array,
+        receivers: Array,
+        sites: tuple[Site, ...],
+    ) -> None:
+        found = lost_on_the_way(self.shapes, a, b, senders, receivers)
+        if found is not None:
+            what, k = found
+            text = f"rank {self.ranks[senders[k]]} {what} on rank {self.ranks[receivers[k]]}"
+            self.note(Finding(MISPLACED, text, tuple((s, "") for s in dict.fromkeys(sites))))
 
     # ------------------------------------------------------------ reports
     def _who(self, mask: Array) -> str:
         places: list[int] = np.nonzero(mask)[0].tolist()
         return ranks_text([self.ranks[i] for i in places])
 
-    def _note(self, finding: Finding) -> None:
+    def note(self, finding: Finding) -> None:
+        """See `Judge`."""
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
-
-
-def _range_text(starts: Sequence[PerRank], lengths: Sequence[PerRank], i: int) -> str:
-    ends = [(int(str(at(s, i))), int(str(at(n, i)))) for s, n in zip(starts, lengths, strict=True)]
-    return "[" + ", ".join(str(s) if n == 1 else f"{s}:{s + n}" for s, n in ends) + "]"
 
 
 HANDLERS: dict[type[Op], Callable[[_Walker, Any, Site], None]] = {

@@ -76,10 +76,10 @@ class _Walker:
         for start, stop, step in np.unique(columns[:, outer], axis=1).T.tolist():
             self.mask = outer & ((start, stop, step) == columns.T).all(1)
             for i in range(start, stop, max(step, 1)):
-                self.values.values[op.index] = i
+                self.values.bind(op.index, i)
                 self.run(op.body)
         self.mask = outer
-        self.values.values.pop(op.index, None)
+        self.values.bind(op.index, None)
 
     def _branch(self, op: IfThenElse) -> None:
         holds, outer = self.values.of(op.predicate), self.mask

@@ -9,21 +9,36 @@ own keeps it there where NCCL carries it out, else at its Wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from fuser.ir.mesh import DeviceMesh
+from fuser.ir.tensor import TensorView
 from hostir.findings import Finding, Site
-from hostir.rank_values import Array, PerRank, np
-from hostir.spots import Spot
+from hostir.rank_values import Array, PerRank, at, np
+from hostir.regions import Region, joined, merged
 from hostir.transfers import P2PCommunication
 from multidevice.communication import TeamOf
 
 DEADLOCK = "deadlock"
 PARTNER = "no partner"
 MISMATCH = "ranks disagree"
+MISPLACED = "parts do not fit"
 
 Note = Callable[[Finding], None]
+
+
+class Judge(Protocol):
+    """Says what is wrong where ranks meet."""
+
+    def note(self, finding: Finding) -> None: ...
+
+    def met(self, met: Collective, here: Array) -> None:
+        """Members of whole teams (`here`) meet in a collective."""
+
+    def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
+        """The ranks at these places send, and receive what they send."""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -31,11 +46,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"
-
-
-def at(value: PerRank, i: int) -> object:
-    """Return the value on one rank, by its place among the ranks."""
-    return value[i].item() if isinstance(value, np.ndarray) else value
 
 
 class Teams:
@@ -54,17 +64,29 @@ class Teams:
         self.position = np.full(len(ranks), -1)
         self.team[self.members] = np.arange(len(self.members))[:, None]
         self.position[self.members] = np.arange(of.size)[None, :]
+        rows: list[list[int]] = self.members.tolist()
+        self.sets: list[frozenset[int]] = [frozenset(row) for row in rows]
 
 
 @dataclass(eq=False)
 class Collective:
-    """A communication that all members of a team enter; `terms` must be the same for all."""
+    """A communication that all members of a team enter; `terms` must be the same for all.
 
-    site: Site
+    `sites`: where the ranks enter it. `inp`, `out`: the parts that it moves, None where they are
+    not known, of so many elements (`sizes`). `peers`: to and from which member, by position.
+    """
+
+    sites: tuple[Site, ...]
+    kind: str
     number: int
     mask: Array
     teams: Teams
     terms: tuple[tuple[str, PerRank], ...]
+    inp: Region | None
+    out: Region | None
+    sizes: tuple[PerRank, PerRank]
+    root: PerRank = 0
+    peers: tuple[PerRank, PerRank] | None = None
 
 
 @dataclass(eq=False)
@@ -76,7 +98,7 @@ class Half:
     mask: Array
     peer: PerRank
     elements: PerRank
-    spot: Spot
+    part: Region | None
 
 
 @dataclass(eq=False)
@@ -103,14 +125,14 @@ Event = Collective | Group | Await
 # ------------------------------------------------------------------ rank by rank
 @dataclass(eq=False)
 class _Meeting:
-    """A collective of one team: who has come, and who has to."""
+    """A collective of one team: what each member that has come entered, and who has to come."""
 
-    first: tuple[int, Collective]
     members: frozenset[int]
-    come: set[int] = field(default_factory=set[int])
+    come: dict[int, Collective] = field(default_factory=dict[int, Collective])
+    is_alike: bool = True
 
     def missing(self) -> set[int]:
-        return set(self.members - self.come)
+        return set(self.members.difference(self.come))
 
 
 @dataclass(eq=False)
@@ -128,8 +150,8 @@ class _Open:
 class _Follower:
     """Follows every rank up to where it blocks."""
 
-    def __init__(self, events: Sequence[Event], ranks: Sequence[int], note: Note) -> None:
-        self.ranks, self.note = ranks, note
+    def __init__(self, events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
+        self.ranks, self.judge = ranks, judge
         self.place = {rank: i for i, rank in enumerate(ranks)}
         self.todo: list[list[Event]] = [[] for _ in ranks]
         for event in events:
@@ -144,6 +166,11 @@ class _Follower:
         self.channels: dict[tuple[int, int, str], deque[tuple[Half, _Open]]] = {}
         self.open: dict[tuple[int, int], _Open] = {}
         self.runnable = deque(range(len(ranks)))
+        # Who met whom: judged together, by the ops that they met in.
+        self.met: dict[tuple[Collective, ...], list[_Meeting]] = {}
+        self.paired: dict[tuple[Half, Half], list[tuple[int, int]]] = {}
+        # Two ranks -> which tensors they have brought to one collective.
+        self.brought: dict[tuple[int, int], set[tuple[TensorView, TensorView]]] = {}
 
     def run(self) -> None:
         while self.runnable:
@@ -154,6 +181,7 @@ class _Follower:
                 if wait is not None and wait.missing():
                     self.blocked[i] = wait
                     break
+        self._judge()
         self._report()
 
     def _step(self, i: int, event: Event) -> _Meeting | _Open | None:
@@ -169,28 +197,31 @@ class _Follower:
         return opened if event.blocks else None
 
     def _enter(self, i: int, event: Collective) -> _Meeting:
-        members = frozenset(event.teams.members[event.teams.team[i]].tolist())
+        members = event.teams.sets[int(event.teams.team[i])]
         count = self.entered[i, members] = self.entered.get((i, members), -1) + 1
-        meeting = self.meetings.get((members, count))
-        if meeting is None:
-            meeting = self.meetings[members, count] = _Meeting((i, event), members)
-        meeting.come.add(i)
-        other, first = meeting.first
-        if event is not first:
-            self._compare(other, first, i, event)
+        meeting = self.meetings.setdefault((members, count), _Meeting(members))
+        other = next(iter(meeting.come), i)
+        meeting.come[i] = event
+        if event is not meeting.come[other]:
+            self._compare(meeting, other, i)
         if not meeting.missing():
-            self._wake(meeting)
+            if meeting.is_alike:
+                key = tuple(dict.fromkeys(e for _, e in sorted(meeting.come.items())))
+                self.met.setdefault(key, []).append(meeting)
+            self._wake(meeting, meeting.come)
         return meeting
 
-    def _compare(self, i: int, a: Collective, k: int, b: Collective) -> None:
+    def _compare(self, meeting: _Meeting, i: int, k: int) -> None:
+        a, b = meeting.come[i], meeting.come[k]
         for (what, mine), (_, theirs) in zip(a.terms, b.terms, strict=False):
             if at(mine, i) != at(theirs, k):
                 sites = [
-                    (site, f"rank {self.ranks[r]}: {what} {at(value, r)}")
-                    for site, r, value in ((a.site, i, mine), (b.site, k, theirs))
+                    (e.sites[0], f"rank {self.ranks[r]}: {what} {at(value, r)}")
+                    for e, r, value in ((a, i, mine), (b, k, theirs))
                 ]
                 text = f"the ranks of a team meet in communications of different {what}"
-                self.note(Finding(MISMATCH, text, tuple(sites)))
+                self.judge.note(Finding(MISMATCH, text, tuple(sites)))
+                meeting.is_alike = False
                 return
 
     def _offer(self, i: int, half: Half, opened: _Open) -> None:
@@ -204,27 +235,65 @@ class _Follower:
             return
         other, theirs = partners.popleft()
         theirs.lonely.remove((i, other))
-        compare_halves(other, theirs.rank, half, i, self.ranks, self.note)
+        pair = (half, other) if half.op.type == "send" else (other, half)
+        self.paired.setdefault(pair, []).append(ends)
         if not theirs.lonely:
-            self._wake(theirs)
+            self._wake(theirs, (theirs.rank,))
 
-    def _wake(self, what: _Meeting | _Open) -> None:
-        for i in [i for i, wait in self.blocked.items() if wait is what]:
-            del self.blocked[i]
-            self.runnable.append(i)
+    def _wake(self, what: _Meeting | _Open, ranks: Iterable[int]) -> None:
+        for i in ranks:
+            if self.blocked.get(i) is what:
+                del self.blocked[i]
+                self.runnable.append(i)
+
+    # ------------------------------------------------------------ who has met
+    def _judge(self) -> None:
+        for events, meetings in self.met.items():
+            here = np.zeros(len(self.ranks), dtype=bool)
+            came = {event: here.copy() for event in events}
+            for meeting in meetings:
+                for i, event in meeting.come.items():
+                    here[i] = came[event][i] = True
+            one = events[0] if len(events) == 1 else _together(came)
+            self.judge.met(one, here)
+            for meeting in meetings if len(events) > 1 else ():
+                self._compare_tensors(meeting)
+        for (a, b), ends in self.paired.items():
+            senders, receivers = np.asarray(ends).T
+            self.judge.paired(a, b, senders, receivers)
+
+    def _compare_tensors(self, meeting: _Meeting) -> None:
+        """Members bring different tensors, and elsewhere the same ones the other way round."""
+        (i, first), *others = sorted(meeting.come.items())
+        for k, event in others:
+            if first.inp is None or event.inp is None:
+                continue
+            a, b = first.inp.owners[0][1], event.inp.owners[0][1]
+            seen = self.brought.setdefault((i, k), set())
+            seen.add((a, b))
+            if a is not b and (b, a) in seen:
+                mine, theirs = self.ranks[i], self.ranks[k]
+                text = f"rank {mine} brings {a.label} where rank {theirs} brings {b.label}, and "
+                text += "elsewhere the other way round: they come in another order"
+                sites = (first.sites[0], f"rank {mine}"), (event.sites[0], f"rank {theirs}")
+                self.judge.note(Finding(MISPLACED, text, sites))
+                return
 
     # ------------------------------------------------------------ who is left
     def _report(self) -> None:
         if self.blocked:
+            if cause := self._cause():
+                self.judge.note(cause)
+                return
             cycle = self._cycle(next(iter(self.blocked)))
             sites = tuple(site for i in cycle for site in self._sites(i))
             last = min(self._missing(cycle[-1]))
             if last in self.blocked:
                 text = "each rank waits for the next one, and the last for the first"
-                self.note(Finding(DEADLOCK, text, sites[:6]))
+                self.judge.note(Finding(DEADLOCK, text, sites[:6]))
             else:
                 name = self._name(last)
-                self.note(
+                self.judge.note(
                     Finding(PARTNER, f"{name} never comes to what others wait for", sites[:6])
                 )
             return
@@ -233,7 +302,51 @@ class _Follower:
                 peer = at(half.peer, opened.rank)
                 verb = "sends to" if half.op.type == "send" else "receives from"
                 text = f"rank {self.ranks[opened.rank]} {verb} rank {peer}, which has no partner"
-                self.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
+                self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
+
+    def _cause(self) -> Finding | None:
+        """Return a send or a receive for which nobody ever has the other half."""
+        balance = self._balance()
+        for i, wait in self.blocked.items():
+            for k, half in wait.lonely if isinstance(wait, _Open) else ():
+                is_send = half.op.type == "send"
+                if balance.get((i, k) if is_send else (k, i), 0) * (1 if is_send else -1) <= 0:
+                    continue
+                verb, other = ("sends to", "receives from")[:: 1 if is_send else -1]
+                me, peer = self._name(i), "itself" if k == i else self._name(k)
+                theirs = self.blocked.get(k)
+                lonely = theirs.lonely if isinstance(theirs, _Open) and k != i else []
+                answer = next(((j, h) for j, h in lonely if h.op.type != half.op.type), None)
+                sites = [(half.site, f"{me} waits for {peer}")]
+                if answer is None:
+                    rest = "which" if k != i else "but"
+                    rest += f" does not {'receive' if is_send else 'send'} it"
+                else:
+                    rest = f"but {peer} {other} {self._name(answer[0])}"
+                    sites.append((answer[1].site, f"{peer} waits for {self._name(answer[0])}"))
+                return Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
+        return None
+
+    def _balance(self) -> dict[tuple[int, int], int]:
+        """Return from where to where the whole program sends more often (or, below 0, less often)
+        than is received there."""
+        place = np.full(max(self.ranks, default=0) + 1, -1)
+        place[list(self.ranks)] = np.arange(len(self.ranks))
+        found: dict[tuple[int, int], int] = {}
+        for half in {
+            h for todo in self.todo for e in todo if isinstance(e, Group) for h in e.halves
+        }:
+            me = np.nonzero(half.mask)[0]
+            peer = place[np.broadcast_to(half.peer, half.mask.shape)[me]]
+            ends = (me, peer) if half.op.type == "send" else (peer, me)
+            for pair in zip(*(x.tolist() for x in ends), strict=True):
+                found[pair] = found.get(pair, 0) + (1 if half.op.type == "send" else -1)
+        return found
+
+    def _site(self, i: int) -> Site:
+        """Return where a rank is blocked."""
+        event = self.todo[i][self.at[i] - 1]
+        return event.sites[0] if isinstance(event, Collective) else event.site
 
     def _cycle(self, i: int) -> list[int]:
         """Follow who waits for whom, up to a rank that comes again or does not wait."""
@@ -259,24 +372,32 @@ class _Follower:
                 for peer, half in wait.lonely
             ]
         missing = ", ".join(map(self._name, sorted(self._missing(i))[:4]))
-        return [(self.todo[i][self.at[i] - 1].site, f"{me} waits for {missing}")]
+        return [(self._site(i), f"{me} waits for {missing}")]
 
 
-def compare_halves(a: Half, i: int, b: Half, k: int, ranks: Sequence[int], note: Note) -> None:
-    """Report a send and a receive of different sizes or dtypes."""
-    for what, mine, theirs in (
-        ("dtype", a.op.buffer.dtype(), b.op.buffer.dtype()),
-        ("size", at(a.elements, i), at(b.elements, k)),
-    ):
-        if mine != theirs:
-            sites = (
-                (a.site, f"rank {ranks[i]}: {a.op.type}, {what} {mine}"),
-                (b.site, f"rank {ranks[k]}: {b.op.type}, {what} {theirs}"),
-            )
-            note(Finding(MISMATCH, f"a send and its receive differ in {what}", sites))
-            return
+def _together(came: dict[Collective, Array]) -> Collective:
+    """Return what ranks have entered in different ops as one."""
+    parts = [(ranks, event) for event, ranks in came.items()]
+
+    def of(get: Callable[[Collective], PerRank]) -> PerRank:
+        return merged([(ranks, get(e)) for ranks, e in parts])
+
+    first, peers = parts[0][1], None
+    if first.peers is not None:
+        peers = tuple(merged([(r, e.peers[k]) for r, e in parts if e.peers]) for k in (0, 1))
+    return replace(
+        first,
+        sites=tuple(e.sites[0] for _, e in parts),
+        mask=np.logical_or.reduce([ranks for ranks, _ in parts]),
+        terms=tuple((w, of(lambda e, k=k: e.terms[k][1])) for k, (w, _) in enumerate(first.terms)),
+        inp=joined([(ranks, e.inp) for ranks, e in parts]),
+        out=joined([(ranks, e.out) for ranks, e in parts]),
+        sizes=(of(lambda e: e.sizes[0]), of(lambda e: e.sizes[1])),
+        root=of(lambda e: e.root),
+        peers=peers,
+    )
 
 
-def follow(events: Sequence[Event], ranks: Sequence[int], note: Note) -> None:
+def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
     """Follow the ranks one by one; report who disagrees, blocks, or has no partner."""
-    _Follower(events, ranks, note).run()
+    _Follower(events, ranks, judge).run()

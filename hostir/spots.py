@@ -9,26 +9,29 @@ from dataclasses import dataclass
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.effects import Part, Shows
 from hostir.ops import stream_cut
 from hostir.rank_values import PerRank, RankValues, least, np
+from hostir.regions import Extent, Region
 from multidevice.communication import position_map
-from multidevice.placement import placement
+from multidevice.placement import Cuts, placement
 from multidevice.sharding import local_sizes
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A part of the local shard of `owner`: per axis of the owner where it starts and how long it
-    is; `axes` has the owner's axis of each axis of the name, None for one that a view made."""
+    """A part of the local shard of `owner`: per axis of the owner which elements of the whole it
+    has (None: not known); `axes` has the owner's axis of each axis of the name, None for one that
+    a view made. `by_rank`: whether ranks were told to take other parts of their shards."""
 
     owner: TensorView
-    starts: tuple[PerRank, ...]
-    lengths: tuple[PerRank, ...]
+    extents: tuple[Extent | None, ...]
     axes: tuple[int | None, ...]
     shape: tuple[PerRank, ...]
+    by_rank: bool = False
 
     def elements(self, expanded: Sequence[int] = ()) -> PerRank:
         """Return how many elements memory holds: one along expanded axes."""
@@ -36,13 +39,16 @@ class Spot:
 
     def cut(self, axis: int, start: PerRank, length: PerRank, *, drop: bool) -> Spot:
         owner = self.axes[axis]
-        starts, lengths = list(self.starts), list(self.lengths)
-        if owner is not None:
-            starts[owner], lengths[owner] = starts[owner] + start, length
+        extents: list[Extent | None] = list(self.extents)
+        if owner is None:
+            extents = [None] * len(extents)  # a part of what a reshape made is not known
+        elif (extent := extents[owner]) is not None:
+            extents[owner] = extent.cut(start, length)
         keep = slice(axis + 1 if drop else axis, None)
         shape = (*self.shape[:axis], *(() if drop else (length,)), *self.shape[axis + 1 :])
         axes = (*self.axes[:axis], *self.axes[keep])
-        return Spot(self.owner, tuple(starts), tuple(lengths), axes, shape)
+        by_rank = self.by_rank or isinstance(start, np.ndarray)
+        return Spot(self.owner, tuple(extents), axes, shape, by_rank)
 
 
 class Shapes:
@@ -52,7 +58,9 @@ class Shapes:
         self._values = values
         self._local: dict[TensorView, tuple[int, ...]] = {}
         self._whole: dict[TensorView, tuple[int, ...]] = {}
-        self._offsets: dict[TensorView, tuple[PerRank, ...]] = {}
+        self._spots: dict[TensorView, Spot] = {}
+        self._cuts: dict[TensorView, tuple[frozenset[ParallelType], ...]] = {}
+        self._frames: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def whole(self, tv: TensorView) -> tuple[int, ...]:
         if tv not in self._whole:
@@ -64,34 +72,72 @@ class Shapes:
             self._local[tv] = local_sizes(tv, self.whole(tv))
         return self._local[tv]
 
+    def device_cuts(self, tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
+        """Return the device types that cut each axis of a tensor."""
+        if tv not in self._cuts:
+            cuts = placement(tv, DEVICE_TYPES)
+            self._cuts[tv] = tuple(frozenset(c.ptype for c in mine) for mine in cuts)
+        return self._cuts[tv]
+
     def spot(self, tv: TensorView) -> Spot:
-        shape = self.local(tv)
-        return Spot(tv, (0,) * len(shape), shape, tuple(range(len(shape))), shape)
+        if tv not in self._spots:
+            shape = self.local(tv)
+            every = zip(placement(tv), self.whole(tv), strict=True)
+            extents = tuple(self._extent(tv, cuts, size) for cuts, size in every)
+            self._spots[tv] = Spot(tv, extents, tuple(range(len(shape))), shape)
+        return self._spots[tv]
 
     def step(self, tv: TensorView, index: Scalar) -> Spot:
         """Return the part of a tensor that a buffer for the block of one step holds."""
         axis, chunks = stream_cut(tv)
         return self._part(self.spot(tv), Part(axis, index, chunks), _ignored)
 
-    def offsets(self, tv: TensorView) -> tuple[PerRank, ...]:
-        """Return where, along each axis, the shards of the ranks begin."""
-        if tv not in self._offsets:
-            self._offsets[tv] = tuple(self._axis_offsets(tv))
-        return self._offsets[tv]
-
-    def _axis_offsets(self, tv: TensorView) -> list[PerRank]:
-        found: list[PerRank] = []
-        for cuts, size in zip(placement(tv, DEVICE_TYPES), self.local(tv), strict=True):
-            block: PerRank = 0
-            for cut in cuts:
-                block = block * cut.count + self._coordinates(tv, cut.ptype)
-            found.append(block * size)
-        return found
+    def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
+        """Return what each rank has of an axis of `size` elements. Of a stream's blocks with
+        devices inside it has a piece of each."""
+        start: PerRank = 0
+        levels: list[tuple[PerRank, int]] = []
+        last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
+        for cut in cuts[: last + 1]:
+            count = cut.count
+            assert isinstance(count, int), f"{cut} of {tv} lies around a device cut"
+            size //= count
+            if cut.ptype.is_device:
+                start = start + self._coordinates(tv, cut.ptype) * size
+            elif count > 1:
+                levels.append((count, size))
+        if levels and levels[-1][1] == size:  # one device: nothing between them
+            count, _ = levels.pop()
+            size *= count
+        return Extent(start, (*levels, (size, 1)))
 
     def _coordinates(self, tv: TensorView, ptype: ParallelType) -> PerRank:
         mesh = tv.mesh
         assert mesh is not None, f"{tv} is cut without a mesh"
         return np.asarray([mesh.coordinate(int(r), ptype) for r in self._values.ranks])
+
+    def region(self, spot: Spot, *, without: int | None = None) -> Region | None:
+        """Return what a name is, without an axis of partial sums; None where that is not known."""
+        extents = tuple(e for a, e in enumerate(spot.extents) if a != without and e is not None)
+        whole, order = self._frame(spot.owner, without)
+        known = len(extents) == len(whole)
+        owners = ((None, spot.owner),)
+        return Region(owners, whole, extents, order, spot.by_rank) if known else None
+
+    def _frame(
+        self, tv: TensorView, without: int | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return global sizes, and the axes as memory holds them, outermost first."""
+        if (tv, without) not in self._frames:
+            keep = [a for a in range(tv.ndim) if a != without]
+            order = tuple(keep.index(a) for a, _ in memory_order(tv) if a != without)
+            self._frames[tv, without] = tuple(self.whole(tv)[a] for a in keep), order
+        return self._frames[tv, without]
+
+    def partial_axis(self, spot: Spot, ptypes: Sequence[ParallelType]) -> int | None:
+        """Return the axis of the owner that numbers the partial sums of a team."""
+        sizes, cuts = self.local(spot.owner), self.device_cuts(spot.owner)
+        return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
 
     # ------------------------------------------------------------ names
     def named(
@@ -105,13 +151,14 @@ class Shapes:
     def _part(
         self, spot: Spot, part: Part, out_of_range: Callable[[Part, PerRank, int], None]
     ) -> Spot:
-        size, index = spot.shape[part.axis], self._values.of(part.index)
-        if part.chunks is None:
+        size = spot.shape[part.axis]
+        chunks = None if part.chunks is None else int(self._values.of(part.chunks))
+        index = self._values.of(part.index)
+        if chunks is None:
             index = np.where(size == 1, 0, index) if isinstance(size, np.ndarray) else index
             index = 0 if isinstance(size, int) and size == 1 else index
             out_of_range(part, index, size)
             return spot.cut(part.axis, index, 1, drop=True)
-        chunks = int(self._values.of(part.chunks))
         out_of_range(part, index, chunks)
         step = -(-size // chunks)
         start = least(index * step, size)
@@ -125,12 +172,7 @@ class Shapes:
             p = kept.get(c)
             axes.append(None if p is None else spot.axes[p])
             shape.append(size if p is None else spot.shape[p])
-        return Spot(spot.owner, spot.starts, spot.lengths, tuple(axes), tuple(shape))
-
-
-def device_cuts(tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
-    """Return the device types that cut each axis of a tensor."""
-    return tuple(frozenset(c.ptype for c in cuts) for cuts in placement(tv, DEVICE_TYPES))
+        return Spot(spot.owner, spot.extents, tuple(axes), tuple(shape), spot.by_rank)
 
 
 def _ignored(part: Part, index: PerRank, limit: int) -> None:
