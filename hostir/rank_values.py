@@ -170,6 +170,10 @@ def least(a: PerRank, b: PerRank) -> PerRank:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
 
 
+def most(a: PerRank, b: PerRank) -> PerRank:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
+
+
 def everywhere(x: PerRank) -> bool:
     return bool(x.all()) if isinstance(x, np.ndarray) else bool(x)
 

@@ -14,10 +14,10 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.effects import Part, Shows
 from hostir.ops import stream_cut
-from hostir.rank_values import PerRank, RankValues, least, np
+from hostir.rank_values import PerRank, RankValues, least, most, np
 from hostir.regions import Extent, Region
 from multidevice.communication import position_map
-from multidevice.placement import Cuts, placement
+from multidevice.placement import Cuts, is_allocated_per_step, placement
 from multidevice.sharding import local_sizes
 
 
@@ -172,6 +172,11 @@ class Shapes:
             p = kept.get(c)
             axes.append(None if p is None else spot.axes[p])
             shape.append(size if p is None else spot.shape[p])
+        if is_allocated_per_step(op.out_tensor):
+            made, _ = stream_cut(op.out_tensor)
+            if made not in kept:  # by a reshape, of as many elements
+                rest = math.prod(n for c, n in enumerate(shape) if c != made)
+                shape[made] = math.prod(spot.shape) // most(rest, 1)
         return Spot(spot.owner, spot.extents, tuple(axes), tuple(shape), spot.by_rank)
 
 

@@ -35,6 +35,7 @@ from multidevice.placement import (
     add_cuts,
     axis_cuts,
     clone_domain,
+    only_devices,
     outside_streams,
     placement,
     unparallelize,
@@ -56,7 +57,7 @@ from multidevice.sharding import (
     partial_sum_axes,
 )
 from multidevice.stepwise import Copies, split_copies
-from multidevice.stream_steps import gather_in_steps, keep_computable_streams, slice_operands
+from multidevice.stream_steps import keep_computable_streams, slice_operands
 
 
 def decompose_reshardings(fusion: Fusion) -> None:
@@ -76,7 +77,6 @@ def decompose_reshardings(fusion: Fusion) -> None:
     split_copies(fusion, copies)
     copies.drop_unused()
     keep_computable_streams(fusion)
-    gather_in_steps(fusion)
     slice_operands(fusion)
     name_reshardings(fusion)
 
@@ -241,7 +241,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
         cuts = forward_cuts(computed, index, local)
     except ShardingError:
         return False
-    is_nested = any(outside_streams(c) != _devices(c) for _, c in cuts)
+    is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
     apply_transfers(local, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
     # Steps of the result are steps of what it is copied from, where the copy allows it.
     apply_transfers(local, sibling_cuts(out, local), (ParallelType.stream,))
@@ -252,10 +252,6 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     out.domain = out.domain.without_root()
     fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
     return True
-
-
-def _devices(cuts: Cuts) -> Cuts:
-    return tuple(c for c in cuts if c.ptype.is_device)
 
 
 # -- before

@@ -8,7 +8,7 @@ think in cuts and write them back as splits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -124,7 +124,7 @@ class _BlockDepth(Rules[int]):
             return outer + 1
         if inner is None or not _is_cut(self._tv.domain, t):
             raise self._refusal(t)
-        return inner + 1
+        return inner + 2  # deeper than what the outer part is
 
     def unswizzle(self, t: Swizzle1D, out: int) -> int:
         return out
@@ -214,6 +214,11 @@ def without_streams(cuts: Cuts) -> Cuts:
     these lie."""
     last = bool(cuts) and cuts[-1].ptype is ParallelType.stream
     return cuts[:-1] if last else cuts
+
+
+def only_devices(cuts: Iterable[Cut]) -> Cuts:
+    """Return the cuts over devices."""
+    return tuple(c for c in cuts if c.ptype.is_device)
 
 
 def is_allocated_per_step(tv: TensorView) -> bool:
@@ -365,9 +370,6 @@ class _TowardsRoot(_Outermost):
         return True
 
     def unresize(self, t: Resize, out: bool) -> bool:
-        return True
-
-    def unswizzle(self, t: Swizzle1D, out: bool) -> bool:
         return True
 
 

@@ -34,6 +34,7 @@ from multidevice.placement import (
     add_cut,
     axis_cuts,
     is_plain_broadcast,
+    only_devices,
     origin_root,
     outermost_logical,
     outside_streams,
@@ -281,7 +282,7 @@ def _is_copied_in_steps(
     have = placement(source)[position]
     if not cuts or cuts[-1].ptype is not ParallelType.stream or have[: len(cuts)] == cuts:
         return True
-    devices = tuple(c for c in have if c.ptype.is_device)
+    devices = only_devices(have)
     return devices == cuts[:-1] or is_from_devices(source, position, cuts, mesh)
 
 

@@ -86,6 +86,20 @@ def drop_unit_streams(fusion: Fusion) -> None:
             unparallelize(tv, lambda _: False)
 
 
+def split_streamed_remainders(fusion: Fusion) -> None:
+    """Make a stream axis that is all that a device has of an axis one of blocks of one index.
+
+    t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
+    """
+    for tv in fusion.tensors():
+        inner = {t.inner for t in tv.domain.splits.values()} - {*tv.domain.logical_numbers}
+        if not any(tv.domain.rotated(number).is_stream for number in inner):
+            continue
+        for number, (cut,) in axis_cuts(tv, (ParallelType.stream,)).items():
+            unparallelize(tv, lambda a: a.is_stream)
+            add_cuts(tv, number, (cut,))
+
+
 def place_updates(fusion: Fusion) -> None:
     """Give what is written into an input that input's placement, through a copy where it differs.
 
@@ -127,6 +141,7 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
     if not (has_mesh(fusion) or has_streams(fusion)):
         return ShardingResult()
     check_annotations(fusion)
+    split_streamed_remainders(fusion)
     drop_steps_of_devices(fusion)
     streamed = {tv for tv in fusion.tensors() if stream_axis_of(tv) is not None}
     facts: dict[TensorView, tuple[Fact, ...]] = {}

@@ -6,6 +6,8 @@ x [DIDy(a), DIDx(b)]  ->  t = set(x) [DIDy(a), b]  ->  r = set(t) [a, b]      tw
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
+from itertools import takewhile, zip_longest
 
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
@@ -13,8 +15,13 @@ from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.communication import exchanged_axes, is_copy
-from multidevice.placement import Cut, Placement, copy_like, placement
-from multidevice.sharding import have_different_shardings
+from multidevice.placement import (
+    Cuts,
+    Placement,
+    copy_like,
+    placement,
+    without_streams,
+)
 
 
 class Copies:
@@ -79,62 +86,84 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 
 
 def split_copies(fusion: Fusion, copies: Copies) -> None:
-    """Rewrite every copy in which several device types change as a chain of one-type copies."""
+    """Rewrite every copy as a chain of copies in which one device type changes at a time.
+
+    Devices' blocks that lie inside of a stream's come together step by step: as a whole, what a
+    device has is no block.
+
+        y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
+    """
     for op in fusion.exprs:
         if not is_copy(op) or exchanged_axes(op) is not None:
             continue
-        source, out = op.inputs[0], op.out_tensor
-        if source.mesh != out.mesh:
+        at, out = op.inputs[0], op.out_tensor
+        if at.mesh != out.mesh:
             continue
-        changing = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
-        steps = plan_steps(placement(source, DEVICE_TYPES), placement(out, DEVICE_TYPES), changing)
-        at = source
-        for cuts in steps[:-1]:
+        steps = plan_steps(placement(at), placement(out))
+        for cuts in steps:
             at = copies.get(at, out.mesh, cuts, before=op)
-        if at is not source:
+        if steps:
             fusion.replace_expr(op, [op.replace(inp=at)])
 
 
-def plan_steps(
-    source: Placement, target: Placement, changing: list[ParallelType]
-) -> list[Placement]:
-    """Return the placements after each step from `source` to `target`.
+def plan_steps(source: Placement, target: Placement) -> list[Placement]:
+    """Return the placements on the way from `source` to `target`, both left out.
 
     Each step drops or adds one device type. Types are added first where the axis is free of
     changing types, so that less data is gathered; then types are dropped, inner cuts before outer
-    ones, mesh_x first; then the remaining types are added, outer cuts first.
+    ones, mesh_x first; then the remaining types are added, outer cuts first. What is dropped inside
+    of a stream leaves the stream, whose steps then have the same blocks on all these devices.
     """
-    now = [list(cuts) for cuts in source]
+    changing = _changing_types(source, target)
+    now = [without_streams(cuts) for cuts in source]
     steps: list[Placement] = []
 
-    def took() -> None:
-        steps.append(tuple(tuple(cuts) for cuts in now))
-
-    def busy(cuts: list[Cut]) -> bool:
-        return any(c.ptype in changing for c in cuts)
+    def add(position: int, cuts: Cuts) -> None:
+        now[:] = map(without_streams, now)
+        now[position] = cuts
+        steps.append(tuple(now))
 
     dropped = {c.ptype for cuts in source for c in cuts if c.ptype in changing}
-    added = [
-        (position, cut)
-        for position, cuts in enumerate(target)
-        for cut in cuts
-        if cut.ptype in changing
-    ]
-    for position, cut in list(added):
-        prefix = target[position][: target[position].index(cut)]
-        is_free = cut.ptype not in dropped and tuple(now[position]) == prefix
-        if is_free and not busy([c for c in now[position] if c.ptype in dropped]):
-            now[position].append(cut)
-            added.remove((position, cut))
-            took()
+    late: list[tuple[int, Cuts]] = []
+    for position, depth in ((p, k) for p, cuts in enumerate(target) for k in range(len(cuts))):
+        cuts = target[position][: depth + 1]
+        if cuts[-1].ptype not in changing:
+            continue
+        others = {c.ptype for p, mine in enumerate(now) if p != position for c in mine}
+        is_free = dropped.isdisjoint(c.ptype for c in (*now[position], cuts[-1]))
+        is_one_loop = ParallelType.stream not in others.intersection(c.ptype for c in cuts)
+        if is_free and is_one_loop and now[position] == without_streams(cuts[:-1]):
+            add(position, cuts)
+        else:
+            late.append((position, cuts))
     for ptype in _drop_order(source, dropped):
-        for cuts in now:
-            cuts[:] = [c for c in cuts if c.ptype is not ptype]
-        took()
-    for position, cut in added:
-        now[position].append(cut)
-        took()
+        now[:] = (_without(ptype, cuts) for cuts in now)
+        steps.append(tuple(now))
+    for position, cuts in late:
+        add(position, cuts)
+    if steps and steps[-1] in (target, tuple(map(without_streams, target))):
+        steps.pop()
     return steps
+
+
+def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
+    found: set[ParallelType] = set()
+    for mine, wanted in zip(source, target, strict=True):
+        sides = [
+            [replace(c, whole=False, swizzle=None) for c in without_streams(cuts)]
+            for cuts in (mine, wanted)
+        ]
+        depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip_longest(*sides)))
+        found |= {c.ptype for side in sides for c in side[depth:] if c.ptype.is_device}
+    return found
+
+
+def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
+    """Return the cuts around one over `ptype`, all if there is none, in an order of a stream's that
+    does not depend on it."""
+    depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
+    kept = without_streams(cuts) if depth is None else cuts[:depth]
+    return tuple(replace(c, swizzle=None) if c.swizzle is ptype else c for c in kept)
 
 
 def _drop_order(source: Placement, dropped: set[ParallelType]) -> list[ParallelType]:

@@ -7,6 +7,7 @@ computed so when one block of the result needs, of every operand, one block or t
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
@@ -20,6 +21,7 @@ from multidevice.placement import (
     Cut,
     Cuts,
     Placement,
+    add_cuts,
     axis_cuts,
     clone_domain,
     copy_like,
@@ -27,6 +29,7 @@ from multidevice.placement import (
     cut_origin,
     outside_streams,
     placement,
+    sharded_axis,
     spread_axes,
     stream_axis_of,
     unparallelize,
@@ -125,50 +128,6 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
             unparallelize(out, lambda a: a.is_stream)
 
 
-def _not_computable(op: TensorOp, out: TensorView) -> UnsupportedError:
-    axis = next(a for a in out.domain.loop if a.is_stream)
-    return UnsupportedError(
-        f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: "
-        f"a block of the result is not made from blocks of the operands{user_code(op.where)}"
-    )
-
-
-def gather_in_steps(fusion: Fusion) -> None:
-    """Bring devices' blocks that lie inside of a stream's together step by step: as a whole, what a
-    device has is no block.
-
-        y [N] = set(x [stream(N), DIDx])  ->  t [stream(N)] = set(x), y = set(t)
-
-    Raises `UnsupportedError` where such an axis becomes one over other devices.
-    """
-    for op in fusion.exprs:
-        if not (is_copy(op) and is_resharding(op)) or exchanged_axes(op) is not None:
-            continue
-        inp, out = op.inputs[0], op.out_tensor
-        have, want = placement(inp), placement(out)
-        for position, (mine, cuts) in enumerate(zip(have, want, strict=True)):
-            if without_streams(mine) == _devices(mine) or _devices(mine) == _devices(cuts):
-                continue
-            step = mine[: len(outside_streams(mine)) + 1]
-            if cuts[: len(step)] == step:
-                continue
-            if (
-                without_streams(cuts)
-                or inp.mesh != out.mesh
-                or any(without_streams(c) != _devices(c) for c in want)
-            ):
-                raise UnsupportedError(
-                    f"{op.name} of {inp} -> {out}: of axis {position}, each step of a stream is "
-                    f"spread over devices, and has to be gathered first{user_code(op.where)}"
-                )
-            kept = tuple(step if p == position else _devices(c) for p, c in enumerate(want))
-            whole = copy_like(inp, out.mesh, kept)
-            gathered = op.map_values(lambda v, o=out, w=whole: w if v is o else v)
-            copy = LoadStoreOp(out, whole).replace(where=op.where)
-            fusion.replace_expr(op, [gathered, copy])
-            break
-
-
 def slice_operands(fusion: Fusion) -> None:
     """Give every op that is computed in steps its operands in the blocks that the steps need.
 
@@ -177,16 +136,37 @@ def slice_operands(fusion: Fusion) -> None:
 
     Afterwards an operand of such an op is in step with it, or used whole. Where the steps of a
     communication need other blocks than the devices have, it comes first, as a whole; so does one
-    between devices that are at different blocks, because each starts with its own.
+    between devices that are at different blocks, because each starts with its own; and an op, a
+    reshape, whose blocks nobody can prove to be blocks of its operands.
     """
-    made: dict[tuple[TensorView, Placement], TensorView] = {}
+    made: _Slices = {}
     for op in fusion.exprs:
-        if stream_axis_of(op.out_tensor) is None:
-            continue
-        if _mixes_rotated_steps(op):
-            op = _communicate_first(fusion, op)
-        for index, _ in tensor_operands(op):
-            op = _slice_operand(fusion, op, index, made)
+        _feed_steps(fusion, op, made)
+
+
+_Slices = dict[tuple[TensorView, Placement], TensorView]
+
+
+def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
+    if stream_axis_of(op.out_tensor) is None:
+        return
+    slices = None if _mixes_rotated_steps(op) else _find_slices(op, made)
+    if slices is None:
+        for part in _compute_first(fusion, op):
+            _feed_steps(fusion, part, made)
+        return
+    fed = op
+    for index, (block, position) in slices.items():
+        operand = op.inputs[index]
+        key = operand, placement(block)
+        if key not in made:
+            made[key] = block
+            copy_memory_order(operand, block)
+            slicing = Reshard(block, operand, ptypes=_STREAM, target=position)
+            fusion.insert_before(op, [slicing.replace(where=op.where)])
+        fed = replace_operand(fed, index, made[key])
+    if slices:
+        fusion.replace_expr(op, [fed])
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
@@ -198,54 +178,72 @@ def _mixes_rotated_steps(op: TensorOp) -> bool:
     for index, operand in tensor_operands(op):
         needed = needed_block(op, index)
         is_ring = needed is not None and is_from_devices(operand, *needed, op.out_tensor.mesh)
-        if have_different_shardings(op, index, (by,)) and not (is_copy(op) and is_ring):
+        is_gathered = sharded_axis(operand, by) and have_different_shardings(op, index, (by,))
+        if is_gathered and not (is_copy(op) and is_ring):
             return True
     return False
 
 
-def _slice_operand(
-    fusion: Fusion, op: TensorOp, index: int, made: dict[tuple[TensorView, Placement], TensorView]
-) -> TensorOp:
-    needed, operand = needed_block(op, index), op.inputs[index]
-    if needed is None or is_in_step(op, index):
-        return op
-    position, cuts = needed
-    have = placement(operand)
-    if is_resharding(op):
-        if is_copy(op) and is_from_devices(operand, position, cuts, op.out_tensor.mesh):
-            return op
-        if _devices(have[position]) != outside_streams(cuts):
-            return _slice_operand(fusion, _communicate_first(fusion, op), 0, made)
-        # The devices inside of a step are what it is about.
-        cuts = cuts[: len(outside_streams(cuts)) + 1]
-    wanted = tuple(cuts if p == position else outside_streams(c) for p, c in enumerate(have))
-    block = made.get((operand, wanted))
-    if block is None:
-        block = made[operand, wanted] = copy_like(operand, operand.mesh, wanted)
-        copy_memory_order(operand, block)
-        slicing = Reshard(block, operand, ptypes=_STREAM, target=position)
-        fusion.insert_before(op, [slicing.replace(where=op.where)])
-    fed = replace_operand(op, index, block)
-    if have_different_shardings(fed, index, _STREAM):
-        raise _not_computable(op, op.out_tensor)
-    fusion.replace_expr(op, [fed])
-    return fed
+def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int]] | None:
+    """Return, by number, which block a step needs of each operand that is not in step, and the axis
+    to slice; None where some cannot be sliced.
+    """
+    found: dict[int, tuple[TensorView, int]] = {}
+    for index, operand in tensor_operands(op):
+        needed = needed_block(op, index)
+        if needed is None or is_in_step(op, index):
+            continue
+        (position, cuts), have = needed, placement(operand)
+        if is_resharding(op):
+            if is_copy(op) and is_from_devices(operand, position, cuts, op.out_tensor.mesh):
+                continue
+            depth = len(outside_streams(cuts))
+            if outside_streams(have[position]) != cuts[:depth]:
+                return None
+            # The devices inside of a step are what it is about.
+            cuts = (*cuts[: depth + 1], *have[position][depth + 1 :])
+        wanted = tuple(cuts if p == position else outside_streams(c) for p, c in enumerate(have))
+        block = made.get((operand, wanted)) or copy_like(operand, operand.mesh, wanted)
+        if have_different_shardings(replace_operand(op, index, block), index, _STREAM):
+            return None  # the same blocks, perhaps, but nobody can prove it
+        found[index] = block, position
+    return found
 
 
-def _devices(cuts: Cuts) -> Cuts:
-    return tuple(c for c in cuts if c.ptype.is_device)
+def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
+    """Compute an op at once, and copy its results in steps; return the ops that do so.
+
+    Where devices share each step, the op is computed in steps that are the same on all.
+    """
+    first, copies = op, list[TensorOp]()
+    for out in op.outputs:
+        domain, _ = clone_domain(fusion, out.domain)
+        whole = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
+        _leave_steps(op, whole)
+        out.domain = out.domain.without_root()
+        first = first.map_values(lambda v, o=out, w=whole: w if v is o else v)
+        copies.append(LoadStoreOp(out, whole).replace(where=op.where))
+    fusion.replace_expr(op, [first, *copies])
+    return [first, *copies]
 
 
-def _communicate_first(fusion: Fusion, op: TensorOp) -> LoadStoreOp:
-    """Compute a communication at once, and copy its result in steps; return the copy."""
-    out = op.out_tensor
-    domain, _ = clone_domain(fusion, out.domain)
-    whole = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
-    for number, cuts in axis_cuts(whole).items():
-        ends = {c.ptype for c in cuts} - {c.ptype for c in outside_streams(cuts)}
-        is_end = {a.number for a in spread_axes(whole) if cut_origin(whole, a)[0] == number}
-        unparallelize(whole, lambda a, n=is_end, p=ends: a.number in n and a.ptype in p)
-    out.domain = out.domain.without_root()
-    copy = LoadStoreOp(out, whole).replace(where=op.where)
-    fusion.replace_expr(op, [op.map_values(lambda v: whole if v is out else v), copy])
-    return copy
+def _leave_steps(op: TensorOp, out: TensorView) -> None:
+    number = next(iter(axis_cuts(out, _STREAM)))
+    cuts = axis_cuts(out)[number]
+    if without_streams(cuts) != cuts:
+        unparallelize(out, lambda a: a.is_stream)
+        return
+    aligned = tuple(replace(c, swizzle=None) for c in cuts)
+    if aligned == cuts:
+        raise _not_computable(op, out)
+    mine = {a.number for a in spread_axes(out) if cut_origin(out, a)[0] == number}
+    unparallelize(out, lambda a: a.number in mine)
+    add_cuts(out, number, aligned)
+
+
+def _not_computable(op: TensorOp, out: TensorView) -> UnsupportedError:
+    axis = next(a for a in out.domain.loop if a.is_stream)
+    return UnsupportedError(
+        f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: "
+        f"a block of the result is not made from blocks of the operands{user_code(op.where)}"
+    )

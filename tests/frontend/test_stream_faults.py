@@ -342,6 +342,23 @@ def test_one_contracted_element_of_one_operand_meets_none_in_an_empty_block(
         torch.testing.assert_close(got, a @ b.t())
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_reshape_whose_blocks_nobody_proves_is_computed_first(is_read: bool) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 8], contiguity=True)
+        n = fd.ops.size(x, 0)
+        flat = fd.ops.reshape(fd.ops.relu(x), [fd.ops.mul(n, 8)])
+        y = fd.ops.reshape(flat, [256, fd.ops.div(n, 32)])
+        y = fd.ops.neg(y) if is_read else y
+        fd.add_output(y)
+        stream(y, 0, 2)
+    for rows in (64, 32, 64):
+        t = torch.linspace(-2, 3, rows * 8).reshape(rows, 8)
+        (got,) = fd.execute([t], _enable_options=("late_stream(all)",))
+        want = t.relu().reshape(256, rows // 32)
+        assert torch.equal(got, -want if is_read else want)
+
+
 def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
     fusion = fd.fusion
     shards = [_shard(t, tv) for t, tv in zip(whole, fusion.inputs, strict=True)]
