@@ -341,8 +341,20 @@ class Entrance:
 
     def _error(self, args: tuple[Any, ...], text: str, kind: type[FuserError]) -> FuserError:
         of = f" of {show(args[0])}" if self._is_method and args else ""
-        refused = "incompatible function arguments: " if kind is ArgumentError else ""
-        return kind(f"{self._name}(){of}: {refused}{text}{user_code(user_line())}")
+        return _refusal(f"{self._name}(){of}", text, kind)
+
+
+def _refusal(call: str, text: str, kind: type[FuserError]) -> FuserError:
+    refused = "incompatible function arguments: " if kind is ArgumentError else ""
+    return kind(f"{call}: {refused}{text}{user_code(user_line())}")
+
+
+def require(call: str, name: str, value: Any, annotation: object) -> Any:
+    """Return one argument of a call in the kind that the annotation names, or refuse the call."""
+    try:
+        return kind_of(annotation).take(value)
+    except Mismatch as error:
+        raise _refusal(f"{call}()", f"{name}{error.at}: {error.text}", error.kind) from None
 
 
 class _Scope:

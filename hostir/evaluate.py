@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuser import dumps, options
+from fuser.arguments import require, show
 from fuser.errors import (
     ExecutionError,
     FuserError,
@@ -22,8 +23,9 @@ from fuser.errors import (
     VerifyError,
     user_code,
 )
-from fuser.ir.binding import signature_of
-from fuser.ir.dtypes import category, to_torch
+from fuser.inputs import flatten, torch_device
+from fuser.ir.binding import Contents, signature_of
+from fuser.ir.dtypes import category
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
@@ -40,12 +42,13 @@ from hostir.container import (
     unlowered,
 )
 from hostir.frame import Frame, KernelRunner, Machine
+from hostir.given import bind_buffers
 from hostir.handlers import run_block
 from hostir.layout import parts
 from hostir.lower_params import check_number_of_streams
 from hostir.memory import OutOfMemoryError
 from hostir.ops import NUMBER_OF_STREAMS, RANK
-from hostir.overlap import Updates
+from hostir.overlap import Body, Updates
 from hostir.plan import Plan
 from hostir.replay import Recorder
 from hostir.step_kernels import StepKernels, split_tensor
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
+_NAME = "HostIrEvaluator"
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
 
@@ -121,6 +125,7 @@ class HostIrEvaluator:
         number_of_streams: int = 4,
         late_stream: str | int | None = None,
     ) -> None:
+        require(_NAME, "program", program, HostIrContainer)
         program.check_full()
         check_number_of_streams(number_of_streams, of="HostIrEvaluator")
         verify(program)
@@ -136,7 +141,7 @@ class HostIrEvaluator:
         self._number_of_streams = number_of_streams
         if isinstance(late_stream, str) and late_stream.isascii() and late_stream.isdigit():
             late_stream = int(late_stream)
-        is_number = isinstance(late_stream, int) and late_stream >= 0
+        is_number = type(late_stream) is int and late_stream >= 0
         if not is_number and late_stream not in (None, "all", "entry"):
             raise ExecutionError(
                 f"late_stream={late_stream!r}: the number of a stream, 'entry' or 'all'"
@@ -150,7 +155,7 @@ class HostIrEvaluator:
         self._streams: dict[torch.device, Streams] = {}
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else torch_device(device)
         self._runners: dict[int, KernelRunner] = {}
         self._arena = Arena()
         # A class of inputs does not know the values of floats.
@@ -158,10 +163,11 @@ class HostIrEvaluator:
         self._plans: Recent[object, Plan] = Recent(
             MAX_PLANS, on_drop=lambda plan: self._arena.forget(plan)
         )
-        if communicator is None and program.devices():
+        if communicator is not None or program.devices():
             from multidevice.communicator import Communicator
 
-            communicator = Communicator.instance()
+            communicator = Communicator.instance() if communicator is None else communicator
+            require(_NAME, "communicator", communicator, Communicator)
         self._communicator = communicator
         self._rank = communicator.rank() if communicator is not None else 0
         self._settings = options.settings() if settings is None else settings
@@ -201,18 +207,25 @@ class HostIrEvaluator:
 
         Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
         """
-        inputs = list(inputs)
-        key = signature_of(inputs, self.free) if signature is None else signature
-        if self._updates is None:
+        try:
+            inputs = list(inputs)
+            key = signature_of(inputs, self.free) if signature is None else signature
             plan = self._plans.get(key)
+        except TypeError:  # of what is no list, or cannot be a part of a key
+            inputs = flatten(inputs)
+            key = signature_of(inputs, self.free)
+            plan = None
+        if plan is not None:
+            if signature is None:
+                plan.contents.check(inputs)
             # Entering and leaving no_grad costs a tenth of a small program.
-            if plan is not None and not plan.records:
+            if self._updates is None and not plan.records:
                 return self._replay(plan, inputs)
         with torch.no_grad():
             if self.are_apart(inputs, key) if are_apart is None else are_apart:
-                return self._run(inputs, key)
+                return self._run(inputs, key, plan)
             assert self._updates is not None, "inputs meet where nothing is updated"
-            return self._updates.run(inputs, lambda apart: self._run(apart, key))
+            return self._updates.run(inputs, lambda apart: self._run(apart, key, plan))
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
         """Whether no input that is updated in place shares memory with another.
@@ -225,42 +238,30 @@ class HostIrEvaluator:
         """Run on values by name: every input has one; any other tensor is where the program puts
         that result instead of a tensor of its own. Returns as `run` does.
         """
+        if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"Expected a value for each input by name, but got {show(values)}")
         missing = [i for i, v in enumerate(self.program.inputs) if v not in values]
         if missing:
             i = missing[0]
             raise InputError(f"Expected a value for input {i}, {self.program.inputs[i]}")
-        inputs = [values[v] for v in self.program.inputs]
+        inputs = flatten([values[v] for v in self.program.inputs])
+        tensors = self.program.tensors()
         given = {v: t for v, t in values.items() if v not in self.program.inputs}
-        with torch.no_grad():
-            frame = self._frame(inputs, [v for v in given if isinstance(v, TensorView)])
-            buffers = {v: self._buffer(v, t, frame) for v, t in given.items()}
-            frame.tensors.update(buffers)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            frame.storage = frame.storage.with_buffers(buffers)  # pyright: ignore[reportArgumentType]
+        for stranger in (v for v in given if v not in tensors):
+            raise InputError(f"{show(stranger)} is no value of this program")
+        buffers = {v: t for v, t in given.items() if isinstance(v, TensorView)}
+
+        def body(apart: list[Argument]) -> list[torch.Tensor]:
+            frame = self._frame(apart, tuple(buffers))
+            bind_buffers(frame, buffers)
             return self._walk(frame, None)
 
-    def _buffer(self, value: Value, given: Argument, frame: Frame) -> torch.Tensor:
-        """Return what the caller gives for a result; raises `InputError` where it does not fit."""
-        if value not in self.program.tensors():
-            raise InputError(f"{value} is no value of this program")
-        assert isinstance(value, TensorView), f"{value} is no tensor"
-        if value in self._storage.named:
-            whole = self._storage.root(value)
-            raise InputError(f"{value} is a part of {whole}: give that one its buffer")
-        shape, dtype = frame.local_shape(value), to_torch(value.dtype())
-        device = frame.machine.device
-        if not isinstance(given, torch.Tensor):
-            raise InputError(f"Expected a tensor to put {value} into, but got {given!r}")
-        found = tuple(given.shape), given.dtype, given.device
-        if found != (shape, dtype, device):
-            raise InputError(
-                f"Expected a tensor of shape {shape}, {dtype} on {device} to put {value} into, but "
-                f"got {found[0]}, {found[1]} on {found[2]}"
-            )
-        return given
+        with torch.no_grad():
+            return self._on_apart(inputs, body)
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
         """Return the stream on which this thread would go on: a name on the CPU."""
-        return self._streams_of(torch.device(device)).current()
+        return self._streams_of(torch_device(device)).current()
 
     def _replay(self, plan: Plan, inputs: list[Argument]) -> list[torch.Tensor]:
         entry = None if plan.streams is None else plan.streams.current()
@@ -275,8 +276,8 @@ class HostIrEvaluator:
                 raise OutOfMemoryError(f"a later run of a program: {error}") from error
             raise
 
-    def _run(self, inputs: list[Argument], key: Hashable) -> list[torch.Tensor]:
-        plan = self._plans.recall(key)
+    def _run(self, inputs: list[Argument], key: Hashable, plan: Plan | None) -> list[torch.Tensor]:
+        plan = plan or self._plans.recall(key)
         if plan is not None:
             return self._replay(plan, inputs)
         frame = self._frame(inputs)
@@ -284,14 +285,15 @@ class HostIrEvaluator:
             return self._walk(frame, None)
         recorder = Recorder(frame)
         outputs = self._walk(frame, recorder)
-        self._plans[key] = recorder.finish(self._visible)
+        contents = Contents(self.program.inputs, inputs)
+        self._plans[key] = recorder.finish(self._visible, contents)
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()
         return outputs
 
     def check(self, inputs: Sequence[Argument]) -> Values:
         """Return the values of all symbols; raise what `run` would raise about these inputs."""
-        values = self._frame(list(inputs)).values
+        values = self._frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in (RANK, NUMBER_OF_STREAMS)}
 
     def prepare(self, inputs: Sequence[Argument]) -> None:
@@ -301,6 +303,7 @@ class HostIrEvaluator:
         """
         from fuser.kernels.executor import compile_many
 
+        inputs = flatten(inputs)
         compile_many(self.requests(inputs), device=self._device or _device_of(self.program, inputs))
 
     def requests(self, inputs: Sequence[Argument]) -> list[KernelRequest]:
@@ -311,7 +314,8 @@ class HostIrEvaluator:
         """
         from fuser.kernels.executor import KernelExecutor
 
-        frame = self._frame(list(inputs))
+        inputs = flatten(inputs)
+        frame = self._frame(inputs)
         requests: list[KernelRequest] = []
 
         def note(
@@ -340,9 +344,14 @@ class HostIrEvaluator:
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
         with torch.no_grad():
-            return Updates(self.program).run(
-                list(inputs), lambda apart: self._walk(self._frame(apart), None)
+            return self._on_apart(
+                flatten(inputs), lambda apart: self._walk(self._frame(apart), None)
             )
+
+    def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
+        """Return the outputs of `body` on inputs that share no memory with updated ones."""
+        signature_of(inputs)  # raises for what has no memory to look at
+        return body(inputs) if self._updates is None else self._updates.run(inputs, body)
 
     def _walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
         if not frame.machine.streams.delays:

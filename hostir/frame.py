@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from fuser.ir.tensor import TensorView
 from hostir.bind import Argument, Values
 from hostir.container import HostIrContainer
 from hostir.effects import Part, Stream, bounds
+from hostir.memory import guarded
 from hostir.ops import NUMBER_OF_STREAMS, RANK, LocalSlice, stream_cut
 from hostir.post import Posted
 from hostir.storage import Storage
@@ -86,6 +87,8 @@ class Frame:
     # The indices of the open loops: what is allocated there belongs to one step.
     indices: tuple[Symbol, ...] = ()
     recorder: Recording | None = None
+    # The op that is carried out now.
+    op: Op | None = None
 
     def number(self, x: Scalar) -> Number:
         """Return the value of `x`. Raises `InputError` where these inputs give it none."""
@@ -116,7 +119,10 @@ class Frame:
 
     def submit(self, work: Callable[[], object]) -> None:
         """Give work to the current stream."""
-        self.machine.streams.submit(work)
+        streams = self.machine.streams
+        if streams.delays and self.op is not None:
+            work = partial(guarded, self.op, work)
+        streams.submit(work)
 
     def stream(self, stream: Stream) -> Handle:
         """Return what a stream of the program is in this run."""

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from fuser.errors import ExecutionError, FuserError, UnsupportedError, user_code
+from fuser.errors import ExecutionError, UnsupportedError, user_code
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import op_text
 from hostir.announce import announcer
 from hostir.bind import Argument
 from hostir.effects import Shows
 from hostir.frame import Frame
 from hostir.layout import share_storage, write
 from hostir.library import compute, compute_into
-from hostir.memory import OutOfMemoryError, new_buffer
+from hostir.memory import guarded, new_buffer
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -351,14 +350,5 @@ def carry_out(op: Op, frame: Frame) -> None:
     is_real = frame.machine.device.type != "meta"
     if is_real and (announce := announcer(op, frame.machine.rank)):
         announce(frame.tensors.get)
-    try:
-        handler(op, frame)
-    except FuserError:
-        raise
-    except Exception as error:
-        # Torch raises errors of every kind, and knows neither the op nor where it was written.
-        kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
-        raise kind(
-            f"{op.name} failed ({type(error).__name__}: {error}), user code at "
-            f"{op.where or 'unknown'}:\n{op_text(op)}"
-        ) from error
+    frame.op = op
+    guarded(op, partial(handler, op, frame))

@@ -1,14 +1,16 @@
-"""Buffers that a program allocates, and the error where there is no memory for one."""
+"""Buffers that a program allocates, and the errors where there is no memory, or an op fails."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fuser.errors import ExecutionError, user_code
+from fuser.errors import ExecutionError, FuserError, user_code
+from fuser.ir.core import Op
 from fuser.ir.dtypes import nbytes_of, to_torch
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import op_text
 from hostir.container import HostIrContainer, walk
 from hostir.layout import allocated_strides
 from hostir.ops import Allocate, LaunchKernel
@@ -16,6 +18,24 @@ from hostir.ops import Allocate, LaunchKernel
 
 class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
     """There is no memory for a tensor; the message names op, tensor and bytes."""
+
+
+def op_failed(op: Op, error: Exception) -> ExecutionError:
+    """Return the error of an op that torch refused; torch knows neither the op nor its line."""
+    kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
+    return kind(
+        f"{op.name} failed ({type(error).__name__}: {error}){user_code(op.where)}:\n{op_text(op)}"
+    )
+
+
+def guarded(op: Op, work: Callable[[], object]) -> None:
+    """Do the work of an op; raises `ExecutionError` naming op and user line where torch refuses."""
+    try:
+        work()
+    except FuserError:
+        raise
+    except Exception as error:  # torch raises errors of every kind
+        raise op_failed(op, error) from error
 
 
 def new_buffer(

@@ -15,6 +15,7 @@ import torch
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
+from fuser.ir.binding import Contents
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
@@ -71,6 +72,7 @@ class Recorder:
         self._free = _free_scalars(frame)
         self._records = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[Closure] = []
+        self._ops: dict[Closure, Op] = {}
         # Buffers and where in the program they begin and end (None: they outlive it).
         self._blocks: dict[TensorView, Block] = {}
         self._begin: dict[TensorView, int] = {}
@@ -87,7 +89,9 @@ class Recorder:
         self._position += 1
         step = RECORD[type(op)](self, op) if type(op) in RECORD else self._tensor_op(op)
         if step is not None:
-            self._steps.append(self._announced(op, step))
+            step = self._announced(op, step)
+            self._steps.append(step)
+            self._ops[step] = op
 
     def _announced(self, op: Op, step: Closure) -> Closure:
         announce = announcer(op, self._frame.machine.rank)
@@ -100,8 +104,8 @@ class Recorder:
 
         return announced
 
-    def finish(self, outputs: list[TensorView]) -> Plan:
-        """Return the plan that yields these tensors."""
+    def finish(self, outputs: list[TensorView], contents: Contents) -> Plan:
+        """Return the plan that yields these tensors; `contents` checks what is new in each run."""
         for tv in outputs:
             if not self._frame.is_mine(tv):
                 self._steps.append(self._absent(tv))
@@ -118,6 +122,8 @@ class Recorder:
             self._frame.machine.device,
             self._records,
             self._frame.machine.streams if self._switches else None,
+            self._ops,
+            contents,
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:

@@ -24,6 +24,7 @@ ORDER = (
     "fuser.record",
     "fuser.errors",
     "fuser.arguments",
+    "fuser.inputs",
     "fuser.device",
     "fuser.kernel_source",
     "fuser.locks",

@@ -18,7 +18,7 @@ import torch
 
 import fuser.ops
 import fuser.schedule
-from fuser.arguments import LONGEST, Mismatch, checked, list_items, python_number
+from fuser.arguments import LONGEST, checked
 from fuser.errors import (
     DefinitionError,
     EmptyDefinitionError,
@@ -29,6 +29,7 @@ from fuser.errors import (
 )
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual import ManualKernel
+from fuser.inputs import flatten
 from fuser.ir.dtypes import DataType, DtypeLike, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
@@ -43,9 +44,6 @@ from multidevice.sharding import requested_devices
 _NEVER_WRITTEN = (
     "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
 )
-# More than any structure of inputs has; a list may hold itself.
-_DEEPEST = 64
-_MOST_INPUTS = 1 << 20
 
 
 class FusionDefinition:
@@ -237,38 +235,3 @@ class FusionDefinition:
         for out, reference in zip(outputs, reference_outputs, strict=True):
             torch.testing.assert_close(out, reference.to(out.dtype), equal_nan=True)
         return outputs
-
-
-def flatten(inputs: Iterable[object], depth: int = 0) -> list[torch.Tensor | bool | int | float]:
-    """Return tensors and numbers with nested lists and tuples flattened in place."""
-    if isinstance(inputs, torch.Tensor):
-        raise InputError("inputs are a list of tensors and numbers, got a tensor: pass [tensor]")
-    if not isinstance(inputs, list | tuple):
-        try:
-            inputs = list_items(inputs, "tensors and numbers", longest=_MOST_INPUTS)
-        except Mismatch as error:
-            raise InputError(f"inputs are a list of tensors and numbers: {error.text}") from None
-    if depth > _DEEPEST:
-        raise InputError(f"inputs are lists nested deeper than {_DEEPEST}")
-    flat: list[torch.Tensor | bool | int | float] = []
-    for value in inputs:
-        if isinstance(value, list | tuple):
-            flat.extend(flatten(value, depth + 1))  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, torch.Tensor | bool | int | float):
-            flat.append(value)
-        else:
-            flat.append(_number_input(value, len(flat)))
-    return flat
-
-
-def _number_input(value: object, position: int) -> bool | int | float:
-    """Return a number of any library as Python's; raises `InputError` for anything else."""
-    number = python_number(value)
-    if isinstance(number, complex):
-        raise UnsupportedError(f"complex inputs are not supported yet: {value}")
-    if number is None:
-        hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
-        raise InputError(
-            f"input {position}: an input is a tensor or a number, got {type(value).__name__}{hint}"
-        )
-    return number

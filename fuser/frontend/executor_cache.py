@@ -18,10 +18,10 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser import dumps, options
-from fuser.arguments import show
 from fuser.dumps import Dump
 from fuser.errors import FuserError, InputError, user_code
 from fuser.frontend.program_cache import PROGRAMS, Program
+from fuser.inputs import torch_device
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
@@ -365,15 +365,7 @@ def device_of(inputs: Sequence[Argument], device: int | str | torch.device | Non
     Raises `InputError` for a device that torch does not know.
     """
     if device is not None:
-        # Torch keeps the index in 8 bits, and wraps without a word.
-        if isinstance(device, int) and (isinstance(device, bool) or not 0 <= device < 128):
-            raise InputError(f"device={show(device)} is no index of a CUDA device")
-        try:
-            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise InputError(f"device={show(device)}: {error}") from None
-        except Exception:  # what is no device may have a repr that raises
-            raise InputError(f"device={show(device)} is no device") from None
+        return torch_device(device)
     devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else _CPU)
 

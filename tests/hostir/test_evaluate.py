@@ -5,19 +5,23 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from fuser import ops
 from fuser.errors import (
+    ArgumentError,
     DefinitionError,
+    ExecutionError,
     FuserError,
     InputError,
     PeerError,
     ProgramMismatchError,
     ShardingError,
 )
+from fuser.ir.binding import Contents
 from fuser.ir.dtypes import DataType
 from fuser.ops.define import define_scalar, define_tensor
 from hostir.container import HostIrContainer
@@ -350,6 +354,80 @@ def test_bad_inputs_are_named(inputs: list[object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         evaluator.run(inputs)  # pyright: ignore[reportArgumentType]
     evaluator.run(_GOOD)
+
+
+@pytest.mark.parametrize("method", ["run", "evaluate", "check", "requests", "prepare"])
+def test_junk_inputs_are_refused_before_and_after_a_run(method: str) -> None:
+    evaluator = HostIrEvaluator(build(CASES["linear_relu_sum"]))
+    junk: list[tuple[Any, str]] = [
+        (None, "inputs are a list of tensors and numbers: .* got None"),
+        (3, "inputs are a list"),
+        ([_GOOD[0].numpy(), *_GOOD[1:]], "input 0: .* got ndarray: pass torch.from_numpy"),
+        ([{}, *_GOOD[1:]], "input 0: an input is a tensor or a number, got dict"),
+        ([None, *_GOOD[1:]], "input 0"),
+        (["x", *_GOOD[1:]], "input 0"),
+    ]
+    for _ in range(2):
+        for inputs, words in junk:
+            with pytest.raises(InputError, match=words):
+                getattr(evaluator, method)(inputs)
+        evaluator.run(_GOOD)
+
+
+def test_a_storage_that_is_resized_after_a_run_is_refused() -> None:
+    """Warm kernels and library calls read where there was no memory."""
+    for name in ("linear_relu_sum", "duplicates"):
+        evaluator = HostIrEvaluator(build(CASES[name]))
+        inputs = _GOOD if name == "linear_relu_sum" else [torch.zeros(5, 6)]
+        for _ in range(2):
+            evaluator.run(inputs)
+            gone = torch.zeros(5, 6)
+            gone.untyped_storage().resize_(0)
+            with pytest.raises(InputError, match=r"input 0 .*storage was resized to 0"):
+                evaluator.run([gone, *inputs[1:]])
+
+
+def test_an_error_of_a_later_run_names_op_and_line() -> None:
+    """Only that of a first run did."""
+    hic = HostIrContainer()
+    with hic:
+        x, w = hic.input([4, 4]), hic.input([4, 4])
+        y = ops.matmul(x, w)
+        hic.append(y)
+        hic.add_output(y)
+    evaluator, good = HostIrEvaluator(hic), torch.ones(4, 4)
+    evaluator.run([good, good])
+    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
+    checked = plan.contents
+    object.__setattr__(plan, "contents", Contents([], []))
+    gone = torch.ones(4, 4)
+    gone.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(ExecutionError, match=rf"(?s)matmul failed \(RuntimeError.*{__file__}:"):
+            evaluator.run([gone, good])
+        assert torch.equal(evaluator.run([good, good])[0], good @ good)
+    object.__setattr__(plan, "contents", checked)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"number_of_streams": "2"}, ArgumentError, "number_of_streams='2': expected an integer"),
+        ({"number_of_streams": None}, ArgumentError, "number_of_streams=None: expected"),
+        ({"number_of_streams": 2.0}, ArgumentError, "number_of_streams=2.0: expected"),
+        ({"number_of_streams": True}, ArgumentError, "number_of_streams=True: expected"),
+        ({"device": "abc"}, InputError, "device='abc'"),
+        ({"device": 3.5}, InputError, "device=3.5"),
+        ({"late_stream": True}, ExecutionError, "late_stream=True"),
+        ({"communicator": 5}, ArgumentError, "communicator: expected a Communicator, got 5"),
+        ({"program": 5}, ArgumentError, "program: expected a HostIrContainer, got 5"),
+    ],
+)
+def test_an_evaluator_of_wrong_kinds(
+    options: dict[str, Any], kind: type[FuserError], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        HostIrEvaluator(**{"program": build(CASES["duplicates"]), **options})
 
 
 def test_scalars_must_fit_their_dtype() -> None:
