@@ -6,8 +6,8 @@
     python scripts/fuzz.py streams --seed 0 --cases 100 --seconds 600
 
 Prints what was compared, what was refused and why, and what failed; a failure is written as a
-standalone program, whose path and text are printed, and makes the exit code 1. A program is a
-function of its seed alone.
+standalone program, whose path and text are printed, and makes the exit code 1; so do more refusals
+than --refusals allows. A program is a function of its seed alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.fuzz.campaign import Campaign, Failure, summary
+from tests.fuzz.campaign import Campaign, Failure, Tally, summary
 
 KINDS = ("single", "sharded", "streams")
 
@@ -52,6 +52,9 @@ def _campaign_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=90, help="wall time, minimising aside")
     parser.add_argument("--schedules", default="cpu,h200", help="whose schedules")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--refusals", type=float, default=100, metavar="PERCENT", help="how many may be refused"
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--without", default="", help="skip programs with these ops, or `expanded`")
     parser.add_argument("--minimise", type=int, default=6, help="how many failures, at most")
@@ -69,7 +72,7 @@ def _campaign(args: argparse.Namespace) -> int:
 
         seeds = range(args.seed, args.seed + args.cases)
         tally = run_launched(seeds, args.seconds, args.schedules, args.device, args.without)
-        return 1 if tally.failures else 0
+        return _exit_code(tally, percent=args.refusals)
     print(f"{args.command} from seed {args.seed}, schedules {args.schedules} on {args.device}")
     started = time.monotonic()
     campaign = Campaign(
@@ -86,7 +89,13 @@ def _campaign(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     _minimise(campaign, tally.failures, args)
     print(summary(tally, seconds))
-    return 1 if tally.failures else 0
+    return _exit_code(tally, percent=args.refusals)
+
+
+def _exit_code(tally: Tally, *, percent: float) -> int:
+    refused = tally.refused_beyond(percent)
+    print("\n".join(refused), end="\n" if refused else "")
+    return 1 if tally.failures or refused else 0
 
 
 def _is_launched() -> bool:

@@ -4,6 +4,8 @@
 # Uses the python3 that holds torch, and every visible GPU (1, 2 or 4). Steps, chosen by STEPS
 # (default "tests job bench"):
 #   fuzz    scripts/fuzz.py single and sharded on the GPUs: SINGLE_CASES and SHARDED_CASES from SEED
+#   streams scripts/fuzz.py streams on one GPU: STREAMS_CASES from SEED, a process per core
+#   overlap scripts/bench_streams.py, both ops, on 2 and 4 GPUs
 #   compare scripts/compare.py with the checkout in .base
 #   cold    scripts/bench.py cold: a fresh process to the encoder layer's first result
 #   tests   pytest tests/gpu, and under mpirun on 2 or more GPUs
@@ -23,8 +25,9 @@ OUT="$(cd "$1" && pwd)"
 STEPS="${STEPS:-tests job bench}"
 for name in $STEPS; do
   case "$name" in
-    tests | job | bench | fuzz | compare | cold) ;;
-    *) echo "STEPS: '$name' is none of: tests job bench fuzz compare cold" >&2; exit 2 ;;
+    tests | job | bench | fuzz | streams | overlap | compare | cold) ;;
+    *) echo "STEPS: '$name' is none of: tests job bench fuzz streams overlap compare cold" >&2
+      exit 2 ;;
   esac
 done
 PY="$(command -v python3)"
@@ -147,6 +150,26 @@ run_fuzz() {
     OMP_NUM_THREADS=2 step "fuzz, sharded on $n GPUs" fuzz.log "$((limit + 60))" none \
       "$MPIRUN" -np "$n" "$PY" scripts/fuzz.py sharded --device cuda --seed "$seed" \
       --cases "${SHARDED_CASES:-1000}" --seconds "$limit"
+  done
+}
+
+run_streams() {
+  local limit="${FUZZ_LIMIT_S:-240}"
+  CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "fuzz, streams" fuzz.log \
+    "$((limit + 60))" none "$PY" scripts/fuzz.py streams --device cuda \
+    --processes "${FUZZ_PROCESSES:-$(env -u OMP_NUM_THREADS nproc)}" --seed "${SEED:-$(date +%s)}" \
+    --cases "${STREAMS_CASES:-3000}" --seconds "$limit" --refusals 10
+}
+
+run_overlap() {
+  local n op result
+  for n in 2 4; do
+    [ "$n" -le "$GPUS" ] || continue
+    for op in ag rs; do
+      result="$WORK/overlap-$n-$op.jsonl"
+      OMP_NUM_THREADS=4 step "overlap, $op on $n GPUs" overlap.log "${OVERLAP_LIMIT_S:-200}" \
+        "$result" "$MPIRUN" -np "$n" "$PY" scripts/bench_streams.py --op "$op" --json "$result"
+    done
   done
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from multidevice import simulate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -21,7 +23,44 @@ def test_streamed_linear(ranks: int, capsys: pytest.CaptureFixture[str]) -> None
     assert all(float(line.split()[-1]) < 1e-5 for line in lines)
     text = str(results[0]["fd"].fec.host_program())
     assert text.count("type=Allgather") == (ranks > 1)
-    # What the README says of the text.
-    order = ("GetCurrentStream", "Synchronize(Stream S0)", "HirAliasSelect", "linear(")
-    places = [text.index(word) for word in order]
-    assert places == sorted(places)
+    if ranks == 2:
+        shown, run = listing(), statements(text)
+        assert len(shown) == len(run)
+        for line, statement in zip(shown, run, strict=True):
+            assert re.fullmatch(pattern(line), statement), (line, statement)
+
+
+def listing() -> list[str]:
+    """Return the README's listing of this program, without its comments."""
+    (block,) = re.findall(r"```\n(  T3\[istream.*?)```", README.read_text(), re.DOTALL)
+    return [re.split(r"(?<=\S)  +", line)[0] for line in block.splitlines()]
+
+
+def statements(text: str) -> list[str]:
+    """Return the ops of a program, each in one line with the indentation that it has."""
+    found: list[str] = []
+    for line in text.partition(" :\n")[2].partition("\n}")[0].splitlines():
+        opened = sum(found[-1].count(o) - found[-1].count(c) for o, c in PAIRS) if found else 0
+        if opened or line.lstrip().startswith("= "):
+            found[-1] += " " + line.strip()
+        else:
+            found.append(line)
+    return [s.replace("{ ", "{").replace(" }", "}") for s in found]
+
+
+PAIRS = ("()", "{}", "[]")
+
+
+def pattern(line: str) -> str:
+    """Return what matches the statement that the README shows: types, sizes and backends aside."""
+
+    def tensor(found: re.Match[str]) -> str:
+        axes = r"[^\]]*" if found[2] is None else re.escape(found[2]).replace(r"\.\.\.", r"[^\]]*")
+        return rf"{found[1]}_[gl]_float\[{axes}\](?: \(DeviceMesh\{{0 1\}}\))?"
+
+    parts = re.split(r"(T\d+(?:\[.*?\])?)", line)
+    parts[::2] = [re.escape(p).replace(r"\.\.\.", ".*") for p in parts[::2]]
+    parts[1::2] = [re.sub(r"(T\d+)(?:\[(.*)\])?", tensor, p) for p in parts[1::2]]
+    if "Communication 0 (" in line:
+        parts[-1] = r", backend=\w+\)"
+    return "".join(parts)

@@ -91,7 +91,9 @@ def test_two_threads_of_a_rank_in_one_call_are_refused_on_both_sides() -> None:
     assert inside.wait(20)
     second = threading.Thread(target=call, args=("second", lambda: None), name="second")
     second.start()
+    deadline = time.monotonic() + 20
     while not rank.turns.latecomer:
+        assert time.monotonic() < deadline, "the second thread never came"
         time.sleep(0.001)
     over.set()
     first.join(20)

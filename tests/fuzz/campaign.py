@@ -7,6 +7,7 @@ worker goes on.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -66,6 +67,18 @@ class Tally:
         self.outputs += event["outputs"]
         self.elements += event["elements"]
         self.masked += event["masked"]
+
+    def refused_beyond(self, percent: float) -> list[str]:
+        """Return a line per mode of which more was refused than so many percent; three standard
+        deviations more may be chance, which counts in small samples."""
+        found: list[str] = []
+        for mode, count in sorted(self.cases.items()):
+            refused = sum(self.refused.get(mode, Counter[str]()).values())
+            allowed = count * percent / 100
+            if refused > allowed + 3 * math.sqrt(allowed):
+                what = f"{refused} of {count} runs were refused, more than {percent:g}%"
+                found.append(f"{mode}: {what}")
+        return found
 
 
 class _Worker:

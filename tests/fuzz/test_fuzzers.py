@@ -155,3 +155,26 @@ def test_a_failure_is_printed_as_a_program(
     said = capsys.readouterr().out
     assert f"{tmp_path}/5.py\nits whole text\n" in said
     assert said.rstrip().endswith(f"wrong: value {tmp_path}/5.py")
+
+
+def _with_refusals(count: int, refused: int) -> Tally:
+    tally = Tally()
+    for seed in range(count):
+        kind = "refused" if seed < refused else "ok"
+        counts = {"outputs": 1, "elements": 1, "masked": 0}
+        tally.add({"done": seed, "mode": "cpu", "kind": kind, "reason": "", "detail": "", **counts})
+    return tally
+
+
+def test_more_refusals_than_allowed_make_a_run_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _with_refusals(1000, 190).refused_beyond(16) == []
+    assert _with_refusals(1000, 200).refused_beyond(16) == [
+        "cpu: 200 of 1000 runs were refused, more than 16%"
+    ]
+    # Of a few runs, some more may be chance.
+    assert _with_refusals(10, 4).refused_beyond(16) == []
+    assert _with_refusals(10, 10).refused_beyond(16)
+    assert _with_refusals(10, 10).refused_beyond(100) == []
+    assert fuzz._exit_code(_with_refusals(10, 10), percent=16) == 1  # pyright: ignore[reportPrivateUsage]
+    assert "10 of 10 runs were refused" in capsys.readouterr().out
+    assert fuzz._exit_code(_with_refusals(10, 0), percent=16) == 0  # pyright: ignore[reportPrivateUsage]

@@ -107,7 +107,7 @@ def test_damage_is_repaired(empty_cache: Path, damage: str) -> None:
 
 
 def test_cubins_are_cached(empty_cache: Path) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
     before = compilations()
     first = compile_cubin([constant(1), constant(2)])
     assert first == compile_cubin([constant(1), constant(2)])
@@ -120,7 +120,7 @@ def test_cubins_are_cached(empty_cache: Path) -> None:
 def test_kernel_compiles_while_the_next_is_made(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
     started = threading.Event()
     compile_one = nvrtc._compile
 
@@ -138,7 +138,7 @@ def test_kernel_compiles_while_the_next_is_made(
 
 
 def test_error_while_the_next_kernel_is_made(empty_cache: Path) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
 
     def make() -> Iterator[KernelSource]:
         yield constant(1)
@@ -263,7 +263,7 @@ def test_refused_kernel_shows_its_lines() -> None:
 
 
 def test_kernel_refused_by_nvrtc_shows_its_lines() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
     with pytest.raises(CompileError) as caught:
         compile_cubin([BROKEN])
     assert 'identifier "no_such_name" is undefined' in str(caught.value)

@@ -396,7 +396,7 @@ def test_casts(start: str, to: str) -> None:
 
 
 def test_every_function_compiles_for_hopper() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
     # One program with all calls: a compile for each function would take a minute.
     sources = all_sources()
     calls: list[str] = []

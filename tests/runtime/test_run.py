@@ -395,7 +395,7 @@ def test_shared_memory_needs_a_kernel_with_barriers() -> None:
 
 
 def test_every_kernel_compiles_for_hopper() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the extra nvrtc")
     cubins = compile_cubin(kernels.everything())
     assert all(code[:4] == b"\x7fELF" for code in cubins)
 
