@@ -32,6 +32,7 @@ from fuser.ir.tensor import TensorView
 from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
+from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Arena
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import (
@@ -307,7 +308,7 @@ class HostIrEvaluator:
         compile_many(self.requests(inputs), device=self._device or _device_of(self.program, inputs))
 
     def requests(self, inputs: Sequence[Argument]) -> list[KernelRequest]:
-        """Return what `prepare` compiles.
+        """Return what `prepare` compiles, one request for all steps of a loop that are alike.
 
         Nothing is launched, computed or communicated: the program is walked on tensors without
         contents, of which only views are taken.
@@ -316,7 +317,7 @@ class HostIrEvaluator:
 
         inputs = flatten(inputs)
         frame = self._frame(inputs)
-        requests: list[KernelRequest] = []
+        requests: dict[object, KernelRequest] = {}
 
         def note(
             group: int,
@@ -328,7 +329,8 @@ class HostIrEvaluator:
             if isinstance(runner, StepKernels):
                 runner = runner.pick(ins, outs, sizes)
             if isinstance(runner, KernelExecutor):
-                requests.append((runner, ins, outs, sizes))
+                key = runner, *map(_launched_alike, (*ins, *outs))
+                requests.setdefault(key, (runner, ins, outs, sizes))
             return lambda: None
 
         meta = torch.device("meta")
@@ -339,7 +341,7 @@ class HostIrEvaluator:
                 self.program.ops,
                 Frame(self.program, machine, frame.storage, frame.values, contents),
             )
-        return requests
+        return list(requests.values())
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
@@ -448,6 +450,14 @@ def _is_computed(tv: TensorView) -> bool:
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _launched_alike(value: Argument) -> object:
+    """Return what a kernel may know of an operand: where in a vector of memory it begins, not where
+    in memory."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.shape, value.stride(), value.storage_offset() * value.element_size() % VECTOR_BYTES
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:

@@ -15,8 +15,10 @@ from fuser.errors import ExecutionError, UnsupportedError, user_code
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
+from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.announce import announcer
 from hostir.bind import Argument
+from hostir.container import walk
 from hostir.effects import Shows
 from hostir.frame import Frame
 from hostir.layout import share_storage, write
@@ -296,10 +298,19 @@ def _for_loop(op: ForLoop, frame: Frame) -> None:
     start, stop, step = map(frame.integer, (op.start, op.stop, op.step))
     if step < 1:
         raise ExecutionError(f"FOR {op.index}: a step of {op.step} = {step}{user_code(op.where)}")
+    steps: Sequence[int] = range(start, stop, step)
+    if is_rehearsed(frame) and not any(isinstance(o, ShardByStream) for o in walk(op.body)):
+        steps = _unlike(steps)
     with frame.with_index(op.index) as bind:
-        for i in range(start, stop, step):
+        for i in steps:
             bind(i)
             run_block(op.body, frame)
+
+
+def _unlike(steps: Sequence[int]) -> Sequence[int]:
+    """Return the steps of which others only repeat the kernels: elements along an axis begin in the
+    same places of a vector of memory again after as many steps as that has bytes."""
+    return steps[:VECTOR_BYTES]
 
 
 def _if_then_else(op: IfThenElse, frame: Frame) -> None:
@@ -330,6 +341,11 @@ HANDLERS: dict[type[Op], Callable[..., None]] = {
 }
 
 
+def is_rehearsed(frame: Frame) -> bool:
+    """Whether tensors have no contents: then nothing is posted."""
+    return frame.machine.device.type == "meta"
+
+
 def run_block(ops: Sequence[Op], frame: Frame) -> None:
     """Run the ops of a region that concern this rank, in order."""
     for op in ops:
@@ -346,9 +362,7 @@ def carry_out(op: Op, frame: Frame) -> None:
     Raises `ExecutionError` naming op and user line where torch refuses it.
     """
     handler = HANDLERS.get(type(op), _tensor_op)
-    # With tensors without contents the program is rehearsed, and nothing is posted.
-    is_real = frame.machine.device.type != "meta"
-    if is_real and (announce := announcer(op, frame.machine.rank)):
+    if not is_rehearsed(frame) and (announce := announcer(op, frame.machine.rank)):
         announce(frame.tensors.get)
     frame.op = op
     guarded(op, partial(handler, op, frame))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 from fuser.ir import scalar as sc
+from fuser.ir.core import Op
 from fuser.ir.domain import TensorDomain
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.path import transforms_between
@@ -201,15 +203,26 @@ def dropped_axis(tv: TensorView, rank: int) -> int | None:
     return axis.position if axis is not None and axis.is_logical else None
 
 
-def dropped_axes(
-    op: LaunchKernel | PostOnStream, program: HostIrContainer
-) -> tuple[dict[int, int], dict[int, int]]:
+# Places of operands, and of results -> axis.
+Dropped = tuple[dict[int, int], dict[int, int]]
+_dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDictionary()
+
+
+def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
     """Return which operands and results are elements along an axis that the kernel sees as one of
     extent 1: their places, and that axis."""
     if isinstance(op, PostOnStream):
         return {}, {}
+    # Every step asks.
+    known = _dropped.setdefault(program, {})
+    if op not in known:
+        known[op] = _find_dropped(op, program)
+    return known[op]
+
+
+def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
     group = program.groups[op.group].fusion
-    found: tuple[dict[int, int], dict[int, int]] = {}, {}
+    found: Dropped = {}, {}
     for axes, mine, theirs in zip(
         found, (op.ins, op.outs), (group.inputs, group.outputs), strict=True
     ):

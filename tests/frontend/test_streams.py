@@ -275,8 +275,33 @@ def test_kernels_for_all_steps_are_compiled_before_the_first(
         return compiled(self, variant, *args)
 
     monkeypatch.setattr(KernelExecutor, "_compiled", watched)
-    for columns in (4, 8):
-        a = torch.randn(9, columns + 1)[:, :columns]
+    for rows, columns in ((9, 4), (9, 8), (40, 4), (40, 6)):
+        a = torch.randn(rows, columns + 1)[:, :columns]
         (got,) = fd.execute([a], _enable_options=["schedules_for(h200)"])
         torch.testing.assert_close(got.double(), a.double().exp(), atol=1e-5, rtol=1e-5)
     assert late == []
+
+
+def test_kernels_are_prepared_once_for_all_steps_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first call over a long axis bound the kernel of every step twice."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        y = fd.ops.exp(x)
+        fd.add_output(y)
+        stream(y, 0)
+    bound: list[str] = []
+    bind = KernelExecutor.bind
+
+    def watched(self: KernelExecutor, *args: Any, **named: Any) -> Any:
+        bound.append(self.name)
+        return bind(self, *args, **named)
+
+    monkeypatch.setattr(KernelExecutor, "bind", watched)
+    for rows in (300, 200):
+        a = torch.randn(rows, 3)
+        (got,) = fd.execute([a])
+        torch.testing.assert_close(got, a.exp())
+    # Rows of 12 bytes begin at 4 places of a vector of 16, and the allocation is as aligned as any.
+    assert len(bound) <= 3 * 4
