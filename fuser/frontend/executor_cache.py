@@ -9,7 +9,7 @@ below, the kernel executors' own caches. All are bounded.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from fuser import dumps, options
 from fuser.dumps import Dump
 from fuser.errors import FuserError, InputError, user_code
 from fuser.frontend.program_cache import PROGRAMS, Program
-from fuser.inputs import torch_device
+from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
@@ -109,7 +109,7 @@ class FusionExecutorCache:
     # ------------------------------------------------------------ running
     def execute(
         self,
-        inputs: Sequence[Argument],
+        inputs: Iterable[object],
         *,
         device: int | str | torch.device | None = None,
         _enable_options: Sequence[str] = options.NONE,
@@ -119,7 +119,7 @@ class FusionExecutorCache:
         return run_agreed(
             Communicator.instance(),
             self.devices,
-            lambda: self.prepare(inputs, device, _enable_options, _disable_options),
+            lambda: self.prepare(flatten(inputs), device, _enable_options, _disable_options),
         )
 
     def prepare(

@@ -6,13 +6,15 @@ carry out stand in the program as themselves, and a stream axis is a logical axi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
+from typing import get_type_hints
 
 import torch
 
+from fuser.arguments import require
 from fuser.errors import ArgumentError, UnsupportedError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
@@ -51,21 +53,18 @@ class MultiDeviceExecutorParams:
     offset_stream_indexing_by_rank: bool = False
     inter_stream_synchronization: bool = False
 
-    def __new__(cls, *_: object, **named: object) -> MultiDeviceExecutorParams:
-        known = [f.name for f in fields(cls)]
+    def __new__(cls, *given: object, **named: object) -> MultiDeviceExecutorParams:
+        if len(given) > len(_KINDS):
+            raise ArgumentError(f"{cls.__name__}: {len(given)} values for {', '.join(_KINDS)}")
         for name in named:
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                raise ArgumentError(f"MultiDeviceExecutorParams: there is no {name}; {advice}")
+            _check_name(name)
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Raise `ArgumentError` or `DefinitionError` for a value that nothing can run with."""
-        check_number_of_streams(self.number_of_streams, of="MultiDeviceExecutorParams")
+    def __setattr__(self, name: str, value: object) -> None:
+        _check_name(name)
+        if name == "number_of_streams":
+            check_number_of_streams(value, of=_PARAMS)
+        super().__setattr__(name, require(_PARAMS, name, value, _KINDS[name]))
 
     def lower_params(self) -> LowerParams:
         return replace(
@@ -73,6 +72,17 @@ class MultiDeviceExecutorParams:
             offset_by_rank=self.offset_stream_indexing_by_rank,
             inter_stream_synchronization=self.inter_stream_synchronization,
         )
+
+
+_PARAMS = MultiDeviceExecutorParams.__name__
+_KINDS = get_type_hints(MultiDeviceExecutorParams)
+
+
+def _check_name(name: str) -> None:
+    if name not in _KINDS:
+        near = get_close_matches(name, _KINDS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KINDS)}"
+        raise ArgumentError(f"{_PARAMS}: there is no {name}; {advice}")
 
 
 class MultiDeviceExecutor:
@@ -86,8 +96,9 @@ class MultiDeviceExecutor:
     """
 
     def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None) -> None:
+        require("MultiDeviceExecutor", "fusion", fusion, Fusion)
+        require("MultiDeviceExecutor", "params", params, MultiDeviceExecutorParams | None)
         params = params or MultiDeviceExecutorParams()
-        params.check()
         if params.backend_type is not CommunicatorBackend.nccl:
             raise UnsupportedError(
                 f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not there yet: "
@@ -100,8 +111,9 @@ class MultiDeviceExecutor:
             copy, params=params.lower_params(), number_of_streams=params.number_of_streams
         )
 
-    def run(self, args: Sequence[Argument]) -> list[torch.Tensor]:
-        """Return the outputs for this rank's shards of the inputs."""
+    def run(self, args: Iterable[object]) -> list[torch.Tensor]:
+        """Return the outputs for this rank's shards of the inputs, which are given as to
+        `FusionDefinition.execute`."""
         return self._cache.execute(args)
 
     def host_program(self) -> HostIrContainer:

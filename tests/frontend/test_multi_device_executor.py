@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.errors import ArgumentError, DefinitionError, PeerError, UnsupportedError
+from fuser.errors import ArgumentError, DefinitionError, InputError, PeerError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.multidevice import (
     CommunicatorBackend,
@@ -352,9 +352,57 @@ def test_wrong_parameters_are_refused_before_anything_runs() -> None:
     for wrong, kind in ((0, DefinitionError), (-1, DefinitionError), ("2", ArgumentError)):
         with pytest.raises(kind, match=f"HostIrEvaluator: number_of_streams={wrong!r}: "):
             HostIrEvaluator(HostIrContainer(), number_of_streams=wrong)  # pyright: ignore[reportArgumentType]
-    params.number_of_streams = 0
     with pytest.raises(DefinitionError, match=r"number_of_streams=0: at least 1"):
-        MultiDeviceExecutor(Fusion(), params)
+        params.number_of_streams = 0
+    with pytest.raises(ArgumentError, match=r"no number_of_stream; did you mean number_of_streams"):
+        params.number_of_stream = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert params.number_of_streams == 2
+    with pytest.raises(ArgumentError, match=r"6 values for backend_type, number_of_streams"):
+        MultiDeviceExecutorParams(CommunicatorBackend.nccl, 2, True, True, True, 7)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("backend_type", "nccl", r"expected CommunicatorBackend.nccl, got 'nccl'"),
+        ("backend_type", None, "expected a CommunicatorBackend, got None"),
+        ("offset_stream_indexing_by_rank", [1], r"expected True or False, got \[1\]"),
+        ("offset_stream_indexing_by_rank", "yes", "expected True or False, got 'yes'"),
+        ("inter_stream_synchronization", 2, "expected True or False, got 2"),
+        ("use_allocation_cache", None, "expected True or False, got None"),
+    ],
+)
+def test_a_parameter_of_a_wrong_kind(name: str, wrong: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}: {words}.*{__file__}"):
+        MultiDeviceExecutorParams(**{name: wrong})
+    with pytest.raises(ArgumentError, match=f"{name}: {words}"):
+        setattr(MultiDeviceExecutorParams(), name, wrong)
+
+
+@pytest.mark.parametrize("given", [(None,), (FusionDefinition(),), (Fusion(), {}), (Fusion(), 5)])
+def test_an_executor_of_a_wrong_kind(given: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"(fusion: expected a Fusion|params: expected a Mul).*got"
+    ):
+        MultiDeviceExecutor(*given)
+
+
+def test_run_takes_what_execute_takes() -> None:
+    with FusionDefinition() as fd:
+        x, y = symbolic(fd, 2, 2)
+        fd.add_output(fd.ops.add(x, y))
+    executor = MultiDeviceExecutor(fd.fusion)
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    for given in ([a, b], (a, b), [[a], [b]], (t for t in (a, b))):
+        assert torch.equal(executor.run(given)[0], a + b)
+    for junk, words in (
+        (None, "inputs are a list of tensors and numbers"),
+        (a, r"pass \[tensor\]"),
+        ([a.numpy(), b], r"input 0: .*pass torch.from_numpy"),
+        ({"x": a}, "inputs are a list"),
+    ):
+        with pytest.raises(InputError, match=words):
+            executor.run(junk)
 
 
 def test_a_wrong_input_is_an_error_on_every_rank_and_the_next_run_is_right() -> None:
