@@ -16,10 +16,11 @@ from fuser.ir.tensor import TensorView
 from hostir.chains import find_chains
 from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import MISPLACED, find_mismatches
+from hostir.cross_rank import OUT_OF_RANGE as OUT_OF_RANGE_ON_RANKS
 from hostir.findings import Finding, refuse, report
 from hostir.ops import NUMBER_OF_STREAMS, RANK, Synchronize
 from hostir.race import find_races
-from hostir.race_reports import LEFT, NOT_JOINED, RACE
+from hostir.race_reports import LEFT, NOT_JOINED, OUT_OF_RANGE, RACE
 from hostir.rank_classes import first_of_each_class
 
 # Of more classes of ranks than this, so many are looked at.
@@ -71,7 +72,7 @@ def check_before_run(
                 RuntimeWarning,
                 stacklevel=2,
             )
-    refuse(program, wrong, what="this program must not run")
+    refuse(program, _once(wrong), what="this program must not run")
     done |= {key, everyone}
 
 
@@ -89,8 +90,15 @@ def findings(
         here = {**values, RANK: rank}
         if races := find_races(program, here, rank=rank) or find_chains(program, here, rank=rank):
             who = f"on rank {rank}: " if len(ranks) > 1 else ""
-            return found + [replace(f, what=who + f.what) for f in races]
+            return _once(found + [replace(f, what=who + f.what) for f in races])
     return found
+
+
+def _once(found: Iterable[Finding]) -> list[Finding]:
+    """Leave out what one rank finds out of range where all ranks together have found it."""
+    found = list(found)
+    known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}
+    return [f for f in found if f.kind != OUT_OF_RANGE or f.sites[0][0] not in known]
 
 
 def ranks_to_look_at(

@@ -112,8 +112,18 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
     return "\n".join(parts)
 
 
+def listing(program: HostIrContainer, ops: Iterable[Op]) -> str:
+    """Return the program with the numbers of its lines, and `->` where one of `ops` begins."""
+    found = line_numbers(program)
+    marked = {found.get(id(op)) for op in ops}
+    lines = list(enumerate(str(program).splitlines(), 1))
+    width = len(str(len(lines)))
+    return "\n".join(f"{'->' if n in marked else '  '} {n:{width}} {s}" for n, s in lines if s)
+
+
 def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:
     """Raise `VerifyError` with the findings, if there are any; `what` was checked."""
     found = list(findings)
     if found:
-        raise VerifyError(f"{what}:\n{report(program, found)}\n{program}")
+        ops = [op for finding in found for op in finding.ops]
+        raise VerifyError(f"{what}:\n{report(program, found)}\n\n{listing(program, ops)}")

@@ -35,6 +35,7 @@ from hostir.effects import (
     Writes,
     effects_of,
 )
+from hostir.findings import listing
 from hostir.in_place import manner, pairs, words
 from hostir.ops import (
     NUMBER_OF_STREAMS,
@@ -73,10 +74,12 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
             raise VerifyError(
                 f"after {after}: {_of(culprit, error)}\n{marked(program, i, culprit=culprit)}"
             ) from None
+    checker.at = None
     try:
         checker.finish()
     except FuserError as error:
-        raise VerifyError(f"after {after}: {error}\n{program}") from None
+        ops = () if checker.at is None else (checker.at,)
+        raise VerifyError(f"after {after}: {error}\n{listing(program, ops)}") from None
 
 
 def _of(op: Op, error: FuserError) -> str:
@@ -326,6 +329,7 @@ class _Checker:
             raise VerifyError("StartCoalescing without EndCoalescing")
         for number, flight in self.in_flight.items():
             if flight.is_certain or number not in self.awaited:
+                self.at = flight.op
                 raise VerifyError(f"Communication {number} has no Wait: {op_text(flight.op)}")
         for out in self.program.outputs if computes(self.program) else ():
             if out not in self.storage.buffered and out not in self.known:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable
 
 import pytest
 
 from fuser.errors import VerifyError
+from fuser.ir.text import op_text
 from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -64,6 +66,30 @@ def test_ranks_that_would_wait_for_ever_are_refused() -> None:
     hic = edited(hic, {send: (send.replace(peer=nth(hic, P2PCommunication, 0).peer),)})
     with pytest.raises(VerifyError, match="must not run:\ndeadlock"):
         outputs_of(case, hic)
+
+
+def test_the_lines_that_a_report_names_are_numbered_and_marked_below_it() -> None:
+    case = PROGRAMS["single_set"]
+    hic = case.build()
+    hic = edited(hic, drop(Synchronize, 1)(hic))
+    (found,) = findings(hic, {NUMBER_OF_STREAMS: N_STREAMS})
+    with pytest.raises(VerifyError) as caught:
+        HostIrEvaluator(hic, number_of_streams=N_STREAMS).run(case.inputs())
+    above, _, below = str(caught.value).partition("\n\n")
+    named = {int(n) for n in re.findall(r"^  line (\d+)", above, re.MULTILINE)}
+    rows = [re.fullmatch(r"(->|  ) +(\d+) (.*)", row) for row in below.splitlines()]
+    lines = str(hic).splitlines()
+    assert [(int(r[2]), r[3]) for r in rows if r] == [(n, s) for n, s in enumerate(lines, 1) if s]
+    assert {int(r[2]) for r in rows if r and r[1] == "->"} == named
+    assert all(op_text(op).split("\n")[0] in above for op in found.ops)
+
+
+def test_an_index_out_of_range_is_reported_once() -> None:
+    case = PROGRAMS["allgather_linear"]
+    hic = case.build()
+    hic = edited(hic, index_of(1, lambda i: i + 1)(hic))
+    kinds = [f.kind for f in findings(hic, {NUMBER_OF_STREAMS: N_STREAMS})]
+    assert sum("out of range" in kind for kind in kinds) == 1, kinds
 
 
 def test_what_may_be_meant_runs() -> None:
