@@ -17,7 +17,6 @@ from typing import Any
 
 from fuser.ir.core import Op
 from fuser.ir.dtypes import dtype_text
-from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -39,7 +38,7 @@ from hostir.rank_posts import (
     follow,
     ranks_text,
 )
-from hostir.rank_values import Array, PerRank, RankValues, at, np, pick
+from hostir.rank_values import Array, PerRank, RankValues, at, everywhere, np, pick
 from hostir.regions import Region
 from hostir.spots import Shapes, Spot
 from hostir.storage import Storage
@@ -102,9 +101,13 @@ class _Walker:
         self.spots: dict[TensorView, Spot] = {}
         self.facts: dict[int, list[Shows | Waits]] = {}
         self.teams: dict[TeamOf, Teams] = {}
-        self.held: dict[DeviceMesh | None, Array] = {}
+        # Of an op that members enter: the teams, and which ranks are in one.
+        self.entered: dict[int, tuple[Teams, Array]] = {}
+        self.held: dict[TensorView, Array] = {}
+        self.me = np.arange(len(ranks))
+        # The last place is that of every rank beyond, and of -1.
         self.place = np.full(max(ranks, default=0) + 2, -1)
-        self.place[list(ranks)] = np.arange(len(ranks))
+        self.place[list(ranks)] = self.me
         # What ranks post, where it must be followed: in a program whose ranks are uneven.
         self.events: list[Event] = []
         self.group: list[Half] | None = None
@@ -168,9 +171,9 @@ class _Walker:
                 self.events.append(Await(Site(op, self.indices), effect.number, self.mask))
 
     def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
-        self._check_defined(f"part {part.index}", self.mask, Site(op, self.indices))
-        outside = np.broadcast_to((index < 0) | (index >= limit), self.mask.shape) & self.mask
-        if outside.any():
+        self._check_defined("part", part.index, self.mask, Site(op, self.indices))
+        outside = _outside(index, limit, self.mask)
+        if outside is not None:
             i = int(np.argmax(outside))
             what = f"part {part.index} = {at(index, i)} of axis {part.axis} of "
             what += f"{shows.source.label}, which has {at(limit, i)}, on {self._who(outside)}"
@@ -198,12 +201,18 @@ class _Walker:
 
     def _comes(self, op: Communication | CollectivePermute, site: Site) -> tuple[Teams, Array]:
         """Return the teams, and which ranks that are here are in one."""
-        if any(tv.mesh is not None and tv.mesh != op.team.mesh for tv in (op.inp, op.out)):
-            self._check_meshes(op, site)
-        teams = self._teams(op.team)
-        here = self.mask & (teams.team >= 0)
-        by_team = here[teams.members]
-        self.is_uneven |= bool((by_team.any(axis=1) & ~by_team.all(axis=1)).any())
+        if id(op) not in self.entered:
+            if any(tv.mesh is not None and tv.mesh != op.team.mesh for tv in (op.inp, op.out)):
+                self._check_meshes(op, site)
+            if isinstance(op, Communication):
+                self._check_cuts(op, site)
+            teams = self._teams(op.team)
+            self.entered[id(op)] = teams, teams.team >= 0
+        teams, inside = self.entered[id(op)]
+        here = self.mask & inside
+        if not here.all():
+            by_team = here[teams.members]
+            self.is_uneven |= bool((by_team.any(axis=1) & ~by_team.all(axis=1)).any())
         return teams, here
 
     def _check_meshes(self, op: Communication | CollectivePermute, site: Site) -> None:
@@ -239,7 +248,6 @@ class _Walker:
         )
         is_right = self._in_team(root, op.team.size, here, site, "root")
         is_right &= self._check_sizes(op, mine, theirs, here, site)
-        self._check_cuts(op, inp, out, site)
         partial = None
         if op.type in REDUCING:
             partial = self.shapes.partial_axis(inp, op.team.ptypes)
@@ -264,24 +272,24 @@ class _Walker:
     def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
         """Return the value of a scalar that the ranks here need."""
         value = self.values.of(x)
-        self._check_defined(f"{what} {x}", here, site)
+        self._check_defined(what, x, here, site)
         return value
 
-    def _check_defined(self, what: str, here: Array, site: Site) -> None:
+    def _check_defined(self, what: str, x: Scalar, here: Array, site: Site) -> None:
         """Report a division by 0 in the value asked for last."""
         undefined = self.values.undefined
         if undefined is not None and (wrong := undefined & here).any():
-            text = f"{what} divides by 0 on {self._who(wrong)}"
+            text = f"{what} {x} divides by 0 on {self._who(wrong)}"
             self.note(Finding(UNDEFINED, text, ((site, ""),)))
             self.is_lost = True
 
     def _in_team(self, position: PerRank, size: int, here: Array, site: Site, what: str) -> bool:
-        outside = np.broadcast_to((position < 0) | (position >= size), here.shape) & here
-        if outside.any():
+        outside = _outside(position, size, here)
+        if outside is not None:
             i = int(np.argmax(outside))
             text = f"{what} {at(position, i)} in a team of {size}, on {self._who(outside)}"
             self.note(Finding(OUT_OF_RANGE, text, ((site, ""),)))
-        return not outside.any()
+        return outside is None
 
     def _check_sizes(
         self, op: Communication, mine: PerRank, theirs: PerRank, here: Array, site: Site
@@ -290,6 +298,8 @@ class _Walker:
         fits = mine * count == theirs if grows > 0 else mine == theirs * (count if grows else 1)
         if op.type == "AllToAll":
             fits = (mine == theirs) & (mine % count == 0)
+        if everywhere(fits):
+            return True
         wrong = np.broadcast_to(np.logical_not(fits), here.shape) & here
         if wrong.any():
             i = int(np.argmax(wrong))
@@ -301,11 +311,12 @@ class _Walker:
             self.note(Finding(SIZES, text, ((site, note),)))
         return not wrong.any()
 
-    def _check_cuts(self, op: Communication, inp: Spot, out: Spot, site: Site) -> None:
+    def _check_cuts(self, op: Communication, site: Site) -> None:
         """The team must lie along what spreads the tensor that is gathered or scattered."""
         grows = _GROWS.get(op.type, 0)
         if not grows:
             return
+        inp, out = self._spot(op.inp), self._spot(op.out)
         spread, whole = (inp, out) if grows > 0 else (out, inp)
         cuts = self.shapes.device_cuts
         along = frozenset[ParallelType]().union(*cuts(spread.owner))
@@ -341,20 +352,33 @@ class _Walker:
     def _transfer(self, op: P2PCommunication, site: Site) -> None:
         spot = self._spot(op.buffer)
         mask = self.mask & self._holds(op.buffer)
-        peer = self._value(op.peer, "peer", mask, site)
+        to = self._partners(op, mask, site)
         elements = spot.elements(op.orders[0].expanded)
-        half = Half(site, op, mask, peer, elements, self.shapes.region(spot))
+        half = Half(site, op, mask, to, elements, self.shapes.region(spot))
         if self.group is not None:
             self.group.append(half)
         else:
             self._start(Group(site, op.number, mask, [half], op.backend == "NCCL"))
 
+    def _partners(self, op: P2PCommunication, mask: Array, site: Site) -> Array:
+        """Return the places of the peers, -1 for none."""
+        peer = self._value(op.peer, "peer", mask, site)
+        if not isinstance(peer, np.ndarray):
+            peer = np.full(len(self.ranks), peer)
+        to = self.place[np.minimum(np.maximum(peer, -1), len(self.place) - 1)]
+        outside = mask & (to < 0)
+        if outside.any():
+            text = f"peer {op.peer} = {peer[int(np.argmax(outside))]} is no rank of the program, "
+            self.note(Finding(OUT_OF_RANGE, text + f"on {self._who(outside)}", ((site, ""),)))
+            self.is_lost = True
+        return to
+
     def _holds(self, tv: TensorView) -> Array:
-        if tv.mesh not in self.held:
+        if tv not in self.held:
             every = tv.mesh is None or tv.mesh.size == len(self.ranks)
             here = [every or tv.mesh is None or tv.mesh.has(r) for r in self.ranks]
-            self.held[tv.mesh] = np.asarray(here)
-        return self.held[tv.mesh]
+            self.held[tv] = np.asarray(here)
+        return self.held[tv]
 
     def _open(self, op: StartCoalescing, site: Site) -> None:
         self.group = []
@@ -364,31 +388,21 @@ class _Walker:
         self._start(Group(site, op.number, self.mask, halves, True))
 
     def _start(self, group: Group) -> None:
-        lost = [half for half in group.halves if not self._peers_exist(half)]
-        if lost:
-            self.is_lost = True
-        elif self.is_recording:
+        if self.is_recording:
             self.events.append(group)
-        elif (pairs := self._pairs(group.halves)) is None:
-            self.is_uneven = True
-        else:
-            for pair in pairs:
+        elif not self.is_lost:
+            pairs = self._pairs(group.halves)
+            self.is_uneven |= pairs is None
+            for pair in pairs or ():
                 self.paired(*pair)
-
-    def _peers_exist(self, half: Half) -> bool:
-        peer = np.broadcast_to(half.peer, half.mask.shape)
-        outside = half.mask & ((peer < 0) | (peer >= len(self.place)))
-        outside |= half.mask & (self.place[np.clip(peer, 0, len(self.place) - 1)] < 0)
-        if outside.any():
-            i = int(np.argmax(outside))
-            text = f"peer {half.op.peer} = {peer[i]} is no rank of the program, on "
-            text += self._who(outside)
-            self.note(Finding(OUT_OF_RANGE, text, ((half.site, ""),)))
-        return not outside.any()
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
         """Return each send of a group with its receive, and the places of the ranks that send and
         receive; None where one has no partner in the group. Equal ends meet in order."""
+        if {h.op.type for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
+            a, b = halves if halves[0].op.type == "send" else halves[::-1]
+            if (a.mask & b.mask).all() and (b.to[a.to] == self.me).all():
+                return [(a, b, self.me, a.to)]
         sends, receives = (self._ends(halves, kind) for kind in ("send", "recv"))
         if len(sends[0]) != len(receives[0]) or (sends[0] != receives[0]).any():
             return None
@@ -407,7 +421,7 @@ class _Walker:
         for number, half in enumerate(halves):
             if half.op.type == kind:
                 me = np.nonzero(half.mask)[0]
-                peer = self.place[np.broadcast_to(half.peer, half.mask.shape)[me]]
+                peer = half.to[me]
                 source, target = (me, peer) if kind == "send" else (peer, me)
                 ends.append(source * len(self.ranks) + target)
                 numbers.append(np.full(len(me), number))
@@ -467,10 +481,9 @@ class _Walker:
             ("dtype", a.op.buffer.dtype(), b.op.buffer.dtype()),
             ("size", pick(a.elements, senders), pick(b.elements, receivers)),
         ):
-            if mine is theirs:
-                continue
-            differ = np.broadcast_to(np.asarray(mine != theirs), senders.shape)
-            if differ.any():
+            same = mine == theirs
+            if not everywhere(same):
+                differ = np.broadcast_to(np.logical_not(same), senders.shape)
                 k = int(np.argmax(differ))
                 sites = (
                     (a.site, f"rank {self.ranks[senders[k]]}: send, {what} {at(mine, k)}"),
@@ -502,6 +515,15 @@ class _Walker:
     def note(self, finding: Finding) -> None:
         """See `Judge`."""
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
+
+
+def _outside(x: PerRank, limit: int, here: Array) -> Array | None:
+    """Return which of the ranks here have a value below 0 or not below `limit`; None: none."""
+    wrong = (x < 0) | (x >= limit)
+    if not isinstance(wrong, np.ndarray):
+        return here if wrong and here.any() else None
+    wrong &= here
+    return wrong if wrong.any() else None
 
 
 HANDLERS: dict[type[Op], Callable[[_Walker, Any, Site], None]] = {

@@ -29,15 +29,15 @@ def misplaced(met: Collective, here: Array, ranks: Sequence[int]) -> Wrong | Non
     if inp is None or out is None or inp.whole != out.whole or not here.any():
         return None
     kind, teams, count = met.kind, met.teams, met.teams.members.shape[1]
-    positions = np.broadcast_to(met.root, here.shape)
-    roots = teams.members[teams.team, np.where(here, positions, 0)]
     checked = here
     left: Region | None = inp
     right: Region | None = out
-    if kind in ("Broadcast", "Scatter"):
-        left = inp = inp.on(roots)
-    if kind == "Gather":
-        right = out = out.on(roots)
+    if kind in ("Broadcast", "Scatter", "Gather"):
+        roots = teams.members[teams.team, np.where(here, met.root, 0)]
+        if kind == "Gather":
+            right = out = out.on(roots)
+        else:
+            left = inp = inp.on(roots)
     if kind == "Reduce":
         checked = here & (teams.position == met.root)
     if kind in ("Allgather", "Gather"):
@@ -48,8 +48,9 @@ def misplaced(met: Collective, here: Array, ranks: Sequence[int]) -> Wrong | Non
         return _exchanged(met, inp, out, here)
     if left is None or right is None:
         return None
-    wrong = np.logical_not(left.is_same(right)) & checked
-    if wrong.any():
+    same = left.is_same(right)
+    wrong = np.logical_not(same) & checked
+    if not everywhere(same) and wrong.any():
         i = int(np.argmax(wrong))
         source = f" from root {at(met.root, i)}" if kind in ROOTED else ""
         text = f"{kind}{source} brings {inp.text(i)} into {out.text(i)}"

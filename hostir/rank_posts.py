@@ -91,12 +91,12 @@ class Collective:
 
 @dataclass(eq=False)
 class Half:
-    """A send or a receive."""
+    """A send or a receive; `to` has the places of the peers."""
 
     site: Site
     op: P2PCommunication
     mask: Array
-    peer: PerRank
+    to: Array
     elements: PerRank
     part: Region | None
 
@@ -152,7 +152,6 @@ class _Follower:
 
     def __init__(self, events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
         self.ranks, self.judge = ranks, judge
-        self.place = {rank: i for i, rank in enumerate(ranks)}
         self.todo: list[list[Event]] = [[] for _ in ranks]
         for event in events:
             places: list[int] = np.nonzero(event.mask)[0].tolist()
@@ -225,7 +224,7 @@ class _Follower:
                 return
 
     def _offer(self, i: int, half: Half, opened: _Open) -> None:
-        peer = self.place.get(int(str(at(half.peer, i))), -1)
+        peer = int(half.to[i])
         ends = (i, peer) if half.op.type == "send" else (peer, i)
         wanted = "recv" if half.op.type == "send" else "send"
         partners = self.channels.setdefault((*ends, wanted), deque())
@@ -299,7 +298,7 @@ class _Follower:
             return
         for waiting in self.channels.values():
             for half, opened in waiting:
-                peer = at(half.peer, opened.rank)
+                peer = self.ranks[int(half.to[opened.rank])]
                 verb = "sends to" if half.op.type == "send" else "receives from"
                 text = f"rank {self.ranks[opened.rank]} {verb} rank {peer}, which has no partner"
                 self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
@@ -330,14 +329,12 @@ class _Follower:
     def _balance(self) -> dict[tuple[int, int], int]:
         """Return from where to where the whole program sends more often (or, below 0, less often)
         than is received there."""
-        place = np.full(max(self.ranks, default=0) + 1, -1)
-        place[list(self.ranks)] = np.arange(len(self.ranks))
         found: dict[tuple[int, int], int] = {}
         for half in {
             h for todo in self.todo for e in todo if isinstance(e, Group) for h in e.halves
         }:
             me = np.nonzero(half.mask)[0]
-            peer = place[np.broadcast_to(half.peer, half.mask.shape)[me]]
+            peer = half.to[me]
             ends = (me, peer) if half.op.type == "send" else (peer, me)
             for pair in zip(*(x.tolist() for x in ends), strict=True):
                 found[pair] = found.get(pair, 0) + (1 if half.op.type == "send" else -1)

@@ -514,6 +514,38 @@ def test_4096_ranks_are_quick() -> None:
     assert found
 
 
+def _direct_ring(ranks: int) -> HostIrContainer:
+    """In step i each rank has the shard of the rank i after it: as many steps as ranks."""
+
+    def define(hic: HostIrContainer, mesh: DeviceMesh) -> None:
+        x = spread_over(hic.input([ranks, 4]), mesh, 0)
+        y = allocated(hic, ranks, 4, mesh=mesh)
+        with hic.loop(ranks, name="i") as i:
+            source, target = (RANK + i) % ranks, (RANK - i + ranks) % ranks
+            hic.append(
+                StartCoalescing(),
+                P2PCommunication(select(hic, y, 0, source), source, number=1, type="recv"),
+                P2PCommunication(x, target, number=2, type="send"),
+                EndCoalescing(3),
+                Wait(3),
+            )
+        hic.add_output(y)
+
+    return _many(ranks, define)
+
+
+@pytest.mark.parametrize(("ranks", "limit_s"), [(64, 0.02), (2048, 1.2)])
+def test_a_ring_of_as_many_steps_as_ranks_is_quick(ranks: int, limit_s: float) -> None:
+    hic = _direct_ring(ranks)
+    taken: list[float] = []
+    for _ in range(3):
+        start = _user_s()
+        found = mismatches(hic)
+        taken.append(_user_s() - start)
+        assert not found, report(hic, found)
+    assert min(taken) < limit_s
+
+
 def test_ranks_are_named_as_ranges() -> None:
     def define(hic: HostIrContainer, mesh: DeviceMesh) -> None:
         x, y = spread_over(hic.input([8]), mesh), allocated(hic, 8, mesh=mesh)
