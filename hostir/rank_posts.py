@@ -9,7 +9,7 @@ own keeps it there where NCCL carries it out, else at its Wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from fuser.ir.tensor import TensorView
 from hostir.findings import Finding, Site
 from hostir.rank_values import Array, PerRank, at, np
 from hostir.regions import Region, joined, merged
-from hostir.transfers import P2PCommunication
+from hostir.transfers import P2PCommunication, TransferKind
 from multidevice.communication import TeamOf
 
 DEADLOCK = "deadlock"
@@ -26,7 +26,10 @@ PARTNER = "no partner"
 MISMATCH = "ranks disagree"
 MISPLACED = "parts do not fit"
 
-Note = Callable[[Finding], None]
+# Of so many ranks that wait for each other, what they lack is looked at.
+_MAX_CAUSES = 8
+_OTHER: dict[str, TransferKind] = {"send": "recv", "recv": "send"}
+_VERB: dict[str, str] = {"send": "send", "recv": "receive"}
 
 
 class Judge(Protocol):
@@ -226,7 +229,7 @@ class _Follower:
     def _offer(self, i: int, half: Half, opened: _Open) -> None:
         peer = int(half.to[i])
         ends = (i, peer) if half.op.type == "send" else (peer, i)
-        wanted = "recv" if half.op.type == "send" else "send"
+        wanted = _OTHER[half.op.type]
         partners = self.channels.setdefault((*ends, wanted), deque())
         if not partners:
             self.channels.setdefault((*ends, half.op.type), deque()).append((half, opened))
@@ -281,14 +284,17 @@ class _Follower:
     # ------------------------------------------------------------ who is left
     def _report(self) -> None:
         if self.blocked:
-            if cause := self._cause():
-                self.judge.note(cause)
-                return
             cycle = self._cycle(next(iter(self.blocked)))
             sites = tuple(site for i in cycle for site in self._sites(i))
             last = min(self._missing(cycle[-1]))
+            apart = [found for i in cycle[:_MAX_CAUSES] for found in self._apart(i)]
+            for is_ever, finding in apart:
+                if not is_ever:
+                    self.judge.note(finding)
+                    return
             if last in self.blocked:
                 text = "each rank waits for the next one, and the last for the first"
+                text = "; ".join([*(finding.what for _, finding in apart[:1]), text])
                 self.judge.note(Finding(DEADLOCK, text, sites[:6]))
             else:
                 name = self._name(last)
@@ -303,42 +309,33 @@ class _Follower:
                 text = f"rank {self.ranks[opened.rank]} {verb} rank {peer}, which has no partner"
                 self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
 
-    def _cause(self) -> Finding | None:
-        """Return a send or a receive for which nobody ever has the other half."""
-        balance = self._balance()
-        for i, wait in self.blocked.items():
-            for k, half in wait.lonely if isinstance(wait, _Open) else ():
-                is_send = half.op.type == "send"
-                if balance.get((i, k) if is_send else (k, i), 0) * (1 if is_send else -1) <= 0:
-                    continue
-                verb, other = ("sends to", "receives from")[:: 1 if is_send else -1]
-                me, peer = self._name(i), "itself" if k == i else self._name(k)
-                theirs = self.blocked.get(k)
-                lonely = theirs.lonely if isinstance(theirs, _Open) and k != i else []
-                answer = next(((j, h) for j, h in lonely if h.op.type != half.op.type), None)
-                sites = [(half.site, f"{me} waits for {peer}")]
-                if answer is None:
-                    rest = "which" if k != i else "but"
-                    rest += f" does not {'receive' if is_send else 'send'} it"
-                else:
-                    rest = f"but {peer} {other} {self._name(answer[0])}"
-                    sites.append((answer[1].site, f"{peer} waits for {self._name(answer[0])}"))
-                return Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
-        return None
+    def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
+        """Yield what a rank sends or receives and its peer does otherwise, and whether the peer
+        ever does its part."""
+        wait = self.blocked[i]
+        for k, half in wait.lonely if isinstance(wait, _Open) else ():
+            is_send = half.op.type == "send"
+            verb, other = ("sends to", "receives from")[:: 1 if is_send else -1]
+            mine, theirs = self._count(i, k, half.op.type), self._count(k, i, _OTHER[half.op.type])
+            me, peer = self._name(i), "itself" if k == i else self._name(k)
+            wait = self.blocked.get(k)
+            lonely = wait.lonely if isinstance(wait, _Open) and k != i else []
+            answer = next(((j, h) for j, h in lonely if h.op.type != half.op.type), None)
+            sites = [(half.site, f"{me} waits for {peer}")]
+            if answer is not None:
+                rest = f"but {peer} {other} {self._name(answer[0])}"
+                sites.append((answer[1].site, f"{peer} waits for {self._name(answer[0])}"))
+            elif mine > theirs:
+                rest = f"{'but' if k == i else 'which'} does not {_VERB[_OTHER[half.op.type]]} it"
+            else:
+                continue
+            yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
 
-    def _balance(self) -> dict[tuple[int, int], int]:
-        """Return from where to where the whole program sends more often (or, below 0, less often)
-        than is received there."""
-        found: dict[tuple[int, int], int] = {}
-        for half in {
-            h for todo in self.todo for e in todo if isinstance(e, Group) for h in e.halves
-        }:
-            me = np.nonzero(half.mask)[0]
-            peer = half.to[me]
-            ends = (me, peer) if half.op.type == "send" else (peer, me)
-            for pair in zip(*(x.tolist() for x in ends), strict=True):
-                found[pair] = found.get(pair, 0) + (1 if half.op.type == "send" else -1)
-        return found
+    def _count(self, i: int, k: int, kind: str) -> int:
+        """Return how often the whole program has rank i send to, or receive from, rank k."""
+        groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, Group))
+        halves = (h for g in groups for h in g.halves if h.op.type == kind and h.mask[i])
+        return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
         """Return where a rank is blocked."""

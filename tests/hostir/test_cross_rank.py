@@ -169,7 +169,7 @@ MUTANTS: dict[str, Mutant] = {
         lambda hic: {(b := nth(hic, P2P, 1)): (b.replace(peer=nth(hic, P2P, 0).peer),)},
         rank_posts.DEADLOCK,
         ((P2P, 0),),
-        "waits for",
+        "rank 0 receives from rank 1, but rank 1 sends to rank 2; each rank waits for the next",
     ),
     "receives from whom it sends to": Mutant(
         "forwarding_ring",
