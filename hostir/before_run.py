@@ -1,18 +1,19 @@
 """What is checked once before a program runs: its streams on this rank, and all ranks together.
 
 `hostir.verify` checks the structure after every pass. Races and what ranks do to each other depend
-on sizes: they are found for the sizes of the first call.
+on sizes: they are found for the sizes and numbers that come to a program for the first time.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.recent import Recent
 from hostir.chains import find_chains
 from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import MISPLACED, find_mismatches
@@ -34,9 +35,22 @@ TOLERATED = frozenset({MISPLACED, LEFT})
 # comes before and after the run: one site, the other one is the caller's.
 WITH_CALLER = frozenset({RACE, NOT_JOINED})
 
-# (rank, or None for what the ranks do to each other; given results; number of streams).
-_Checked = set[tuple[int | None, frozenset[TensorView], Number]]
-_checked: WeakKeyDictionary[HostIrContainer, _Checked] = WeakKeyDictionary()
+# Of one program, so many checks are remembered.
+MAX_CHECKED = 1024
+
+# (rank, or None for what the ranks do to each other; given results; what the ops depend on).
+_Key = tuple[int | None, frozenset[TensorView], tuple[Number, ...]]
+
+
+@dataclass
+class _Checks:
+    """What has been checked of a program, and the symbols that decide what its ops do."""
+
+    steering: tuple[Symbol, ...]
+    done: Recent[_Key, bool]
+
+
+_checked: WeakKeyDictionary[HostIrContainer, _Checks] = WeakKeyDictionary()
 
 
 def check_before_run(
@@ -49,19 +63,29 @@ def check_before_run(
     """Raise `VerifyError` for a program that would race on this rank, or hang with others.
 
     A `RuntimeWarning` tells what a program that waits for no stream leaves to its caller.
-    Checked once per program, rank and results that the caller gives buffers for. Only what is
-    wrong however the program is meant is refused (`TOLERATED`).
+    Checked once per program, rank, results that the caller gives buffers for, and values on which
+    loops, branches, parts and peers depend. Only what is wrong however the program is meant is
+    refused (`TOLERATED`).
     """
-    done = _checked.setdefault(program, set())
-    key = rank, frozenset(given), values[NUMBER_OF_STREAMS]
+    checks = _checked.get(program)
+    if checks is None:
+        steering = {NUMBER_OF_STREAMS, *program.steering()} - {RANK}
+        known = tuple(s for s in values if s in steering)
+        checks = _checked[program] = _Checks(known, Recent(MAX_CHECKED))
+    done = checks.done
+    key = rank, frozenset(given), tuple(values[s] for s in checks.steering)
     everyone = (None, *key[1:])
-    if key in done:
+    if done.recall(key):
         return
     found: list[Finding] = []
-    if everyone not in done:
+    if not done.recall(everyone):
         found += find_mismatches(program, values)
     found += find_races(program, values, rank=rank, given=key[1])
-    wrong = [f for f in found if f.kind not in TOLERATED]
+    tolerated = TOLERATED
+    if done.size() and not program.started():
+        # The program is right; the run says which of the caller's numbers is not.
+        tolerated |= {OUT_OF_RANGE}
+    wrong = [f for f in found if f.kind not in tolerated]
     if not any(isinstance(op, Synchronize) for op in walk(program.ops)):
         for_caller = [f for f in wrong if f.kind in WITH_CALLER and len(f.sites) == 1]
         wrong = [f for f in wrong if f not in for_caller]
@@ -73,7 +97,7 @@ def check_before_run(
                 stacklevel=2,
             )
     refuse(program, _once(wrong), what="this program must not run")
-    done |= {key, everyone}
+    done[key] = done[everyone] = True
 
 
 def findings(

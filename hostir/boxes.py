@@ -3,34 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Hashable, Iterable, Sequence
 
 # (start, length) along each axis of the owner of a buffer.
 Box = tuple[tuple[int, int], ...]
-# How a box was cut out, part by part: (axis of the owner, chunks; 0: one element), and in which
-# units.
-Grid = tuple[tuple[int, int, Fraction], ...]
-# An axis of the owner, and how many of its elements are one of the axis that names it.
-Owned = tuple[int, Fraction]
+# What one axis of a tensor counts, outermost first: (axis of the owner, how many of its elements a
+# step is, steps). The parts of a merged axis, of which the last is counted fastest.
+Owned = tuple[tuple[int, int, int], ...]
+# How a box was cut out, part by part: what the axis counted, and how it was divided.
+Grid = tuple[tuple[Owned, Hashable], ...]
 
 
 def whole_box(shape: Iterable[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
+def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
+    return tuple(((k, 1, n),) for k, n in enumerate(shape))
+
+
+def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | None:
+    """Return the part of a box that is a range along an axis, and what that counts then.
+
+    None where it is no box: steps of an inner axis in more than one step of an outer one.
+    """
+    kept: list[tuple[int, int, int]] = []
+    inside = math.prod(count for _, _, count in owned)
+    for owner, unit, count in owned:
+        inside = inside // count if count else 0
+        if inside and length and start % inside + length <= inside:
+            at, n, start = start // inside, 1, start % inside
+        elif inside and start % inside == 0 and length % inside == 0:
+            at, n, start, length = start // inside, length // inside, 0, inside
+        else:
+            return None
+        first, whole = box[owner]
+        if n != count:
+            if whole != unit * count:
+                return None
+            box = (*box[:owner], (first + at * unit, n * unit), *box[owner + 1 :])
+        if n != 1:
+            kept.append((owner, unit, n))
+    return box, tuple(kept)
+
+
 def reshaped(
     shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
 ) -> list[Owned | None]:
-    """Return what the axes of a reshape own, in terms of those that it was made of.
-
-    The outermost axis of a split has whole rows of what was split, and rows of the outermost axis
-    of a merge are what the merged axis counts.
-    """
+    """Return what the axes of a reshape count, in terms of those that it was made of."""
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
     while i < len(shape) and j < len(out):
         if (shape[i] == 1) != (out[j] == 1):
+            if out[j] == 1:
+                found[j] = ()
             i, j = i + (shape[i] == 1), j + (out[j] == 1)
             continue
         first, left, inside, outside = i, j, shape[i], out[j]
@@ -43,12 +69,33 @@ def reshaped(
                 outside *= out[j]
             else:
                 return found
-        source = owned[first]
-        if source is not None and inside and (i == first or j == left):
-            owner, unit = source
-            rows = Fraction(outside // max(out[left], 1), inside // max(shape[first], 1))
-            found[left] = owner, unit * rows
         i, j = i + 1, j + 1
+        sources = owned[first:i]
+        if None not in sources:
+            steps = [step for source in sources for step in source or ()]
+            found[left:j] = _dealt(steps, out[left:j])
+    found[j:] = [() if n == 1 else None for n in out[j:]]
+    return found
+
+
+def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Owned | None]:
+    """Return what axes of these sizes count, together what all the steps count."""
+    rest = list(reversed(steps))
+    found: list[Owned | None] = []
+    for size in sizes:
+        mine: list[tuple[int, int, int]] = []
+        while size > 1 and rest:
+            owner, unit, count = rest.pop()
+            if size % count == 0:
+                mine.append((owner, unit, count))
+                size //= count
+            elif count % size == 0:
+                mine.append((owner, unit * (count // size), size))
+                rest.append((owner, unit, count // size))
+                size = 1
+            else:
+                return [*found, *[None] * (len(sizes) - len(found))]
+        found.append(tuple(mine))
     return found
 
 

@@ -12,6 +12,7 @@ loses its last name, may be used again at once by that stream, and by the one th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,10 @@ from typing import Any
 from fuser.errors import InputError, VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.nodes import ReshapeOp, TensorOp
+from fuser.ir.nodes import ReshapeOp, SliceOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from hostir.boxes import Box, Owned, box_text, overlap, reshaped, uncovered, whole_box
+from hostir.boxes import Box, Owned, box_text, overlap, reshaped, whole_box
 from hostir.clocks import Clock, Clocks
 from hostir.container import HostIrContainer, computes, has_streams, walk
 from hostir.effects import (
@@ -258,7 +259,13 @@ class Walker(Reports):
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
             axes = tuple(reshaped(source.shape, source.axes, sizes))
-            return Place(source.buffer, source.box, sizes, axes, source.grid)
+            return Place(source.buffer, source.box, sizes, axes, source.grid, source.parts)
+        if isinstance(op, SliceOp):
+            for axis, ends in enumerate(zip(op.starts, op.stops, strict=True)):
+                start, stop = map(self._integer, ends)
+                if stop - start != source.shape[axis]:
+                    source = source.chunk(axis, start, stop - start, (start, stop))
+            return source
         moved = self.maps.get(id(op))
         if moved is None:
             moved = self.maps[id(op)] = {c: p for p, c in position_map(op).items()}
@@ -266,7 +273,7 @@ class Walker(Reports):
         kept = dict(enumerate(zip(source.shape, source.axes, strict=True)))
         made = [kept.get(moved.get(c, -1), axis) for c, axis in enumerate(made)]
         shape, owners = tuple(n for n, _ in made), tuple(owner for _, owner in made)
-        return Place(source.buffer, source.box, shape, owners, source.grid)
+        return Place(source.buffer, source.box, shape, owners, source.grid, source.parts)
 
     def _part(self, source: Place, part: Part, site: Site) -> Place:
         size, index = source.shape[part.axis], self._integer(part.index)
@@ -324,9 +331,12 @@ class Walker(Reports):
         return use
 
     def _touch(self, effect: Reads | Writes, site: Site) -> None:
+        if not self._is_mine(effect.tensor):
+            return self._note_absent(effect.tensor, site)
         place = self._place(effect.tensor, site)
         if place is not None and not place.is_empty:
             self._use((site, place, isinstance(effect, Writes)))
+        return None
 
     def _use(self, planned: _Planned, flight: Flight | None = None) -> None:
         """Compare a use with what it overlaps, and remember it."""
@@ -347,9 +357,9 @@ class Walker(Reports):
             for at, cell in cells.items():
                 if overlap(at, box):
                     self._compare(cell, use, clock, buffer)
-        if not is_write and not buffer.is_filled and (mine is None or mine.write is None):
+        if not is_write and not buffer.is_filled and (mine is None or not mine.is_written):
             self._check_written(place, site)
-        if is_write and not grid:
+        if is_write and not grid and not place.parts:
             # Earlier uses are ordered before this one, or have been reported.
             buffer.cells.clear()
             buffer.is_filled = True
@@ -357,6 +367,9 @@ class Walker(Reports):
         if mine is None:
             mine = buffer.cells.setdefault(grid, {})[box] = Cell()
         mine.add(use)
+        if is_write and place.parts:
+            mine.parts[place.parts] = math.prod(place.shape)
+        mine.is_written |= is_write and not place.parts
 
     def _compare(self, cell: Cell, use: Use, clock: Clock, buffer: Buffer) -> None:
         if cell.write is not None and not cell.write.is_before(clock):
@@ -385,12 +398,12 @@ class Walker(Reports):
         if how == "slot" and isinstance(op, Communication):
             ranks = op.team.ranks(self.rank)
             return is_slot(a.box, b.box, ranks.index(self.rank), len(ranks))
-        is_same = (a.box, a.shape, a.axes) == (b.box, b.shape, b.axes)
+        is_same = (a.box, a.shape, a.axes, a.parts) == (b.box, b.shape, b.axes, b.parts)
         return how == "freely" or (how == "same" and is_same)
 
     def _check_written(self, place: Place, site: Site) -> None:
         buffer = place.buffer
-        left = uncovered(place.box, buffer.written())
+        left = buffer.unwritten(place.box)
         if left:
             reads = f"on {self.clocks.name(self.clocks.current)}: reads {buffer.text(place.box)}"
             what = f"{buffer.owner.label}{box_text(left[0], buffer.shape)}"
@@ -518,7 +531,7 @@ class Walker(Reports):
 
     def _check_output(self, tv: TensorView, place: Place) -> None:
         buffer = place.buffer
-        left = uncovered(place.box, buffer.written())
+        left = buffer.unwritten(place.box)
         if left:
             writers = [(u.site, f"writes {buffer.text(u.box)}") for u in buffer.uses()][-1:]
             if not writers and buffer.made is not None:

@@ -16,6 +16,7 @@ FREED_EARLY = "memory given back too early"
 NOT_JOINED = "returned too early"
 LEFT = "stream left"
 UNWRITTEN = "uninitialised"
+ABSENT = "tensor of other ranks"
 MISFIT = "sizes do not fit"
 OWN = "result over operand"
 NO_FLIGHT = "wait for nothing"
@@ -43,6 +44,13 @@ class Reports:
             (at, "gives it up"),
             (site, f"on {self.clocks.name(self.clocks.current)}: uses {tv.label}"),
             fix="The Deallocate of {0} belongs behind {1}",
+        )
+
+    def _note_absent(self, tv: TensorView, site: Site) -> None:
+        self._note(
+            ABSENT,
+            f"{tv.label} is used on a rank that its mesh lacks: {tv.mesh}",
+            (site, f"on {self.clocks.name(self.clocks.current)}: uses {tv.label}"),
         )
 
     def _note_unentered(self, use: Use, buffer: Buffer) -> None:

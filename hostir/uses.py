@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from fuser.ir.tensor import TensorView
-from hostir.boxes import Box, Grid, Owned, box_text, whole_box
+from hostir.boxes import Box, Grid, Owned, box_text, cut, uncovered, whole_axes, whole_box
 from hostir.clocks import Clock
 from hostir.findings import Site
 
@@ -49,6 +49,9 @@ class Cell:
 
     write: Use | None = None
     reads: list[Use] = field(default_factory=list[Use])
+    # Whether all of the box has been written; else how many elements of which parts.
+    is_written: bool = False
+    parts: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
     def add(self, use: Use) -> None:
         if use.is_write:
@@ -82,11 +85,12 @@ class Buffer:
                     yield cell.write
                 yield from cell.reads
 
-    def written(self) -> Iterator[Box]:
-        for cells in self.cells.values():
-            for box, cell in cells.items():
-                if cell.write is not None:
-                    yield box
+    def unwritten(self, box: Box) -> list[Box]:
+        """Return what may not have contents; parts that are no boxes may lie anywhere."""
+        cells = [(at, cell) for cells in self.cells.values() for at, cell in cells.items()]
+        left = uncovered(box, (at for at, cell in cells if cell.is_written))
+        somewhere = sum(n for _, cell in cells for n in cell.parts.values())
+        return left if sum(math.prod(n for _, n in at) for at in left) > somewhere else []
 
     def text(self, box: Box) -> str:
         return self.owner.label + box_text(box, self.shape)
@@ -96,9 +100,9 @@ class Buffer:
 class Place:
     """The part of a buffer that a tensor names.
 
-    `axes` has what each axis of the tensor owns, None for one that a view made: a part along that
-    counts as all of the box. `shape` is the tensor's. Boxes of one buffer and one grid
-    are equal or apart.
+    `axes` has what each axis of the tensor counts, None where that is unknown. `shape` is the
+    tensor's. Boxes of one buffer and one grid are equal or apart. With `parts`, which tell it from
+    others, the tensor names only some elements of the box.
     """
 
     buffer: Buffer
@@ -106,11 +110,11 @@ class Place:
     shape: tuple[int, ...]
     axes: tuple[Owned | None, ...]
     grid: Grid = ()
+    parts: tuple[Hashable, ...] = ()
 
     @staticmethod
     def whole(buffer: Buffer) -> Place:
-        axes = tuple((k, Fraction(1)) for k in range(len(buffer.shape)))
-        return Place(buffer, whole_box(buffer.shape), buffer.shape, axes)
+        return Place(buffer, whole_box(buffer.shape), buffer.shape, whole_axes(buffer.shape))
 
     @property
     def is_empty(self) -> bool:
@@ -118,21 +122,19 @@ class Place:
 
     def element(self, axis: int, index: int) -> Place:
         """Return element `index` along an axis, which the result lacks."""
-        cut = self.chunk(axis, index, 1, 0)
-        shape = cut.shape[:axis] + cut.shape[axis + 1 :]
-        axes = cut.axes[:axis] + cut.axes[axis + 1 :]
-        return Place(cut.buffer, cut.box, shape, axes, cut.grid)
+        found = self.chunk(axis, index, 1, 0)
+        shape = found.shape[:axis] + found.shape[axis + 1 :]
+        axes = found.axes[:axis] + found.axes[axis + 1 :]
+        return Place(found.buffer, found.box, shape, axes, found.grid, found.parts)
 
-    def chunk(self, axis: int, start: int, length: int, chunks: int) -> Place:
-        """Return one of so many chunks along an axis."""
+    def chunk(self, axis: int, start: int, length: int, among: Hashable) -> Place:
+        """Return a range along an axis; `among` tells in which way the axis was divided."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]
-        if owned is None:
-            return Place(self.buffer, self.box, shape, self.axes, self.grid)
-        owner, unit = owned
-        at, n = start * unit, length * unit
-        if at.denominator > 1 or n.denominator > 1:
-            return Place(self.buffer, self.box, shape, self.axes, self.grid)
-        first, _ = self.box[owner]
-        box = (*self.box[:owner], (first + int(at), int(n)), *self.box[owner + 1 :])
-        return Place(self.buffer, box, shape, self.axes, (*self.grid, (owner, chunks, unit)))
+        found = None if owned is None else cut(self.box, owned, start, length)
+        box, left = found or (self.box, None)
+        axes = (*self.axes[:axis], left, *self.axes[axis + 1 :])
+        if found is None:
+            parts = (*self.parts, (axis, start, length))
+            return Place(self.buffer, box, shape, axes, self.grid, parts)
+        return Place(self.buffer, box, shape, axes, (*self.grid, (owned or (), among)), self.parts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from fuser.errors import FuserError, VerifyError
@@ -182,6 +183,7 @@ class _Checker:
     loops: list[_Steps] = field(default_factory=list["_Steps"])
     # How many loops are open around the innermost branch: not every step of theirs comes there.
     depth: int = 0
+    is_branch: bool = False
     # The open loops' indices.
     indices: list[Symbol] = field(default_factory=list[Symbol])
     seen: set[int] = field(default_factory=set[int])
@@ -229,10 +231,25 @@ class _Checker:
         op.verify()
         check_results(op)
         self._memory_of_its_own(op, effects)
+        self._present(op, effects)
         if isinstance(op, ForLoop):
             self._loop(op)
         elif isinstance(op, IfThenElse):
             self._branch(op)
+
+    def _present(self, op: Op, effects: Sequence[Effect]) -> None:
+        """Require that every rank has all that an op computes with; which ranks come to an op in a
+        branch, `hostir.race` finds out."""
+        if self.is_branch or isinstance(op, StartsCommunication):
+            return
+        touched = [e.tensor for e in effects if isinstance(e, Reads | Writes)]
+        meshed = ((tv, tv.mesh.devices) for tv in touched if tv.mesh is not None)
+        for (one, mine), (other, theirs) in pairwise(meshed):
+            ranks = set(mine).symmetric_difference(theirs)
+            if ranks:
+                raise VerifyError(
+                    f"of {one} and {other}, {ranks_text(sorted(ranks))} has one without the other"
+                )
 
     def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
         """Require that no result lies over what it must not; parts are `hostir.race`'s matter."""
@@ -293,8 +310,12 @@ class _Checker:
             raise VerifyError(f"FOR {op.index} inside of a loop or a program with an {op.index}")
         self.indices.append(op.index)
         self.loops.append(_Steps(makes, numbers, writes - makes))
+        group = self.group
         for inner in op.body:
             self.check(inner)
+        if self.group is not group:
+            self.at = op
+            raise VerifyError("a group of transfers begins and ends in the same step")
         self.indices.pop()
         self.loops.pop()
 
@@ -304,7 +325,7 @@ class _Checker:
             branch = copy(self)
             branch.known, branch.written = set(self.known), set(self.written)
             branch.freed, branch.in_flight = set(self.freed), dict(self.in_flight)
-            branch.depth = len(self.loops)
+            branch.depth, branch.is_branch = len(self.loops), True
             for inner in region:
                 self.at = inner
                 branch.check(inner)
@@ -314,7 +335,8 @@ class _Checker:
             ends.append(branch)
         one, other = ends
         self.known = one.known & other.known
-        self.written = one.written & other.written
+        # Which of them a step or a rank goes through, and what is left, `hostir.race` finds out.
+        self.written = one.written | other.written
         self.freed = one.freed | other.freed
         both = {**one.in_flight, **other.in_flight}
         self.in_flight = {
