@@ -20,6 +20,7 @@ from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator, MakeRunner
 from multidevice.communicator import Communicator
 from multidevice.shard import shard_for_rank
+from multidevice.sharding import whole_axis_sizes
 from multidevice.simulation import simulate
 
 SMALLEST_SIZE = 8
@@ -47,7 +48,8 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
 
 
 def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Return a value for every symbol that inputs bind: those of `sizes`, and what is usual.
+    """Return a value for every symbol that inputs bind: those of `sizes`, and what is usual: for
+    an axis that is devices as a whole, their number.
 
     Raises `InputError` for a name that no input has.
     """
@@ -57,11 +59,12 @@ def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Sy
             sizes_text = ", ".join(known) or "none, all are fixed"
             raise InputError(f"no input has a size {name!r} (the sizes: {sizes_text})")
     default, values = default_size(program), dict[Symbol, Number]()
+    devices, canonical = whole_axis_sizes(program.tensors()), program.values.canonical
     for value in program.inputs:
         for x in value.shape() if isinstance(value, TensorView) else [value]:
-            for s in (*sc.symbols(x), *sc.symbols(program.values.canonical(x))):
-                is_float = category(s.dtype) == "float"
-                values[s] = 1.5 if is_float else sizes.get(s.name, default)
+            for s in (*sc.symbols(x), *sc.symbols(canonical(x))):
+                usual = devices.get(canonical(s), default)
+                values[s] = 1.5 if category(s.dtype) == "float" else sizes.get(s.name, usual)
     return values
 
 

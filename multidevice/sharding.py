@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuser.errors import ShardingError, UnsupportedError, user_code
@@ -91,6 +91,17 @@ def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
     )
 
 
+def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
+    """Return, for the extents of axes that are devices as a whole, how many devices they are."""
+    return {
+        tv.fusion.canonical(tv.domain.axes[number].size): cut.devices
+        for tv in tensors
+        for number, cuts in axis_cuts(tv, DEVICE_TYPES).items()
+        for cut in cuts
+        if cut.whole
+    }
+
+
 def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the global shape of a tensor whose shards have the shape `sizes`.
 
@@ -127,7 +138,13 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
             assert isinstance(cut.count, int), f"{cut} of {tv} lies around a device cut"
             streams = cut.count
             continue
-        if rest % (cut.devices * streams) != 0 or (cut.whole and rest != cut.devices):
+        if cut.whole and rest != cut.devices:
+            raise ShardingError(
+                f"the extent {extent} of {axis} of {tv} is that of {tv.mesh} along "
+                f"{cut.ptype.text}, which has {cut.devices} devices"
+                f"{user_code(cut_line(tv, cut.ptype))}"
+            )
+        if rest % (cut.devices * streams) != 0:
             beside = "" if streams == 1 else f", each step of {streams} over them,"
             raise ShardingError(
                 f"the extent {extent} of {axis} of {tv} is not divisible by the {cut.devices} "

@@ -24,8 +24,8 @@ from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
 from hostir.lower_params import STANDALONE, LowerParams, check_number_of_streams
 from hostir.lower_streams import check_stream
-from multidevice.placement import axis_cuts
 from multidevice.shard import shard_for_rank
+from multidevice.sharding import whole_axis_sizes
 
 
 class CommunicatorBackend(Enum):
@@ -127,14 +127,7 @@ class MultiDeviceExecutor:
         size = 8
         for n in parts:
             size *= n
-        # A device axis that is a whole axis has the mesh's extent.
-        whole_axes = {
-            fusion.canonical(tv.domain.axes[number].size): cut.devices
-            for tv in fusion.tensors()
-            for number, cuts in axis_cuts(tv).items()
-            for cut in cuts
-            if cut.whole and cut.ptype.is_device
-        }
+        whole_axes = whole_axis_sizes(fusion.tensors())
 
         def extent(x: Scalar) -> int:
             x = fusion.canonical(x)

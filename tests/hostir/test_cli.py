@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.errors import InputError, ParseError
+from fuser import ParallelType
+from fuser.errors import InputError, ParseError, ShardingError
+from fuser.multidevice import DeviceMesh
+from hostir import HostIrContainer
 from hostir.cli import main
 from hostir.container import SHORT_FORM, equal
 from hostir.host_passes import PASSES
+from hostir.ops import Allocate
 from hostir.parse import parse
 from hostir.ranks import summaries
 from hostir.source import read_program
+from hostir.transfers import Communication, TeamOf, Wait
+from multidevice.sharding import local_sizes
 from tests.hostir.programs import CASES, build, expected
 from tests.hostir.stream_programs import PROGRAMS
 
@@ -100,6 +106,29 @@ def test_random_sizes_fit_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "p.txt").write_text(build(case).full_text())
     assert main(["run", str(tmp_path / "p.txt")]) == 0
     assert "rank 3 output 0: torch.float32 (4, 6)" in capsys.readouterr().out
+
+
+def test_an_axis_that_is_the_devices_has_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was given 8, and the error spoke of divisibility."""
+    mesh = DeviceMesh([0, 1, 2])
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([-1, -1], mesh=mesh)
+        y = hic.tensor([x.size(0), x.size(1)], mesh=mesh)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+        team = TeamOf(mesh, (ParallelType.mesh_x,))
+        gather = Communication(x, y, number=0, type="Allgather", team=team)
+        hic.append(Allocate(y), gather, Wait(0))
+        hic.add_output(y)
+    path = tmp_path / "program.txt"
+    path.write_text(hic.full_text())
+    assert main(["verify", str(path)]) == 0
+    assert main(["run", str(path), "--ranks", "3"]) == 0
+    assert "rank 2 output 0: torch.float32 (3, 9)" in capsys.readouterr().out
+    with pytest.raises(ShardingError, match=r"extent 6 .*T0.* of DeviceMesh{0 1 2} along .* 3 dev"):
+        local_sizes(x, [6, 9])
 
 
 @pytest.mark.parametrize(
