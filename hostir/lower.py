@@ -36,13 +36,19 @@ _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
 
 def lower(
-    segmented: SegmentedFusion, *, backend_name: str, params: LowerParams = DEFAULT
+    segmented: SegmentedFusion,
+    *,
+    backend_name: str,
+    params: LowerParams = DEFAULT,
+    loops: StreamLoops | None = None,
 ) -> HostIrContainer:
     """Return the host program of a segmented fusion; `hostir.host_passes.run_passes` completes it.
 
-    The fusion is complete, sharded and finalized. `backend_name` is written on communications.
+    The fusion is complete, sharded and finalized; `loops` are its loops, None if nobody has looked
+    for them. `backend_name` is written on communications.
     """
-    return Lowering(segmented, backend_name, params).run()
+    found = StreamLoops(segmented.fusion) if loops is None else loops
+    return Lowering(segmented, backend_name, params, found).run()
 
 
 @dataclass
@@ -50,6 +56,7 @@ class Lowering:
     segmented: SegmentedFusion
     backend_name: str
     params: LowerParams
+    loops: StreamLoops
     ops: list[Op] = field(default_factory=list[Op])
     groups: dict[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
     numbers: int = 0
@@ -61,7 +68,6 @@ class Lowering:
         copy.exprs = ()
         self.values = copy
         self.in_place = self._in_place_outputs()
-        self.loops = StreamLoops(self.segmented.fusion)
         for group in self._in_order():
             if self.loops.loop_of(group[0].exprs[0]) is not None:
                 self.ops += StreamLoopBuilder(self, group).build()

@@ -69,7 +69,7 @@ def build_program(
         stands_alone=stands_alone(loops, params),
     )
     dump("segmented_fusion", segmented.describe)
-    lowered = lower(segmented, backend_name=backend_name, params=params)
+    lowered = lower(segmented, backend_name=backend_name, params=params, loops=loops)
     after("lowering", lowered)
     passes = () if params.standalone else PASSES
     return segmented, run_passes(lowered, passes, after_each=after)

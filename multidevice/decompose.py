@@ -109,8 +109,11 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
             continue
         for index in differing:
             op = _insert_before(op, index, copies)
-        if _differing(op):
-            # Two index expressions that agree but are not provably equal, behind a reshape.
+        for _ in DEVICE_TYPES:
+            if not _differing(op):
+                break
+            # Two index expressions that agree but are not provably equal, behind a reshape: perhaps
+            # only with what else is known of an extent that is cut.
             op = _compute_whole(fusion, op, _changing_types(op))
             for index in _differing(op):
                 op = _insert_before(op, index, copies)

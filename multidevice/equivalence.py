@@ -34,7 +34,7 @@ class Comparison:
         self._divisible: dict[Scalar, Scalar] = {}
         self._collect_divisible(consumer)
         self._collect_divisible(producer)
-        shared = {c.number: self._index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)}
+        shared = {c.number: self.index(f"x{k}", c.size) for k, (_, c) in enumerate(pairs)}
         sizes = {a.number: self.rewrite(a.size) for a in consumer.domain.maybe_root}
         domain = self._domain(consumer, sizes)
         self.consumer = _View(consumer, consumer.domain.maybe_root, shared, domain, self)
@@ -71,14 +71,11 @@ class Comparison:
                 return x
             x = sc.substitute(x, found)
 
-    def _index(self, name: str, extent: Scalar) -> Scalar:
+    def index(self, name: str, extent: Scalar) -> Scalar:
         extent = self.rewrite(extent)
         if sc.int_value(extent) == 1:
             return sc.ZERO
         return sc.index(name, extent)
-
-    def fresh_index(self, number: int, extent: Scalar) -> Scalar:
-        return self._index(f"u{number}", extent)
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
         """Return the domain over rewritten extents; `sizes` gives those of the source axes."""
@@ -93,14 +90,16 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Learn `s = factor * s'` from the splits of views and of devices, which leave no rest.
+        """Learn `s = part * s'` from the splits of views and of devices, which leave no rest.
 
         Those of streams may leave one.
         """
         for t in tv.domain.splits.values():
             outer = tv.domain.rotated(t.outer)
             if outer.is_device or (outer.rfactor and not outer.is_stream):
-                self._learn(self.rewrite(tv.domain.axes[t.inp].size), self.rewrite(t.factor))
+                for part in t.outputs:
+                    sizes = (tv.domain.axes[n].size for n in (t.inp, part))
+                    self._learn(*map(self.rewrite, sizes))
 
     def _learn(self, extent: Scalar, factor: Scalar) -> None:
         atoms = sc.symbols(extent)
@@ -165,7 +164,7 @@ class _View:
         indices = dict(shared)
         for axis in sources:
             if axis.number not in indices:
-                indices[axis.number] = comparison.fresh_index(axis.number, axis.size)
+                indices[axis.number] = comparison.index(f"u{axis.number}", axis.size)
 
         def coordinate(ptype: ParallelType) -> Scalar:
             count = sc.const(tv.mesh.size_of(ptype) if tv.mesh else 1)

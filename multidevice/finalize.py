@@ -81,11 +81,12 @@ def complete_meshes(fusion: Fusion) -> None:
 
 def slice_per_loop(fusion: Fusion) -> None:
     """Give every loop slices of its own: outside of a loop, a slice names nothing."""
+    slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
+    if not slices:
+        return
     loops = StreamLoops(fusion)
     loop_of = {out: loops.loop_of(op) for op in fusion.exprs for out in op.outputs}
-    for op in fusion.exprs:
-        if not isinstance(op, Reshard) or not is_step_slice(op):
-            continue
+    for op in slices:
         made = {loop_of[op.out]: op.out}
         for reader in fusion.uses(op.out):
             loop = loop_of[reader.out_tensor]

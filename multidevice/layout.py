@@ -48,9 +48,24 @@ def lay_out_communication(fusion: Fusion) -> None:
     A collective in steps sees one block at a time. A block is dense where each step has memory of
     its own, or where the stream's axis is outermost; else a copy in the same step comes between.
     """
+    per_step = _PerStep(fusion)
     for op in fusion.exprs:
         if isinstance(op, Reshard) and communicates(op):
-            _fit_consumer(fusion, _fit_producer(fusion, op))
+            _fit_consumer(per_step, _fit_producer(per_step, op))
+
+
+class _PerStep:
+    """Which tensors each step has memory of its own for, found anew when the ops have changed."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self._exprs: tuple[TensorOp, ...] | None = None
+        self._found: set[TensorView] = set()
+
+    def __contains__(self, tv: TensorView) -> bool:
+        if self._exprs is not self.fusion.exprs:
+            self._exprs, self._found = self.fusion.exprs, allocated_per_step(self.fusion)
+        return tv in self._found
 
 
 def _is_local_one(tv: TensorView, position: int, *, in_steps: bool) -> bool:
@@ -85,14 +100,12 @@ def _step_outermost(tv: TensorView, order: list[int]) -> list[int]:
     return [stream.position, *(p for p in order if p != stream.position)]
 
 
-def _is_dense_block(fusion: Fusion, tv: TensorView, order: list[int]) -> bool:
+def _is_dense_block(per_step: _PerStep, tv: TensorView, order: list[int]) -> bool:
     """Whether one step's block of a tensor with this memory order has no gaps."""
     stream = stream_axis(tv)
     assert stream is not None, f"{tv} is not computed in steps"
     outside = order[: order.index(stream.position)]
-    return all(_is_local_one(tv, p, in_steps=False) for p in outside) or (
-        tv in allocated_per_step(fusion)
-    )
+    return all(_is_local_one(tv, p, in_steps=False) for p in outside) or tv in per_step
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
@@ -104,14 +117,14 @@ def _is_in_steps(op: Reshard) -> bool:
     return stream_axis(op.out) is not None
 
 
-def _fit_producer(fusion: Fusion, op: Reshard) -> Reshard:
-    operand = op.inp
+def _fit_producer(per_step: _PerStep, op: Reshard) -> Reshard:
+    fusion, operand = per_step.fusion, op.inp
     scatters = scatters_steps(op)
     in_steps = scatters or (_is_in_steps(op) and not is_device_to_stream(op))
     axis = None if scatters else _outermost_axes(op)[0]
     order = _required_order(operand, axis, in_steps=in_steps)
     order = _step_outermost(operand, order) if in_steps else order
-    is_dense = not in_steps or _is_dense_block(fusion, operand, order)
+    is_dense = not in_steps or _is_dense_block(per_step, operand, order)
     if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand) and is_dense:
         return op
     if is_dense and _may_relayout(fusion, operand):
@@ -141,9 +154,9 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
     return len(tv.uses()) == 1 and not isinstance(definition, Reshard)
 
 
-def _fit_consumer(fusion: Fusion, op: Reshard) -> None:
+def _fit_consumer(per_step: _PerStep, op: Reshard) -> None:
     """Write the collective's result in the operand's order of axes."""
-    operand, out = op.inp, op.out
+    fusion, operand, out = per_step.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
     # A device gets what a step computes as it is.
     axis = None if scatters_steps(op) else _outermost_axes(op)[1]
@@ -154,7 +167,7 @@ def _fit_consumer(fusion: Fusion, op: Reshard) -> None:
         is_first = all(_is_local_one(out, p, in_steps=_is_in_steps(op)) for p in outside)
         order = order if is_first else [axis, *rest]
     order = _step_outermost(out, order)
-    is_dense = not _is_in_steps(op) or _is_dense_block(fusion, out, order)
+    is_dense = not _is_in_steps(op) or _is_dense_block(per_step, out, order)
     current = [p for p, _ in memory_order(out)]
     if order == current and is_contiguous(out) and is_dense:
         return

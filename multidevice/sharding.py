@@ -252,7 +252,8 @@ def _check_stream(tv: TensorView) -> None:
     streams = [a for a in spread_axes(tv) if a.is_stream]
     where = user_code(cut_line(tv, ParallelType.stream))
     for split in tv.domain.splits.values():
-        if tv.domain.rotated(split.outer) in streams and split.inner_split:
+        is_view = tv.domain.axes[split.outer].rfactor  # a reshape's, not the user's
+        if split.inner_split and not is_view and tv.domain.rotated(split.outer) in streams:
             raise UnsupportedError(
                 f"{streams[0]} of {tv} counts blocks of {split.factor} elements: make the stream "
                 f"axis by outer_split(axis, number of steps){where}"

@@ -106,6 +106,9 @@ class StreamLoops:
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
+        # What is proved once.
+        self._steps: dict[TensorView, bool] = {}
+        self._proved: dict[tuple[TensorOp, int], bool] = {}
         self._order: dict[TensorOp, int] = {}
         self._loop: dict[TensorOp, StreamLoop] = {}
         if not has_streams(fusion):
@@ -114,7 +117,7 @@ class StreamLoops:
         self._same: dict[int, int] = {}
         for op in fusion.exprs:
             for index, operand in tensor_operands(op):
-                if stream_axis(op.out_tensor) is not None and is_in_step(op, index):
+                if self._has_steps(op.out_tensor) and self._is_in_step(op, index):
                     a, b = self._axis(operand), self._axis(op.out_tensor)
                     if a != b:
                         self._same[max(a, b)] = min(a, b)
@@ -129,7 +132,7 @@ class StreamLoops:
             self._order[op] = min(before, default=self._order[op])
         for op in fusion.exprs:
             stepping = op.inputs[0] if scatters_steps(op) else op.out_tensor
-            if stream_axis(stepping) is not None:
+            if self._has_steps(stepping):
                 self._loop[op] = StreamLoop(self._axis(stepping), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
@@ -141,22 +144,26 @@ class StreamLoops:
         is_loop = self._loop.get(a) == self._loop.get(b)
         return is_loop and self._order.get(a) == self._order.get(b)
 
-    def are_in_step(self, a: TensorView, b: TensorView) -> bool:
-        """Whether the ops that make two tensors share a loop."""
-        ops = self._fusion.definition(a), self._fusion.definition(b)
-        loops = [None if op is None else self._loop.get(op) for op in ops]
-        return loops[0] is not None and loops[0] == loops[1]
-
     def fits_in_loop(self, tv: TensorView) -> bool:
         """Whether nothing but steps of the tensor's own loop read it, each its own block."""
         definition = self._fusion.definition(tv)
         loop = None if definition is None else self._loop.get(definition)
         return loop is not None and all(
-            self._loop.get(op) == loop and (scatters_steps(op) or is_in_step(op, index))
+            self._loop.get(op) == loop and (scatters_steps(op) or self._is_in_step(op, index))
             for op in self._fusion.uses(tv)
             for index, operand in tensor_operands(op)
             if operand is tv
         )
+
+    def _has_steps(self, tv: TensorView) -> bool:
+        if tv not in self._steps:
+            self._steps[tv] = stream_axis(tv) is not None
+        return self._steps[tv]
+
+    def _is_in_step(self, op: TensorOp, index: int) -> bool:
+        if (op, index) not in self._proved:
+            self._proved[op, index] = is_in_step(op, index)
+        return self._proved[op, index]
 
     def _axis(self, tv: TensorView) -> int:
         number = self._graph.find(next(a for a in tv.domain.loop if a.is_stream))
@@ -175,13 +182,13 @@ class StreamLoops:
         """Whether a reader needs more of an op in steps than its own step's block."""
         if scatters_steps(op):
             return True
-        if stream_axis(op.out_tensor) is None or scatters_steps(reader):
+        if not self._has_steps(op.out_tensor) or scatters_steps(reader):
             return False
-        if stream_axis(reader.out_tensor) is None:
+        if not self._has_steps(reader.out_tensor):
             return True
         if self._axis(op.out_tensor) != self._axis(reader.out_tensor):
             return True
-        return not all(is_in_step(reader, i) for d, i in self._sources(reader) if d is op)
+        return not all(self._is_in_step(reader, i) for d, i in self._sources(reader) if d is op)
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:

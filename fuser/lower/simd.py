@@ -2,13 +2,6 @@
 
     FUSER_UNROLL for k < 256 { if (h + k < n) { a[k] += x[h + k]; } }
 ->  FUSER_SIMD for k < min(256, n - h) { a[k] += x[h + k]; }
-
-A Welford update depends on the one before, so its loop is cut into blocks:
-
-    for k < n { welford_add(w, x[k]); }
-->  for c < ceilDiv(n, 256) {
-      FUSER_SIMD for j < min(256, n - 256*c) { b[j] = x[256*c + j]; }
-      welford_add_block(w, b, min(256, n - 256*c)); }
 """
 
 from __future__ import annotations

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
-from hostir import NUMBER_OF_STREAMS, RANK, HostIrEvaluator, equal, parse
+from hostir import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    ForLoop,
+    HostIrEvaluator,
+    equal,
+    parse,
+)
 from hostir.race import find_races
 
 X = ParallelType.mesh_x
@@ -343,7 +350,8 @@ def test_one_contracted_element_of_one_operand_meets_none_in_an_empty_block(
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_reshape_whose_blocks_nobody_proves_is_computed_first(is_read: bool) -> None:
+def test_both_parts_of_a_reshaped_axis_divide_it(is_read: bool) -> None:
+    """256 rows of n / 32 from 8 n elements: a block of rows is one of elements."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8], contiguity=True)
         n = fd.ops.size(x, 0)
@@ -357,6 +365,61 @@ def test_a_reshape_whose_blocks_nobody_proves_is_computed_first(is_read: bool) -
         (got,) = fd.execute([t], _enable_options=("late_stream(all)",))
         want = t.relu().reshape(256, rows // 32)
         assert torch.equal(got, -want if is_read else want)
+    # What comes first as a whole is copied step by step.
+    assert "= Set(" not in str(fd.fec.host_program())
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_reshape_whose_blocks_nobody_proves_is_computed_first(parts: int) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([3, 8, -1], contiguity=True)
+        n = fd.ops.size(x, 2)
+        y = fd.ops.reshape(fd.ops.relu(x), [3, 8 * parts, fd.ops.div(n, parts)])
+        fd.add_output(y)
+        stream(y, 1, 2)
+    for columns in (12, 6, 0):
+        t = torch.linspace(-2, 3, 24 * columns).reshape(3, 8, columns)
+        (got,) = fd.execute([t], _enable_options=("late_stream(all)",))
+        assert torch.equal(got, t.relu().reshape(3, 8 * parts, columns // parts))
+
+
+def test_cuts_behind_a_reshape_that_only_others_prove() -> None:
+    """That mesh_x divides the flat axis is known from mesh_y inside of it: they go together."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        eighths = fd.ops.div(fd.ops.size(x, 0), 8)
+        rows = fd.ops.reshape(fd.ops.relu(x), [fd.ops.mul(eighths, 4), 2])
+        y = fd.ops.neg(rows)
+        fd.add_output(y)
+    mesh = multidevice.DeviceMesh(torch.arange(4).reshape(2, 2))
+    for tv in (x, y):
+        tv.set_device_mesh(mesh)
+    for axis, kind in enumerate((X, ParallelType.mesh_y)):
+        y.outer_split(axis, 2)
+        y.axis(axis).parallelize(kind)
+    whole = torch.linspace(-2, 3, 16)
+
+    def body() -> None:
+        (got,) = fd.execute([whole])
+        want = -whole.relu().reshape(8, 2)
+        assert torch.equal(got, multidevice.shard_tensor(want, y))
+
+    with multidevice.simulate(4) as world:
+        world.run(body)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_an_axis_that_a_reshape_made_is_a_stream(is_read: bool) -> None:
+    """The reshape's own split was taken for the user's, who was told to make another."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([24], contiguity=True)
+        y = fd.ops.reshape(x, [6, 4])
+        fd.add_output(fd.ops.relu(y) if is_read else y)
+        stream(y, 0)
+    t = torch.linspace(-2, 3, 24)
+    (got,) = fd.execute([t], _enable_options=("late_stream(all)",))
+    assert torch.equal(got, t.reshape(6, 4).relu() if is_read else t.reshape(6, 4))
+    assert any(isinstance(op, ForLoop) for op in fd.fec.host_program().ops)
 
 
 def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
