@@ -73,11 +73,15 @@ class Lowering:
                 self.ops += StreamLoopBuilder(self, group).build()
             else:
                 (segment,) = group
+                before = len(self.ops)
                 LOWER[segment.kind](self, segment)
+                self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
+        lines = {self._twin(o): s.line for s in self.segmented.segments for o in s.outputs}
         # Last, when everything has been computed from old values.
         for alias in copy.aliases:
             if alias.out not in self.in_place and alias.out is not alias.into:
-                self.ops.append(nodes.LoadStoreOp(alias.into, alias.out))
+                copied = nodes.LoadStoreOp(alias.into, alias.out)
+                self.ops.append(copied.located(lines.get(alias.out, "")))
         return HostIrContainer(copy, tuple(self.ops), self.groups)
 
     def _in_order(self) -> list[list[Segment]]:

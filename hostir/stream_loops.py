@@ -68,9 +68,13 @@ class StreamLoopBuilder(StepTransfers):
     def build(self) -> list[Op]:
         """Return the allocations, the loops, and what they wait for."""
         for segment in self._segments:
+            before, steps = len(self._before), len(self._steps)
             STEP[segment.kind](self, segment)
+            for ops, start in ((self._before, before), (self._steps, steps)):
+                ops[start:] = (op.located(segment.line) for op in ops[start:])
         form = FORMS[self._axis.is_logical]
-        return [*self._before, *form(self)]
+        line = self._segments[-1].line
+        return [op.located(line) for op in (*self._before, *form(self))]
 
     # ------------------------------------------------------------ segments
     def _kernel(self, segment: Segment) -> None:

@@ -151,6 +151,17 @@ class Op:
         made: Any = dataclasses.replace(cast("Any", self), **changes)
         return made
 
+    def located(self, where: str) -> Self:
+        """Return the op with this line for itself and what is in its regions, where they have none:
+        ops that the compiler adds serve one that the user wrote."""
+        regions = {
+            name: tuple(op.located(where) for op in getattr(self, name))
+            for name in self.fields_of("region")
+        }
+        if self.where and not regions:
+            return self
+        return self.replace(where=self.where or where, **regions)
+
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
         """Return the op with `fn` applied to every operand and result (not inside regions)."""
         changes: dict[str, Any] = {}

@@ -44,6 +44,11 @@ class Segment:
     # The kernel's own fusion (global form); None for other kinds.
     fusion: Fusion | None = None
 
+    @property
+    def line(self) -> str:
+        """The user's line of what the segment computes."""
+        return next((op.where for op in reversed(self.exprs) if op.where), "")
+
 
 @record
 class SegmentedFusion:

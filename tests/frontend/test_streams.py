@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType, TensorView
+from fuser import FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.kernels.executor import KernelExecutor
 from fuser.kernels.variant import Variant
-from hostir.container import equal
+from hostir.container import equal, walk
 from hostir.parse import parse
 
 LATE = ("all", "entry", "0", "1", "2")
@@ -305,3 +305,33 @@ def test_kernels_are_prepared_once_for_all_steps_that_are_alike(
         torch.testing.assert_close(got, a.exp())
     # Rows of 12 bytes begin at 4 places of a vector of 16, and the allocation is as aligned as any.
     assert len(bound) <= 3 * 4
+
+
+def summed(fd: FusionDefinition, x: TensorView, w: TensorView) -> TensorView:
+    return fd.ops.sum(fd.ops.relu(fd.ops.matmul(x, w)), 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("count", [None, 2, 0])
+def test_every_op_of_a_program_names_a_line_of_the_user(count: int | None, ranks: int) -> None:
+    """Errors of what only the compiler knows, such as a loop, said "user code at unknown"."""
+
+    def body() -> None:
+        with FusionDefinition() as fd:
+            x, w = tensors(fd, 2, 2)
+            y = summed(fd, x, w)
+            fd.add_output(y)
+        if ranks > 1:
+            for tv in (x, w, y):
+                tv.set_device_mesh(multidevice.DeviceMesh(range(ranks)))
+            x.outer_split(0, ranks)
+            x.axis(0).parallelize(ParallelType.mesh_x)
+        if count != 0:
+            stream(y, 0, count)
+        fd.execute([torch.randn(8 // ranks, 3), torch.randn(3, 4)])
+        line = f"{__file__}:{summed.__code__.co_firstlineno + 1}"
+        ops = list(walk(fd.fec.host_program().ops))
+        assert [op for op in ops if op.where != line] == []
+
+    with multidevice.simulate(ranks) as world:
+        world.run(body)
