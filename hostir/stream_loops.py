@@ -73,8 +73,7 @@ class StreamLoopBuilder(StepTransfers):
             for ops, start in ((self._before, before), (self._steps, steps)):
                 ops[start:] = (op.located(segment.line) for op in ops[start:])
         form = FORMS[self._axis.is_logical]
-        line = self._segments[-1].line
-        return [op.located(line) for op in (*self._before, *form(self))]
+        return [*self._before, *form(self)]
 
     # ------------------------------------------------------------ segments
     def _kernel(self, segment: Segment) -> None:

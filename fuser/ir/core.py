@@ -152,15 +152,14 @@ class Op:
         return made
 
     def located(self, where: str) -> Self:
-        """Return the op with this line for itself and what is in its regions, where they have none:
-        ops that the compiler adds serve one that the user wrote."""
+        """Return the op with this line where it, or what is in its regions, has results and no line
+        yet: ops that the compiler adds serve one that the user wrote."""
         regions = {
             name: tuple(op.located(where) for op in getattr(self, name))
             for name in self.fields_of("region")
         }
-        if self.where and not regions:
-            return self
-        return self.replace(where=self.where or where, **regions)
+        line = self.where or (where if self.outputs else "")
+        return self.replace(where=line, **regions) if regions or line != self.where else self
 
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
         """Return the op with `fn` applied to every operand and result (not inside regions)."""

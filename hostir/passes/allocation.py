@@ -68,7 +68,7 @@ def _inserted(
         waiting += ending.get(path, ())
         goes_on = (op.regions or _only_waits(op)) and any(map(_only_waits, ops[i + 1 : i + 2]))
         if waiting and not goes_on:
-            made += (Deallocate(tv).located(op.where) for tv in waiting)
+            made += map(Deallocate, waiting)
             waiting = []
     return tuple(made)
 
