@@ -111,8 +111,12 @@ def _check_sizes(
     but for the last axis."""
     sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
     whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
-    if whole and _number(sizes[-1], values) == 1:
-        _refuse(op, whole[0][0], axes[-1])
+    is_result = axes[-1][0] in op.outputs
+    # What is summed over has one element in all operands where it has one in the last.
+    if _number(sizes[-1], values) == 1:
+        for axis, n in whole:
+            if is_result or _number(n, values) is not None:
+                _refuse(op, axis, axes[-1])
     for (one, n), (other, m) in pairwise(whole):
         if n is not m and _number(sc.sub(n, m), values) not in (0, None):
             _refuse(op, one, other)
