@@ -60,8 +60,8 @@ def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number
     for source, made in zip(kept, _axes(op.out), strict=True):
         sliced = op.axis if isinstance(op, LocalSlice) else None
         _check_sizes(op, [source, made], values, is_cut=sliced is not None and sliced == made[1])
-    if not isinstance(op, LocalSlice):
-        return
+    if not isinstance(op, LocalSlice) or op.inp.domain.no_reductions[op.axis].is_broadcast:
+        return  # of an expanded axis every part is the same element
     before, after = (_spread(tv, op.axis) for tv in (op.inp, op.out))
     if op.ptype in before or op.ptype not in after:
         which, state = (op.inp, "cut") if op.ptype in before else (op.out, "not cut")
