@@ -442,12 +442,14 @@ class Walker(Reports):
     def _start(self, number: int, site: Site, uses: Iterable[_Planned]) -> None:
         current, before = self.clocks.current, self.flights.get(number)
         if before is not None:
+            is_step = before.site.op is site.op
+            where = "behind {0}, in the same step" if is_step else "between {0} and {1}"
             self._note(
                 NO_WAIT,
                 f"communication {number} is started again before its Wait",
                 (before.site, f"on {self.clocks.name(before.began)}: starts it"),
                 (site, f"on {self.clocks.name(current)}: starts it again"),
-                fix=f"Wait(Communication {number}) is missing between {{0}} and {{1}}",
+                fix=f"Wait(Communication {number}) is missing {where}",
             )
         flight = self.flights[number] = Flight(site, number, current, dict(self.clocks.now))
         self.absent.discard(number)

@@ -73,12 +73,16 @@ class Reports:
             what = f"a part of {label} is used again too early"
         else:
             what = f"nothing orders two uses of {label}"
+        fix = self._remedy(earlier, later.began, "before {1}")
+        if later.flight is not None and earlier.flight is later.flight:
+            fix = "They start together: {1} belongs behind Wait(Communication "
+            fix += f"{later.flight.number}), in a group of its own"
         self._note(
             RACE,
             what,
             (earlier.site, self._doing(earlier, buffer)),
             (later.site, self._doing(later, buffer)),
-            fix=self._remedy(earlier, later.began, "before {1}"),
+            fix=fix,
         )
 
     def _who(self, use: Use) -> str:

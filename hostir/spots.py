@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
-from fuser.ir.storage import memory_order
+from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.effects import Part, Shows
@@ -60,7 +60,7 @@ class Shapes:
         self._whole: dict[TensorView, tuple[int, ...]] = {}
         self._spots: dict[TensorView, Spot] = {}
         self._cuts: dict[TensorView, tuple[frozenset[ParallelType], ...]] = {}
-        self._frames: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._frames: dict[object, tuple[tuple[int, ...], ...]] = {}
 
     def whole(self, tv: TensorView) -> tuple[int, ...]:
         if tv not in self._whole:
@@ -117,21 +117,22 @@ class Shapes:
         return np.asarray([mesh.coordinate(int(r), ptype) for r in self._values.ranks])
 
     def region(self, spot: Spot, *, without: int | None = None) -> Region | None:
-        """Return what a name is, without an axis of partial sums; None where that is not known."""
-        extents = tuple(e for a, e in enumerate(spot.extents) if a != without and e is not None)
-        whole, order = self._frame(spot.owner, without)
-        known = len(extents) == len(whole)
+        """Return what memory has of a name, without an axis of partial sums; None where that is
+        not known."""
+        whole, keep, order = self._frame(spot.owner, without)
+        extents = tuple(e for a in keep if (e := spot.extents[a]) is not None)
         owners = ((None, spot.owner),)
+        known = len(extents) == len(keep)
         return Region(owners, whole, extents, order, spot.by_rank) if known else None
 
-    def _frame(
-        self, tv: TensorView, without: int | None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return global sizes, and the axes as memory holds them, outermost first."""
+    def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
+        """Return global sizes, the axes that memory has (of an expanded one it has none), and
+        their places in memory, outermost first."""
         if (tv, without) not in self._frames:
-            keep = [a for a in range(tv.ndim) if a != without]
-            order = tuple(keep.index(a) for a, _ in memory_order(tv) if a != without)
-            self._frames[tv, without] = tuple(self.whole(tv)[a] for a in keep), order
+            gone = {without, *expanded_positions(tv)}
+            keep = tuple(a for a in range(tv.ndim) if a not in gone)
+            order = tuple(keep.index(a) for a, _ in memory_order(tv) if a not in gone)
+            self._frames[tv, without] = tuple(self.whole(tv)[a] for a in keep), keep, order
         return self._frames[tv, without]
 
     def partial_axis(self, spot: Spot, ptypes: Sequence[ParallelType]) -> int | None:

@@ -320,6 +320,25 @@ def test_reports_name_lines_streams_and_the_missing_wait() -> None:
     ) in text
 
 
+def test_a_wait_that_a_loop_lacks_is_missing_in_the_same_step() -> None:
+    hic = PROGRAMS["forwarding_ring"].build()
+    hic = edited(hic, {nth(hic, Wait): ()})
+    (found, *_) = (f for f in races("forwarding_ring", hic) if f.kind == race.NO_WAIT)
+    line = line_numbers(hic)[id(nth(hic, EndCoalescing))]
+    text = found.text(line_numbers(hic))
+    assert f"Wait(Communication 3) is missing behind line {line}, in the same step" in text
+
+
+def test_transfers_of_one_group_cannot_wait_for_each_other() -> None:
+    hic = PROGRAMS["forwarding_ring"].build()
+    send, receive = nth(hic, P2PCommunication, 0), nth(hic, P2PCommunication, 1)
+    hic = edited(hic, {receive: (receive.replace(buffer=send.buffer),)})
+    (found, *_) = (f for f in races("forwarding_ring", hic) if f.kind == race.RACE)
+    line = line_numbers(hic)[id(nth(hic, P2PCommunication, 1))]
+    text = found.text(line_numbers(hic))
+    assert f"line {line} belongs behind Wait(Communication 3), in a group of its own" in text
+
+
 def test_findings_of_one_missing_wait_are_reported_together() -> None:
     hic = PROGRAMS["allgather_linear"].build()
     hic = edited(hic, {nth(hic, JOIN, 0): ()})
