@@ -217,7 +217,7 @@ def _arguments() -> argparse.ArgumentParser:
     def file(made: argparse.ArgumentParser, name: str = "file") -> None:
         made.add_argument(
             name,
-            help="a program's text, a dump, or what FUSER_DUMP=host_ir printed; -: stdin",
+            help="a program's text, a dump, or what a job printed that has one; -: stdin",
         )
 
     one = command(_print)
@@ -269,6 +269,6 @@ def _arguments() -> argparse.ArgumentParser:
     file(why)
     for name in ("why", "print", "opt", "run", "verify"):
         commands.choices[name].add_argument(
-            "--program", type=int, metavar="N", help="which of several dumped programs, from 0"
+            "--program", type=int, metavar="N", help="which of several programs, from 0"
         )
     return parser
