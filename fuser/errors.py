@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 
-_OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice"})
+# What opens a `with` block of ours is no code of the user.
+_OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
 
 
 class FuserError(RuntimeError):

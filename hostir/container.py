@@ -18,16 +18,18 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from fuser.arguments import checked
 from fuser.errors import ArgumentError, DefinitionError, VerifyError, user_code
+from fuser.ir.axis import Axis
 from fuser.ir.binding import free_inputs
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import DataType
+from fuser.ir.dtypes import DataType, DtypeLike, check_supported
 from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import TensorOp
-from fuser.ir.scalar import ONE, Scalar, ScalarLike, Symbol, as_scalar, const, is_int, symbols
+from fuser.ir.scalar import ONE, Scalar, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, lines_text, region_text, sections_text, value_text
 from fuser.ir.types import IterType, MemoryType
@@ -62,7 +64,7 @@ class KernelGroup:
     scheduler: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class HostIrContainer:
     """A rank-independent host program.
 
@@ -169,10 +171,11 @@ class HostIrContainer:
             )
         self.values.exprs = ()
 
+    @checked
     def tensor(
         self,
-        shape: Sequence[ScalarLike],
-        dtype: DataType = DataType.Float,
+        shape: Sequence[Scalar | int],
+        dtype: DtypeLike = DataType.Float,
         *,
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
@@ -183,27 +186,30 @@ class HostIrContainer:
         Raises `DefinitionError` for an extent that is no size.
         """
         tv = self.values.new_tensor(
-            [self._axis(i, n) for i, n in enumerate(shape)], dtype, memory=memory
+            [self._axis(i, n) for i, n in enumerate(shape)],
+            check_supported(dtype, "tensor"),
+            memory=memory,
         )
         if mesh is not None:
             tv.set_device_mesh(mesh)
         return tv
 
-    def _axis(self, position: int, extent: ScalarLike) -> IterDomain:
+    def _axis(self, position: int, extent: Scalar | int) -> IterDomain:
         if isinstance(extent, Scalar):
             if not is_int(extent):
                 raise DefinitionError(f"tensor: axis {position} has the extent {extent}, no size")
             return self.values.new_axis(extent)
-        if isinstance(extent, bool | float) or extent < -1:
-            raise DefinitionError(f"tensor: axis {position} has the extent {extent!r}, no size")
+        if extent < -1:
+            raise DefinitionError(f"tensor: axis {position} has the extent {extent}, no size")
         if extent == 1:
             return self.values.new_axis(ONE, IterType.broadcast)
         return self.values.new_axis(self.values.new_extent() if extent == -1 else const(extent))
 
+    @checked
     def input(
         self,
-        shape: Sequence[ScalarLike],
-        dtype: DataType = DataType.Float,
+        shape: Sequence[Scalar | int],
+        dtype: DtypeLike = DataType.Float,
         *,
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
@@ -213,13 +219,15 @@ class HostIrContainer:
         self.add_input(tv)
         return tv
 
-    def scalar(self, dtype: DataType = DataType.Int) -> Symbol:
+    @checked
+    def scalar(self, dtype: DtypeLike = DataType.Int) -> Symbol:
         """Return a new number, as the next input."""
-        symbol = self.values.new_symbol(dtype)
+        symbol = self.values.new_symbol(check_supported(dtype, "scalar"))
         self.add_input(symbol)
         return symbol
 
-    def add_input(self, value: Value) -> None:
+    @checked
+    def add_input(self, value: TensorView | Symbol) -> None:
         self._check_not_sealed("add_input")
         if value in self.inputs:
             raise DefinitionError(f"{value} is an input already")
@@ -227,6 +235,7 @@ class HostIrContainer:
             value.memory = MemoryType.global_
         self.inputs.append(value)
 
+    @checked
     def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
         """Let the program return `tv`, or write it into an input; see `Fusion.add_output`."""
         self._check_not_sealed("add_output")
@@ -234,15 +243,42 @@ class HostIrContainer:
             tv.memory = MemoryType.global_
         self.values.add_output(tv, alias_input)
 
-    def append(self, *ops: Op | TensorView) -> None:
+    @checked
+    def append(self, *ops: Op | TensorView, into: TensorView | None = None) -> None:
         """Add ops at the end of the innermost open region.
 
         A tensor stands for the ops that compute it, as far as they are not in the program yet; its
-        buffer, or whose name it is, may be stated before.
+        buffer, or whose name it is, may be stated before. The last op writes its result `into` a
+        tensor, an input among others, if there is one.
+
+        Raises `DefinitionError` for a result that does not have the shape and dtype of `into`.
         """
+        last = ops[-1] if ops else None
         for given in ops:
-            for op in self._computing(given) if isinstance(given, TensorView) else (given,):
+            made = self._computing(given) if isinstance(given, TensorView) else [given]
+            if into is not None and given is last:
+                made[-1] = self._written_into(made[-1], into)
+            for op in made:
                 self._append(op)
+
+    def _written_into(self, op: Op, into: TensorView) -> Op:
+        """Return an op with another result, which stands for it among those defined here."""
+        results = op.fields_of("result")
+        out = getattr(op, results[0]) if len(results) == 1 else None
+        if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
+            raise DefinitionError(f"append: {op} has no result to write into {into}")
+        if len(out.domain.logical) != out.ndim or out.domain.root_numbers:
+            raise DefinitionError(
+                f"append: {op.name} cannot write into {into} itself: append {out}, and then a set "
+                "of it"
+            )
+        if (out.dtype(), out.ndim, out.mesh) != (into.dtype(), into.ndim, into.mesh):
+            raise DefinitionError(f"append: {out} cannot be written into {into}: dtype, rank, mesh")
+        for a, b in zip(into.shape(), out.shape(), strict=True):
+            self.values.unify_extents(a, b, f"{out}, to be written into {into}")
+        written = op.replace(**{results[0]: into})
+        self.values.exprs = tuple(written if e is op else e for e in self.values.exprs)
+        return written
 
     def _append(self, op: Op) -> None:
         self._check_not_sealed("append")
@@ -271,8 +307,9 @@ class HostIrContainer:
             raise DefinitionError(f"HostIrContainer.append: no op that is still to come makes {tv}")
         return found
 
+    @checked
     def select(
-        self, inp: TensorView, axis: int, index: ScalarLike, out: TensorView | None = None
+        self, inp: TensorView, axis: int, index: Scalar | int, out: TensorView | None = None
     ) -> TensorView:
         """Append a `HirAliasSelect` and return its result: `out`, or a new tensor.
 
@@ -281,6 +318,8 @@ class HostIrContainer:
         axes = inp.domain.no_reductions
         if not -len(axes) <= axis < len(axes):
             raise DefinitionError(f"select: axis {axis} of {inp}, which has {len(axes)} axes")
+        if isinstance(index, Scalar) and not is_int(index):
+            raise DefinitionError(f"select: the index {index} of {inp} is no integer")
         cut = axes[axis]
         if out is None:
             kept = [self.values.clone_axis(a, ptype=a.ptype) for a in axes if a is not cut]
@@ -289,26 +328,19 @@ class HostIrContainer:
         return out
 
     @contextmanager
+    @checked
     def loop(
         self,
-        stop: ScalarLike | IterDomain,
-        start: ScalarLike = 0,
-        step: ScalarLike = 1,
+        stop: Scalar | int | IterDomain | Axis,
+        start: Scalar | int = 0,
+        step: Scalar | int = 1,
         *,
         name: str = "",
     ) -> Generator[Symbol]:
-        """Open a loop to append to; yields its index. `stop` may be an axis to run over.
-
-        Raises `ArgumentError` for a bound that is no integer and no scalar.
-        """
-        for what, given in (("stop", stop), ("start", start), ("step", step)):
-            is_number = isinstance(given, int) and not isinstance(given, bool)
-            if not is_number and not isinstance(given, Scalar | IterDomain):
-                raise ArgumentError(
-                    f"HostIrContainer.loop: {what}: expected an integer or a scalar, got {given!r}"
-                )
-        axis = stop if isinstance(stop, IterDomain) else None
-        end = stop.extent if isinstance(stop, IterDomain) else stop
+        """Open a loop to append to; yields its index. `stop` may be an axis to run over."""
+        axis = stop.state if isinstance(stop, Axis) else stop
+        axis = axis if isinstance(axis, IterDomain) else None
+        end = stop.extent if isinstance(stop, IterDomain | Axis) else stop
         index = loop_index(name or f"i{self.values.next_scalar()}", start, end)
         with self._region() as body:
             yield index
@@ -321,6 +353,7 @@ class HostIrContainer:
     @contextmanager
     def branch(self, predicate: Scalar) -> Generator[None]:
         """Open the region that runs where `predicate` holds; `otherwise` may follow."""
+        IfThenElse(predicate, then=())  # refuses what is no condition before the region is written
         with self._region() as body:
             yield
         self.append(IfThenElse(predicate, then=tuple(body)))
@@ -340,6 +373,7 @@ class HostIrContainer:
             self.ops = self.ops[:-1]
         self.append(last.replace(orelse=tuple(body)))
 
+    @checked
     def unit(self, fusion: Fusion) -> int:
         """Keep a fusion for `PostOnStream`, and return its number.
 
@@ -362,6 +396,9 @@ class HostIrContainer:
             assert self._open.pop() is body, "regions end in the order of their begin"
 
     # ------------------------------------------------------------ text
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self.ops)} ops"
+
     def __str__(self) -> str:
         ins, outs = (", ".join(map(value_text, vs)) for vs in (self.inputs, self.outputs))
         units = "".join(f"\n\n  {unit_line(n, f)}" for n, f in self.units.items())

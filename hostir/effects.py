@@ -35,6 +35,8 @@ class Stream:
     def __post_init__(self) -> None:
         index: Any = self.index
         if type(index) is int:
+            if index < 0:
+                raise DefinitionError(f"Stream {index}: streams count from 0")
             index = sc.const(index)
             object.__setattr__(self, "index", index)
         if index is None and not STREAM_NAME.fullmatch(self.name):

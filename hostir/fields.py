@@ -8,6 +8,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
+from fuser.arguments import show
 from fuser.errors import ArgumentError
 from fuser.ir.core import Op
 from fuser.ir.scalar import Scalar, as_scalar
@@ -33,7 +34,7 @@ def complete_fields(op: Op) -> None:
         value = _completed(given, kind, hint)
         if not _fits(value, hint):
             raise ArgumentError(
-                f"{type(op).__name__}.{name}: expected {_words(hint)}, got {given!r}"
+                f"{type(op).__name__}.{name}: expected {_words(hint)}, got {show(given)}"
                 + _advice(given, hint)
             )
         if value is not given:

@@ -21,8 +21,7 @@ from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup, unit_line
 from hostir.effects import STREAM_NAME, Stream
 from hostir.ops import NUMBER_OF_STREAMS, RANK, loop_index
-from hostir.post import POST
-from hostir.transfers import HOST_OPS, TRANSFER_KINDS
+from hostir.transfers import COLLECTIVES, HOST_OPS, TRANSFER_KINDS
 from multidevice.backends.protocol import RED_OPS
 from multidevice.communication import TeamOf
 
@@ -166,7 +165,7 @@ ATTRIBUTES: Mapping[str, Attribute] = {
     "IterDomain | None": Parser.axis,
     "Stream": _stream,
     "TransferKind": _one_of(TRANSFER_KINDS, "transfer"),
-    "CommunicationType": _one_of(tuple(POST), "communication type"),
+    "CommunicationType": _one_of(COLLECTIVES, "communication type"),
     "RedOp": _one_of(RED_OPS, "reduction"),
     "TeamOf": _team,
 }

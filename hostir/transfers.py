@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from fuser.errors import VerifyError
+from fuser.errors import ArgumentError, VerifyError
 from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op, attr, operand, operands, result
@@ -23,6 +23,17 @@ from hostir.ops import HostOp
 from multidevice.backends.protocol import RED_OPS, RedOp
 from multidevice.communication import CommunicationType, TeamOf
 
+# What a program can start as a `Communication`; the others are ops of their own.
+COLLECTIVES: tuple[CommunicationType, ...] = (
+    "Allgather",
+    "Allreduce",
+    "AllToAll",
+    "Broadcast",
+    "Gather",
+    "Reduce",
+    "ReduceScatter",
+    "Scatter",
+)
 ROOTED = frozenset({"Broadcast", "Gather", "Reduce", "Scatter"})
 REDUCING = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
 # Which types read their input, and write their output, on the root only.
@@ -77,6 +88,13 @@ class Communication(StartsCommunication):
     backend: str = attr(default="NCCL")
     root: Scalar | None = operand(default=None, kw_only=True)
     red_op: RedOp = attr(default="SUM")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.type not in COLLECTIVES:
+            raise ArgumentError(
+                f"Communication.type: expected one of {', '.join(COLLECTIVES)}, got {self.type!r}"
+            )
 
     @property
     def name(self) -> str:

@@ -7,9 +7,11 @@ is); everything after it reads the node. All answers hold for all ranks; `team_o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard, get_args
 
+from fuser.arguments import require
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
@@ -52,6 +54,12 @@ class TeamOf:
 
     mesh: DeviceMesh
     ptypes: tuple[ParallelType, ...]
+
+    def __post_init__(self) -> None:
+        require("TeamOf", "mesh", self.mesh, DeviceMesh)
+        object.__setattr__(
+            self, "ptypes", tuple(require("TeamOf", "ptypes", self.ptypes, Sequence[ParallelType]))
+        )
 
     def ranks(self, rank: int) -> tuple[int, ...]:
         """Return the team of `rank` in mesh order; () when the mesh does not have it."""

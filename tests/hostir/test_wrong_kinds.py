@@ -1,0 +1,146 @@
+"""Programs by hand: values of a wrong kind are refused where they are given, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hostir
+from fuser import DataType, ParallelType, ops
+from fuser.errors import ArgumentError, DefinitionError, FuserError
+from fuser.multidevice import DeviceMesh
+from hostir import Allocate, HostIrContainer, HostIrEvaluator, Stream, verify
+from hostir.post import POST
+from hostir.transfers import COLLECTIVES, Communication, TeamOf
+
+Call = Callable[[Any, Any], object]
+MESH = DeviceMesh([0, 1])
+
+
+def entered(region: Any) -> None:
+    with region:
+        pass
+
+
+CALLS: list[tuple[Call, type[FuserError], str]] = [
+    (lambda p, x: p.select(x, 0, "a"), ArgumentError, "index: expected .*, got 'a' of type str"),
+    (lambda p, x: p.select(x, 0, 1.5), ArgumentError, "index: expected .*, got 1.5 of type float"),
+    (lambda p, x: p.select(3, 0, 0), ArgumentError, "inp: expected a tensor, got 3"),
+    (
+        lambda p, x: p.select(x, 0, hostir.as_scalar(1.5)),
+        DefinitionError,
+        r"the index .*1.5.* of T0.* is no integer",
+    ),
+    (lambda p, x: p.input("ab"), ArgumentError, "shape: expected a list of .*, got 'ab'"),
+    (lambda p, x: p.input([1.5]), ArgumentError, r"shape\[0\]: expected .*, got 1.5"),
+    (lambda p, x: p.input([3], "float"), ArgumentError, "dtype: expected a dtype"),
+    (
+        lambda p, x: p.tensor([3], memory="symmetric"),
+        ArgumentError,
+        "expected MemoryType.symmetric",
+    ),
+    (lambda p, x: p.tensor([-2]), DefinitionError, "axis 0 has the extent -2, no size"),
+    (lambda p, x: p.scalar("int"), ArgumentError, "dtype: expected a dtype"),
+    (lambda p, x: p.unit(3), ArgumentError, "fusion: expected a Fusion, got 3"),
+    (lambda p, x: p.add_input(3), ArgumentError, "value: expected a tensor or a Symbol, got 3"),
+    (lambda p, x: p.add_output(3), ArgumentError, "tv: expected a tensor, got 3"),
+    (lambda p, x: p.append(None), ArgumentError, "None is no op and no tensor"),
+    (lambda p, x: entered(p.loop("a")), ArgumentError, "stop: expected .*, got 'a'"),
+    (lambda p, x: entered(p.loop(3, 0.5)), ArgumentError, "start: expected .*, got 0.5"),
+    (
+        lambda p, x: entered(p.branch("a")),
+        ArgumentError,
+        "predicate: expected a scalar .*, got 'a'",
+    ),
+    (lambda p, x: entered(p.branch(x == 1)), ArgumentError, "predicate: .*write hostir.eq"),
+    (lambda p, x: Stream(-1), DefinitionError, "Stream -1: streams count from 0"),  # pyright: ignore[reportArgumentType]
+    (lambda p, x: TeamOf(1, 2), ArgumentError, "mesh: expected a DeviceMesh, got 1"),  # pyright: ignore[reportArgumentType]
+    (
+        lambda p, x: TeamOf(MESH, ParallelType.mesh_x),  # pyright: ignore[reportArgumentType]
+        ArgumentError,
+        "ptypes: expected a list of ParallelTypes",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_a_call_that_cannot_be_meant(number: int) -> None:
+    call, kind, words = CALLS[number]
+    program = HostIrContainer()
+    with program:
+        x = program.input([3, 4])
+        with pytest.raises(kind, match=words) as found:
+            call(program, x)
+    if "()" in str(found.value):
+        assert f"{__file__}:" in str(found.value)
+
+
+@pytest.mark.parametrize("kind", ["SendRecv", "LocalSlice", "StepSlice", "CollectivePermute", "x"])
+def test_a_communication_of_a_type_that_is_an_op_of_its_own(kind: Any) -> None:
+    """Such a program was verified and printed; it could not be read, and ended in a KeyError."""
+    assert set(COLLECTIVES) == set(POST)
+    program = HostIrContainer()
+    with program:
+        x = program.input([8, 4], mesh=MESH)
+        with pytest.raises(ArgumentError, match=rf"Communication.type: expected .*, got '{kind}'"):
+            Communication(x, x, number=0, type=kind, team=TeamOf(MESH, (ParallelType.mesh_x,)))
+
+
+def test_torch_dtypes_are_taken() -> None:
+    program = HostIrContainer()
+    with program:
+        x = program.input([3], torch.float16)
+        n = program.scalar(torch.int64)
+    assert (x.dtype(), n.dtype) == (DataType.Half, DataType.Int)
+
+
+def test_a_loop_over_an_axis_of_a_tensor() -> None:
+    """`x.axis(0)` is what a user has of it."""
+    program = HostIrContainer()
+    with program:
+        x, y = program.input([-1, 4]), program.tensor([-1, 4])
+        y = program.tensor([x.size(0), 4])
+        program.append(Allocate(y))
+        with program.loop(x.axis(0)) as i:
+            row = ops.neg(program.select(x, 0, i))
+            program.select(y, 0, i, row)
+            program.append(row)
+        program.add_output(y)
+    given = torch.randn(5, 4)
+    assert torch.equal(HostIrEvaluator(program).run([given])[0], -given)
+    assert "FOR i" in str(program) and "in iS0{i0}" in str(program)
+
+
+def test_an_op_writes_into_an_input_as_a_whole() -> None:
+    program = HostIrContainer()
+    with program:
+        x, w = program.input([-1, 4]), program.input([4, 4])
+        added: Any = ops.add(ops.mul(x, 2.0), 1.0)
+        program.append(added, into=x)
+        product: Any = ops.set(ops.matmul(x, w))
+        program.append(product, into=x)
+    verify(program)
+    given, weight = torch.randn(3, 4), torch.randn(4, 4)
+    for late in (None, "all"):
+        evaluator = HostIrEvaluator(program, late_stream=late)
+        for _ in range(2):
+            mine = given.clone()
+            assert evaluator.run([mine, weight]) == []
+            torch.testing.assert_close(mine, (given * 2 + 1) @ weight)
+
+
+def test_an_op_that_does_not_fit_what_it_is_written_into() -> None:
+    cases: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda x: ops.sum(x, [1]), "sum cannot write .* a set of it"),
+        (lambda x: ops.cast(x, DataType.Half), "cannot be written into T0.*: dtype, rank, mesh"),
+        (lambda x: ops.permute(x, [1, 0]), "cannot write"),
+        (lambda x: ops.slice(x, [0, 0], [2, 4]), "4"),
+    ]
+    for make, words in cases:
+        program = HostIrContainer()
+        with pytest.raises(FuserError, match=words), program:
+            x = program.input([3, 4])
+            program.append(make(x), into=x)
