@@ -42,10 +42,13 @@ from hostir.ops import (
     NUMBER_OF_STREAMS,
     RANK,
     ForLoop,
+    GetCurrentStream,
     HostOp,
     IfThenElse,
     LaunchKernel,
     PostOnStream,
+    SetCurrentStream,
+    Synchronize,
 )
 from hostir.rank_posts import ranks_text
 from hostir.shapes import check_results
@@ -206,6 +209,11 @@ class _Checker:
         self.turned = {op.out for op in ops if isinstance(op, LoadStoreOp) and op.out.domain.root}
         started = Counter(op.number for op in ops if isinstance(op, StartsCommunication))
         self.twice = {number for number, count in started.items() if count > 1}
+        # Names of streams that a Synchronize may wait for: captured, or entered by name.
+        named = (
+            op.stream.name for op in ops if isinstance(op, GetCurrentStream | SetCurrentStream)
+        )
+        self.streams = {"Default", *named} - {""}
         self.awaited = {op.number for op in ops if isinstance(op, Wait)}
 
     def check(self, op: Op) -> None:
@@ -219,6 +227,8 @@ class _Checker:
             self._post(op)
         if isinstance(op, StartsCommunication):
             self._communication(op)
+        if isinstance(op, Synchronize):
+            self._stream(op.stream.name)
         if isinstance(op, VIEW_OPS) and op.inp.dtype() is not op.out.dtype():
             raise VerifyError(f"{op.inp} into {op.out}, which has another dtype")
         effects = effects_of(op, self.storage.buffered)
@@ -536,6 +546,14 @@ class _Checker:
                     f"the team {op.team} names {ranks_text(strange)}, "
                     f"the meshes of tensors have {ranks_text(held)}"
                 )
+
+    def _stream(self, name: str) -> None:
+        """Require that a stream that is waited for by name is one; an address needs no capture."""
+        if not name or name in self.streams or name.startswith("0x"):
+            return
+        near = get_close_matches(name, sorted(self.streams), n=1, cutoff=0.4)
+        advice = f"; did you mean Stream {near[0]}?" if near else ""
+        raise VerifyError(f"nothing captures or enters Stream {name}{advice}")
 
     def _launch(self, op: LaunchKernel) -> None:
         group = self.program.groups.get(op.group)

@@ -82,7 +82,8 @@ class Comparison:
         sizes = replay(forward(tv.domain.transforms), sizes, SizeRules(self.rewrite))
 
         def rewritten(a: IterDomain) -> IterDomain:
-            size = sizes.get(a.number) or self.rewrite(a.size)
+            size = sizes.get(a.number)
+            size = self.rewrite(a.size) if size is None else size
             if a.expanded is not None:
                 return replace(a, extent=sc.ONE, expanded=size)
             return replace(a, extent=sc.ONE if a.is_broadcast else size)

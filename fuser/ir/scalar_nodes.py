@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final, TypeVar, cast
 from weakref import WeakValueDictionary
 
+from fuser.errors import ArgumentError, user_line
 from fuser.ir.dtypes import DataType, category, dtype_of_python
 
 Number = bool | int | float
@@ -88,6 +89,14 @@ class Scalar:
     def __ge__(self, other: ScalarLike) -> Scalar:
         return _arithmetic("<=", other, self)
 
+    def __bool__(self) -> bool:
+        """Raise `ArgumentError`: only a constant is true or false when a program is defined."""
+        raise ArgumentError(
+            f"{self} is neither true nor false while a program is defined (at {user_line()}): in a "
+            "host program write hic.branch(...) for `if`, logical_and(a, b) for `and`, "
+            "logical_not(a) for `not`"
+        )
+
     # nvFuser's `Val` queries.
     def is_tensor(self) -> bool:
         return False
@@ -143,6 +152,9 @@ class Const(Scalar):
             return made
         made.value = value
         return _published(made, key)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
 
 
 class Symbol(Scalar):

@@ -263,7 +263,8 @@ class _Restate(Rules[IterDomain]):
 
     def merge(self, t: Merge, outer: IterDomain | None, inner: IterDomain | None) -> IterDomain:
         o, i = outer or self._axes[t.outer], inner or self._axes[t.inner]
-        like = replace(i if o.is_broadcast else o, expanded=o.expanded or i.expanded)
+        expanded = i.expanded if o.expanded is None else o.expanded
+        like = replace(i if o.is_broadcast else o, expanded=expanded)
         out = self._axes[t.out]
         if not like.is_broadcast:
             return _sized(out, like, merged_extent(o, i, is_view=out.rfactor))

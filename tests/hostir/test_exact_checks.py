@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import VerifyError
+from fuser.errors import ArgumentError, VerifyError
 from fuser.ir import nodes
 from fuser.ir.scalar import Scalar, as_scalar
 from fuser.ir.tensor import TensorView
@@ -20,12 +20,14 @@ from hostir import (
     RANK,
     Allocate,
     EndCoalescing,
+    GetCurrentStream,
     HostIrContainer,
     HostIrEvaluator,
     P2PCommunication,
     SetCurrentStream,
     StartCoalescing,
     Stream,
+    Synchronize,
     Wait,
     eq,
     ne,
@@ -231,3 +233,34 @@ def test_a_longer_loop_of_a_later_call_is_checked_again() -> None:
         assert torch.allclose(evaluator.run([t])[0], t + 2)
     with pytest.raises(VerifyError, match=r"a part of T2.* is used again too early"):
         evaluator.run([torch.randn(8, 8)])
+
+
+# ------------------------------------------------------------------ names and numbers
+def _joining(name: str) -> HostIrContainer:
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([8]), hic.tensor([8])
+        mine = Stream(name="S5")
+        hic.append(Allocate(y), GetCurrentStream(Stream(name="S0")), SetCurrentStream(mine))
+        hic.append(Synchronize(Stream(name=name)), _add(y, x, 1.0))
+        hic.append(SetCurrentStream(Stream(name="S0")), Synchronize(mine))
+        hic.add_output(y)
+    return hic
+
+
+def test_a_stream_that_nothing_captures_or_enters_is_refused() -> None:
+    x = torch.randn(8)
+    assert torch.equal(run_simulated(_joining("S0"), [x], ranks=1)[0][0], x + 1)
+    with pytest.raises(VerifyError, match=r"Synchronize: nothing captures .* S1; did you mean"):
+        verify(_joining("S1"))
+
+
+def test_a_scalar_without_a_value_is_no_condition_of_pythons() -> None:
+    hic = HostIrContainer()
+    with hic, hic.loop(4) as i:
+        for condition in (i < 2, i, eq(i, 1)):
+            with pytest.raises(ArgumentError, match=r"neither true nor false .*hic.branch"):
+                bool(condition)
+        with pytest.raises(ArgumentError, match="logical_and"):
+            assert i < 2 and i < 3  # noqa: PT018
+    assert [bool(as_scalar(v)) for v in (0, 1, 0.0, 2.5, True, False)] == [0, 1, 0, 1, 1, 0]
