@@ -262,5 +262,5 @@ def test_a_scalar_without_a_value_is_no_condition_of_pythons() -> None:
             with pytest.raises(ArgumentError, match=r"neither true nor false .*hic.branch"):
                 bool(condition)
         with pytest.raises(ArgumentError, match="logical_and"):
-            assert i < 2 and i < 3  # noqa: PT018
+            assert i < 2 and i < 3
     assert [bool(as_scalar(v)) for v in (0, 1, 0.0, 2.5, True, False)] == [0, 1, 0, 1, 1, 0]
