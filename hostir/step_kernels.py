@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fuser.errors import ExecutionError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
@@ -49,7 +50,7 @@ def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
     """Return a copy of a kernel's fusion whose last input is the number of the step's block, called
     as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
     made, _ = fusion.copy()
-    made.inputs = [*made.inputs, index]
+    made.inputs = [*made.inputs, index.with_range(lo=0)]
     return made
 
 
@@ -61,7 +62,7 @@ class StepKernels:
     ) -> None:
         axis = stream_axis(split)
         assert axis is not None
-        self._place, self._position = place, axis.position
+        self._place, self._position, self._split = place, axis.position, split
         self._extent = split.fusion.canonical(block_extents(split)[axis.position])
         self._whole, self._count = local_extents(split)[axis.position], axis.count
         self._make = make
@@ -79,11 +80,19 @@ class StepKernels:
             length = tensors[self._place].size(self._position)
         else:
             whole, count = (int(sc.evaluate(x, sizes)) for x in (self._whole, self._count))
-            _, length = bounds(whole, int(inputs[-1]), count)
+            _, length = bounds(whole, self._number(inputs), count)
         block: Block = "empty" if length == 0 else "first" if length == full else "last"
         if block not in self._made:
             self._made[block] = self._make(block)
         return self._made[block]
+
+    def _number(self, inputs: Sequence[Argument]) -> int:
+        if inputs and isinstance(inputs[-1], int):
+            return inputs[-1]
+        raise ExecutionError(
+            f"a kernel computes steps of {self._split}, which none of its operands shows: its last "
+            f"input is the number of the block{user_code(self._split.user_line())}"
+        )
 
     def run(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes

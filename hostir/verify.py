@@ -391,7 +391,9 @@ class _Checker:
         used = list(program_symbols(self.program.values, self.program.tensors(), ops))
         for number, group in self.program.groups.items():
             verify_fusion(group.fusion, after=f"cutting kernel group {number}")
-            used += program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
+            found = program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
+            # What a launch gives it has a name of its own.
+            used += (s for s in found if s not in group.fusion.inputs)
         for number, unit in self.program.units.items():
             verify_fusion(unit, after=f"adding host unit {number}")
         self._bound(dict.fromkeys(used), self.loop_indices)
