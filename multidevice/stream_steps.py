@@ -191,7 +191,7 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
         needed = needed_block(op, index)
-        if needed is None or is_in_step(op, index):
+        if needed is None or (is_in_step(op, index) and not _is_read_both_ways(operand)):
             continue
         (position, cuts), have = needed, placement(operand)
         if is_resharding(op):
@@ -208,6 +208,20 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
             return None  # the same blocks, perhaps, but nobody can prove it
         found[index] = block, position
     return found
+
+
+def _is_read_both_ways(tv: TensorView) -> bool:
+    """Whether steps read a tensor's own blocks and steps read the whole: one kernel may do both,
+    and has to get both. A communication stands for itself.
+    """
+    ways = {
+        is_in_step(op, index)
+        for op in tv.fusion.uses(tv)
+        if stream_axis_of(op.out_tensor) is not None and not is_resharding(op)
+        for index, operand in tensor_operands(op)
+        if operand is tv
+    }
+    return len(ways) > 1
 
 
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:

@@ -304,6 +304,23 @@ def test_rows_that_a_pad_made_longer_are_joined_in_steps() -> None:
         assert torch.equal(got, torch.nn.functional.pad(t, (0, 4)).reshape(-1))
 
 
+@pytest.mark.parametrize("is_input", [True, False])
+@pytest.mark.parametrize("count", [2, 3, None])
+def test_one_kernel_reads_a_tensor_in_steps_and_as_a_whole(
+    is_input: bool, count: int | None
+) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([2, 1, 2], contiguity=True)
+        t = x if is_input else fd.ops.neg(x)
+        y = fd.ops.sub(t, fd.ops.reshape(t, [2, 2]))
+        fd.add_output(y)
+        stream(y, 1, count)
+    given = torch.randn(2, 1, 2, generator=torch.Generator().manual_seed(0))
+    want = given if is_input else -given
+    (got,) = fd.execute([given])
+    assert torch.equal(got, want - want.reshape(2, 2))
+
+
 def test_steps_around_devices_are_gathered_and_used_in_one_loop() -> None:
     """Rows [steps, devices, rest] on both sides of an implied gather: no copy of the whole."""
     whole, weight = torch.randn(16, 12), torch.randn(8, 12)
