@@ -21,6 +21,7 @@ from multidevice.placement import (
     Cuts,
     axis_cuts,
     cut_line,
+    is_allocated_per_step,
     is_plain_broadcast,
     local_extent,
     origin_root,
@@ -103,21 +104,25 @@ def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
 
 
 def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the global shape of a tensor whose shards have the shape `sizes`.
+    """Return the global shape of a tensor whose shards have the shape `sizes`: of one step, for a
+    tensor that is allocated per step.
 
     Raises `ShardingError` when the rank is wrong.
     """
     _check_rank(tv, sizes)
     out: list[int] = []
+    is_block = is_allocated_per_step(tv)
     for size, cuts in zip(sizes, placement(tv), strict=True):
         for cut in cuts:
-            size *= cut.devices
+            steps = cut.count if is_block and not cut.ptype.is_device else 1
+            size *= cut.devices * (steps if isinstance(steps, int) else 1)
         out.append(size)
     return tuple(out)
 
 
 def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a shard of a tensor with global shape `sizes`.
+    """Return the shape of a shard of a tensor with global shape `sizes`, of all steps of a stream:
+    their blocks may be ragged.
 
     Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
     """

@@ -219,11 +219,7 @@ def test_wrong_fields_are_named() -> None:
         (lambda: hic.tensor([2.5]), ArgumentError, r"shape\[0\]: expected .* integer, got 2.5"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.tensor([4, -2]), DefinitionError, "axis 1 has the extent -2"),
         (lambda: hic.select(x, 2, i), DefinitionError, "axis 2 of T0"),
-        (
-            lambda: hic.loop("a").__enter__(),
-            ArgumentError,
-            "loop.*stop: expected .* an integer.*'a'",
-        ),  # pyright: ignore[reportArgumentType]
+        (lambda: hic.loop("a").__enter__(), ArgumentError, "stop: expected .*'a'"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.loop(2, True).__enter__(), ArgumentError, "loop.*start: .*True"),
         (lambda: hic.append(4), ArgumentError, "4 is no op"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.append(x), DefinitionError, "no op .* makes T0"),

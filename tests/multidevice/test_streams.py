@@ -510,6 +510,22 @@ def test_devices_inside_of_steps_need_blocks_that_they_divide() -> None:
         sharding.local_sizes(x, [8, 3])
 
 
+def test_the_global_shape_of_what_each_step_allocates() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = models.inputs({"x": [-1, -1, -1]})["x"]
+        between = models.tensor(ops.add(x, 1.0))
+        total = models.tensor(ops.sum(between, [2]))
+        halved = models.tensor(ops.div(between, 2.0))
+        fusion.add_output(total)
+        fusion.add_output(halved)
+    stream(x, 0, 2)
+    shard_fusion(fusion)
+    assert is_allocated_per_step(between) and not is_allocated_per_step(x)
+    assert sharding.unsharded_sizes(between, [2, 6, 5]) == (4, 6, 5)
+    assert sharding.unsharded_sizes(x, [4, 6, 5]) == (4, 6, 5)
+
+
 # ------------------------------------------------------------------ kernels on slices
 @pytest.mark.parametrize(
     ("declared", "shape", "axis", "count"),
