@@ -6,8 +6,8 @@ which members of a team differ or do not come, transfers without partner or of a
 of waits, teams and sizes that do not fit the tensors, and parts of tensors that arrive as other
 parts than they left (`hostir.misplaced`, which relies on the shardings that the tensors declare).
 
-Where partners come in different ops, or not at the same place, the program is gone through again,
-and what ranks meet in is found rank by rank (`hostir.rank_posts`).
+From where partners come in different ops, or not at the same place, what ranks meet in is found
+rank by rank (`hostir.rank_posts`).
 """
 
 from __future__ import annotations
@@ -71,11 +71,8 @@ def find_mismatches(
     """
     if not has_communications(program):
         return []
-    for is_recording in (False, True):
-        walker = _Walker(program, ranks or program.devices(), dict(values), is_recording)
-        walker.run(program.ops)
-        if not walker.is_uneven:
-            break
+    walker = _Walker(program, ranks or program.devices(), dict(values))
+    walker.run(program.ops)
     walker.finish()
     return list(walker.found.values())
 
@@ -84,14 +81,9 @@ class _Walker:
     """Goes through the unrolled program for all ranks; `mask` tells which ones are here."""
 
     def __init__(
-        self,
-        program: HostIrContainer,
-        ranks: Sequence[int],
-        values: dict[Symbol, Number],
-        is_recording: bool,
+        self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
     ) -> None:
         self.ranks = tuple(ranks)
-        self.is_recording = is_recording
         self.values = RankValues(ranks, values)
         self.shapes = Shapes(self.values)
         self.storage = Storage.of(program)
@@ -108,19 +100,17 @@ class _Walker:
         # The last place is that of every rank beyond, and of -1.
         self.place = np.full(max(ranks, default=0) + 2, -1)
         self.place[list(ranks)] = self.me
-        # What ranks post, where it must be followed: in a program whose ranks are uneven.
+        # What ranks post, from where it must be followed: some partners did not come to the same
+        # place of the program. All that was posted before has met.
         self.events: list[Event] = []
-        self.group: list[Half] | None = None
-        # Whether some partners did not come to the same place of the program.
         self.is_uneven = False
+        self.group: list[Half] | None = None
         # Whether peers are missing: then nobody can be followed.
         self.is_lost = False
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:
         for op in ops:
-            if self.is_uneven and not self.is_recording:
-                return
             if isinstance(op, ForLoop):
                 self._loop(op)
             elif isinstance(op, IfThenElse):
@@ -167,7 +157,7 @@ class _Walker:
 
                 source = self._spot(effect.source)
                 self.spots[effect.out] = self.shapes.named(source, effect, op, check)
-            elif self.is_recording:
+            elif self.is_uneven:
                 self.events.append(Await(Site(op, self.indices), effect.number, self.mask))
 
     def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
@@ -226,9 +216,9 @@ class _Walker:
 
     def _enters(self, event: Collective, here: Array) -> None:
         """Members of teams are here: they meet, if none of them can be elsewhere."""
-        if self.is_recording:
+        if self.is_uneven:
             self.events.append(event)
-        elif not self.is_uneven and here.any() and self._are_alike(event, here):
+        elif here.any() and self._are_alike(event, here):
             self.met(event, here)
 
     def _collective(self, op: Communication, site: Site) -> None:
@@ -388,13 +378,12 @@ class _Walker:
         self._start(Group(site, op.number, self.mask, halves, True))
 
     def _start(self, group: Group) -> None:
-        if self.is_recording:
+        pairs = None if self.is_uneven or self.is_lost else self._pairs(group.halves)
+        for pair in pairs or ():
+            self.paired(*pair)
+        if pairs is None:
+            self.is_uneven = True
             self.events.append(group)
-        elif not self.is_lost:
-            pairs = self._pairs(group.halves)
-            self.is_uneven |= pairs is None
-            for pair in pairs or ():
-                self.paired(*pair)
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
         """Return each send of a group with its receive, and the places of the ranks that send and
@@ -430,7 +419,7 @@ class _Walker:
         return both[0][order], both[1][order]
 
     def finish(self) -> None:
-        if self.is_recording and not self.is_lost:
+        if self.is_uneven and not self.is_lost:
             follow(self.events, self.ranks, self)
 
     # ------------------------------------------------------------ where ranks meet

@@ -323,8 +323,9 @@ class _Follower:
             answer = next(((j, h) for j, h in lonely if h.op.type != half.op.type), None)
             sites = [(half.site, f"{me} waits for {peer}")]
             if answer is not None:
-                rest = f"but {peer} {other} {self._name(answer[0])}"
-                sites.append((answer[1].site, f"{peer} waits for {self._name(answer[0])}"))
+                third = "itself" if answer[0] == k else self._name(answer[0])
+                rest = f"but {peer} {other} {third}"
+                sites.append((answer[1].site, f"{peer} waits for {third}"))
             elif mine > theirs:
                 rest = f"{'but' if k == i else 'which'} does not {_VERB[_OTHER[half.op.type]]} it"
             else:
