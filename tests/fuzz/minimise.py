@@ -118,8 +118,8 @@ def _outputs(p: Program) -> Iterator[Program]:
 def _annotations(p: Program) -> Iterator[Program]:
     for k, s in enumerate(p.streams):
         yield replace(p, streams=p.streams[:k] + p.streams[k + 1 :])
-        plain = replace(s, swizzle=None, outermost=False)
-        if s.swizzle or (s.outermost and not any(a.name == s.name for a in p.annotations)):
+        plain = replace(s, swizzle=None, around=0)
+        if s.swizzle or (s.around and not any(a.name == s.name for a in p.annotations)):
             yield replace(p, streams=(*p.streams[:k], plain, *p.streams[k + 1 :]))
     for k, a in enumerate(p.annotations):
         yield replace(p, annotations=p.annotations[:k] + p.annotations[k + 1 :])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Part of every seed: a change of the generators makes other programs.
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -140,17 +140,17 @@ class Annotation:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A stream axis: a whole logical axis, or `count` blocks of it.
+    """A stream axis: `count` blocks of a logical axis, None: all that devices' cuts leave of it.
 
-    `swizzle` is the mesh dimension along which each rank begins with its own block; `outermost`
-    says that blocks are cut before devices are, where both cut the axis.
+    `swizzle` is the mesh dimension along which each rank begins with its own block; `around` says
+    how many of the devices' cuts of the axis lie inside of the blocks.
     """
 
     name: str
     axis: int
     count: int | None = None
     swizzle: str | None = None
-    outermost: bool = False
+    around: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,18 @@ class Program:
 
         A cut is an axis, a mesh dimension, and in how many blocks a stream cuts the axis before.
         """
-        blocks = {(s.name, s.axis): s.count or 1 for s in self.streams if s.outermost}
+        streams = {(s.name, s.axis): s for s in self.streams}
+
+        def blocks(note: Annotation, at: int) -> int:
+            axis, _ = note.cuts[at]
+            rest = sum(1 for a, _ in note.cuts[at:] if a == axis)
+            here = streams.get((note.name, axis))
+            return 1 if here is None or rest > here.around else here.count or 1
+
         return {
             a.name: (
                 self.meshes[a.mesh],
-                tuple((axis, dim, blocks.get((a.name, axis), 1)) for axis, dim in a.cuts),
+                tuple((*cut, blocks(a, k)) for k, cut in enumerate(a.cuts)),
             )
             for a in self.annotations
         }
@@ -229,14 +236,15 @@ def annotation_lines(program: Program) -> Iterator[str]:
         for axis in sorted(axes, reverse=True):
             at = axis
             here = stream if stream is not None and stream.axis == axis else None
-            if here is not None and here.outermost:
-                yield _stream_text(here, at)
-                at += 1
-            for dim in [d for a, d in note.cuts if a == axis]:
-                yield f"cut({note.name}, {at}, mesh{note.mesh}, ParallelType.mesh_{dim})"
-                at += 1
-            if here is not None and not here.outermost:
-                yield _stream_text(here, at)
+            dims = [d for a, d in note.cuts if a == axis]
+            outside = len(dims) - (0 if here is None else here.around)
+            for place, dim in enumerate([*dims, None]):
+                if here is not None and place == max(outside, 0):
+                    yield _stream_text(here, at)
+                    at += 1
+                if dim is not None:
+                    yield f"cut({note.name}, {at}, mesh{note.mesh}, ParallelType.mesh_{dim})"
+                    at += 1
     for stream in streams.values():
         yield _stream_text(stream, stream.axis)
 
@@ -244,7 +252,7 @@ def annotation_lines(program: Program) -> Iterator[str]:
 def _stream_text(s: Streaming, at: int) -> str:
     count = "" if s.count is None else f", {s.count}"
     return f"stream({s.name}, {at}{count}" + (
-        f", ParallelType.mesh_{s.swizzle})" if s.swizzle else ")"
+        f", swizzle=ParallelType.mesh_{s.swizzle})" if s.swizzle else ")"
     )
 
 

@@ -2,16 +2,18 @@
 
 Programs are those of `tests.fuzz.sharded`, with extents that no mesh divides where there is none,
 and streams on some tensors: inputs, what stands between, results; whole axes and blocks, more of
-them than there are elements too; inside and outside of devices' cuts, and from devices to steps.
+them than there are elements too; inside of devices' cuts, around and between them, rotated or not,
+and from devices to steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from tests.fuzz.builder import Dim
-from tests.fuzz.program import Program, Stmt, Streaming
+from tests.fuzz.program import Annotation, Program, Stmt, Streaming
 from tests.fuzz.sharded import Sharded
 from tests.fuzz.shards import mesh_sizes
 
@@ -40,9 +42,23 @@ class _Streams(Sharded):
     # ------------------------------------------------------------ annotations
     def annotated(self, program: Program) -> Program:
         program = super().annotated(program) if self.has_mesh else program
+        notes = tuple(self.nested(program, note) for note in program.annotations)
+        program = replace(program, annotations=notes)
         ranks = program.ranks if program.annotations else 1
         streams = tuple(self.streams(program))
         return replace(program, ranks=ranks, streams=streams)
+
+    def nested(self, program: Program, note: Annotation) -> Annotation:
+        """Sometimes cut one axis along all mesh dimensions, in any order."""
+        sizes = mesh_sizes(program.meshes[note.mesh])
+        axes = {axis for axis, _ in note.cuts}
+        if len(sizes) < 2 or len(axes) != 1 or not self.chance(0.5):
+            return note
+        (axis,) = axes
+        if any(v % math.prod(sizes.values()) for v in self.dims[note.name][axis].vec):
+            return note
+        dims = self.rng.sample(list(sizes), len(sizes))
+        return replace(note, cuts=tuple((axis, dim) for dim in dims))
 
     def streams(self, program: Program) -> Iterator[Streaming]:
         made_by = {n: s for s in program.stmts for n in s.outs}
@@ -54,8 +70,11 @@ class _Streams(Sharded):
             axes = [k for k in axes if _is_free(made_by.get(name), k, len(self.dims[name]))] or (
                 axes if self.chance(0.1) else []
             )
+            cut = {a for note in program.annotations if note.name == name for a, _ in note.cuts}
+            shared = [k for k in axes if k in cut]
             if axes:
-                yield self.streaming(program, name, self.rng.choice(axes))
+                some = shared if shared and self.chance(0.6) else axes
+                yield self.streaming(program, name, self.rng.choice(some))
                 taken += 1
             if taken == wanted:
                 return
@@ -71,21 +90,22 @@ class _Streams(Sharded):
             mesh_sizes(program.meshes[0 if note is None else note.mesh]) if self.has_mesh else {}
         )
         here = [d for a, d in (() if note is None else note.cuts) if a == axis]
-        count = None if self.chance(0.4) and not here else self.rng.choice(_BLOCKS)
+        count = None if self.chance(0.15 if here else 0.4) else self.rng.choice(_BLOCKS)
         if not here and sizes and self.chance(0.4):
             # One step for each device's block.
             dim = self.rng.choice(list(sizes))
             n = sizes[dim]
             if all(v % n == 0 for v in self.dims[name][axis].vec):
                 return Streaming(name, axis, n, dim if self.chance(0.5) else None)
-        devices = 1
-        for d in here:
-            devices *= sizes[d]
-        fits = count is not None and all(
-            v % (count * devices) == 0 for v in self.dims[name][axis].vec
-        )
-        outermost = bool(here) and fits and self.chance(0.5)
-        return Streaming(name, axis, count, None, outermost)
+        devices = math.prod(sizes[d] for d in here)
+        vec = self.dims[name][axis].vec
+        fitting = [c for c in _BLOCKS if all(v % (c * devices) == 0 for v in vec)] if here else []
+        around = 0
+        if fitting and self.chance(0.6):
+            around = self.rng.randint(0, len(here))
+            count = self.rng.choice(fitting)
+        swizzle = self.rng.choice(list(sizes)) if here and self.chance(0.25) else None
+        return Streaming(name, axis, count, swizzle, around)
 
 
 def _is_free(stmt: Stmt | None, axis: int, rank: int) -> bool:
