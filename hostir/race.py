@@ -318,7 +318,8 @@ class Walker(Reports):
                     "uses it",
                     (use.site, self._doing(use, buffer)),
                     *([] if site is None else [(site, f"gives the memory back, to {name}")]),
-                    fix=self._remedy(use, to, "before {1}" if site else "before the program ends"),
+                    fix=self._remedy(use, to, "before {1}" if site else "before the program ends")
+                    + self._elsewhere(to),
                 )
 
     # ------------------------------------------------------------ uses

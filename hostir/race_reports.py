@@ -97,6 +97,17 @@ class Reports:
             who = f"communication {use.flight.number}, started {who}"
         return f"{who}: {verb} {buffer.text(use.box)}"
 
+    def _elsewhere(self, to: Hashable) -> str:
+        """Return how a stream that is not current waits, or need not."""
+        current = self.clocks.current
+        if to == current:
+            return ""
+        there, back = (f"SetCurrentStream({self.clocks.text(s)})" for s in (to, current))
+        return (
+            f", between {there} and {back}; or Allocate it before other streams are entered: what "
+            "an op makes without an Allocate belongs to the stream of that op"
+        )
+
     def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
         """Return which stream should wait for which, and where."""
         who = self.clocks.name(waiter)

@@ -36,7 +36,7 @@ from hostir.effects import (
     Writes,
     effects_of,
 )
-from hostir.findings import listing
+from hostir.findings import line_numbers, listing
 from hostir.in_place import manner, pairs, words
 from hostir.ops import (
     NUMBER_OF_STREAMS,
@@ -76,7 +76,8 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
         except FuserError as error:
             culprit = checker.at or op
             raise VerifyError(
-                f"after {after}: {_of(culprit, error)}\n{marked(program, i, culprit=culprit)}"
+                f"after {after}: {_of(culprit, error)}, at {checker.line(culprit)}\n"
+                f"{marked(program, i, culprit=culprit)}"
             ) from None
     checker.at = None
     try:
@@ -95,23 +96,15 @@ def _of(op: Op, error: FuserError) -> str:
 def marked(program: HostIrContainer, index: int, *, culprit: Op | None = None) -> str:
     """Return the ops around `index`, with `->` before that one, or before `culprit` in it."""
     lines: list[str] = []
+    numbers = line_numbers(program)
     for i in range(max(index - 2, 0), min(index + 3, len(program.ops))):
         mine = op_text(program.ops[i]).splitlines()
         at = range(len(mine)) if i == index else range(0)
-        if i == index and culprit is not None:
-            at = _lines_of(culprit, mine) or at
+        if i == index and culprit is not None and id(culprit) in numbers:
+            start = numbers[id(culprit)] - numbers[id(program.ops[i])]
+            at = range(start, start + op_text(culprit).count("\n") + 1)
         lines += [("-> " if k in at else "   ") + line for k, line in enumerate(mine)]
     return "\n".join(lines)
-
-
-def _lines_of(op: Op, lines: list[str]) -> range:
-    """Return which lines of a text are those of an op; none if it is not there."""
-    wanted = [line.strip() for line in op_text(op).splitlines()]
-    found = [line.strip() for line in lines]
-    count = len(wanted)
-    starts = (k for k in range(len(found) - count + 1) if found[k : k + count] == wanted)
-    start = next(starts, None)
-    return range(0) if start is None else range(start, start + count)
 
 
 def _kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
@@ -190,7 +183,13 @@ class _Checker:
     # The open loops' indices.
     indices: list[Symbol] = field(default_factory=list[Symbol])
     seen: set[int] = field(default_factory=set[int])
+    # Shared by all branches: who gave up what.
+    freed_at: dict[TensorView, Op] = field(default_factory=dict[TensorView, Op])
     at: Op | None = None
+
+    def line(self, op: Op) -> str:
+        """Return where an op stands in `str(program)`."""
+        return f"line {line_numbers(self.program).get(id(op), 0)}"
 
     def __post_init__(self) -> None:
         inputs = {v for v in self.program.inputs if isinstance(v, TensorView)}
@@ -466,7 +465,7 @@ class _Checker:
         if tv not in self.known:
             raise VerifyError(f"{tv} was never allocated")
         if tv in self.freed:
-            raise VerifyError(f"{tv} is deallocated twice")
+            raise VerifyError(f"{tv} is deallocated twice, first at {self.line(self.freed_at[tv])}")
         if any(tv not in loop.makes for loop in self.loops):
             raise VerifyError(f"{tv} is deallocated in a loop, but was made outside of it")
         if self.storage.escapes(tv):
@@ -475,13 +474,16 @@ class _Checker:
             )
         self._not_in_flight(tv, is_write=True)
         self.freed.add(tv)
+        assert self.at is not None
+        self.freed_at[tv] = self.at
 
     def _alive(self, tv: TensorView) -> None:
         shown: TensorView | None = tv
         while shown is not None:
             if shown in self.freed:
                 via = "" if shown is tv else f", a view of {shown},"
-                raise VerifyError(f"{tv}{via} is used after its Deallocate")
+                at = self.line(self.freed_at[shown])
+                raise VerifyError(f"{tv}{via} is used after its Deallocate at {at}")
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
@@ -490,7 +492,8 @@ class _Checker:
         for number, flight in self.in_flight.items():
             busy = (*flight.writes, *flight.reads) if is_write else flight.writes
             if flight.is_certain and any(self._is_same(t, tv) for t in busy):
-                raise VerifyError(f"{tv} is used before Wait(Communication {number})")
+                started = f"started at {self.line(flight.op)}"
+                raise VerifyError(f"{tv} is used before Wait(Communication {number}), {started}")
 
     def _is_same(self, a: TensorView, b: TensorView) -> bool:
         return self._whole(a) is self._whole(b)

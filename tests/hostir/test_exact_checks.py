@@ -19,6 +19,7 @@ from hostir import (
     NUMBER_OF_STREAMS,
     RANK,
     Allocate,
+    Deallocate,
     EndCoalescing,
     GetCurrentStream,
     HostIrContainer,
@@ -264,3 +265,48 @@ def test_a_scalar_without_a_value_is_no_condition_of_pythons() -> None:
         with pytest.raises(ArgumentError, match="logical_and"):
             assert i < 2 and i < 3
     assert [bool(as_scalar(v)) for v in (0, 1, 0.0, 2.5, True, False)] == [0, 1, 0, 1, 1, 0]
+
+
+# ------------------------------------------------------------------ lines
+def test_refusals_number_both_ops_and_mark_the_right_one_of_two_alike() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x, y, t = hic.input([4, 8]), hic.tensor([4, 8]), hic.tensor([8])
+        hic.append(Allocate(y))
+        with hic.loop(4) as i:
+            row, own = hic.select(x, 0, i), hic.select(y, 0, i)
+            hic.append(Allocate(t), _add(t, row, 1.0), _copy(own, t), Allocate(t))
+        hic.add_output(y)
+    with pytest.raises(VerifyError, match=r"T2.* has a buffer already, at line 15\n") as error:
+        verify(hic)
+    marked = [k for k, line in enumerate(str(error.value).splitlines()) if line[:2] == "->"]
+    assert marked == [len(str(error.value).splitlines()) - 1]
+    hic = HostIrContainer()
+    with hic:
+        x, y, t = hic.input([8]), hic.tensor([8]), hic.tensor([8])
+        hic.append(Allocate(y), Allocate(t), _add(t, x, 1.0), Deallocate(t), _add(y, t, 1.0))
+        hic.add_output(y)
+    with pytest.raises(VerifyError, match=r"after its Deallocate at line 8, at line 11\n"):
+        verify(hic)
+
+
+def test_the_remedy_for_memory_of_another_stream_works() -> None:
+    def program(remedy: bool) -> HostIrContainer:
+        hic, caller = HostIrContainer(), Stream(name="S0")
+        with hic:
+            x = hic.input([8])
+            hic.append(GetCurrentStream(caller), SetCurrentStream(Stream(0)), Synchronize(caller))
+            t = ops.add(x, x)
+            hic.append(t, SetCurrentStream(caller), Synchronize(Stream(0)))
+            y = ops.add(t, x)
+            hic.append(y)
+            if remedy:
+                hic.append(SetCurrentStream(Stream(0)), Synchronize(caller))
+                hic.append(SetCurrentStream(caller))
+            hic.add_output(y)
+        return hic
+
+    text = r"Synchronize\(Stream S0\) is missing, between SetCurrentStream\(Stream 0\) and"
+    with pytest.raises(VerifyError, match=text):
+        _check(program(remedy=False))
+    _check(program(remedy=True))

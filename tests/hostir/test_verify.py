@@ -228,7 +228,7 @@ def test_an_unbound_name_in_an_op_is_marked_with_a_suggestion(spelled: str, says
     text = hic.full_text().replace("index = step ", f"index = {spelled} ")
     with pytest.raises(VerifyError) as error:
         verify(parse(text))
-    assert f"HirAliasSelect: {says}\n" in str(error.value)
+    assert f"HirAliasSelect: {says}, at line 5\n" in str(error.value)
     assert re.search(rf"^-> .*index = {spelled} ", str(error.value), re.MULTILINE)
 
 
