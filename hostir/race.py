@@ -261,9 +261,11 @@ class Walker(Reports):
             axes = tuple(reshaped(source.shape, source.axes, sizes))
             return Place(source.buffer, source.box, sizes, axes, source.grid, source.parts)
         if isinstance(op, SliceOp):
-            for axis, ends in enumerate(zip(op.starts, op.stops, strict=True)):
-                start, stop = map(self._integer, ends)
-                if stop - start != source.shape[axis]:
+            # Bounds are global; an axis that devices cut is taken whole.
+            sizes = op.inp.shape()
+            for axis, ends in enumerate(zip(op.starts, op.stops, sizes, strict=True)):
+                start, stop, size = map(self._integer, ends)
+                if stop - start != size:
                     source = source.chunk(axis, start, stop - start, (start, stop))
             return source
         moved = self.maps.get(id(op))

@@ -304,6 +304,30 @@ def test_rows_that_a_pad_made_longer_are_joined_in_steps() -> None:
         assert torch.equal(got, torch.nn.functional.pad(t, (0, 4)).reshape(-1))
 
 
+def test_a_slice_of_what_steps_wrote_leaves_the_devices_axis_whole() -> None:
+    """Bounds of slices are global: the check before the run looks at a rank's part of the axis."""
+    whole = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0))
+
+    def body() -> None:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([4, 8, 4], contiguity=True)
+            y = fd.ops.relu(x)
+            z = fd.ops.matmul(fd.ops.slice(y, [0, 4, 0], [4, 8, 4]), fd.ops.permute(y, [0, 2, 1]))
+            fd.add_output(z)
+        mesh = on_mesh([0, 1], x, y, z)
+        stream(y, 1, 2)
+        for tv in (x, z):
+            cut(mesh, tv, 0)
+        cut(mesh, y, 0)
+        (got,) = fd.execute([multidevice.shard_tensor(whole, x)])
+        r = whole.double().relu()
+        want = multidevice.shard_tensor(r[:, 4:] @ r.transpose(1, 2), z)
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+    with multidevice.simulate(2) as world:
+        world.run(body)
+
+
 @pytest.mark.parametrize("is_input", [True, False])
 @pytest.mark.parametrize("count", [2, 3, None])
 def test_one_kernel_reads_a_tensor_in_steps_and_as_a_whole(
