@@ -22,6 +22,9 @@ from hostir.race import Walker
 
 CHAINED = "steps are chained"
 
+# How often a program is walked through; of waits that take longer to tell apart, nothing is said.
+MAX_WALKS = 16
+
 
 def find_chains(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, rank: int = 0
@@ -32,19 +35,27 @@ def find_chains(
     first = _Walker(program, dict(values), rank, ())
     first.run(program.ops)
     found: list[Finding] = []
-    for op, finding in first.chains.items():
-        other = _Walker(program, dict(values), rank, (), hoisted=op)
+    # All waits at once, then halves: what is free of races with more of them moved is so with less.
+    left = [tuple(first.chains)] if first.chains else []
+    for _ in range(MAX_WALKS):
+        if not left:
+            break
+        waits = left.pop()
+        other = _Walker(program, dict(values), rank, (), hoisted=frozenset(waits))
         other.run(program.ops)
         other.finish()
+        half = len(waits) // 2
         if not other.found:
-            found.append(finding)
+            found += [first.chains[op] for op in waits]
+        elif half:
+            left += [waits[half:], waits[:half]]
     return found
 
 
 class _Walker(Walker):
-    """Notes which waits chain steps; lets the wait `hoisted` stand in a loop of its own before."""
+    """Notes which waits chain steps; lets those `hoisted` stand in a loop of their own before."""
 
-    def __init__(self, *args: object, hoisted: Op | None = None) -> None:
+    def __init__(self, *args: object, hoisted: frozenset[Op] = frozenset()) -> None:
         super().__init__(*args)  # pyright: ignore[reportArgumentType]
         self.hoisted = hoisted
         self.chains: dict[Op, Finding] = {}
@@ -59,7 +70,7 @@ class _Walker(Walker):
 
     def join(self, effect: Joins, site: Site) -> None:
         me, other = self.clocks.current, self.clocks.find(effect.stream)
-        if site.op is self.hoisted and self.at_entry:
+        if site.op in self.hoisted and self.at_entry:
             self.clocks.learn(self.at_entry[-1].get(other, {}))
             return
         for (waiter, stream), (tick, at) in self.joined.items():

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch
 from fuser import ops
 from fuser.errors import ArgumentError, VerifyError
 from fuser.ir import nodes
+from fuser.ir.core import Op
 from fuser.ir.scalar import Scalar, as_scalar
 from fuser.ir.tensor import TensorView
 from hostir import (
@@ -30,6 +31,7 @@ from hostir import (
     Stream,
     Synchronize,
     Wait,
+    chains,
     eq,
     ne,
     verify,
@@ -310,3 +312,31 @@ def test_the_remedy_for_memory_of_another_stream_works() -> None:
     with pytest.raises(VerifyError, match=text):
         _check(program(remedy=False))
     _check(program(remedy=True))
+
+
+def test_chained_steps_of_many_loops_are_found_in_few_walks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    walks, start = [0], chains.Walker.run
+
+    def counted(self: chains.Walker, given: Sequence[Op]) -> None:
+        walks[0] += given is hic.ops
+        start(self, given)
+
+    monkeypatch.setattr(chains.Walker, "run", counted)
+    hic, caller = HostIrContainer(), Stream(name="S0")
+    with hic:
+        x = hic.input([4, 8])
+        hic.append(GetCurrentStream(caller))
+        for _ in range(20):
+            y = hic.tensor([4, 8])
+            hic.append(Allocate(y))
+            with hic.loop(4) as i:
+                worker = Stream(i % NUMBER_OF_STREAMS)
+                hic.append(SetCurrentStream(worker), Synchronize(caller))
+                hic.append(_add(hic.select(y, 0, i), hic.select(x, 0, i), 1.0))
+                hic.append(SetCurrentStream(caller), Synchronize(worker))
+            x = y
+        hic.add_output(x)
+    assert len(chains.find_chains(hic, {RANK: 0, NUMBER_OF_STREAMS: 4})) == 20
+    assert walks[0] == 2
