@@ -39,6 +39,7 @@ from multidevice.placement import (
     outside_streams,
     placement,
     unparallelize,
+    unparallelize_inward,
 )
 from multidevice.propagate import (
     Transfers,
@@ -201,7 +202,7 @@ def _compute_whole(fusion: Fusion, op: TensorOp, types: Collection[ParallelType]
     """Run a one-result op without these device types, and cut its result in a copy."""
     out = op.out_tensor
     local = _result_like(out, out.mesh)
-    unparallelize(local, lambda a: a.ptype in types and not a.is_reduction())
+    unparallelize_inward(local, lambda a: a.ptype in types and not a.is_reduction())
     computed = op.map_values(lambda v: local if v is out else v)
     out.domain = out.domain.without_root()
     fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])

@@ -303,6 +303,19 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
     tv.domain = domain
 
 
+def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
+    """Make the spread loop axes that `drop` accepts serial, and all that are cut inside of them:
+    without them these would mean other blocks."""
+    places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
+    dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
+
+    def is_inside(axis: IterDomain) -> bool:
+        number, depth = places[axis.number]
+        return any(n == number and d <= depth for n, d in dropped)
+
+    unparallelize(tv, is_inside)
+
+
 def copy_like(
     source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, dtype: DataType | None = None
 ) -> TensorView:

@@ -33,6 +33,7 @@ from multidevice.placement import (
     spread_axes,
     stream_axis_of,
     unparallelize,
+    unparallelize_inward,
     without_streams,
 )
 from multidevice.propagate import backward_cuts, is_from_devices, uncuttable_axes
@@ -115,7 +116,8 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
 
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
-    """Take the stream axis from every result that cannot be computed in steps along it.
+    """Take the stream axis from every result that cannot be computed in steps along it, and the
+    devices' blocks inside of it.
 
     Raises `UnsupportedError` naming op and axis when the user asked for it.
     """
@@ -125,7 +127,7 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
         for out in op.outputs:
             if out in asked:
                 raise _not_computable(op, out)
-            unparallelize(out, lambda a: a.is_stream)
+            unparallelize_inward(out, lambda a: a.is_stream)
 
 
 def slice_operands(fusion: Fusion) -> None:

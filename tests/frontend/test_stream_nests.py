@@ -147,3 +147,23 @@ def test_views_of_devices_blocks_inside_of_steps(late: tuple[str]) -> None:
         assert torch.equal(got, 2 * whole.relu().reshape(12, 2))
 
     run_on(LINE, body)
+
+
+@pytest.mark.parametrize("nest", ["S2 x2", "x2 S2"])
+def test_a_nest_behind_the_inner_part_of_a_reshape(nest: str) -> None:
+    """The reshape has no such steps; without them, what lies inside was an inner split."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([3, 32], contiguity=True)
+        heads = fd.ops.reshape(fd.ops.relu(x), [3, 4, 8])
+        y = fd.ops.permute(heads, [2, 0, 1])
+        fd.add_output(y)
+    for tv in (x, y):
+        tv.set_device_mesh(device_mesh(LINE))
+    annotate(y, nest)
+    whole = torch.linspace(-5, 9, 96).reshape(3, 32)
+
+    def body(me: Coordinates) -> None:
+        (got,) = fd.execute([whole])
+        assert torch.equal(got, shard(whole.relu().reshape(3, 4, 8).permute(2, 0, 1), nest, me))
+
+    run_on(LINE, body)
