@@ -67,7 +67,8 @@ class DomainBuilder:
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
         extent, expanded = merged_extent(outer, inner, is_view=rfactor), None
-        if kind is IterType.broadcast and (outer.expanded or inner.expanded) is not None:
+        is_expanded = outer.expanded is not None or inner.expanded is not None
+        if kind is IterType.broadcast and is_expanded:
             expanded = sc.mul(outer.size, inner.size)
         out = self._derive(outer, kind=kind, extent=extent, expanded=expanded, rfactor=rfactor)
         self._lead(Merge(outer.number, inner.number, out.number), outer, inner)

@@ -90,7 +90,9 @@ class Scalar:
         return _arithmetic("<=", other, self)
 
     def __bool__(self) -> bool:
-        """Raise `ArgumentError`: only a constant is true or false when a program is defined."""
+        """Raise `ArgumentError` for a condition: none holds while a program is defined."""
+        if self.dtype is not DataType.Bool:
+            return True
         raise ArgumentError(
             f"{self} is neither true nor false while a program is defined (at {user_line()}): in a "
             "host program write hic.branch(...) for `if`, logical_and(a, b) for `and`, "
@@ -154,7 +156,7 @@ class Const(Scalar):
         return _published(made, key)
 
     def __bool__(self) -> bool:
-        return bool(self.value)
+        return self.value is not False
 
 
 class Symbol(Scalar):

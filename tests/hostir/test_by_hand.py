@@ -554,7 +554,7 @@ def test_a_program_that_waits_for_no_stream_leaves_it_to_its_caller(
         number = hic.unit(unit(lambda x: ops.sum(ops.add(x, x), [0]), 3))
         for step in range(steps):
             y = hic.tensor([8, 32])
-            hic.append(SetCurrentStream(Stream(step % streams)))
+            hic.append(SetCurrentStream(Stream(hostir.as_scalar(step % streams))))
             hic.append(PostOnStream((x,), (y,), unit=number))
             hic.add_output(y)
     t = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
@@ -569,8 +569,10 @@ def test_a_program_that_waits_for_no_stream_leaves_it_to_its_caller(
     with HostIrContainer() as again:
         x = again.input([4])
         y = again.tensor([4])
-        again.append(Allocate(y), SetCurrentStream(Stream(0)), nodes.LoadStoreOp(y, x))
-        again.append(SetCurrentStream(Stream(1)), nodes.LoadStoreOp(y, x))
+        again.append(
+            Allocate(y), SetCurrentStream(Stream(hostir.as_scalar(0))), nodes.LoadStoreOp(y, x)
+        )
+        again.append(SetCurrentStream(Stream(hostir.as_scalar(1))), nodes.LoadStoreOp(y, x))
         again.add_output(y)
     with pytest.raises(VerifyError, match="must not run"):
         HostIrEvaluator(again).run([torch.ones(4)])
