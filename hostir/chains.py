@@ -4,7 +4,8 @@
            SetCurrentStream(Stream S0), Synchronize(Stream (i % n))
 
 S0 waits for step i, and step i + 1 for S0. Where the program stays free of races with the first
-wait in a loop of its own before, the steps need not wait for each other.
+wait in a loop of its own before, the steps need not wait for each other. A wait under a condition
+is meant for its step (`inter_stream_synchronization`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from fuser.ir.core import Op
 from fuser.ir.scalar import Number, Symbol
 from hostir.clocks import Clock
-from hostir.container import HostIrContainer, has_streams
+from hostir.container import HostIrContainer, has_streams, walk
 from hostir.effects import Joins
 from hostir.findings import Finding, Site
-from hostir.ops import ForLoop
+from hostir.ops import ForLoop, IfThenElse
 from hostir.race import Walker
 
 CHAINED = "steps are chained"
@@ -59,6 +60,8 @@ class _Walker(Walker):
         super().__init__(*args)  # pyright: ignore[reportArgumentType]
         self.hoisted = hoisted
         self.chains: dict[Op, Finding] = {}
+        branches = (op for op in walk(self.program.ops) if isinstance(op, IfThenElse))
+        self.conditional = {inner for op in branches for r in op.regions for inner in walk(r)}
         # (stream, the one that it waited for) -> how far that had come, and where it waited.
         self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site]] = {}
         self.at_entry: list[dict[Hashable, Clock]] = []
@@ -70,9 +73,11 @@ class _Walker(Walker):
 
     def join(self, effect: Joins, site: Site) -> None:
         me, other = self.clocks.current, self.clocks.find(effect.stream)
+        if site.op in self.conditional:
+            return super().join(effect, site)
         if site.op in self.hoisted and self.at_entry:
             self.clocks.learn(self.at_entry[-1].get(other, {}))
-            return
+            return None
         for (waiter, stream), (tick, at) in self.joined.items():
             is_ahead = waiter == other and stream != me and self.clocks.now.get(stream, 0) < tick
             if is_ahead and _is_earlier_step(at, site) and site.op not in self.chains:
@@ -88,6 +93,7 @@ class _Walker(Walker):
                 )
         super().join(effect, site)
         self.joined[me, other] = self.clocks.of.get(other, {}).get(other, 0), site
+        return None
 
 
 def _is_earlier_step(a: Site, b: Site) -> bool:

@@ -20,8 +20,10 @@ from multidevice.placement import (
     add_cuts,
     axis_cuts,
     copy_like,
+    cut_origin,
     is_plain_broadcast,
     placement,
+    spread_axes,
     stream_axis_of,
     unparallelize,
 )
@@ -67,8 +69,8 @@ def drop_unit_axes(fusion: Fusion) -> None:
             kept = tuple(c for c in cuts if not (c.ptype.is_device and c.count == 1))
             if kept and kept != cuts:
                 # What is cut inside of a unit is cut anew, without it.
-                types = {c.ptype for c in cuts}
-                unparallelize(tv, lambda a, types=types: a.ptype in types)
+                here = [a for a in spread_axes(tv) if cut_origin(tv, a)[0] == number]
+                unparallelize(tv, lambda a, here=here: a in here)
                 add_cuts(tv, number, kept)
         unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
 

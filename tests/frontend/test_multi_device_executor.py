@@ -21,9 +21,12 @@ from fuser.multidevice import (
     MultiDeviceExecutorParams,
     simulate,
 )
+from hostir.before_run import findings
 from hostir.container import HostIrContainer, equal
 from hostir.evaluate import HostIrEvaluator
+from hostir.ops import NUMBER_OF_STREAMS
 from hostir.parse import parse
+from hostir.ranks import symbol_values
 
 GOLDEN = Path(__file__).parent / "golden"
 STREAM, X = ParallelType.stream, ParallelType.mesh_x
@@ -274,6 +277,7 @@ def test_programs_are_right_and_print_as_golden_texts(name: str) -> None:
             torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
         program = executor.host_program()
         assert equal(parse(program.full_text()), program)
+        assert not findings(program, {**symbol_values(program, {}), NUMBER_OF_STREAMS: 4})
         assert str(executor) == text
         return text
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from fuser import ops
+from fuser import FusionDefinition, ops
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
@@ -17,7 +18,7 @@ from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_tensor
-from multidevice import sharding
+from multidevice import shard_tensor, sharding, simulate
 from multidevice.communication import as_reshard, communication_type, moved_axes, team_of
 from multidevice.equivalence import Comparison
 from tests.multidevice.all_ranks import X, Y, mesh, shard_axis
@@ -305,3 +306,33 @@ def test_extents_are_checked_when_bound() -> None:
     sharding.check_divisible(fusion, {extent: 4})
     with pytest.raises(ShardingError, match=r"the extent 5 of .* by the 2 devices"):
         sharding.check_divisible(fusion, {extent: 5})
+
+
+@pytest.mark.parametrize("shape", [[[0, 1]], [[0], [1]]])
+def test_a_mesh_dimension_of_one_device_inside_of_another_cut(shape: list[list[int]]) -> None:
+    """The reduced axis is cut by both dimensions, and the result by the same one: it keeps its
+    cut when the single device's is dropped."""
+    outer, inner = ParallelType.mesh_x, ParallelType.mesh_y
+    if len(shape) == 2:
+        outer, inner = inner, outer
+    whole = torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(0))
+
+    def body() -> None:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([2, 2, 2], contiguity=True)
+            y = fd.ops.sum(x, [2])
+            fd.add_output(y)
+        for tv in (x, y):
+            tv.set_device_mesh(DeviceMesh(shape))
+        x.outer_split(2, 2)
+        x.axis(2).parallelize(outer)
+        x.outer_split(3, 1)
+        x.axis(3).parallelize(inner)
+        y.outer_split(1, 2)
+        y.axis(1).parallelize(outer)
+        (got,) = fd.execute([shard_tensor(whole, x)])
+        want = shard_tensor(whole.double().sum(2), y)
+        torch.testing.assert_close(got.double(), want)
+
+    with simulate(2) as world:
+        world.run(body)
