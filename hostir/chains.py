@@ -10,7 +10,7 @@ is meant for its step (`inter_stream_synchronization`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 
 from fuser.ir.core import Op
 from fuser.ir.scalar import Number, Symbol
@@ -62,9 +62,11 @@ class _Walker(Walker):
         self.chains: dict[Op, Finding] = {}
         branches = (op for op in walk(self.program.ops) if isinstance(op, IfThenElse))
         self.conditional = {inner for op in branches for r in op.regions for inner in walk(r)}
-        # (stream, the one that it waited for) -> how far that had come, and where it waited.
-        self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site]] = {}
+        # The clocks at the begin of each loop that is being walked; they stand for that walk.
         self.at_entry: list[dict[Hashable, Clock]] = []
+        # (stream, the one that it waited for) -> how far that had come, where it waited, and in
+        # which walk.
+        self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site, object]] = {}
 
     def loop(self, op: ForLoop) -> None:
         self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
@@ -78,9 +80,11 @@ class _Walker(Walker):
         if site.op in self.hoisted and self.at_entry:
             self.clocks.learn(self.at_entry[-1].get(other, {}))
             return None
-        for (waiter, stream), (tick, at) in self.joined.items():
+        here = self.at_entry[-1] if self.at_entry else None
+        for (waiter, stream), (tick, at, during) in self.joined.items():
             is_ahead = waiter == other and stream != me and self.clocks.now.get(stream, 0) < tick
-            if is_ahead and _is_earlier_step(at, site) and site.op not in self.chains:
+            is_earlier = here is not None and during is here and at.indices != site.indices
+            if is_ahead and is_earlier and site.op not in self.chains:
                 name = self.clocks.name
                 self.chains[site.op] = Finding(
                     CHAINED,
@@ -92,16 +96,5 @@ class _Walker(Walker):
                     "{1} belongs in a loop of its own before this one",
                 )
         super().join(effect, site)
-        self.joined[me, other] = self.clocks.of.get(other, {}).get(other, 0), site
+        self.joined[me, other] = self.clocks.of.get(other, {}).get(other, 0), site, here
         return None
-
-
-def _is_earlier_step(a: Site, b: Site) -> bool:
-    """Whether `a` is in an earlier step of the innermost loop around `b`."""
-    mine: Sequence[tuple[Symbol, Number]] = b.indices
-    return (
-        bool(mine)
-        and a.indices[:-1] == mine[:-1]
-        and a.indices[-1:] != mine[-1:]
-        and (len(a.indices) == len(mine) and a.indices[-1][0] is mine[-1][0])
-    )
