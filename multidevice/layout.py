@@ -11,6 +11,7 @@ permuted allocation domain is put between.
 
 from __future__ import annotations
 
+from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, Reshard, TensorOp
@@ -21,11 +22,14 @@ from multidevice.communication import (
     communication_type,
     is_copy,
     is_device_to_stream,
+    is_exchange,
+    is_step_slice,
     moved_axes,
 )
 from multidevice.placement import (
     clone_domain,
     copy_like,
+    copy_memory_order,
     is_contiguous,
     is_plain_broadcast,
     placement,
@@ -173,6 +177,9 @@ def _fit_consumer(per_step: _PerStep, op: Reshard) -> None:
         return
     if not out.domain.allocation and is_contiguous(out) and is_dense:
         set_memory_order(out, order)
+        for use in out.uses():
+            if is_step_slice(use):
+                copy_memory_order(out, use.out_tensor)
         return
     domain, _ = clone_domain(fusion, out.domain)
     made = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
@@ -180,6 +187,13 @@ def _fit_consumer(per_step: _PerStep, op: Reshard) -> None:
     set_memory_order(made, order)
     computed = op.map_values(lambda v: made if v is out else v)
     fusion.replace_expr(op, [computed, LoadStoreOp(out, made).replace(where=op.where)])
+    stream = stream_axis(made)
+    if is_exchange(op) and stream is not None and not _is_dense_block(per_step, made, order):
+        # What a step receives is no block that it computes, so it lies in memory of the whole.
+        raise UnsupportedError(
+            f"{op.name} of {operand} -> {out}: blocks along axis {stream.position} are received in "
+            f"steps into memory in which axis {order[0]} is outermost{user_code(op.where)}"
+        )
 
 
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:

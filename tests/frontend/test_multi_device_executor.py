@@ -406,7 +406,7 @@ def test_run_takes_what_execute_takes() -> None:
         ({"x": a}, "inputs are a list"),
     ):
         with pytest.raises(InputError, match=words):
-            executor.run(junk)
+            executor.run(junk)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_wrong_input_is_an_error_on_every_rank_and_the_next_run_is_right() -> None:

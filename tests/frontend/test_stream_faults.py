@@ -463,6 +463,45 @@ def test_an_axis_that_a_reshape_made_is_a_stream(is_read: bool) -> None:
     assert any(isinstance(op, ForLoop) for op in fd.fec.host_program().ops)
 
 
+def test_a_gather_for_all_steps_lays_out_what_steps_gather_further() -> None:
+    """Two mesh dimensions on one axis: one is gathered as a whole, the other in steps of it."""
+    generator = torch.Generator().manual_seed(0)
+    x1 = torch.randn(4, 16, 1, generator=generator).expand(4, 16, 8)
+    weights = [torch.randn(8, 8, generator=generator) for _ in range(2)]
+    bias = torch.randn(8, generator=generator)
+
+    def body() -> None:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1, 8], contiguity=[False, False, None])
+            w, v = (fd.define_tensor([8, 8], contiguity=True) for _ in weights)
+            b = fd.define_tensor([8], contiguity=True)
+            y = fd.ops.add(fd.ops.linear(fd.ops.relu(fd.ops.linear(x, w)), v, b), x)
+            norm = fd.ops.rsqrt(fd.ops.add(fd.ops.sum(fd.ops.mul(y, y), [2], keepdim=True), 1.0))
+            z = fd.ops.mul(y, norm)
+            fd.add_output(z)
+        mesh = multidevice.DeviceMesh([[0, 1], [2, 3]])
+        for tv in (w, v, b, norm):
+            tv.set_device_mesh(mesh)
+        v.outer_split(1, 2)
+        v.axis(1).parallelize(X)
+        for tv, first in ((b, 0), (norm, 1)):
+            for axis, ptype in ((first, X), (first + 1, ParallelType.mesh_y)):
+                tv.outer_split(axis, 2)
+                tv.axis(axis).parallelize(ptype)
+        stream(y, 0)
+        sharded = (multidevice.shard_tensor(t, tv) for t, tv in ((weights[1], v), (bias, b)))
+        shards = [x1, weights[0], *sharded]
+        (got,) = fd.execute(shards)
+        a, c, d = (t.double() for t in (x1, *weights))
+        r = (a @ c.t()).relu() @ d.t() + bias.double() + a
+        want = r * ((r * r).sum(2, keepdim=True) + 1).rsqrt()
+        want = _shard(want, fd.fec.host_program().outputs[0])
+        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+    with multidevice.simulate(4) as world:
+        world.run(body)
+
+
 def _check(fd: FusionDefinition, whole: Sequence[torch.Tensor], want: torch.Tensor) -> None:
     fusion = fd.fusion
     shards = [_shard(t, tv) for t, tv in zip(whole, fusion.inputs, strict=True)]
