@@ -118,7 +118,8 @@ class Place:
 
     @property
     def is_empty(self) -> bool:
-        return any(n == 0 for _, n in self.box)
+        # An axis of one element that no axis of the buffer counts may be cut to none.
+        return 0 in self.shape or any(n == 0 for _, n in self.box)
 
     def element(self, axis: int, index: int) -> Place:
         """Return element `index` along an axis, which the result lacks."""

@@ -37,7 +37,9 @@ from hostir import (
     verify,
 )
 from hostir.before_run import check_before_run
+from hostir.boxes import reshaped, whole_axes, whole_box
 from hostir.ranks import run_simulated
+from hostir.uses import Buffer, Place
 from multidevice import DeviceMesh
 from tests.hostir.handmade import enter_streams, leave_streams
 from tests.hostir.stream_programs import chunk
@@ -340,3 +342,15 @@ def test_chained_steps_of_many_loops_are_found_in_few_walks(
         hic.add_output(x)
     assert len(chains.find_chains(hic, {RANK: 0, NUMBER_OF_STREAMS: 4})) == 20
     assert walks[0] == 2
+
+
+def test_an_empty_range_of_a_reshaped_axis_of_one_element_is_no_use() -> None:
+    """One row in more steps than rows: behind a reshape, no axis of the buffer counts the row."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([1, 8])
+    buffer = Buffer(x, (1, 8), "entry", None, True)
+    axes = tuple(reshaped((1, 8), whole_axes((1, 8)), (1, 2, 4)))
+    view = Place(buffer, whole_box((1, 8)), (1, 2, 4), axes)
+    assert not view.chunk(0, 0, 1, 4).is_empty
+    assert view.chunk(0, 1, 0, 4).is_empty
