@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from fuser import options
 from fuser.errors import CommunicationError, UnsupportedError
 from multidevice import early
 from multidevice.agreement import Channel, Turns
-from multidevice.backends.protocol import Backend, Team
+from multidevice.backends.protocol import Backend, PeerMemory, Team
 from multidevice.control import Control, LocalControl
 from multidevice.faults import Guard
 from multidevice.launch import ALONE, Launch, read_launch
@@ -29,6 +29,7 @@ current_communicator: ContextVar[Communicator | None] = ContextVar(
     "current_communicator", default=None
 )
 _lock = threading.Lock()
+B = TypeVar("B")
 _singleton: list[Communicator] = []
 
 
@@ -44,12 +45,15 @@ class Communicator:
         launch: Launch,
         control: Control,
         make_backend: Callable[[torch.device], Backend],
+        make_peers: Callable[[torch.device], PeerMemory],
     ) -> None:
         self._pid = os.getpid()
         self._launch = launch
         self._control = control
         self._make_backend = make_backend
+        self._make_peers = make_peers
         self._backends: dict[tuple[str, int], Backend] = {}
+        self._peers: dict[tuple[str, int], PeerMemory] = {}
         # Whose turn it is to call programs with a mesh.
         self.turns = Turns()
         self._channels: dict[Team, Channel | None] = {}
@@ -104,16 +108,12 @@ class Communicator:
 
     def backend_for(self, device: torch.device | str) -> Backend:
         """Returns the backend that moves tensors of a device."""
-        device = torch.device(device)
-        index: int | None = device.index
-        if device.type == "cuda" and index is None:  # pyright: ignore[reportUnnecessaryComparison]
-            index = torch.cuda.current_device()
-        key = (device.type, index or 0)
-        backend = self._backends.get(key)
-        if backend is None:
-            backend = self._make_backend(torch.device(*key) if key[0] == "cuda" else device)
-            self._backends[key] = backend
-        return backend
+        return _found(self._backends, self._make_backend, torch.device(device))
+
+    def peers_for(self, device: torch.device | str) -> PeerMemory:
+        """Returns the backend that copies between the memories of peers, for tensors of a device:
+        `CommunicatorBackend.cuda`."""
+        return _found(self._peers, self._make_peers, torch.device(device))
 
     def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
         """Returns the payloads of all members (of the world by default), in team order."""
@@ -153,13 +153,30 @@ class Communicator:
 
     def drain(self) -> None:
         """Waits, within the deadline, for communications that devices still carry out."""
-        for key in sorted(self._backends):
-            self._backends[key].drain()
+        for backend in self._all_backends():
+            backend.drain()
 
     def close(self) -> None:
         """Closes the backends, in a fixed order."""
-        for key in sorted(self._backends):
-            self._backends[key].close()
+        for backend in self._all_backends():
+            backend.close()
+
+    def _all_backends(self) -> list[Backend]:
+        kinds = self._backends, self._peers
+        return [made[key] for made in kinds for key in sorted(made)]
+
+
+def _found(
+    made: dict[tuple[str, int], B], make: Callable[[torch.device], B], device: torch.device
+) -> B:
+    """Returns what was made for a device, or makes it."""
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:  # pyright: ignore[reportUnnecessaryComparison]
+        index = torch.cuda.current_device()
+    key = (device.type, index or 0)
+    if key not in made:
+        made[key] = make(torch.device(*key) if key[0] == "cuda" else device)
+    return made[key]
 
 
 def _create() -> Communicator:
@@ -169,7 +186,7 @@ def _create() -> Communicator:
     if launch is ALONE or launch.size == 1:
         alone = replace(launch, local_rank=0, local_size=1)
         control = LocalControl()
-        return Communicator(alone, control, _local_backend)
+        return Communicator(alone, control, _local_backend, _local_peers)
     return _connect(launch)
 
 
@@ -179,6 +196,13 @@ def _local_backend(device: torch.device) -> Backend:
 
     del device
     return SimulatedBackend(SimulatedControl(0, 1, Baton(1)))
+
+
+def _local_peers(device: torch.device) -> PeerMemory:
+    """Returns the memory of a rank without peers."""
+    from multidevice.backends.simulated import Baton, SimulatedControl, SimulatedPeers
+
+    return SimulatedPeers(SimulatedControl(0, 1, Baton(1)), device)
 
 
 def _connect(launch: Launch) -> Communicator:
@@ -215,7 +239,19 @@ def _connect(launch: Launch) -> Communicator:
             return NcclBackend(control, device)
         raise UnsupportedError(f"no communication backend for device {device}")
 
-    communicator = Communicator(launch, control, make_backend)
+    def make_peers(device: torch.device) -> PeerMemory:
+        if device.type == "cpu":
+            from multidevice.backends.peer_cpu import CpuPeerBackend
+
+            return CpuPeerBackend(control)
+        if device.type == "cuda":
+            from multidevice.backends.peer_cuda import CudaPeerBackend
+
+            guard.watch()
+            return CudaPeerBackend(control, device)
+        raise UnsupportedError(f"no peer copies for device {device}")
+
+    communicator = Communicator(launch, control, make_backend, make_peers)
     guard.on_exit.append(communicator.drain)
     guard.after_exit.append(communicator.close)
     guard.install()

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fuser import options
 from fuser.errors import (
@@ -59,6 +60,14 @@ class Step:
         return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != self.rank]
 
 
+class Progressing(Protocol):
+    """A communication that goes on while its rank waits, for whatever that waits."""
+
+    def done(self) -> bool:
+        """Goes on as far as possible; returns whether it has ended."""
+        ...
+
+
 class Control(ABC):
     """Collective operations on bytes; a launcher's transport implements the two gathers."""
 
@@ -74,6 +83,8 @@ class Control(ABC):
         self._ended: set[tuple[str, int]] = set()
         # What an earlier call ran into here, for the errors of those who wait for this rank.
         self.trouble = ""
+        # What backends have started and nobody has waited for yet: it goes on in every wait.
+        self.works: set[Progressing] = set()
         # Called with the key of a stream of calls whose members no longer agree where they are.
         self.on_lost: list[Callable[[str], None]] = []
 
@@ -107,7 +118,8 @@ class Control(ABC):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """Waits for `done()` with the deadline, watching the peers that the wait needs.
+        """Waits for `done()` with the deadline, watching the peers that the wait needs; whatever
+        this rank waits for, its communications go on.
 
         Raises:
             DeadlockError: ranks wait for each other; all of them raise it.
@@ -115,6 +127,14 @@ class Control(ABC):
             CommunicationTimeout: names what was waited for, and the ranks that have not come.
         """
         board = self.board
+        works = [work for work in self.works if work.done != done]
+
+        def done_here() -> bool:
+            if done():
+                return True
+            for work in works:
+                work.done()
+            return False
 
         def look(waited_s: float) -> None:
             self.listen()
@@ -131,7 +151,8 @@ class Control(ABC):
             return board.suspects(needs()) if board is not None else ""
 
         try:
-            poll_until(done, what=what, look=look, rank=self.rank, why=why)
+            ended = done_here if works else done
+            poll_until(ended, what=what, look=look, rank=self.rank, why=why)
         finally:
             if board is not None:
                 board.clear()

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from fuser.errors import CommunicationError, PeerError
-from multidevice.backends.simulated import Baton, SimulatedBackend, SimulatedControl
+from multidevice.backends.simulated import Baton, SimulatedBackend, SimulatedControl, SimulatedPeers
 from multidevice.communicator import Communicator, current_communicator
 from multidevice.launch import Launch
 
@@ -96,7 +96,12 @@ class World:
     def _communicator(self, rank: int, baton: Baton) -> Communicator:
         launch = Launch("simulated", rank, self.size, rank, self.size)
         control = SimulatedControl(rank, self.size, baton)
-        return Communicator(launch, control, lambda device: SimulatedBackend(control))
+        return Communicator(
+            launch,
+            control,
+            lambda device: SimulatedBackend(control),
+            lambda device: SimulatedPeers(control, device),
+        )
 
     def close(self) -> None:
         """Makes later runs an error."""

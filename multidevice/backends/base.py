@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,8 +19,8 @@ from fuser.errors import CommunicationError, DtypeError, InputError, ShardingErr
 from multidevice.backends.protocol import BUFFERS, RED_OPS, RedOp, Team, Transfer, Work
 from multidevice.waiting import Ledger, Need, team_text
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
-_FLOATING = _HALF | {torch.float32, torch.float64}
+HALF = frozenset({torch.float16, torch.bfloat16})
+_FLOATING = HALF | {torch.float32, torch.float64}
 REDUCIBLE = _FLOATING | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
 
 # torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
@@ -120,6 +121,19 @@ def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Str
     if not handle:
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(handle, device=device)
+
+
+def stream_handle(stream: object, device: torch.device) -> int:
+    """Returns the raw handle of a stream: a torch.cuda.Stream, a handle, or None for the current
+    one of `device`. Raises `InputError` for anything else."""
+    if stream is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    if isinstance(stream, int):
+        return stream
+    handle: Any = getattr(stream, "cuda_stream", None)
+    if handle is None:
+        raise InputError(f"a stream is a torch.cuda.Stream, its handle or None, not {stream!r}")
+    return int(handle)
 
 
 class DoneWork:
@@ -384,7 +398,8 @@ class CheckedBackend(ABC):
         count = len(call.team)
         average = call.reduce == "AVG" and not self.has_avg
         op: RedOp | None = "SUM" if average else call.reduce
-        if inp.dtype in _HALF and self.stages_half:
+        # A half's sum may be too large for it where its average is not.
+        if inp.dtype in HALF and (self.stages_half or average):
             wide_inp = inp.float()
             wide = wide_inp
             if call.op == "reduce_scatter" and out is not None:
@@ -503,7 +518,7 @@ _BITS = {torch.float32: (torch.int32, 2**31 - 1), torch.float64: (torch.int64, 2
 
 def _as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
     """Returns integers in the order of the floats; NaN lies beyond the end that is looked for."""
-    wide = x.float() if x.dtype in _HALF else x
+    wide = x.float() if x.dtype in HALF else x
     kind, largest = _BITS[wide.dtype]
     bits = wide.view(kind)
     # Of negative floats a larger pattern is a smaller number: flip all bits but the sign.

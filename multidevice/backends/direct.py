@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from multidevice.backends.base import Call
+from multidevice.backends.base import HALF, Call
 from multidevice.backends.protocol import Transfer
 
 Steps = Iterator[list[Transfer]]
@@ -158,9 +158,15 @@ def _reduce_blocks(call: Call, blocks: Sequence[torch.Tensor], out: torch.Tensor
 
 
 def _fold(call: Call, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Reduces equal parts in order; `out` may be one of them."""
+    """Reduces equal parts in order, halves in float32; `out` may be one of them."""
     assert call.reduce is not None, "a reduction has an op"
     apply = _REDUCE[call.reduce]
+    if out.dtype in HALF:
+        wide = parts[0].float()
+        for part in parts[1:]:
+            apply(wide, part, out=wide)
+        out.copy_(wide)
+        return
     total = parts[0]
     # Whatever was received may be overwritten; this member's own part is the caller's.
     spare = parts[1 if call.index == 0 else 0]

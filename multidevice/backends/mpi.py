@@ -26,7 +26,7 @@ from multidevice.backends.base import Call, CheckedBackend, Exchange
 from multidevice.backends.direct import steps_of
 from multidevice.backends.protocol import Transfer
 from multidevice.control import RECORD_NBYTES, JobControl, Step
-from multidevice.waiting import Event, Need, poll_until, team_text
+from multidevice.waiting import Event, poll_until, team_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -73,8 +73,6 @@ class MpiControl(JobControl):
         # Requests of waits that ended with an error still write to their buffers.
         self._unfinished: list[MPI.Request] = []
         self._tags = 1 + (world.Get_attr(MPI.TAG_UB) or 32767)
-        # What the data backend has started and nobody has waited for yet.
-        self.works: set[MpiWork] = set()
         self._control = self._duplicate("control")
         self.data = self._duplicate("data")
         self._events = self._duplicate("event")
@@ -93,26 +91,6 @@ class MpiControl(JobControl):
         matches a later one: their numbers differ.
         """
         return (zlib.crc32(key.encode()) + seq) % self._tags
-
-    def poll_until(
-        self,
-        done: Callable[[], bool],
-        *,
-        what: Callable[[], str],
-        needs: Callable[[], Iterable[Need]],
-    ) -> None:
-        """See `Control.poll_until`; whatever this rank waits for, its collectives go on."""
-
-        works = [work for work in self.works if work.done != done]
-
-        def done_here() -> bool:
-            if done():
-                return True
-            for work in works:
-                work.done()
-            return False
-
-        super().poll_until(done_here if works else done, what=what, needs=needs)
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         return self._gather_varied(record, [RECORD_NBYTES] * len(step.team), step)

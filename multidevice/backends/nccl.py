@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from fuser.errors import CommunicationError, InputError
-from multidevice.backends.base import Call, CheckedBackend, Exchange, stream_at
+from multidevice.backends.base import (
+    Call,
+    CheckedBackend,
+    Exchange,
+    stream_at,
+    stream_handle,
+)
 from multidevice.backends.nccl_binding import (
     DTYPES,
     RED_OPS,
@@ -106,14 +112,7 @@ class NcclBackend(CheckedBackend):
         return self._handle(stream)
 
     def _handle(self, stream: object) -> int:
-        if stream is None:
-            return torch.cuda.current_stream(self.device).cuda_stream
-        if isinstance(stream, int):
-            return stream
-        handle: Any = getattr(stream, "cuda_stream", None)
-        if handle is None:
-            raise InputError(f"a stream is a torch.cuda.Stream, its handle or None, not {stream!r}")
-        return int(handle)
+        return stream_handle(stream, self.device)
 
     def _comm(self, team: Team) -> NcclComm:
         """Returns the team's communicator; collective over the team at first use."""

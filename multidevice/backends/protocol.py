@@ -185,3 +185,18 @@ class Backend(Protocol):
     def close(self) -> None:
         """Releases what the backend holds; later calls are errors."""
         ...
+
+
+class PeerMemory(Backend, Protocol):
+    """A backend whose members copy out of each other's memory."""
+
+    def connect(self, team: Team) -> None:
+        """Lets the members of a team find each other; collective over it at its first use.
+
+        Raises `UnsupportedError` where they cannot map each other's memory.
+        """
+        ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""
+        ...

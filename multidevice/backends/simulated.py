@@ -319,6 +319,23 @@ class SimulatedBackend(CheckedBackend):
             send.finished = recv.finished = _record_event(target, send.stream)
 
 
+class SimulatedPeers(SimulatedBackend):
+    """Stands for peer copies: simulated ranks see each other's memory anyway."""
+
+    name = "cuda"
+
+    def __init__(self, control: SimulatedControl, device: torch.device) -> None:
+        super().__init__(control)
+        self._device = device
+
+    def connect(self, team: Team) -> None:
+        """See `PeerMemory.connect`; there is nothing to be found."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.empty`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
 def _current_stream(stream: object) -> torch.cuda.Stream:
     if isinstance(stream, torch.cuda.Stream):
         return stream

@@ -225,10 +225,10 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
     same(out, torch.full((3,), n * (n - 1) / 2), "allreduce after errors")
 
 
-def check_all(device: torch.device) -> None:
-    """Checks everything on this rank's communicator."""
+def check_all(device: torch.device, *, peers: bool = False) -> None:
+    """Checks everything on this rank's communicator, or on peer copies."""
     comm = Communicator.instance()
-    backend = comm.backend_for(device)
+    backend = comm.peers_for(device) if peers else comm.backend_for(device)
     me, n = comm.rank(), comm.size()
     world = tuple(range(n))
     for dtype in DTYPES:
@@ -257,17 +257,18 @@ def check_all(device: torch.device) -> None:
 def main() -> None:
     """Runs the checks on this rank and prints a line that the test looks for."""
     device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    peers = "peers" in sys.argv[2:]
     if device.type == "cuda":
         Communicator.instance()
         device = torch.device("cuda", torch.cuda.current_device())
-    check_all(device)
+    check_all(device, peers=peers)
     comm = Communicator.instance()
     assert not torch.distributed.is_initialized(), "the default process group is the user's"
     start = time.perf_counter()
     for _ in range(100):
         comm.agree(None, b"x")
     agree_us = (time.perf_counter() - start) * 1e4
-    backend = comm.backend_for(device)
+    backend = comm.peers_for(device) if peers else comm.backend_for(device)
     x, world = torch.zeros(256, device=device), tuple(range(comm.size()))
     start = time.perf_counter()
     for _ in range(100):

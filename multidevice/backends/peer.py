@@ -1,0 +1,298 @@
+"""Peer copies: a receiver copies out of the sender's memory, which it has mapped.
+
+Every member of a team can read one page on their host. To send, a rank writes there where the data
+lies (a *record*: which memory, where, how many bytes) under the number of the transfer; the
+receiver finds the record, maps that memory (once), copies, and answers. Data never passes a third
+place: only what lies in memory that nobody can map is first copied to memory that peers can
+(`empty`). Collectives are made of such copies (`direct`).
+
+This module has the page and what all devices share; `peer_cpu` and `peer_cuda` move data.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuser.errors import CommunicationError, UnsupportedError
+from multidevice.backends.base import Call, CheckedBackend, Exchange, tensor_text, transfer_key
+from multidevice.backends.direct import steps_of
+from multidevice.backends.protocol import Team, Transfer, Work
+from multidevice.control import Control
+from multidevice.waiting import Need, team_text
+
+# Transfers between two ranks, in one direction, that may be under way at once.
+SLOTS = 32
+# How memory is named to peers, in 8-byte words.
+NAME_WORDS = 9
+# elements, dtype, bytes from the beginning of the memory to the data, how often the slot was used
+_RECORD_WORDS = 4 + NAME_WORDS
+# Words of one direction between two ranks: tags, answers, records.
+_LINK_WORDS = SLOTS * (2 + _RECORD_WORDS)
+# The top bit of an answer says that the transfer did not fit.
+_MISFIT = 1 << 63
+_COLLECTIVE = 1 << 62
+# The transfers of one collective between two ranks are counted below this.
+_CALL_SHIFT = 20
+
+_DTYPES = {
+    zlib.crc32(str(d).encode()): d for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where the data of a transfer lies: `name` is the memory's, `offset` and `nbytes` are bytes;
+    `use` counts the transfers of its slot."""
+
+    slot: int
+    elements: int
+    dtype: torch.dtype
+    offset: int
+    use: int
+    name: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Sent:
+    """A transfer that this rank has posted; `held` keeps the data alive."""
+
+    peer: int
+    slot: int
+    use: int
+    tag: int
+    held: torch.Tensor
+
+
+class Page:
+    """The page of one team, as this rank sees it: records from everyone to everyone."""
+
+    def __init__(self, words: memoryview, team: Team, rank: int) -> None:
+        self._words = words
+        self.team = team
+        self._size = len(team)
+        self._me = team.index(rank)
+        self._uses: dict[int, list[int]] = {r: [0] * SLOTS for r in team}
+        self._next: dict[int, int] = dict.fromkeys(team, 0)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Returns how large the page of a team of `size` ranks is."""
+        return size * size * _LINK_WORDS * 8
+
+    def _to(self, rank: int) -> int:
+        return (self._me * self._size + self.team.index(rank)) * _LINK_WORDS
+
+    def _from(self, rank: int) -> int:
+        return (self.team.index(rank) * self._size + self._me) * _LINK_WORDS
+
+    def free_slot(self, peer: int) -> int:
+        """Returns a slot whose last transfer the peer has answered; -1 when there is none."""
+        base, first = self._to(peer), self._next[peer]
+        words = self._words
+        for k in range(SLOTS):
+            slot = (first + k) % SLOTS
+            if words[base + slot] == words[base + SLOTS + slot] & ~_MISFIT:
+                return slot
+        return -1
+
+    def uses(self, peer: int, slot: int) -> int:
+        """Returns how many transfers to the peer the slot has seen."""
+        return self._uses[peer][slot]
+
+    def post(
+        self, peer: int, slot: int, tag: int, tensor: torch.Tensor, name: tuple[int, ...], at: int
+    ) -> Sent:
+        """Tells the peer where the data of a transfer lies."""
+        uses = self._uses[peer]
+        uses[slot] += 1
+        self._next[peer] = slot + 1
+        words, base = self._words, self._to(peer)
+        dtype = zlib.crc32(str(tensor.dtype).encode())
+        first = base + 2 * SLOTS + slot * _RECORD_WORDS
+        for k, word in enumerate((tensor.numel(), dtype, at, uses[slot], *name)):
+            words[first + k] = word
+        # The tag comes last: whoever finds it finds the whole record.
+        words[base + slot] = tag
+        return Sent(peer, slot, uses[slot], tag, tensor)
+
+    def find(self, peer: int, tag: int) -> Record | None:
+        """Returns what the peer has posted under a tag; None before it has."""
+        base = self._from(peer)
+        tags = self._words[base : base + SLOTS].tolist()
+        if tag not in tags:
+            return None
+        slot = tags.index(tag)
+        first = base + 2 * SLOTS + slot * _RECORD_WORDS
+        elements, dtype, at, use, *name = self._words[first : first + _RECORD_WORDS].tolist()
+        return Record(slot, elements, _DTYPES[dtype], at, use, tuple(name))
+
+    def answer(self, peer: int, slot: int, tag: int, *, fits: bool = True) -> None:
+        """Tells the sender that its record is not needed any more."""
+        self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
+
+    def answered(self, sent: Sent) -> bool:
+        """Whether the receiver has answered.
+
+        Raises `CommunicationError` when it found that the transfer does not fit.
+        """
+        answer: int = self._words[self._to(sent.peer) + SLOTS + sent.slot]
+        if answer == sent.tag | _MISFIT:
+            raise CommunicationError(
+                f"rank {self.team[self._me]} sends {tensor_text(sent.held)} to rank {sent.peer}, "
+                "which receives a tensor of another dtype or size"
+            )
+        return answer == sent.tag
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A transfer and the number under which its two halves find each other."""
+
+    transfer: Transfer
+    tag: int
+
+
+class PeerBackend(CheckedBackend):
+    """What the peer copies of all devices share."""
+
+    name = "cuda"
+    # Halves are added in float32 and rounded once (`direct`).
+    stages_half = False
+    in_place_parts = frozenset({"allgather"})
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(control.rank, control.size, control.ledger)
+        self.control = control
+        self._pages: dict[Team, Page] = {}
+        control.on_lost.append(self._forget)
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns memory that peers can map, as uint8; it is given back when nobody holds it."""
+
+    @abstractmethod
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """Returns how peers call the memory of a tensor, and the bytes from its beginning to the
+        data; None where they cannot map it."""
+
+    @abstractmethod
+    def _carry_out(
+        self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
+    ) -> Work:
+        """Starts transfers; those of a step end before the next step begins."""
+
+    # ------------------------------------------------------------ teams
+    def connect(self, team: Team) -> None:
+        """Makes the page of a team, unless there is one; collective over the team then."""
+        self.page(team)
+
+    def page(self, team: Team) -> Page:
+        """Returns the team's page; collective over the team at first use.
+
+        Raises `UnsupportedError` where the ranks do not share a host.
+        """
+        found = self._pages.get(team)
+        if found is None:
+            words = self.control.page(Page.nbytes(len(team)), team)
+            if words is None:
+                raise UnsupportedError(
+                    f"backend CUDA: ranks {team_text(team)} do not share a host and its processes, "
+                    "and peer copies need both: use NCCL"
+                )
+            found = self._pages[team] = Page(words, team, self.rank)
+            self._connected(found)
+        return found
+
+    def _connected(self, page: Page) -> None:
+        """Called once for a new page, on all of its members."""
+
+    def _forget(self, key: str) -> None:
+        """Gives up the pages of teams whose members no longer agree where they are."""
+        for team in [t for t in self._pages if key.endswith(team_text(t))]:
+            del self._pages[team]
+
+    # ------------------------------------------------------------ transfers
+    def _start(self, call: Call) -> Work:
+        page = self.page(call.team)
+        return self._carry_out(page, self._numbered(call), call)
+
+    def _numbered(self, call: Call) -> Iterable[list[Numbered]]:
+        first = _COLLECTIVE | (call.seq + 1) << _CALL_SHIFT
+        counts: dict[tuple[str, int], int] = {}
+
+        def number(t: Transfer) -> Numbered:
+            k = counts[t.kind, t.peer] = counts.get((t.kind, t.peer), -1) + 1
+            return Numbered(t, first + k)
+
+        for step in steps_of(call):
+            yield [number(t) for t in step]
+
+    def _start_batch(self, batch: Exchange) -> Work:
+        page = self.page(batch.team)
+        step = [
+            Numbered(t, seq + 1) for t, seq in zip(batch.transfers, batch.sequence, strict=True)
+        ]
+        return self._carry_out(page, [step], batch)
+
+    def _post(self, page: Page, one: Numbered, call: Call | Exchange) -> Sent:
+        """Tells the receiver where the data is, in memory that it can map."""
+        tensor, peer = one.transfer.tensor.detach(), one.transfer.peer
+        place = self.name_of(tensor) if tensor.numel() else ((0,) * NAME_WORDS, 0)
+        if place is None:
+            staged = self.empty(tensor.numel() * tensor.element_size())
+            staged = staged.view(tensor.dtype).view(tensor.shape)
+            tensor = staged.copy_(tensor)
+            place = self.name_of(tensor)
+            assert place is not None, "memory made for peers has a name"
+        slot = page.free_slot(peer)
+        if slot < 0:
+            self._poll(lambda: page.free_slot(peer) >= 0, call, (one,))
+            slot = page.free_slot(peer)
+        self._before_reuse(page, peer, slot)
+        sent = page.post(peer, slot, one.tag, tensor, *place)
+        self.control.wake((peer,))
+        return sent
+
+    def _before_reuse(self, page: Page, peer: int, slot: int) -> None:
+        """Called before a slot is used again."""
+
+    def _check_fits(self, page: Page, one: Numbered, record: Record) -> None:
+        """Raises `CommunicationError`, on both sides, where sender and receiver disagree."""
+        tensor, peer = one.transfer.tensor, one.transfer.peer
+        if (record.dtype, record.elements) == (tensor.dtype, tensor.numel()):
+            return
+        page.answer(peer, record.slot, one.tag, fits=False)
+        self.control.wake((peer,))
+        kind = str(record.dtype).removeprefix("torch.")
+        raise CommunicationError(
+            f"rank {peer} sends {record.elements} elements of {kind} to rank {self.rank}, which "
+            f"receives {tensor_text(tensor)}"
+        )
+
+    def _poll(
+        self, done: Callable[[], bool], call: Call | Exchange, open_ones: Sequence[Numbered]
+    ) -> None:
+        """Waits, under the deadline, for the peers of these transfers."""
+
+        def needs() -> list[Need]:
+            if isinstance(call, Call):
+                return call.needs()
+            return [
+                Need(
+                    o.transfer.peer,
+                    transfer_key(o.transfer, self.rank, call.team, mirrored=True),
+                    o.tag,
+                )
+                for o in open_ones
+            ]
+
+        self.control.poll_until(done, what=call.describe, needs=needs)

@@ -1,0 +1,304 @@
+"""Peer copies between the GPUs of a host: copy engines read over NVLink, streams wait for flags.
+
+The host only finds out where the data lies; the order is that of the streams. A sender's stream
+writes the flag *ready* into the receiver's memory; the receiver's stream waits for it, copies, and
+writes the flag *done* into the sender's, for which whoever reuses the data waits. Flags count the
+uses of their slot, so nothing is ever reset. No kernel runs: the multiprocessors are free.
+"""
+
+from __future__ import annotations
+
+import bisect
+import struct
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fuser.errors import CommunicationError, InputError, UnsupportedError
+from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
+from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Sent
+from multidevice.control import Control
+from multidevice.waiting import team_text
+
+_HANDLE = struct.Struct("<8Q")
+_FLAG_NBYTES = 4
+
+
+class IpcMemory:
+    """Memory of one GPU that the processes of its host can map.
+
+    It comes from a pool of torch's allocator that is never given back to the driver, so what a peer
+    has mapped stays what it is; within the pool, memory is reused as torch reuses any other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cuda: Any = driver()
+        self._pool = torch.cuda.MemPool()
+        # Beginnings and ends of the driver's allocations, and their names.
+        self._begins: list[int] = []
+        self._blocks: list[tuple[int, tuple[int, ...]]] = []
+        self._mapped: dict[tuple[int, ...], int] = {}
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns `nbytes` bytes of it, as uint8, for the current stream."""
+        with torch.cuda.use_mem_pool(self._pool, device=self.device):
+            made = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+        if self._find(made.data_ptr()) is None:
+            self._export(made.data_ptr())
+        return made[:nbytes]
+
+    def _export(self, address: int) -> None:
+        begin, size = self._call("cuMemGetAddressRange", address)
+        try:
+            handle = self._call("cuIpcGetMemHandle", begin)
+        except CommunicationError as error:
+            raise UnsupportedError(
+                f"backend CUDA: memory on {self.device} cannot be mapped by other processes "
+                f"({error}); torch's expandable segments (PYTORCH_CUDA_ALLOC_CONF) cannot"
+            ) from None
+        place = bisect.bisect(self._begins, int(begin))
+        self._begins.insert(place, int(begin))
+        words = _HANDLE.unpack(bytes(handle.reserved))
+        self._blocks.insert(place, (int(begin) + int(size), (*words, int(begin))))
+
+    def _find(self, address: int) -> tuple[tuple[int, ...], int] | None:
+        place = bisect.bisect(self._begins, address) - 1
+        if place < 0 or address >= self._blocks[place][0]:
+            return None
+        return self._blocks[place][1], address - self._begins[place]
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """See `PeerBackend.name_of`."""
+        return self._find(tensor.data_ptr())
+
+    def mapped(self, name: tuple[int, ...], peer: int) -> int:
+        """Returns the address at which this process sees the memory of a peer.
+
+        Raises `UnsupportedError` where the GPUs have no access to each other.
+        """
+        found = self._mapped.get(name)
+        if found is None:
+            handle = self._cuda.CUipcMemHandle()
+            handle.reserved = _HANDLE.pack(*name[:-1])
+            lazy = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            try:
+                found = int(self._call("cuIpcOpenMemHandle", handle, int(lazy.value)))
+            except CommunicationError as error:
+                raise UnsupportedError(
+                    f"backend CUDA: {self.device} cannot map the memory of rank {peer}'s GPU "
+                    f"({error}): use NCCL"
+                ) from None
+            self._mapped[name] = found
+        return found
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueues a copy; between two GPUs a copy engine carries it out."""
+        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def set_flag(self, address: int, value: int, stream: int) -> None:
+        """Lets the stream write a flag, after all that it has been given so far."""
+        self._call("cuStreamWriteValue32", stream, address, value, 0)
+
+    def wait_flag(self, address: int, value: int, stream: int) -> None:
+        """Lets the stream wait until a flag has come to a value."""
+        self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: greater or equal
+
+    def _call(self, name: str, *args: object) -> Any:
+        status, *results = getattr(self._cuda, name)(*args)
+        if int(status):
+            raise CommunicationError(f"{name}: {status.name}")
+        return results[0] if len(results) == 1 else results
+
+    def close(self) -> None:
+        """Unmaps the memory of peers."""
+        for address in self._mapped.values():
+            self._cuda.cuIpcCloseMemHandle(address)
+        self._mapped.clear()
+
+
+def driver() -> Any:
+    """Returns the driver's API. Raises `UnsupportedError` without cuda-bindings."""
+    try:
+        return import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"backend CUDA needs cuda-bindings ({error}): install fuser-hostir[cu12] or [cu13]"
+        ) from error
+
+
+class _Enqueued:
+    """Copies that streams carry out; `sent` are those of whose data no wait says that it may be
+    overwritten."""
+
+    def __init__(
+        self, backend: CudaPeerBackend, page: Page, sent: list[Sent], call: Call | Exchange
+    ) -> None:
+        self._backend, self._page, self._sent, self._call = backend, page, sent, call
+
+    def wait(self) -> None:
+        """Lets the current stream wait until the peers have copied what this rank sends."""
+        if self._sent:
+            self._backend.settle(self._page, self._sent, self._call.stream)
+            self._sent = []
+
+    def synchronize(self) -> None:
+        """See `Work.synchronize`; polls the stream under the deadline."""
+        self.wait()
+        self._backend.synchronize(self._call)
+
+
+class CudaPeerBackend(PeerBackend):
+    """Peer copies of the tensors of one GPU, on the current stream or the one that is given."""
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        super().__init__(control)
+        self.device = device
+        self._memory = IpcMemory(device)
+        # Of each page: this rank's flags [ready, done][member][slot], and where it sees others'.
+        self._flags: dict[Page, torch.Tensor] = {}
+        self._theirs: dict[Page, dict[int, int]] = {}
+        # Sends that nobody has waited for: peers may still read them.
+        self._held: dict[Sent, Page] = {}
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() and tensor.device != self.device:
+            raise InputError(
+                f"backend CUDA of {self.device} takes tensors there, found one on {tensor.device}"
+            )
+
+    def _on(self, stream: object) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream_at(stream_handle(stream, self.device), self.device))
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return self._memory.empty(nbytes)
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        return self._memory.name_of(tensor)
+
+    # ------------------------------------------------------------ flags
+    def _connected(self, page: Page) -> None:
+        """Makes the flags, and maps those of the others."""
+        team = page.team
+        flags = self._memory.empty(2 * len(team) * SLOTS * _FLAG_NBYTES).zero_()
+        torch.cuda.current_stream(self.device).synchronize()
+        place = self._memory.name_of(flags)
+        assert place is not None, "memory made for peers has a name"
+        name, at = place
+        hello = struct.pack(f"<{NAME_WORDS + 1}Q", *name, at)
+        error: BaseException | None = None
+        theirs: dict[int, int] = {}
+        for rank, answer in zip(team, self.control.exchange(hello, team=team), strict=True):
+            *words, offset = struct.unpack(f"<{NAME_WORDS + 1}Q", answer)
+            if rank != self.rank and error is None:
+                try:
+                    theirs[rank] = self._memory.mapped(tuple(words), rank) + offset
+                except UnsupportedError as found:
+                    error = found
+        # Nobody sets a flag that is still to be cleared, or copies where one cannot.
+        self.control.agree(error, team=team)
+        self._flags[page], self._theirs[page] = flags, theirs
+
+    def _forget(self, key: str) -> None:
+        super()._forget(key)
+        kept = set(self._pages.values())
+        for page in [p for p in self._flags if p not in kept]:
+            del self._flags[page], self._theirs[page]
+
+    def _flag(self, page: Page, kind: int, of: int, about: int, slot: int) -> int:
+        """Returns the address of the flag, of a kind (0 ready, 1 done), that lies with rank `of`
+        and is about rank `about`."""
+        base = self._flags[page].data_ptr() if of == self.rank else self._theirs[page][of]
+        member = kind * len(page.team) + page.team.index(about)
+        return base + (member * SLOTS + slot) * _FLAG_NBYTES
+
+    # ------------------------------------------------------------ transfers
+    def _carry_out(
+        self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
+    ) -> _Enqueued:
+        stream = stream_handle(call.stream, self.device)
+        sent: list[Sent] = []
+        with self._on(call.stream):
+            for step in steps:
+                self.settle(page, sent, call.stream)
+                # All sends come first: where two ranks exchange, neither waits for the other.
+                sent = [
+                    self._send(page, one, call, stream)
+                    for one in step
+                    if one.transfer.kind == "send"
+                ]
+                for one in step:
+                    if one.transfer.kind == "recv":
+                        self._pull(page, one, call, stream)
+        self._held.update(dict.fromkeys(sent, page))
+        return _Enqueued(self, page, sent, call)
+
+    def _send(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> Sent:
+        sent = self._post(page, one, call)
+        flag = self._flag(page, 0, sent.peer, self.rank, sent.slot)
+        self._memory.set_flag(flag, sent.use, stream)
+        return sent
+
+    def _before_reuse(self, page: Page, peer: int, slot: int) -> None:
+        """Flags of a slot come in order: its last transfer is over before the next is ready."""
+        use = page.uses(peer, slot)
+        if use:
+            flag = self._flag(page, 1, self.rank, peer, slot)
+            self._memory.wait_flag(flag, use, stream_handle(None, self.device))
+
+    def _pull(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> None:
+        peer, tensor = one.transfer.peer, one.transfer.tensor
+        record = page.find(peer, one.tag)
+        if record is None:
+            self._poll(lambda: page.find(peer, one.tag) is not None, call, (one,))
+            record = page.find(peer, one.tag)
+        assert record is not None, "it was found"
+        self._check_fits(page, one, record)
+        page.answer(peer, record.slot, one.tag)
+        self._memory.wait_flag(
+            self._flag(page, 0, self.rank, peer, record.slot), record.use, stream
+        )
+        if record.nbytes:
+            source = self._memory.mapped(record.name, peer) + record.offset
+            self._memory.copy(tensor.data_ptr(), source, record.nbytes, stream)
+        done = self._flag(page, 1, peer, self.rank, record.slot)
+        self._memory.set_flag(done, record.use, stream)
+
+    def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
+        """Lets a stream wait until the receivers have copied."""
+        handle = stream_handle(stream, self.device)
+        for one in sent:
+            flag = self._flag(page, 1, self.rank, one.peer, one.slot)
+            self._memory.wait_flag(flag, one.use, handle)
+            if one.held.numel():
+                one.held.record_stream(stream_at(handle, self.device))
+            self._held.pop(one, None)
+
+    def synchronize(self, call: Call | Exchange) -> None:
+        """Returns when the stream of a call has done its work."""
+        stream = stream_at(stream_handle(call.stream, self.device), self.device)
+        self.control.poll_until(stream.query, what=call.describe, needs=call.needs)
+
+    def drain(self) -> None:
+        """Waits for the device, within the deadline: peers may read this rank's memory."""
+        if self._closed or not self._pages:
+            return
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        try:
+            self.control.poll_until(
+                done.query,
+                what=lambda: (
+                    f"the device's last copies among ranks {team_text(self.control.world)}"
+                ),
+                needs=list,
+            )
+        except CommunicationError:
+            return
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()
