@@ -144,7 +144,10 @@ class Page:
 
         Raises `CommunicationError` when it found that the transfer does not fit.
         """
-        answer: int = self._words[self._to(sent.peer) + SLOTS + sent.slot]
+        base = self._to(sent.peer) + sent.slot
+        if self._words[base] != sent.tag:
+            return True  # Its slot has been used again, which is after the answer.
+        answer: int = self._words[base + SLOTS]
         if answer == sent.tag | _MISFIT:
             raise CommunicationError(
                 f"rank {self.team[self._me]} sends {tensor_text(sent.held)} to rank {sent.peer}, "

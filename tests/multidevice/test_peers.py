@@ -1,0 +1,177 @@
+"""Peer copies among CPU ranks: jobs of their own, and the page and the memory that ranks share."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import multidevice
+from fuser.errors import CommunicationError
+from multidevice import Communicator
+from multidevice.backends.peer import SLOTS, Page
+from multidevice.backends.peer_cpu import SharedMemory
+from multidevice.backends.protocol import Transfer
+from tests import mpi_abort
+from tests.multidevice.programs import collectives
+from tests.multidevice.test_communicator_jobs import END_S, needs_mpi, run_job
+
+CPU = torch.device("cpu")
+alone = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs of its own")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_simulated_peers_carry_out_every_collective(size: int) -> None:
+    with multidevice.simulate(size) as world:
+        world.run(lambda: collectives.check_all(CPU, peers=True))
+
+
+@alone
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_under_mpirun(size: int) -> None:
+    job = run_job("mpirun", size, "collectives.py", "cpu", "peers")
+    assert job.code == 0, job.text
+    assert job.text.count(f"of {size} on cuda") == size, job.text
+
+
+@alone
+def test_collectives_under_torchrun() -> None:
+    job = run_job("torchrun", 2, "collectives.py", "cpu", "peers")
+    assert job.code == 0, job.text
+    assert job.text.count("of 2 on cuda") == 2, job.text
+
+
+@alone
+@needs_mpi
+@pytest.mark.parametrize("kind", ["exception", "exit", "thread"])
+def test_a_fault_ends_the_job(kind: str) -> None:
+    job = run_job("mpirun", 2, "faults.py", kind, "peers")
+    assert job.code != 0, job.text
+    assert job.seconds < END_S, job.text
+    assert "rank 1" in job.text
+
+
+@alone
+@needs_mpi
+def test_an_absent_peer_is_named() -> None:
+    job = run_job("mpirun", 2, "faults.py", "stall", "peers")
+    assert job.code == 7, job.text
+    assert "allreduce(SUM) of float32[4] over team (0 1)" in job.text
+    assert "rank 1 has not come" in job.text
+
+
+@pytest.mark.mpi
+def test_all_collectives_of_this_job(comm: Communicator) -> None:
+    collectives.check_all(CPU, peers=True)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_more_transfers_under_way_than_the_page_has_room_for(comm: Communicator) -> None:
+    """The sender waits for room, and everything arrives where it belongs, waited for in reverse."""
+    peers, me, n = comm.peers_for(CPU), comm.rank(), comm.size()
+    world = tuple(range(n))
+    to, source = (me + 1) % n, (me - 1) % n
+    count = 3 * SLOTS
+    found = [torch.full((5,), -1.0) for _ in range(count)]
+    works = [
+        peers.batch(
+            [
+                Transfer("recv", found[k], source),
+                Transfer("send", torch.full((5,), float(1000 * me + k)), to),
+            ],
+            team=world,
+        )
+        for k in range(count)
+    ]
+    for work in reversed(works):
+        work.wait()
+    for k, one in enumerate(found):
+        assert one.tolist() == [1000.0 * source + k] * 5
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_of_peers_is_sent_without_a_copy(comm: Communicator) -> None:
+    """What is written into it before the receiver copies arrives."""
+    peers, me = comm.peers_for(CPU), comm.rank()
+    world = tuple(range(comm.size()))
+    mine = peers.empty(64).zero_()
+    found = torch.zeros(64, dtype=torch.uint8)
+    if me == 0:
+        work = peers.send(mine, peer=1, team=world)
+        mine.fill_(7)
+        comm.barrier()
+        work.wait()
+    else:
+        comm.barrier()
+        if me == 1:
+            peers.recv(found, peer=0, team=world).wait()
+            assert found.tolist() == [7] * 64
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_transfer_that_does_not_fit_is_named_on_both_sides(comm: Communicator) -> None:
+    peers, me = comm.peers_for(CPU), comm.rank()
+    team = (0, 1)
+    if me < 2:
+        with pytest.raises(CommunicationError) as caught:
+            if me == 0:
+                peers.send(torch.ones(4), peer=1, team=team).wait()
+            else:
+                peers.recv(torch.ones(3), peer=0, team=team).wait()
+        assert "rank 0 sends" in str(caught.value)
+        assert "rank 1" in str(caught.value)
+    comm.barrier()
+
+
+def test_a_slot_is_free_when_its_record_was_answered() -> None:
+    words = memoryview(bytearray(Page.nbytes(2))).cast("Q")
+    sender, receiver = Page(words, (3, 5), 3), Page(words, (3, 5), 5)
+    x = torch.arange(6, dtype=torch.int16)
+    sent = [
+        sender.post(5, sender.free_slot(5), tag, x, (0,) * 9, 8 * tag)
+        for tag in range(1, SLOTS + 1)
+    ]
+    assert sender.free_slot(5) == -1
+    assert receiver.find(3, SLOTS + 1) is None
+    record = receiver.find(3, 4)
+    assert record is not None
+    assert (record.elements, record.dtype, record.offset) == (6, torch.int16, 32)
+    assert not sender.answered(sent[3])
+    receiver.answer(3, record.slot, 4)
+    assert sender.answered(sent[3])
+    assert sender.free_slot(5) == record.slot
+    again = sender.post(5, record.slot, SLOTS + 9, x, (0,) * 9, 0)
+    assert (again.use, sender.answered(again)) == (2, False)
+
+
+def test_shared_memory_is_reused_when_nobody_holds_it() -> None:
+    memory = SharedMemory()
+    a, b = memory.empty(1000), memory.empty(1000)
+    a.fill_(1)
+    b.fill_(2)
+    place = memory.name_of(a)
+    view = a.view(torch.int32)[3:5]
+    del a
+    gc.collect()
+    c = memory.empty(1000).fill_(3)
+    assert view.tolist() == [0x01010101] * 2, "a view keeps its memory"
+    assert b.unique().tolist() == [2]
+    assert c.unique().tolist() == [3]
+    del view
+    gc.collect()
+    again = memory.empty(900)
+    assert memory.name_of(again) == place
+    assert memory.name_of(torch.ones(3)) is None
+
+
+def test_large_and_small_pieces_of_shared_memory_do_not_meet() -> None:
+    memory = SharedMemory()
+    sizes = [1, 255, 256, 257, 70 << 20, 4096, 0, 3]
+    pieces = [memory.empty(n) for n in sizes]
+    for k, piece in enumerate(pieces):
+        piece.fill_(k)
+    for k, piece in enumerate(pieces):
+        assert piece.numel() == sizes[k]
+        assert (piece == k).all()
