@@ -2,20 +2,26 @@
 
 Only tensors that a program deallocates lie here, so nothing that a caller can hold is ever reused.
 Each plan has fixed offsets; two tensors share bytes when one is given up before the other begins.
+A plan is bound to an arena once: its steps then know where their intermediates lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from fuser.locks import make_lock
+if TYPE_CHECKING:
+    from hostir.plan import BoundPlan, Plan
 
 # Offsets are multiples of this, so that every block is as well aligned as a fresh tensor.
 ALIGNMENT_NBYTES = 256
+# Plans that stay bound to one arena.
+MAX_BOUND = 256
+# Arenas of one stream that are kept for the next runs: as many runs beside one another.
+MAX_SPARE = 4
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,6 @@ class Block:
         """Return the tensor in a uint8 arena."""
         part = arena[self.offset : self.offset + self.nbytes].view(self.dtype)
         return part.as_strided(self.shape, self.strides)
-
-    def fresh(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor in memory of its own."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 def _aligned(nbytes: int) -> int:
@@ -71,44 +73,61 @@ def first_fit(lifetimes: Sequence[tuple[int, int, int]]) -> tuple[list[int], int
 
 
 class Arena:
-    """The buffers of one evaluator, by stream: a run on another stream never waits for this one."""
+    """The buffer of the runs on one stream of one device, one run at a time."""
+
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self.device = device
+        self.stream = stream
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._bound: dict[Plan, BoundPlan] = {}
+
+    def bound(self, plan: Plan) -> BoundPlan:
+        """Return a plan whose intermediates lie here."""
+        found = self._bound.get(plan)
+        if found is None:
+            if self._buffer.numel() < plan.nbytes:
+                # Views of the smaller buffer would keep it alive.
+                self._bound.clear()
+                self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self.device)
+            if len(self._bound) >= MAX_BOUND:
+                self._bound.clear()
+            found = self._bound[plan] = plan.bind(self._buffer, self.stream)
+        return found
+
+    def forget(self, plan: Plan) -> None:
+        """Drop what is bound of a plan that will hardly run again."""
+        self._bound.pop(plan, None)
+
+
+class Arenas:
+    """The arenas of one evaluator that no run uses now, by stream.
+
+    A run takes one and gives it back: one inside or beside another run finds another arena, and one
+    on another stream never waits for this one.
+    """
 
     def __init__(self) -> None:
-        self._buffers: dict[object, torch.Tensor] = {}
-        self._views: dict[tuple[object, object], dict[int, torch.Tensor]] = {}
-        self._lock = make_lock()
+        self._spare: dict[tuple[torch.device, int], list[Arena]] = {}
 
-    @contextmanager
-    def views(
-        self, plan: object, blocks: Sequence[Block], nbytes: int, device: torch.device
-    ) -> Generator[dict[int, torch.Tensor]]:
-        """Yield the tensors of a plan by slot, for the time of one run.
-
-        A run inside or beside another one of the same evaluator gets memory of its own.
-        """
-        if not self._lock.acquire(blocking=False):
-            yield {block.slot: block.fresh(device) for block in blocks}
-            return
+    def take(self, device: torch.device, stream: int) -> Arena:
+        """Return an arena for a run that begins on this stream (a raw handle)."""
+        spare = self._spare.get((device, stream))
+        if spare is None:
+            spare = self._spare.setdefault((device, stream), [])
         try:
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            found = self._views.get((plan, stream))
-            if found is None:
-                buffer = self._buffer(stream, nbytes, device)
-                found = {block.slot: block.view(buffer) for block in blocks}
-                self._views[plan, stream] = found
-            yield found
-        finally:
-            self._lock.release()
+            return spare.pop()  # at once, whatever other threads do
+        except IndexError:
+            return Arena(device, stream)
 
-    def _buffer(self, stream: object, nbytes: int, device: torch.device) -> torch.Tensor:
-        buffer = self._buffers.get(stream)
-        if buffer is None or buffer.numel() < nbytes:
-            # Views of the smaller buffer would keep it alive: their plans make new ones.
-            self._views = {k: v for k, v in self._views.items() if k[1] != stream}
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._buffers[stream] = buffer
-        return buffer
+    def give(self, arena: Arena) -> None:
+        """Take back an arena after a run; one of a run that failed is not given back: what is still
+        in flight may write into it."""
+        spare = self._spare[arena.device, arena.stream]
+        if len(spare) < MAX_SPARE:
+            spare.append(arena)
 
-    def forget(self, plan: object) -> None:
-        """Drop the views of a plan that will not run again."""
-        self._views = {k: v for k, v in self._views.items() if k[0] is not plan}
+    def forget(self, plan: Plan) -> None:
+        """Drop what is bound of a plan that will hardly run again."""
+        for spare in list(self._spare.values()):
+            for arena in list(spare):
+                arena.forget(plan)

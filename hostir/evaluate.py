@@ -33,7 +33,7 @@ from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
 from fuser.schedule.vectorize import VECTOR_BYTES
-from hostir.arena import Arena
+from hostir.arena import Arenas
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import (
     HostIrContainer,
@@ -158,12 +158,10 @@ class HostIrEvaluator:
         self.free = program.free_inputs()
         self._device = None if device is None else torch_device(device)
         self._runners: dict[int, KernelRunner] = {}
-        self._arena = Arena()
+        self._arenas = Arenas()
         # A class of inputs does not know the values of floats.
         self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
-        self._plans: Recent[object, Plan] = Recent(
-            MAX_PLANS, on_drop=lambda plan: self._arena.forget(plan)
-        )
+        self._plans: Recent[object, Plan] = Recent(MAX_PLANS, on_drop=self._arenas.forget)
         if communicator is not None or program.devices():
             from multidevice.communicator import Communicator
 
@@ -211,7 +209,7 @@ class HostIrEvaluator:
         try:
             inputs = list(inputs)
             key = signature_of(inputs, self.free) if signature is None else signature
-            plan = self._plans.get(key)
+            plan = self._plans.get(_plan_key(key, inputs))
         except TypeError:  # of what is no list, or cannot be a part of a key
             inputs = flatten(inputs)
             key = signature_of(inputs, self.free)
@@ -224,9 +222,9 @@ class HostIrEvaluator:
                 return self._replay(plan, inputs)
         with torch.no_grad():
             if self.are_apart(inputs, key) if are_apart is None else are_apart:
-                return self._run(inputs, key, plan)
+                return self._run(inputs, key)
             assert self._updates is not None, "inputs meet where nothing is updated"
-            return self._updates.run(inputs, lambda apart: self._run(apart, key, plan))
+            return self._updates.run(inputs, lambda apart: self._run(apart, key))
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
         """Whether no input that is updated in place shares memory with another.
@@ -266,19 +264,21 @@ class HostIrEvaluator:
 
     def _replay(self, plan: Plan, inputs: list[Argument]) -> list[torch.Tensor]:
         entry = None if plan.streams is None else plan.streams.current()
+        arena = self._arenas.take(plan.device, plan.current_stream())
         try:
-            return plan.run(inputs, self._arena)
+            outputs = plan.run(inputs, arena)
         except BaseException as error:
             if plan.streams is not None:
                 plan.streams.enter(entry)
-            # What is still in flight may write to this arena: it is not used again.
-            self._arena = Arena()
             if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, FuserError):
                 raise OutOfMemoryError(f"a later run of a program: {error}") from error
             raise
+        self._arenas.give(arena)
+        return outputs
 
-    def _run(self, inputs: list[Argument], key: Hashable, plan: Plan | None) -> list[torch.Tensor]:
-        plan = plan or self._plans.recall(key)
+    def _run(self, inputs: list[Argument], signature: Hashable) -> list[torch.Tensor]:
+        key = _plan_key(signature, inputs)
+        plan = self._plans.recall(key)
         if plan is not None:
             return self._replay(plan, inputs)
         frame = self._frame(inputs)
@@ -446,6 +446,21 @@ class HostIrEvaluator:
 def _is_computed(tv: TensorView) -> bool:
     """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
     return any(n > 1 for n in parts(tv)) or not all(isinstance(x, Symbol) for x in tv.shape())
+
+
+def _plan_key(signature: Hashable, inputs: Sequence[Argument]) -> Hashable:
+    """Return what finds the plan of these inputs: it relies on where in a vector of memory each
+    tensor begins, which their signature does not tell."""
+    tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+    places = 0
+    try:
+        for v in tensors:
+            places |= v.data_ptr()
+    except RuntimeError:  # of what has no address: the first run of a class says so
+        return signature
+    if not places & VECTOR_BYTES - 1:
+        return signature
+    return signature, tuple(v.data_ptr() & VECTOR_BYTES - 1 for v in tensors)
 
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -28,6 +28,9 @@ from multidevice.backends.protocol import Backend, Transfer
 from multidevice.sharding import local_sizes
 from multidevice.streams import is_allocated_per_step
 
+if TYPE_CHECKING:
+    from fuser.kernels.executor import KernelLaunch
+
 
 class KernelRunner(Protocol):
     """Runs the kernel of one group on local shards, on the current stream."""
@@ -40,6 +43,17 @@ class KernelRunner(Protocol):
         sizes: Mapping[Symbol, int],
     ) -> None:
         """Computes `outputs`, which are allocated; `sizes` has every global extent."""
+        ...
+
+    def launch_for(
+        self,
+        inputs: Sequence[Argument],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Mapping[Symbol, int],
+    ) -> KernelLaunch | None:
+        """Returns the launch by which `run` computes these, for tensors of the same shapes, strides
+        and alignments, too; None where each run has to ask anew."""
         ...
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,10 +13,22 @@ from fuser.ir.core import Op
 from hostir.arena import Arena, Block
 from hostir.bind import Argument
 from hostir.memory import op_failed
+from hostir.steps import Binding, Closure, Slots, Step
 from hostir.streams import Streams
 
-Slots = list[Any]
-Closure = Callable[[Slots], None]
+
+@dataclass(frozen=True, eq=False)
+class BoundPlan:
+    """A plan bound to an arena and a stream: its steps as closures, one run at a time.
+
+    `rest` has the slots behind the inputs: the fixed ones filled, the others empty.
+    """
+
+    closures: tuple[Closure, ...]
+    rest: Slots
+    # Which op each closure carries out.
+    ops: tuple[Op | None, ...]
+    kept: list[object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +39,9 @@ class Plan:
     `records` tells whether torch would record gradients, of inputs that require some.
     """
 
-    steps: tuple[Closure, ...]
+    # With the op that each carries out; None for what no single op does.
+    steps: tuple[tuple[Step, Op | None], ...]
+    inputs: int
     size: int
     outputs: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -37,31 +50,40 @@ class Plan:
     records: bool
     # Those of the run, if the program switches between them.
     streams: Streams | None
-    # Which op a step carries out.
-    ops: Mapping[Closure, Op]
     contents: Contents
+    # The raw handle of the stream that is current.
+    current_stream: Callable[[], int]
+
+    def bind(self, buffer: torch.Tensor, stream: int) -> BoundPlan:
+        """Return the plan for runs that begin on this stream, with this memory."""
+        fixed = {block.slot: block.view(buffer) for block in self.blocks}
+        binding = Binding(self.device, stream, fixed)
+        closures: list[Closure] = []
+        ops: list[Op | None] = []
+        for step, op in self.steps:
+            closure = step.bind(binding)
+            if closure is not None:
+                closures.append(closure)
+                ops.append(op)
+        rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
+        return BoundPlan(tuple(closures), rest, tuple(ops), binding.kept)
 
     def run(self, inputs: list[Argument], arena: Arena) -> list[torch.Tensor]:
         """Carry out the steps on these inputs and return the visible outputs.
 
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
-        slots: Slots = [*inputs, *[None] * (self.size - len(inputs))]
+        bound = arena.bound(self)
+        slots: Slots = [*inputs, *bound.rest]
         step = None
         try:
-            if not self.blocks:
-                for step in self.steps:
-                    step(slots)
-                return [slots[i] for i in self.outputs]
-            with arena.views(self, self.blocks, self.nbytes, self.device) as views:
-                for slot, tensor in views.items():
-                    slots[slot] = tensor
-                for step in self.steps:
-                    step(slots)
-            return [slots[i] for i in self.outputs]
+            for step in bound.closures:
+                step(slots)
         except FuserError:
             raise
         except Exception as error:
-            if step is None or step not in self.ops:
+            op = None if step is None else bound.ops[bound.closures.index(step)]
+            if op is None:
                 raise
-            raise op_failed(self.ops[step], error) from error
+            raise op_failed(op, error) from error
+        return [slots[i] for i in self.outputs]

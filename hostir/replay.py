@@ -1,8 +1,9 @@
-"""Replay: a program bound to one class of inputs, as a flat list of closures over slots.
+"""Replay: a program bound to one class of inputs, as a flat list of steps over slots.
 
 The first run of a class is the reference evaluation; after each op the *recorder* notes what a
 later run has to repeat: sizes, strides, teams and kernel launches are fixed, only tensors change.
-Intermediates lie in an arena (`hostir.arena`); what a caller gets is allocated by every run.
+Intermediates lie in an arena (`hostir.arena`); what a caller gets is allocated by every run. A slot
+is given once in a run: where a loop makes a tensor anew, that is another slot.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ops.torch_meaning import bind_contraction
+from fuser.ops.products import Product, bind_contraction
+from fuser.torch_calls import empty_on, raw_stream_on
 from hostir.announce import announcer
 from hostir.arena import Block, first_fit
 from hostir.bind import Argument
 from hostir.container import walk
 from hostir.effects import Stream
 from hostir.frame import Frame
+from hostir.handlers import launch_operands
 from hostir.layout import allocated_strides, is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated
 from hostir.memory import no_memory
@@ -46,10 +49,11 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
-from hostir.plan import Closure, Plan, Slots
+from hostir.plan import Plan
 from hostir.post import Call, Done, exchange, permute, post, transfer
 from hostir.slices import dropped_axes
-from hostir.streams import Handle
+from hostir.steps import Action, Closure, Launch, Multiply, Slots, Step, View
+from hostir.streams import Handle, raw_handle
 from hostir.transfers import (
     CollectivePermute,
     Communication,
@@ -71,8 +75,7 @@ class Recorder:
         self._size = len(inputs)
         self._free = _free_scalars(frame)
         self._records = any(t.requires_grad for t in frame.tensors.values())
-        self._steps: list[Closure] = []
-        self._ops: dict[Closure, Op] = {}
+        self._steps: list[tuple[Step, Op | None]] = []
         # Buffers and where in the program they begin and end (None: they outlive it).
         self._blocks: dict[TensorView, Block] = {}
         self._begin: dict[TensorView, int] = {}
@@ -81,40 +84,41 @@ class Recorder:
         self._switches = any(isinstance(o, SetCurrentStream) for o in walk(frame.program.ops))
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
-        # Its order is that of the arena: what other streams allocate is torch's to place.
-        self._entry = frame.machine.streams.current()
+        # The current stream, and those that the program captured; None is the one on which the run
+        # began. Its order is that of the arena: what other streams allocate is torch's to place.
+        self._stream: Handle | None = None
+        self._captured: dict[str, Handle | None] = {}
 
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
         self._position += 1
         step = RECORD[type(op)](self, op) if type(op) in RECORD else self._tensor_op(op)
-        if step is not None:
-            step = self._announced(op, step)
-            self._steps.append(step)
-            self._ops[step] = op
+        if step is None:
+            return
+        if announced := self._announced(op):
+            self._steps.append((Action(announced), op))
+        self._steps.append((Action(step) if callable(step) else step, op))
 
-    def _announced(self, op: Op, step: Closure) -> Closure:
+    def _announced(self, op: Op) -> Closure | None:
         announce = announcer(op, self._frame.machine.rank)
         if announce is None:
-            return step
-
-        def announced(slots: Slots) -> None:
-            announce(lambda tv: slots[self.slot(tv)] if self._frame.is_mine(tv) else None)
-            step(slots)
-
-        return announced
+            return None
+        held = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
+        places = {tv: self.slot(tv) for tv in held if self._frame.is_mine(tv)}
+        return lambda slots: announce(lambda tv: slots[places[tv]] if tv in places else None)
 
     def finish(self, outputs: list[TensorView], contents: Contents) -> Plan:
         """Return the plan that yields these tensors; `contents` checks what is new in each run."""
         for tv in outputs:
             if not self._frame.is_mine(tv):
-                self._steps.append(self._absent(tv))
+                self._steps.append((Action(self._absent(tv)), None))
             elif tv in self._frame.storage.borrowed:
-                self._steps.append(self._copy(tv))
+                self._steps.append((Action(self._copy(tv)), None))
         blocks, nbytes = self._place()
-        fresh = tuple(self._make(tv, b) for tv, b in self._blocks.items() if tv not in self._end)
+        fresh = [self._make(tv, b) for tv, b in self._blocks.items() if tv not in self._end]
         return Plan(
-            (*fresh, *self._steps),
+            (*((Action(make), None) for make in fresh), *self._steps),
+            len(self._frame.program.inputs),
             self._size,
             tuple(self._slot.get(("copy", t), self.slot(t)) for t in outputs),
             blocks,
@@ -122,8 +126,8 @@ class Recorder:
             self._frame.machine.device,
             self._records,
             self._frame.machine.streams if self._switches else None,
-            self._ops,
             contents,
+            raw_stream_on(self._frame.machine.device),
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:
@@ -138,7 +142,8 @@ class Recorder:
 
     def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
-        make, device, i = torch.empty_strided, self._frame.machine.device, block.slot
+        device, i = self._frame.machine.device, block.slot
+        make = empty_on(device)
         shape, strides, dtype, program = (
             block.shape,
             block.strides,
@@ -148,7 +153,7 @@ class Recorder:
 
         def allocate(slots: Slots) -> None:
             try:
-                slots[i] = make(shape, strides, dtype=dtype, device=device)
+                slots[i] = make(shape, strides, dtype)
             except RuntimeError as error:
                 raise no_memory(program, tv, shape, device) from error
 
@@ -156,9 +161,12 @@ class Recorder:
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""
-        if value not in self._slot:
-            self._slot[value] = self._size
-            self._size += 1
+        return self._slot[value] if value in self._slot else self.new_slot(value)
+
+    def new_slot(self, value: object) -> int:
+        """Return a slot for what is made now, whatever was called so before."""
+        self._slot[value] = self._size
+        self._size += 1
         return self._slot[value]
 
     # ------------------------------------------------------------ ops
@@ -182,13 +190,13 @@ class Recorder:
         tv = op.buffer
         if tv in self._frame.storage.named:
             return None
-        i, shape = self.slot(tv), self._frame.local_shape(tv, op.stream_index)
+        i, shape = self.new_slot(tv), self._frame.local_shape(tv, op.stream_index)
         block = Block(i, shape, allocated_strides(tv, shape), to_torch(tv.dtype()))
 
         def clear(slots: Slots) -> None:
             slots[i].zero_()
 
-        if self._frame.indices or self._frame.machine.streams.current() != self._entry:
+        if self._frame.indices or self._stream is not None:
             # Torch keeps what is freed for the stream that it was made on.
             make = self._make(tv, block)
             return _both(make, clear) if op.zero_init else make
@@ -208,13 +216,19 @@ class Recorder:
 
         return deallocate
 
-    def _launch(self, op: LaunchKernel) -> Closure:
+    def _launch(self, op: LaunchKernel) -> Step | Closure:
         for out in op.outs:
             if out not in self._slot:
                 self._slot[out] = self.slot(self._frame.alias_target(out))
-        ins = [self._argument(v) for v in op.ins]
         outs = [self.slot(o) for o in op.outs]
-        run, sizes = self._frame.machine.runner(op.group).run, self._frame.sizes
+        runner, sizes = self._frame.machine.runner(op.group), self._frame.sizes
+        given, results = launch_operands(op, self._frame)
+        kernel = runner.launch_for(given, results, sizes=sizes)
+        if kernel is not None:
+            operands = (*(self.slot(v) for v in op.ins if isinstance(v, TensorView)), *outs)
+            numbers = tuple(x for x in given if not isinstance(x, torch.Tensor))
+            return Launch(kernel, operands, numbers, self._numbers(op), raw_handle(self._stream))
+        run, ins = runner.run, [self._argument(v) for v in op.ins]
         dropped = dropped_axes(op, self._frame.program)
 
         def launch(slots: Slots) -> None:
@@ -247,16 +261,27 @@ class Recorder:
 
         return post_on_stream
 
+    def _numbers(self, op: LaunchKernel) -> Callable[[Slots], list[Any]] | None:
+        """Return how a run reads a kernel's scalars; None where they are those of the class."""
+        scalars = [v for v in op.ins if isinstance(v, Scalar)]
+        if not any(self._changes(v) for v in scalars):
+            return None
+        readers = [self._argument(v) for v in scalars]
+        return lambda slots: [read(slots) for read in readers]
+
+    def _changes(self, value: Scalar) -> bool:
+        return any(s in self._free for s in sc.symbols(value))
+
     def _argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
         """Return how to read an operand: a slot, or a scalar over the run's input scalars."""
         if isinstance(value, TensorView) or value in self._slot:
             i = self.slot(value)
             return lambda slots: slots[i]
-        frame, dynamic = self._frame, self._free
-        if not any(s in dynamic for s in sc.symbols(value)):
+        frame = self._frame
+        if not self._changes(value):
             number = frame.number(value)
             return lambda slots: number
-        places, values = {s: self._slot[s] for s in dynamic}, frame.values
+        places, values = {s: self._slot[s] for s in self._free}, frame.values
 
         def evaluate(slots: Slots) -> Argument:
             return sc.evaluate(value, {**values, **{s: slots[i] for s, i in places.items()}})
@@ -368,7 +393,7 @@ class Recorder:
         return join_and_wait
 
     # ------------------------------------------------------------ streams
-    def _stream(self, stream: Stream) -> Callable[[Slots], Handle]:
+    def _finds(self, stream: Stream) -> Callable[[Slots], Handle]:
         """Return how to find a stream: one that this program captures differs from run to run."""
         name = ("stream", stream.name)
         if stream.index is None and name in self._slot:
@@ -378,11 +403,16 @@ class Recorder:
         return lambda slots: handle
 
     def _set_stream(self, op: SetCurrentStream) -> Closure:
-        enter, find = self._frame.machine.streams.enter, self._stream(op.stream)
+        enter, find = self._frame.machine.streams.enter, self._finds(op.stream)
+        is_captured = op.stream.index is None and op.stream.name in self._captured
+        self._stream = (
+            self._captured[op.stream.name] if is_captured else self._frame.stream(op.stream)
+        )
         return lambda slots: enter(find(slots))
 
     def _get_stream(self, op: GetCurrentStream) -> Closure:
         current, i = self._frame.machine.streams.current, self.slot(("stream", op.stream.name))
+        self._captured[op.stream.name] = self._stream
 
         def capture(slots: Slots) -> None:
             slots[i] = current()
@@ -390,7 +420,7 @@ class Recorder:
         return capture
 
     def _synchronize(self, op: Synchronize) -> Closure:
-        join, find = self._frame.machine.streams.join, self._stream(op.stream)
+        join, find = self._frame.machine.streams.join, self._finds(op.stream)
         return lambda slots: join(find(slots))
 
     def _nothing(self, op: Op) -> None:
@@ -407,14 +437,14 @@ class Recorder:
 
         return local_slice
 
-    def _tensor_op(self, op: Op) -> Closure:
+    def _tensor_op(self, op: Op) -> Step | Closure:
         assert isinstance(op, TensorOp), f"{op.name} cannot be replayed"
         if all(out in self._frame.storage.buffered for out in op.outputs):
             return self._into(op)
         view = self._as_strided(op)
         return view if view is not None else self._computed(op)
 
-    def _into(self, op: TensorOp) -> Closure:
+    def _into(self, op: TensorOp) -> Step | Closure:
         if not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
             return self._copied(op)
         ins, out = [self.slot(v) for v in op.inputs], self.slot(op.out)
@@ -426,6 +456,8 @@ class Recorder:
                 op, [slots[i] for i in ins], as_contracted(op, slots[out])
             )
         way = bind_contraction(op, [self._frame.tensors[v] for v in op.inputs], result)
+        if isinstance(way, Product) and result is sample:
+            return Multiply(way, tuple(ins), out)
 
         def contract(slots: Slots) -> None:
             way([slots[i] for i in ins], slots[out])
@@ -450,7 +482,7 @@ class Recorder:
         """Return how values are copied into a tensor of this layout."""
         return write if is_repeated(self._frame.tensors[tv]) else torch.Tensor.copy_
 
-    def _as_strided(self, op: TensorOp) -> Closure | None:
+    def _as_strided(self, op: TensorOp) -> View | None:
         """Return a view by sizes and strides; None when the op made no view of its first input."""
         source = op.inputs[0] if op.inputs else None
         if not isinstance(source, TensorView) or len(op.outputs) != 1:
@@ -460,27 +492,18 @@ class Recorder:
             return None
         return self._view(source, op.out_tensor)
 
-    def _name(self, op: HirAliasSelect | ShardByStream | SymmetricContiguousView) -> Closure:
+    def _name(self, op: HirAliasSelect | ShardByStream | SymmetricContiguousView) -> View:
         return self._view(op.inp, op.out)
 
-    def _view(self, source: TensorView, out: TensorView) -> Closure:
+    def _view(self, source: TensorView, out: TensorView) -> View:
         """Return the step that names the same place of `source` as now."""
         before, after = self._frame.tensors[source], self._frame.tensors[out]
-        i, o = self.slot(source), self.slot(out)
-        shape, strides = tuple(after.shape), after.stride()
-        shift = after.storage_offset() - before.storage_offset()
-
-        def view(slots: Slots) -> None:
-            slots[o] = slots[i].as_strided(shape, strides)
-
-        def shifted_view(slots: Slots) -> None:
-            x = slots[i]
-            slots[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
-
-        return shifted_view if shift else view
+        shift = int(after.storage_offset()) - int(before.storage_offset())
+        i, o = self.slot(source), self.new_slot(out)
+        return View(i, o, tuple(after.shape), after.stride(), shift)
 
     def _computed(self, op: TensorOp) -> Closure:
-        compute_step, outs = self._computing(op), [self.slot(o) for o in op.outputs]
+        compute_step, outs = self._computing(op), [self.new_slot(o) for o in op.outputs]
 
         def assign(slots: Slots) -> None:
             for out, value in zip(outs, compute_step(slots), strict=True):
@@ -522,7 +545,7 @@ def _both(first: Closure, second: Closure) -> Closure:
     return step
 
 
-RECORD: dict[type[Op], Callable[[Recorder, Any], Closure | None]] = {
+RECORD: dict[type[Op], Callable[[Recorder, Any], Step | Closure | None]] = {
     Allocate: Recorder._allocate,  # pyright: ignore[reportPrivateUsage]
     CollectivePermute: Recorder._permute,  # pyright: ignore[reportPrivateUsage]
     Communication: Recorder._communication,  # pyright: ignore[reportPrivateUsage]

@@ -20,7 +20,7 @@ from multidevice.sharding import local_extents
 from multidevice.streams import block_extents, stream_axis
 
 if TYPE_CHECKING:
-    from fuser.kernels.executor import KernelExecutor
+    from fuser.kernels.executor import KernelExecutor, KernelLaunch
 
 Sizes = Mapping[Symbol, int]
 
@@ -93,6 +93,13 @@ class StepKernels:
             f"a kernel computes steps of {self._split}, which none of its operands shows: its last "
             f"input is the number of the block{user_code(self._split.user_line())}"
         )
+
+    def launch_for(
+        self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes
+    ) -> KernelLaunch | None:
+        """See `KernelRunner.launch_for`."""
+        kernel = self.pick(inputs, outputs, sizes)
+        return None if kernel is None else kernel.launch_for(inputs, outputs, sizes=sizes)
 
     def run(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes

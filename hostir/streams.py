@@ -23,6 +23,11 @@ Handle = Hashable
 ENTRY = "entry"
 
 
+def raw_handle(stream: Handle | None) -> int | None:
+    """Return the driver's handle of a CUDA stream, None for any other."""
+    return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else None
+
+
 class Streams(Protocol):
     """The streams of one evaluator; numbered ones are made at their first use and persist."""
 

@@ -27,6 +27,7 @@ ORDER = (
     "fuser.inputs",
     "fuser.device",
     "fuser.kernel_source",
+    "fuser.torch_calls",
     "fuser.locks",
     "fuser.recent",
     "fuser.option_names",

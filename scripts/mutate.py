@@ -256,6 +256,9 @@ class TorchRunner:
         for out, value in zip(outputs, results, strict=True):
             out.copy_(value)
 
+    def launch_for(self, inputs: Any, outputs: Any, *, sizes: Any) -> None:
+        """Nothing is launched, so nothing is bound."""
+
 
 def _torch_runner(group: Any, settings: Any, **_: Any) -> TorchRunner:
     del settings

@@ -10,7 +10,9 @@ nothing, serves every new class.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import gcd, prod
 from typing import Any
 
@@ -58,6 +60,15 @@ Sizes = Mapping[Symbol, int]
 # Layouts, parameters of the scheduler, index type.
 VariantKey = tuple[tuple[Layout, ...], Any, DataType]
 Record = tuple[Variant, BoundLaunch]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelLaunch:
+    """A kernel and its launch for one class of tensors; `explain` adds op and line to an error."""
+
+    kernel: CompiledKernel
+    launch: BoundLaunch
+    explain: Callable[[KernelError], KernelError]
 
 
 class KernelExecutor:
@@ -134,23 +145,9 @@ class KernelExecutor:
             self._check_step(self._steps, inputs, sizes)
         tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
         tensors += outputs
-        key: object = [(t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
-        numbers = ()
-        if self._scalars or self._free:
-            numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
-            key = (
-                *key,
-                *(sizes.get(s) for s in self._free),
-                *(numbers[i] for i in self._structural),
-            )  # pyright: ignore[reportGeneralTypeIssues]
-        else:
-            key = tuple(key)  # pyright: ignore[reportArgumentType]
+        numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
-            if key in self._records:
-                record = self._records[key]
-            else:
-                record = self._records.recall(key) or self.bind(inputs, outputs, sizes=sizes)
-                self._records[key] = record
+            record = self._record(inputs, outputs, tensors, numbers, sizes)
             if record is None:
                 self._run_empty(inputs, outputs, sizes)
                 return
@@ -159,7 +156,51 @@ class KernelExecutor:
                 kernel = variant.compiled or self._compiled(variant, tensors)
                 launch.run(kernel, tensors, numbers, stream)
             except KernelError as error:
-                raise KernelError(f"{error}\n{self._blame(variant, error)}") from None
+                raise self._explained(variant, error) from None
+
+    def launch_for(
+        self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], *, sizes: Sizes
+    ) -> KernelLaunch | None:
+        """Return what `run` launches for tensors of this shape, these strides and this alignment;
+        None where it launches nothing, and in checked mode."""
+        if self.checked:
+            return None
+        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
+        with self._lock:
+            record = self._record(inputs, outputs, tensors, numbers, sizes)
+            if record is None:
+                return None
+            variant, launch = record
+            kernel = variant.compiled or self._compiled(variant, tensors)
+        return KernelLaunch(kernel, launch, partial(self._explained, variant))
+
+    def _record(
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Number],
+        sizes: Sizes,
+    ) -> Record | None:
+        """Return what is remembered of this class of tensors; None for an empty one."""
+        key: object = [(t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
+        if self._scalars or self._free:
+            key = (
+                *key,
+                *(sizes.get(s) for s in self._free),
+                *(numbers[i] for i in self._structural),
+            )  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            key = tuple(key)  # pyright: ignore[reportArgumentType]
+        if key in self._records:
+            return self._records[key]
+        record = self._records.recall(key) or self.bind(inputs, outputs, sizes=sizes)
+        self._records[key] = record
+        return record
+
+    def _explained(self, variant: Variant, error: KernelError) -> KernelError:
+        return KernelError(f"{error}\n{self._blame(variant, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
         step, steps = inputs[-1] if inputs else None, int(sc.evaluate(count, sizes))

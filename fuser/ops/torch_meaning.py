@@ -25,6 +25,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
+from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.table import POINTWISE, REDUCTIONS, compute_dtype
 
 Tensor = torch.Tensor
@@ -207,23 +208,11 @@ def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 # ------------------------------------------------------------------ contractions
 def _matmul(op: nodes.MatmulOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    return [cx.store(torch.matmul(*_met(op, inputs)), op.out)]
+    return [cx.store(torch.matmul(*met_operands(op, inputs)), op.out)]
 
 
 def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    return [cx.store(F.linear(*_met(op, inputs)), op.out)]
-
-
-def _met(op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the operands with as much of their contracted axis as both have.
-
-    The one element of an operand that is known to have one meets none in an empty block.
-    """
-    a, b, *bias = inputs
-    at = -1 if isinstance(op, nodes.LinearOp) else max(b.dim() - 2, 0)
-    if a.shape[-1] == b.shape[at] or 0 not in (a.shape[-1], b.shape[at]):
-        return inputs
-    return [a.narrow(-1, 0, 0), b.narrow(at, 0, 0), *bias]
+    return [cx.store(F.linear(*met_operands(op, inputs)), op.out)]
 
 
 _RULES: dict[type[nodes.TensorOp], Rule] = {
@@ -284,90 +273,9 @@ def evaluate_into(
 ) -> None:
     """Compute matmul or linear into `out`, which has the result's shape and dtype.
 
-    `out` is never resized. Nothing is allocated where torch can view operands and result as one
-    matrix product or one batch of them.
+    See `bind_contraction`.
     """
     bind_contraction(op, inputs, out)(inputs, out)
-
-
-Contract = Callable[[Sequence[Tensor], Tensor], None]
-"""Writes the product of the inputs into the output."""
-
-
-def bind_contraction(
-    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor], out: Tensor
-) -> Contract:
-    """Return how `evaluate_into` computes for operands of these shapes and strides.
-
-    Which views torch can make is found out here, once, and not by every call.
-    """
-    met = _met(op, inputs)
-    way = (_bind_matmul if isinstance(op, nodes.MatmulOp) else _bind_linear)(met, out)
-    return way if met is inputs else lambda ins, out: way(_met(op, ins), out)
-
-
-def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    if inputs[1].dim() == 1:
-        # One column of the result.
-        wide = _bind_linear(_widened(inputs), out.unsqueeze(-1))
-        return lambda ins, out: wide(_widened(ins), out.unsqueeze(-1))
-    rows, result = (-1, inputs[0].shape[-1]), (-1, out.shape[-1])
-
-    def with_bias(ins: Sequence[Tensor], out: Tensor) -> None:
-        x, weight, bias = ins
-        torch.addmm(bias, x.view(rows), weight.t(), out=out.view(result))
-
-    def without_bias(ins: Sequence[Tensor], out: Tensor) -> None:
-        torch.mm(ins[0].view(rows), ins[1].t(), out=out.view(result))
-
-    def copied(ins: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(F.linear(*ins))
-
-    if not (_can_view(inputs[0], rows) and _can_view(out, result)):
-        return copied
-    return without_bias if len(inputs) == 2 else with_bias
-
-
-def _widened(inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [inputs[0], *(t.unsqueeze(0) for t in inputs[1:])]
-
-
-def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    a, b = inputs
-
-    def rows(ins: Sequence[Tensor], out: Tensor) -> None:
-        # A vector is one row.
-        torch.mm(ins[0].view(-1, *a_end), ins[1], out=out.view(-1, *out_end))
-
-    def batches(ins: Sequence[Tensor], out: Tensor) -> None:
-        left, right = ins[0].view(-1, *a_end), ins[1].view(-1, *b_end)
-        torch.bmm(left, right, out=out.view(-1, *out_end))
-
-    def direct(ins: Sequence[Tensor], out: Tensor) -> None:
-        torch.matmul(ins[0], ins[1], out=out)
-
-    def copied(ins: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(torch.matmul(ins[0], ins[1]))
-
-    kept, way = 0, copied
-    if b.ndim == 2:
-        kept, way = 1, rows
-    elif a.ndim == b.ndim > 2 and a.shape[:-2] == b.shape[:-2]:
-        kept, way = 2, batches
-    a_end, b_end, out_end = (tuple(x.shape[-kept:]) if kept else () for x in (a, b, out))
-    viewed = ((a, a_end), (out, out_end), *(((b, b_end),) if kept == 2 else ()))
-    if kept and all(_can_view(x, (-1, *end)) for x, end in viewed):
-        return way
-    # Permuted heads: torch packs the operands, and writes a contiguous `out` without a copy.
-    return direct if a.ndim > 2 and b.ndim > 2 and out.is_contiguous() else copied
-
-
-def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether there is a view of another shape; never of an empty tensor."""
-    try:
-        return x.numel() > 0 and x.view(shape) is not None
-    except RuntimeError:
-        return False
 
 
 def evaluate_fusion(

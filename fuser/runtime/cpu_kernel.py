@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from fuser.errors import KernelError
 from fuser.kernel_source import KernelSource
 from fuser.locks import make_lock
-from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, PreparedLaunch
+from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, LaunchCall, PreparedLaunch
 from fuser.runtime.slots import NUMBERS, slot_code
 
 if TYPE_CHECKING:
@@ -150,7 +150,16 @@ class PreparedCpuLaunch(PreparedLaunch):
 
     def run(self, stream: int | None = None) -> None:
         if self._function(self.address):
-            raise self._kernel._finding(*self._shape)
+            self._fail(0)
+
+    def bind(self, stream: int) -> LaunchCall:
+        params = len(self._words) - self._first
+        words = (ctypes.c_uint64 * params).from_buffer(self._words, 8 * self._first)
+        return LaunchCall(words, self._function, (self.address,), self._fail)
+
+    def _fail(self, status: int) -> None:
+        del status
+        raise self._kernel._finding(*self._shape)
 
 
 class CheckedCpuKernel(CpuKernel):
@@ -244,3 +253,6 @@ class _CheckedPreparedLaunch(PreparedLaunch):
     def run(self, stream: int | None = None) -> None:
         grid, block, smem_bytes = self._shape
         self._kernel.launch(self._args, grid=grid, block=block, smem_bytes=smem_bytes)
+
+    def bind(self, stream: int) -> LaunchCall:
+        raise KernelError(f"kernel {self._kernel.name}: checked launches are packed one by one")

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 from fuser.errors import InputError, KernelError
 from fuser.kernel_source import KernelSource
 from fuser.locks import make_lock
-from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, PreparedLaunch
+from fuser.runtime.kernel import Argument, CompiledKernel, Dim3, LaunchCall, PreparedLaunch
 from fuser.runtime.nvrtc import cubins
 from fuser.runtime.slots import NUMBERS, slot_code
+from fuser.torch_calls import raw_stream_on
 
 if TYPE_CHECKING:
     import torch
@@ -40,16 +41,35 @@ def _driver() -> Any:
         ) from error
 
 
+class LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of the driver's C interface."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("number_of_attributes", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _launch_directly() -> Callable[..., int] | None:
+    """The driver's own `cuLaunchKernelEx`, which a repeated launch calls without the conversions
+    of the binding; None where it cannot be had."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+
+
 @functools.cache
 def _current_raw_stream() -> Callable[[], int]:
-    """How to ask torch for the handle of its current stream, by the cheapest way that it has."""
+    """How to ask torch for the handle of its current stream."""
     import torch
 
-    current_device = torch.cuda.current_device
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is None:
-        return lambda: torch.cuda.current_stream().cuda_stream
-    return lambda: raw(current_device())
+    return raw_stream_on(torch.device("cuda"))
 
 
 @functools.cache
@@ -164,8 +184,7 @@ class CudaKernel(CompiledKernel):
     def _enqueue(
         self, arguments: int, grid: Dim3, block: Dim3, smem_bytes: int, stream: int | None
     ) -> None:
-        if smem_bytes > _DEFAULT_SMEM_BYTES:
-            self._allow_smem(smem_bytes)
+        self._allow_smem(smem_bytes)
         handle = _current_raw_stream()() if stream is None else stream
         (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
         if status == _INVALID_CONTEXT:
@@ -181,6 +200,8 @@ class CudaKernel(CompiledKernel):
     def _allow_smem(self, smem_bytes: int) -> None:
         import torch
 
+        if smem_bytes <= _DEFAULT_SMEM_BYTES:
+            return
         index = torch.cuda.current_device()
         if smem_bytes <= self._smem_allowed.get(index, _DEFAULT_SMEM_BYTES):
             return
@@ -211,6 +232,31 @@ class PreparedCudaLaunch(PreparedLaunch):
 
     def run(self, stream: int | None = None) -> None:
         self._kernel._enqueue(self._arguments.address, *self._shape, stream)
+
+    def bind(self, stream: int) -> LaunchCall:
+        grid, block, smem_bytes = self._shape
+        self._kernel._allow_smem(smem_bytes)
+        launch = _launch_directly()
+
+        def again(status: int) -> None:
+            # The way that knows about threads without a context, and how to name an error.
+            del status
+            self.run(stream)
+
+        def enqueue() -> int:
+            self.run(stream)
+            return 0
+
+        if launch is None:
+            return LaunchCall(self._arguments.slots, enqueue, (), again)
+        config = LaunchConfig(grid, block, smem_bytes, stream or None, None, 0)
+        arguments = (
+            ctypes.byref(config),
+            ctypes.c_void_p(int(self._kernel._handle)),
+            ctypes.c_void_p(self._arguments.address),
+            None,
+        )
+        return LaunchCall(self._arguments.slots, launch, arguments, again)
 
 
 def _bind_primary_context() -> None:

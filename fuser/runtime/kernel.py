@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from fuser.device import device_parts
 from fuser.errors import KernelError
@@ -28,6 +29,20 @@ class TensorLike(Protocol):
 Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
 
 
+@dataclass(frozen=True, eq=False)
+class LaunchCall:
+    """A launch as one foreign call: `function(*arguments)` returns 0, or what `fail` is told.
+
+    `words[i]` is parameter i as the kernel will read it, 8 bytes: addresses are replaced there.
+    """
+
+    words: Any
+    function: Callable[..., int]
+    arguments: tuple[Any, ...]
+    # Raises `KernelError` that explains a status, unless the launch could be made after all.
+    fail: Callable[[int], None]
+
+
 class PreparedLaunch(ABC):
     """A launch with packed arguments, for a runner that repeats it.
 
@@ -42,6 +57,10 @@ class PreparedLaunch(ABC):
     @abstractmethod
     def run(self, stream: int | None = None) -> None:
         """Launches; `stream` is a raw CUDA handle (None: torch's current), unused on the CPU."""
+
+    @abstractmethod
+    def bind(self, stream: int) -> LaunchCall:
+        """Returns the launch on a stream as a call, which lives as long as this object."""
 
 
 class CompiledKernel(ABC):

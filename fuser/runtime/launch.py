@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fuser.runtime.kernel import CompiledKernel, Dim3, PreparedLaunch
+from fuser.runtime.slots import slot_code
 
 if TYPE_CHECKING:
     import torch
@@ -72,18 +74,60 @@ class BoundLaunch:
             set_pointer(param, tensors[position].data_ptr())
         prepared.run(stream)
 
+    def prepare(
+        self,
+        kernel: CompiledKernel,
+        tensors: Sequence[torch.Tensor | int],
+        numbers: Sequence[Number],
+        memories: Sequence[torch.Tensor],
+    ) -> PreparedLaunch:
+        """Return a launch of its own arguments; 0 stands for a tensor that every call replaces.
+
+        `memories` are the workspaces (`make_memories`), which the caller keeps.
+        """
+        args = self._filled(tensors, numbers, memories)
+        grid, block, smem_bytes = self.grid, self.block, self.smem_bytes
+        return kernel.prepare(args, grid=grid, block=block, smem_bytes=smem_bytes)
+
+    def number_writers(
+        self, kernel: CompiledKernel
+    ) -> list[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]:
+        """Return for each parameter that follows the scalar inputs of a call: what writes a value
+        into the words of a `LaunchCall`, where in bytes, and the value for the scalar inputs."""
+        params = kernel.source.params
+        return [
+            (struct.Struct("=" + slot_code(params[i])).pack_into, 8 * i, value_for)
+            for i, value_for in self.numbers
+        ]
+
+    def make_memories(self, device: torch.device) -> list[torch.Tensor]:
+        """Return new workspaces: launches that may overlap share none."""
+        import torch
+
+        return [
+            (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+            for _, nbytes, zeroed in self.workspaces
+        ]
+
     def _arguments(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[Number], stream: int | None
+    ) -> list[Any]:
+        memories = self._memories(tensors[0].device, stream) if self.workspaces else ()
+        return self._filled(tensors, numbers, memories)
+
+    def _filled(
+        self,
+        tensors: Sequence[torch.Tensor | int],
+        numbers: Sequence[Number],
+        memories: Sequence[torch.Tensor],
     ) -> list[Any]:
         args = list(self.args)
         for param, position in self.pointers:
             args[param] = tensors[position]
         for param, value_for in self.numbers:
             args[param] = value_for(numbers)
-        if self.workspaces:
-            memories = self._memories(tensors[0].device, stream)
-            for (param, _, _), memory in zip(self.workspaces, memories, strict=True):
-                args[param] = memory
+        for (param, _, _), memory in zip(self.workspaces, memories, strict=True):
+            args[param] = memory
         return args
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
@@ -95,8 +139,5 @@ class BoundLaunch:
             stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
         found = self._scratch.get(stream)
         if found is None:
-            found = self._scratch[stream] = [
-                (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
-                for _, nbytes, zeroed in self.workspaces
-            ]
+            found = self._scratch[stream] = self.make_memories(device)
         return found

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.arena import ALIGNMENT_NBYTES, Arena, Block, first_fit
+from hostir.arena import ALIGNMENT_NBYTES, MAX_SPARE, Arena, Arenas, Block, first_fit
 from hostir.evaluate import HostIrEvaluator
 from tests.hostir.programs import CASES, Case, build, expected
 
@@ -57,15 +57,27 @@ def test_outputs_are_fresh_and_intermediates_are_accounted() -> None:
 
 
 def test_a_nested_run_gets_memory_of_its_own() -> None:
-    arena = Arena()
-    blocks = (Block(0, (4,), (1,), torch.float32),)
-    cpu = torch.device("cpu")
-    with arena.views("plan", blocks, 256, cpu) as outer:
-        with arena.views("plan", blocks, 256, cpu) as inner:
-            assert inner[0].data_ptr() != outer[0].data_ptr()
-        address = outer[0].data_ptr()
-    with arena.views("plan", blocks, 256, cpu) as again:
-        assert again[0].data_ptr() == address
+    case, cpu = CASES["heads"], torch.device("cpu")
+    evaluator = HostIrEvaluator(build(case))
+    evaluator.run(case.inputs())
+    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
+    place, arenas = plan.blocks[0].slot - plan.inputs, Arenas()
+
+    def address(arena: Arena) -> int:
+        return arena.bound(plan).rest[place].data_ptr()
+
+    outer = arenas.take(cpu, 0)
+    inner = arenas.take(cpu, 0)
+    elsewhere = arenas.take(cpu, 1)
+    assert len({address(outer), address(inner), address(elsewhere)}) == 3
+    arenas.give(outer)
+    again = arenas.take(cpu, 0)
+    assert again is outer and address(again) == address(outer)
+    for arena in [again, inner, *(arenas.take(cpu, 0) for _ in range(MAX_SPARE))]:
+        arenas.give(arena)
+    kept = {id(arenas.take(cpu, 0)) for _ in range(MAX_SPARE)}
+    assert id(outer) in kept, "no more than MAX_SPARE are kept"
+    assert arenas.take(cpu, 0) not in (outer, inner)
 
 
 def test_a_larger_plan_moves_the_arena_and_the_smaller_one_follows() -> None:

@@ -10,6 +10,8 @@ import torch
 
 from fuser import DataType, FusionDefinition
 from fuser.errors import ExecutionError
+from fuser.torch_calls import EmptyStrided
+from hostir import replay
 from hostir.memory import OutOfMemoryError
 
 D = DataType
@@ -47,14 +49,16 @@ def test_an_absurd_size_names_op_tensor_bytes_and_line(name: str, n: int) -> Non
 
 def test_a_later_run_without_memory_is_typed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     is_full = False
-    make = torch.empty_strided
 
-    def empty_strided(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if is_full:
-            raise torch.OutOfMemoryError("tried to allocate 3 bytes")
-        return make(*args, **kwargs)
+    def make_on(device: torch.device) -> EmptyStrided:
+        def make(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+            if is_full:
+                raise torch.OutOfMemoryError("tried to allocate 3 bytes")
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    monkeypatch.setattr(torch, "empty_strided", empty_strided)
+        return make
+
+    monkeypatch.setattr(replay, "empty_on", make_on)
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         fd.add_output(fd.ops.neg(x))

@@ -98,13 +98,20 @@ def test_a_failed_replay_lets_go_of_its_memory() -> None:
     evaluator, t = HostIrEvaluator(hic), torch.ones(1024)
     evaluator.run([t])
     evaluator.run([t])
-    arena = weakref.ref(evaluator._arena)  # pyright: ignore[reportPrivateUsage]
     (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
+    arenas = evaluator._arenas  # pyright: ignore[reportPrivateUsage]
+    taken = arenas.take(plan.device, 0)
+    arena = weakref.ref(taken)
+    arenas.give(taken)
+    bound = taken.bound(plan)
+    del taken
 
     def fail(slots: object) -> None:
         raise torch.OutOfMemoryError("no memory is left")
 
-    object.__setattr__(plan, "steps", (fail, *plan.steps))
+    object.__setattr__(bound, "closures", (fail, *bound.closures))
+    object.__setattr__(bound, "ops", (plan.steps[0][1], *bound.ops))
+    del bound
     with pytest.raises(ExecutionError, match="no memory is left"):
         evaluator.run([t])
     gc.collect()

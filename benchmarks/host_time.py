@@ -1,0 +1,253 @@
+"""Host time of calls. `python benchmarks/host_time.py [--only add,softmax] [--no-peer] [--json F]`
+
+Microseconds of `fd.execute([...])` without synchronisation, on the GPU where there is one and else
+on the CPU (there with the kernels' own time on a few elements). steady: the same class of inputs
+again. alternate: two classes in turn. new_shape: sizes that the program has not seen yet.
+On a GPU, eager torch and torch.compile (default, and reduce-overhead) take turns in the same run.
+Under mpirun the cases with a communication run, too. Each row is the median of the repeats, with
+minimum and maximum; a repeat is few enough calls that the GPU's queue does not fill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuser import DeviceMesh, FusionDefinition, ParallelType
+from multidevice import Communicator
+
+REPEATS, CALLS, NEW_SHAPES = 15, 100, 12
+N = 16
+Tensors = list[torch.Tensor]
+
+
+# ------------------------------------------------------------------ programs
+def _define(inputs: int, build: Callable[..., Any]) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        values = [fd.define_tensor([-1, -1], contiguity=True) for _ in range(inputs)]
+        fd.add_output(build(fd.ops, *values))
+    return fd
+
+
+def _segments(ops: Any, x: Any, *weights: Any) -> Any:
+    """Five matmuls, a kernel before, between and behind them."""
+    y = ops.relu(x)
+    for w in weights:
+        y = ops.relu(ops.matmul(y, w))
+    total = ops.sum(y, [0])
+    return ops.add(y, ops.broadcast_in_dim(total, y.shape(), [1]))
+
+
+def _chain(ops: Any, x: Any, y: Any) -> Any:
+    for _ in range(4):
+        x = ops.tanh(ops.add(x, y))
+    return x
+
+
+def _softmax(ops: Any, x: Any) -> Any:
+    e = ops.exp(ops.sub(x, ops.broadcast_in_dim(ops.max(x, [1]), x.shape(), [0])))
+    return ops.div(e, ops.broadcast_in_dim(ops.sum(e, [1]), x.shape(), [0]))
+
+
+def _torch_segments(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    y = torch.relu(x)
+    for w in weights:
+        y = torch.relu(y @ w)
+    return y + y.sum(0)
+
+
+def _torch_chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = torch.tanh(x + y)
+    return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """Our program, torch's, and the shapes of the inputs for a number of rows."""
+
+    define: Callable[[], FusionDefinition]
+    peer: Callable[..., torch.Tensor]
+    shapes: Callable[[int], Sequence[tuple[int, int]]]
+
+    def inputs(self, rows: int, device: str) -> Tensors:
+        return [torch.randn(shape, device=device) for shape in self.shapes(rows)]
+
+
+CASES = {
+    "add": Case(
+        lambda: _define(2, lambda ops, x, y: ops.add(x, y)), torch.add, lambda n: [(n, N)] * 2
+    ),
+    "chain8": Case(lambda: _define(2, _chain), _torch_chain, lambda n: [(n, N)] * 2),
+    "softmax": Case(
+        lambda: _define(1, _softmax), lambda x: torch.softmax(x, 1), lambda n: [(n, N)]
+    ),
+    "segments12": Case(lambda: _define(6, _segments), _torch_segments, lambda n: [(n, n)] * 6),
+}
+
+
+# ------------------------------------------------------------------ timing
+@dataclass
+class Timed:
+    """One candidate: its calls, and the microseconds per call of each repeat."""
+
+    call: Callable[[], object]
+    calls: int
+    us: list[float] = field(default_factory=list[float])
+
+    def repeat(self) -> None:
+        _synchronize()
+        began = time.perf_counter()
+        for _ in range(self.calls):
+            self.call()
+        self.us.append((time.perf_counter() - began) / self.calls * 1e6)
+
+    def row(self, **what: object) -> dict[str, object]:
+        kept = self.us[2:] if len(self.us) > 5 else self.us
+        found = {"us": statistics.median(kept), "us_min": min(kept), "us_max": max(kept)}
+        return {"bench": "host_time", **what, **{k: round(v, 2) for k, v in found.items()}}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _in_turns(candidates: dict[str, Timed], repeats: int) -> None:
+    for _ in range(repeats):
+        for timed in candidates.values():
+            timed.repeat()
+
+
+def _peers(case: Case, inputs: Tensors) -> Iterator[tuple[str, Callable[[], object]]]:
+    yield "eager", partial(case.peer, *inputs)
+    if not torch.cuda.is_available():
+        return
+    for name, mode in (("compile", "default"), ("reduce-overhead", "reduce-overhead")):
+        torch._dynamo.reset()
+        compiled = torch.compile(case.peer, mode=mode, dynamic=False)
+        with torch.no_grad():
+            for _ in range(4):
+                compiled(*inputs)
+        yield name, partial(compiled, *inputs)
+
+
+def bench_steady(name: str, case: Case, device: str, peers: bool) -> Iterator[dict[str, object]]:
+    fd, inputs = case.define(), case.inputs(N, device)
+    (out,) = fd.execute(inputs)
+    torch.testing.assert_close(out, case.peer(*inputs), rtol=1e-3, atol=1e-3)
+    for _ in range(20):
+        fd.execute(inputs)
+    candidates = {"ours": Timed(partial(fd.execute, inputs), CALLS)}
+    if peers:
+        candidates |= {who: Timed(call, CALLS) for who, call in _peers(case, inputs)}
+    _in_turns(candidates, REPEATS)
+    segments = fd.fec.statistics()["segments"]
+    for who, timed in candidates.items():
+        yield timed.row(what="steady", case=name, who=who, segments=segments)
+
+
+def bench_alternate(name: str, case: Case, device: str) -> dict[str, object]:
+    fd = case.define()
+    sets = [case.inputs(N, device), case.inputs(2 * N, device)]
+    for _ in range(20):
+        for inputs in sets:
+            fd.execute(inputs)
+    turns = cycle(sets)
+    timed = Timed(lambda: fd.execute(next(turns)), CALLS)
+    _in_turns({"ours": timed}, REPEATS)
+    return timed.row(what="alternate", case=name, who="ours")
+
+
+def bench_new_shape(name: str, case: Case, device: str) -> dict[str, object]:
+    """After a few shapes, which make the kernels, each call brings one that is new."""
+    fd, rows = case.define(), count(2 * N)
+    for _ in range(8):
+        fd.execute(case.inputs(next(rows), device))
+    sets = iter([case.inputs(next(rows), device) for _ in range(NEW_SHAPES * 8)])
+    timed = Timed(lambda: fd.execute(next(sets)), NEW_SHAPES)
+    _in_turns({"ours": timed}, 8)
+    return timed.row(what="new_shape", case=name, who="ours")
+
+
+# ------------------------------------------------------------------ on ranks
+def _allreduce(size: int) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([size, -1], contiguity=True)
+        y = fd.ops.sum(x, [0])
+        fd.add_output(y)
+        mesh = DeviceMesh(range(size))
+        for tv in (x, y):
+            tv.set_device_mesh(mesh)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+    return fd
+
+
+def bench_ranks(communicator: Communicator, device: str) -> Iterator[dict[str, object]]:
+    """A program of one allreduce, and the posts that it is made of; ranks go in lockstep."""
+    size = communicator.size()
+    team = tuple(range(size))
+    backend = communicator.backend_for(torch.device(device))
+    fd, x, out = _allreduce(size), torch.randn(1, N, device=device), torch.empty(N, device=device)
+    inp = torch.randn(N, device=device)
+
+    def post() -> None:
+        backend.allreduce(out, inp, op="SUM", team=team).wait()
+
+    candidates = {
+        "program": Timed(lambda: fd.execute([x]), CALLS),
+        "backend": Timed(post, CALLS),
+    }
+    for timed in candidates.values():
+        for _ in range(5):
+            timed.call()
+    _in_turns(candidates, REPEATS)
+    for who, timed in candidates.items():
+        yield timed.row(what="allreduce", case=f"{size} ranks", who=who)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", default=",".join(CASES), help="cases, comma-separated")
+    parser.add_argument("--no-peer", action="store_true", help="leave torch's own ways out")
+    parser.add_argument("--json", type=Path, help="append one JSON line per measurement")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    communicator = Communicator.instance()
+    rows: list[dict[str, object]] = []
+
+    def emit(row: dict[str, object]) -> None:
+        rows.append({**row, "device": device, "torch": torch.__version__})
+        if communicator.rank() == 0:
+            print(json.dumps(rows[-1]), flush=True)
+
+    if communicator.size() > 1:
+        if device == "cuda":
+            device = f"cuda:{communicator.local_rank()}"
+        for row in bench_ranks(communicator, device):
+            emit(row)
+    for name in filter(None, args.only.split(",")):
+        case = CASES[name]
+        for row in bench_steady(name, case, device, not args.no_peer):
+            emit(row)
+        emit(bench_alternate(name, case, device))
+        emit(bench_new_shape(name, case, device))
+    if args.json is not None and communicator.rank() == 0:
+        with args.json.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

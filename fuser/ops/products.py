@@ -1,0 +1,118 @@
+"""How torch computes matmul and linear: one call on views of the operands and of the result.
+
+Which views torch can make follows from shapes and strides; it is found out once for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fuser.ir import nodes
+
+Tensor = torch.Tensor
+ViewOf = Callable[[Tensor], Tensor]
+Contract = Callable[[Sequence[Tensor], Tensor], object]
+"""Writes the product of the inputs into the output."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`function(*operands, out=...)`: `operands` has the place of each among the inputs and its
+    view, `result` the view of the output; None stands for the tensor itself."""
+
+    function: Callable[..., object]
+    operands: tuple[tuple[int, ViewOf | None], ...]
+    result: ViewOf | None = None
+
+    def __call__(self, ins: Sequence[Tensor], out: Tensor) -> None:
+        operands = [ins[i] if view is None else view(ins[i]) for i, view in self.operands]
+        self.function(*operands, out=out if self.result is None else self.result(out))
+
+
+def bind_contraction(
+    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor], out: Tensor
+) -> Contract:
+    """Return how the op is computed for operands of these shapes and strides, into an output that
+    is never resized.
+
+    Nothing is allocated where torch can view operands and result as one matrix product or one batch
+    of them: that is a `Product`.
+    """
+    met = met_operands(op, inputs)
+    way = (_bind_matmul if isinstance(op, nodes.MatmulOp) else _bind_linear)(met, out)
+    return way if met is inputs else lambda ins, out: way(met_operands(op, ins), out)
+
+
+def met_operands(op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the operands with as much of their contracted axis as both have.
+
+    The one element of an operand that is known to have one meets none in an empty block.
+    """
+    a, b, *bias = inputs
+    at = -1 if isinstance(op, nodes.LinearOp) else max(b.dim() - 2, 0)
+    if a.shape[-1] == b.shape[at] or 0 not in (a.shape[-1], b.shape[at]):
+        return inputs
+    return [a.narrow(-1, 0, 0), b.narrow(at, 0, 0), *bias]
+
+
+def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
+    if inputs[1].dim() == 1:
+        # One column of the result.
+        wide = _bind_linear(_widened(inputs), out.unsqueeze(-1))
+        return lambda ins, out: wide(_widened(ins), out.unsqueeze(-1))
+    rows, result = (-1, inputs[0].shape[-1]), (-1, out.shape[-1])
+
+    def copied(ins: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(F.linear(*ins))
+
+    if not (_can_view(inputs[0], rows) and _can_view(out, result)):
+        return copied
+    factors = (0, _as(inputs[0], rows)), (1, Tensor.t)
+    if len(inputs) == 2:
+        return Product(torch.mm, factors, _as(out, result))
+    return Product(torch.addmm, ((2, None), *factors), _as(out, result))
+
+
+def _widened(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [inputs[0], *(t.unsqueeze(0) for t in inputs[1:])]
+
+
+def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
+    a, b = inputs
+
+    def copied(ins: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(torch.matmul(ins[0], ins[1]))
+
+    if b.ndim == 2:
+        # A vector is one row.
+        kept, function = 1, torch.mm
+    elif a.ndim == b.ndim > 2 and a.shape[:-2] == b.shape[:-2]:
+        kept, function = 2, torch.bmm
+    else:
+        kept, function = 0, torch.matmul
+    rows_a, rows_b, rows_out = ((-1, *x.shape[-kept:]) if kept else () for x in (a, b, out))
+    viewed = ((a, rows_a), (out, rows_out), *(((b, rows_b),) if kept == 2 else ()))
+    if kept and all(_can_view(x, shape) for x, shape in viewed):
+        right = _as(b, rows_b) if kept == 2 else None
+        return Product(function, ((0, _as(a, rows_a)), (1, right)), _as(out, rows_out))
+    # Permuted heads: torch packs the operands, and writes a contiguous `out` without a copy.
+    if a.ndim > 2 and b.ndim > 2 and out.is_contiguous():
+        return Product(torch.matmul, ((0, None), (1, None)))
+    return copied
+
+
+def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether there is a view of another shape; never of an empty tensor."""
+    try:
+        return x.numel() > 0 and x.view(shape) is not None
+    except RuntimeError:
+        return False
+
+
+def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
+    """Return how a tensor like `x` is viewed with this shape; None where that is its own."""
+    return None if x.view(shape).shape == x.shape else lambda x: x.view(shape)

@@ -1,0 +1,55 @@
+"""Shorter ways into torch than its public ones, for what every call of a program does.
+
+Each falls back on the public way where this torch lacks the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+EmptyStrided = Callable[[Sequence[int], Sequence[int], "torch.dtype"], "torch.Tensor"]
+
+
+def _private(path: str) -> Any:
+    """Return what torch keeps under this path of its C++ module; None where it does not."""
+    import torch
+
+    found: Any = torch._C
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def empty_on(device: torch.device) -> EmptyStrided:
+    """Return what makes an uninitialised tensor of (shape, strides, dtype) on a device.
+
+    A CUDA device must be the current one when it is called.
+    """
+    import torch
+
+    found = _private(f"_dynamo.guards._empty_strided_{device.type}")
+    if found is not None and device.type in ("cpu", "cuda"):
+        return found
+
+    def make(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return make
+
+
+def raw_stream_on(device: torch.device) -> Callable[[], int]:
+    """Return what asks for the driver's handle of torch's current stream on a device; 0 on the CPU.
+    Without an index, a CUDA device is the current one of each call."""
+    import torch
+
+    if device.type != "cuda":
+        return lambda: 0
+    index: int | None = device.index
+    raw, current_device = _private("_cuda_getCurrentRawStream"), torch.cuda.current_device
+    if raw is None:
+        return lambda: torch.cuda.current_stream(device).cuda_stream
+    return (lambda: raw(current_device())) if index is None else lambda: raw(index)

@@ -1,0 +1,170 @@
+"""What a recorded program repeats, as data: each step is bound to an arena and a stream, once.
+
+A step works on *slots*: numbers of tensors and other values of one run. A slot is *fixed* where
+every run that is bound alike has the same tensor in it: a buffer in the arena, or a view of one.
+What only names fixed tensors is done when the step is bound, and costs a run nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fuser.errors import KernelError
+from fuser.ir.scalar import Number
+from fuser.ops.products import Product, ViewOf
+
+if TYPE_CHECKING:
+    from fuser.kernels.executor import KernelLaunch
+
+Slots = list[Any]
+Closure = Callable[[Slots], object]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a plan is bound to: the stream on which runs begin, and the tensors of fixed slots."""
+
+    device: torch.device
+    stream: int
+    fixed: dict[int, torch.Tensor]
+    # Memory of launches: what they point to must live as long as they do.
+    kept: list[object] = field(default_factory=list[object])
+
+    def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
+        """Return how to read a slot."""
+        if slot in self.fixed:
+            tensor = self.fixed[slot]
+            return lambda slots: tensor
+        return lambda slots: slots[slot]
+
+
+class Step(Protocol):
+    """One action of a plan."""
+
+    def bind(self, binding: Binding) -> Closure | None:
+        """Returns what carries the step out; None where nothing is left to do in a run."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """A step that is the same however it is bound."""
+
+    run: Closure
+
+    def bind(self, binding: Binding) -> Closure:
+        return self.run
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Names a place in the memory of another slot; `shift` counts elements from its first one."""
+
+    source: int
+    out: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    shift: int
+
+    def bind(self, binding: Binding) -> Closure | None:
+        i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
+
+        def view(slots: Slots) -> None:
+            slots[o] = slots[i].as_strided(shape, strides)
+
+        def shifted_view(slots: Slots) -> None:
+            x = slots[i]
+            slots[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
+
+        if i not in binding.fixed:
+            return shifted_view if shift else view
+        x = binding.fixed[i]
+        binding.fixed[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Multiply:
+    """A matrix product into a buffer."""
+
+    product: Product
+    ins: tuple[int, ...]
+    out: int
+
+    def bind(self, binding: Binding) -> Closure:
+        function, product = self.product.function, self.product
+        reads = [_viewed(binding, self.ins[i], view) for i, view in product.operands]
+        write = _viewed(binding, self.out, product.result)
+        if len(reads) == 2:
+            left, right = reads
+            return lambda slots: function(left(slots), right(slots), out=write(slots))
+        return lambda slots: function(*[read(slots) for read in reads], out=write(slots))
+
+
+def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots], torch.Tensor]:
+    if view is None:
+        return binding.reader(slot)
+    if slot in binding.fixed:
+        tensor = view(binding.fixed[slot])
+        return lambda slots: tensor
+    return lambda slots: view(slots[slot])
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel on the tensors of these slots, in the order that its launch counts them.
+
+    The class of the plan decides shapes, strides and alignments, so that of all that is packed only
+    addresses change, those of slots that are not fixed. `numbers` are the scalar inputs, and `read`
+    gives those of a run where they change. `stream` is the raw handle of a stream of the program,
+    None for the one on which runs begin.
+    """
+
+    kernel: KernelLaunch
+    operands: tuple[int, ...]
+    numbers: tuple[Number, ...]
+    read: Callable[[Slots], Sequence[Number]] | None
+    stream: int | None
+
+    def bind(self, binding: Binding) -> Closure:
+        kernel, launch = self.kernel.kernel, self.kernel.launch
+        memories = launch.make_memories(binding.device)
+        tensors = [binding.fixed.get(slot, 0) for slot in self.operands]
+        prepared = launch.prepare(kernel, tensors, self.numbers, memories)
+        call = prepared.bind(binding.stream if self.stream is None else self.stream)
+        binding.kept.append((prepared, call, memories))
+        words, function, arguments = call.words, call.function, call.arguments
+        moving = tuple(
+            (param, self.operands[k])
+            for param, k in launch.pointers
+            if self.operands[k] not in binding.fixed
+        )
+
+        def fail(status: int) -> None:
+            try:
+                call.fail(status)
+            except KernelError as error:
+                raise self.kernel.explain(error) from None
+
+        def run(slots: Slots) -> None:
+            for param, slot in moving:
+                words[param] = slots[slot].data_ptr()
+            status = function(*arguments)
+            if status:
+                fail(status)
+
+        read, writers = self.read, launch.number_writers(kernel)
+        if read is None:
+            return run
+
+        def run_with_numbers(slots: Slots) -> None:
+            values = read(slots)
+            for write, offset, value_for in writers:
+                write(words, offset, value_for(values))
+            run(slots)
+
+        return run_with_numbers
