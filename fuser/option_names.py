@@ -30,6 +30,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
         "stream_slots": "what only the steps of one loop see, one index of an axis each, is "
         "allocated with as many elements along it as there are streams",
+        "peer_copies": "ranks copy out of each other's memory in place of NCCL, MPI or gloo: all "
+        "ranks of a mesh share a host, and their GPUs have access to each other",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
         "stream is held back as far as the program's waits allow, so that a missing wait gives "
         "wrong numbers",

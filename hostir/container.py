@@ -232,7 +232,7 @@ class HostIrContainer:
         if value in self.inputs:
             raise DefinitionError(f"{value} is an input already")
         if isinstance(value, TensorView) and value.memory is MemoryType.local:
-            value.memory = MemoryType.global_
+            value.give_memory()
         self.inputs.append(value)
 
     @checked
@@ -240,7 +240,7 @@ class HostIrContainer:
         """Let the program return `tv`, or write it into an input; see `Fusion.add_output`."""
         self._check_not_sealed("add_output")
         if tv.memory is MemoryType.local:
-            tv.memory = MemoryType.global_
+            tv.give_memory()
         self.values.add_output(tv, alias_input)
 
     @checked
@@ -289,7 +289,7 @@ class HostIrContainer:
                 raise DefinitionError(f"{op.name}: {tv} belongs to another program")
         for tv in op.outputs:
             if tv.memory is MemoryType.local:
-                tv.memory = MemoryType.global_
+                tv.give_memory()
         if self._open:
             self._open[-1].append(op)
         else:

@@ -43,6 +43,7 @@ from hostir.regions import Region
 from hostir.spots import Shapes, Spot
 from hostir.storage import Storage
 from hostir.transfers import (
+    PEER_COPIES,
     REDUCING,
     CollectivePermute,
     Communication,
@@ -105,6 +106,8 @@ class _Walker:
         self.events: list[Event] = []
         self.is_uneven = False
         self.group: list[Half] | None = None
+        # A send of its own, which has met nobody yet.
+        self.sent: Group | None = None
         # Whether peers are missing: then nobody can be followed.
         self.is_lost = False
 
@@ -157,7 +160,10 @@ class _Walker:
 
                 source = self._spot(effect.source)
                 self.spots[effect.out] = self.shapes.named(source, effect, op, check)
-            elif self.is_uneven:
+                continue
+            if self.sent is not None and self.sent.number == effect.number:
+                self._begin()
+            if self.is_uneven:
                 self.events.append(Await(Site(op, self.indices), effect.number, self.mask))
 
     def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
@@ -216,6 +222,7 @@ class _Walker:
 
     def _enters(self, event: Collective, here: Array) -> None:
         """Members of teams are here: they meet, if none of them can be elsewhere."""
+        self._begin()
         if self.is_uneven:
             self.events.append(event)
         elif here.any() and self._are_alike(event, here):
@@ -230,6 +237,7 @@ class _Walker:
         root: PerRank = 0 if op.root is None else self._value(op.root, "root", here, site)
         terms = (
             ("type", op.type),
+            ("library", _library(op)),
             ("dtype", dtype_text(op.inp.dtype())),
             ("reduction", op.red_op),
             ("root", root),
@@ -324,7 +332,11 @@ class _Walker:
         teams, here = self._comes(op, site)
         inp, out = self._spot(op.inp), self._spot(op.out)
         sizes = inp.elements(op.orders[0].expanded), out.elements(op.orders[1].expanded)
-        terms = (("type", "CollectivePermute"), ("dtype", dtype_text(op.inp.dtype())))
+        terms = (
+            ("type", "CollectivePermute"),
+            ("library", _library(op)),
+            ("dtype", dtype_text(op.inp.dtype())),
+        )
         peers: list[PerRank] = []
         for what, peer in (("send_peer", op.send_peer), ("recv_peer", op.recv_peer)):
             value = self._value(peer, what, here, site)
@@ -347,8 +359,18 @@ class _Walker:
         half = Half(site, op, mask, to, elements, self.shapes.region(spot))
         if self.group is not None:
             self.group.append(half)
+            return
+        is_copied = op.backend == PEER_COPIES
+        blocks = op.type == "recv" if is_copied else op.backend == "NCCL"
+        group = Group(site, op.number, mask, [half], blocks)
+        if is_copied and op.type == "send" and not self.is_uneven:
+            # A send blocks nobody: what is received next may be what was sent.
+            self._begin()
+            self.sent = group
+        elif is_copied and self.sent is not None and self._meet([*self.sent.halves, half]):
+            self.sent = None
         else:
-            self._start(Group(site, op.number, mask, [half], op.backend == "NCCL"))
+            self._start(group)
 
     def _partners(self, op: P2PCommunication, mask: Array, site: Site) -> Array:
         """Return the places of the peers, -1 for none."""
@@ -378,12 +400,24 @@ class _Walker:
         self._start(Group(site, op.number, self.mask, halves, True))
 
     def _start(self, group: Group) -> None:
-        pairs = None if self.is_uneven or self.is_lost else self._pairs(group.halves)
-        for pair in pairs or ():
-            self.paired(*pair)
-        if pairs is None:
+        self._begin()
+        if not self._meet(group.halves):
             self.is_uneven = True
             self.events.append(group)
+
+    def _begin(self) -> None:
+        """Whatever starts now finds the last send of its own without its partner."""
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            self.is_uneven = True
+            self.events.append(sent)
+
+    def _meet(self, halves: Sequence[Half]) -> bool:
+        """Pair transfers, all of which have their partner among them; else return False."""
+        pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
+        for pair in pairs or ():
+            self.paired(*pair)
+        return pairs is not None
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
         """Return each send of a group with its receive, and the places of the ranks that send and
@@ -419,6 +453,7 @@ class _Walker:
         return both[0][order], both[1][order]
 
     def finish(self) -> None:
+        self._begin()
         if self.is_uneven and not self.is_lost:
             follow(self.events, self.ranks, self)
 
@@ -467,6 +502,7 @@ class _Walker:
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
         """See `Judge`."""
         for what, mine, theirs in (
+            ("library", _library(a.op), _library(b.op)),
             ("dtype", a.op.buffer.dtype(), b.op.buffer.dtype()),
             ("size", pick(a.elements, senders), pick(b.elements, receivers)),
         ):
@@ -504,6 +540,10 @@ class _Walker:
     def note(self, finding: Finding) -> None:
         """See `Judge`."""
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
+
+
+def _library(op: Communication | CollectivePermute | P2PCommunication) -> str:
+    return "peer copies" if op.backend == PEER_COPIES else "that of the device"
 
 
 def _outside(x: PerRank, limit: int, here: Array) -> Array | None:

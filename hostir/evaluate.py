@@ -41,6 +41,7 @@ from hostir.container import (
     has_communications,
     has_streams,
     unlowered,
+    walk,
 )
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.given import bind_buffers
@@ -62,6 +63,7 @@ from hostir.streams import (
     UnservedStreams,
     Work,
 )
+from hostir.transfers import PEER_COPIES
 from hostir.unit import UnitRunner
 from hostir.verify import verify
 from multidevice.backends.protocol import Backend
@@ -175,6 +177,10 @@ class HostIrEvaluator:
         )
         self._units: dict[tuple[int, torch.device], UnitRunner] = {}
         self._size = communicator.size() if communicator is not None else 1
+        self._team = program.devices() or (self._rank,)
+        self._copies_from_peers = any(
+            getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
+        )
         check_devices(program, self._size)
         # Whose local shape may be impossible, which is checked before anything runs.
         self._sized = [tv for tv in program.tensors() if _is_computed(tv)]
@@ -366,6 +372,9 @@ class HostIrEvaluator:
         streams = frame.machine.streams
         entry = streams.current()
         frame.recorder = recorder
+        if self._copies_from_peers and self._communicator is not None and self._rank in self._team:
+            # All ranks of the program are here, also those that will send and receive nothing.
+            self._communicator.peers_for(frame.machine.device).connect(self._team)
         try:
             run_block(self.program.ops, frame)
             streams.finish()
@@ -399,9 +408,16 @@ class HostIrEvaluator:
         return frame
 
     def _machine(self, device: torch.device) -> Machine:
-        def backend() -> Backend:
+        def backend(library: str) -> Backend:
             assert self._communicator is not None, "a program without a mesh communicates"
+            if library == PEER_COPIES:
+                return self._communicator.peers_for(device)
             return self._communicator.backend_for(device)
+
+        def symmetric(nbytes: int) -> torch.Tensor:
+            if self._communicator is None:
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
+            return self._communicator.peers_for(device).empty(nbytes)
 
         def launch(
             group: int,
@@ -415,7 +431,9 @@ class HostIrEvaluator:
             self._rank,
             self._size,
             device,
+            self._team,
             backend,
+            symmetric,
             launch,
             self.kernel,
             self._streams_of(device),

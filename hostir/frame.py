@@ -23,8 +23,8 @@ from hostir.memory import guarded
 from hostir.ops import NUMBER_OF_STREAMS, RANK, LocalSlice, stream_cut
 from hostir.post import Posted
 from hostir.storage import Storage
-from hostir.streams import Handle, Streams, Work
-from multidevice.backends.protocol import Backend, Transfer
+from hostir.streams import Handle, Ready, Streams, Work
+from multidevice.backends.protocol import Backend, Team, Transfer
 from multidevice.sharding import local_sizes
 from multidevice.streams import is_allocated_per_step
 
@@ -59,12 +59,19 @@ class KernelRunner(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a program runs: this rank, its device, its backend and its kernels."""
+    """Where a program runs: this rank, its device, its backends and its kernels.
+
+    `team` are the ranks of the program's meshes, between which it sends and receives.
+    """
 
     rank: int
     size: int
     device: torch.device
-    backend: Callable[[], Backend]
+    team: Team
+    # Library of a communication -> what carries it out
+    backend: Callable[[str], Backend]
+    # Bytes -> memory that peers can map
+    symmetric: Callable[[int], torch.Tensor]
     # (group, operands, results, global extents) -> the work of that kernel
     launch: Callable[[int, Sequence[Argument], Sequence[torch.Tensor], Mapping[Symbol, int]], Work]
     # Group -> what runs it
@@ -96,8 +103,10 @@ class Frame:
     owned: set[TensorView] = field(default_factory=set[TensorView])
     # What names captured in this run mean.
     captured: dict[str, Handle] = field(default_factory=dict[str, Handle])
-    # The sends and receives since StartCoalescing, and theirs; None outside.
-    group: tuple[list[Transfer], Posted] | None = None
+    # The sends and receives since StartCoalescing, theirs, and their library; None outside.
+    group: tuple[list[Transfer], Posted, str] | None = None
+    # How many transfers with a peer, by kind, this run has come to.
+    transfers: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
     # The indices of the open loops: what is allocated there belongs to one step.
     indices: tuple[Symbol, ...] = ()
     recorder: Recording | None = None
@@ -131,12 +140,20 @@ class Frame:
         yield bind
         self.indices, self.values = outside, values
 
-    def submit(self, work: Callable[[], object]) -> None:
-        """Give work to the current stream."""
+    def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
+        """Give work to the current stream; see `Streams.submit`."""
         streams = self.machine.streams
         if streams.delays and self.op is not None:
             work = partial(guarded, self.op, work)
-        streams.submit(work)
+        streams.submit(work, ready)
+
+    def order(self, kind: str, peer: int) -> int | None:
+        """Return which transfer of a kind with a peer this is, where streams may start them in
+        another order than the program has them in; None elsewhere."""
+        if not self.machine.streams.delays:
+            return None
+        number = self.transfers[kind, peer] = self.transfers.get((kind, peer), -1) + 1
+        return number
 
     def stream(self, stream: Stream) -> Handle:
         """Return what a stream of the program is in this run."""

@@ -52,6 +52,7 @@ from hostir.transfers import (
     Wait,
 )
 from multidevice.backends.protocol import Team, Transfer
+from multidevice.waiting import team_text
 
 
 # ------------------------------------------------------------------ buffers and computing
@@ -63,7 +64,8 @@ def _allocate(op: Allocate, frame: Frame) -> None:
             frame.submit(frame.tensors[tv].zero_)
         return
     shape = frame.local_shape(tv, op.stream_index)
-    buffer = new_buffer(frame.program, tv, shape, frame.machine.device)
+    machine = frame.machine
+    buffer = new_buffer(frame.program, tv, shape, machine.device, machine.symmetric)
     frame.tensors[tv] = buffer.zero_() if op.zero_init else buffer
     frame.owned.add(tv)
     if frame.machine.streams.delays and not op.zero_init:
@@ -105,8 +107,10 @@ def _launch(op: LaunchKernel, frame: Frame) -> None:
 def _post_on_stream(op: PostOnStream, frame: Frame) -> None:
     for out in op.outs:
         if out not in frame.tensors:
-            shape = frame.local_shape(out)
-            frame.tensors[out] = new_buffer(frame.program, out, shape, frame.machine.device)
+            shape, machine = frame.local_shape(out), frame.machine
+            frame.tensors[out] = new_buffer(
+                frame.program, out, shape, machine.device, machine.symmetric
+            )
     ins, outs = launch_operands(op, frame)
     frame.submit(partial(frame.machine.unit(op.unit), ins, outs))
 
@@ -142,7 +146,7 @@ def _symmetric_view(op: SymmetricContiguousView, frame: Frame) -> None:
 
 
 def _share_handles(op: ShareMemHandles, frame: Frame) -> None:
-    """Nothing to do: the backends of today copy through their own buffers."""
+    """Nothing to do: memory is mapped where it is first copied from."""
 
 
 def _tensor_op(op: TensorOp, frame: Frame) -> None:
@@ -186,7 +190,7 @@ def _communicate(op: Communication, frame: Frame) -> None:
     team = op.team.ranks(rank)
     if not team:
         return
-    posted, backend = _posted(op.number, frame), frame.machine.backend
+    posted, backend = _posted(op.number, frame), partial(frame.machine.backend, op.backend)
     inp = frame.tensors[op.inp] if frame.is_mine(op.inp) else None
     out = frame.tensors[op.out] if frame.is_mine(op.out) else None
     root = -1 if op.root is None else member(team, frame.integer(op.root), op)
@@ -218,7 +222,7 @@ def _permute(op: CollectivePermute, frame: Frame) -> None:
     team = op.team.ranks(rank)
     if not team:
         return
-    posted, backend = _posted(op.number, frame), frame.machine.backend
+    posted, backend = _posted(op.number, frame), partial(frame.machine.backend, op.backend)
     inp, out = frame.tensors[op.inp], _received(frame, op.out, posted)
     to, source = (member(team, frame.integer(p), op) for p in (op.send_peer, op.recv_peer))
 
@@ -230,30 +234,37 @@ def _permute(op: CollectivePermute, frame: Frame) -> None:
 
 def _transfer(op: P2PCommunication, frame: Frame) -> None:
     tensor, peer = frame.tensors[op.buffer], frame.integer(op.peer)
-    if not 0 <= peer < frame.machine.size:
+    if peer not in frame.machine.team:
         raise ExecutionError(
-            f"{op.name}: peer {op.peer} = {peer} of {op.buffer}, but the job has "
-            f"{frame.machine.size} ranks{user_code(op.where)}"
+            f"{op.name}: peer {op.peer} = {peer} of {op.buffer}, but the program is on ranks "
+            f"{team_text(frame.machine.team)}{user_code(op.where)}"
         )
     if frame.group is not None:
-        transfers, posted = frame.group
+        transfers, posted, _ = frame.group
         frame.works[op.number] = posted
     else:
         transfers, posted = [], _posted(op.number, frame)
     if op.type == "recv":
         tensor = _received(frame, op.buffer, posted)
-    transfers.append(transfer(op, tensor, peer))
+    posted.is_alone = frame.group is None
+    transfers.append(transfer(op, tensor, peer, frame.order(op.type, peer)))
     if frame.group is None:
-        _exchange(op, transfers, posted, frame)
+        _exchange(op, transfers, posted, op.backend, frame)
+    else:
+        frame.group = transfers, posted, op.backend
 
 
 def _exchange(
-    op: P2PCommunication | EndCoalescing, transfers: list[Transfer], posted: Posted, frame: Frame
+    op: P2PCommunication | EndCoalescing,
+    transfers: list[Transfer],
+    posted: Posted,
+    library: str,
+    frame: Frame,
 ) -> None:
-    backend, team = frame.machine.backend, tuple(range(frame.machine.size))
+    backend, team = frame.machine.backend, frame.machine.team
 
     def start() -> None:
-        posted.work = exchange(op, transfers, team, backend()) if transfers else Done()
+        posted.work = exchange(op, transfers, team, backend(library)) if transfers else Done()
 
     _start(posted, start, frame)
 
@@ -261,16 +272,16 @@ def _exchange(
 def _start_coalescing(op: StartCoalescing, frame: Frame) -> None:
     if frame.group is not None:
         raise ExecutionError(f"{op.name} inside another one")
-    frame.group = [], Posted()
+    frame.group = [], Posted(), ""
 
 
 def _end_coalescing(op: EndCoalescing, frame: Frame) -> None:
     if frame.group is None:
         raise ExecutionError(f"{op.name} without StartCoalescing")
-    transfers, posted = frame.group
+    transfers, posted, library = frame.group
     frame.group = None
     frame.works[op.number] = posted
-    _exchange(op, transfers, posted, frame)
+    _exchange(op, transfers, posted, library, frame)
 
 
 def _wait(op: Wait, frame: Frame) -> None:
@@ -278,7 +289,7 @@ def _wait(op: Wait, frame: Frame) -> None:
     # Absent on a rank outside the communication's mesh.
     if posted is not None:
         frame.machine.streams.join_mark(posted.mark)
-        frame.submit(posted.wait)
+        frame.submit(posted.wait, posted.is_done if posted.is_alone else None)
 
 
 # ------------------------------------------------------------------ streams and control flow

@@ -20,14 +20,14 @@ from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType
 from fuser.passes.segment import Segment, SegmentedFusion
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.effects import Stream
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import Allocate, LaunchKernel, LocalSlice
+from hostir.peer_memory import let_peers_map
 from hostir.stream_loops import StreamLoopBuilder
-from hostir.transfers import Communication, Wait
+from hostir.transfers import PEER_COPIES, Communication, Wait
 from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
 from multidevice.sharding import local_extents
 from multidevice.streams import StreamLoops, stream_axis
@@ -82,7 +82,8 @@ class Lowering:
             if alias.out not in self.in_place and alias.out is not alias.into:
                 copied = nodes.LoadStoreOp(alias.into, alias.out)
                 self.ops.append(copied.located(lines.get(alias.out, "")))
-        return HostIrContainer(copy, tuple(self.ops), self.groups)
+        program = HostIrContainer(copy, tuple(self.ops), self.groups)
+        return let_peers_map(program) if self.backend_name == PEER_COPIES else program
 
     def _in_order(self) -> list[list[Segment]]:
         """Return the segments in run order, those of one loop together where the first can be."""
@@ -154,14 +155,14 @@ class Lowering:
                 # Torch makes what only this program sees.
                 if not self.params.standalone or out in self.values.outputs:
                     self._allocate(out)
-                out.memory = MemoryType.global_
+                out.give_memory()
             self.ops.append(op)
 
     def view(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
             out = op.out_tensor
-            out.memory = MemoryType.global_
+            out.give_memory()
             if out in self.values.outputs:
                 # What a caller gets does not change with the input that it would show.
                 self._allocate(out)
@@ -201,7 +202,7 @@ class Lowering:
         return op.map_values(lambda v: self.twins[v] if isinstance(v, TensorView) else v)
 
     def _allocate(self, tv: TensorView) -> None:
-        tv.memory = MemoryType.global_
+        tv.give_memory()
         self.ops.append(Allocate(tv))
 
     # ------------------------------------------------------------ aliases

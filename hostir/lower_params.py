@@ -19,7 +19,8 @@ class LowerParams:
     `inter_stream_synchronization`: the next step's stream waits until this step's transfer has been
     posted. `stream_slots`: a tensor that only the steps of one loop see, an element each, has room
     for as many as there are streams. `propagate`: tensors that the user did not annotate are
-    sharded like their neighbours.
+    sharded like their neighbours. `backend` is the library of communications, "" that of the
+    device.
     """
 
     propagate: bool = True
@@ -27,6 +28,7 @@ class LowerParams:
     offset_by_rank: bool = False
     inter_stream_synchronization: bool = False
     stream_slots: bool = False
+    backend: str = ""
 
 
 def check_number_of_streams(number: object, *, of: str) -> None:

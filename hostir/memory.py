@@ -11,8 +11,9 @@ from fuser.ir.core import Op
 from fuser.ir.dtypes import nbytes_of, to_torch
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
+from fuser.ir.types import MemoryType
 from hostir.container import HostIrContainer, walk
-from hostir.layout import allocated_strides
+from hostir.layout import allocated_strides, spanned
 from hostir.ops import Allocate, LaunchKernel
 
 
@@ -39,15 +40,22 @@ def guarded(op: Op, work: Callable[[], object]) -> None:
 
 
 def new_buffer(
-    program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
+    program: HostIrContainer,
+    tv: TensorView,
+    shape: Sequence[int],
+    device: torch.device,
+    symmetric: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Return memory for a tensor of this local shape.
+    """Return memory for a tensor of this local shape; `symmetric` makes what peers can map.
 
     Raises `OutOfMemoryError` where there is none, whatever torch says then.
     """
-    strides = allocated_strides(tv, shape)
+    strides, dtype = allocated_strides(tv, shape), to_torch(tv.dtype())
     try:
-        return torch.empty_strided(shape, strides, dtype=to_torch(tv.dtype()), device=device)
+        if tv.memory is MemoryType.symmetric and device.type != "meta":
+            room = symmetric(spanned(shape, strides) * dtype.itemsize)
+            return room.view(dtype).as_strided(tuple(shape), strides)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         raise no_memory(program, tv, shape, device) from error
 
@@ -57,8 +65,7 @@ def no_memory(
 ) -> OutOfMemoryError:
     """Return the error of a tensor of this local shape that cannot be allocated."""
     name, where = _maker(program, tv)
-    steps = zip(shape, allocated_strides(tv, shape), strict=True)
-    nbytes = (1 + sum((n - 1) * s for n, s in steps)) * nbytes_of(tv.dtype())
+    nbytes = spanned(shape, allocated_strides(tv, shape)) * nbytes_of(tv.dtype())
     place = "" if device.type == "meta" else f" on {device}"  # found before anything was run
     return OutOfMemoryError(
         f"{name}: no memory for {tv} of shape {tuple(shape)}, {nbytes} bytes{place}"

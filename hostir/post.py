@@ -40,6 +40,8 @@ class Posted:
     work: Work | None = None
     # Where its stream stood when it was started: a wait on another stream is for that, too.
     mark: object = None
+    # Whether it is one half of a transfer: the peer may wait for what other streams post here.
+    is_alone: bool = False
     # Where results are put (and where they wait) on streams that hold work back.
     landed: list[tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=list[tuple[torch.Tensor, torch.Tensor]]
@@ -50,6 +52,11 @@ class Posted:
         staged = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         self.landed.append((out, staged))
         return staged
+
+    def is_done(self) -> bool:
+        """Whether it is known to be over, so that `wait` would return at once."""
+        done = getattr(self.work, "is_done", None)
+        return done is not None and done()
 
     def wait(self) -> None:
         assert self.work is not None, "a communication that was never posted"
@@ -175,9 +182,11 @@ def permute(
     return exchange(op, both, team, backend)
 
 
-def transfer(op: P2PCommunication, tensor: torch.Tensor, peer: int) -> protocol.Transfer:
+def transfer(
+    op: P2PCommunication, tensor: torch.Tensor, peer: int, order: int | None = None
+) -> protocol.Transfer:
     """Return one half of a point-to-point copy, for `exchange`."""
-    return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer)
+    return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
 
 
 def exchange(

@@ -22,6 +22,7 @@ from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
 from fuser.ops.products import Product, bind_contraction
 from fuser.torch_calls import empty_on, raw_stream_on
 from hostir.announce import announcer
@@ -33,7 +34,7 @@ from hostir.frame import Frame
 from hostir.handlers import launch_operands
 from hostir.layout import allocated_strides, is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated
-from hostir.memory import no_memory
+from hostir.memory import new_buffer, no_memory
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -143,7 +144,7 @@ class Recorder:
     def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
         device, i = self._frame.machine.device, block.slot
-        make = empty_on(device)
+        make, symmetric = empty_on(device), self._frame.machine.symmetric
         shape, strides, dtype, program = (
             block.shape,
             block.strides,
@@ -157,7 +158,10 @@ class Recorder:
             except RuntimeError as error:
                 raise no_memory(program, tv, shape, device) from error
 
-        return allocate
+        def allocate_symmetric(slots: Slots) -> None:
+            slots[i] = new_buffer(program, tv, shape, device, symmetric)
+
+        return allocate_symmetric if tv.memory is MemoryType.symmetric else allocate
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""
@@ -196,7 +200,8 @@ class Recorder:
         def clear(slots: Slots) -> None:
             slots[i].zero_()
 
-        if self._frame.indices or self._stream is not None:
+        is_mapped = tv.memory is MemoryType.symmetric
+        if self._frame.indices or self._stream is not None or is_mapped:
             # Torch keeps what is freed for the stream that it was made on.
             make = self._make(tv, block)
             return _both(make, clear) if op.zero_init else make
@@ -315,7 +320,7 @@ class Recorder:
         if not team:
             return None
         root = -1 if op.root is None else team[frame.integer(op.root)]
-        call = Call(op, frame.machine.rank, team, frame.machine.backend(), root)
+        call = Call(op, frame.machine.rank, team, frame.machine.backend(op.backend), root)
         work, inp, out = self._work(op.number), self._held(op.inp), self._held(op.out)
 
         def communicate(slots: Slots) -> None:
@@ -327,7 +332,7 @@ class Recorder:
 
     def _permute(self, op: CollectivePermute) -> Closure | None:
         frame = self._frame
-        rank, backend = frame.machine.rank, frame.machine.backend()
+        rank, backend = frame.machine.rank, frame.machine.backend(op.backend)
         team = op.team.ranks(rank)
         if not team:
             return None
@@ -360,7 +365,8 @@ class Recorder:
         self, op: P2PCommunication | EndCoalescing, group: list[tuple[P2PCommunication, int, int]]
     ) -> Closure:
         machine = self._frame.machine
-        work, backend, team = self._work(op.number), machine.backend(), tuple(range(machine.size))
+        work, team = self._work(op.number), machine.team
+        backend = machine.backend(group[0][0].backend if group else "")
 
         def start(slots: Slots) -> None:
             slots[work] = (

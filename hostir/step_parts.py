@@ -12,7 +12,7 @@ from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import LoadStoreOpType, MemoryType, ParallelType
+from fuser.ir.types import LoadStoreOpType, ParallelType
 from fuser.passes.segment import VIEW_OPS, Segment
 from hostir.effects import Stream
 from hostir.ops import (
@@ -50,9 +50,10 @@ class StepParts:
     def __init__(self, lowering: Lowering, segments: Sequence[Segment]) -> None:
         self._lowering = lowering
         self._segments = segments
-        # What stands before the loop, and the steps.
+        # What stands before the loop, the steps, and how each of them ends.
         self._before: list[Op] = []
         self._steps: list[Op] = []
+        self._last: list[Op] = []
         self._parts: dict[TensorView, TensorView] = {}
         # What was whole before the loop, by what its slices are called.
         self._sliced: dict[TensorView, TensorView] = {}
@@ -189,7 +190,7 @@ class StepParts:
     def _result(self, tv: TensorView) -> TensorView:
         """Return what a step writes: its part of a buffer that was made before, or its own."""
         twin = self._twin(tv)
-        twin.memory = MemoryType.global_
+        twin.give_memory()
         if is_allocated_per_step(tv):
             self._steps.append(Allocate(twin, stream_index=self._which(tv)))
             return twin

@@ -16,7 +16,6 @@ from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType
 from fuser.passes.segment import Segment
 from hostir.effects import Stream
 from hostir.ops import (
@@ -30,10 +29,12 @@ from hostir.ops import (
 from hostir.slices import coordinate, dropped_axis, rank_at, reached, rotated
 from hostir.step_parts import StepParts, stepping_axis
 from hostir.transfers import (
+    PEER_COPIES,
     CollectivePermute,
     Communication,
     EndCoalescing,
     P2PCommunication,
+    ShareMemHandles,
     StartCoalescing,
     Wait,
 )
@@ -101,7 +102,7 @@ class StepTransfers(StepParts):
             )
         assert op.reduction is not None
         out = self._twin(op.out)
-        out.memory = MemoryType.global_
+        out.give_memory()
         self._before.append(Allocate(out))
         red_op = RED_OP_OF[op.reduction]
         self._start(
@@ -123,7 +124,8 @@ class StepTransfers(StepParts):
         inp, out = self._twin(op.inp), self._result(op.out)
         team, backend = team_of(op), self._lowering.backend_name
         swizzle = self._axis_of(op).swizzle
-        if swizzle is not None:
+        is_ring = self._offset or swizzle is not None
+        if swizzle is not None and backend != PEER_COPIES:
             to = reached(self._index, self._count, team.mesh, swizzle)
             source = rotated(self._index, self._count, team.mesh, swizzle)
             self._start(
@@ -132,7 +134,7 @@ class StepTransfers(StepParts):
                     inp, out, to, source, number=number, team=team, backend=backend
                 ),
             )
-        elif self._offset:
+        elif is_ring:
             self._receive_from_owner(op, inp, out, team)
         else:
             self._start(
@@ -147,7 +149,11 @@ class StepTransfers(StepParts):
                     backend=backend,
                 ),
             )
-        if self._lowering.params.inter_stream_synchronization:
+        params = self._lowering.params
+        # One copy after another comes as early as it can; side by side, all come as late as the
+        # last.
+        in_turn = is_ring and backend == PEER_COPIES and not params.standalone
+        if in_turn or params.inter_stream_synchronization:
             self._let_next_stream_wait()
 
     def _receive_from_owner(
@@ -159,11 +165,12 @@ class StepTransfers(StepParts):
         """
         (ptype,) = team.ptypes
         to = reached(self._index, self._count, team.mesh, ptype)
+        source = rotated(self._index, self._count, team.mesh, ptype)
         own, copied = inp, list[Op]()
         if out.ndim < inp.ndim:
             own = self._element(inp, self._axis_of(op).position, copied)
         copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
-        self._pass_on(op, inp, out, to=to, source=self._block_index, own=copied)
+        self._pass_on(op, inp, out, to=to, source=source, own=copied)
 
     def _exchange(self, op: nodes.Reshard) -> None:
         """Send what this step has computed to the device that it is for, and receive from another
@@ -185,7 +192,7 @@ class StepTransfers(StepParts):
         owner = rotated(self._index, self._count, team_of(op).mesh, ptype)
         sender = reached(self._index, self._count, team_of(op).mesh, ptype)
         inp, out = self._operand(op, 0), self._twin(op.out)
-        out.memory = MemoryType.global_
+        out.give_memory()
         self._before.append(Allocate(out))
         received = self._part_at(op.out, out, sender)
         # Without the axes of one block, both sides have the same ones.
@@ -215,30 +222,35 @@ class StepTransfers(StepParts):
         team = team_of(op)
         (ptype,) = team.ptypes
         number, backend = self._lowering.next_number, self._lowering.backend_name
-        received, sent, both = number(), number(), number()
+        received, sent = number(), number()
         peers = rank_at(team.mesh, ptype, source), rank_at(team.mesh, ptype, to)
-        transfers = (
-            P2PCommunication(out, peers[0], number=received, type="recv", backend=backend),
-            P2PCommunication(inp, peers[1], number=sent, type="send", backend=backend),
+        recv, send = (
+            t.replace(where=op.where)
+            for t in (
+                P2PCommunication(out, peers[0], number=received, type="recv", backend=backend),
+                P2PCommunication(inp, peers[1], number=sent, type="send", backend=backend),
+            )
         )
-        ring = (
-            StartCoalescing(),
-            *(t.replace(where=op.where) for t in transfers),
-            EndCoalescing(number=both),
-            Wait(number=both),
-        )
-        here = coordinate(team.mesh, ptype)
-        self._steps.append(IfThenElse(sc.eq(to, here), then=tuple(own), orelse=ring))
+        is_own = sc.eq(to, coordinate(team.mesh, ptype))
+        if backend == PEER_COPIES:
+            # The receiver copies: nothing of this step waits for the one that copies from here.
+            ring = ShareMemHandles((out, inp)), send, recv, Wait(number=received)
+            self._last.append(IfThenElse(is_own, then=(), orelse=(Wait(number=sent),)))
+        else:
+            both = number()
+            ring = StartCoalescing(), recv, send, EndCoalescing(number=both), Wait(number=both)
+        self._steps.append(IfThenElse(is_own, then=tuple(own), orelse=ring))
 
     def _let_next_stream_wait(self) -> None:
         """Keep the next step's work from overtaking this step's transfer."""
         following, mine = sc.add(self._index, 1), self._stream
+        streams = NUMBER_OF_STREAMS if self._axis.is_logical else self._count
         ordered = (
             SetCurrentStream(stream=Stream(following)),
             Synchronize(stream=mine),
             SetCurrentStream(stream=mine),
         )
-        self._steps.append(IfThenElse(sc.lt(following, NUMBER_OF_STREAMS), then=ordered))
+        self._steps.append(IfThenElse(sc.lt(following, streams), then=ordered))
 
     def _start(self, op: Op, make: Callable[[int], Op]) -> None:
         number = self._lowering.next_number()

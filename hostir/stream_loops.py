@@ -72,6 +72,7 @@ class StreamLoopBuilder(StepTransfers):
             STEP[segment.kind](self, segment)
             for ops, start in ((self._before, before), (self._steps, steps)):
                 ops[start:] = (op.located(segment.line) for op in ops[start:])
+        self._steps += self._last
         form = FORMS[self._axis.is_logical]
         return [*self._before, *form(self)]
 
@@ -138,7 +139,7 @@ class StreamLoopBuilder(StepTransfers):
     def _view(self, segment: Segment) -> None:
         for op in segment.exprs:
             out = self._twin(op.out_tensor)
-            out.memory = MemoryType.global_
+            out.give_memory()
             if is_allocated_per_step(op.out_tensor):
                 self._steps.append(op.with_values(self._operands(op), [out]))
             else:

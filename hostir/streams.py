@@ -17,6 +17,7 @@ from typing import Protocol, cast
 import torch
 
 Work = Callable[[], object]
+Ready = Callable[[], bool]
 # A stream of a run: a torch.cuda.Stream, or the name of a queue.
 Handle = Hashable
 # The stream that is current when a run of CPU streams begins.
@@ -56,8 +57,8 @@ class Streams(Protocol):
         """Makes the current stream wait for what stands before a mark on another one."""
         ...
 
-    def submit(self, work: Work) -> None:
-        """Gives work to the current stream."""
+    def submit(self, work: Work, ready: Ready | None = None) -> None:
+        """Gives work to the current stream; until `ready()`, it would wait for a peer."""
         ...
 
     def finish(self) -> None:
@@ -99,7 +100,7 @@ class CudaStreams:
         assert isinstance(stream, torch.cuda.Stream)
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work, ready: Ready | None = None) -> None:
         work()
 
     def mark(self) -> object:
@@ -145,7 +146,7 @@ class CpuStreams:
     def join_mark(self, mark: object) -> None:
         pass
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work, ready: Ready | None = None) -> None:
         work()
 
     def finish(self) -> None:
@@ -158,7 +159,7 @@ class CpuStreams:
 class UnservedStreams(CpuStreams):
     """Queues that are never served: a program is walked for its shapes."""
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work, ready: Ready | None = None) -> None:
         pass
 
 
@@ -170,11 +171,19 @@ class _Until:
     count: int
 
 
+@dataclass(frozen=True)
+class _Wait:
+    """Work that waits for a peer: other streams go on meanwhile."""
+
+    work: Work
+    ready: Ready
+
+
 @dataclass
 class _Queue:
     """The work of a stream that has not run yet, and how much has."""
 
-    waiting: deque[Work | _Until] = field(default_factory=deque[Work | _Until])
+    waiting: deque[Work | _Until | _Wait] = field(default_factory=deque[Work | _Until | _Wait])
     given: int = 0
     done: int = 0
 
@@ -193,6 +202,8 @@ class DelayedStreams(CpuStreams):
         super().__init__()
         self._late = late
         self._queues: dict[Handle, _Queue] = {}
+        # Those of which an entry is being served now.
+        self._served: list[_Queue] = []
 
     def _queue(self, stream: Handle) -> _Queue:
         return self._queues.setdefault(stream, _Queue())
@@ -208,10 +219,10 @@ class DelayedStreams(CpuStreams):
         if mark.stream != self.current():
             self._give(mark)
 
-    def submit(self, work: Work) -> None:
-        self._give(work)
+    def submit(self, work: Work, ready: Ready | None = None) -> None:
+        self._give(work if ready is None else _Wait(work, ready))
 
-    def _give(self, entry: Work | _Until) -> None:
+    def _give(self, entry: Work | _Until | _Wait) -> None:
         queue = self._queue(self.current())
         queue.waiting.append(entry)
         queue.given += 1
@@ -220,25 +231,39 @@ class DelayedStreams(CpuStreams):
 
     def _advance(self) -> None:
         """Serve all streams but the late one, up to where they wait for it."""
+        self._go_on(lambda stream: stream == self._late)
+
+    def _go_on(self, is_held: Callable[[Handle], bool]) -> None:
         moved = True
         while moved:
             moved = False
-            for stream, queue in self._queues.items():
-                if stream == self._late:
+            for stream, queue in list(self._queues.items()):
+                if is_held(stream):
                     continue
                 while queue.waiting:
                     entry = queue.waiting[0]
                     if isinstance(entry, _Until) and self._queue(entry.stream).done < entry.count:
+                        break
+                    if isinstance(entry, _Wait) and not entry.ready():
                         break
                     moved = True
                     self._serve(queue)
 
     def _serve(self, queue: _Queue) -> None:
         entry = queue.waiting.popleft()
-        if isinstance(entry, _Until):
-            self._drain(entry.stream, entry.count)
-        else:
-            entry()
+        self._served.append(queue)
+        try:
+            if isinstance(entry, _Until):
+                self._drain(entry.stream, entry.count)
+            elif isinstance(entry, _Wait):
+                if not entry.ready():
+                    # The peer may wait for what other streams of this rank have still to post.
+                    self._go_on(lambda stream: self._queues[stream] in self._served)
+                entry.work()
+            else:
+                entry()
+        finally:
+            self._served.pop()
         queue.done += 1
 
     def _drain(self, stream: Handle, upto: int) -> None:
@@ -252,3 +277,4 @@ class DelayedStreams(CpuStreams):
 
     def abandon(self) -> None:
         self._queues.clear()
+        self._served.clear()

@@ -42,6 +42,9 @@ AT_ROOT: dict[str, frozenset[str]] = {
     "result": frozenset({"Gather", "Reduce"}),
 }
 
+# The library of peer copies; every other name stands for that of the run's device.
+PEER_COPIES = "CUDA"
+
 TransferKind = Literal["send", "recv"]
 TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
@@ -76,8 +79,9 @@ class StartsCommunication(HostOp):
 class Communication(StartsCommunication):
     """Starts a communication of the local shards `inp` -> `out` within each team.
 
-    `root` is a position in the team; `red_op` counts for the reducing types. `backend` records the
-    library for which the program was made; a run takes the backend of its device.
+    `root` is a position in the team; `red_op` counts for the reducing types. With `backend` CUDA
+    members copy out of each other's memory; any other name records the library for which the
+    program was made, and a run takes that of its device.
     """
 
     inp: TensorView = operand()
@@ -269,7 +273,9 @@ class Wait(HostOp):
 
 
 class ShareMemHandles(HostOp):
-    """Makes the symmetric buffers of peer-to-peer copies known to their peers, once per buffer."""
+    """Announces which buffers peers copy from and to; a run maps memory where it is first needed,
+    so there is nothing left to be done.
+    """
 
     buffers: tuple[TensorView, ...] = operands()
     TEXT = "ShareMemHandles({buffers})"

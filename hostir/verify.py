@@ -54,7 +54,13 @@ from hostir.rank_posts import ranks_text
 from hostir.shapes import check_results
 from hostir.slices import dropped_axis
 from hostir.storage import Storage
-from hostir.transfers import CollectivePermute, Communication, StartsCommunication, Wait
+from hostir.transfers import (
+    PEER_COPIES,
+    CollectivePermute,
+    Communication,
+    StartsCommunication,
+    Wait,
+)
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
@@ -522,6 +528,9 @@ class _Checker:
         if self.group is None:
             raise VerifyError("EndCoalescing without StartCoalescing")
         assert self.at is not None
+        libraries = {getattr(f.op, "backend", "") == PEER_COPIES for f in self.group}
+        if len(libraries) > 1:
+            raise VerifyError(f"a group of transfers of which some have backend={PEER_COPIES}")
         reads = tuple(t for f in self.group for t in f.reads)
         writes = tuple(t for f in self.group for t in f.writes)
         self.group = None

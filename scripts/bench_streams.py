@@ -15,6 +15,7 @@ head wait inside: the same, but every step waits for the entry stream in the mai
 broadcasts, permutes, ring (ag): the shard outermost, one step per rank.
 reduces, exchange (rs): the same; each step reduces its block to its rank, or sends it there, and
     the blocks are summed after the last step.
+copies: the shard outermost, the own first, the others copied by their readers (peer copies).
 
 Method: the forms take turns; a burst of 8 calls between two CUDA events, 12 rounds after warm-up;
 the median of the slowest rank, in ms, with the smallest and largest round.
@@ -122,6 +123,8 @@ OPS = {
             ("broadcasts", "broadcasts", LowerParams()),
             ("permutes", "permutes", LowerParams()),
             ("ring", "broadcasts", LowerParams(offset_by_rank=True)),
+            ("copies", "permutes", LowerParams(backend="CUDA")),
+            ("unchunked copies", "unchunked", LowerParams(backend="CUDA")),
         ),
     ),
     "rs": Op(
@@ -130,6 +133,7 @@ OPS = {
         (
             ("reduces", "reduces", LowerParams()),
             ("exchange", "exchange", LowerParams()),
+            ("copies", "exchange", LowerParams(backend="CUDA")),
         ),
     ),
 }

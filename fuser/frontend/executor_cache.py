@@ -41,6 +41,7 @@ from hostir.evaluate import HostIrEvaluator
 from hostir.input_class import InputClass, classify
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.pipeline import build_program
+from hostir.transfers import PEER_COPIES
 from multidevice import sharding
 from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
@@ -258,7 +259,11 @@ class FusionExecutorCache:
     ) -> BoundProgram:
         """Find or build the program, and bind it to this rank."""
         # Asked for outside of the cache's lock: it may connect.
-        backend = communicator.backend_for(device).name.upper()
+        backend = self._params.backend or (
+            PEER_COPIES
+            if settings.enabled("peer_copies")
+            else communicator.backend_for(device).name.upper()
+        )
         # What is dumped is lowered again for each definition, so that each shows all its stages.
         owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
         key = (self._text, self._params, backend, input_class.key, settings, owner)

@@ -24,12 +24,16 @@ from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer
 from hostir.lower_params import STANDALONE, LowerParams, check_number_of_streams
 from hostir.lower_streams import check_stream
+from hostir.transfers import PEER_COPIES
 from multidevice.shard import shard_for_rank
 from multidevice.sharding import whole_axis_sizes
 
 
 class CommunicatorBackend(Enum):
-    """Who moves data between GPUs; CPU ranks always take the transport of their launcher."""
+    """Who moves data between GPUs: NCCL, or (cuda) peers copy out of each other's memory, which
+    ranks of one host can. CPU ranks take the transport of their launcher in place of NCCL, and
+    shared memory in place of mapped GPU memory.
+    """
 
     nccl = "nccl"
     ucc = "ucc"
@@ -69,11 +73,14 @@ class MultiDeviceExecutorParams:
     def lower_params(self) -> LowerParams:
         return replace(
             STANDALONE,
+            backend=_LIBRARIES[self.backend_type],
             offset_by_rank=self.offset_stream_indexing_by_rank,
             inter_stream_synchronization=self.inter_stream_synchronization,
         )
 
 
+# The library of communications; "" is that of the device.
+_LIBRARIES = {CommunicatorBackend.nccl: "", CommunicatorBackend.cuda: PEER_COPIES}
 _PARAMS = MultiDeviceExecutorParams.__name__
 _KINDS = get_type_hints(MultiDeviceExecutorParams)
 
@@ -99,10 +106,10 @@ class MultiDeviceExecutor:
         require("MultiDeviceExecutor", "fusion", fusion, Fusion)
         require("MultiDeviceExecutor", "params", params, MultiDeviceExecutorParams | None)
         params = params or MultiDeviceExecutorParams()
-        if params.backend_type is not CommunicatorBackend.nccl:
+        if params.backend_type not in _LIBRARIES:
             raise UnsupportedError(
-                f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not there yet: "
-                "use CommunicatorBackend.nccl (CPU ranks take MPI or gloo, by their launcher)"
+                f"MultiDeviceExecutor: backend_type={params.backend_type.name} is not there: "
+                "use CommunicatorBackend.nccl or CommunicatorBackend.cuda"
             )
         copy, _ = fusion.copy()
         for tv in copy.tensors():

@@ -251,6 +251,11 @@ class TensorView:
             raise DefinitionError(f"{self} is a fusion input or output: global or symmetric only")
         self.memory = memory_type
 
+    def give_memory(self) -> None:
+        """Let memory hold the tensor: global, unless it was moved to symmetric memory."""
+        if self.memory is not MemoryType.symmetric:
+            self.memory = MemoryType.global_
+
     @checked
     def set_allocation_domain(
         self,

@@ -1,7 +1,8 @@
 """Peer copies among the processes of a host: buffers in shared memory, copied by the receiver.
 
 A rank copies what it receives while it waits, for whatever it waits; so nobody has to wait for a
-rank that is not in a communication itself.
+rank that is not in a communication itself. A receive of its own returns when the data is there:
+streams of CPU ranks are served at once.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ class _Copies:
         self._sent: list[Sent] = []
         self._open: list[Numbered] = []
         self._ended = False
+        self._error: CommunicationError | None = None
         # A wait for a free slot lets all communications go on, this one among them.
         self._is_posting = False
         self._begin_step()
@@ -192,21 +194,36 @@ class _Copies:
 
     def done(self) -> bool:
         """Copies what has come, goes on as far as possible, and returns whether all has ended."""
-        while not self._ended:
-            if self._is_posting:
-                return False
-            self._open = [o for o in self._open if not self._backend.received(self._page, o)]
-            self._sent = [s for s in self._sent if not self._page.answered(s)]
-            if self._open or self._sent:
-                return False
-            self._begin_step()
+        try:
+            while not self._ended:
+                if self._is_posting:
+                    return False
+                self._open = [o for o in self._open if not self._backend.received(self._page, o)]
+                self._sent = [s for s in self._sent if not self._page.answered(s)]
+                if self._open or self._sent:
+                    return False
+                self._begin_step()
+        except CommunicationError as error:
+            # Whoever waits for this communication hears of it, not who happened to look.
+            self._ended, self._error = True, error
         return True
+
+    def receive(self) -> None:
+        """Returns when all that this step receives is there."""
+
+        def is_there() -> bool:
+            return self.done() or not self._open
+
+        if not is_there():
+            self._backend.finish(is_there, self._call, self._open)
 
     def wait(self) -> None:
         """See `Work.wait`."""
         if not self._ended:
             self._backend.finish(self.done, self._call, self._open)
         self._backend.control.works.discard(self)
+        if self._error is not None:
+            raise self._error
 
     def synchronize(self) -> None:
         """See `Work.synchronize`."""
@@ -239,6 +256,9 @@ class CpuPeerBackend(PeerBackend):
         if len(works) >= 64:
             works -= {old for old in works if old.done()}
         works.add(work)
+        if isinstance(call, Exchange):
+            # As on a GPU: what a rank posts next comes after what it receives.
+            work.receive()
         return work
 
     def posted(self, page: Page, one: Numbered, call: Call | Exchange) -> Sent:

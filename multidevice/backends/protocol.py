@@ -54,12 +54,14 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class Transfer:
     """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank
-    `peer`.
+    `peer`. Halves meet in the order in which they are started; where simulated ranks start them
+    later than the program says, `order` counts in the program's.
     """
 
     kind: Literal["send", "recv"]
     tensor: torch.Tensor
     peer: int
+    order: int | None = None
 
 
 class Backend(Protocol):

@@ -230,10 +230,14 @@ class _SimulatedWork:
         self._parts = parts
         self._call = call
 
+    def is_done(self) -> bool:
+        """Whether the data has moved."""
+        return all(part.done for part in self._parts)
+
     def wait(self) -> None:
         """See `Work.wait`; blocks the rank until the data has moved, also on CUDA."""
         backend = self._backend
-        backend.baton.wait(backend.rank, lambda: all(part.done for part in self._parts), self._call)
+        backend.baton.wait(backend.rank, self.is_done, self._call)
         for part in self._parts:
             if part.error is not None:
                 raise CommunicationError(part.error)
@@ -291,7 +295,9 @@ class SimulatedBackend(CheckedBackend):
     def _post(self, transfer: Transfer, batch: Exchange) -> _Letter:
         sends = transfer.kind == "send"
         source, target = (self.rank, transfer.peer) if sends else (transfer.peer, self.rank)
-        box = self.baton.mailboxes.setdefault(f"{source}->{target} {batch.team}", deque())
+        box = self.baton.mailboxes.setdefault(
+            f"{source}->{target} {batch.team} {transfer.order}", deque()
+        )
         arrival = _record_event(transfer.tensor, batch.stream)
         letter = _Letter(transfer, self.rank, batch.stream, arrival)
         if not box or box[0].transfer.kind == transfer.kind:

@@ -339,8 +339,8 @@ def test_a_backend_that_is_not_there_is_refused() -> None:
     with FusionDefinition() as fd:
         (x,) = symbolic(fd, 2)
         fd.add_output(fd.ops.set(x))
-    params = MultiDeviceExecutorParams(backend_type=CommunicatorBackend.cuda)
-    with pytest.raises(UnsupportedError, match="backend_type=cuda"):
+    params = MultiDeviceExecutorParams(backend_type=CommunicatorBackend.ucc)
+    with pytest.raises(UnsupportedError, match="backend_type=ucc"):
         MultiDeviceExecutor(fd.fusion, params)
 
 

@@ -440,6 +440,71 @@ def ring(ranks: int) -> Callable[[], HostIrContainer]:
     return build
 
 
+def ring_of_copies(ranks: int) -> Callable[[], HostIrContainer]:
+    """HO-4 with peer copies: each step receives on the next one's stream."""
+
+    def build() -> HostIrContainer:
+        mesh, _ = _team(ranks)
+        rows = M // ranks
+        hic = HostIrContainer()
+        with hic:
+            a = hic.input([ranks, rows, K], mesh=mesh)
+            a.axis(0).parallelize(ParallelType.mesh_x)
+            b = hic.input([K, N], mesh=mesh)
+            whole, c = (hic.tensor([ranks, rows, n], mesh=mesh) for n in (K, N))
+            whole.set_memory_type(MemoryType.symmetric)
+            hic.append(Allocate(whole), Allocate(c), ShareMemHandles((whole,)))
+            own = hic.tensor([rows, K], mesh=mesh)
+            hic.select(whole, 0, RANK, own)
+            hic.append(nodes.LoadStoreOp(own, hic.select(a, 0, RANK)))
+            enter_streams(hic, STREAMS)
+            with hic.loop(ranks) as j:
+                mine = Stream(j % STREAMS)
+                hic.append(SetCurrentStream(mine))
+                now = hic.select(whole, 0, (RANK - j + ranks) % ranks)
+                then = hic.select(whole, 0, (RANK - j - 1 + ranks) % ranks)
+                c_j = hic.select(c, 0, (RANK - j + ranks) % ranks)
+                to, source = (RANK + 1) % ranks, (RANK - 1 + ranks) % ranks
+                with hic.branch(hostir.ne(j, ranks - 1)):
+                    hic.append(
+                        P2PCommunication(now, to, number=0, type="send", backend="CUDA"),
+                        SetCurrentStream(Stream((j + 1) % STREAMS)),
+                        P2PCommunication(then, source, number=1, type="recv", backend="CUDA"),
+                        Wait(1),
+                        SetCurrentStream(mine),
+                    )
+                hic.append(nodes.MatmulOp(c_j, now, b))
+                with hic.branch(hostir.ne(j, ranks - 1)):
+                    hic.append(Wait(0))
+            leave_streams(hic, STREAMS)
+            hic.add_output(c)
+        return hic
+
+    return build
+
+
+def copied(
+    build: Callable[[int], Callable[[], HostIrContainer]],
+) -> Callable[[int], Callable[[], HostIrContainer]]:
+    """The same program, of which peers copy what it communicates."""
+
+    def by_copies(op: Op) -> Op:
+        if hasattr(op, "backend"):
+            return op.replace(backend="CUDA")
+        regions = op.fields_of("region")
+        return op.replace(**{r: tuple(map(by_copies, getattr(op, r))) for r in regions})
+
+    def of(ranks: int) -> Callable[[], HostIrContainer]:
+        def made() -> HostIrContainer:
+            program = build(ranks)()
+            program.ops = tuple(map(by_copies, program.ops))
+            return program
+
+        return made
+
+    return of
+
+
 def permutations(ranks: int) -> Callable[[], HostIrContainer]:
     """An allgather of steps: at step i, from the rank i further on."""
 
@@ -484,7 +549,9 @@ def _compiled(name: str) -> Example:
     )
 
 
-def _overlapped(build: Callable[[int], Callable[[], HostIrContainer]], ranks: int) -> Example:
+def _overlapped(
+    build: Callable[[int], Callable[[], HostIrContainer]], ranks: int, *, copies: bool = False
+) -> Example:
     shapes: dict[object, tuple[tuple[int, ...], ...]] = {
         pipelined_reduce_scatter: (
             (STEPS, ranks, M // STEPS, K // ranks),
@@ -492,6 +559,7 @@ def _overlapped(build: Callable[[int], Callable[[], HostIrContainer]], ranks: in
         ),
         pipelined_allgather: ((STEPS, ranks, M // STEPS // ranks, K), (K, N)),
         ring: ((ranks, M // ranks, K), (K, N)),
+        ring_of_copies: ((ranks, M // ranks, K), (K, N)),
         permutations: ((ranks, 6),),
     }
 
@@ -500,7 +568,8 @@ def _overlapped(build: Callable[[int], Callable[[], HostIrContainer]], ranks: in
             return [torch.einsum("srmk,rkn->smn", a, b[0])]
         return [a @ b[0]] if b else [a]
 
-    return Example(build(ranks), shapes[build], meaning, ranks)
+    make = copied(build) if copies else build
+    return Example(make(ranks), shapes[build], meaning, ranks)
 
 
 EXAMPLES: dict[str, Example] = {
@@ -528,6 +597,17 @@ EXAMPLES: dict[str, Example] = {
     "column row": _compiled("mlp4"),
     **{
         f"{name} on {ranks}": _overlapped(build, ranks)
+        for name, build in (
+            ("HO-1", pipelined_reduce_scatter),
+            ("HO-3", pipelined_allgather),
+            ("HO-4", ring),
+            ("HO-4 of copies", ring_of_copies),
+            ("permutations", permutations),
+        )
+        for ranks in (2, 4)
+    },
+    **{
+        f"{name} by copies on {ranks}": _overlapped(build, ranks, copies=True)
         for name, build in (
             ("HO-1", pipelined_reduce_scatter),
             ("HO-3", pipelined_allgather),
