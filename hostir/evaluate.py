@@ -20,6 +20,7 @@ from fuser.errors import (
     FuserError,
     InputError,
     ShardingError,
+    UnsupportedError,
     VerifyError,
     user_code,
 )
@@ -63,7 +64,7 @@ from hostir.streams import (
     UnservedStreams,
     Work,
 )
-from hostir.transfers import PEER_COPIES
+from hostir.transfers import PEER_COPIES, EndCoalescing, P2PCommunication, StartCoalescing
 from hostir.unit import UnitRunner
 from hostir.verify import verify
 from multidevice.backends.protocol import Backend
@@ -150,6 +151,8 @@ class HostIrEvaluator:
                 f"late_stream={late_stream!r}: the number of a stream, 'entry' or 'all'"
             )
         self._late = late_stream
+        if late_stream is not None and communicator is not None and communicator.is_real():
+            check_grouped(program)
         self._late_lock = make_lock()
         # With streams held back, the run itself shows what is missing.
         self._is_checked = late_stream is None and (
@@ -491,6 +494,20 @@ def _launched_alike(value: Argument) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     return value.shape, value.stride(), value.storage_offset() * value.element_size() % VECTOR_BYTES
+
+
+def check_grouped(program: HostIrContainer) -> None:
+    """Raise `UnsupportedError` for a send or a receive of its own: where streams start them later
+    than the program says, only simulated ranks know which ones belong together."""
+    is_grouped = False
+    for op in walk(program.ops):
+        if isinstance(op, StartCoalescing | EndCoalescing):
+            is_grouped = isinstance(op, StartCoalescing)
+        elif isinstance(op, P2PCommunication) and not is_grouped:
+            raise UnsupportedError(
+                f"late_stream: {op.name} is in no group, which only simulated ranks can hold back: "
+                f"use multidevice.simulate{user_code(op.where)}"
+            )
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:

@@ -92,6 +92,10 @@ class Communicator:
         """Returns whether a launcher started this process as a rank of a job."""
         return self._launch.launcher != "none"
 
+    def is_real(self) -> bool:
+        """Returns whether the ranks are processes; simulated ones are threads of one."""
+        return self._launch.launcher not in ("simulated", "none")
+
     def barrier(self) -> None:
         """Returns when every rank has entered the barrier.
 
