@@ -19,7 +19,7 @@ def test_examples_equal_torch(comm: Communicator, late: str | int | None) -> Non
     if late is not None:
         alone = [n for n in fitting if "of copies" in n]
         for name in alone:
-            with pytest.raises(UnsupportedError, match="use multidevice.simulate"):
+            with pytest.raises(UnsupportedError, match=r"use multidevice\.simulate"):
                 run_here(fitting[name], fitting[name].build(), comm, late=late)
             del fitting[name]
     assert len(fitting) >= 5
