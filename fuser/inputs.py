@@ -12,10 +12,17 @@ from fuser.errors import InputError, UnsupportedError
 # More than any structure of inputs has; a list may hold itself.
 _DEEPEST = 64
 _MOST_INPUTS = 1 << 20
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
 
 
 def flatten(inputs: Iterable[object], depth: int = 0) -> list[torch.Tensor | bool | int | float]:
     """Return tensors and numbers with nested lists and tuples flattened in place."""
+    if inputs.__class__ is list or inputs.__class__ is tuple:
+        for value in inputs:
+            if value.__class__ not in _PLAIN:
+                break
+        else:
+            return list(inputs)  # pyright: ignore[reportArgumentType]
     if isinstance(inputs, torch.Tensor):
         raise InputError("inputs are a list of tensors and numbers, got a tensor: pass [tensor]")
     if not isinstance(inputs, list | tuple):

@@ -41,6 +41,35 @@ def empty_on(device: torch.device) -> EmptyStrided:
     return make
 
 
+def class_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[object]], bool] | None:
+    """Return what tells whether inputs are tensors like these, in order: of the same Python class,
+    dtype, device, sizes, strides, laziness, and as much in need of a gradient.
+
+    It may say no to some that are, and never yes to others. None where torch cannot tell at once.
+    """
+    make = _private("_dynamo.guards.TensorGuards")
+    if make is None or not tensors:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    try:
+        found = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        are_alike: Callable[..., bool] = found.check
+    except (TypeError, AttributeError):  # another torch's
+        return None
+
+    def check(inputs: Sequence[Any]) -> bool:
+        try:
+            for v in inputs:
+                # Of which it would ask for strides, and end the process.
+                if v.is_nested:
+                    return False
+            return are_alike(*inputs)
+        except (TypeError, AttributeError):  # another number of inputs, or no tensors
+            return False
+
+    return check
+
+
 def raw_stream_on(device: torch.device) -> Callable[[], int]:
     """Return what asks for the driver's handle of torch's current stream on a device; 0 on the CPU.
     Without an index, a CUDA device is the current one of each call."""

@@ -303,12 +303,16 @@ class Contents:
         ]
         self._numbers = [(i, d) for i, d in enumerate(declared) if isinstance(d, Scalar)]
 
-    def check(self, arguments: Sequence[Any]) -> None:
-        """Raise `InputError` for a storage that is too small now, or a number out of range."""
-        i = 0
+    def check(self, arguments: Sequence[Any]) -> int:
+        """Return all bits that are set in the address of some tensor with elements.
+
+        Raises `InputError` for a storage that is too small now, or a number out of range.
+        """
+        i = bits = 0
         try:
             for i, nbytes, itemsize in self._tensors:
                 v = arguments[i]
+                bits |= v.data_ptr()
                 if v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize:
                     raise InputError(f"input {i} is {tensor_problem(v)}")
         except NotImplementedError:
@@ -317,3 +321,8 @@ class Contents:
             problem = misfit(arguments[i], declared.dtype)
             if problem:
                 raise InputError(f"Expected input {i}, {declared}, to fit its dtype, but {problem}")
+        return bits
+
+    def offsets(self, arguments: Sequence[Any], nbytes: int) -> tuple[int, ...]:
+        """Return where the tensors with elements begin between two multiples of `nbytes`."""
+        return tuple(arguments[i].data_ptr() % nbytes for i, _, _ in self._tensors)
