@@ -22,7 +22,7 @@ def flatten(inputs: Iterable[object], depth: int = 0) -> list[torch.Tensor | boo
             if value.__class__ not in _PLAIN:
                 break
         else:
-            return list(inputs)  # pyright: ignore[reportArgumentType]
+            return [*inputs]  # pyright: ignore[reportReturnType]
     if isinstance(inputs, torch.Tensor):
         raise InputError("inputs are a list of tensors and numbers, got a tensor: pass [tensor]")
     if not isinstance(inputs, list | tuple):

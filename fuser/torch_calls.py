@@ -70,6 +70,17 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[object]],
     return check
 
 
+def elsewhere(device: torch.device) -> Callable[[], bool] | None:
+    """Return what tells whether another CUDA device than this one is the current one; None where
+    that cannot be."""
+    import torch
+
+    if device.type != "cuda" or device.index is None:
+        return None
+    index, current = device.index, _private("_cuda_getDevice") or torch.cuda.current_device
+    return lambda: current() != index
+
+
 def raw_stream_on(device: torch.device) -> Callable[[], int]:
     """Return what asks for the driver's handle of torch's current stream on a device; 0 on the CPU.
     Without an index, a CUDA device is the current one of each call."""

@@ -76,53 +76,48 @@ class Arena:
     """The buffer of the runs on one stream of one device, one run at a time."""
 
     def __init__(self, device: torch.device, stream: int) -> None:
-        self.device = device
         self.stream = stream
+        self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._bound: dict[Plan, BoundPlan] = {}
+        # A plan whose intermediates lie here.
+        self.bound: dict[Plan, BoundPlan] = {}
 
-    def bound(self, plan: Plan) -> BoundPlan:
-        """Return a plan whose intermediates lie here."""
-        found = self._bound.get(plan)
-        if found is None:
-            if self._buffer.numel() < plan.nbytes:
-                # Views of the smaller buffer would keep it alive.
-                self._bound.clear()
-                self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self.device)
-            if len(self._bound) >= MAX_BOUND:
-                self._bound.clear()
-            found = self._bound[plan] = plan.bind(self._buffer, self.stream)
+    def bind(self, plan: Plan) -> BoundPlan:
+        """Let the intermediates of a plan lie here."""
+        if self._buffer.numel() < plan.nbytes:
+            # Views of the smaller buffer would keep it alive.
+            self.bound.clear()
+            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
+        if len(self.bound) >= MAX_BOUND:
+            self.bound.clear()
+        found = self.bound[plan] = plan.bind(self._buffer, self.stream)
         return found
-
-    def forget(self, plan: Plan) -> None:
-        """Drop what is bound of a plan that will hardly run again."""
-        self._bound.pop(plan, None)
 
 
 class Arenas:
-    """The arenas of one evaluator that no run uses now, by stream.
+    """The arenas of one evaluator and device that no run uses now, by stream (a raw handle).
 
     A run takes one and gives it back: one inside or beside another run finds another arena, and one
-    on another stream never waits for this one.
+    on another stream never waits for this one. That of a run that failed is not given back: what is
+    still in flight may write into it.
     """
 
-    def __init__(self) -> None:
-        self._spare: dict[tuple[torch.device, int], list[Arena]] = {}
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._spare: dict[int, list[Arena]] = {}
 
-    def take(self, device: torch.device, stream: int) -> Arena:
-        """Return an arena for a run that begins on this stream (a raw handle)."""
-        spare = self._spare.get((device, stream))
-        if spare is None:
-            spare = self._spare.setdefault((device, stream), [])
+    def take(self, stream: int) -> Arena:
+        """Return an arena for a run that begins on this stream."""
         try:
-            return spare.pop()  # at once, whatever other threads do
-        except IndexError:
-            return Arena(device, stream)
+            return self._spare[stream].pop()  # at once, whatever other threads do
+        except (KeyError, IndexError):
+            return Arena(self.device, stream)
 
     def give(self, arena: Arena) -> None:
-        """Take back an arena after a run; one of a run that failed is not given back: what is still
-        in flight may write into it."""
-        spare = self._spare[arena.device, arena.stream]
+        """Take back an arena after a run."""
+        spare = self._spare.get(arena.stream)
+        if spare is None:
+            spare = self._spare.setdefault(arena.stream, [])
         if len(spare) < MAX_SPARE:
             spare.append(arena)
 
@@ -130,4 +125,4 @@ class Arenas:
         """Drop what is bound of a plan that will hardly run again."""
         for spare in list(self._spare.values()):
             for arena in list(spare):
-                arena.forget(plan)
+                arena.bound.pop(plan, None)

@@ -63,6 +63,7 @@ from hostir.streams import (
     Streams,
     UnservedStreams,
     Work,
+    on_device,
 )
 from hostir.transfers import PEER_COPIES, EndCoalescing, P2PCommunication, StartCoalescing
 from hostir.unit import UnitRunner
@@ -78,6 +79,8 @@ MakeRunner = Callable[[KernelGroup], KernelRunner]
 _NAME = "HostIrEvaluator"
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
+# Places in a vector of memory of the tensors of one such class.
+MAX_PLACES = 64
 
 
 def make_kernel_executor(
@@ -104,6 +107,42 @@ def make_kernel_executor(
 
     split = split_tensor(group.fusion)
     return make("first") if split is None else StepKernels(*split, make)
+
+
+class Known:
+    """What is remembered of inputs of one signature: what each call must check, and their plans.
+
+    A plan relies on where in a vector of memory each tensor begins, which no signature tells: there
+    is one for each such place that came.
+    """
+
+    def __init__(self, contents: Contents, forget: Callable[[Plan], None]) -> None:
+        self.contents = contents
+        self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
+        self._forget = forget
+
+    def plan(self, inputs: Sequence[Argument], bits: int) -> Plan | None:
+        """Return the plan of these inputs, if it was used lately; `bits` are set in addresses."""
+        if bits & VECTOR_BYTES - 1:
+            return self.plans.get(self.contents.offsets(inputs, VECTOR_BYTES))
+        return self.plans.get(())
+
+    def recall(self, inputs: Sequence[Argument]) -> Plan | None:
+        """Return the plan of these inputs, None for the first of their kind."""
+        return self.plans.recall(self._places(inputs)) if self.plans.size() else None
+
+    def keep(self, inputs: Sequence[Argument], plan: Plan) -> None:
+        """Remember the plan of these inputs."""
+        self.plans[self._places(inputs)] = plan
+
+    def forget(self) -> None:
+        """Let go of what the plans are bound to."""
+        for plan in self.plans.values():
+            self._forget(plan)
+
+    def _places(self, inputs: Sequence[Argument]) -> tuple[int, ...]:
+        places = self.contents.offsets(inputs, VECTOR_BYTES)
+        return places if any(places) else ()
 
 
 class HostIrEvaluator:
@@ -163,10 +202,10 @@ class HostIrEvaluator:
         self.free = program.free_inputs()
         self._device = None if device is None else torch_device(device)
         self._runners: dict[int, KernelRunner] = {}
-        self._arenas = Arenas()
+        self._arenas: dict[torch.device, Arenas] = {}
         # A class of inputs does not know the values of floats.
         self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
-        self._plans: Recent[object, Plan] = Recent(MAX_PLANS, on_drop=self._arenas.forget)
+        self._known: Recent[object, Known] = Recent(MAX_PLANS, on_drop=lambda known: known.forget())
         if communicator is not None or program.devices():
             from multidevice.communicator import Communicator
 
@@ -201,39 +240,57 @@ class HostIrEvaluator:
 
     # ------------------------------------------------------------ running
     def run(
-        self,
-        inputs: Sequence[Argument],
-        *,
-        signature: Hashable | None = None,
-        are_apart: bool | None = None,
+        self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
         """Return the visible outputs in order; hidden aliased ones are written into their inputs.
 
         The ranks have agreed on program and inputs (`hostir.digest.run_agreed`, or the frontend).
-        `signature` stands for the class of the inputs, and `are_apart` for what the method of this
-        name returned, where the caller knows it already.
+        `signature` stands for the class of the inputs where the caller knows it already.
 
         Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
         """
         try:
             inputs = list(inputs)
             key = signature_of(inputs, self.free) if signature is None else signature
-            plan = self._plans.get(_plan_key(key, inputs))
+            known = self._known.get(key)
         except TypeError:  # of what is no list, or cannot be a part of a key
             inputs = flatten(inputs)
             key = signature_of(inputs, self.free)
-            plan = None
-        if plan is not None:
-            if signature is None:
-                plan.contents.check(inputs)
-            # Entering and leaving no_grad costs a tenth of a small program.
-            if self._updates is None and not plan.records:
-                return self._replay(plan, inputs)
+            known = None
+        if known is None:
+            known = self._known.recall(key)
+        if known is not None:
+            return self.run_known(known, inputs, known.contents.check(inputs))
+        known = self.know(inputs)
+        outputs = self.run_known(known, inputs)
+        self._known[key] = known
+        return outputs
+
+    def know(self, inputs: Sequence[Argument]) -> Known:
+        """Return what `run_known` remembers inputs of one signature by."""
+        return Known(Contents(self.program.inputs, inputs), self._forget)
+
+    def run_known(
+        self,
+        known: Known,
+        inputs: Sequence[Argument],
+        bits: int | None = None,
+        are_apart: bool | None = None,
+    ) -> list[torch.Tensor]:
+        """Like `run`, for inputs of a signature that is known.
+
+        `bits` is what their `Contents.check` returned, None before the first run; `are_apart` is
+        what the method of this name returned, where the caller has asked it.
+        """
+        plan = None if bits is None else known.plan(inputs, bits)
+        # Entering and leaving no_grad costs a tenth of a small program.
+        if plan is not None and self._updates is None and not plan.records:
+            return self._replay(plan, inputs)
         with torch.no_grad():
-            if self.are_apart(inputs, key) if are_apart is None else are_apart:
-                return self._run(inputs, key)
+            if self.are_apart(inputs, known) if are_apart is None else are_apart:
+                return self._run(inputs, known, plan)
             assert self._updates is not None, "inputs meet where nothing is updated"
-            return self._updates.run(inputs, lambda apart: self._run(apart, key))
+            return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
         """Whether no input that is updated in place shares memory with another.
@@ -271,35 +328,44 @@ class HostIrEvaluator:
         """Return the stream on which this thread would go on: a name on the CPU."""
         return self._streams_of(torch_device(device)).current()
 
-    def _replay(self, plan: Plan, inputs: list[Argument]) -> list[torch.Tensor]:
+    def _replay(self, plan: Plan, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         entry = None if plan.streams is None else plan.streams.current()
-        arena = self._arenas.take(plan.device, plan.current_stream())
         try:
-            outputs = plan.run(inputs, arena)
+            if plan.is_elsewhere is None or not plan.is_elsewhere():
+                return plan.run(inputs)
+            with on_device(plan.device):
+                return plan.run(inputs)
         except BaseException as error:
             if plan.streams is not None:
                 plan.streams.enter(entry)
             if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, FuserError):
                 raise OutOfMemoryError(f"a later run of a program: {error}") from error
             raise
-        self._arenas.give(arena)
-        return outputs
 
-    def _run(self, inputs: list[Argument], signature: Hashable) -> list[torch.Tensor]:
-        key = _plan_key(signature, inputs)
-        plan = self._plans.recall(key)
+    def _run(
+        self, inputs: Sequence[Argument], known: Known, plan: Plan | None
+    ) -> list[torch.Tensor]:
+        plan = plan or known.recall(inputs)
         if plan is not None:
             return self._replay(plan, inputs)
-        frame = self._frame(inputs)
+        frame = self._frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
         recorder = Recorder(frame)
         outputs = self._walk(frame, recorder)
-        contents = Contents(self.program.inputs, inputs)
-        self._plans[key] = recorder.finish(self._visible, contents)
+        device = frame.machine.device
+        arenas = self._arenas.setdefault(device, Arenas(device))
+        known.keep(inputs, recorder.finish(self._visible, arenas))
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()
         return outputs
+
+    def _forget(self, plan: Plan) -> None:
+        plan.arenas.forget(plan)
+
+    def plans(self) -> list[Plan]:
+        """Return the plans of the classes of inputs that `run` remembers."""
+        return [plan for known in self._known.values() for plan in known.plans.values()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
         """Return the values of all symbols; raise what `run` would raise about these inputs."""
@@ -379,8 +445,9 @@ class HostIrEvaluator:
             # All ranks of the program are here, also those that will send and receive nothing.
             self._communicator.peers_for(frame.machine.device).connect(self._team)
         try:
-            run_block(self.program.ops, frame)
-            streams.finish()
+            with on_device(frame.machine.device):
+                run_block(self.program.ops, frame)
+                streams.finish()
         except BaseException:
             streams.abandon()
             streams.enter(entry)
@@ -467,21 +534,6 @@ class HostIrEvaluator:
 def _is_computed(tv: TensorView) -> bool:
     """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
     return any(n > 1 for n in parts(tv)) or not all(isinstance(x, Symbol) for x in tv.shape())
-
-
-def _plan_key(signature: Hashable, inputs: Sequence[Argument]) -> Hashable:
-    """Return what finds the plan of these inputs: it relies on where in a vector of memory each
-    tensor begins, which their signature does not tell."""
-    tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
-    places = 0
-    try:
-        for v in tensors:
-            places |= v.data_ptr()
-    except RuntimeError:  # of what has no address: the first run of a class says so
-        return signature
-    if not places & VECTOR_BYTES - 1:
-        return signature
-    return signature, tuple(v.data_ptr() & VECTOR_BYTES - 1 for v in tensors)
 
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:

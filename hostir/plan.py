@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fuser.errors import FuserError
-from fuser.ir.binding import Contents
 from fuser.ir.core import Op
-from hostir.arena import Arena, Block
+from hostir.arena import Arenas, Block
 from hostir.bind import Argument
 from hostir.memory import op_failed
 from hostir.steps import Binding, Closure, Slots, Step
@@ -36,7 +35,7 @@ class Plan:
     """What a class of inputs repeats: the steps, how many slots they need, where outputs lie.
 
     `blocks` are the buffers that live in an arena of `nbytes`; outputs are allocated by steps.
-    `records` tells whether torch would record gradients, of inputs that require some.
+    `records` tells whether torch would record gradients: inputs require some, and torch reads them.
     """
 
     # With the op that each carries out; None for what no single op does.
@@ -50,9 +49,10 @@ class Plan:
     records: bool
     # Those of the run, if the program switches between them.
     streams: Streams | None
-    contents: Contents
-    # The raw handle of the stream that is current.
+    arenas: Arenas
+    # The raw handle of the current stream, and whether another CUDA device is the current one.
     current_stream: Callable[[], int]
+    is_elsewhere: Callable[[], bool] | None
 
     def bind(self, buffer: torch.Tensor, stream: int) -> BoundPlan:
         """Return the plan for runs that begin on this stream, with this memory."""
@@ -68,12 +68,15 @@ class Plan:
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
         return BoundPlan(tuple(closures), rest, tuple(ops), binding.kept)
 
-    def run(self, inputs: list[Argument], arena: Arena) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Carry out the steps on these inputs and return the visible outputs.
 
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
-        bound = arena.bound(self)
+        arena = self.arenas.take(self.current_stream())
+        bound = arena.bound.get(self)
+        if bound is None:
+            bound = arena.bind(self)
         slots: Slots = [*inputs, *bound.rest]
         step = None
         try:
@@ -86,4 +89,5 @@ class Plan:
             if op is None:
                 raise
             raise op_failed(op, error) from error
+        self.arenas.give(arena)
         return [slots[i] for i in self.outputs]

@@ -16,7 +16,6 @@ import torch
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
-from fuser.ir.binding import Contents
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
@@ -24,9 +23,9 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.ops.products import Product, bind_contraction
-from fuser.torch_calls import empty_on, raw_stream_on
+from fuser.torch_calls import elsewhere, empty_on, raw_stream_on
 from hostir.announce import announcer
-from hostir.arena import Block, first_fit
+from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
 from hostir.container import walk
 from hostir.effects import Stream
@@ -75,7 +74,7 @@ class Recorder:
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
         self._free = _free_scalars(frame)
-        self._records = any(t.requires_grad for t in frame.tensors.values())
+        self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
         # Buffers and where in the program they begin and end (None: they outlive it).
         self._blocks: dict[TensorView, Block] = {}
@@ -108,8 +107,8 @@ class Recorder:
         places = {tv: self.slot(tv) for tv in held if self._frame.is_mine(tv)}
         return lambda slots: announce(lambda tv: slots[places[tv]] if tv in places else None)
 
-    def finish(self, outputs: list[TensorView], contents: Contents) -> Plan:
-        """Return the plan that yields these tensors; `contents` checks what is new in each run."""
+    def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
+        """Return the plan that yields these tensors."""
         for tv in outputs:
             if not self._frame.is_mine(tv):
                 self._steps.append((Action(self._absent(tv)), None))
@@ -125,10 +124,11 @@ class Recorder:
             blocks,
             nbytes,
             self._frame.machine.device,
-            self._records,
+            self._requires_grad and not all(map(_leaves_gradients_alone, self._steps)),
             self._frame.machine.streams if self._switches else None,
-            contents,
+            arenas,
             raw_stream_on(self._frame.machine.device),
+            elsewhere(self._frame.machine.device),
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:
@@ -541,6 +541,11 @@ def _free_scalars(frame: Frame) -> tuple[Symbol, ...]:
     inputs, free = frame.program.inputs, frame.program.free_inputs()
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
     return tuple(v for i, v in scalars if i in free or not isinstance(frame.values[v], int))
+
+
+def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
+    """Whether a step makes no call of torch that reads an input."""
+    return isinstance(step[0], Launch) or isinstance(step[1], Allocate | Deallocate)
 
 
 def _both(first: Closure, second: Closure) -> Closure:

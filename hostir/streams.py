@@ -11,10 +11,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
+
+from fuser.torch_calls import elsewhere
 
 Work = Callable[[], object]
 Ready = Callable[[], bool]
@@ -27,6 +30,12 @@ ENTRY = "entry"
 def raw_handle(stream: Handle | None) -> int | None:
     """Return the driver's handle of a CUDA stream, None for any other."""
     return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a CUDA device is the current one: kernels and buffers go there."""
+    is_elsewhere = elsewhere(device)
+    return torch.cuda.device(device) if is_elsewhere and is_elsewhere() else nullcontext()
 
 
 class Streams(Protocol):

@@ -170,11 +170,20 @@ class FusionDefinition:
             PeerError: another rank raised before anything was launched.
         """
 
+        cache = self.__dict__.get("fec")
+        if cache is not None and not cache.devices and save_repro_inputs is False:
+            return cache.execute(
+                inputs,
+                device=device,
+                _enable_options=_enable_options,
+                _disable_options=_disable_options,
+            )
+
         def prepare() -> Prepared[list[torch.Tensor]]:
             if save_repro_inputs is not False:
                 raise UnsupportedError("execute: save_repro_inputs is not supported yet")
             cache = self._executor_cache()
-            return cache.prepare(flatten(inputs), device, _enable_options, _disable_options)
+            return cache.prepare(inputs, device, _enable_options, _disable_options)
 
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 

@@ -29,6 +29,7 @@ from fuser.option_names import EFFECTS
 from fuser.options import Settings
 from fuser.passes.concretize import refined_sizes
 from fuser.recent import Recent
+from fuser.torch_calls import class_check
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.digest import (
@@ -37,7 +38,7 @@ from hostir.digest import (
     first_line,
     input_names,
 )
-from hostir.evaluate import HostIrEvaluator
+from hostir.evaluate import HostIrEvaluator, Known
 from hostir.input_class import InputClass, classify
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.pipeline import build_program
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 
 # What one definition remembers: signatures of inputs, and programs bound to a rank.
-MAX_SIGNATURES = 512
+MAX_SIGNATURES = 256
 MAX_BOUND = 64
 
 
@@ -61,6 +62,21 @@ class BoundProgram:
 
     program: Program
     evaluator: HostIrEvaluator
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What is known of calls with inputs of one signature."""
+
+    communicator: Communicator
+    bound: BoundProgram
+    claim: Claim
+    contents: Contents
+    # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
+    is_lazy: bool
+    known: Known
+    # Whether inputs are like these at a glance; None where there is no such glance.
+    fits: Callable[[Sequence[object]], bool] | None
 
 
 class FusionExecutorCache:
@@ -88,9 +104,12 @@ class FusionExecutorCache:
         self._settings = options.settings()
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
-        self._by_signature: Recent[object, tuple[BoundProgram, Claim, bool, Contents]] = Recent(
-            MAX_SIGNATURES
+        self._by_signature: Recent[object, Call] = Recent(
+            MAX_SIGNATURES, on_drop=lambda call: call.known.forget()
         )
+        # The latest of them, where it had no options and no device of its own.
+        self._latest: Call | None = None
+        self._ran: Call | None = None
         self._is_warned = False
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
@@ -117,50 +136,104 @@ class FusionExecutorCache:
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
-        return run_agreed(
-            Communicator.instance(),
-            self.devices,
-            lambda: self.prepare(flatten(inputs), device, _enable_options, _disable_options),
+        communicator = Communicator.instance()
+        if self.devices:
+            return run_agreed(
+                communicator,
+                self.devices,
+                lambda: self.prepare(inputs, device, _enable_options, _disable_options),
+            )
+        call, given, bits = self._find(
+            communicator, inputs, device, _enable_options, _disable_options
         )
+        are_apart = call.bound.evaluator.are_apart(given, call.known)
+        return self._run(call, given, bits, are_apart)
 
     def prepare(
         self,
-        inputs: Sequence[Argument],
+        inputs: Iterable[object],
         device: int | str | torch.device | None = None,
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[list[torch.Tensor]]:
         """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
         communicator = Communicator.instance()
+        call, given, bits = self._find(
+            communicator, inputs, device, _enable_options, _disable_options
+        )
+        are_apart = call.bound.evaluator.are_apart(given, call.known)
+        numbers = tuple(given[i] for i in self._numbers)
+        return call.claim, numbers, lambda: self._run(call, given, bits, are_apart)
+
+    def _find(
+        self,
+        communicator: Communicator,
+        inputs: Iterable[object],
+        device: int | str | torch.device | None,
+        enable: Sequence[str],
+        disable: Sequence[str],
+    ) -> tuple[Call, Sequence[Argument], int | None]:
+        """Return what is known of calls like this one, its flat inputs, and the bits that are set
+        in their addresses (None for the first call)."""
+        call = self._latest
+        has_tangents = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+        is_plain = device is None and enable is options.NONE and disable is options.NONE
+        if (
+            is_plain
+            and not has_tangents
+            and call is not None
+            and call.communicator is communicator
+            and call.fits is not None
+            and (inputs.__class__ is list or inputs.__class__ is tuple)
+            and call.fits(inputs)  # pyright: ignore[reportArgumentType]
+        ):
+            return call, inputs, call.contents.check(inputs)  # pyright: ignore
+        given: Sequence[Argument] = flatten(inputs)
+        if has_tangents:
+            given = self._without_tangents(given)
         settings = self._settings
-        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
-            inputs = self._without_tangents(inputs)
-        if _enable_options is not options.NONE or _disable_options is not options.NONE:
-            settings = options.settings(_enable_options, _disable_options)
-        where = None if device is None else device_of(inputs, device)
-        key = (communicator, settings, where, signature_of(inputs, self._free))
-        found = self._by_signature.get(key)
-        if found is None:
-            found = self._by_signature.recall(key)
-        if found is None:
-            self._warn_of_gradients(inputs)
-            given = self._resolved(inputs)
-            made = self._find_or_build(given, device, communicator, settings)
-            contents = Contents(self._fusion.inputs, inputs)
-            found = (*made, given is not inputs, contents)
-            self._by_signature[key] = found
+        if enable is not options.NONE or disable is not options.NONE:
+            settings = options.settings(enable, disable)
+        where = None if device is None else device_of(given, device)
+        key = (communicator, settings, where, signature_of(given, self._free))
+        call, bits = self._by_signature.get(key), None
+        if call is None:
+            call = self._by_signature.recall(key)
+        if call is not None:
+            bits = call.contents.check(given)
         else:
-            found[3].check(inputs)
-        bound, claim, is_lazy, _ = found
-        are_apart = bound.evaluator.are_apart(inputs, key)
+            self._warn_of_gradients(given)
+            call = self._by_signature[key] = self._learn(given, device, communicator, settings)
+        self._latest = call if is_plain else None
+        return call, given, bits
 
-        def run() -> list[torch.Tensor]:
-            if self._recent.get(communicator) is not bound:
-                self._recent[communicator] = bound
-            given = self._resolved(inputs) if is_lazy else inputs
-            return bound.evaluator.run(given, signature=key, are_apart=are_apart)
+    def _learn(
+        self,
+        inputs: Sequence[Argument],
+        device: int | str | torch.device | None,
+        communicator: Communicator,
+        settings: Settings,
+    ) -> Call:
+        """Find or build the program for inputs of a new signature."""
+        resolved = self._resolved(inputs)
+        bound, claim = self._find_or_build(resolved, device, communicator, settings)
+        tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+        fits = class_check(tensors) if len(tensors) == len(inputs) else None
+        known = bound.evaluator.know(resolved)
+        is_lazy = resolved is not inputs
+        contents = Contents(self._fusion.inputs, inputs) if is_lazy else known.contents
+        return Call(communicator, bound, claim, contents, is_lazy, known, fits)
 
-        return claim, tuple(inputs[i] for i in self._numbers), run
+    def _run(
+        self, call: Call, inputs: Sequence[Argument], bits: int | None, are_apart: bool
+    ) -> list[torch.Tensor]:
+        if call is not self._ran:
+            self._ran = call
+            self._recent[call.communicator] = call.bound
+        if call.is_lazy:
+            inputs = self._resolved(inputs)
+            bits = None if bits is None else call.known.contents.check(inputs)
+        return call.bound.evaluator.run_known(call.known, inputs, bits, are_apart)
 
     def _resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
         """Return the inputs with lazy negative views computed; kernels read by address.

@@ -312,9 +312,9 @@ class Contents:
         try:
             for i, nbytes, itemsize in self._tensors:
                 v = arguments[i]
-                bits |= v.data_ptr()
                 if v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize:
                     raise InputError(f"input {i} is {tensor_problem(v)}")
+                bits |= v.data_ptr()
         except NotImplementedError:
             raise InputError(f"input {i} is {tensor_problem(arguments[i])}") from None
         for i, declared in self._numbers:

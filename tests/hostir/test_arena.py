@@ -48,7 +48,7 @@ def test_outputs_are_fresh_and_intermediates_are_accounted() -> None:
     evaluator = HostIrEvaluator(build(case))
     inputs = case.inputs()
     evaluator.run(inputs)
-    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
+    (plan,) = evaluator.plans()
     # The linear's result [5, 12] in float32 is the only intermediate with a buffer of its own.
     assert plan.nbytes == ALIGNMENT_NBYTES
     assert [b.nbytes for b in plan.blocks] == [5 * 12 * 4]
@@ -60,24 +60,22 @@ def test_a_nested_run_gets_memory_of_its_own() -> None:
     case, cpu = CASES["heads"], torch.device("cpu")
     evaluator = HostIrEvaluator(build(case))
     evaluator.run(case.inputs())
-    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
-    place, arenas = plan.blocks[0].slot - plan.inputs, Arenas()
+    (plan,) = evaluator.plans()
+    place, arenas = plan.blocks[0].slot - plan.inputs, Arenas(cpu)
 
     def address(arena: Arena) -> int:
-        return arena.bound(plan).rest[place].data_ptr()
+        return arena.bind(plan).rest[place].data_ptr()
 
-    outer = arenas.take(cpu, 0)
-    inner = arenas.take(cpu, 0)
-    elsewhere = arenas.take(cpu, 1)
+    outer, inner, elsewhere = arenas.take(0), arenas.take(0), arenas.take(1)
     assert len({address(outer), address(inner), address(elsewhere)}) == 3
     arenas.give(outer)
-    again = arenas.take(cpu, 0)
+    again = arenas.take(0)
     assert again is outer and address(again) == address(outer)
-    for arena in [again, inner, *(arenas.take(cpu, 0) for _ in range(MAX_SPARE))]:
+    for arena in [again, inner, *(arenas.take(0) for _ in range(MAX_SPARE))]:
         arenas.give(arena)
-    kept = {id(arenas.take(cpu, 0)) for _ in range(MAX_SPARE)}
-    assert id(outer) in kept, "no more than MAX_SPARE are kept"
-    assert arenas.take(cpu, 0) not in (outer, inner)
+    kept = [arenas.take(0) for _ in range(MAX_SPARE)]
+    assert outer in kept and inner in kept
+    assert arenas.take(0) not in (outer, inner), "no more than MAX_SPARE are kept"
 
 
 def test_a_larger_plan_moves_the_arena_and_the_smaller_one_follows() -> None:

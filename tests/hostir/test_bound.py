@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_tensors_at_other_places_of_a_vector_take_another_plan() -> None:
             x = memory[start : start + 4096]
             assert torch.equal(run(x, other), x + other)
             assert torch.equal(run(other, x), x + other)
-    plans = fd.fec._last().evaluator._plans  # pyright: ignore[reportPrivateUsage]
+    (call,) = fd.fec._by_signature.values()  # pyright: ignore[reportPrivateUsage]
+    plans = call.known.plans
     # Aligned (0 and 4), and three places of either input.
     assert plans.size() == 1 + 3 * 2
     kernels = {
@@ -110,20 +112,25 @@ def test_a_run_inside_of_a_run_has_its_own_launches() -> None:
     outer, inner = case.inputs(), [t * 2 for t in case.inputs()]
     wanted = [evaluator.evaluate(inputs) for inputs in (outer, inner)]
     evaluator.run(outer)
-    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
-    arenas = evaluator._arenas  # pyright: ignore[reportPrivateUsage]
-    arena = arenas.take(plan.device, 0)
-    bound = arena.bound(plan)
-    whole = bound.closures
+    (plan,) = evaluator.plans()
+    evaluator.run(outer)
+    arena = plan.arenas.take(0)
+    bound = arena.bound[plan]
+    whole, whole_ops = bound.closures, bound.ops
     found: list[list[torch.Tensor]] = []
 
     def nested(slots: object) -> None:
         found.append(evaluator.run(inner))
 
     for k in range(len(whole) + 1):
-        ops = [*bound.ops[:1]] * (len(whole) + 1)
-        object.__setattr__(bound, "closures", (*whole[:k], nested, *whole[k:]))
-        object.__setattr__(bound, "ops", tuple(ops))
-        got = plan.run([*outer], arena)
+        changed = replace(
+            bound,
+            closures=(*whole[:k], nested, *whole[k:]),
+            ops=(*whole_ops[:k], None, *whole_ops[k:]),
+        )
+        arena.bound[plan] = changed
+        plan.arenas.give(arena)
+        got = evaluator.run(outer)
+        assert plan.arenas.take(0) is arena, "the outer run gave its arena back last"
         for a, b in zip((*got, *found.pop()), (*wanted[0], *wanted[1]), strict=True):
             assert torch.equal(a, b)

@@ -397,16 +397,15 @@ def test_an_error_of_a_later_run_names_op_and_line() -> None:
         hic.add_output(y)
     evaluator, good = HostIrEvaluator(hic), torch.ones(4, 4)
     evaluator.run([good, good])
-    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
-    checked = plan.contents
-    object.__setattr__(plan, "contents", Contents([], []))
+    (known,) = evaluator._known.values()  # pyright: ignore[reportPrivateUsage]
+    checked, known.contents = known.contents, Contents([], [])
     gone = torch.ones(4, 4)
     gone.untyped_storage().resize_(0)
     for _ in range(2):
         with pytest.raises(ExecutionError, match=rf"(?s)matmul failed \(RuntimeError.*{__file__}:"):
             evaluator.run([gone, good])
         assert torch.equal(evaluator.run([good, good])[0], good @ good)
-    object.__setattr__(plan, "contents", checked)
+    known.contents = checked
 
 
 @pytest.mark.parametrize(

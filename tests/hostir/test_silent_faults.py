@@ -83,7 +83,7 @@ def test_buffers_of_two_streams_share_no_bytes(entered: str) -> None:
     for _ in range(3):
         (got,) = evaluator.run([t, 1])
         assert torch.equal(got, 2 * t.abs())
-    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
+    (plan,) = evaluator.plans()
     assert len(plan.blocks) == 2, "b and d; what the other stream allocates is torch's to place"
 
 
@@ -98,12 +98,11 @@ def test_a_failed_replay_lets_go_of_its_memory() -> None:
     evaluator, t = HostIrEvaluator(hic), torch.ones(1024)
     evaluator.run([t])
     evaluator.run([t])
-    (plan,) = evaluator._plans.values()  # pyright: ignore[reportPrivateUsage]
-    arenas = evaluator._arenas  # pyright: ignore[reportPrivateUsage]
-    taken = arenas.take(plan.device, 0)
+    (plan,) = evaluator.plans()
+    taken = plan.arenas.take(0)
     arena = weakref.ref(taken)
-    arenas.give(taken)
-    bound = taken.bound(plan)
+    plan.arenas.give(taken)
+    (bound,) = taken.bound.values()
     del taken
 
     def fail(slots: object) -> None:

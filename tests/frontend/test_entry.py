@@ -1,0 +1,98 @@
+"""The entry of later calls: what is known of the latest class is used for it alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import FusionDefinition
+from fuser.errors import FuserError, InputError
+
+
+def _double() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=[False, False])
+        fd.add_output(fd.ops.add(x, x))
+    return fd
+
+
+_OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sizes": lambda x: torch.randn(5, 4),
+    "strides": lambda x: torch.randn(6, 4).t(),
+    "parameter": lambda x: torch.nn.Parameter(torch.randn(4, 6)),
+    "gradient": lambda x: torch.randn(4, 6).requires_grad_(),
+    "negative view": lambda x: torch.randn(4, 6, dtype=torch.complex64).conj().imag,
+    "another place": lambda x: torch.randn(30)[1:25].view(4, 6),
+    "no elements": lambda x: torch.randn(0, 6),
+    "in a list": lambda x: [x],
+}
+
+
+@pytest.mark.filterwarnings("ignore:input 0.*requires grad")
+@pytest.mark.parametrize("name", _OTHERS)
+def test_other_inputs_after_the_latest(name: str) -> None:
+    """What the glance at the latest class must tell apart."""
+    fd = _double()
+    plain, other = torch.randn(4, 6), _OTHERS[name](torch.randn(4, 6))
+    for value in (plain, plain, other, plain, other, other):
+        (got,) = fd.execute([value])
+        value = value[0] if isinstance(value, list) else value
+        assert torch.equal(got, (value + value).detach())
+        assert not got.requires_grad
+
+
+_REFUSED: dict[str, Callable[[], Any]] = {
+    "double": lambda: torch.randn(4, 6, dtype=torch.float64),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(6)] * 4),
+    "sparse": lambda: torch.randn(4, 6).to_sparse(),
+    "mkldnn": lambda: torch.randn(4, 6).to_mkldnn(),
+    "meta": lambda: torch.randn(4, 6, device="meta"),
+    "number": lambda: 3.0,
+    "none": lambda: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested")
+@pytest.mark.parametrize("name", _REFUSED)
+def test_inputs_that_are_refused_after_the_latest(name: str) -> None:
+    fd = _double()
+    plain = torch.randn(4, 6)
+    for _ in range(2):
+        for _ in range(2):
+            assert torch.equal(fd.execute([plain])[0], plain + plain)
+        with pytest.raises(FuserError, match=r"input 0"):
+            fd.execute([_REFUSED[name]()])
+        for many in ([], [plain, plain]):
+            with pytest.raises(InputError, match=rf"got {len(many)}"):
+                fd.execute(many)
+
+
+def test_gradient_state_is_left_as_it_was() -> None:
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        fd.add_output(fd.ops.relu(fd.ops.matmul(x, w)))
+    x, w = torch.randn(4, 4), torch.randn(4, 4).requires_grad_()
+    want = (x @ w).relu().detach()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                (got,) = fd.execute([x, w])
+                assert torch.equal(got, want) and not got.requires_grad
+                assert torch.is_grad_enabled() is enabled
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(fd.execute([x, w])[0], want)
+
+
+def test_options_of_one_call_do_not_stay() -> None:
+    fd, x = _double(), torch.randn(8, 8)
+    for options in ([], ["checked"], [], ["checked"], []):
+        kwargs: dict[str, Any] = {"_enable_options": options} if options else {}
+        assert torch.equal(fd.execute([x], **kwargs)[0], x + x)
+        settings = fd.fec._last().program.settings  # pyright: ignore[reportPrivateUsage]
+        assert settings.enabled("checked") is bool(options)
