@@ -63,13 +63,15 @@ class Record:
 
 @dataclass(eq=False)
 class Sent:
-    """A transfer that this rank has posted; `held` keeps the data alive."""
+    """A transfer that this rank has posted; `held` keeps the data alive. `stream` is the one that
+    it was posted on."""
 
     peer: int
     slot: int
     use: int
     tag: int
     held: torch.Tensor
+    stream: int = 0
 
 
 class Page:

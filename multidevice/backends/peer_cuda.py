@@ -11,13 +11,14 @@ from __future__ import annotations
 import bisect
 import struct
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from fuser.errors import CommunicationError, InputError, UnsupportedError
+from fuser.torch_calls import raw_stream_on
 from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
 from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Sent
 from multidevice.control import Control
@@ -37,6 +38,9 @@ class IpcMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda: Any = driver()
+        self._success = self._cuda.CUresult.CUDA_SUCCESS
+        self._copy = self._cuda.cuMemcpyAsync
+        self._write, self._wait = self._cuda.cuStreamWriteValue32, self._cuda.cuStreamWaitValue32
         self._pool = torch.cuda.MemPool()
         # Beginnings and ends of the driver's allocations, and their names.
         self._begins: list[int] = []
@@ -97,21 +101,25 @@ class IpcMemory:
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueues a copy; between two GPUs a copy engine carries it out."""
-        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+        self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream)[0])
 
     def set_flag(self, address: int, value: int, stream: int) -> None:
         """Lets the stream write a flag, after all that it has been given so far."""
-        self._call("cuStreamWriteValue32", stream, address, value, 0)
+        self._check("cuStreamWriteValue32", self._write(stream, address, value, 0)[0])
 
     def wait_flag(self, address: int, value: int, stream: int) -> None:
         """Lets the stream wait until a flag has come to a value."""
-        self._call("cuStreamWaitValue32", stream, address, value, 0)  # 0: greater or equal
+        # 0: greater or equal
+        self._check("cuStreamWaitValue32", self._wait(stream, address, value, 0)[0])
 
     def _call(self, name: str, *args: object) -> Any:
         status, *results = getattr(self._cuda, name)(*args)
-        if int(status):
-            raise CommunicationError(f"{name}: {status.name}")
+        self._check(name, status)
         return results[0] if len(results) == 1 else results
+
+    def _check(self, name: str, status: Any) -> None:
+        if status != self._success:
+            raise CommunicationError(f"{name}: {status.name}")
 
     def close(self) -> None:
         """Unmaps the memory of peers."""
@@ -158,6 +166,7 @@ class CudaPeerBackend(PeerBackend):
         super().__init__(control)
         self.device = device
         self._memory = IpcMemory(device)
+        self._current = raw_stream_on(device)
         # Of each page: this rank's flags [ready, done][member][slot], and where it sees others'.
         self._flags: dict[Page, torch.Tensor] = {}
         self._theirs: dict[Page, dict[int, int]] = {}
@@ -170,7 +179,12 @@ class CudaPeerBackend(PeerBackend):
                 f"backend CUDA of {self.device} takes tensors there, found one on {tensor.device}"
             )
 
+    def _handle(self, stream: object) -> int:
+        return self._current() if stream is None else stream_handle(stream, self.device)
+
     def _on(self, stream: object) -> AbstractContextManager[object]:
+        if stream is None:
+            return nullcontext()
         return torch.cuda.stream(stream_at(stream_handle(stream, self.device), self.device))
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -219,7 +233,7 @@ class CudaPeerBackend(PeerBackend):
     def _carry_out(
         self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
     ) -> _Enqueued:
-        stream = stream_handle(call.stream, self.device)
+        stream = self._handle(call.stream)
         sent: list[Sent] = []
         with self._on(call.stream):
             for step in steps:
@@ -238,6 +252,7 @@ class CudaPeerBackend(PeerBackend):
 
     def _send(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> Sent:
         sent = self._post(page, one, call)
+        sent.stream = stream
         flag = self._flag(page, 0, sent.peer, self.rank, sent.slot)
         self._memory.set_flag(flag, sent.use, stream)
         return sent
@@ -247,7 +262,7 @@ class CudaPeerBackend(PeerBackend):
         use = page.uses(peer, slot)
         if use:
             flag = self._flag(page, 1, self.rank, peer, slot)
-            self._memory.wait_flag(flag, use, stream_handle(None, self.device))
+            self._memory.wait_flag(flag, use, self._current())
 
     def _pull(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> None:
         peer, tensor = one.transfer.peer, one.transfer.tensor
@@ -269,17 +284,18 @@ class CudaPeerBackend(PeerBackend):
 
     def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
         """Lets a stream wait until the receivers have copied."""
-        handle = stream_handle(stream, self.device)
+        handle = self._handle(stream)
         for one in sent:
             flag = self._flag(page, 1, self.rank, one.peer, one.slot)
             self._memory.wait_flag(flag, one.use, handle)
-            if one.held.numel():
+            if one.stream != handle and one.held.numel():
+                # Torch keeps what is freed for the stream that it was made for.
                 one.held.record_stream(stream_at(handle, self.device))
             self._held.pop(one, None)
 
     def synchronize(self, call: Call | Exchange) -> None:
         """Returns when the stream of a call has done its work."""
-        stream = stream_at(stream_handle(call.stream, self.device), self.device)
+        stream = stream_at(self._handle(call.stream), self.device)
         self.control.poll_until(stream.query, what=call.describe, needs=call.needs)
 
     def drain(self) -> None:
