@@ -11,6 +11,8 @@ from fuser.errors import CommunicationError
 from fuser.ir.tensor import TensorView
 from hostir.layout import write
 from hostir.transfers import (
+    REDUCING,
+    ROOTED,
     CollectivePermute,
     Communication,
     Order,
@@ -159,6 +161,39 @@ def post(call: Call, inp: Buffer, out: Buffer) -> Work:
     call.backend.where = op.where
     try:
         return POST[op.type](call, out, inp)
+    finally:
+        call.backend.where = ""
+
+
+# The backends' name of what moves whole buffers; the root of a broadcast copies first.
+_WHOLE = {
+    "Allgather": "allgather",
+    "Allreduce": "allreduce",
+    "AllToAll": "alltoall",
+    "Gather": "gather",
+    "Reduce": "reduce",
+    "ReduceScatter": "reduce_scatter",
+    "Scatter": "scatter",
+}
+
+
+def bind_post(call: Call, inp: Buffer, out: Buffer) -> protocol.Post | None:
+    """Return how `post` starts this communication, which it has done once, on other shards of these
+    shapes and strides; None where it has to look at each call."""
+    op = call.op
+    if op.type not in _WHOLE:
+        return None
+    mine, theirs = op.orders
+    call.backend.where = op.where
+    try:
+        return call.backend.bind(
+            _WHOLE[op.type],
+            None if out is None else flat(op, op.out, out, theirs),
+            None if inp is None else flat(op, op.inp, inp, mine),
+            team=call.team,
+            reduce=op.red_op if op.type in REDUCING else None,
+            root=call.root if op.type in ROOTED else None,
+        )
     finally:
         call.backend.where = ""
 

@@ -50,9 +50,9 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.plan import Plan
-from hostir.post import Call, Done, exchange, permute, post, transfer
+from hostir.post import Call, Done, bind_post, exchange, permute, post, transfer
 from hostir.slices import dropped_axes
-from hostir.steps import Action, Closure, Launch, Multiply, Slots, Step, View
+from hostir.steps import Action, Both, Closure, Collective, Launch, Multiply, Slots, Step, View
 from hostir.streams import Handle, raw_handle
 from hostir.transfers import (
     CollectivePermute,
@@ -190,7 +190,7 @@ class Recorder:
 
         return copy
 
-    def _allocate(self, op: Allocate) -> Closure | None:
+    def _allocate(self, op: Allocate) -> Step | Closure | None:
         tv = op.buffer
         if tv in self._frame.storage.named:
             return None
@@ -204,7 +204,7 @@ class Recorder:
         if self._frame.indices or self._stream is not None or is_mapped:
             # Torch keeps what is freed for the stream that it was made on.
             make = self._make(tv, block)
-            return _both(make, clear) if op.zero_init else make
+            return Both(Action(make), Action(clear)) if op.zero_init else make
         self._blocks[tv] = block
         self._begin[tv] = self._position
         return clear if op.zero_init else None
@@ -297,24 +297,23 @@ class Recorder:
     def _work(self, number: int) -> int:
         return self.slot(("work", number))
 
-    def _marked(self, work: int, start: Closure) -> Closure:
+    def _marked(self, work: int, start: Step) -> Step:
         """Return the step that also notes where a communication stands in its stream: its Wait may
         stand in another one."""
         if not self._switches:
             return start
         take, mark = self._frame.machine.streams.mark, self.slot(("mark", work))
 
-        def start_and_mark(slots: Slots) -> None:
-            start(slots)
+        def note(slots: Slots) -> None:
             slots[mark] = take()
 
-        return start_and_mark
+        return Both(start, Action(note))
 
     def _held(self, tv: TensorView) -> int:
         """Return the slot of this rank's part of a tensor, -1 where it holds none."""
         return self.slot(tv) if self._frame.is_mine(tv) else -1
 
-    def _communication(self, op: Communication) -> Closure | None:
+    def _communication(self, op: Communication) -> Step | None:
         frame = self._frame
         team = op.team.ranks(frame.machine.rank)
         if not team:
@@ -322,15 +321,20 @@ class Recorder:
         root = -1 if op.root is None else team[frame.integer(op.root)]
         call = Call(op, frame.machine.rank, team, frame.machine.backend(op.backend), root)
         work, inp, out = self._work(op.number), self._held(op.inp), self._held(op.out)
+        held = [frame.tensors[tv] if frame.is_mine(tv) else None for tv in (op.inp, op.out)]
+        bound = bind_post(call, *held)
+        if bound is not None:
+            stream = raw_handle(self._stream)
+            return self._marked(work, Collective(bound, inp, out, work, stream))
 
         def communicate(slots: Slots) -> None:
             slots[work] = post(
                 call, slots[inp] if inp >= 0 else None, slots[out] if out >= 0 else None
             )
 
-        return self._marked(work, communicate)
+        return self._marked(work, Action(communicate))
 
-    def _permute(self, op: CollectivePermute) -> Closure | None:
+    def _permute(self, op: CollectivePermute) -> Step | None:
         frame = self._frame
         rank, backend = frame.machine.rank, frame.machine.backend(op.backend)
         team = op.team.ranks(rank)
@@ -342,19 +346,19 @@ class Recorder:
         def collective_permute(slots: Slots) -> None:
             slots[work] = permute(op, (to, source), rank, team, backend, slots[inp], slots[out])
 
-        return self._marked(work, collective_permute)
+        return self._marked(work, Action(collective_permute))
 
     def _start_coalescing(self, op: StartCoalescing) -> None:
         self._group = []
 
-    def _transfer(self, op: P2PCommunication) -> Closure | None:
+    def _transfer(self, op: P2PCommunication) -> Step | None:
         one = op, self.slot(op.buffer), self._frame.integer(op.peer)
         if self._group is not None:
             self._group.append(one)
             return None
         return self._exchange(op, [one])
 
-    def _end_coalescing(self, op: EndCoalescing) -> Closure:
+    def _end_coalescing(self, op: EndCoalescing) -> Step:
         group, self._group = self._group, None
         assert group is not None, f"{op.name} without StartCoalescing"
         for member, _, _ in group:
@@ -363,7 +367,7 @@ class Recorder:
 
     def _exchange(
         self, op: P2PCommunication | EndCoalescing, group: list[tuple[P2PCommunication, int, int]]
-    ) -> Closure:
+    ) -> Step:
         machine = self._frame.machine
         work, team = self._work(op.number), machine.team
         backend = machine.backend(group[0][0].backend if group else "")
@@ -375,7 +379,7 @@ class Recorder:
                 else Done()
             )
 
-        return self._marked(work, start)
+        return self._marked(work, Action(start))
 
     def _wait(self, op: Wait) -> Closure | None:
         if ("work", op.number) not in self._slot:
@@ -546,14 +550,6 @@ def _free_scalars(frame: Frame) -> tuple[Symbol, ...]:
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
     """Whether a step makes no call of torch that reads an input."""
     return isinstance(step[0], Launch) or isinstance(step[1], Allocate | Deallocate)
-
-
-def _both(first: Closure, second: Closure) -> Closure:
-    def step(slots: Slots) -> None:
-        first(slots)
-        second(slots)
-
-    return step
 
 
 RECORD: dict[type[Op], Callable[[Recorder, Any], Step | Closure | None]] = {

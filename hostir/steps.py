@@ -16,6 +16,7 @@ import torch
 from fuser.errors import KernelError
 from fuser.ir.scalar import Number
 from fuser.ops.products import Product, ViewOf
+from multidevice.backends.protocol import Post
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
@@ -41,6 +42,13 @@ class Binding:
             return lambda slots: tensor
         return lambda slots: slots[slot]
 
+    def address(self, slot: int) -> Callable[[Slots], int]:
+        """Return how to find the address of a slot's tensor; 0 without a slot."""
+        if slot < 0 or slot in self.fixed:
+            found = 0 if slot < 0 else self.fixed[slot].data_ptr()
+            return lambda slots: found
+        return lambda slots: slots[slot].data_ptr()
+
 
 class Step(Protocol):
     """One action of a plan."""
@@ -58,6 +66,25 @@ class Action:
 
     def bind(self, binding: Binding) -> Closure:
         return self.run
+
+
+@dataclass(frozen=True, eq=False)
+class Both:
+    """Two steps, one after the other."""
+
+    first: Step
+    second: Step
+
+    def bind(self, binding: Binding) -> Closure | None:
+        first, second = self.first.bind(binding), self.second.bind(binding)
+        if first is None or second is None:
+            return first or second
+
+        def both(slots: Slots) -> None:
+            first(slots)
+            second(slots)
+
+        return both
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +139,30 @@ def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots
         tensor = view(binding.fixed[slot])
         return lambda slots: tensor
     return lambda slots: view(slots[slot])
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A communication that its backend has bound; -1 stands for a buffer that this rank lacks.
+
+    Of a shard that lies in memory as the program declares it, only the address is needed.
+    """
+
+    post: Post
+    inp: int
+    out: int
+    work: int
+    stream: int | None
+
+    def bind(self, binding: Binding) -> Closure:
+        post, work = self.post, self.work
+        stream = binding.stream if self.stream is None else self.stream
+        out, inp = binding.address(self.out), binding.address(self.inp)
+
+        def start(slots: Slots) -> None:
+            slots[work] = post(out(slots), inp(slots), stream)
+
+        return start
 
 
 @dataclass(frozen=True, eq=False)

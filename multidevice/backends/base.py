@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from fuser.errors import CommunicationError, DtypeError, InputError, ShardingError, UnsupportedError
-from multidevice.backends.protocol import BUFFERS, RED_OPS, RedOp, Team, Transfer, Work
+from fuser.torch_calls import raw_stream_on
+from multidevice.backends.protocol import BUFFERS, RED_OPS, Post, RedOp, Team, Transfer, Work
 from multidevice.waiting import Ledger, Need, team_text
 
 HALF = frozenset({torch.float16, torch.bfloat16})
@@ -127,7 +128,7 @@ def stream_handle(stream: object, device: torch.device) -> int:
     """Returns the raw handle of a stream: a torch.cuda.Stream, a handle, or None for the current
     one of `device`. Raises `InputError` for anything else."""
     if stream is None:
-        return torch.cuda.current_stream(device).cuda_stream
+        return raw_stream_on(device)()
     if isinstance(stream, int):
         return stream
     handle: Any = getattr(stream, "cuda_stream", None)
@@ -341,16 +342,7 @@ class CheckedBackend(ABC):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Work:
-        self._index(op, team)
-        self._check_root(op, root, team)
-        sides = BUFFERS[op]
-        is_root = root is None or root == self.rank
-        out = out if sides[0][1] == "all" or is_root else None
-        inp = inp if sides[1][1] == "all" or is_root else None
-        self._check_buffers(op, out, inp, len(team), is_root)
-        if reduce is not None:
-            assert inp is not None, "every member of a reduction has an input"
-            _check_reduction(op, reduce, inp.dtype)
+        out, inp = self._checked(op, out, inp, team, reduce, root)
         call = self._call(op, out, inp, team, stream, reduce=reduce, root=root)
         if len(team) == 1:
             assert out is not None and inp is not None, "the only member is the root"
@@ -361,6 +353,60 @@ class CheckedBackend(ABC):
         if reduce is None:
             return self._start(call)
         return self._start_reduction(call)
+
+    def bind(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        *,
+        team: Team,
+        reduce: RedOp | None = None,
+        root: int | None = None,
+    ) -> Post | None:
+        """See `Backend.bind`."""
+        out, inp = self._checked(op, out, inp, team, reduce, root)
+        key = f"{self.name} {team_text(team)}"
+        call = Call(
+            op, team, team.index(self.rank), out, inp, reduce, root, None, key, -1, where=self.where
+        )
+        is_staged = reduce is not None and inp is not None and self._is_staged(reduce, inp.dtype)
+        return None if len(team) == 1 or is_staged or self._is_harmful(call) else self._bind(call)
+
+    def _bind(self, call: Call) -> Post | None:
+        """Returns how to start checked calls like this one, which moves its buffers as they are."""
+        del call
+
+    def _checked(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        team: Team,
+        reduce: RedOp | None,
+        root: int | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns the buffers that this rank has in a collective, which fit."""
+        self._index(op, team)
+        self._check_root(op, root, team)
+        sides = BUFFERS[op]
+        is_root = root is None or root == self.rank
+        out = out if sides[0][1] == "all" or is_root else None
+        inp = inp if sides[1][1] == "all" or is_root else None
+        self._check_buffers(op, out, inp, len(team), is_root)
+        if reduce is not None:
+            assert inp is not None, "every member of a reduction has an input"
+            _check_reduction(op, reduce, inp.dtype)
+        return out, inp
+
+    def _is_staged(self, reduce: RedOp, dtype: torch.dtype) -> bool:
+        """Whether a reduction is made of another one, on other buffers or with work behind it."""
+        return (
+            dtype == torch.bool
+            or (dtype in _FLOATING and reduce in ("MIN", "MAX"))
+            or (reduce == "AVG" and not self.has_avg)
+            or (dtype in HALF and self.stages_half)
+        )
 
     def _call(
         self,
@@ -436,18 +482,23 @@ class CheckedBackend(ABC):
 
     def _separate(self, call: Call) -> Call:
         """Copies the input when it shares memory with the output in a way that is not allowed."""
+        if call.inp is None or not self._is_harmful(call):
+            return call
+        with self._on(call.stream):
+            return replace(call, inp=call.inp.clone())
+
+    def _is_harmful(self, call: Call) -> bool:
+        """Whether input and output share memory in a way that is not allowed."""
         out, inp = call.out, call.inp
         if out is None or inp is None or not _overlap(out, inp):
-            return call
+            return False
         if out.data_ptr() == inp.data_ptr() and call.op in ("allreduce", "reduce"):
-            return call
-        if call.op in self.in_place_parts:
-            small, large = (inp, out) if inp.numel() < out.numel() else (out, inp)
-            offset = call.index * small.numel() * small.element_size()
-            if small.data_ptr() == large.data_ptr() + offset:
-                return call
-        with self._on(call.stream):
-            return replace(call, inp=inp.clone())
+            return False
+        if call.op not in self.in_place_parts:
+            return True
+        small, large = (inp, out) if inp.numel() < out.numel() else (out, inp)
+        offset = call.index * small.numel() * small.element_size()
+        return small.data_ptr() != large.data_ptr() + offset
 
     def _index(self, op: str, team: Team) -> int:
         if self._closed:

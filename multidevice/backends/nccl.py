@@ -11,12 +11,14 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fuser.errors import CommunicationError, InputError
 from multidevice.backends.base import (
+    DONE,
     Call,
     CheckedBackend,
     Exchange,
@@ -31,7 +33,7 @@ from multidevice.backends.nccl_binding import (
     NcclComm,
     load_binding,
 )
-from multidevice.backends.protocol import Team
+from multidevice.backends.protocol import Post, Team, Work
 from multidevice.control import Control
 from multidevice.waiting import Need, team_text
 
@@ -165,10 +167,34 @@ class NcclBackend(CheckedBackend):
         comm = self._comm(call.team)
         stream = self._handle(call.stream)
         try:
-            _COLLECTIVES[call.op](self, comm, call, stream)
+            _COLLECTIVES[call.op](self, comm, call)(_address(call.out), _address(call.inp), stream)
         except RuntimeError as error:
             raise self._explain(error, call) from error
         return _StreamWork(self, comm, stream, call)
+
+    def _bind(self, call: Call) -> Post | None:
+        team, key, enter, comms = call.team, call.key, self._ledger.enter, self._comms
+        comm = comms.get(team)
+        if comm is None:
+            return None
+        # What posts, and an error's text, need sizes alone.
+        call = replace(call, out=_without_contents(call.out), inp=_without_contents(call.inp))
+        post = _COLLECTIVES[call.op](self, comm, call)
+
+        def start(out: int, inp: int, stream: int) -> Work:
+            nonlocal comm, post
+            if comms.get(team) is not comm:  # given up after an error, or closed
+                self._index(call.op, team)
+                comm = self._comm(team)
+                post = _COLLECTIVES[call.op](self, comm, call)
+            number = enter(key)
+            try:
+                post(out, inp, stream)
+            except RuntimeError as error:
+                raise self._explain(error, replace(call, seq=number)) from error
+            return DONE  # the stream orders what follows
+
+        return start
 
     def _start_batch(self, batch: Exchange) -> _StreamWork:
         comm = self._comm(batch.team)
@@ -242,72 +268,96 @@ def _reduction(call: Call) -> tuple[int, int]:
     return DTYPES[str(call.inp.dtype).removeprefix("torch.")], RED_OPS[call.reduce]
 
 
-def _allgather(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
-    comm.allgather(_address(call.inp), _address(call.out), _nbytes(call.inp), UINT8, stream)
+def _without_contents(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else torch.empty_like(tensor, device="meta")
 
 
-def _allreduce(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+# Each returns how to enqueue its collective on (output, input, stream): addresses, a raw handle.
+_Enqueue = Callable[[int, int, int], Any]
+
+
+def _allgather(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+    allgather, nbytes = comm.allgather, _nbytes(call.inp)
+    return lambda out, inp, stream: allgather(inp, out, nbytes, UINT8, stream)
+
+
+def _allreduce(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     assert call.inp is not None, "checked"
-    dtype, op = _reduction(call)
-    comm.allreduce(_address(call.inp), _address(call.out), call.inp.numel(), dtype, op, stream)
+    allreduce, count, (dtype, op) = comm.allreduce, call.inp.numel(), _reduction(call)
+    return lambda out, inp, stream: allreduce(inp, out, count, dtype, op, stream)
 
 
-def _reduce(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+def _reduce(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     assert call.inp is not None, "checked"
-    dtype, op = _reduction(call)
-    count, root = call.inp.numel(), call.root_index
-    comm.reduce(_address(call.inp), _address(call.out), count, dtype, op, root, stream)
+    reduce, count, root, (dtype, op) = (
+        comm.reduce,
+        call.inp.numel(),
+        call.root_index,
+        _reduction(call),
+    )
+    return lambda out, inp, stream: reduce(inp, out, count, dtype, op, root, stream)
 
 
-def _reduce_scatter(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+def _reduce_scatter(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     assert call.out is not None, "checked"
-    dtype, op = _reduction(call)
-    count = call.out.numel()
-    comm.reduce_scatter(_address(call.inp), _address(call.out), count, dtype, op, stream)
+    reduce_scatter, count, (dtype, op) = comm.reduce_scatter, call.out.numel(), _reduction(call)
+    return lambda out, inp, stream: reduce_scatter(inp, out, count, dtype, op, stream)
 
 
-def _broadcast(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
-    address = _address(call.out)
-    comm.broadcast(address, address, _nbytes(call.out), UINT8, call.root_index, stream)
+def _broadcast(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+    broadcast, nbytes, root = comm.broadcast, _nbytes(call.out), call.root_index
+    return lambda out, inp, stream: broadcast(out, out, nbytes, UINT8, root, stream)
 
 
-def _gather(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
-    nbytes = _nbytes(call.inp)
-    copies = [("send", _address(call.inp), nbytes, call.root_index)]
-    if call.is_root:
-        start = _address(call.out)
-        copies += [("recv", start + i * nbytes, nbytes, i) for i in range(len(call.team))]
-    backend.post_copies(comm, copies, stream)
+def _gather(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+    nbytes, root = _nbytes(call.inp), call.root_index
+    parts = range(len(call.team) if call.is_root else 0)
+
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        copies = [("send", inp, nbytes, root)]
+        copies += [("recv", out + i * nbytes, nbytes, i) for i in parts]
+        backend.post_copies(comm, copies, stream)
+
+    return enqueue
 
 
-def _scatter(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
-    nbytes = _nbytes(call.out)
-    copies = [("recv", _address(call.out), nbytes, call.root_index)]
-    if call.is_root:
-        start = _address(call.inp)
-        copies += [("send", start + i * nbytes, nbytes, i) for i in range(len(call.team))]
-    backend.post_copies(comm, copies, stream)
+def _scatter(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+    nbytes, root = _nbytes(call.out), call.root_index
+    parts = range(len(call.team) if call.is_root else 0)
+
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        copies = [("recv", out, nbytes, root)]
+        copies += [("send", inp + i * nbytes, nbytes, i) for i in parts]
+        backend.post_copies(comm, copies, stream)
+
+    return enqueue
 
 
-def _alltoall(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
+def _alltoall(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
     count = len(call.team)
     nbytes = _nbytes(call.inp) // count
-    inp, out = _address(call.inp), _address(call.out)
     if comm.has_alltoall:
-        comm.alltoall(inp, out, nbytes, UINT8, stream)
-        return
-    sends = [("send", inp + i * nbytes, nbytes, i) for i in range(count)]
-    recvs = [("recv", out + i * nbytes, nbytes, i) for i in range(count)]
-    backend.post_copies(comm, sends + recvs, stream)
+        alltoall = comm.alltoall
+        return lambda out, inp, stream: alltoall(inp, out, nbytes, UINT8, stream)
+
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        sends = [("send", inp + i * nbytes, nbytes, i) for i in range(count)]
+        recvs = [("recv", out + i * nbytes, nbytes, i) for i in range(count)]
+        backend.post_copies(comm, sends + recvs, stream)
+
+    return enqueue
 
 
-def _barrier(backend: NcclBackend, comm: NcclComm, call: Call, stream: int) -> None:
-    with backend._on(stream):  # pyright: ignore[reportPrivateUsage]
-        token = torch.zeros(1, dtype=torch.uint8, device=backend.device)
-    comm.allreduce(token.data_ptr(), token.data_ptr(), 1, UINT8, RED_OPS["MAX"], stream)
+def _barrier(backend: NcclBackend, comm: NcclComm, call: Call) -> _Enqueue:
+    def enqueue(out: int, inp: int, stream: int) -> None:
+        with backend._on(stream):  # pyright: ignore[reportPrivateUsage]
+            token = torch.zeros(1, dtype=torch.uint8, device=backend.device)
+        comm.allreduce(token.data_ptr(), token.data_ptr(), 1, UINT8, RED_OPS["MAX"], stream)
+
+    return enqueue
 
 
-_COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, Call, int], Any]] = {
+_COLLECTIVES: dict[str, Callable[[NcclBackend, NcclComm, Call], _Enqueue]] = {
     "allgather": _allgather,
     "allreduce": _allreduce,
     "reduce": _reduce,

@@ -8,7 +8,7 @@ collective that every member of the team must enter, in the same order; it retur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -49,6 +49,11 @@ class Work(Protocol):
     def synchronize(self) -> None:
         """Returns when the data is there, seen from the host; same errors as `wait`."""
         ...
+
+
+# Starts a collective on the buffers at these addresses, of output and input (0: none), on a stream
+# (a raw handle).
+Post = Callable[[int, int, int], Work]
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,21 @@ class Backend(Protocol):
     def barrier(self, *, team: Team, stream: object = None) -> None:
         """Returns when every member has entered the barrier and, on CUDA, the stream has reached
         it.
+        """
+        ...
+
+    def bind(
+        self,
+        op: str,
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        *,
+        team: Team,
+        reduce: RedOp | None = None,
+        root: int | None = None,
+    ) -> Post | None:
+        """Checks a collective that this rank has entered before, once for all buffers of these
+        dtypes and sizes, and returns how to start it; None where each call has to be checked.
         """
         ...
 

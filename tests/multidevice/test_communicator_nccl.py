@@ -8,18 +8,23 @@ groups are all checked against the same brute force as the real backends.
 from __future__ import annotations
 
 import ctypes
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import multidevice
-from fuser.errors import CommunicationError
+from fuser.errors import CommunicationError, InputError
+from hostir.evaluate import HostIrEvaluator
 from multidevice import Communicator
 from multidevice.backends import nccl
 from multidevice.backends.base import stream_at
 from multidevice.backends.protocol import Transfer
 from multidevice.backends.simulated import SimulatedBackend
+from multidevice.shard import shard_for_rank
+from tests.hostir.programs import CASES, build
 from tests.multidevice.programs import collectives
 
 CPU = torch.device("cpu")
@@ -197,3 +202,85 @@ def test_the_handle_0_is_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> 
     gpu = torch.device("cuda", 1)
     assert stream_at(0, gpu) == ("default", gpu)
     assert stream_at(64, gpu) == (64, gpu)
+
+
+@pytest.mark.parametrize("name", ["mlp2", "sequence2", "mlp4", "mesh2x2", "encoder2"])
+def test_a_replayed_program_posts_by_addresses(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What a plan repeats was checked when it was made; the counting of calls goes on."""
+    case = CASES[name]
+    program = build(case)
+    is_steady = threading.Event()
+
+    def checked(*args: object, **kwargs: object) -> None:
+        assert not is_steady.is_set(), "a steady run checks its buffers"
+
+    monkeypatch.setattr(StandInBackend, "_check_buffers", checked)
+
+    def body() -> None:
+        comm = Communicator.instance()
+        backend = StandInBackend(comm._control, has_alltoall=True)
+        comm._backends["cpu", 0] = backend
+        evaluator = HostIrEvaluator(program, comm)
+        pairs = zip(case.inputs(), program.inputs, strict=True)
+        mine = [shard_for_rank(t, tv, comm.rank()) for t, tv in pairs]  # pyright: ignore[reportArgumentType]
+        wanted = evaluator.evaluate(mine)
+        evaluator.run(mine)
+        comm.barrier()
+        is_steady.set()
+        posts = len(program.started())
+
+        def run(inputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+            before = counted()
+            for a, b in zip(evaluator.run(inputs), wanted, strict=True):
+                assert torch.equal(a, b)
+            assert counted() - before == posts
+
+        def counted() -> int:
+            entered = comm._control.ledger.entered
+            return sum(n for key, n in entered.items() if key.startswith("nccl "))
+
+        for _ in range(2):
+            run(mine, wanted)
+        # Each team gives up its communicator, as after an error: the next posts connect anew.
+        for key in [k for k in comm._control.ledger.entered if k.startswith("nccl ")]:
+            comm._control.lose(key)
+        assert not backend._comms
+        run(mine, wanted)
+        comm.barrier()
+        is_steady.clear()
+
+    with multidevice.simulate(case.ranks) as world:
+        world.run(body)
+
+
+def test_a_failed_post_of_a_replay_is_explained(no_cuda: None) -> None:
+    def body() -> None:
+        comm = Communicator.instance()
+        backend = StandInBackend(comm._control, has_alltoall=True)
+        x, out = torch.ones(4, 2), torch.empty(4, 2)
+        backend.allreduce(out, x, op="SUM", team=(0, 1)).wait()
+        backend.where = "model.py:7"
+        post = backend.bind("allreduce", out, x, team=(0, 1), reduce="SUM")
+        assert post is not None
+        # What is staged, or shares memory, has to be looked at.
+        assert backend.bind("allreduce", out, x, team=(0, 1), reduce="MAX") is None
+        assert backend.bind("alltoall", x, x, team=(0, 1)) is None
+        post(out.data_ptr(), x.data_ptr(), 0).wait()
+        assert out.tolist() == [[2.0] * 2] * 4
+        with pytest.raises(InputError, match="float32"):
+            backend.bind("allreduce", out, x.double(), team=(0, 1), reduce="SUM")
+
+        def refuse(*args: object) -> None:
+            raise RuntimeError("NCCL: unhandled")
+
+        backend._comms.clear()
+        broken: Any = SimpleNamespace(allreduce=refuse)
+        backend._comm = lambda team: broken
+        where = r"allreduce\(SUM\) of float32\[4, 2\] over team.* number 2, for model.py:7 failed"
+        with pytest.raises(CommunicationError, match=where):
+            post(out.data_ptr(), x.data_ptr(), 0)
+
+    with multidevice.simulate(2) as world:
+        world.run(body)
