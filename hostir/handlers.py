@@ -94,8 +94,9 @@ def launch_operands(
     ins: list[Any] = [frame.operand(v) for v in op.ins]
     outs = [frame.tensors[o] for o in op.outs]
     for values, axes in zip((ins, outs), dropped_axes(op, frame.program), strict=True):
-        for k, axis in axes.items():
-            values[k] = values[k].unsqueeze(axis)
+        for k, gone in axes.items():
+            for axis in gone:
+                values[k] = values[k].unsqueeze(axis)
     return ins, outs
 
 

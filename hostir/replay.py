@@ -243,8 +243,9 @@ class Recorder:
             operands: tuple[list[Any], list[Any]]
             operands = [get(slots) for get in ins], [slots[o] for o in outs]
             for values, axes in zip(operands, dropped, strict=True):
-                for k, axis in axes.items():
-                    values[k] = values[k].unsqueeze(axis)
+                for k, gone in axes.items():
+                    for axis in gone:
+                        values[k] = values[k].unsqueeze(axis)
             run(*operands, sizes=sizes)
 
         return launch_on_elements if any(dropped) else launch

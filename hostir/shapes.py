@@ -124,7 +124,7 @@ def _check_sizes(
             continue
         a, b = _spread(one[0], one[1]), _spread(other[0], other[1])
         # A step's part of a stream axis may be a device's.
-        if a != b and ParallelType.stream not in a | b:
+        if a != b and not any(ptype.is_stream for ptype in a | b):
             _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
 
 

@@ -22,8 +22,8 @@ from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
 from hostir.container import HostIrContainer
 from hostir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream
 from multidevice.finalize import parallel_axes_to_front, shard_allocation
-from multidevice.placement import Cuts, add_cuts, clone_domain, placement
-from multidevice.streams import stream_axis
+from multidevice.placement import Cuts, add_cuts, clone_domain, placement, unparallelize
+from multidevice.streams import stream_axes
 
 
 # ------------------------------------------------------------------ scalars
@@ -152,17 +152,14 @@ def slots(tv: TensorView, position: int) -> TensorView:
     return out
 
 
-def block(tv: TensorView) -> TensorView:
-    """Return a tensor for one block of `tv` along its stream axis."""
+def block(tv: TensorView, ptype: ParallelType) -> TensorView:
+    """Return a tensor for one block of `tv` along its stream axis, or along this part of it."""
     fusion = tv.fusion
     kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
     domain, _ = clone_domain(fusion, kept)
     out = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
-    position = next(
-        p
-        for p, mine in enumerate(placement(tv))
-        if any(c.ptype is ParallelType.stream for c in mine)
-    )
+    unparallelize(out, lambda a: a.is_stream and a.ptype is not ptype)
+    position = next(s.position for s in stream_axes(tv) if s.ptype is ptype)
     _order(out, _cut(tv, position))
     shard_allocation(out, per_step=True)
     return out
@@ -195,22 +192,20 @@ def _order(tv: TensorView, order: Order) -> None:
     tv.domain = tv.domain.with_allocation(numbers, flags)
 
 
-def dropped_axis(tv: TensorView, rank: int) -> int | None:
-    """Return the axis of a kernel's operand `tv` that a slice of this rank lacks; None: none."""
-    if rank == tv.ndim:
-        return None
-    axis = stream_axis(tv)
-    return axis.position if axis is not None and axis.is_logical else None
+def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
+    """Return the axes of a kernel's operand `tv` that a slice of this rank lacks, in order."""
+    whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
+    return tuple(whole) if tv.ndim - rank == len(whole) else ()
 
 
-# Places of operands, and of results -> axis.
-Dropped = tuple[dict[int, int], dict[int, int]]
+# Places of operands, and of results -> axes, in order.
+Dropped = tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]
 _dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDictionary()
 
 
 def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
-    """Return which operands and results are elements along an axis that the kernel sees as one of
-    extent 1: their places, and that axis."""
+    """Return which operands and results are elements along axes that the kernel sees as ones of
+    extent 1: their places, and those axes."""
     if isinstance(op, PostOnStream):
         return {}, {}
     # Every step asks.
@@ -228,7 +223,7 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
     ):
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if isinstance(a, TensorView) and isinstance(b, TensorView):
-                axis = dropped_axis(b, a.ndim)
-                if axis is not None:
-                    axes[k] = axis
+                gone = dropped_axes_of(b, a.ndim)
+                if gone:
+                    axes[k] = gone
     return found

@@ -13,11 +13,12 @@ from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
 from hostir.effects import bounds
 from multidevice.localize import is_block
 from multidevice.placement import Block
 from multidevice.sharding import local_extents
-from multidevice.streams import block_extents, stream_axis
+from multidevice.streams import StreamAxis, block_extents, stream_axes
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelExecutor, KernelLaunch
@@ -27,8 +28,19 @@ Sizes = Mapping[Symbol, int]
 
 def _has_blocks(tv: TensorView) -> bool:
     """Whether steps may see shorter blocks of the tensor."""
-    axis = stream_axis(tv)
-    return axis is not None and not axis.is_logical and is_block(tv)
+    return _cut_axis(tv) is not None and is_block(tv)
+
+
+def _cut_axis(tv: TensorView) -> StreamAxis | None:
+    """Return the stream axis that is in blocks."""
+    return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
+
+
+def block_type(tv: TensorView) -> ParallelType:
+    """Return which part of a step's number is the number of a tensor's block."""
+    axis = _cut_axis(tv)
+    assert axis is not None, f"{tv} has no blocks"
+    return axis.ptype
 
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
@@ -60,7 +72,7 @@ class StepKernels:
     def __init__(
         self, place: int, split: TensorView, make: Callable[[Block], KernelExecutor]
     ) -> None:
-        axis = stream_axis(split)
+        axis = _cut_axis(split)
         assert axis is not None
         self._place, self._position, self._split = place, axis.position, split
         self._extent = split.fusion.canonical(block_extents(split)[axis.position])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fuser.errors import UnsupportedError, user_code
@@ -36,6 +36,7 @@ from multidevice.streams import (
     StreamAxis,
     is_allocated_per_step,
     scatters_steps,
+    stream_axes,
     stream_axis,
 )
 
@@ -61,14 +62,23 @@ class StepParts:
         # The loop is named after what it computes, not after what it reads.
         op = next((op for op in ops if not is_step_slice(op)), ops[0])
         first = op.inputs[0] if scatters_steps(op) else op.out_tensor
-        self._axis = stepping_axis(first)
+        axes = stream_axes(first)
+        counts = [lowering.values.canonical(axis.count) for axis in axes]
+        count = sc.product(counts)
         twin = lowering.twins[first]
         self._loop_axis = next(a for a in twin.domain.loop if a.is_stream)
-        count = lowering.values.canonical(self._axis.count)
+        # Steps of blocks, of one axis, have a stream each; any others share what there are.
+        self._shares_streams = len(axes) > 1 or axes[0].is_logical
         # A loop over a whole axis is written as one where the inputs bind the axis's own extent.
-        self._over_axis = self._axis.is_logical and count is self._loop_axis.extent
-        name = "streamIdx" if self._axis.is_logical else f"i{lowering.values.next_scalar()}"
+        is_whole = len(axes) == 1 and axes[0].is_logical
+        self._over_axis = is_whole and count is self._loop_axis.extent
+        name = "streamIdx" if self._shares_streams else f"i{lowering.values.next_scalar()}"
         self._count = count
+        # How many steps count each axis, and how many there are for each of its elements.
+        self._digits = {
+            axis.ptype: (n, sc.product(counts[k + 1 :]))
+            for k, (axis, n) in enumerate(zip(axes, counts, strict=True))
+        }
         self._index = loop_index(name, 0, count)
         # Which block a step has: on every device the same, or first its own.
         self._block_index: Scalar = self._index
@@ -77,7 +87,7 @@ class StepParts:
         if self._offset and along is not None and first.mesh is not None:
             self._block_index = rotated(self._index, count, first.mesh, along)
         modulo = sc.mod(self._index, NUMBER_OF_STREAMS)
-        self._stream = Stream(modulo if self._axis.is_logical else self._index)
+        self._stream = Stream(modulo if self._shares_streams else self._index)
 
     def _rotation(self, ops: Sequence[TensorOp]) -> ParallelType | None:
         """Return along which device type devices may be at different blocks; None where they gather
@@ -104,6 +114,15 @@ class StepParts:
     def _axis_of(self, op: TensorOp) -> StreamAxis:
         return stepping_axis(op.out_tensor)
 
+    def _digit(self, which: Scalar, ptype: ParallelType) -> Scalar:
+        """Return the part of a step's number that counts one of the axes of a merged one."""
+        count, inner = self._digits[ptype]
+        if sc.int_value(self._count) == 0:
+            return sc.ZERO  # there is no step
+        if ptype is ParallelType.stream:
+            return sc.floordiv(which, inner)
+        return sc.mod(sc.floordiv(which, inner), count)
+
     def _operands(self, op: TensorOp) -> list[object]:
         """Return what a step reads: its part of an operand, or the whole."""
         return [
@@ -113,28 +132,39 @@ class StepParts:
 
     def _operand(self, op: TensorOp, index: int) -> TensorView:
         v = op.inputs[index]
-        if is_in_step(op, index):
-            return self._part(v)
-        twin, position = self._twin(v), self._repeated(op, index)
-        if position is None:
-            return twin
-        # Every step's element is the one that is repeated along the axis that slices lack.
-        return self._element(twin, position, self._steps)
+        found = self._part(v) if is_in_step(op, index) else self._twin(v)
+        return self._without_repeated(op, index, found)
 
-    def _repeated(self, op: TensorOp, index: int) -> int | None:
-        """Return which axis of an operand is repeated along a stream axis that slices drop."""
-        axis = stream_axis(op.out_tensor)
-        if axis is None or not axis.is_logical:
-            return None
-        position = self._operand_position(op, index)
-        if position is None or not op.inputs[index].domain.no_reductions[position].is_broadcast:
-            return None
-        return position
+    def _without_repeated(
+        self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
+    ) -> TensorView:
+        """Name the element of an operand, or of its part, that is repeated along stream axes that
+        slices lack: every step has the same one."""
+        rank = op.inputs[index].ndim
+        gone = [
+            s.position
+            for s in stream_axes(op.inputs[index])
+            if s.is_logical and s.ptype not in keep and found.ndim < rank
+        ]
+        for position in sorted(self._repeated(op, index, keep), reverse=True):
+            at = position - sum(p < position for p in gone)
+            found = self._element(found, at, self._steps)
+        return found
 
-    def _operand_position(self, op: TensorOp, index: int) -> int | None:
-        """Return which axis of an operand the stream axis of the result comes from."""
+    def _repeated(self, op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
+        """Return which axes of an operand are repeated along stream axes that slices drop."""
+        axes = op.inputs[index].domain.no_reductions
+        places = (
+            self._operand_position(op, index, axis)
+            for axis in stream_axes(op.out_tensor)
+            if axis.is_logical and axis.ptype not in keep
+        )
+        return {p for p in places if p is not None and axes[p].is_broadcast}
+
+    def _operand_position(self, op: TensorOp, index: int, axis: StreamAxis) -> int | None:
+        """Return which axis of an operand a stream axis of the result comes from."""
         domain = op.out_tensor.domain
-        number = domain.no_reductions[self._axis_of(op).position].number
+        number = domain.no_reductions[axis.position].number
         if number not in domain.root_numbers and domain.root:
             return None
         places = [a.number for a in domain.maybe_root]
@@ -175,17 +205,29 @@ class StepParts:
         index = self._block_index if swizzle is None else self._index
         return rotated(index, self._count, tv.mesh, swizzle)
 
-    def _part_at(self, tv: TensorView, source: TensorView, which: Scalar) -> TensorView:
-        """Name one part of `source`, as the stream axis of `tv` cuts it."""
-        axis, twin = stepping_axis(tv), self._twin(tv)
-        if axis.is_logical:
-            out = selected(twin, axis.position)
-            whole = source.domain.no_reductions[axis.position]
-            self._steps.append(HirAliasSelect(out, source, which, axis=whole))
-        else:
-            out = block(twin)
-            self._steps.append(ShardByStream(out, source, which))
-        return out
+    def _part_at(
+        self,
+        tv: TensorView,
+        source: TensorView,
+        which: Scalar,
+        *,
+        keep: Collection[ParallelType] = (),
+    ) -> TensorView:
+        """Name one part of `source`, as the stream axis of `tv` cuts it: of a merged one, a part of
+        a part. Along the axes to `keep` it is a block, of one element."""
+        like = self._twin(tv)
+        elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]
+        for ptype in elements:
+            position = next(s.position for s in stream_axes(like) if s.ptype is ptype)
+            out, axis = selected(like, position), source.domain.no_reductions[position]
+            index = self._digit(which, ptype)
+            self._steps.append(HirAliasSelect(out, source, index, axis=axis))
+            like = source = out
+        for axis in stream_axes(like):
+            out, index = block(like, axis.ptype), self._digit(which, axis.ptype)
+            self._steps.append(ShardByStream(out, source, index))
+            source = out
+        return source
 
     def _result(self, tv: TensorView) -> TensorView:
         """Return what a step writes: its part of a buffer that was made before, or its own."""
@@ -206,29 +248,32 @@ class StepParts:
         made_by = [op for op in (fusion.definition(tv),) if op is not None]
         return (
             lowering.params.stream_slots
+            and len(stream_axes(tv)) == 1
             and stepping_axis(tv).is_logical
             and tv not in fusion.outputs
             and lowering.loops.fits_in_loop(tv)
             and not any(self._takes_whole(op) for op in fusion.uses(tv))
-            and not any(map(self._is_row_or_column, made_by))
+            and not any(map(self._rows_or_columns, made_by))
         )
 
     def _takes_whole(self, op: TensorOp) -> bool:
         """Whether steps of an op find their part of its operands in all of these."""
         is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
         is_view = isinstance(op, VIEW_OPS) and not is_copy(op)
-        return is_border or is_view or self._is_row_or_column(op)
+        return is_border or is_view or bool(self._rows_or_columns(op))
 
-    def _is_row_or_column(self, op: TensorOp) -> bool:
-        """Whether a step computes one row or column of each matrix of a batch: without that axis
-        an operand would be another batch of matrices."""
+    def _rows_or_columns(self, op: TensorOp) -> list[ParallelType]:
+        """Return along which stream axes a step computes one row or column of matrices of a batch:
+        without that axis an operand would be another batch of matrices."""
         if not isinstance(op, nodes.MatmulOp) or max(op.a.ndim, op.b.ndim) < 3:
-            return False
-        maps = [self._operand_position(op, k) for k in range(2)]
-        return self._axis_of(op).is_logical and maps in (
-            [op.a.ndim - 2, None],
-            [None, op.b.ndim - 1],
-        )
+            return []
+        return [
+            axis.ptype
+            for axis in stream_axes(op.out)
+            if axis.is_logical
+            and [self._operand_position(op, k, axis) for k in range(2)]
+            in ([op.a.ndim - 2, None], [None, op.b.ndim - 1])
+        ]
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
         """Make room for one element per stream; steps of one stream follow one another."""

@@ -26,7 +26,7 @@ from hostir.ops import (
     SetCurrentStream,
     Synchronize,
 )
-from hostir.slices import coordinate, dropped_axis, rank_at, reached, rotated
+from hostir.slices import coordinate, dropped_axes_of, rank_at, reached, rotated
 from hostir.step_parts import StepParts, stepping_axis
 from hostir.transfers import (
     PEER_COPIES,
@@ -63,8 +63,8 @@ class StepTransfers(StepParts):
             elif kind == "LocalSlice":
                 inp = self._operand(op, 0)
                 out = self._result(op.out)
-                axis, gone = sliced_axis(op), dropped_axis(op.inp, inp.ndim)
-                axis -= gone is not None and gone < axis
+                axis = sliced_axis(op)
+                axis -= sum(gone < axis for gone in dropped_axes_of(op.inp, inp.ndim))
                 one = LocalSlice(out, inp, axis=axis, ptype=op.ptypes[0])
                 self._steps.append(one.replace(where=op.where))
             elif is_device_to_stream(op):

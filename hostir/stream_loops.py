@@ -22,7 +22,7 @@ entering waits or the joins stand in a loop of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fuser.ir import nodes
@@ -30,20 +30,17 @@ from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType
+from fuser.ir.types import MemoryType, ParallelType
 from fuser.passes.segment import LIBRARY_OPS, VIEW_OPS, Segment
 from hostir.lower_params import LowerParams
 from hostir.ops import (
     ForLoop,
     GetCurrentStream,
-    HirAliasSelect,
     LaunchKernel,
     SetCurrentStream,
-    ShardByStream,
     Synchronize,
 )
-from hostir.slices import block, selected
-from hostir.step_kernels import split_tensor, with_block_number
+from hostir.step_kernels import block_type, split_tensor, with_block_number
 from hostir.step_transfers import StepTransfers
 from multidevice.communication import is_copy
 from multidevice.localize import is_block
@@ -73,7 +70,7 @@ class StreamLoopBuilder(StepTransfers):
             for ops, start in ((self._before, before), (self._steps, steps)):
                 ops[start:] = (op.located(segment.line) for op in ops[start:])
         self._steps += self._last
-        form = FORMS[self._axis.is_logical]
+        form = FORMS[self._shares_streams]
         return [*self._before, *form(self)]
 
     # ------------------------------------------------------------ segments
@@ -88,34 +85,35 @@ class StreamLoopBuilder(StepTransfers):
         outs = [self._result(o) for o in segment.outputs]
         split = split_tensor(segment.fusion)
         if split is not None and split[0] < 0:
-            ins.append(self._which(split[1]))
+            ins.append(self._digit(self._which(split[1]), block_type(split[1])))
             segment = replace(segment, fusion=with_block_number(segment.fusion, self._index))
         self._lowering.add_group(segment)
         self._steps.append(LaunchKernel(tuple(ins), tuple(outs), group=segment.number))
 
     def _library(self, segment: Segment) -> None:
         for op in segment.exprs:
-            if isinstance(op, VIEW_OPS) and not is_copy(op) and self._axis_of(op).is_logical:
+            if isinstance(op, VIEW_OPS) and not is_copy(op) and self._shares_streams:
                 self._copied_view(op)
                 continue
-            if self._is_row_or_column(op):
-                self._steps.append(self._with_kept_axis(op))
+            kept = self._rows_or_columns(op)
+            if kept:
+                self._steps.append(self._with_kept_axes(op, kept))
                 continue
             ins = self._operands(op)
             outs = [self._result(o) for o in op.outputs]
             self._steps.append(op.with_values(ins, outs))
 
-    def _with_kept_axis(self, op: TensorOp) -> Op:
-        """Return the step of an op on blocks of one element along the stream axis."""
+    def _with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
+        """Return the step of an op on blocks of one element along these stream axes."""
 
         def kept(tv: TensorView) -> TensorView:
-            out = block(self._twin(tv))
             source = self._twin(self._sliced.get(tv, tv))
-            self._steps.append(ShardByStream(out, source, self._which(tv)))
-            return out
+            return self._part_at(tv, source, self._which(tv), keep=keep)
 
         ins = [
-            kept(v) if is_in_step(op, k) else self._twin(v)
+            self._without_repeated(
+                op, k, kept(v) if is_in_step(op, k) else self._twin(v), keep=keep
+            )
             for k, v in enumerate(op.inputs)
             if isinstance(v, TensorView)
         ]
@@ -128,11 +126,7 @@ class StreamLoopBuilder(StepTransfers):
         domain, _ = clone_domain(out.fusion, out.domain)
         view = out.fusion.new_tensor(domain, out.dtype(), mesh=out.mesh, memory=MemoryType.global_)
         self._before.append(op.with_values([self._whole(v, op) for v in op.inputs], [view]))
-        position = self._axis_of(op).position
-        source = selected(view, position)
-        self._steps.append(
-            HirAliasSelect(source, view, self._index, axis=view.domain.no_reductions[position])
-        )
+        source = self._part_at(op.out_tensor, view, self._index)
         result = self._result(op.out_tensor)
         self._steps.append(nodes.LoadStoreOp(result, source).replace(where=op.where))
 

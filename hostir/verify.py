@@ -52,7 +52,7 @@ from hostir.ops import (
 )
 from hostir.rank_posts import ranks_text
 from hostir.shapes import check_results
-from hostir.slices import dropped_axis
+from hostir.slices import dropped_axes_of
 from hostir.storage import Storage
 from hostir.transfers import (
     PEER_COPIES,
@@ -117,9 +117,8 @@ def _kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -
     """Return what a launch and its kernel must agree on; `like` may be a slice of the value."""
     if isinstance(value, TensorView):
         shape = list(map(str, value.shape()))
-        dropped = None if not isinstance(like, TensorView) else dropped_axis(value, like.ndim)
-        if dropped is not None:
-            del shape[dropped]
+        gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
+        shape = [n for axis, n in enumerate(shape) if axis not in gone]
         return (value.dtype(), shape, value.mesh)
     return value.dtype
 

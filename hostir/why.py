@@ -262,7 +262,7 @@ class _Why:
     def change(self, inp: TensorView, out: TensorView) -> str:
         """Return how `out` is placed where `inp` is placed otherwise."""
         before, after = self.cuts(inp), self.cuts(out)
-        has_steps = ParallelType.stream in after and ParallelType.stream not in before
+        has_steps = any(p.is_stream for p in after) and not any(p.is_stream for p in before)
         before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))
         gone = [a for p, a in before.items() if p not in after]
         new = [f"cut by {p.name} on axis {a}" for p, a in after.items() if before.get(p) != a]

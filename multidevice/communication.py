@@ -21,7 +21,7 @@ from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from multidevice.backends.protocol import RedOp
-from multidevice.placement import Cuts, placement, stream_axis_of
+from multidevice.placement import Cuts, placement, step_parts, stream_axis_of
 from multidevice.propagate import is_from_devices
 from multidevice.sharding import have_different_shardings, is_resharding, sharded_logical_axis
 
@@ -84,8 +84,8 @@ def communication_type(op: Reshard) -> CommunicationType:
     from the step's device, or, where every device starts with its own block, CollectivePermute. Any
     other way to bring each device the step's block does as well.
     """
-    if ParallelType.stream in op.ptypes:
-        if len(op.ptypes) == 1:
+    if any(p.is_stream for p in op.ptypes):
+        if not any(p.is_device for p in op.ptypes):
             return "StepSlice"
         if is_exchange(op):
             return "AllToAll"
@@ -136,7 +136,7 @@ def is_exchange(op: TensorOp) -> bool:
 
 
 def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
-    return isinstance(op, Reshard) and len(op.ptypes) == 2 and ParallelType.stream in op.ptypes
+    return isinstance(op, Reshard) and {p.is_device for p in op.ptypes} == {True, False}
 
 
 def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
@@ -152,7 +152,7 @@ def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
     if not is_copy(op):
         return None
     inp, out = op.inputs[0], op.out_tensor
-    if inp.mesh is None or inp.mesh != out.mesh or stream_axis_of(out) is None:
+    if inp.mesh is None or inp.mesh != out.mesh or len(step_parts(out)) != 1:
         return None
     pairs = list(zip(placement(inp), placement(out), strict=True))
     becomes_step = [
@@ -267,7 +267,8 @@ def as_reshard(op: TensorOp) -> Reshard | None:
     ptypes = (ptype,)
     if exchanged_axes(op) is not None:
         ptypes = (ptype, ParallelType.stream)
-    if source is not None and target is None and not is_reduction:
+    one_part = len(step_parts(consumer)) == 1
+    if source is not None and target is None and not is_reduction and one_part:
         # A block per device may become a block per step.
         step = _position(consumer, ParallelType.stream)
         cuts = () if step is None else placement(consumer)[step]

@@ -38,12 +38,13 @@ from multidevice.placement import (
     only_devices,
     outside_streams,
     placement,
+    step_parts,
     unparallelize,
     unparallelize_inward,
 )
 from multidevice.propagate import (
     Transfers,
-    apply_transfers,
+    apply_steps,
     backward_cuts,
     fitting_placement,
     forward_cuts,
@@ -246,9 +247,9 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     except ShardingError:
         return False
     is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
-    apply_transfers(local, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
+    apply_steps(local, operand, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
     # Steps of the result are steps of what it is copied from, where the copy allows it.
-    apply_transfers(local, sibling_cuts(out, local), (ParallelType.stream,))
+    apply_steps(local, out, sibling_cuts(out, local))
     if any(a.is_reduction() and a.is_device for a in local.domain.loop):
         return False
     if is_resharding(computed):
@@ -262,5 +263,5 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
 def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
     """Give one operand the placement that the result needs, through a shared copy."""
     operand, out = op.inputs[index], op.out_tensor
-    cuts = fitting_placement(operand, _needs(op, index), out.mesh)
+    cuts = fitting_placement(operand, _needs(op, index), out.mesh, step_parts(out))
     return copies.feed(op, index, mesh=out.mesh, cuts=cuts)

@@ -17,19 +17,14 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import Reshard
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
+from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES
 from multidevice.communication import communicates, is_step_slice
 from multidevice.placement import clone_domain, is_contiguous, spread_axes
 from multidevice.sharding import has_streams
 from multidevice.streams import StreamLoops, allocated_per_step
 
 # Outermost first. Other types stand behind, in their order.
-_RANK = {
-    ParallelType.stream: 0,
-    ParallelType.mesh_z: 1,
-    ParallelType.mesh_y: 2,
-    ParallelType.mesh_x: 3,
-}
+_RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
 
 
 def finalize_domains(fusion: Fusion) -> None:

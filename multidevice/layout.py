@@ -36,7 +36,7 @@ from multidevice.placement import (
     set_memory_order,
     without_streams,
 )
-from multidevice.streams import allocated_per_step, scatters_steps, stream_axis
+from multidevice.streams import allocated_per_step, scatters_steps, stream_axes, stream_axis
 
 _OUTERMOST = ("Allgather", "ReduceScatter")
 
@@ -93,23 +93,25 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
 
 
 def _step_outermost(tv: TensorView, order: list[int]) -> list[int]:
-    """Return the order with a stream outermost of which a step is one index: its blocks lie in
-    memory of the whole."""
-    stream = stream_axis(tv)
-    if stream is None or not stream.is_logical:
+    """Return the order with a stream outermost of which a step is one index, or one of each of the
+    axes that it merges: its blocks lie in memory of the whole."""
+    streams = [s.position for s in stream_axes(tv) if s.is_logical]
+    if not streams or _is_dense(tv, order):
         return order
-    outside = order[: order.index(stream.position)]
-    if all(_is_local_one(tv, p, in_steps=False) for p in outside):
-        return order
-    return [stream.position, *(p for p in order if p != stream.position)]
+    return [*(p for p in order if p in streams), *(p for p in order if p not in streams)]
+
+
+def _is_dense(tv: TensorView, order: list[int]) -> bool:
+    """Whether one step's block of a tensor with this memory order has no gaps in the whole."""
+    streams = stream_axes(tv)
+    assert streams, f"{tv} is not computed in steps"
+    outside = order[: max(order.index(s.position) for s in streams)]
+    return all(_is_local_one(tv, p, in_steps=True) for p in outside)
 
 
 def _is_dense_block(per_step: _PerStep, tv: TensorView, order: list[int]) -> bool:
     """Whether one step's block of a tensor with this memory order has no gaps."""
-    stream = stream_axis(tv)
-    assert stream is not None, f"{tv} is not computed in steps"
-    outside = order[: order.index(stream.position)]
-    return all(_is_local_one(tv, p, in_steps=False) for p in outside) or tv in per_step
+    return _is_dense(tv, order) or tv in per_step
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:

@@ -44,7 +44,7 @@ from multidevice.placement import (
     stream_axis_of,
     unparallelize,
 )
-from multidevice.propagate import apply_transfers, forward_cuts
+from multidevice.propagate import apply_steps, forward_cuts
 
 
 # ------------------------------------------------------------------ row-parallel bias
@@ -211,7 +211,7 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
     for index, _ in tensor_operands(op):
         found = forward_cuts(op, index, out)
         steps = tuple((axes[a.number], mine) for a, mine in found if not a.is_reduction())
-        apply_transfers(local, steps, (ParallelType.stream,))
+        apply_steps(local, op.inputs[index], steps)
     return local
 
 

@@ -32,9 +32,9 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
-from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 
-SPREAD_TYPES = (*DEVICE_TYPES, ParallelType.stream)
+SPREAD_TYPES = (*DEVICE_TYPES, *STREAM_TYPES)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Cut:
     @property
     def devices(self) -> int:
         """Among how many devices the axis is shared; 1 for a stream, whose steps all run here."""
-        assert isinstance(self.count, int) or self.ptype is ParallelType.stream
+        assert isinstance(self.count, int) or self.ptype.is_stream
         return self.count if isinstance(self.count, int) and self.ptype.is_device else 1
 
 
@@ -197,22 +197,35 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
     return extent
 
 
+def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
+    """Return (number of the logical axis, cut) of a tensor's stream axis, () without one; of a
+    merged one all, the outermost part of a step's number first."""
+    cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
+    return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
+
+
 def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
-    """Return (number of the logical axis, cut) of a tensor's stream axis, None without one."""
-    cuts = axis_cuts(tv, (ParallelType.stream,))
-    return next(((n, mine[0]) for n, mine in cuts.items()), None)
+    """Return (number of the logical axis, cut) of a tensor's stream axis, None without one; of a
+    merged one the first."""
+    return next(iter(stream_cuts(tv)), None)
+
+
+def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
+    """Return the types of a tensor's stream axes: several of a merged one, () without steps."""
+    summed = {a.number for a in tv.domain.logical if a.is_reduction()}
+    return tuple(cut.ptype for number, cut in stream_cuts(tv) if number not in summed)
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
     """Return the cuts that lie outside a stream's: those inside mean other blocks without it."""
-    position = next((k for k, c in enumerate(cuts) if c.ptype is ParallelType.stream), len(cuts))
+    position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
 
 
 def without_streams(cuts: Cuts) -> Cuts:
     """Return the cuts without a stream's that has none inside; one around devices is part of where
     these lie."""
-    last = bool(cuts) and cuts[-1].ptype is ParallelType.stream
+    last = bool(cuts) and cuts[-1].ptype.is_stream
     return cuts[:-1] if last else cuts
 
 

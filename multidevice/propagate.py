@@ -25,7 +25,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import CatOp, IotaOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 from multidevice.placement import (
     SPREAD_TYPES,
     Cut,
@@ -40,6 +40,7 @@ from multidevice.placement import (
     outside_streams,
     placement,
     spread_axes,
+    stream_cuts,
     without_streams,
 )
 
@@ -91,7 +92,7 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
                 mine = _dividing(out, root, target, mine)
         except ShardingError:
             # What needs no step per block of the operand is computed in one step.
-            if not all(c.ptype is ParallelType.stream for c in mine):
+            if not all(c.ptype.is_stream for c in mine):
                 raise
             continue
         if target is None:
@@ -159,7 +160,7 @@ def uncuttable_axes(op: TensorOp, ptypes: Collection[ParallelType]) -> set[int]:
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
     """Whether cutting the logical axis cuts the root axis into the very same blocks: they are one
     axis, or the logical one counts a reduction's (maybe ragged) blocks."""
-    is_stream = any(c.ptype is ParallelType.stream for c in cuts)
+    is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
 
 
@@ -179,7 +180,7 @@ def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
     """Whether the cuts may divide the axis; a symbolic extent is checked when it is bound, but for
     streams, whose blocks may be ragged elsewhere."""
     extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
-    if any(c.ptype is ParallelType.stream for c in cuts):
+    if any(c.ptype.is_stream for c in cuts):
         return sc.int_value(sc.mod(extent, count)) == 0
     size, devices = sc.int_value(extent), sc.int_value(count)
     return size is None or devices is None or size % devices == 0
@@ -228,6 +229,25 @@ def apply_transfers(
     return tuple(taken)
 
 
+def apply_steps(
+    target: TensorView,
+    source: TensorView,
+    transfers: Transfers,
+    ptypes: Collection[ParallelType] = STREAM_TYPES,
+) -> tuple[Cut, ...]:
+    """Add cuts that came from `source` as `apply_transfers` does, but of its steps all parts or
+    none: steps of some parts alone are those of another loop.
+    """
+    parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
+    taken = apply_transfers(target, transfers, ptypes)
+    got = {c.ptype for c in taken if c.ptype.is_stream}
+    is_sum = any(a.is_stream and a.is_reduction() for a in target.domain.loop)
+    if not got or (got == parts and not (is_sum and len(parts) > 1)):
+        return taken
+    target.domain = before
+    return apply_transfers(target, transfers, [p for p in ptypes if not p.is_stream])
+
+
 def _is_selectable(
     target: TensorView, axis: IterDomain, cut: Cut, ptypes: Collection[ParallelType]
 ) -> bool:
@@ -240,7 +260,7 @@ def _is_selectable(
         if mesh.size_of(cut.ptype) != cut.count:
             return False
     present = [a for a in spread_axes(target) if a.ptype is cut.ptype]
-    if cut.ptype is ParallelType.stream:
+    if cut.ptype.is_stream:
         return not present
     if axis.is_reduction():
         return not any(a.is_reduction() for a in present)
@@ -248,9 +268,13 @@ def _is_selectable(
 
 
 def fitting_placement(
-    source: TensorView, transfers: Transfers, mesh: DeviceMesh | None
+    source: TensorView,
+    transfers: Transfers,
+    mesh: DeviceMesh | None,
+    parts: Collection[ParallelType],
 ) -> Placement:
-    """Return the placement that a copy of `source` on `mesh` takes from `transfers`."""
+    """Return the placement that a copy of `source` on `mesh` takes from `transfers`; `parts` are
+    those of the steps of the reader."""
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
     for axis, cuts in transfers:
@@ -266,10 +290,13 @@ def fitting_placement(
             mine.append(cut)
             used.add(cut.ptype)
     wanted = tuple(tuple(taken.get(a.number, ())) for a in source.domain.no_reductions)
-    return tuple(
+    fitting = tuple(
         cuts if _is_copied_in_steps(source, position, cuts, mesh) else outside_streams(cuts)
         for position, cuts in enumerate(wanted)
     )
+    # Steps of some parts alone are those of another loop.
+    has_all = {c.ptype for cuts in fitting for c in cuts}.issuperset(parts)
+    return fitting if has_all else tuple(map(outside_streams, fitting))
 
 
 def _is_copied_in_steps(
@@ -280,7 +307,7 @@ def _is_copied_in_steps(
     is no choice.
     """
     have = placement(source)[position]
-    if not cuts or cuts[-1].ptype is not ParallelType.stream or have[: len(cuts)] == cuts:
+    if not cuts or not cuts[-1].ptype.is_stream or have[: len(cuts)] == cuts:
         return True
     devices = only_devices(have)
     return devices == cuts[:-1] or is_from_devices(source, position, cuts, mesh)
@@ -296,7 +323,7 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
     if without_streams(placement(source)[position]) != have:
         return False  # a device has blocks of several steps
     (device,), (stream,) = have, cuts
-    is_stream = stream.ptype is ParallelType.stream and stream.swizzle in (None, device.ptype)
+    is_stream = stream.ptype.is_stream and stream.swizzle in (None, device.ptype)
     return is_stream and (device.count, device.whole) == (stream.count, stream.whole)
 
 
@@ -395,7 +422,7 @@ class _Propagation:
                     continue
                 self._take_mesh(target, out, "backward")
                 # What a fusion input holds is the caller's affair; a stream does not change it.
-                ptypes = (ParallelType.stream,) if is_input else SPREAD_TYPES
+                ptypes = STREAM_TYPES if is_input else SPREAD_TYPES
                 if isinstance(target.definition(), IotaOp):
                     ptypes = ()  # its values depend on the place in the axis
                 self._apply(target, out, "backward", backward_cuts(op, index, out), ptypes)
@@ -413,7 +440,7 @@ class _Propagation:
         cuts: Transfers,
         ptypes: Collection[ParallelType],
     ) -> None:
-        for cut in apply_transfers(target, cuts, ptypes):
+        for cut in apply_steps(target, source, cuts, ptypes):
             axis = next(a.number for a, mine in cuts if any(c is cut for c in mine))
             self._record(target, Fact(source, direction, cut, axis))
 

@@ -16,6 +16,7 @@ from multidevice.communication import communicates
 from multidevice.decompose import decompose_reshardings
 from multidevice.finalize import complete_meshes, finalize_domains
 from multidevice.layout import lay_out_communication
+from multidevice.merged_streams import unmerge_streams
 from multidevice.placement import (
     add_cuts,
     axis_cuts,
@@ -25,6 +26,7 @@ from multidevice.placement import (
     placement,
     spread_axes,
     stream_axis_of,
+    stream_cuts,
     unparallelize,
 )
 from multidevice.propagate import Fact, propagate_shardings, spread_reductions
@@ -97,8 +99,9 @@ def split_streamed_remainders(fusion: Fusion) -> None:
         inner = {t.inner for t in tv.domain.splits.values()} - {*tv.domain.logical_numbers}
         if not any(tv.domain.rotated(number).is_stream for number in inner):
             continue
-        for number, (cut,) in axis_cuts(tv, (ParallelType.stream,)).items():
-            unparallelize(tv, lambda a: a.is_stream)
+        streams = stream_cuts(tv)
+        unparallelize(tv, lambda a: a.is_stream)
+        for number, cut in streams:
             add_cuts(tv, number, (cut,))
 
 
@@ -142,6 +145,7 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
     drop_unit_streams(fusion)
     if not (has_mesh(fusion) or has_streams(fusion)):
         return ShardingResult()
+    unmerge_streams(fusion)
     check_annotations(fusion)
     split_streamed_remainders(fusion)
     drop_steps_of_devices(fusion)

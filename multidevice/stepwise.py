@@ -131,7 +131,7 @@ def plan_steps(source: Placement, target: Placement) -> list[Placement]:
             continue
         others = {c.ptype for p, mine in enumerate(now) if p != position for c in mine}
         is_free = dropped.isdisjoint(c.ptype for c in (*now[position], cuts[-1]))
-        is_one_loop = ParallelType.stream not in others.intersection(c.ptype for c in cuts)
+        is_one_loop = not any(p.is_stream for p in others.intersection(c.ptype for c in cuts))
         if is_free and is_one_loop and now[position] == without_streams(cuts[:-1]):
             add(position, cuts)
         else:

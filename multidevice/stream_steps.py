@@ -14,8 +14,8 @@ from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import ParallelType
-from multidevice.communication import exchanged_axes, is_copy
+from fuser.ir.types import STREAM_TYPES, ParallelType
+from multidevice.communication import exchanged_axes, is_copy, is_step_slice
 from multidevice.placement import (
     SPREAD_TYPES,
     Cut,
@@ -31,7 +31,9 @@ from multidevice.placement import (
     placement,
     sharded_axis,
     spread_axes,
+    step_parts,
     stream_axis_of,
+    stream_cuts,
     unparallelize,
     unparallelize_inward,
     without_streams,
@@ -40,14 +42,11 @@ from multidevice.propagate import backward_cuts, is_from_devices, uncuttable_axe
 from multidevice.sharding import have_different_shardings, is_resharding
 from multidevice.stepwise import replace_operand
 
-_STREAM = (ParallelType.stream,)
-
 
 # ------------------------------------------------------------------ one op
-def _stream_position(tv: TensorView) -> tuple[int, Cut] | None:
-    """Return (position among all logical axes, cut) of the stream axis, None without one."""
-    found = stream_axis_of(tv)
-    return None if found is None else (tv.domain.logical_numbers.index(found[0]), found[1])
+def _stream_positions(tv: TensorView) -> list[tuple[int, Cut]]:
+    """Return (position among all logical axes, cut) of the stream axis, or of all parts of it."""
+    return [(tv.domain.logical_numbers.index(n), cut) for n, cut in stream_cuts(tv)]
 
 
 def is_computable_in_steps(op: TensorOp) -> bool:
@@ -55,47 +54,58 @@ def is_computable_in_steps(op: TensorOp) -> bool:
 
     True without stream axes.
     """
-    first = _stream_position(op.out_tensor)
-    if any(_stream_position(out) != first for out in op.outputs[1:]):
+    first = _stream_positions(op.out_tensor)
+    if any(_stream_positions(out) != first for out in op.outputs[1:]):
         return False
-    if first is None:
+    if not first:
         return True
-    return op.out_tensor.domain.logical_numbers[first[0]] not in uncuttable_axes(op, SPREAD_TYPES)
+    streamed = {number for number, _ in stream_cuts(op.out_tensor)}
+    return streamed.isdisjoint(uncuttable_axes(op, SPREAD_TYPES))
 
 
-def needed_block(op: TensorOp, index: int) -> tuple[int, Cuts] | None:
-    """Return of which axis of a tensor operand (position without reductions) a step of the op needs
-    one block, and that axis's cuts, the stream's included; None where it needs the whole.
+def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
+    """Return of which axes of a tensor operand (positions without reductions) a step of the op
+    needs one block, and those axes' cuts, the stream's included; {} where it needs the whole.
     """
     exchanged = exchanged_axes(op)
     if exchanged is not None:
         # The block that is sent, not the one that is received.
-        return exchanged[1], placement(op.inputs[index])[exchanged[1]]
+        return {exchanged[1]: placement(op.inputs[index])[exchanged[1]]}
     axes = op.inputs[index].domain.no_reductions
-    for axis, cuts in backward_cuts(op, index, op.out_tensor):
-        if any(c.ptype is ParallelType.stream for c in cuts):
-            return axes.index(axis), cuts
-    return None
+    return {
+        axes.index(axis): cuts
+        for axis, cuts in backward_cuts(op, index, op.out_tensor)
+        if any(c.ptype.is_stream for c in cuts)
+    }
 
 
 def is_in_step(op: TensorOp, index: int) -> bool:
     """Whether the blocks that the steps of an op need of an operand are the operand's own."""
-    needed = needed_block(op, index)
-    found = stream_axis_of(op.inputs[index])
-    if needed is None or found is None:
+    operand = op.inputs[index]
+    needed, found = needed_blocks(op, index), stream_cuts(operand)
+    if not needed or not found:
         return False
     if exchanged_axes(op) is not None:
         return True
-    made_by = op.inputs[index].definition()
+    made_by = operand.definition()
     if made_by is not None and exchanged_axes(made_by) is not None:
         return False  # a step has received another block than it has computed
-    position, cuts = needed
-    number, mine = found
-    is_axis = op.inputs[index].domain.no_reductions[position].number == number
+    # What is computed in fewer steps, along the axes that it has, is computed in another loop.
+    is_computed = made_by is not None and not is_step_slice(made_by)
+    if is_computed and step_parts(operand) != step_parts(op.out_tensor):
+        return False
+    axes = operand.domain.no_reductions
+    if {axes[p].number for p in needed} != {number for number, _ in found}:
+        return False
     # Blocks of one index may be counted with empty ones behind them, or without; and with an axis
     # of extent 1, or without.
-    is_cut = any((c.ptype, c.count, c.whole) == (mine.ptype, mine.count, mine.whole) for c in cuts)
-    return is_axis and is_cut and not have_different_shardings(op, index, _STREAM)
+    by_number = {axes[p].number: cuts for p, cuts in needed.items()}
+    are_cuts = all(
+        any((c.ptype, c.count, c.whole) == (mine.ptype, mine.count, mine.whole) for c in cuts)
+        for number, mine in found
+        for cuts in (by_number[number],)
+    )
+    return are_cuts and not have_different_shardings(op, index, STREAM_TYPES)
 
 
 # ------------------------------------------------------------------ passes
@@ -146,25 +156,28 @@ def slice_operands(fusion: Fusion) -> None:
         _feed_steps(fusion, op, made)
 
 
-_Slices = dict[tuple[TensorView, Placement], TensorView]
+# A whole, how its slices are cut, and the op that they are for if they are for that one alone.
+_Slices = dict[tuple[TensorView, Placement, TensorOp | None], TensorView]
 
 
 def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
     if stream_axis_of(op.out_tensor) is None:
         return
-    slices = None if _mixes_rotated_steps(op) else _find_slices(op, made)
+    is_whole = _mixes_rotated_steps(op) or _moves_blocks_of_merged_axes(op)
+    slices = None if is_whole else _find_slices(op, made)
     if slices is None:
         for part in _compute_first(fusion, op):
             _feed_steps(fusion, part, made)
         return
     fed = op
     for index, (block, position) in slices.items():
-        operand = op.inputs[index]
-        key = operand, placement(block)
+        operand, parts = op.inputs[index], step_parts(block)
+        # Of a merged axis, parts alone do not say which step has which block.
+        key = operand, placement(block), None if parts == step_parts(op.out_tensor) else op
         if key not in made:
             made[key] = block
             copy_memory_order(operand, block)
-            slicing = Reshard(block, operand, ptypes=_STREAM, target=position)
+            slicing = Reshard(block, operand, ptypes=parts, target=position)
             fusion.insert_before(op, [slicing.replace(where=op.where)])
         fed = replace_operand(fed, index, made[key])
     if slices:
@@ -178,12 +191,18 @@ def _mixes_rotated_steps(op: TensorOp) -> bool:
     if by is None or not is_resharding(op) or exchanged_axes(op) is not None:
         return False
     for index, operand in tensor_operands(op):
-        needed = needed_block(op, index)
-        is_ring = needed is not None and is_from_devices(operand, *needed, op.out_tensor.mesh)
+        is_ring = _is_ring(op, index)
         is_gathered = sharded_axis(operand, by) and have_different_shardings(op, index, (by,))
         if is_gathered and not (is_copy(op) and is_ring):
             return True
     return False
+
+
+def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
+    """Whether devices would communicate in steps of elements of one axis and blocks of another:
+    these have gaps in memory of the whole, and steps have none of their own."""
+    cuts = [cut for _, cut in stream_cuts(op.out_tensor)]
+    return len(cuts) > 1 and not all(cut.whole for cut in cuts) and is_resharding(op)
 
 
 def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int]] | None:
@@ -192,24 +211,33 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
     """
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
-        needed = needed_block(op, index)
-        if needed is None or (is_in_step(op, index) and not _is_read_both_ways(operand)):
+        needed, have = needed_blocks(op, index), placement(operand)
+        if not needed or (is_in_step(op, index) and not _is_read_both_ways(operand)):
             continue
-        (position, cuts), have = needed, placement(operand)
         if is_resharding(op):
-            if is_copy(op) and is_from_devices(operand, position, cuts, op.out_tensor.mesh):
+            if is_copy(op) and _is_ring(op, index):
                 continue
-            depth = len(outside_streams(cuts))
-            if outside_streams(have[position]) != cuts[:depth]:
-                return None
-            # The devices inside of a step are what it is about.
-            cuts = (*cuts[: depth + 1], *have[position][depth + 1 :])
-        wanted = tuple(cuts if p == position else outside_streams(c) for p, c in enumerate(have))
-        block = made.get((operand, wanted)) or copy_like(operand, operand.mesh, wanted)
-        if have_different_shardings(replace_operand(op, index, block), index, _STREAM):
+            for position, cuts in needed.items():
+                depth = len(outside_streams(cuts))
+                if outside_streams(have[position]) != cuts[:depth]:
+                    return None
+                # The devices inside of a step are what it is about.
+                needed[position] = (*cuts[: depth + 1], *have[position][depth + 1 :])
+        wanted = tuple(needed.get(p) or outside_streams(c) for p, c in enumerate(have))
+        block = made.get((operand, wanted, None)) or copy_like(operand, operand.mesh, wanted)
+        if have_different_shardings(replace_operand(op, index, block), index, STREAM_TYPES):
             return None  # the same blocks, perhaps, but nobody can prove it
-        found[index] = block, position
+        found[index] = block, min(needed)
     return found
+
+
+def _is_ring(op: TensorOp, index: int) -> bool:
+    """Whether each step of the op would bring the block of one device."""
+    needed = needed_blocks(op, index)
+    if len(needed) != 1 or len(step_parts(op.out_tensor)) != 1:
+        return False
+    ((position, cuts),) = needed.items()
+    return is_from_devices(op.inputs[index], position, cuts, op.out_tensor.mesh)
 
 
 def _is_read_both_ways(tv: TensorView) -> bool:
@@ -244,7 +272,7 @@ def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
 
 
 def _leave_steps(op: TensorOp, out: TensorView) -> None:
-    number = next(iter(axis_cuts(out, _STREAM)))
+    number = stream_cuts(out)[0][0]
     cuts = axis_cuts(out)[number]
     if without_streams(cuts) != cuts:
         unparallelize(out, lambda a: a.is_stream)
@@ -258,7 +286,10 @@ def _leave_steps(op: TensorOp, out: TensorView) -> None:
 
 
 def _not_computable(op: TensorOp, out: TensorView) -> UnsupportedError:
-    axis = next(a for a in out.domain.loop if a.is_stream)
+    uncuttable = uncuttable_axes(op, SPREAD_TYPES)
+    types = [cut.ptype for number, cut in stream_cuts(out) if number in uncuttable]
+    streams = [a for a in out.domain.loop if a.is_stream]
+    axis = next((a for a in streams if a.ptype in types), streams[0])
     return UnsupportedError(
         f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: "
         f"a block of the result is not made from blocks of the operands{user_code(op.where)}"

@@ -23,7 +23,8 @@ from multidevice.placement import (
     is_allocated_per_step,
     local_extent,
     placement,
-    stream_axis_of,
+    step_parts,
+    stream_cuts,
 )
 from multidevice.sharding import has_streams, local_extents
 from multidevice.stream_steps import is_in_step
@@ -43,16 +44,24 @@ class StreamAxis:
     count: Scalar
     is_logical: bool
     swizzle: ParallelType | None = None
+    ptype: ParallelType = ParallelType.stream
+
+
+def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
+    """Return the stream axis of a tensor, () for one that is computed at once; of a merged one the
+    axes that it merges, the outermost part of a step's number first."""
+    positions = {a.number: p for p, a in enumerate(tv.domain.no_reductions)}
+    return tuple(
+        StreamAxis(positions[n], sc.as_scalar(cut.count), cut.whole, cut.swizzle, cut.ptype)
+        for n, cut in stream_cuts(tv)
+        if n in positions
+    )
 
 
 def stream_axis(tv: TensorView) -> StreamAxis | None:
-    """Return the stream axis of a tensor, None for one that is computed at once."""
-    found = stream_axis_of(tv)
-    if found is None or tv.domain.axes[found[0]].is_reduction():
-        return None
-    number, cut = found
-    position = next(p for p, a in enumerate(tv.domain.no_reductions) if a.number == number)
-    return StreamAxis(position, sc.as_scalar(cut.count), cut.whole, cut.swizzle)
+    """Return the stream axis of a tensor, None for one that is computed at once; of a merged one
+    the first."""
+    return next(iter(stream_axes(tv)), None)
 
 
 def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
@@ -80,6 +89,8 @@ def scatters_steps(op: TensorOp) -> bool:
     axis = stream_axis(op.inp)
     if axis is None or axis.swizzle is not None or stream_axis(op.out) is not None:
         return False
+    if len(stream_axes(op.inp)) > 1:
+        return False
     if axis.position != moved_axes(op)[0]:
         return False
     return is_same_cut(placement(op.inp)[axis.position], placement(op.out)[op.target])
@@ -87,12 +98,12 @@ def scatters_steps(op: TensorOp) -> bool:
 
 @dataclass(frozen=True)
 class StreamLoop:
-    """Ops that may run in one loop over steps: `axis` stands for their stream axes, which are all
+    """Ops that may run in one loop over steps: `axes` stand for their stream axes, which are all
     mapped, and no op of loop `order` needs what a later loop, or the whole of what this one, makes.
     What scatters the steps of a loop is part of it.
     """
 
-    axis: int
+    axes: tuple[int, ...]
     order: int
 
 
@@ -118,9 +129,7 @@ class StreamLoops:
         for op in fusion.exprs:
             for index, operand in tensor_operands(op):
                 if self._has_steps(op.out_tensor) and self._is_in_step(op, index):
-                    a, b = self._axis(operand), self._axis(op.out_tensor)
-                    if a != b:
-                        self._same[max(a, b)] = min(a, b)
+                    self._map_steps(operand, op.out_tensor)
         for op in fusion.exprs:
             made_by = [d for d, _ in self._sources(op)]
             after = [self._order[d] + self._leaves(d, op) for d in made_by]
@@ -133,7 +142,7 @@ class StreamLoops:
         for op in fusion.exprs:
             stepping = op.inputs[0] if scatters_steps(op) else op.out_tensor
             if self._has_steps(stepping):
-                self._loop[op] = StreamLoop(self._axis(stepping), self._order[op])
+                self._loop[op] = StreamLoop(self._axes(stepping), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
         """Return the loop in which the op runs, None for an op that is computed at once."""
@@ -165,11 +174,31 @@ class StreamLoops:
             self._proved[op, index] = is_in_step(op, index)
         return self._proved[op, index]
 
-    def _axis(self, tv: TensorView) -> int:
-        number = self._graph.find(next(a for a in tv.domain.loop if a.is_stream))
-        while number in self._same:
-            number = self._same[number]
-        return number
+    def _map_steps(self, operand: TensorView, out: TensorView) -> None:
+        mine, theirs = self._parts(operand), self._parts(out)
+        for ptype in mine.keys() & theirs.keys():
+            a, b = mine[ptype], theirs[ptype]
+            if a != b:
+                self._same[max(a, b)] = min(a, b)
+
+    def _parts(self, tv: TensorView) -> dict[ParallelType, int]:
+        """Return what stands for each stream axis of a tensor."""
+        found: dict[ParallelType, int] = {}
+        for axis in tv.domain.loop:
+            if axis.is_stream:
+                number = self._graph.find(axis)
+                while number in self._same:
+                    number = self._same[number]
+                found.setdefault(axis.ptype, number)
+        return found
+
+    def _axes(self, tv: TensorView) -> tuple[int, ...]:
+        made_by = tv.definition()
+        if made_by is not None and is_step_slice(made_by):
+            # A slice that lacks some of the merged axes is one of its reader's loop.
+            readers = (op.out_tensor for op in self._fusion.uses(tv))
+            tv = max((tv, *readers), key=lambda t: len(step_parts(t)))
+        return tuple(self._parts(tv)[ptype] for ptype in step_parts(tv))
 
     def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
         """Yield the ops that make the op's operands, with the operands' indices."""
@@ -186,7 +215,7 @@ class StreamLoops:
             return False
         if not self._has_steps(reader.out_tensor):
             return True
-        if self._axis(op.out_tensor) != self._axis(reader.out_tensor):
+        if self._axes(op.out_tensor) != self._axes(reader.out_tensor):
             return True
         return not all(self._is_in_step(reader, i) for d, i in self._sources(reader) if d is op)
 
@@ -214,9 +243,9 @@ def allocated_per_step(fusion: Fusion) -> set[TensorView]:
 
 
 def _may_have_blocks(tv: TensorView) -> bool:
-    axis, definition = stream_axis(tv), tv.definition()
+    axes, definition = stream_axes(tv), tv.definition()
     is_slice = definition is not None and is_step_slice(definition)
-    return axis is not None and not axis.is_logical and not is_slice
+    return len(axes) == 1 and not axes[0].is_logical and not is_slice
 
 
 def _may_be_view(op: TensorOp) -> bool:

@@ -45,7 +45,7 @@ class IterDomain:
 
     @property
     def is_stream(self) -> bool:
-        return self.ptype is ParallelType.stream
+        return self.ptype.is_stream
 
     @property
     def size(self) -> Scalar:

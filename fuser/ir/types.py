@@ -32,6 +32,9 @@ class ParallelType(IrEnum):
     group = 14
     tma = 15
     serial = 16
+    # Parts of a merged stream axis, inside of `stream`; only the compiler makes them.
+    stream_y = 17
+    stream_z = 18
 
     @property
     def text(self) -> str:
@@ -41,6 +44,11 @@ class ParallelType(IrEnum):
     @property
     def is_device(self) -> bool:
         return self in DEVICE_TYPES
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the axis counts the steps of a loop over streams, or some of them."""
+        return self in STREAM_TYPES
 
     @property
     def is_block(self) -> bool:
@@ -64,6 +72,8 @@ _PTYPE_TEXT = {
     ParallelType.block_y: "threadIdx.y",
     ParallelType.block_z: "threadIdx.z",
     ParallelType.stream: "streamIdx",
+    ParallelType.stream_y: "streamIdx.y",
+    ParallelType.stream_z: "streamIdx.z",
     ParallelType.vectorize: "V",
     ParallelType.unroll: "UR",
     ParallelType.unswitch: "US",
@@ -80,6 +90,8 @@ PTYPE_FROM_TEXT = {
 }
 
 DEVICE_TYPES = (ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z)
+# The parts of a step's number, outermost first; of most stream axes there is one.
+STREAM_TYPES = (ParallelType.stream, ParallelType.stream_y, ParallelType.stream_z)
 GRID_TYPES = (ParallelType.grid_x, ParallelType.grid_y, ParallelType.grid_z)
 BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
 

@@ -119,6 +119,14 @@ def _annotations(p: Program) -> Iterator[Program]:
     for k, s in enumerate(p.streams):
         yield replace(p, streams=p.streams[:k] + p.streams[k + 1 :])
         plain = replace(s, swizzle=None, around=0)
+        fewer = (s.merged[:i] + s.merged[i + 1 :] for i in range(len(s.merged)))
+        for merged in (m for m in fewer if len(m) > 1):
+            less = replace(s, axis=merged[0][0], merged=merged, count=None)
+            yield replace(p, streams=(*p.streams[:k], less, *p.streams[k + 1 :]))
+        if s.merged:
+            less = replace(s, merged=tuple((a, None) for a, _ in s.merged), count=None)
+            if less != s:
+                yield replace(p, streams=(*p.streams[:k], less, *p.streams[k + 1 :]))
         if s.swizzle or (s.around and not any(a.name == s.name for a in p.annotations)):
             yield replace(p, streams=(*p.streams[:k], plain, *p.streams[k + 1 :]))
     for k, a in enumerate(p.annotations):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Part of every seed: a change of the generators makes other programs.
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ class Streaming:
     """A stream axis: `count` blocks of a logical axis, None: all that devices' cuts leave of it.
 
     `swizzle` is the mesh dimension along which each rank begins with its own block; `around` says
-    how many of the devices' cuts of the axis lie inside of the blocks.
+    how many of the devices' cuts of the axis lie inside of the blocks. With `merged`, the stream
+    axis merges these axes, outermost first, each as a whole or in so many blocks (`axis` is the
+    first of them); `count` blocks are then those of the merged axis.
     """
 
     name: str
@@ -151,6 +153,7 @@ class Streaming:
     count: int | None = None
     swizzle: str | None = None
     around: int = 0
+    merged: tuple[tuple[int, int | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ def input_text(given: TensorInput | ScalarInput) -> str:
 def annotation_lines(program: Program) -> Iterator[str]:
     for number, ranks in enumerate(program.meshes):
         yield f"mesh{number} = multidevice.DeviceMesh({_as_list(ranks)})"
-    streams = {s.name: s for s in program.streams}
+    streams = {s.name: s for s in program.streams if not s.merged}
     for note in program.annotations:
         yield f"{note.name}.set_device_mesh(mesh{note.mesh})"
         stream = streams.pop(note.name, None)
@@ -247,6 +250,10 @@ def annotation_lines(program: Program) -> Iterator[str]:
                     at += 1
     for stream in streams.values():
         yield _stream_text(stream, stream.axis)
+    for stream in program.streams:
+        if stream.merged:
+            cuts = [a for n in program.annotations if n.name == stream.name for a, _ in n.cuts]
+            yield _merged_text(stream, cuts)
 
 
 def _stream_text(s: Streaming, at: int) -> str:
@@ -256,12 +263,39 @@ def _stream_text(s: Streaming, at: int) -> str:
     )
 
 
+def _merged_text(s: Streaming, cuts: Sequence[int]) -> str:
+    # What devices leave of an axis stands behind their cuts of it.
+    parts = [(a + sum(c <= a for c in cuts), blocks) for a, blocks in s.merged]
+    count = "" if s.count is None else f", {s.count}"
+    return f"merged({s.name}, {parts}{count})"
+
+
 # What annotates one tensor: positions count the axes that a user sees.
 CUT_TEXT = """
 def cut(tv, axis, mesh, ptype):
     seen = [k for k, a in enumerate(tv.get_loop_domain()) if not a.is_reduction()]
     tv.outer_split(seen[axis], mesh.size_of(ptype))
     tv.axis(seen[axis]).parallelize(ptype)
+
+
+"""
+MERGED_TEXT = """
+def merged(tv, parts, count=None):
+    seen = [a for a in tv.get_loop_domain() if not a.is_reduction()]
+    axes = []
+    for position, blocks in parts:
+        at = tv.get_loop_domain().index(seen[position])
+        if blocks is not None:
+            tv.outer_split(at, blocks)
+        axes.append(tv.axis(at))
+    at = tv.get_loop_domain().index(axes[0])
+    for axis in axes[1:]:
+        other = tv.get_loop_domain().index(axis)
+        tv.merge(at, other)
+        at = min(at, other)
+    if count is not None:
+        tv.outer_split(at, count)
+    tv.axis(at).parallelize(ParallelType.stream)
 
 
 """
@@ -291,7 +325,8 @@ def define_text(program: Program) -> str:
         alias = f", {out.alias}" if out.alias else ""
         lines.append(f"fd.add_output({out.name}{alias})")
     helpers = CUT_TEXT if program.annotations else ""
-    helpers += STREAM_TEXT if program.streams else ""
+    helpers += STREAM_TEXT if any(not s.merged for s in program.streams) else ""
+    helpers += MERGED_TEXT if any(s.merged for s in program.streams) else ""
     return helpers + "def define(fd):\n" + "".join(f"    {line}\n" for line in lines)
 
 

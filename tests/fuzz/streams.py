@@ -3,7 +3,7 @@
 Programs are those of `tests.fuzz.sharded`, with extents that no mesh divides where there is none,
 and streams on some tensors: inputs, what stands between, results; whole axes and blocks, more of
 them than there are elements too; inside of devices' cuts, around and between them, rotated or not,
-and from devices to steps.
+and from devices to steps; and merged axes, two or three, in any order, one of them in blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ class _Streams(Sharded):
             )
             cut = {a for note in program.annotations if note.name == name for a, _ in note.cuts}
             shared = [k for k in axes if k in cut]
-            if axes:
+            views = ("slice", "reshape")
+            is_view = name in made_by and made_by[name].op in views
+            if len(axes) > 1 and self.chance(0.1 if is_view else 0.35):
+                yield self.merging(name, axes, cut)
+                taken += 1
+            elif axes:
                 some = shared if shared and self.chance(0.6) else axes
                 yield self.streaming(program, name, self.rng.choice(some))
                 taken += 1
@@ -82,6 +87,26 @@ class _Streams(Sharded):
     def may_stream(self, name: str, axis: int) -> bool:
         dim = self.dims[name][axis]
         return not dim.is_broadcast and not dim.expanded
+
+    def merging(self, name: str, axes: list[int], cut: set[int]) -> Streaming:
+        """Draw which axes are merged, and how."""
+        picks = self.rng.sample(axes, 3 if len(axes) > 2 and self.chance(0.3) else 2)
+        shared = [k for k in picks if k in cut]
+        # What devices leave of an axis is in blocks of one element; only one axis may be in blocks.
+        picks = [k for k in picks if k not in shared[1:]]
+        blocks: dict[int, int | None] = {}
+        if not shared and self.chance(0.25):
+            blocks[self.rng.choice(picks)] = self.rng.choice(_BLOCKS)
+        merged = tuple((k, blocks.get(k)) for k in picks)
+        dims = [self.dims[name][k] for k in picks]
+        count = None
+        if not shared and not blocks and all(d.static for d in dims[:2]) and self.chance(0.4):
+            (outer, inner) = (d.vec[0] for d in dims[:2])
+            rows = [n for n in range(1, outer) if outer % n == 0]
+            parts = [outer * n for n in range(1, inner + 1) if inner % n == 0]
+            # Blocks that are boxes: of rows, or parts of one row.
+            count = self.rng.choice([*rows, *parts] or [None])
+        return Streaming(name, picks[0], count, merged=merged)
 
     def streaming(self, program: Program, name: str, axis: int) -> Streaming:
         """Draw how an axis is streamed."""

@@ -7,6 +7,7 @@ wrong allocation or a wrong block gives wrong numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Symbol
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import STREAM_TYPES, ParallelType
 from fuser.passes.segment import segment_fusion
 from fuser.schedule.registry import find_scheduler
 from multidevice.communication import (
@@ -33,7 +35,7 @@ from multidevice.communication import (
 from multidevice.localize import localize
 from multidevice.placement import Block
 from multidevice.sharding import local_sizes
-from multidevice.stream_steps import is_in_step, needed_block
+from multidevice.stream_steps import is_in_step, needed_blocks
 from multidevice.streams import (
     StreamAxis,
     StreamLoops,
@@ -41,11 +43,14 @@ from multidevice.streams import (
     held_extents,
     is_allocated_per_step,
     scatters_steps,
+    stream_axes,
     stream_axis,
 )
 
 Local = dict[TensorView, torch.Tensor]
 Values = dict[Symbol, int]
+# Which element or block of each axis that is streamed.
+Step = dict[ParallelType, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,20 +130,26 @@ def run(
                 for mine in tensors.values():
                     assert tuple(mine[out].shape) == _local_shape(out, values), out
             continue
-        axes = [stream_axis(_stepping(unit.exprs[0])) for unit in group]
-        counts = {int(sc.evaluate(a.count, values)) for a in axes if a is not None}
+        # A slice may lack some of the axes that the steps of its readers count.
+        made = [unit.exprs[0] for unit in group if not is_step_slice(unit.exprs[0])]
+        counts = {tuple(_counts(_stepping(op), values)) for op in made}
         assert len(counts) == 1, group
+        sizes = counts.pop()
         for unit in group:
             for out in unit.outputs:
                 for mine in tensors.values():
                     mine[out] = torch.full(_local_shape(out, values), math.nan).double()
-        for step in range(counts.pop()):
-            _step(group, step, values, tensors, execute)
+        for step in itertools.product(*map(range, sizes)):
+            _step(group, dict(zip(STREAM_TYPES, step, strict=False)), values, tensors, execute)
             for unit in group:
                 for out in unit.outputs:
                     if is_allocated_per_step(out):
                         for mine in tensors.values():
                             mine[out].fill_(math.nan)
+
+
+def _counts(tv: TensorView, values: Values) -> list[int]:
+    return [int(sc.evaluate(axis.count, values)) for axis in stream_axes(tv)]
 
 
 def _stepping(op: TensorOp) -> TensorView:
@@ -161,12 +172,12 @@ def bounds(extent: int, axis: StreamAxis, step: int, values: Values, rank: int, 
 
 
 def _step(
-    group: list[Unit], step: int, values: Values, tensors: dict[int, Local], execute: Execute
+    group: list[Unit], step: Step, values: Values, tensors: dict[int, Local], execute: Execute
 ) -> None:
     for unit in group:
         op = unit.exprs[0]
         if isinstance(op, Reshard) and (scatters_steps(op) or is_exchange(op)):
-            _send(op, step, values, tensors)
+            _send(op, step[ParallelType.stream], values, tensors)
             continue
         blocks: dict[int, Local] = {}
         full: set[bool] = set()
@@ -175,15 +186,22 @@ def _step(
             blocks[rank] = {v: mine[v] for v in unit.inputs}
             into[rank] = {}
             for out in unit.outputs:
-                axis = stream_axis(out)
-                assert axis is not None
-                extent = mine[out].shape[axis.position]
-                start, length = bounds(extent, axis, step, values, rank, out)
-                into[rank][out] = mine[out].narrow(axis.position, start, length)
-                full.add(length * int(sc.evaluate(axis.count, values)) >= extent)
-                for v, p in needed_parts(unit).items():
-                    where = bounds(mine[v].shape[p], axis, step, values, rank, out)
-                    blocks[rank][v] = mine[v].narrow(p, *where)
+                axes = {axis.ptype: axis for axis in stream_axes(out)}
+                assert axes
+                target = mine[out]
+                for ptype, axis in axes.items():
+                    extent = mine[out].shape[axis.position]
+                    start, length = bounds(extent, axis, step[ptype], values, rank, out)
+                    target = target.narrow(axis.position, start, length)
+                    if not axis.is_logical or len(axes) == 1:
+                        full.add(length * int(sc.evaluate(axis.count, values)) >= extent)
+                into[rank][out] = target
+                for v, places in needed_parts(unit).items():
+                    blocks[rank][v] = mine[v]
+                    for p, ptype in places.items():
+                        extent = mine[v].shape[p]
+                        where = bounds(extent, axes[ptype], step[ptype], values, rank, out)
+                        blocks[rank][v] = blocks[rank][v].narrow(p, *where)
         if all(t.numel() == 0 for mine in into.values() for t in mine.values()):
             continue
         if isinstance(op, Reshard) and communicates(op):
@@ -192,10 +210,10 @@ def _step(
                     continue
                 _check_dense(tv, tensors, parts)
         # Ranks may be at different blocks: of a rotation all blocks are equally large.
-        assert len(full) == 1, op
-        block: Block = "first" if full.pop() else "last"
+        assert len(full) < 2, op
+        block: Block = "first" if all(full) else "last"
         if isinstance(op, Reshard) and is_device_to_stream(op):
-            _bring(op, step, values, blocks)
+            _bring(op, step[ParallelType.stream], values, blocks)
         elif isinstance(op, Reshard) and communication_type(op) == "StepSlice":
             for mine in blocks.values():
                 mine[op.out] = mine[op.inp]
@@ -243,19 +261,21 @@ def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Loc
         assert block.is_contiguous(), (tv, order, part.shape)
 
 
-def needed_parts(unit: Unit) -> dict[TensorView, int]:
-    """Return operand -> the axis of which the unit's steps see one block."""
-    found: dict[TensorView, int] = {}
+def needed_parts(unit: Unit) -> dict[TensorView, dict[int, ParallelType]]:
+    """Return operand -> the axes of which the unit's steps see one block, and which part of the
+    step's number counts it."""
+    found: dict[TensorView, dict[int, ParallelType]] = {}
     for op in unit.exprs:
         for index, operand in tensor_operands(op):
-            needed = needed_block(op, index)
-            if operand not in unit.inputs or needed is None:
+            cuts = needed_blocks(op, index)
+            needed = {p: c.ptype for p, mine in cuts.items() for c in mine if c.ptype.is_stream}
+            if operand not in unit.inputs or not needed:
                 continue
             if isinstance(op, Reshard) and is_device_to_stream(op):
                 continue
             is_slice = isinstance(op, Reshard) and communication_type(op) == "StepSlice"
             assert is_slice or is_in_step(op, index), (op, index)
-            assert found.setdefault(operand, needed[0]) == needed[0], (op, index)
+            assert found.setdefault(operand, needed) == needed, (op, index)
     return found
 
 

@@ -64,6 +64,21 @@ class Maker(programs._Maker):  # pyright: ignore[reportPrivateUsage]
             is_logical = loop[at].number in tv.domain.logical_numbers
             if not is_logical or self.rng.random() < 0.6:
                 tv.outer_split(at, self.rng.choice((2, 2, 3, 4, 9)))
+            others = [
+                k
+                for k in free
+                if k != at
+                and loop[k].number in tv.domain.logical_numbers
+                and loop[k].is_reduction() == loop[at].is_reduction()
+            ]
+            if others and self.rng.random() < 0.3:
+                # The split has moved what is behind it.
+                moved = len(tv.domain.loop) - len(loop)
+                other = self.rng.choice(others)
+                other += moved * (other > at)
+                at, other = (at, other) if self.rng.random() < 0.5 else (other, at)
+                tv.merge(at, other)
+                at = min(at, other)
             tv.axis(at).parallelize(ParallelType.stream)
 
 
