@@ -54,6 +54,6 @@ def check_stream(tv: TensorView) -> None:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(
                 f"Cannot stream parallelize on a split/merge axis {axis} of {tv}: "
-                f"FusionDefinition.execute takes the outer part of an outer_split"
+                "FusionDefinition.execute takes the outer part of an outer_split, and a merge"
                 f"{user_code(cut_line(tv, axis.ptype))}"
             )

@@ -62,16 +62,15 @@ class StepParts:
         # The loop is named after what it computes, not after what it reads.
         op = next((op for op in ops if not is_step_slice(op)), ops[0])
         first = op.inputs[0] if scatters_steps(op) else op.out_tensor
-        axes = stream_axes(first)
+        axes, is_logical = stream_axes(first), stepping_axis(first).is_logical
         counts = [lowering.values.canonical(axis.count) for axis in axes]
         count = sc.product(counts)
         twin = lowering.twins[first]
         self._loop_axis = next(a for a in twin.domain.loop if a.is_stream)
         # Steps of blocks, of one axis, have a stream each; any others share what there are.
-        self._shares_streams = len(axes) > 1 or axes[0].is_logical
+        self._shares_streams = len(axes) > 1 or is_logical
         # A loop over a whole axis is written as one where the inputs bind the axis's own extent.
-        is_whole = len(axes) == 1 and axes[0].is_logical
-        self._over_axis = is_whole and count is self._loop_axis.extent
+        self._over_axis = len(axes) == 1 and is_logical and count is self._loop_axis.extent
         name = "streamIdx" if self._shares_streams else f"i{lowering.values.next_scalar()}"
         self._count = count
         # How many steps count each axis, and how many there are for each of its elements.

@@ -244,7 +244,7 @@ class StepTransfers(StepParts):
     def _let_next_stream_wait(self) -> None:
         """Keep the next step's work from overtaking this step's transfer."""
         following, mine = sc.add(self._index, 1), self._stream
-        streams = NUMBER_OF_STREAMS if self._axis.is_logical else self._count
+        streams = NUMBER_OF_STREAMS if self._shares_streams else self._count
         ordered = (
             SetCurrentStream(stream=Stream(following)),
             Synchronize(stream=mine),

@@ -66,6 +66,8 @@ class _Merged:
         for a in parts:
             if a.is_device or a.is_reduction():
                 raise self._refusal(f"merges {a}, which is no axis of steps")
+        if len(parts) > len(STREAM_TYPES):
+            raise self._refusal(f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} can be")
         if split is None:
             self._replace(leaves, (), gone)
             self._spread(parts)
@@ -137,8 +139,6 @@ class _Merged:
 
     def _spread(self, parts: Sequence[IterDomain]) -> None:
         tv = self._tv
-        if len(parts) > len(STREAM_TYPES):
-            raise self._refusal(f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} can be")
         for part, ptype in zip(parts, STREAM_TYPES, strict=False):
             tv.parallelize_axis(part, ptype)
         line = tv.cut_lines.get(ParallelType.stream)

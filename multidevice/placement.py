@@ -141,7 +141,7 @@ class _BlockDepth(Rules[int]):
         advice = "make the axis by outer_split, and give what stands outside of it a device type"
         if axis.is_stream:
             kind = "streams on inner splits"
-            advice = "make the stream axis by outer_split(axis, number of steps)"
+            advice = "make the stream axis by outer_split(axis, number of steps), or by merge"
         elif isinstance(t, Split):
             advice += " or stream"
         return UnsupportedError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuser.arguments import checked
-from fuser.errors import DefinitionError, user_line
+from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir.domain import IterDomain
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
@@ -82,8 +82,14 @@ class Axis:
     def parallelize(self, parallel_type: ParallelType) -> None:
         """Give the axis a parallel type (device and stream types fit any axis).
 
-        Raises `DefinitionError` when unroll, vectorize or group meet a symbolic extent.
+        Raises `DefinitionError` when unroll, vectorize or group meet a symbolic extent, and for the
+        parts of a merged stream axis, which the compiler names.
         """
+        if parallel_type.is_stream and parallel_type is not ParallelType.stream:
+            raise DefinitionError(
+                f"{parallel_type.name} of {self} of {self.tensor}: merge the axes, and put the "
+                f"merged one on ParallelType.stream{user_code(user_line())}"
+            )
         self.tensor.parallelize_axis(self, parallel_type)
         if parallel_type.is_device or parallel_type is ParallelType.stream:
             lines = self.tensor.cut_lines

@@ -3,6 +3,7 @@ its own blocks, they equal the program that is computed at once."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from fuser.errors import FuserError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import CatOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import evaluate_fusion
@@ -40,6 +42,7 @@ class Maker(programs._Maker):  # pyright: ignore[reportPrivateUsage]
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.has_mesh = self.rng.random() < 0.5
+        self.merges = random.Random(f"merges of {seed}")
 
     def input(self, shape: list[int]):
         if not self.has_mesh and not self.shapes:
@@ -69,14 +72,16 @@ class Maker(programs._Maker):  # pyright: ignore[reportPrivateUsage]
                 for k in free
                 if k != at
                 and loop[k].number in tv.domain.logical_numbers
-                and loop[k].is_reduction() == loop[at].is_reduction()
+                and not (loop[k].is_reduction() or loop[at].is_reduction())
+                and not loop[k].rfactor
             ]
-            if others and self.rng.random() < 0.3:
+            is_cat = isinstance(tv.definition(), CatOp)
+            if others and not is_cat and self.merges.random() < 0.4:
                 # The split has moved what is behind it.
                 moved = len(tv.domain.loop) - len(loop)
-                other = self.rng.choice(others)
+                other = self.merges.choice(others)
                 other += moved * (other > at)
-                at, other = (at, other) if self.rng.random() < 0.5 else (other, at)
+                at, other = (at, other) if self.merges.random() < 0.5 else (other, at)
                 tv.merge(at, other)
                 at = min(at, other)
             tv.axis(at).parallelize(ParallelType.stream)
