@@ -351,7 +351,7 @@ class HostIrEvaluator:
         frame = self._frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
-        recorder = Recorder(frame)
+        recorder = Recorder(frame, self.free)
         outputs = self._walk(frame, recorder)
         device = frame.machine.device
         arenas = self._arenas.setdefault(device, Arenas(device))

@@ -221,6 +221,8 @@ class Frame:
 
     def is_idle(self, op: Op) -> bool:
         """Whether the op concerns only meshes without this rank."""
+        if not self.storage.is_placed:
+            return False
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
         return bool(tensors) and not any(map(self.is_mine, tensors))
 

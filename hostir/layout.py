@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.ir import scalar as sc
 from fuser.ir import storage
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
@@ -30,8 +29,7 @@ def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, per logical axis, of a dense local shard; 0 for expanded broadcasts."""
-    strides = storage.dense_strides(tv, [sc.const(max(n, 1)) for n in sizes])
-    return tuple(int(sc.evaluate(s, {})) for s in strides)
+    return storage.dense_strides_of(tv, [max(n, 1) for n in sizes])
 
 
 def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -68,12 +68,13 @@ from hostir.transfers import (
 class Recorder:
     """Turns the ops of one reference run into steps."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, free: frozenset[int]) -> None:
+        """`free` has the positions of scalar inputs on which no size depends."""
         self._frame = frame
         inputs = frame.program.inputs
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
-        self._free = _free_scalars(frame)
+        self._free = _free_scalars(frame, free)
         self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
         # Buffers and where in the program they begin and end (None: they outlive it).
@@ -541,9 +542,9 @@ class Recorder:
         return run
 
 
-def _free_scalars(frame: Frame) -> tuple[Symbol, ...]:
+def _free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
     """Return the input scalars whose value may change within a class of inputs."""
-    inputs, free = frame.program.inputs, frame.program.free_inputs()
+    inputs = frame.program.inputs
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
     return tuple(v for i, v in scalars if i in free or not isinstance(frame.values[v], int))
 

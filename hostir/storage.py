@@ -28,6 +28,8 @@ class Storage:
     escaping: frozenset[TensorView]
     # Outputs that show an input's memory without saying so: the caller gets a copy.
     borrowed: frozenset[TensorView]
+    # Whether some tensor has a mesh.
+    is_placed: bool
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
@@ -68,7 +70,9 @@ class Storage:
                     raise VerifyError(f"{tv} is a name of itself")
                 seen.add(shown)
                 shown = shows.get(shown)
-        storage = Storage(program.tensors(), shows, parts, named, buffered, nothing, nothing)
+        tensors = program.tensors()
+        is_placed = any(tv.mesh is not None for tv in tensors)
+        storage = Storage(tensors, shows, parts, named, buffered, nothing, nothing, is_placed)
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
         stated = inputs | {alias.out for alias in program.aliases}
         borrowed = {o for o in program.outputs if o not in stated and storage.root(o) in inputs}

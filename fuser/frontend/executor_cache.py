@@ -303,9 +303,11 @@ class FusionExecutorCache:
             bound = self._by_class[key] = self._bind(input_class, communicator, where, settings)
         sharding.check_divisible(bound.program.segmented.fusion, refined_sizes(sizes))
         bound.evaluator.prepare(inputs)
+        if not self.devices:
+            return bound, _NOTHING
         # Ranks that run with different options disagree, as with different programs.
         parts = (
-            self._text if self.devices else "",
+            self._text,
             f"// options: {settings}; {self._params}",
             bound.program.communications,
         )
@@ -449,3 +451,5 @@ def device_of(inputs: Sequence[Argument], device: int | str | torch.device | Non
 
 
 _CPU = torch.device("cpu")
+# What is claimed of a program that no other rank runs.
+_NOTHING = Claim(("",))

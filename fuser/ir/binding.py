@@ -82,7 +82,7 @@ class Binder:
         if len(arguments) != len(self._declared):
             raise InputError(f"expected {len(self._declared)} inputs, got {len(arguments)}")
         values: Values = dict(known or {})
-        source: dict[Symbol, str] = {}
+        source: dict[Symbol, object] = {}
         later: list[tuple[_Axis, int]] = []
         for declared, axes, given in zip(self._declared, self._axes, arguments, strict=True):
             if not isinstance(given, torch.Tensor):
@@ -102,7 +102,7 @@ class Binder:
                 size = local * axis.blocks
                 if isinstance(axis.extent, Symbol) and axis.extent not in values:
                     values[axis.extent] = size
-                    source[axis.extent] = str(axis)
+                    source[axis.extent] = axis
                 else:
                     later.append((axis, size))
         complete(self._fusion, values)
@@ -112,18 +112,18 @@ class Binder:
         return values
 
     def _check_axis(
-        self, axis: _Axis, size: int, values: Values, source: Mapping[Symbol, str]
+        self, axis: _Axis, size: int, values: Values, source: Mapping[Symbol, object]
     ) -> None:
-        where = f"Expected input {self._declared.index(axis.tv)}, {axis.tv},"
         expected = _evaluated(axis.extent, values)
+        if expected == size:
+            return
+        where = f"Expected input {self._declared.index(axis.tv)}, {axis.tv},"
         if expected is None:
             unknown = next(s for s in symbols(axis.extent) if s not in values)
             raise InputError(
                 f"{where} whose axis {axis.position} has extent {axis.extent}: no input binds "
                 f"{unknown}"
             )
-        if expected == size:
-            return
         if axis.blocks > 1 and expected % axis.blocks:
             raise ShardingError(
                 f"{axis} has extent {axis.extent} = {expected}, which {axis.blocks} ranks do not "
@@ -142,7 +142,7 @@ class Binder:
             f"axis {axis.position}, but got {axis.found(size)}{why}"
         )
 
-    def _check_relations(self, values: Values, source: Mapping[Symbol, str]) -> None:
+    def _check_relations(self, values: Values, source: Mapping[Symbol, object]) -> None:
         for x, y in self._fusion.equal_extents():
             a, b = _evaluated(x, values), _evaluated(y, values)
             if a is not None and b is not None and a != b:
@@ -156,7 +156,7 @@ class Binder:
         return f": {reason}" if reason else ""
 
 
-def _from(extents: Iterable[Scalar], source: Mapping[Symbol, str]) -> str:
+def _from(extents: Iterable[Scalar], source: Mapping[Symbol, object]) -> str:
     used = dict.fromkeys(s for x in extents for s in symbols(x) if s in source)
     return f" (from {', '.join(f'{s}: {source[s]}' for s in used)})" if used else ""
 
@@ -176,6 +176,9 @@ def complete(fusion: Fusion, values: Values) -> None:
 
 def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
     """Return the value of an extent, None where a symbol has none yet."""
+    if isinstance(x, Symbol):
+        found = values.get(x)
+        return None if found is None else int(found)
     return size_of(x, values) if all(s in values for s in symbols(x)) else None
 
 

@@ -14,6 +14,7 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
+from fuser.errors import UnsupportedError
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
 from fuser.record import record
@@ -301,6 +302,31 @@ class TensorDomain:
     def no_reductions(self) -> tuple[IterDomain, ...]:
         """The logical axes that consumers and users see."""
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
+
+    @cached_property
+    def memory_order(self) -> tuple[tuple[int, bool | None], ...]:
+        """See `fuser.ir.storage.memory_order`."""
+        axes = self.no_reductions
+        positions = {a.number: p for p, a in enumerate(axes)}
+        outers = {t: self.rotated(t.outer) for t in self.splits.values()}
+        cuts = {t: outer for t, outer in outers.items() if outer.is_device or outer.is_stream}
+        split_of = {t.inner: t.inp for t in cuts}
+        folded = {outer.number for outer in cuts.values()} - positions.keys()
+        order: list[tuple[int, bool | None]] = []
+        for axis, flag in zip(self.maybe_allocation, self.contiguity, strict=True):
+            if axis.is_reduction() or axis.number in folded:
+                continue
+            number = axis.number
+            while number not in positions and number in split_of:
+                number = split_of[number]
+            if number not in positions:
+                raise UnsupportedError(
+                    f"allocation axis {axis} is no logical axis and no cut of one"
+                )
+            order.append((positions[number], flag))
+        if sorted(p for p, _ in order) != list(range(len(axes))):
+            raise UnsupportedError("the allocation domain is no permutation of the logical axes")
+        return tuple(order)
 
     @cached_property
     def splits(self) -> Mapping[int, Split]:

@@ -29,6 +29,7 @@ class ExtentClasses:
         self._reasons: dict[Scalar | Relation, str] = {}
         self._answers: dict[Scalar, Scalar] = {}
         self._rules: dict[Scalar, Scalar] = {}
+        self._relations: tuple[Relation, ...] | None = None
 
     def copy(self) -> ExtentClasses:
         """Return a copy that changes on its own."""
@@ -53,7 +54,7 @@ class ExtentClasses:
         else:
             self._whole[b, a] = None
             self._reasons[b, a] = reason
-        self._answers = {}
+        self._answers, self._relations = {}, None
         self._rules = {self._substituted(x): y for x, y in self._whole}
 
     def canonical(self, x: Scalar) -> Scalar:
@@ -83,7 +84,10 @@ class ExtentClasses:
 
     def relations(self) -> tuple[Relation, ...]:
         """Return (x, representative) for every symbol of a class, then the other equalities."""
-        return (*((s, self.canonical(s)) for s in self._classes), *self._whole)
+        if self._relations is None:
+            found = ((s, self.canonical(s)) for s in self._classes)
+            self._relations = (*found, *self._whole)
+        return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
         """Return what stated an equality (`add of T0 and T1 at model.py:7`), or nothing."""
@@ -93,7 +97,7 @@ class ExtentClasses:
         """Replace symbols in every equality; those that say nothing any more are dropped."""
         said = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
         self._classes, self._whole, self._reasons = {}, {}, {}
-        self._answers, self._rules = {}, {}
+        self._answers, self._rules, self._relations = {}, {}, None
         for x, y, reason in said:
             self.unify(substitute(y, values), substitute(x, values), reason)
 

@@ -36,28 +36,10 @@ def memory_order(tv: TensorView) -> MemoryOrder:
     Device and stream axes in the allocation domain are folded into the axis that they cut.
     Raises `UnsupportedError` for an allocation domain that is no permutation of the logical axes.
     """
-    domain = tv.domain
-    axes = domain.no_reductions
-    positions = {a.number: p for p, a in enumerate(axes)}
-    outers = {t: domain.rotated(t.outer) for t in domain.splits.values()}
-    cuts = {t: outer for t, outer in outers.items() if outer.is_device or outer.is_stream}
-    split_of = {t.inner: t.inp for t in cuts}
-    folded = {outer.number for outer in cuts.values()} - positions.keys()
-    order: list[tuple[int, bool | None]] = []
-    for axis, flag in zip(domain.maybe_allocation, domain.contiguity, strict=True):
-        if axis.is_reduction() or axis.number in folded:
-            continue
-        number = axis.number
-        while number not in positions and number in split_of:
-            number = split_of[number]
-        if number not in positions:
-            raise UnsupportedError(
-                f"{tv}: allocation axis {axis} is no logical axis and no cut of one"
-            )
-        order.append((positions[number], flag))
-    if sorted(p for p, _ in order) != list(range(len(axes))):
-        raise UnsupportedError(f"{tv}: the allocation domain is no permutation of the logical axes")
-    return tuple(order)
+    try:
+        return tv.domain.memory_order
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{tv}: {error}") from None
 
 
 def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
@@ -78,6 +60,17 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
     order = [(axes[p], True) for p, _ in memory_order(tv)]
     strides = _strides(order, lambda a: sizes[a.number], _no_gaps)
     return tuple(sc.ZERO if a.expanded is not None else strides[a.number] for a in axes)
+
+
+def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return `dense_strides` for sizes that are known."""
+    axes, strides, step = tv.domain.no_reductions, [0] * len(sizes), 1
+    for p, _ in reversed(memory_order(tv)):
+        axis = axes[p]
+        strides[p] = 0 if axis.expanded is not None else step
+        if is_stored(axis):
+            step *= sizes[p]
+    return tuple(strides)
 
 
 def memory_strides(

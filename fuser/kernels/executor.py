@@ -43,6 +43,8 @@ from fuser.schedule import registry
 from fuser.schedule.facts import Facts
 
 MAX_VARIANTS = 8
+# Layouts of all tensors for which heuristics keep a copy of the fusion.
+MAX_LAYOUTS = 16
 # Classes of tensors whose launches are remembered.
 MAX_RECORDS = 256
 # Inputs and outputs of at most SMALL_BYTES take the kernel of a nearby size rather than one of
@@ -117,6 +119,14 @@ class KernelExecutor:
         # Which scalar inputs decide sizes, by their place among the scalars.
         self._structural = [k for k, i in enumerate(numbers) if i not in free]
         self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
+        self._extent_symbols = tuple(
+            dict.fromkeys(s for tv in fusion.tensors() for s in _extent_symbols(tv))
+        )
+        # The sizes of iteration spaces, and the fusion with the layouts that came.
+        self._spaces = {
+            tuple(fusion.canonical(a.size) for a in tv.domain.logical) for tv in fusion.tensors()
+        }
+        self._of_layouts: Recent[tuple[Layout, ...], Fusion] = Recent(MAX_LAYOUTS)
         # Such as the rows of an empty block, which nothing else may have.
         self._is_empty = any(
             sc.int_value(a.extent) == 0 for tv in fusion.tensors() for a in tv.domain.logical
@@ -182,9 +192,10 @@ class KernelExecutor:
         tensors: Sequence[torch.Tensor],
         numbers: Sequence[Number],
         sizes: Sizes,
+        device: DeviceInfo | None = None,
     ) -> Record | None:
         """Return what is remembered of this class of tensors; None for an empty one."""
-        key: object = [(t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
+        key: object = [(t.shape, t.stride(), _address(t) & 15) for t in tensors]
         if self._scalars or self._free:
             key = (
                 *key,
@@ -195,9 +206,25 @@ class KernelExecutor:
             key = tuple(key)  # pyright: ignore[reportArgumentType]
         if key in self._records:
             return self._records[key]
-        record = self._records.recall(key) or self.bind(inputs, outputs, sizes=sizes)
+        record = self._records.recall(key)
+        if record is None:
+            record = self.bind(inputs, outputs, sizes=sizes, device=device)
         self._records[key] = record
         return record
+
+    def record(
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        device: DeviceInfo,
+    ) -> Record | None:
+        """Like `bind`, and remember it: `run` on tensors of this class finds it again."""
+        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
+        with self._lock:
+            return self._record(inputs, outputs, tensors, numbers, sizes, device)
 
     def _explained(self, variant: Variant, error: KernelError) -> KernelError:
         return KernelError(f"{error}\n{self._blame(variant, error)}")
@@ -253,7 +280,7 @@ class KernelExecutor:
         if (
             self._is_empty
             or any(t.numel() == 0 for t in tensors)
-            or any(values.get(s) == 0 for tv in self.fusion.tensors() for s in _extent_symbols(tv))
+            or any(values.get(s) == 0 for s in self._extent_symbols)
         ):
             return None
         layouts = tuple(
@@ -324,7 +351,9 @@ class KernelExecutor:
             known = [k for k in self._variants if k[0] == layouts]
             if not known:
                 return self._generic
-        fusion, _ = self._specialized(layouts)
+        fusion = self._of_layouts.recall(layouts)
+        if fusion is None:
+            fusion = self._of_layouts[layouts] = self._specialized(layouts)[0]
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         params = self.scheduler.heuristics(fusion, Facts(sizes, alignments), device)
         index = self._index_dtype(values, tensors)
@@ -418,9 +447,8 @@ class KernelExecutor:
     ) -> DataType:
         """Return Int32 where every offset and every iteration count fits, over-run included."""
         largest = max((_span(t) for t in tensors), default=0)
-        for tv in self.fusion.tensors():
-            sizes = (sc.evaluate(self.fusion.canonical(a.size), values) for a in tv.domain.logical)
-            largest = max(largest, int(prod(sizes)))
+        for space in self._spaces:
+            largest = max(largest, int(prod(sc.evaluate(size, values) for size in space)))
         return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
     # ------------------------------------------------------------ compiling
@@ -472,7 +500,7 @@ def _lower_missing(
 ) -> Iterator[KernelSource]:
     """Yield the text of each variant that is not compiled yet; append the variant to `variants`."""
     for executor, inputs, outputs, sizes in requests:
-        record = executor.bind(inputs, outputs, sizes=sizes, device=device)
+        record = executor.record(inputs, outputs, sizes=sizes, device=device)
         if record is not None and record[0].compiled is None and record[0] not in variants:
             variants.append(record[0])
             yield record[0].kernel.source
@@ -510,15 +538,19 @@ def _span(t: torch.Tensor) -> int:
 def _alignment(t: torch.Tensor, layout: Layout) -> int:
     """Return the largest power of two, at most 16, that divides the address and every stride, in
     bytes, of an axis that is not contiguous."""
-    # A tensor without contents is a part of one whose memory will be as aligned as any.
-    is_meta = t.device.type == "meta"
-    address = t.storage_offset() * t.element_size() if is_meta else t.data_ptr()
-    found = gcd(address, VECTOR_BYTES)
+    found = gcd(_address(t), VECTOR_BYTES)
     order, flags = layout
     for k, flag in zip(order, flags, strict=True):
         if not flag and t.stride(k):
             found = gcd(found, t.stride(k) * t.element_size())
     return found
+
+
+def _address(t: torch.Tensor) -> int:
+    """Return the address of a tensor; of one without contents, where it begins in memory that will
+    be as aligned as any."""
+    is_meta = t.device.type == "meta"
+    return int(t.storage_offset()) * t.element_size() if is_meta else t.data_ptr()
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ class Variant:
     nbytes: int = 0
     compiled: CompiledKernel | None = None
 
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """The number of an input or output in the kernel -> that in the fusion."""
+        return {twin.number: number for number, twin in self.twins.items()}
+
+    @cached_property
+    def strides(self) -> dict[int, tuple[Symbol, ...]]:
+        """The number of an input or output in the fusion -> the symbols of its strides."""
+        return {
+            number: tuple(stride_symbol(twin, k) for k in range(twin.ndim))
+            for number, twin in self.twins.items()
+        }
+
 
 def launch_of(
     variant: Variant,
@@ -48,11 +61,9 @@ def launch_of(
     positions = {variant.twins[tv.number].number: k for k, tv in enumerate(tvs)}
     known: dict[Symbol, Number] = dict(values)
     for tv, t in zip(tvs, tensors, strict=True):
-        twin = variant.twins[tv.number]
-        known.update((stride_symbol(twin, k), s) for k, s in enumerate(t.stride()))
-    number_of = {variant.twins[tv.number].number: tv.number for tv in tvs}
+        known.update(zip(variant.strides[tv.number], t.stride(), strict=True))
     for tv, nbytes in kernel.alignments:
-        if alignments[number_of[tv.number]] % nbytes:
+        if alignments[variant.numbers[tv.number]] % nbytes:
             return None
     if not all(sc.evaluate(guard, known) for guard in kernel.guards):
         return None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
+from fuser.ir import scalar as sc
+from fuser.ir.scalar import const
+from fuser.ir.storage import dense_strides, dense_strides_of
 from fuser.kernels.executor import KernelExecutor
 from hostir.evaluate import HostIrEvaluator
 from hostir.steps import Launch
@@ -134,3 +139,32 @@ def test_a_run_inside_of_a_run_has_its_own_launches() -> None:
         assert plan.arenas.take(0) is arena, "the outer run gave its arena back last"
         for a, b in zip((*got, *found.pop()), (*wanted[0], *wanted[1]), strict=True):
             assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------ new shapes
+def test_a_new_shape_binds_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk before the run does; the run, and what records it, find that again."""
+    fd, binds = _chain(), list[str]()
+    fd.execute([torch.randn(4, 4), torch.randn(4, 4)])
+    bind = KernelExecutor.bind
+
+    def counted(self: KernelExecutor, *args: Any, **kwargs: Any) -> Any:
+        binds.append(self.name)
+        return bind(self, *args, **kwargs)
+
+    monkeypatch.setattr(KernelExecutor, "bind", counted)
+    for n in (5, 8, 8, 13):
+        inputs = [torch.randn(n, n), torch.randn(n, n)]
+        (got,) = fd.execute(inputs)
+        torch.testing.assert_close(got.double(), _expected(*inputs), rtol=1e-4, atol=1e-4)
+    assert len(binds) == 3 * fd.fec.statistics()["kernels"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strides_of_known_sizes_are_those_of_symbolic_ones(name: str) -> None:
+    random = Random(0)
+    for tv in build(CASES[name]).tensors():
+        for _ in range(3):
+            sizes = [random.choice((1, 2, 3, 7)) for _ in range(tv.ndim)]
+            symbolic = dense_strides(tv, [const(n) for n in sizes])
+            assert dense_strides_of(tv, sizes) == tuple(sc.evaluate(s, {}) for s in symbolic)
