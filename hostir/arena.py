@@ -42,6 +42,10 @@ class Block:
         steps = zip(self.shape, self.strides, strict=True)
         return (1 + sum((n - 1) * s for n, s in steps)) * self.dtype.itemsize
 
+    def at(self, offset: int) -> Block:
+        """Return this buffer in another place."""
+        return Block(self.slot, self.shape, self.strides, self.dtype, offset)
+
     def view(self, arena: torch.Tensor) -> torch.Tensor:
         """Return the tensor in a uint8 arena."""
         part = arena[self.offset : self.offset + self.nbytes].view(self.dtype)

@@ -9,7 +9,6 @@ is given once in a run: where a loop makes a tensor anew, that is another slot.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -31,7 +29,7 @@ from hostir.container import walk
 from hostir.effects import Stream
 from hostir.frame import Frame
 from hostir.handlers import launch_operands
-from hostir.layout import allocated_strides, is_repeated, share_storage, write
+from hostir.layout import is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated
 from hostir.memory import new_buffer, no_memory
 from hostir.ops import (
@@ -136,11 +134,11 @@ class Recorder:
         """Give every buffer that the program deallocates its place in the arena."""
         tensors = list(self._end)
         tensors.sort(key=self._begin.__getitem__)
+        blocks = [self._blocks[t] for t in tensors]
         offsets, nbytes = first_fit(
-            [(self._begin[t], self._end[t], self._blocks[t].nbytes) for t in tensors]
+            [(self._begin[t], self._end[t], b.nbytes) for t, b in zip(tensors, blocks, strict=True)]
         )
-        placed = zip(tensors, offsets, strict=True)
-        return tuple(replace(self._blocks[t], offset=at) for t, at in placed), nbytes
+        return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
 
     def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
@@ -195,8 +193,8 @@ class Recorder:
         tv = op.buffer
         if tv in self._frame.storage.named:
             return None
-        i, shape = self.new_slot(tv), self._frame.local_shape(tv, op.stream_index)
-        block = Block(i, shape, allocated_strides(tv, shape), to_torch(tv.dtype()))
+        i, made = self.new_slot(tv), self._frame.tensors[tv]
+        block = Block(i, tuple(made.shape), made.stride(), made.dtype)
 
         def clear(slots: Slots) -> None:
             slots[i].zero_()

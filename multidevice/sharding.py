@@ -127,6 +127,8 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     Raises `ShardingError` naming tensor, extent and mesh when the mesh does not divide an extent.
     """
     _check_rank(tv, sizes)
+    if not tv.domain.has_devices:
+        return tuple(sizes)
     axes = zip(tv.domain.no_reductions, sizes, placement(tv), strict=True)
     return tuple(_local_size(tv, axis, size, cuts) for axis, size, cuts in axes)
 

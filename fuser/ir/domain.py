@@ -304,6 +304,11 @@ class TensorDomain:
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
     @cached_property
+    def has_devices(self) -> bool:
+        """Whether devices share some axis, or a part of one."""
+        return any(a.is_device for a in self.axes.values())
+
+    @cached_property
     def memory_order(self) -> tuple[tuple[int, bool | None], ...]:
         """See `fuser.ir.storage.memory_order`."""
         axes = self.no_reductions
