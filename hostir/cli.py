@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,10 +15,12 @@ import torch
 from fuser.errors import FuserError, InputError, OptionError
 from hostir.before_run import findings, ranks_to_look_at
 from hostir.container import SHORT_FORM, HostIrContainer, has_communications, has_streams, walk
+from hostir.cost import predict, report
 from hostir.diff import differences
 from hostir.findings import refuse
 from hostir.host_passes import PASSES, Pass, run_passes
 from hostir.lower_streams import lower_streams
+from hostir.machine import MACHINES, find_machine
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import (
     DEFAULT_STREAMS,
@@ -31,7 +34,9 @@ from hostir.ranks import (
     symbol_values,
     together,
 )
+from hostir.schedule import Schedule, schedule
 from hostir.source import read_program
+from hostir.trace import trace_text
 from hostir.verify import verify
 from hostir.why import explain
 from multidevice.communicator import Communicator
@@ -186,6 +191,31 @@ def _verify(args: argparse.Namespace) -> None:
         print(f"the {len(program.devices())} ranks meet in every communication")
 
 
+def _cost(args: argparse.Namespace) -> None:
+    """predict time, communication, memory and what is waited for, without running anything"""
+    program, made = _scheduled(args)
+    found = predict(program, made)
+    print(json.dumps(found.to_dict(), indent=2) if args.json else report(found))
+
+
+def _trace(args: argparse.Namespace) -> None:
+    """write the predicted schedule as a timeline for Perfetto; not yet that of a real run"""
+    program, made = _scheduled(args)
+    Path(args.output).write_text(trace_text(program, made))
+    print(f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run")
+
+
+def _scheduled(args: argparse.Namespace) -> tuple[HostIrContainer, Schedule]:
+    program, machine = _checked(args), find_machine(args.machine)
+    values = symbol_values(program, _sizes(args.size))
+    values[NUMBER_OF_STREAMS] = args.streams
+    needed = max((*program.devices(), 0)) + 1
+    if args.ranks is not None and args.ranks < needed:
+        raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed}")
+    ranks = range(args.ranks) if args.ranks is not None else ()
+    return program, schedule(program, values, machine, ranks=ranks)
+
+
 def _diff(args: argparse.Namespace) -> int:
     """compare two programs; the exit code is 1 where they differ"""
     a, b = read_program(args.file), read_program(args.other)
@@ -247,7 +277,18 @@ def _arguments() -> argparse.ArgumentParser:
     file(run)
     verify = command(_verify)
     file(verify)
-    for made in (run, verify):
+    cost, trace = command(_cost), command(_trace)
+    cost.add_argument("--json", action="store_true", help="everything, as JSON")
+    trace.add_argument("-o", "--output", metavar="FILE", required=True, help="such as trace.json")
+    for made in (cost, trace):
+        made.add_argument("--ranks", type=int, help="how many; default: those of the meshes")
+        made.add_argument(
+            "--machine",
+            default="h200",
+            help=f"{', '.join(MACHINES)}, or a description: a file NAME.json; default: h200",
+        )
+        file(made)
+    for made in (run, verify, cost, trace):
         made.add_argument(
             "--streams",
             type=int,
@@ -267,7 +308,7 @@ def _arguments() -> argparse.ArgumentParser:
     why = command(_why)
     why.add_argument("tensor", help="T7: this tensor and what touches it; all: every communication")
     file(why)
-    for name in ("why", "print", "opt", "run", "verify"):
+    for name in ("why", "print", "opt", "run", "verify", "cost", "trace"):
         commands.choices[name].add_argument(
             "--program", type=int, metavar="N", help="which of several programs, from 0"
         )

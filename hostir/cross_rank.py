@@ -72,14 +72,17 @@ def find_mismatches(
     """
     if not has_communications(program):
         return []
-    walker = _Walker(program, ranks or program.devices(), dict(values))
+    walker = RankWalker(program, ranks or program.devices(), dict(values))
     walker.run(program.ops)
     walker.finish()
     return list(walker.found.values())
 
 
-class _Walker:
-    """Goes through the unrolled program for all ranks; `mask` tells which ones are here."""
+class RankWalker:
+    """Goes through the unrolled program for all ranks; `mask` tells which ones are here.
+
+    `hostir.unrolled` adds what the ops cost, and has `step`, `met` and `paired` to hear of them.
+    """
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
@@ -118,10 +121,15 @@ class _Walker:
                 self._loop(op)
             elif isinstance(op, IfThenElse):
                 self._branch(op)
-            elif type(op) in HANDLERS:
-                HANDLERS[type(op)](self, op, Site(op, self.indices))
             else:
-                self._names(op)
+                self.step(op)
+
+    def step(self, op: Op) -> None:
+        """Do what an op without regions does."""
+        if type(op) in HANDLERS:
+            HANDLERS[type(op)](self, op, Site(op, self.indices))
+        else:
+            self._names(op)
 
     def _loop(self, op: ForLoop) -> None:
         site = Site(op, self.indices)
@@ -158,7 +166,7 @@ class _Walker:
                 def check(part: Part, index: PerRank, limit: int, shows: Shows = effect) -> None:
                     self._in_range(op, shows, part, index, limit)
 
-                source = self._spot(effect.source)
+                source = self.spot_of(effect.source)
                 self.spots[effect.out] = self.shapes.named(source, effect, op, check)
                 continue
             if self.sent is not None and self.sent.number == effect.number:
@@ -175,12 +183,13 @@ class _Walker:
             what += f"{shows.source.label}, which has {at(limit, i)}, on {self._who(outside)}"
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
-    def _spot(self, tv: TensorView) -> Spot:
+    def spot_of(self, tv: TensorView) -> Spot:
+        """Return what a name means at this step."""
         spot = self.spots.get(tv)
         if spot is None:
             shown = self.storage.shown_by(tv)
             if shown is not None and tv not in self.storage.named:
-                return self._spot(shown)
+                return self.spot_of(shown)
             spot = self.spots[tv] = self.shapes.spot(tv)
         return spot
 
@@ -230,7 +239,7 @@ class _Walker:
 
     def _collective(self, op: Communication, site: Site) -> None:
         teams, here = self._comes(op, site)
-        inp, out = self._spot(op.inp), self._spot(op.out)
+        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
         mine, theirs = (
             spot.elements(order.expanded) for spot, order in zip((inp, out), op.orders, strict=True)
         )
@@ -314,7 +323,7 @@ class _Walker:
         grows = _GROWS.get(op.type, 0)
         if not grows:
             return
-        inp, out = self._spot(op.inp), self._spot(op.out)
+        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
         spread, whole = (inp, out) if grows > 0 else (out, inp)
         cuts = self.shapes.device_cuts
         along = frozenset[ParallelType]().union(*cuts(spread.owner))
@@ -330,7 +339,7 @@ class _Walker:
 
     def _permute(self, op: CollectivePermute, site: Site) -> None:
         teams, here = self._comes(op, site)
-        inp, out = self._spot(op.inp), self._spot(op.out)
+        inp, out = self.spot_of(op.inp), self.spot_of(op.out)
         sizes = inp.elements(op.orders[0].expanded), out.elements(op.orders[1].expanded)
         terms = (
             ("type", "CollectivePermute"),
@@ -352,8 +361,8 @@ class _Walker:
 
     # ------------------------------------------------------------ transfers
     def _transfer(self, op: P2PCommunication, site: Site) -> None:
-        spot = self._spot(op.buffer)
-        mask = self.mask & self._holds(op.buffer)
+        spot = self.spot_of(op.buffer)
+        mask = self.mask & self.holds(op.buffer)
         to = self._partners(op, mask, site)
         elements = spot.elements(op.orders[0].expanded)
         half = Half(site, op, mask, to, elements, self.shapes.region(spot))
@@ -385,7 +394,8 @@ class _Walker:
             self.is_lost = True
         return to
 
-    def _holds(self, tv: TensorView) -> Array:
+    def holds(self, tv: TensorView) -> Array:
+        """Return which ranks have a shard of a tensor."""
         if tv not in self.held:
             every = tv.mesh is None or tv.mesh.size == len(self.ranks)
             here = [every or tv.mesh is None or tv.mesh.has(r) for r in self.ranks]
@@ -497,7 +507,7 @@ class _Walker:
             text += f"{self.ranks[receivers[k]]} receives {at(theirs, receivers[k])}"
             self.note(Finding(SIZES, text, sites))
             return
-        self._check_parts(met.inp, met.out, senders, receivers, met.sites)
+        self.check_parts(met.inp, met.out, senders, receivers, met.sites)
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
         """See `Judge`."""
@@ -516,9 +526,9 @@ class _Walker:
                 )
                 self.note(Finding(MISMATCH, f"a send and its receive differ in {what}", sites))
                 return
-        self._check_parts(a.part, b.part, senders, receivers, (a.site, b.site))
+        self.check_parts(a.part, b.part, senders, receivers, (a.site, b.site))
 
-    def _check_parts(
+    def check_parts(
         self,
         a: Region | None,
         b: Region | None,
@@ -526,6 +536,7 @@ class _Walker:
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
+        """Report what these ranks send and receive as another part than it was."""
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
             what, k = found
@@ -555,11 +566,11 @@ def _outside(x: PerRank, limit: int, here: Array) -> Array | None:
     return wrong if wrong.any() else None
 
 
-HANDLERS: dict[type[Op], Callable[[_Walker, Any, Site], None]] = {
-    Allocate: _Walker._allocate,  # pyright: ignore[reportPrivateUsage]
-    CollectivePermute: _Walker._permute,  # pyright: ignore[reportPrivateUsage]
-    Communication: _Walker._collective,  # pyright: ignore[reportPrivateUsage]
-    EndCoalescing: _Walker._close,  # pyright: ignore[reportPrivateUsage]
-    P2PCommunication: _Walker._transfer,  # pyright: ignore[reportPrivateUsage]
-    StartCoalescing: _Walker._open,  # pyright: ignore[reportPrivateUsage]
+HANDLERS: dict[type[Op], Callable[[RankWalker, Any, Site], None]] = {
+    Allocate: RankWalker._allocate,  # pyright: ignore[reportPrivateUsage]
+    CollectivePermute: RankWalker._permute,  # pyright: ignore[reportPrivateUsage]
+    Communication: RankWalker._collective,  # pyright: ignore[reportPrivateUsage]
+    EndCoalescing: RankWalker._close,  # pyright: ignore[reportPrivateUsage]
+    P2PCommunication: RankWalker._transfer,  # pyright: ignore[reportPrivateUsage]
+    StartCoalescing: RankWalker._open,  # pyright: ignore[reportPrivateUsage]
 }

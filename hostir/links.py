@@ -1,0 +1,106 @@
+"""How many bytes each rank sends and receives, and to whom; counted for all ranks at once.
+
+A collective counts as if every member gave the others what they need of it directly; a library may
+pass the same bytes on along a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.tensor import TensorView
+from hostir.rank_values import Array, PerRank, np
+from hostir.transfers import CollectivePermute, Communication, P2PCommunication
+from hostir.unrolled import Record, Unroller
+
+# Of so many ranks every pair is counted.
+MAX_PAIRED = 16
+
+# Bytes from each member to each other one, of its input, its output, and the team's size.
+_BLOCK: dict[str, Callable[[PerRank, PerRank, int], PerRank]] = {
+    "Allgather": lambda inp, out, n: inp,
+    "Allreduce": lambda inp, out, n: 2 * inp / n,
+    "AllToAll": lambda inp, out, n: inp / n,
+    "Broadcast": lambda inp, out, n: out,
+    "Gather": lambda inp, out, n: inp,
+    "Reduce": lambda inp, out, n: inp,
+    "ReduceScatter": lambda inp, out, n: out,
+    "Scatter": lambda inp, out, n: out,
+}
+_FROM_ROOT = frozenset({"Broadcast", "Scatter"})
+_TO_ROOT = frozenset({"Gather", "Reduce"})
+
+
+@dataclass
+class Traffic:
+    """Bytes by place of the rank; `pairs` [from, to], None where there are too many ranks."""
+
+    sent: Array
+    received: Array
+    pairs: Array | None
+
+
+def traffic_of(unrolled: Unroller) -> Traffic:
+    count = len(unrolled.ranks)
+    pairs = np.zeros((count, count)) if count <= MAX_PAIRED else None
+    found = Traffic(np.zeros(count), np.zeros(count), pairs)
+    for record in unrolled.records:
+        for one in record.group if record.group is not None else [record]:
+            _count(one, found)
+    return found
+
+
+def _count(record: Record, found: Traffic) -> None:
+    op = record.site.op
+    if isinstance(op, Communication):
+        _collective(record, op, found)
+    elif isinstance(op, CollectivePermute):
+        teams, here = record.teams, np.nonzero(record.mask)[0]
+        if teams is not None and record.peers is not None:
+            to = np.broadcast_to(np.asarray(record.peers[0]), record.mask.shape)[here]
+            receivers = teams.members[teams.team[here], to]
+            moved = receivers != here
+            _add(found, here[moved], receivers[moved], _nbytes(record, op.inp)[here[moved]])
+    elif isinstance(op, P2PCommunication) and op.type == "send":
+        nbytes = _nbytes(record, op.buffer)
+        for _, senders, receivers in record.pairs:
+            _add(found, senders, receivers, nbytes[senders])
+
+
+def _add(found: Traffic, senders: Array, receivers: Array, nbytes: Array) -> None:
+    np.add.at(found.sent, senders, nbytes)
+    np.add.at(found.received, receivers, nbytes)
+    if found.pairs is not None:
+        np.add.at(found.pairs, (senders, receivers), nbytes)
+
+
+def _nbytes(record: Record, tv: TensorView) -> Array:
+    total: PerRank = nbytes_of(tv.dtype())
+    for n in record.shapes[tv]:
+        total = total * n
+    return np.broadcast_to(np.asarray(total, dtype=np.float64), record.mask.shape)
+
+
+def _collective(record: Record, op: Communication, found: Traffic) -> None:
+    teams, mask, n = record.teams, record.mask, op.team.size
+    assert teams is not None
+    inp, out = _nbytes(record, op.inp), _nbytes(record, op.out)
+    block = np.where(mask, _BLOCK[op.type](inp, out, n), 0.0)
+    is_root = mask & (teams.position == record.root)
+    gives = is_root if op.type in _FROM_ROOT else mask
+    takes = is_root if op.type in _TO_ROOT else mask
+    if op.type in _TO_ROOT:
+        gives = mask & ~is_root
+    elif op.type in _FROM_ROOT:
+        takes = mask & ~is_root
+    others = {
+        "to": 1 if op.type in _TO_ROOT else n - 1,
+        "from": 1 if op.type in _FROM_ROOT else n - 1,
+    }
+    found.sent += np.where(gives, block * others["to"], 0.0)
+    found.received += np.where(takes, block * others["from"], 0.0)
+    if found.pairs is not None:
+        same = (teams.team[:, None] == teams.team[None, :]) & ~np.eye(len(mask), dtype=bool)
+        found.pairs += np.where(same & gives[:, None] & takes[None, :], block[:, None], 0.0)

@@ -1,0 +1,171 @@
+"""What a machine can do, as numbers: what the cost model (`hostir.op_costs`) computes with.
+
+A description is a JSON file; what it leaves out is that of the built-in "h200". Nothing here asks
+the machine that it runs on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fuser.errors import InputError
+from fuser.ir.dtypes import DataType
+from hostir.transfers import COLLECTIVES
+
+# Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,
+# float32 is without TF32, float64 on tensor cores.
+_DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
+# Bytes that a rank moves in a second, by type. A bus bandwidth: whatever the team's size.
+_NCCL = {"Allgather": 325e9, "ReduceScatter": 325e9, "Allreduce": 345e9}
+
+
+def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
+    return MappingProxyType(dict(values))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds (`_s`), bytes per second (`_bandwidth`), and what else the name says.
+
+    `matmul`: (floating-point operations of one matmul in float16, those per second while every
+    multiprocessor has a tile); between two points the rate follows the logarithm, outside it is
+    that of the nearest. `matmul_dtypes` scales it. `tiles`: rows and columns of a tile that the
+    library can choose, and how fast such tiles are. `nccl` has the bus bandwidth of each type of
+    collective, `nccl_other_bandwidth` that of every other and of sends. `nccl_fill_s` is what the
+    ramp of a large collective costs beyond `nccl_latency_s`, half of it at `nccl_fill_nbytes`.
+    `host_*`: how long the host is busy with one op, and at the beginning of a run.
+    """
+
+    name: str = "h200"
+    multiprocessors: int = 132
+    memory_bandwidth: float = 4.2e12
+    launch_s: float = 2e-6
+    kernel_fill_nbytes: float = 4e6
+    matmul: tuple[tuple[float, float], ...] = ((0.5e12, 800e12), (1e12, 720e12))
+    matmul_launch_s: float = 4e-6
+    tiles: tuple[tuple[int, int, float], ...] = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95))
+    matmul_dtypes: Mapping[str, float] = field(default_factory=lambda: _frozen(_DTYPES))
+    copy_latency_s: float = 2.9e-6
+    pull_bandwidth: float = 373e9
+    nccl_latency_s: float = 14e-6
+    nccl_fill_s: float = 24e-6
+    nccl_fill_nbytes: float = 4e6
+    nccl_multiprocessors: int = 24
+    nccl: Mapping[str, float] = field(default_factory=lambda: _frozen(_NCCL))
+    nccl_other_bandwidth: float = 325e9
+    host_run_s: float = 19e-6
+    host_kernel_s: float = 8e-6
+    host_library_s: float = 13e-6
+    host_post_s: float = 20e-6
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check(self, f.name, getattr(self, f.name))
+
+    def to_json(self) -> str:
+        """Return the text of a description file, which `machine_from_json` reads."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(values, indent=2, default=dict)
+
+
+def _check(machine: Machine, name: str, value: Any) -> None:
+    """Raise `InputError` for what is no positive number where one is meant; latencies may be 0."""
+    default = _DEFAULTS[name]
+    if isinstance(default, str):
+        fits, wanted = isinstance(value, str) and bool(value), "a name"
+    elif isinstance(default, Mapping):
+        table: Any = value
+        fits = isinstance(value, Mapping) and all(map(_is_number, table.values()))
+        wanted = 'numbers above 0 by name, such as {"Float": 0.07}'
+    elif isinstance(default, tuple):
+        rows, width = value, _width(name)
+        fits = isinstance(value, tuple) and bool(rows) and all(_is_row(r, width) for r in rows)
+        wanted = f"rows of {width} numbers above 0"
+        if name == "matmul":
+            fits = fits and [r[0] for r in rows] == sorted({r[0] for r in rows})
+            wanted += ", by the first of them"
+    else:
+        is_count = isinstance(default, int)
+        fits = _is_number(value) or (name.endswith("_s") and value == 0)
+        fits = fits and isinstance(value, int if is_count else int | float)
+        wanted = "an integer above 0" if is_count else "a number above 0"
+    if not fits:
+        raise InputError(f"machine {machine.name}: {name} = {value!r}: expected {wanted}")
+
+
+def _width(name: str) -> int:
+    return len(_DEFAULTS[name][0])
+
+
+def _is_row(row: Any, width: int) -> bool:
+    return isinstance(row, tuple) and len(row) == width and all(map(_is_number, row))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and math.isfinite(value) and value > 0
+
+
+_DEFAULTS: dict[str, Any] = {
+    f.name: f.default if f.default is not MISSING else f.default_factory()  # pyright: ignore[reportCallIssue]
+    for f in fields(Machine)
+}
+H200 = Machine()
+MACHINES: Mapping[str, Machine] = MappingProxyType({"h200": H200})
+
+
+def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
+    """Return the machine that a description says; what it leaves out is that of "h200".
+
+    Raises `InputError` for a name that machines do not have, or a value that is none.
+    """
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where}: no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{where}: expected an object with the fields of a machine")
+    values: dict[str, Any] = found  # pyright: ignore[reportUnknownVariableType]
+    for name in values:
+        if name not in _DEFAULTS:
+            near = difflib.get_close_matches(name, _DEFAULTS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"{where}: machines have no {name!r}{hint}")
+    return replace(H200, **{k: _read(k, v) for k, v in values.items()})
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return what JSON has of a field: lists are rows; tables keep what they leave out."""
+    default = _DEFAULTS[name]
+    if isinstance(default, tuple) and isinstance(value, list):
+        rows: Any = value  # pyright: ignore[reportUnknownVariableType]
+        return tuple(tuple(row) if isinstance(row, list) else row for row in rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(default, Mapping) and isinstance(value, dict):
+        table: Any = value  # pyright: ignore[reportUnknownVariableType]
+        known = COLLECTIVES if name == "nccl" else [d.name for d in DataType]
+        for key in table:
+            if key not in known:
+                raise InputError(f"{name} has no {key!r}: expected one of {', '.join(known)}")
+        return _frozen({**default, **table})
+    return value
+
+
+def find_machine(name: str) -> Machine:
+    """Return the machine of a name, or of a description file (`*.json`).
+
+    Raises `InputError` for an unknown name.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    if name.endswith(".json"):
+        return machine_from_json(Path(name).read_text(), where=name)
+    raise InputError(
+        f"there is no machine {name!r}: expected {', '.join(MACHINES)}, or a file NAME.json"
+    )

@@ -1,0 +1,218 @@
+"""How long each op takes alone, and what of the machine it keeps busy: a function per type of op.
+
+Sizes are those of one rank. A cost is what the GPU does, without the host's time to issue it, which
+is `host_s`. Kernels are bound by memory; matmuls by the larger of arithmetic and memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from fuser.errors import UnsupportedError, user_code
+from fuser.ir.core import Op
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.nodes import LinearOp, MatmulOp, TensorOp
+from fuser.ir.storage import expanded_positions, memory_order
+from fuser.ir.tensor import TensorView
+from hostir.machine import Machine
+from hostir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
+from hostir.transfers import PEER_COPIES
+
+Shape = tuple[int, ...]
+# The local shapes of an op's operands, and of its results.
+Sizes = Callable[[TensorView], Shape]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds alone; `share` of the multiprocessors; bytes that move, and operations."""
+
+    seconds: float
+    share: float
+    nbytes: int = 0
+    flops: int = 0
+    host_s: float = 0.0
+
+
+def held_nbytes(tv: TensorView, shape: Shape) -> int:
+    """Return what memory has of a tensor of this shape: one element along expanded axes."""
+    kept = [n for k, n in enumerate(shape) if k not in expanded_positions(tv)]
+    return math.prod(kept) * nbytes_of(tv.dtype())
+
+
+# ------------------------------------------------------------------ kernels
+def _kernel(op: Op, sizes: Sizes, machine: Machine) -> Cost:
+    """Every operand is read and every result written, once."""
+    touched = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
+    return _moves(sum(held_nbytes(tv, sizes(tv)) for tv in touched), machine)
+
+
+def _moves(nbytes: int, machine: Machine) -> Cost:
+    share = max(min(1.0, nbytes / machine.kernel_fill_nbytes), 1 / machine.multiprocessors)
+    # Few bytes keep few multiprocessors busy, for no less than a launch takes.
+    seconds = machine.launch_s + nbytes / machine.memory_bandwidth if nbytes else 0.0
+    return Cost(seconds, share, nbytes, 0, machine.host_kernel_s)
+
+
+def _slice(op: LocalSlice, sizes: Sizes, machine: Machine) -> Cost:
+    return _moves(2 * held_nbytes(op.out, sizes(op.out)), machine)
+
+
+def _allocate(op: Allocate, sizes: Sizes, machine: Machine) -> Cost | None:
+    """A buffer costs nothing; to fill it with zeros does."""
+    return _moves(held_nbytes(op.buffer, sizes(op.buffer)), machine) if op.zero_init else None
+
+
+def _unit(op: PostOnStream, sizes: Sizes, machine: Machine) -> Cost:
+    raise UnsupportedError(
+        f"cost: what PostOnStream (HostUnit{op.unit}) takes is not known before the unit is "
+        f"scheduled{user_code(op.where)}"
+    )
+
+
+# ------------------------------------------------------------------ matmuls
+def _linear(op: LinearOp, sizes: Sizes, machine: Machine) -> Cost:
+    *rows, k = sizes(op.x)
+    weight = sizes(op.weight)
+    columns = weight[0] if len(weight) == 2 else 1
+    nbytes = sum(held_nbytes(v, sizes(v)) for v in op.inputs if isinstance(v, TensorView))
+    packed = 0
+    if len(rows) > 1 and (axes := [p for p, _ in memory_order(op.x)]) != sorted(axes):
+        # Rows that do not lie one behind the other are packed before.
+        packed = 2 * held_nbytes(op.x, sizes(op.x))
+    return _matmul_cost(1, math.prod(rows), columns, k, nbytes, op, machine, packed)
+
+
+def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:
+    a, b = sizes(op.a), sizes(op.b)
+    *left, k = a
+    rows, columns = (left[-1] if left else 1), (b[-1] if len(b) > 1 else 1)
+    batch = max(math.prod(left[:-1]), math.prod(b[:-2]))
+    nbytes = held_nbytes(op.a, a) + held_nbytes(op.b, b)
+    return _matmul_cost(batch, rows, columns, k, nbytes, op, machine)
+
+
+def _matmul_cost(
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    nbytes: int,
+    op: LinearOp | MatmulOp,
+    machine: Machine,
+    packed: int = 0,
+) -> Cost:
+    flops, dtype = 2 * batch * m * n * k, op.out_tensor.dtype()
+    scale = machine.matmul_dtypes.get(dtype.name)
+    if scale is None:
+        raise UnsupportedError(
+            f"cost: {op.name} {op.out_tensor} is of a dtype whose speed is not known "
+            f"(known: {', '.join(machine.matmul_dtypes)}){user_code(op.where)}"
+        )
+    nbytes += batch * m * n * nbytes_of(dtype)
+    if not flops:
+        return _moves(nbytes, machine)
+    rate = _rate(flops, machine.matmul) * scale
+    # The shape of tile that is done first: as many waves as the multiprocessors need.
+    areas = [
+        (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
+        for rows, columns, speed in machine.tiles
+        for tiles in [batch * math.ceil(m / rows) * math.ceil(n / columns)]
+    ]
+    area, tiles = min(areas)
+    arithmetic = area * machine.multiprocessors * 2 * k / rate
+    memory = nbytes / machine.memory_bandwidth
+    seconds = machine.matmul_launch_s + max(arithmetic, memory)
+    seconds += packed / machine.memory_bandwidth
+    share = min(1.0, tiles / machine.multiprocessors)
+    return Cost(seconds, share, nbytes + packed, flops, machine.host_library_s)
+
+
+def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
+    """Return operations per second, by the logarithm of how many there are."""
+    if flops <= points[0][0]:
+        return points[0][1]
+    for (a, slow), (b, fast) in pairwise(points):
+        if flops <= b:
+            part = math.log(flops / a) / math.log(b / a)
+            return slow + part * (fast - slow)
+    return points[-1][1]
+
+
+# ------------------------------------------------------------------ communications
+# How much of the larger side of a collective each rank moves, of `n` members: sent and received.
+_BUS: dict[str, Callable[[int], float]] = {
+    "Allgather": lambda n: (n - 1) / n,
+    "ReduceScatter": lambda n: (n - 1) / n,
+    "Allreduce": lambda n: 2 * (n - 1) / n,
+    "AllToAll": lambda n: (n - 1) / n,
+    "Gather": lambda n: (n - 1) / n,
+    "Scatter": lambda n: (n - 1) / n,
+    "Broadcast": lambda n: 1.0,
+    "Reduce": lambda n: 1.0,
+}
+_REDUCES = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
+
+
+def collective_cost(
+    kind: str, members: int, nbytes: int, backend: str, machine: Machine, *, staged: int = 0
+) -> Cost:
+    """Return the cost of a collective of `nbytes`: the larger of a rank's input and output.
+
+    `staged`: what peer copies first copy into memory that peers can map.
+    """
+    moved = nbytes * _BUS[kind](members)
+    if backend != PEER_COPIES:
+        bandwidth = machine.nccl.get(kind, machine.nccl_other_bandwidth)
+        return _nccl(moved, bandwidth, machine)
+    local = staged * 2 + (nbytes + moved if kind in _REDUCES else 2 * nbytes / members)
+    rounds = members - 1 if kind != "Allreduce" else 2 * (members - 1)
+    seconds = rounds * machine.copy_latency_s + moved / machine.pull_bandwidth
+    seconds += local / machine.memory_bandwidth
+    return Cost(seconds, 0.0, int(moved), 0, machine.host_post_s)
+
+
+def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
+    """Return the cost of bringing `nbytes` from one rank to another."""
+    if backend != PEER_COPIES:
+        return _nccl(nbytes, machine.nccl_other_bandwidth, machine)
+    seconds = machine.copy_latency_s + nbytes / machine.pull_bandwidth
+    return Cost(seconds, 0.0, nbytes, 0, machine.host_post_s)
+
+
+def _nccl(moved: float, bandwidth: float, machine: Machine) -> Cost:
+    filled = moved / (moved + machine.nccl_fill_nbytes)
+    seconds = machine.nccl_latency_s + filled * machine.nccl_fill_s + moved / bandwidth
+    share = min(1.0, machine.nccl_multiprocessors / machine.multiprocessors)
+    return Cost(seconds, share, int(moved), 0, machine.host_post_s)
+
+
+def staging_cost(nbytes: int, machine: Machine) -> Cost:
+    """Return the cost of a copy within one GPU."""
+    return _moves(2 * nbytes, machine)
+
+
+# ------------------------------------------------------------------ the table
+COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
+    Allocate: _allocate,
+    LaunchKernel: _kernel,
+    LinearOp: _linear,
+    LocalSlice: _slice,
+    MatmulOp: _matmul,
+    PostOnStream: _unit,
+}
+
+
+def cost_of(op: Op, sizes: Sizes, machine: Machine) -> Cost | None:
+    """Return what an op that computes costs; None for one that only names, waits or switches.
+
+    Raises `UnsupportedError` for what the model does not know.
+    """
+    found = COSTS.get(type(op))
+    if found is not None:
+        return found(op, sizes, machine)
+    return _kernel(op, sizes, machine) if isinstance(op, TensorOp) else None

@@ -1,0 +1,279 @@
+"""From the unrolled program to work that waits for other work, one rank for each of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fuser.errors import VerifyError
+from fuser.ir.scalar import Number, Symbol
+from fuser.ir.types import MemoryType
+from hostir.container import HostIrContainer
+from hostir.findings import refuse
+from hostir.machine import Machine
+from hostir.op_costs import (
+    Cost,
+    collective_cost,
+    cost_of,
+    held_nbytes,
+    staging_cost,
+    transfer_cost,
+)
+from hostir.rank_posts import MISPLACED
+from hostir.rank_values import Array, at, np
+from hostir.time_classes import time_classes
+from hostir.timeline import Resource, Simulator, Work
+from hostir.transfers import (
+    PEER_COPIES,
+    CollectivePermute,
+    Communication,
+    P2PCommunication,
+)
+from hostir.unrolled import Record, Unroller
+
+
+@dataclass
+class Schedule:
+    """The simulated schedule: `firsts` has the place of the first rank of each class, `host` for
+    how many seconds its host issues work."""
+
+    unrolled: Unroller
+    classes: Array
+    firsts: list[int]
+    work: list[Work]
+    host: list[float]
+    machine: Machine
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.unrolled.ranks
+
+    def of_class(self, number: int) -> list[Work]:
+        return [w for w in self.work if number in w.streams]
+
+
+def schedule(
+    program: HostIrContainer,
+    values: Mapping[Symbol, Number],
+    machine: Machine,
+    *,
+    ranks: Sequence[int] = (),
+) -> Schedule:
+    """Return when what runs, as the model has it; nothing is run.
+
+    `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
+    program's meshes. Raises `VerifyError` for a program whose ranks do not meet,
+    `UnsupportedError` for an op whose cost is not known.
+    """
+    unrolled = Unroller(program, tuple(ranks or program.devices() or (0,)), values)
+    unrolled.run(program.ops)
+    unrolled.finish()
+    wrong = [f for f in unrolled.found.values() if f.kind != MISPLACED]
+    refuse(program, wrong, what="this program has no schedule")
+    classes = time_classes(unrolled.records, len(unrolled.ranks))
+    firsts: list[int] = np.unique(classes, return_index=True)[1].tolist()
+    shared = _Shared(classes, machine)
+    host: list[float] = []
+    for number, place in enumerate(firsts):
+        builder = _Builder(shared, number, place)
+        builder.run(unrolled.records)
+        host.append(builder.host)
+    Simulator(shared.work).run()
+    return Schedule(unrolled, classes, firsts, shared.work, host, machine)
+
+
+@dataclass
+class _Shared:
+    """What the classes have in common: work by those who meet in it, in the order of making."""
+
+    classes: Array
+    machine: Machine
+    work: list[Work] = field(default_factory=list[Work])
+    by_key: dict[object, Work] = field(default_factory=dict[object, Work])
+    members: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+
+    def add(self, record: Record, cost: Cost, *, is_transfer: bool) -> Work:
+        work = Work(record, cost, is_transfer, {}, len(self.work))
+        self.work.append(work)
+        return work
+
+
+class _Builder:
+    """Gives the work of one rank to its streams; `last` is what each stream has been given last."""
+
+    def __init__(self, shared: _Shared, number: int, place: int) -> None:
+        self.shared, self.machine = shared, shared.machine
+        self.number, self.place = number, place
+        # For how long the host is busy with what it issues.
+        self.host = shared.machine.host_run_s
+        self.last: dict[int, tuple[Work, ...]] = {}
+        self.flights: dict[int, tuple[Work, ...]] = {}
+        # Communications of one team follow one another, whatever their streams.
+        self.calls: dict[object, tuple[Work, ...]] = {}
+
+    def run(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if record.mask[self.place]:
+                self._record(record)
+
+    def _record(self, record: Record) -> None:
+        op, stream = record.site.op, self._stream(record)
+        if record.joins is not None:
+            self._wait(stream, self.last.get(int(at(record.joins, self.place)), ()))  # pyright: ignore[reportArgumentType]
+        elif record.waits is not None:
+            self._wait(stream, self.flights.pop(record.waits, ()))
+        elif isinstance(op, Communication):
+            self._collective(record, op, stream)
+        elif record.group is not None or isinstance(op, P2PCommunication | CollectivePermute):
+            self._transfers(record, stream)
+        else:
+            sizes = record.sizes(self.place)
+            cost = cost_of(op, lambda tv: sizes[tv], self.machine)
+            if cost is not None:
+                self._compute(record, cost, stream)
+
+    def _stream(self, record: Record) -> int:
+        return int(at(record.stream, self.place))  # pyright: ignore[reportArgumentType]
+
+    def _wait(self, stream: int, others: tuple[Work, ...]) -> None:
+        self.last[stream] = tuple(dict.fromkeys((*self.last.get(stream, ()), *others)))
+
+    def _need(self, work: Work, resource: Resource, share: float) -> None:
+        work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
+
+    def _issue(self, work: Work, stream: int, *, holds: bool = True) -> None:
+        """Put work behind what its stream has."""
+        work.comes_after(self.last.get(stream, ()))
+        if holds:
+            work.streams[self.number] = stream
+
+    def _compute(self, record: Record, cost: Cost, stream: int) -> None:
+        self.host += cost.host_s
+        work = self.shared.add(record, cost, is_transfer=False)
+        self._need(work, "multiprocessors", cost.share)
+        self._issue(work, stream)
+        self.last[stream] = (work,)
+
+    # ------------------------------------------------------------ collectives
+    def _collective(self, record: Record, op: Communication, stream: int) -> None:
+        teams = record.teams
+        assert teams is not None
+        sizes = record.sizes(self.place)
+        inp, out = (held_nbytes(tv, sizes[tv]) for tv in (op.inp, op.out))
+        staged = inp if op.backend == PEER_COPIES and op.inp.memory is MemoryType.global_ else 0
+        cost = collective_cost(
+            op.type, op.team.size, max(inp, out), op.backend, self.machine, staged=staged
+        )
+        self.host += cost.host_s
+        records = record.together or (record,)
+        team = int(teams.team[self.place])
+        known = (id(teams), team)
+        if known not in self.shared.members:
+            _, first = np.unique(self.shared.classes[teams.members[team]], return_index=True)
+            self.shared.members[known] = teams.members[team][first].tolist()
+        met = frozenset(
+            (int(self.shared.classes[m]), next(id(r) for r in records if r.mask[m]))
+            for m in self.shared.members[known]
+        )
+        work = self.shared.by_key.get(met)
+        if work is None:
+            work = self.shared.by_key[met] = self.shared.add(record, cost, is_transfer=True)
+        for resource in ("out", "in"):
+            self._need(work, resource, 1.0)
+        self._need(work, "multiprocessors", cost.share)
+        self._issue(work, stream)
+        work.comes_after(self.calls.get(op.team, ()))
+        self.calls[op.team] = self.last[stream] = self.flights[op.number] = (work,)
+
+    # ------------------------------------------------------------ transfers
+    def _transfers(self, record: Record, stream: int) -> None:
+        """Start sends and receives together; the stream goes on when all have ended, but for peer
+        copies that others make."""
+        number: int = getattr(record.site.op, "number")  # noqa: B009
+        self.host += self.machine.host_post_s
+        holding: list[Work] = []
+        flying: list[Work] = []
+        is_nccl = False
+        for half in record.group if record.group is not None else [record]:
+            if not half.mask[self.place]:
+                continue
+            op = half.site.op
+            is_copied = getattr(op, "backend") == PEER_COPIES  # noqa: B009
+            is_nccl |= not is_copied
+            ends = (
+                self._permute(half, op) if isinstance(op, CollectivePermute) else [self._pair(half)]
+            )
+            for work, is_send in ends:
+                if work is None:
+                    continue
+                if is_send and is_copied and self._is_staged(op):
+                    self._stage(half, stream, op)
+                self._issue(work, stream, holds=not (is_send and is_copied))
+                flying.append(work)
+                if not (is_send and is_copied):
+                    holding.append(work)
+        if is_nccl:
+            calls = tuple(w for w in holding if w.is_transfer)
+            for work in calls:
+                work.comes_after(w for w in self.calls.get(None, ()) if w not in calls)
+            self.calls[None] = calls or self.calls.get(None, ())
+        if holding:
+            self.last[stream] = tuple(dict.fromkeys(holding))
+        self.flights[number] = tuple(dict.fromkeys(flying))
+
+    def _is_staged(self, op: object) -> bool:
+        tv = op.buffer if isinstance(op, P2PCommunication) else op.inp  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        return tv.memory is MemoryType.global_  # pyright: ignore[reportUnknownMemberType]
+
+    def _stage(self, record: Record, stream: int, op: object) -> None:
+        tv = op.buffer if isinstance(op, P2PCommunication) else op.inp  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        nbytes = held_nbytes(tv, record.sizes(self.place)[tv])  # pyright: ignore[reportUnknownArgumentType]
+        self._compute(record, staging_cost(nbytes, self.machine), stream)
+
+    def _pair(self, half: Record) -> tuple[Work | None, bool]:
+        op = half.site.op
+        assert isinstance(op, P2PCommunication)
+        is_send = op.type == "send"
+        for other, places, partners in half.pairs:
+            mine = np.nonzero(places == self.place)[0]
+            if len(mine):
+                peer = int(partners[int(mine[0])])
+                ends = (half, other) if is_send else (other, half)
+                size = held_nbytes(op.buffer, half.sizes(self.place)[op.buffer])
+                return self._transfer(ends, peer, is_send, size, op.backend), is_send
+        raise VerifyError(f"{op.name} of {op.buffer} meets nobody")
+
+    def _transfer(
+        self, ends: tuple[Record, Record], peer: int, is_send: bool, nbytes: int, backend: str
+    ) -> Work:
+        """Return the work of a pair, with what this rank's end of it needs."""
+        theirs = int(self.shared.classes[peer])
+        pair = (self.number, theirs) if is_send else (theirs, self.number)
+        key = (id(ends[0]), id(ends[1]), *pair)
+        work = self.shared.by_key.get(key)
+        if work is None:
+            cost = transfer_cost(nbytes, backend, self.machine)
+            record = ends[1] if backend == PEER_COPIES else ends[0]
+            work = self.shared.by_key[key] = self.shared.add(record, cost, is_transfer=True)
+        self._need(work, "out" if is_send else "in", 1.0)
+        # A rank's send and receive are one kernel.
+        self._need(work, "multiprocessors", work.cost.share / 2)
+        return work
+
+    def _permute(self, record: Record, op: CollectivePermute) -> list[tuple[Work | None, bool]]:
+        teams = record.teams
+        assert teams is not None and record.peers is not None, "the members have met"
+        members = teams.members[int(teams.team[self.place])]
+        to, source = (int(members[int(at(p, self.place))]) for p in record.peers)  # pyright: ignore[reportArgumentType]
+        sizes = record.sizes(self.place)
+        if to == self.place:
+            cost = staging_cost(held_nbytes(op.inp, sizes[op.inp]), self.machine)
+            work = self.shared.add(record, cost, is_transfer=False)
+            self._need(work, "multiprocessors", cost.share)
+            return [(work, False)]
+        ends = (record, record)
+        found: list[tuple[Work | None, bool]] = []
+        for peer, tv, is_send in ((to, op.inp, True), (source, op.out, False)):
+            nbytes = held_nbytes(tv, sizes[tv])
+            found.append((self._transfer(ends, peer, is_send, nbytes, op.backend), is_send))
+        return found

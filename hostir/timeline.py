@@ -1,0 +1,158 @@
+"""The simulated schedule: when each piece of work of a class of ranks begins and ends.
+
+Work waits for what its stream was given before, for what that stream waits for, and for those that
+it meets; the host is taken to be ahead. Then it takes what is left of the resources that it needs,
+in the order in which work became ready: multiprocessors, which kernels share, and a link out of
+each rank and one into it. With a part of what it needs it is as much slower. So two matmuls take
+the sum of their times, copies run beside kernels, and a collective that becomes ready beside a
+matmul waits where both want more multiprocessors than there are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hostir.op_costs import Cost
+from hostir.unrolled import Record
+
+Resource = Literal["multiprocessors", "out", "in"]
+_NEARLY_NOTHING = 1e-15
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A piece of work of one rank, or of several that meet; times are in seconds.
+
+    `needs`: (class of ranks, resource) -> which part of it. `streams`: class -> the stream that
+    it holds up. `cause`: what it waited for last; None where it is the first.
+    """
+
+    record: Record
+    cost: Cost
+    is_transfer: bool
+    needs: dict[tuple[int, Resource], float]
+    order: int
+    streams: dict[int, int] = field(default_factory=dict[int, int])
+    before: dict[Work, None] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    after: list[Work] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    cause: Work | None = None
+    ready: float = -1.0
+    start: float = -1.0
+    end: float = -1.0
+    left: float = 0.0
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0
+
+    def comes_after(self, others: Iterable[Work]) -> None:
+        for other in others:
+            if other is not self and other not in self.before:
+                self.before[other] = None
+                other.after.append(self)
+
+    @property
+    def classes(self) -> set[int]:
+        return {c for c, _ in self.needs} | set(self.streams)
+
+
+class Simulator:
+    """Runs work; afterwards each has its `start`, `end` and `cause`."""
+
+    def __init__(self, work: Iterable[Work]) -> None:
+        self.work = list(work)
+        self.waiting = {w: len(w.before) for w in self.work}
+        # (time, count, work, version): a version of -1 says that it is ready.
+        self.events: list[tuple[float, int, Work, int]] = []
+        self.count = 0
+        self.active: dict[int, dict[Work, None]] = {}
+        self.last: Work | None = None
+
+    def run(self) -> None:
+        for work in self.work:
+            work.left = work.cost.seconds
+            if not work.before:
+                self._push(0.0, work, -1)
+        while self.events:
+            now, changed = self.events[0][0], set[int]()
+            while self.events and self.events[0][0] <= now:
+                _, _, work, version = heapq.heappop(self.events)
+                if version == -1:
+                    self._begin(work, now, changed)
+                elif version == work.version and work.end < 0:
+                    self._end(work, now, changed)
+            self._share(now, changed)
+        assert all(w.end >= 0 for w in self.work), "some work waits for itself"
+
+    def _push(self, time: float, work: Work, version: int) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (time, self.count, work, version))
+
+    def _begin(self, work: Work, now: float, changed: set[int]) -> None:
+        work.ready = work.since = now
+        classes = work.classes
+        changed |= classes
+        for c in classes:
+            self.active.setdefault(c, {})[work] = None
+
+    def _end(self, work: Work, now: float, changed: set[int]) -> None:
+        work.end, self.last = now, work
+        classes = work.classes
+        changed |= classes
+        for c in classes:
+            del self.active[c][work]
+        for other in work.after:
+            self.waiting[other] -= 1
+            if not self.waiting[other]:
+                other.cause = work
+                self._push(now, other, -1)
+
+    def _share(self, now: float, changed: set[int]) -> None:
+        """Give out the resources of these classes, and of those that work ties to them."""
+        found: dict[Work, None] = {}
+        todo, seen = list(changed), set(changed)
+        while todo:
+            for work in self.active.get(todo.pop(), ()):
+                if work not in found:
+                    found[work] = None
+                    new = work.classes - seen
+                    seen |= new
+                    todo += new
+        taken: dict[tuple[int, Resource], float] = {}
+        for work in sorted(found, key=lambda w: (w.ready, w.order)):
+            rate = 1.0
+            for key, need in work.needs.items():
+                if need > 0:
+                    rate = min(rate, max(0.0, 1.0 - taken.get(key, 0.0)) / need)
+            rate = rate if rate > 1e-9 else 0.0
+            for key, need in work.needs.items():
+                taken[key] = taken.get(key, 0.0) + need * rate
+            self._set_rate(work, rate, now)
+
+    def _set_rate(self, work: Work, rate: float, now: float) -> None:
+        if rate > 0 and work.start < 0:
+            work.start = now
+            if now > work.ready:
+                work.cause = self.last
+        elif abs(rate - work.rate) < 1e-12:
+            return
+        work.left = max(0.0, work.left - work.rate * (now - work.since))
+        work.rate, work.since = rate, now
+        work.version += 1
+        if work.left <= _NEARLY_NOTHING:
+            self._push(now, work, work.version)
+        elif rate > 0:
+            self._push(now + work.left / rate, work, work.version)
+
+
+def critical_path(work: Iterable[Work]) -> list[tuple[Work, float]]:
+    """Return what the end of the last work waited for, last first, each with its seconds on the
+    way."""
+    path: list[tuple[Work, float]] = []
+    at = max(work, key=lambda w: (w.end, w.order), default=None)
+    while at is not None:
+        path.append((at, at.end - (at.cause.end if at.cause is not None else 0.0)))
+        at = at.cause
+    return path

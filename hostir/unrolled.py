@@ -1,0 +1,224 @@
+"""The unrolled program of all ranks as records, and which ranks take the same time for it.
+
+A record is one op at one step of its loops: on which ranks it runs, on which of their streams, how
+large what it touches is there, and whom it meets. Ranks are of one class when their records are the
+same and they meet ranks of the same classes: a ring of thousands of ranks is one class, although
+every rank has other peers. Whoever wants to know more looks at the first rank of each class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fuser.ir.core import Op
+from fuser.ir.dtypes import nbytes_of
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Number, Symbol
+from fuser.ir.storage import expanded_positions
+from fuser.ir.tensor import TensorView
+from hostir.clocks import Clocks
+from hostir.container import HostIrContainer
+from hostir.cross_rank import RankWalker
+from hostir.effects import (
+    Captures,
+    Effect,
+    Enters,
+    Frees,
+    Joins,
+    Makes,
+    OpensGroup,
+    Shows,
+    Waits,
+    effects_of,
+)
+from hostir.findings import Site
+from hostir.op_costs import COSTS, Shape
+from hostir.ops import Allocate
+from hostir.rank_posts import Collective, Half, Teams
+from hostir.rank_values import Array, PerRank, at, most, np
+from hostir.regions import Region
+from hostir.streams import ENTRY
+from hostir.transfers import (
+    CollectivePermute,
+    Communication,
+    EndCoalescing,
+    P2PCommunication,
+)
+
+# The stream of the caller among the numbers of streams; captured names that nothing captured and
+# streams that the program knows by address come below it.
+CALLER = -1
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """One op at one step: `mask` has the ranks that run it, `stream` where, `joins` the stream that
+    it waits for. `shapes` are the local ones of what it touches.
+
+    `team` [ranks] numbers the ranks' teams; `pairs` are, for a send or receive, the other half's
+    record, this rank's places, and those of the partners. `group` has the halves of a group.
+    """
+
+    site: Site
+    mask: Array
+    stream: PerRank
+    joins: PerRank | None = None
+    waits: int | None = None
+    shapes: dict[TensorView, tuple[PerRank, ...]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    teams: Teams | None = None
+    root: PerRank = 0
+    peers: tuple[PerRank, PerRank] | None = None
+    pairs: list[tuple[Record, Array, Array]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    group: list[Record] | None = None
+    # Members may come in other ops: the records that they come in.
+    together: tuple[Record, ...] = ()
+
+    def sizes(self, place: int) -> dict[TensorView, Shape]:
+        """Return the shapes on one rank, by its place among the ranks."""
+        return {tv: tuple(int(at(n, place)) for n in s) for tv, s in self.shapes.items()}  # pyright: ignore[reportArgumentType]
+
+
+class Unroller(RankWalker):
+    """Goes through the program as `hostir.cross_rank` does, and keeps a record of each op."""
+
+    def __init__(
+        self, program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
+    ) -> None:
+        super().__init__(program, ranks, dict(values))
+        self.records: list[Record] = []
+        self.clocks = Clocks(self.values.of)
+        self.current: PerRank = CALLER
+        self.names: dict[object, int] = {}
+        self.at: dict[object, list[Record]] = {}
+        self.known: dict[int, tuple[Effect, ...]] = {}
+        self.halves: list[Record] | None = None
+        # Bytes that are allocated now, and the most that ever were; per rank.
+        self.alive: PerRank = 0
+        self.peak: PerRank = 0
+        self.buffers: dict[TensorView, PerRank] = {}
+        self.inputs: PerRank = 0
+        for tv in program.inputs:
+            if isinstance(tv, TensorView):
+                self.inputs = self.inputs + self._held(tv)
+
+    # ------------------------------------------------------------ ops
+    def step(self, op: Op) -> None:
+        """Note an op, then what ranks meet in it."""
+        effects = self.known.get(id(op))
+        if effects is None:
+            effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
+        if isinstance(op, Allocate):
+            super().step(op)  # says of which step a buffer is
+        self._remember(op, effects)
+        if not isinstance(op, Allocate):
+            super().step(op)
+        for effect in effects:
+            self._effect(effect, op)
+
+    def _effect(self, effect: Effect, op: Op) -> None:
+        if isinstance(effect, Enters):
+            self.current = self._here(self._stream(effect.stream), self.current)
+        elif isinstance(effect, Captures):
+            before = self.clocks.captured.get(effect.stream.name, CALLER)
+            self.clocks.captured[effect.stream.name] = self._here(self.current, before)  # pyright: ignore[reportArgumentType]
+        elif isinstance(effect, Makes) and effect.tensor not in self.storage.named:
+            self._gives_up(effect.tensor)
+            held = self.buffers[effect.tensor] = self._held(effect.tensor)
+            self.alive = self.alive + held
+            self.peak = most(self.peak, self.alive)
+        elif isinstance(effect, Frees):
+            self._gives_up(effect.tensor)
+
+    def _gives_up(self, tv: TensorView) -> None:
+        held = self.buffers.pop(tv, None)
+        if held is not None:
+            gone = self._here(held, 0)
+            self.alive = self.alive - gone
+            if gone is not held:
+                self.buffers[tv] = held - gone
+
+    def _held(self, tv: TensorView) -> PerRank:
+        """Return the bytes that the ranks here have of a tensor."""
+        elements = self.spot_of(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
+        has = self.holds(tv) & self.mask
+        return elements if has.all() else np.where(has, elements, 0)
+
+    def _here(self, new: PerRank, old: PerRank) -> PerRank:
+        return new if self.mask.all() else np.where(self.mask, new, old)
+
+    def _stream(self, stream: object) -> PerRank:
+        found: PerRank = self.clocks.find(stream)  # pyright: ignore[reportArgumentType]
+        if isinstance(found, str):
+            found = CALLER if found == ENTRY else self.names.setdefault(found, -2 - len(self.names))
+        return found
+
+    def _remember(self, op: Op, effects: tuple[Effect, ...]) -> None:
+        record = Record(Site(op, self.indices), self.mask, self.current)
+        for effect in effects:
+            if isinstance(effect, Joins):
+                record.joins = self._stream(effect.stream)
+            elif isinstance(effect, Waits):
+                record.waits = effect.number
+            elif isinstance(effect, OpensGroup):
+                self.halves = []
+        moves = isinstance(op, Communication | CollectivePermute | P2PCommunication)
+        is_work = type(op) in COSTS or isinstance(op, TensorOp)
+        if is_work and any(isinstance(e, Shows) for e in effects):
+            is_work = False
+        if isinstance(op, Allocate) and not op.zero_init:
+            is_work = False
+        if moves or is_work:
+            for tv in (*op.inputs, *op.outputs):
+                if isinstance(tv, TensorView):
+                    record.shapes[tv] = self.spot_of(tv).shape
+                    if tv.mesh is not None and not self.holds(tv).all():
+                        record.mask = record.mask & self.holds(tv)
+        if isinstance(op, Communication | CollectivePermute):
+            record.teams = self._teams(op.team)
+            record.mask = record.mask & (record.teams.team >= 0)
+        if isinstance(op, P2PCommunication) and self.halves is not None:
+            self.halves.append(record)
+        elif isinstance(op, EndCoalescing):
+            record.group, self.halves = self.halves or [], None
+            self.records.append(record)
+        elif moves or is_work or record.joins is not None or record.waits is not None:
+            self.records.append(record)
+        if moves:
+            self.at.setdefault((id(op), self.indices), []).append(record)
+
+    def _records(self, sites: Iterable[Site]) -> tuple[Record, ...]:
+        return tuple(r for s in sites for r in self.at[id(s.op), s.indices])
+
+    # ------------------------------------------------------------ where ranks meet
+    def met(self, met: Collective, here: Array) -> None:
+        """See `Judge`."""
+        super().met(met, here)
+        records = self._records(met.sites)
+        for record in records:
+            record.peers, record.root = met.peers, met.root
+            record.together = records
+
+    def check_parts(
+        self,
+        a: Region | None,
+        b: Region | None,
+        senders: Array,
+        receivers: Array,
+        sites: tuple[Site, ...],
+    ) -> None:
+        """Whether parts arrive where they belong is no matter here."""
+
+    def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
+        """See `Judge`."""
+        super().paired(a, b, senders, receivers)
+        (sends,), (receives,) = self._of(a), self._of(b)
+        sends.pairs.append((receives, senders, receivers))
+        receives.pairs.append((sends, receivers, senders))
+
+    def _of(self, half: Half) -> tuple[Record]:
+        """Return the record of a half: where bounds of loops differ, a step comes several times."""
+        found = self._records((half.site,))
+        places = np.nonzero(half.mask)[0]
+        first = int(places[0]) if len(places) else 0
+        return (next(r for r in found if r.mask[first]),)
