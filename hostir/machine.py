@@ -153,7 +153,7 @@ def _read(name: str, value: Any) -> Any:
         for key in table:
             if key not in known:
                 raise InputError(f"{name} has no {key!r}: expected one of {', '.join(known)}")
-        return _frozen({**default, **table})
+        return _frozen({**default, **table})  # pyright: ignore[reportUnknownArgumentType]
     return value
 
 

@@ -1,7 +1,8 @@
 """The simulated schedule as a timeline that Perfetto and chrome://tracing read.
 
-A process per rank, a track per stream and two for copy engines and links; of many ranks a process per class. An
-event is a piece of work: its name is the op's text, its args are bytes and operations.
+A process per rank, a track per stream and two for copy engines and links; of many ranks a process
+per class. An event is a piece of work: its name is the op's text, its args are bytes and
+operations.
 """
 
 from __future__ import annotations

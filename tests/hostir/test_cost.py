@@ -1,0 +1,511 @@
+"""The cost model on programs whose times are computed by hand, and its two commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuser import DataType, ParallelType, ops
+from fuser.errors import InputError, UnsupportedError, VerifyError
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
+from hostir import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    Allocate,
+    CollectivePermute,
+    Communication,
+    Deallocate,
+    EndCoalescing,
+    GetCurrentStream,
+    HostIrContainer,
+    P2PCommunication,
+    SetCurrentStream,
+    StartCoalescing,
+    Stream,
+    Synchronize,
+    TeamOf,
+    Wait,
+    eq,
+    ne,
+)
+from hostir.cli import main
+from hostir.cost import Prediction, predict, report
+from hostir.machine import H200, Machine, find_machine, machine_from_json
+from hostir.schedule import schedule
+from hostir.trace import trace_text
+from multidevice import DeviceMesh
+from tests.hostir.handmade import EXAMPLES
+from tests.hostir.programs import CASES, build
+from tests.hostir.test_text import GOLDEN
+
+X = ParallelType.mesh_x
+ENTRY = Stream(name="S0")
+# Round numbers: nothing takes time but bytes and operations, and any kernel fills the machine.
+PLAIN = replace(
+    H200,
+    name="plain",
+    launch_s=0.0,
+    matmul_launch_s=0.0,
+    copy_latency_s=0.0,
+    nccl_latency_s=0.0,
+    nccl_fill_s=0.0,
+    memory_bandwidth=1e9,
+    pull_bandwidth=1e8,
+    nccl={**H200.nccl, "Allgather": 1e8, "Allreduce": 1e8, "ReduceScatter": 1e8},
+    nccl_other_bandwidth=1e8,
+    kernel_fill_nbytes=1.0,
+    host_run_s=0.0,
+)
+
+
+def predicted(
+    program: HostIrContainer, machine: Machine = PLAIN, *, ranks: int = 0, streams: int = 4
+) -> Prediction:
+    made = schedule(program, {NUMBER_OF_STREAMS: streams}, machine, ranks=range(ranks))
+    return predict(program, made)
+
+
+def seconds(program: HostIrContainer, machine: Machine = PLAIN) -> float:
+    return max(one.seconds for one in predicted(program, machine).classes)
+
+
+def row(tv: TensorView, *, sharded: bool = True) -> TensorView:
+    """Let the devices have the first axis."""
+    if sharded:
+        tv.axis(0).parallelize(X)
+    return tv
+
+
+# ------------------------------------------------------------------ one rank
+def two_kernels(*, wait: bool) -> HostIrContainer:
+    """Each moves 2000 bytes, on a stream of its own; both begin with 1000 bytes of input."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([250])
+        outs = [hic.tensor([250]) for _ in range(2)]
+        hic.append(*map(Allocate, outs), GetCurrentStream(ENTRY))
+        for i, out in enumerate(outs):
+            hic.append(SetCurrentStream(Stream(i)), Synchronize(ENTRY))
+            if wait and i:
+                hic.append(Synchronize(Stream(0)))
+            hic.append(ops.neg(x), into=out)
+            hic.add_output(out)
+        hic.append(SetCurrentStream(ENTRY), Synchronize(Stream(0)), Synchronize(Stream(1)))
+    return hic
+
+
+def test_two_kernels_share_the_multiprocessors() -> None:
+    """Whether they wait for each other or not, both together take the sum."""
+    assert seconds(two_kernels(wait=True)) == pytest.approx(4e-6)
+    assert seconds(two_kernels(wait=False)) == pytest.approx(4e-6)
+
+
+def test_small_kernels_on_two_streams_run_at_once_unless_one_waits() -> None:
+    """Each keeps a quarter of the multiprocessors busy."""
+    machine = replace(PLAIN, kernel_fill_nbytes=8000.0)
+    assert seconds(two_kernels(wait=False), machine) == pytest.approx(2e-6)
+    assert seconds(two_kernels(wait=True), machine) == pytest.approx(4e-6)
+    # With three quarters each, the second one begins with what is left and ends later.
+    machine = replace(PLAIN, kernel_fill_nbytes=2000.0 / 0.75)
+    assert seconds(two_kernels(wait=False), machine) == pytest.approx(2e-6 + 4e-6 / 3)
+
+
+def test_the_streams_of_a_report_add_up() -> None:
+    (one,) = predicted(two_kernels(wait=True)).classes
+    assert [s.stream for s in one.streams] == ["Stream 0", "Stream 1"]
+    for stream in one.streams:
+        assert stream.compute == pytest.approx(2e-6)
+        assert stream.idle == pytest.approx(2e-6)
+        assert stream.communication == stream.exposed == 0
+    assert one.compute == pytest.approx(4e-6)
+
+
+def linear_program(m: int, n: int, k: int, dtype: DataType = DataType.BFloat16) -> HostIrContainer:
+    hic = HostIrContainer()
+    with hic:
+        x, w = hic.input([m, k], dtype), hic.input([n, k], dtype)
+        y = ops.linear(x, w)
+        hic.append(y)
+        hic.add_output(y)
+    return hic
+
+
+def test_a_matmul_takes_whole_waves_of_tiles() -> None:
+    """132 multiprocessors, tiles of 128 x 128: 132 tiles are one wave, 133 two."""
+    machine = replace(PLAIN, memory_bandwidth=1e15, matmul=((1.0, 1e12),), tiles=((128, 128, 1.0),))
+    one = 132 * 128 * 128 * 2 * 64 / 1e12
+    assert seconds(linear_program(132 * 128, 128, 64), machine) == pytest.approx(one)
+    assert seconds(linear_program(133 * 128, 128, 64), machine) == pytest.approx(2 * one)
+    # The tile that is done first is taken.
+    smaller = replace(machine, tiles=(*machine.tiles, (64, 128, 0.5)))
+    assert seconds(linear_program(64, 128, 64), smaller) == pytest.approx(one)
+    fast = replace(machine, tiles=(*machine.tiles, (64, 128, 1.0)))
+    assert seconds(linear_program(64, 128, 64), fast) == pytest.approx(one / 2)
+
+
+def test_a_thin_matmul_is_bound_by_memory() -> None:
+    nbytes = 2 * (1 * 4096 + 4096 * 4096 + 1 * 4096)
+    found = seconds(linear_program(1, 4096, 4096))
+    assert found == pytest.approx(nbytes / 1e9)
+
+
+def test_the_rate_of_matmuls_follows_their_size() -> None:
+    machine = replace(
+        PLAIN,
+        memory_bandwidth=1e15,
+        multiprocessors=1,
+        tiles=((1, 1, 1.0),),
+        matmul=((1e6, 1e12), (4e6, 0.5e12)),
+    )
+    for size, rate in ((1e5, 1e12), (2e6, 0.75e12), (4e6, 0.5e12), (1e9, 0.5e12)):
+        flops = 2 * 10 * 10 * math.ceil(size / 200)
+        found = seconds(linear_program(10, 10, flops // 200), machine)
+        assert found == pytest.approx(flops / rate, rel=1e-3)
+
+
+def test_float32_matmuls_are_scaled_and_unknown_dtypes_refused() -> None:
+    half, single = (linear_program(4096, 4096, 4096, d) for d in (DataType.Half, DataType.Float))
+    machine = replace(H200, matmul_launch_s=0.0)
+    assert seconds(single, machine) == pytest.approx(seconds(half, machine) / 0.07)
+    with pytest.raises(UnsupportedError, match=r"linear .*dtype whose speed is not known"):
+        seconds(linear_program(8, 8, 8, DataType.Int32))
+
+
+def test_the_peak_is_of_what_is_allocated_at_once() -> None:
+    """a (400) and b (800) are alive together; c (1200) comes after a has gone: 2000."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([100])
+        a, b, c = hic.tensor([100]), hic.tensor([200]), hic.tensor([300])
+        hic.append(Allocate(a), Allocate(b), Deallocate(a), Allocate(c), Deallocate(b))
+        hic.add_output(x)
+    (one,) = predicted(hic).classes
+    assert (one.input_nbytes, one.peak_nbytes) == (400, 2000)
+
+
+def test_a_buffer_of_one_name_counts_once_in_a_loop() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([100])
+        with hic.loop(5):
+            a = hic.tensor([100])
+            hic.append(Allocate(a))
+        hic.add_output(x)
+    assert predicted(hic).classes[0].peak_nbytes == 400
+
+
+# ------------------------------------------------------------------ several ranks
+def gather(d: int, *, kernel: str = "") -> HostIrContainer:
+    """An allgather of 1000 bytes per rank on Stream 1; `kernel` on Stream 0, ready before or
+    after it, moves 2000 bytes."""
+    mesh = DeviceMesh(range(d))
+    hic = HostIrContainer()
+    with hic:
+        x = row(hic.input([d, 250], mesh=mesh))
+        y, z = hic.tensor([d, 250], mesh=mesh), hic.tensor([250])
+        u = hic.input([250])
+        hic.append(Allocate(y), Allocate(z), GetCurrentStream(ENTRY))
+
+        def compute() -> None:
+            hic.append(SetCurrentStream(Stream(0)), Synchronize(ENTRY))
+            hic.append(ops.neg(u), into=z)
+
+        if kernel == "before":
+            compute()
+        hic.append(SetCurrentStream(Stream(1)), Synchronize(ENTRY))
+        hic.append(Communication(x, y, number=0, type="Allgather", team=TeamOf(mesh, (X,))))
+        hic.append(Wait(0))
+        if kernel == "after":
+            compute()
+        hic.append(SetCurrentStream(ENTRY), Synchronize(Stream(0)), Synchronize(Stream(1)))
+        hic.add_output(y)
+    return hic
+
+
+def test_a_collective_takes_its_latency_and_its_bytes() -> None:
+    machine = replace(PLAIN, nccl_latency_s=7e-6, nccl_fill_s=10e-6, nccl_fill_nbytes=3000.0)
+    found = predicted(gather(4), machine)
+    (one,) = found.classes
+    # Each rank receives 3 of 4 parts; half of the ramp.
+    assert one.seconds == pytest.approx(7e-6 + 5e-6 + 3000 / 1e8)
+    assert one.ranks == (0, 1, 2, 3)
+    assert (one.sent_nbytes, one.received_nbytes) == (3000, 3000)
+    assert found.links == tuple((a, b, 1000) for a in range(4) for b in range(4) if a != b)
+    assert one.exposed == one.communication == pytest.approx(one.seconds)
+
+
+def test_a_collective_waits_for_the_kernel_that_was_ready_before() -> None:
+    """10 us on the link, 2 us in the kernel, which leaves no multiprocessor."""
+    assert seconds(gather(2)) == pytest.approx(10e-6)
+    before, after = predicted(gather(2, kernel="before")), predicted(gather(2, kernel="after"))
+    assert before.classes[0].seconds == pytest.approx(12e-6)
+    assert before.classes[0].exposed == pytest.approx(10e-6)
+    # The other way round the kernel goes on with what the collective leaves.
+    left = 1 - PLAIN.nccl_multiprocessors / PLAIN.multiprocessors
+    assert after.classes[0].seconds == pytest.approx(10e-6)
+    assert after.classes[0].exposed == pytest.approx(10e-6 - 2e-6 / left)
+
+
+def ring(
+    d: int, *, backend: str = "NCCL", memory: MemoryType = MemoryType.global_
+) -> HostIrContainer:
+    """Every rank receives all parts, of 1000 bytes, its own first."""
+    mesh = DeviceMesh(range(d))
+    team = TeamOf(mesh, (X,))
+    hic = HostIrContainer()
+    with hic:
+        x = row(hic.input([d, 250], mesh=mesh, memory=memory))
+        y = hic.tensor([d, 250], mesh=mesh)
+        hic.append(Allocate(y))
+        own = hic.select(x, 0, RANK)
+        with hic.loop(d) as i:
+            to, source = (RANK - i + d) % d, (RANK + i) % d
+            part = hic.select(y, 0, source)
+            permute = CollectivePermute(own, part, to, source, number=0, team=team, backend=backend)
+            hic.append(permute, Wait(0))
+        hic.add_output(y)
+    return hic
+
+
+@pytest.mark.parametrize("d", [2, 3, 8])
+def test_a_ring(d: int) -> None:
+    """A copy of the own part, then d - 1 transfers, one after the other."""
+    found = predicted(ring(d))
+    (one,) = found.classes
+    assert one.seconds == pytest.approx(2e-6 + (d - 1) * 1000 / 1e8)
+    assert one.sent_nbytes == one.received_nbytes == 1000 * (d - 1)
+
+
+def test_thousands_of_ranks_are_one_class() -> None:
+    small, large = ring(4), gather(4096)
+    assert len(predicted(small).classes) == 1
+    found = predicted(large)
+    assert len(found.classes) == 1 and len(found.classes[0].ranks) == 4096
+    assert found.links is None
+    assert "ranks 0..4095" in report(found) and "too many ranks to list" in report(found)
+
+
+def p2p(d: int, backend: str, *, grouped: bool) -> HostIrContainer:
+    """Everyone sends 1000 bytes to the next rank, and receives from the one before."""
+    mesh = DeviceMesh(range(d))
+    hic = HostIrContainer()
+    with hic:
+        x = row(hic.input([d, 250], mesh=mesh))
+        y = row(hic.tensor([d, 250], mesh=mesh))
+        hic.append(Allocate(y))
+        both = [
+            P2PCommunication(x, (RANK + 1) % d, number=0, type="send", backend=backend),
+            P2PCommunication(y, (RANK + d - 1) % d, number=1, type="recv", backend=backend),
+        ]
+        if grouped:
+            hic.append(StartCoalescing(), *both, EndCoalescing(2), Wait(2))
+        else:
+            hic.append(*both, Wait(1), Wait(0))
+        hic.add_output(y)
+    return hic
+
+
+def test_a_group_of_transfers_and_peer_copies() -> None:
+    assert seconds(p2p(4, "NCCL", grouped=True)) == pytest.approx(1000 / 1e8)
+    # Peer copies: what lies in memory that peers cannot map is copied first.
+    assert seconds(p2p(4, "CUDA", grouped=False)) == pytest.approx(2000 / 1e9 + 1000 / 1e8)
+    assert seconds(p2p(4, "CUDA", grouped=True)) == pytest.approx(2000 / 1e9 + 1000 / 1e8)
+    (one,) = predicted(ring(3, backend="CUDA", memory=MemoryType.symmetric)).classes
+    assert one.seconds == pytest.approx(2e-6 + 2 * 1000 / 1e8)
+
+
+def pipeline(d: int) -> HostIrContainer:
+    """Each rank receives 1000 bytes from the one before, and passes them on."""
+    mesh = DeviceMesh(range(d))
+    hic = HostIrContainer()
+    with hic:
+        x = row(hic.input([d, 250], mesh=mesh))
+        with hic.branch(ne(RANK, 0)):
+            hic.append(P2PCommunication(x, RANK - 1, number=0, type="recv"), Wait(0))
+        with hic.branch(ne(RANK, d - 1)):
+            hic.append(P2PCommunication(x, RANK + 1, number=1, type="send"), Wait(1))
+        hic.add_output(x)
+    return hic
+
+
+def test_a_pipeline_has_a_class_per_rank_and_takes_all_its_transfers() -> None:
+    found = predicted(pipeline(4))
+    assert [one.ranks for one in found.classes] == [(0,), (1,), (2,), (3,)]
+    ends = [10e-6, 20e-6, 30e-6, 30e-6]
+    assert [one.seconds for one in found.classes] == pytest.approx(ends)
+    assert found.links == ((0, 1, 1000), (1, 2, 1000), (2, 3, 1000))
+    assert sum(step.times for step in found.critical_path) == 3
+
+
+def test_ranks_that_meet_in_different_ops_wait_for_each_other() -> None:
+    """Rank 0 comes from a kernel of 2 us, the others at once."""
+    mesh = DeviceMesh(range(3))
+    team = TeamOf(mesh, (X,))
+    hic = HostIrContainer()
+    with hic:
+        x, u = row(hic.input([3, 250], mesh=mesh)), hic.input([250])
+        y, z = hic.tensor([3, 250], mesh=mesh), hic.tensor([250])
+        hic.append(Allocate(y), Allocate(z))
+        with hic.branch(eq(RANK, 0)):
+            hic.append(ops.neg(u), into=z)
+            hic.append(Communication(x, y, number=0, type="Allgather", team=team), Wait(0))
+        with hic.otherwise():
+            hic.append(Communication(x, y, number=1, type="Allgather", team=team), Wait(1))
+        hic.add_output(y)
+    found = predicted(hic)
+    assert [one.ranks for one in found.classes] == [(0,), (1, 2)]
+    assert [one.seconds for one in found.classes] == pytest.approx([22e-6, 22e-6])
+    assert [one.compute for one in found.classes] == pytest.approx([2e-6, 0.0])
+
+
+def test_a_program_whose_ranks_do_not_meet_has_no_schedule() -> None:
+    mesh = DeviceMesh(range(2))
+    hic = HostIrContainer()
+    with hic:
+        x = row(hic.input([2, 250], mesh=mesh))
+        hic.append(P2PCommunication(x, (RANK + 1) % 2, number=0, type="recv"), Wait(0))
+        hic.add_output(x)
+    with pytest.raises(VerifyError, match="this program has no schedule"):
+        predicted(hic)
+
+
+@pytest.mark.parametrize("make", [lambda: gather(4), lambda: ring(4), lambda: pipeline(3)])
+def test_a_faster_machine_never_takes_longer(make: Callable[[], HostIrContainer]) -> None:
+    program = make()
+    before = seconds(program, H200)
+    for f in fields(Machine):
+        value: Any = getattr(H200, f.name)
+        if f.name.endswith("_bandwidth"):
+            faster = replace(H200, **{f.name: value * 2})
+        elif f.name.endswith("_s"):
+            faster = replace(H200, **{f.name: value / 2})
+        else:
+            continue
+        assert seconds(program, faster) <= before
+
+
+def test_more_never_takes_less() -> None:
+    times = [seconds(linear_program(m, 4096, 4096), H200) for m in (1, 64, 1024, 1025, 8192)]
+    assert times == sorted(times)
+    times = [seconds(ring(d), H200) for d in (2, 3, 4, 8)]
+    assert times == sorted(times)
+
+
+# ------------------------------------------------------------------ machines
+def test_a_machine_is_a_file(tmp_path: Path) -> None:
+    assert machine_from_json(PLAIN.to_json()) == PLAIN
+    assert machine_from_json("{}") == H200
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine", "pull_bandwidth": 5e10, "nccl": {"Allreduce": 1e11}}')
+    found = find_machine(str(path))
+    assert (found.name, found.pull_bandwidth, found.multiprocessors) == ("mine", 5e10, 132)
+    assert found.nccl == {**H200.nccl, "Allreduce": 1e11}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "expected an object"),
+        ("{", "no JSON"),
+        ('{"pul_bandwidth": 1}', "no 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
+        ('{"pull_bandwidth": 0}', "pull_bandwidth = 0: expected a number above 0"),
+        ('{"launch_s": -1}', "launch_s = -1"),
+        ('{"multiprocessors": 1.5}', "expected an integer above 0"),
+        ('{"multiprocessors": true}', "expected an integer above 0"),
+        ('{"memory_bandwidth": NaN}', "memory_bandwidth = nan"),
+        ('{"matmul": [[2, 1], [1, 1]]}', "expected rows of 2 numbers"),
+        ('{"tiles": [[128, 128]]}', "expected rows of 3 numbers"),
+        ('{"nccl": {"AllGather": 1}}', "nccl has no 'AllGather'"),
+        ('{"matmul_dtypes": {"Float": "fast"}}', "expected numbers above 0"),
+    ],
+)
+def test_a_machine_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        machine_from_json(text)
+    assert message in str(error.value)
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no machine 'h100': expected h200, or a file"):
+        find_machine("h100")
+
+
+# ------------------------------------------------------------------ the commands
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "program.txt"
+    path.write_text(build(CASES["mlp2"]).full_text())
+    return path
+
+
+def test_the_report_of_a_program(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", str(file), "--size", "i0=4096"]) == 0
+    text = capsys.readouterr().out.replace(f"{Path(__file__).parents[2]}/", "")
+    assert text == (GOLDEN / "cost_mlp2.txt").read_text()
+
+
+def test_cost_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times: list[float] = []
+    for size in ("i0=4096", "i0=8192"):
+        assert main(["cost", str(file), "--json", "-s", size]) == 0
+        found = json.loads(capsys.readouterr().out)
+        times.append(found["classes"][0]["seconds"])
+    assert times[0] < times[1]
+    assert found["classes"][0]["ranks"] == [0, 1]
+
+
+def test_what_the_commands_refuse(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args, message in (
+        (["--machine", "h100"], "there is no machine 'h100'"),
+        (["--ranks", "1"], "--ranks 1: the program's meshes need 2"),
+        (["--streams", "0"], "--streams 0: at least 1"),
+        (["--size", "i9=1"], "no input has a size 'i9'"),
+    ):
+        assert main(["cost", str(file), *args]) == 1
+        assert message in capsys.readouterr().err
+        assert main(["trace", str(file), "-o", str(tmp_path / "t.json"), *args]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_unit_that_nobody_scheduled_is_refused() -> None:
+    program = EXAMPLES["HI-1 unit"].build()
+    with pytest.raises(UnsupportedError, match=r"PostOnStream \(HostUnit0\)"):
+        predicted(program)
+
+
+def test_the_trace_has_a_process_per_rank_and_a_track_per_stream() -> None:
+    program = gather(2, kernel="before")
+    made = schedule(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    found = json.loads(trace_text(program, made))
+    events = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in found["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    assert {e["pid"] for e in events} == {0, 1}
+    tracks = {names[e["pid"], e["tid"]]: e for e in events if e["pid"] == 1}
+    assert set(tracks) == {"Stream 0", "Stream 1", "link out", "link in"}
+    kernel, moved = tracks["Stream 0"], tracks["Stream 1"]
+    assert (kernel["ts"], kernel["dur"]) == pytest.approx((0.0, 2.0))
+    assert (moved["ts"], moved["dur"]) == pytest.approx((2.0, 10.0))
+    assert kernel["args"]["bytes"] == 2000 and moved["args"]["bytes"] == 1000
+    assert moved["name"].startswith("Communication 0 (type=Allgather")
+    assert tracks["link in"]["ts"] == moved["ts"]
+
+
+def test_the_trace_of_many_ranks_has_a_process_per_class() -> None:
+    program = gather(128)
+    made = schedule(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    found = json.loads(trace_text(program, made))["traceEvents"]
+    processes = [e["args"]["name"] for e in found if e["name"] == "process_name"]
+    assert processes == ["ranks 0..127"]
