@@ -50,7 +50,18 @@ from hostir.ops import (
 from hostir.plan import Plan
 from hostir.post import Call, Done, bind_post, exchange, permute, post, transfer
 from hostir.slices import dropped_axes
-from hostir.steps import Action, Both, Closure, Collective, Launch, Multiply, Slots, Step, View
+from hostir.steps import (
+    Action,
+    Both,
+    Closure,
+    Collective,
+    Launch,
+    Multiply,
+    Release,
+    Slots,
+    Step,
+    View,
+)
 from hostir.streams import Handle, raw_handle
 from hostir.transfers import (
     CollectivePermute,
@@ -208,17 +219,12 @@ class Recorder:
         self._begin[tv] = self._position
         return clear if op.zero_init else None
 
-    def _deallocate(self, op: Deallocate) -> Closure | None:
+    def _deallocate(self, op: Deallocate) -> Release | None:
         tv = op.buffer
         if tv in self._blocks:
             self._end[tv] = self._position
             return None
-        i = self.slot(tv)
-
-        def deallocate(slots: Slots) -> None:
-            slots[i] = None
-
-        return deallocate
+        return Release(self.slot(tv))
 
     def _launch(self, op: LaunchKernel) -> Step | Closure:
         for out in op.outs:

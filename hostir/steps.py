@@ -88,6 +88,23 @@ class Both:
 
 
 @dataclass(frozen=True, eq=False)
+class Release:
+    """Lets go of the tensor of a slot."""
+
+    slot: int
+
+    def bind(self, binding: Binding) -> Closure | None:
+        i = self.slot
+        if i in binding.fixed:
+            return None
+
+        def release(slots: Slots) -> None:
+            slots[i] = None
+
+        return release
+
+
+@dataclass(frozen=True, eq=False)
 class View:
     """Names a place in the memory of another slot; `shift` counts elements from its first one."""
 

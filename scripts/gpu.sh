@@ -8,6 +8,7 @@
 #   overlap scripts/bench_streams.py, both ops, on 2 and 4 GPUs
 #   compare scripts/compare.py with the checkout in .base
 #   cold    scripts/bench.py cold: a fresh process to the encoder layer's first result
+#   host    benchmarks/host_time.py: the host's time per call, on one rank and on 2 and 4
 #   tests   pytest tests/gpu, and under mpirun on 2 or more GPUs
 #   job     scripts/encode.py --device cuda on 1, 2 and 4 ranks, as far as there are GPUs, both dtypes
 #   bench   scripts/bench.py kernels on one GPU
@@ -25,8 +26,8 @@ OUT="$(cd "$1" && pwd)"
 STEPS="${STEPS:-tests job bench}"
 for name in $STEPS; do
   case "$name" in
-    tests | job | bench | fuzz | streams | overlap | compare | cold) ;;
-    *) echo "STEPS: '$name' is none of: tests job bench fuzz streams overlap compare cold" >&2
+    tests | job | bench | fuzz | streams | overlap | compare | cold | host) ;;
+    *) echo "STEPS: '$name' is none of: tests job bench fuzz streams overlap compare cold host" >&2
       exit 2 ;;
   esac
 done
@@ -182,6 +183,18 @@ run_compare() {
 run_cold() {
   local result="$WORK/cold.jsonl"
   step "cold start" cold.log 200 "$result" "$PY" scripts/bench.py cold --json "$result"
+}
+
+run_host() {
+  local result="$WORK/host.jsonl" n
+  CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "host time" host.log 400 "$result" \
+    "$PY" benchmarks/host_time.py --json "$result"
+  for n in 2 4; do
+    [ "$n" -le "$GPUS" ] || continue
+    result="$WORK/host-$n.jsonl"
+    OMP_NUM_THREADS=4 step "host time on $n ranks" host.log 200 "$result" \
+      "$MPIRUN" -np "$n" "$PY" benchmarks/host_time.py --no-peer --json "$result"
+  done
 }
 
 for name in $STEPS; do "run_$name"; done

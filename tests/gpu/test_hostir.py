@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -63,3 +65,59 @@ def test_simulated_ranks_share_a_device(name: str) -> None:
     for i, (declared, want) in enumerate(zip(program.outputs, expected(case), strict=True)):
         whole = unshard([outputs[i].cpu() for outputs in by_rank], declared)
         torch.testing.assert_close(whole.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_launches_of_another_device_are_made_there() -> None:
+    """The current device of the caller is not the program's: outputs, kernels and streams are."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    case = CASES["linear_relu_sum"]
+    evaluator = HostIrEvaluator(build(case))
+    inputs = [t.to("cuda:1") for t in case.inputs()]
+    with torch.cuda.device(0):
+        for _ in range(3):
+            for got, want in zip(evaluator.run(inputs), expected(case), strict=True):
+                assert got.device == torch.device("cuda", 1)
+                torch.testing.assert_close(got.cpu().double(), want, atol=1e-5, rtol=1e-5)
+            assert torch.cuda.current_device() == 0
+
+
+def test_two_threads_on_two_streams() -> None:
+    """Each run takes an arena and packed arguments of its own stream."""
+    case = CASES["linear_relu_sum"]
+    evaluator = HostIrEvaluator(build(case))
+    sets = [[t.cuda() * scale for t in case.inputs()] for scale in (1.0, -0.5)]
+    wanted = [evaluator.evaluate(inputs) for inputs in sets]
+    for inputs in sets:
+        evaluator.run(inputs)
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def body(i: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(200):
+                found = evaluator.run(sets[i])
+                if not all(torch.equal(a, b) for a, b in zip(found, wanted[i], strict=True)):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_steady_call_asks_torch_for_no_stream_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["heads"]
+    evaluator = HostIrEvaluator(build(case))
+    inputs = [t.cuda() for t in case.inputs()]
+    evaluator.run(inputs)
+    evaluator.run(inputs)
+
+    def asked(*args: object) -> None:
+        raise AssertionError("torch.cuda.current_stream takes longer than a launch")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", asked)
+    evaluator.run(inputs)
