@@ -34,7 +34,7 @@ from hostir.ranks import (
     symbol_values,
     together,
 )
-from hostir.schedule import Schedule, schedule
+from hostir.timetable import Timetable, timetable_of
 from hostir.source import read_program
 from hostir.trace import trace_text
 from hostir.verify import verify
@@ -193,19 +193,19 @@ def _verify(args: argparse.Namespace) -> None:
 
 def _cost(args: argparse.Namespace) -> None:
     """predict time, communication, memory and what is waited for, without running anything"""
-    program, made = _scheduled(args)
+    program, made = _timetable(args)
     found = predict(program, made)
     print(json.dumps(found.to_dict(), indent=2) if args.json else report(found))
 
 
 def _trace(args: argparse.Namespace) -> None:
-    """write the predicted schedule as a timeline for Perfetto; not yet that of a real run"""
-    program, made = _scheduled(args)
+    """write the predicted timeline for Perfetto; that of a real run is not there yet"""
+    program, made = _timetable(args)
     Path(args.output).write_text(trace_text(program, made))
     print(f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run")
 
 
-def _scheduled(args: argparse.Namespace) -> tuple[HostIrContainer, Schedule]:
+def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
     program, machine = _checked(args), find_machine(args.machine)
     values = symbol_values(program, _sizes(args.size))
     values[NUMBER_OF_STREAMS] = args.streams
@@ -213,7 +213,7 @@ def _scheduled(args: argparse.Namespace) -> tuple[HostIrContainer, Schedule]:
     if args.ranks is not None and args.ranks < needed:
         raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed}")
     ranks = range(args.ranks) if args.ranks is not None else ()
-    return program, schedule(program, values, machine, ranks=ranks)
+    return program, timetable_of(program, values, machine, ranks=ranks)
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from hostir.findings import Site, line_numbers
 from hostir.links import traffic_of
 from hostir.rank_posts import ranks_text
 from hostir.rank_values import at, np
-from hostir.schedule import Schedule
+from hostir.timetable import Timetable
 from hostir.timeline import Work, critical_path
 from hostir.unrolled import CALLER
 
@@ -77,13 +77,14 @@ class Prediction:
         return asdict(self)
 
 
-def predict(program: HostIrContainer, made: Schedule) -> Prediction:
-    """Return the numbers of a schedule; `links` are (from, to, bytes), None where pairs are too
+def predict(program: HostIrContainer, made: Timetable) -> Prediction:
+    """Return the numbers of a timetable; `links` are (from, to, bytes), None where pairs are too
     many."""
     traffic, unrolled = traffic_of(made.unrolled), made.unrolled
-    by_class: list[list[int]] = [list[int]() for _ in made.firsts]
-    for place, number in enumerate(made.classes.tolist()):
-        by_class[number].append(made.ranks[place])
+    by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
+    numbers: list[int] = made.classes.tolist()
+    for rank, number in zip(made.ranks, numbers, strict=True):
+        by_class[number].append(rank)
     found: list[RankTimes] = []
     for number, place in enumerate(made.firsts):
         mine = made.of_class(number)
@@ -116,7 +117,7 @@ def predict(program: HostIrContainer, made: Schedule) -> Prediction:
     return Prediction(made.machine.name, seconds, tuple(found), links, _path(program, made.work))
 
 
-def stream_name(made: Schedule, number: int) -> str:
+def stream_name(made: Timetable, number: int) -> str:
     """Return a stream as the program spells it."""
     unrolled = made.unrolled
     if number >= 0:
@@ -134,7 +135,7 @@ def _number(x: Any, place: int) -> int:
 
 
 def _streams(
-    made: Schedule, number: int, mine: Sequence[Work], busy: Intervals, end: float
+    made: Timetable, number: int, mine: Sequence[Work], busy: Intervals, end: float
 ) -> tuple[StreamTimes, ...]:
     rows: list[StreamTimes] = []
     for stream in sorted({w.streams[number] for w in mine}):
@@ -153,7 +154,7 @@ def _path(program: HostIrContainer, work: Iterable[Work]) -> tuple[Step, ...]:
     lines = line_numbers(program)
     found: dict[int, tuple[Site, float, int]] = {}
     for one, seconds in critical_path(work):
-        op = one.record.site.op
+        op = one.item.site.op
         _, before, times = found.get(id(op), (None, 0.0, 0))
         found[id(op)] = Site(op), before + seconds, times + 1
     total = sum(s for _, s, _ in found.values()) or 1.0

@@ -13,7 +13,7 @@ from fuser.ir.dtypes import nbytes_of
 from fuser.ir.tensor import TensorView
 from hostir.rank_values import Array, PerRank, np
 from hostir.transfers import CollectivePermute, Communication, P2PCommunication
-from hostir.unrolled import Record, Unroller
+from hostir.unrolled import UnrolledOp, Unroller
 
 # Of so many ranks every pair is counted.
 MAX_PAIRED = 16
@@ -46,26 +46,26 @@ def traffic_of(unrolled: Unroller) -> Traffic:
     count = len(unrolled.ranks)
     pairs = np.zeros((count, count)) if count <= MAX_PAIRED else None
     found = Traffic(np.zeros(count), np.zeros(count), pairs)
-    for record in unrolled.records:
-        for one in record.group if record.group is not None else [record]:
+    for item in unrolled.items:
+        for one in item.group if item.group is not None else [item]:
             _count(one, found)
     return found
 
 
-def _count(record: Record, found: Traffic) -> None:
-    op = record.site.op
+def _count(item: UnrolledOp, found: Traffic) -> None:
+    op = item.site.op
     if isinstance(op, Communication):
-        _collective(record, op, found)
+        _collective(item, op, found)
     elif isinstance(op, CollectivePermute):
-        teams, here = record.teams, np.nonzero(record.mask)[0]
-        if teams is not None and record.peers is not None:
-            to = np.broadcast_to(np.asarray(record.peers[0]), record.mask.shape)[here]
+        teams, here = item.teams, np.nonzero(item.mask)[0]
+        if teams is not None and item.peers is not None:
+            to = np.broadcast_to(np.asarray(item.peers[0]), item.mask.shape)[here]
             receivers = teams.members[teams.team[here], to]
             moved = receivers != here
-            _add(found, here[moved], receivers[moved], _nbytes(record, op.inp)[here[moved]])
+            _add(found, here[moved], receivers[moved], _nbytes(item, op.inp)[here[moved]])
     elif isinstance(op, P2PCommunication) and op.type == "send":
-        nbytes = _nbytes(record, op.buffer)
-        for _, senders, receivers in record.pairs:
+        nbytes = _nbytes(item, op.buffer)
+        for _, senders, receivers in item.pairs:
             _add(found, senders, receivers, nbytes[senders])
 
 
@@ -76,19 +76,19 @@ def _add(found: Traffic, senders: Array, receivers: Array, nbytes: Array) -> Non
         np.add.at(found.pairs, (senders, receivers), nbytes)
 
 
-def _nbytes(record: Record, tv: TensorView) -> Array:
+def _nbytes(item: UnrolledOp, tv: TensorView) -> Array:
     total: PerRank = nbytes_of(tv.dtype())
-    for n in record.shapes[tv]:
+    for n in item.shapes[tv]:
         total = total * n
-    return np.broadcast_to(np.asarray(total, dtype=np.float64), record.mask.shape)
+    return np.broadcast_to(np.asarray(total, dtype=np.float64), item.mask.shape)
 
 
-def _collective(record: Record, op: Communication, found: Traffic) -> None:
-    teams, mask, n = record.teams, record.mask, op.team.size
+def _collective(item: UnrolledOp, op: Communication, found: Traffic) -> None:
+    teams, mask, n = item.teams, item.mask, op.team.size
     assert teams is not None
-    inp, out = _nbytes(record, op.inp), _nbytes(record, op.out)
+    inp, out = _nbytes(item, op.inp), _nbytes(item, op.out)
     block = np.where(mask, _BLOCK[op.type](inp, out, n), 0.0)
-    is_root = mask & (teams.position == record.root)
+    is_root = mask & (teams.position == item.root)
     gives = is_root if op.type in _FROM_ROOT else mask
     takes = is_root if op.type in _TO_ROOT else mask
     if op.type in _TO_ROOT:

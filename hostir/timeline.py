@@ -1,4 +1,4 @@
-"""The simulated schedule: when each piece of work of a class of ranks begins and ends.
+"""The timetable: when each piece of work of a class of ranks begins and ends.
 
 Work waits for what its stream was given before, for what that stream waits for, and for those that
 it meets; the host is taken to be ahead. Then it takes what is left of the resources that it needs,
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hostir.op_costs import Cost
-from hostir.unrolled import Record
+from hostir.unrolled import UnrolledOp
 
 Resource = Literal["multiprocessors", "out", "in"]
 _NEARLY_NOTHING = 1e-15
@@ -30,7 +30,7 @@ class Work:
     it holds up. `cause`: what it waited for last; None where it is the first.
     """
 
-    record: Record
+    item: UnrolledOp
     cost: Cost
     is_transfer: bool
     needs: dict[tuple[int, Resource], float]

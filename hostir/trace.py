@@ -1,4 +1,4 @@
-"""The simulated schedule as a timeline that Perfetto and chrome://tracing read.
+"""The timetable of a program, in the form that Perfetto and chrome://tracing read.
 
 A process per rank, a track per stream and two for copy engines and links; of many ranks a process
 per class. An event is a piece of work: its name is the op's text, its args are bytes and
@@ -15,7 +15,7 @@ from hostir.container import HostIrContainer
 from hostir.cost import stream_name
 from hostir.findings import line_numbers
 from hostir.rank_posts import ranks_text
-from hostir.schedule import Schedule
+from hostir.timetable import Timetable
 from hostir.timeline import Work
 
 # Of more ranks than this only the first of each class is drawn.
@@ -25,7 +25,7 @@ _FIRST_STREAM = 10
 _LINKS = (1, "out", "link out"), (2, "in", "link in")
 
 
-def trace_text(program: HostIrContainer, made: Schedule) -> str:
+def trace_text(program: HostIrContainer, made: Timetable) -> str:
     """Return the JSON of the trace; times are in microseconds, as the format has them."""
     lines = line_numbers(program)
     events: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ def trace_text(program: HostIrContainer, made: Schedule) -> str:
 
 def _event(work: Work, number: int, lines: dict[int, int]) -> list[dict[str, Any]]:
     """Return the events of some work on its stream and on the link, as far as a class has them."""
-    site = work.record.site
+    site = work.item.site
     name = " ".join(op_text(site.op).split())
     args = {
         "where": site.text(lines).partition(": ")[0],
@@ -68,7 +68,7 @@ def _event(work: Work, number: int, lines: dict[int, int]) -> list[dict[str, Any
     return [{**event, "tid": track} for track in tracks]
 
 
-def _titles(made: Schedule, number: int, rank: int, title: str) -> list[dict[str, Any]]:
+def _titles(made: Timetable, number: int, rank: int, title: str) -> list[dict[str, Any]]:
     def note(kind: str, track: int, name: str) -> dict[str, Any]:
         return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 

@@ -1,9 +1,8 @@
-"""The unrolled program of all ranks as records, and which ranks take the same time for it.
+"""The unrolled program of all ranks at once: each op at each step of its loops.
 
-A record is one op at one step of its loops: on which ranks it runs, on which of their streams, how
-large what it touches is there, and whom it meets. Ranks are of one class when their records are the
-same and they meet ranks of the same classes: a ring of thousands of ranks is one class, although
-every rank has other peers. Whoever wants to know more looks at the first rank of each class.
+Of such an item is kept on which ranks it runs, on which of their streams, how large what it touches
+is there, and whom it meets (`hostir.cross_rank` finds that out). `hostir.time_classes` puts ranks
+together for which all of it is the same; who wants to know more looks at the first one of a class.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ CALLER = -1
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class UnrolledOp:
     """One op at one step: `mask` has the ranks that run it, `stream` where, `joins` the stream that
     it waits for. `shapes` are the local ones of what it touches.
 
-    `team` [ranks] numbers the ranks' teams; `pairs` are, for a send or receive, the other half's
-    record, this rank's places, and those of the partners. `group` has the halves of a group.
+    `team` [ranks] numbers the ranks' teams; `pairs` are, for a send or receive, the other half,
+    these ranks' places, and those of the partners. `group` has the halves of a group.
     """
 
     site: Site
@@ -69,10 +68,10 @@ class Record:
     teams: Teams | None = None
     root: PerRank = 0
     peers: tuple[PerRank, PerRank] | None = None
-    pairs: list[tuple[Record, Array, Array]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
-    group: list[Record] | None = None
-    # Members may come in other ops: the records that they come in.
-    together: tuple[Record, ...] = ()
+    pairs: list[tuple[UnrolledOp, Array, Array]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    group: list[UnrolledOp] | None = None
+    # Members may come in other ops: what they come in.
+    together: tuple[UnrolledOp, ...] = ()
 
     def sizes(self, place: int) -> dict[TensorView, Shape]:
         """Return the shapes on one rank, by its place among the ranks."""
@@ -80,19 +79,19 @@ class Record:
 
 
 class Unroller(RankWalker):
-    """Goes through the program as `hostir.cross_rank` does, and keeps a record of each op."""
+    """Goes through the program as `hostir.cross_rank` does, and keeps each op that is met."""
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
     ) -> None:
         super().__init__(program, ranks, dict(values))
-        self.records: list[Record] = []
+        self.items: list[UnrolledOp] = []
         self.clocks = Clocks(self.values.of)
         self.current: PerRank = CALLER
         self.names: dict[object, int] = {}
-        self.at: dict[object, list[Record]] = {}
+        self.at: dict[object, list[UnrolledOp]] = {}
         self.known: dict[int, tuple[Effect, ...]] = {}
-        self.halves: list[Record] | None = None
+        self.halves: list[UnrolledOp] | None = None
         # Bytes that are allocated now, and the most that ever were; per rank.
         self.alive: PerRank = 0
         self.peak: PerRank = 0
@@ -154,12 +153,12 @@ class Unroller(RankWalker):
         return found
 
     def _remember(self, op: Op, effects: tuple[Effect, ...]) -> None:
-        record = Record(Site(op, self.indices), self.mask, self.current)
+        item = UnrolledOp(Site(op, self.indices), self.mask, self.current)
         for effect in effects:
             if isinstance(effect, Joins):
-                record.joins = self._stream(effect.stream)
+                item.joins = self._stream(effect.stream)
             elif isinstance(effect, Waits):
-                record.waits = effect.number
+                item.waits = effect.number
             elif isinstance(effect, OpensGroup):
                 self.halves = []
         moves = isinstance(op, Communication | CollectivePermute | P2PCommunication)
@@ -171,33 +170,33 @@ class Unroller(RankWalker):
         if moves or is_work:
             for tv in (*op.inputs, *op.outputs):
                 if isinstance(tv, TensorView):
-                    record.shapes[tv] = self.spot_of(tv).shape
+                    item.shapes[tv] = self.spot_of(tv).shape
                     if tv.mesh is not None and not self.holds(tv).all():
-                        record.mask = record.mask & self.holds(tv)
+                        item.mask = item.mask & self.holds(tv)
         if isinstance(op, Communication | CollectivePermute):
-            record.teams = self._teams(op.team)
-            record.mask = record.mask & (record.teams.team >= 0)
+            item.teams = self._teams(op.team)
+            item.mask = item.mask & (item.teams.team >= 0)
         if isinstance(op, P2PCommunication) and self.halves is not None:
-            self.halves.append(record)
+            self.halves.append(item)
         elif isinstance(op, EndCoalescing):
-            record.group, self.halves = self.halves or [], None
-            self.records.append(record)
-        elif moves or is_work or record.joins is not None or record.waits is not None:
-            self.records.append(record)
+            item.group, self.halves = self.halves or [], None
+            self.items.append(item)
+        elif moves or is_work or item.joins is not None or item.waits is not None:
+            self.items.append(item)
         if moves:
-            self.at.setdefault((id(op), self.indices), []).append(record)
+            self.at.setdefault((id(op), self.indices), []).append(item)
 
-    def _records(self, sites: Iterable[Site]) -> tuple[Record, ...]:
+    def _items(self, sites: Iterable[Site]) -> tuple[UnrolledOp, ...]:
         return tuple(r for s in sites for r in self.at[id(s.op), s.indices])
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: Collective, here: Array) -> None:
         """See `Judge`."""
         super().met(met, here)
-        records = self._records(met.sites)
-        for record in records:
-            record.peers, record.root = met.peers, met.root
-            record.together = records
+        items = self._items(met.sites)
+        for item in items:
+            item.peers, item.root = met.peers, met.root
+            item.together = items
 
     def check_parts(
         self,
@@ -216,9 +215,9 @@ class Unroller(RankWalker):
         sends.pairs.append((receives, senders, receivers))
         receives.pairs.append((sends, receivers, senders))
 
-    def _of(self, half: Half) -> tuple[Record]:
-        """Return the record of a half: where bounds of loops differ, a step comes several times."""
-        found = self._records((half.site,))
+    def _of(self, half: Half) -> tuple[UnrolledOp]:
+        """Return what is kept of a half: where bounds of loops differ, a step comes several times."""
+        found = self._items((half.site,))
         places = np.nonzero(half.mask)[0]
         first = int(places[0]) if len(places) else 0
         return (next(r for r in found if r.mask[first]),)

@@ -38,7 +38,7 @@ from hostir import (
 from hostir.cli import main
 from hostir.cost import Prediction, predict, report
 from hostir.machine import H200, Machine, find_machine, machine_from_json
-from hostir.schedule import schedule
+from hostir.timetable import timetable_of
 from hostir.trace import trace_text
 from multidevice import DeviceMesh
 from tests.hostir.handmade import EXAMPLES
@@ -68,7 +68,7 @@ PLAIN = replace(
 def predicted(
     program: HostIrContainer, machine: Machine = PLAIN, *, ranks: int = 0, streams: int = 4
 ) -> Prediction:
-    made = schedule(program, {NUMBER_OF_STREAMS: streams}, machine, ranks=range(ranks))
+    made = timetable_of(program, {NUMBER_OF_STREAMS: streams}, machine, ranks=range(ranks))
     return predict(program, made)
 
 
@@ -372,7 +372,7 @@ def test_a_program_whose_ranks_do_not_meet_has_no_schedule() -> None:
         x = row(hic.input([2, 250], mesh=mesh))
         hic.append(P2PCommunication(x, (RANK + 1) % 2, number=0, type="recv"), Wait(0))
         hic.add_output(x)
-    with pytest.raises(VerifyError, match="this program has no schedule"):
+    with pytest.raises(VerifyError, match="this program has no timetable"):
         predicted(hic)
 
 
@@ -484,7 +484,7 @@ def test_a_unit_that_nobody_scheduled_is_refused() -> None:
 
 def test_the_trace_has_a_process_per_rank_and_a_track_per_stream() -> None:
     program = gather(2, kernel="before")
-    made = schedule(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
     found = json.loads(trace_text(program, made))
     events = [e for e in found["traceEvents"] if e["ph"] == "X"]
     names = {
@@ -505,7 +505,7 @@ def test_the_trace_has_a_process_per_rank_and_a_track_per_stream() -> None:
 
 def test_the_trace_of_many_ranks_has_a_process_per_class() -> None:
     program = gather(128)
-    made = schedule(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
     found = json.loads(trace_text(program, made))["traceEvents"]
     processes = [e["args"]["name"] for e in found if e["name"] == "process_name"]
     assert processes == ["ranks 0..127"]

@@ -29,12 +29,12 @@ from hostir.transfers import (
     Communication,
     P2PCommunication,
 )
-from hostir.unrolled import Record, Unroller
+from hostir.unrolled import UnrolledOp, Unroller
 
 
 @dataclass
-class Schedule:
-    """The simulated schedule: `firsts` has the place of the first rank of each class, `host` for
+class Timetable:
+    """The timetable: `firsts` has the place of the first rank of each class, `host` for
     how many seconds its host issues work."""
 
     unrolled: Unroller
@@ -52,13 +52,13 @@ class Schedule:
         return [w for w in self.work if number in w.streams]
 
 
-def schedule(
+def timetable_of(
     program: HostIrContainer,
     values: Mapping[Symbol, Number],
     machine: Machine,
     *,
     ranks: Sequence[int] = (),
-) -> Schedule:
+) -> Timetable:
     """Return when what runs, as the model has it; nothing is run.
 
     `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
@@ -69,17 +69,17 @@ def schedule(
     unrolled.run(program.ops)
     unrolled.finish()
     wrong = [f for f in unrolled.found.values() if f.kind != MISPLACED]
-    refuse(program, wrong, what="this program has no schedule")
-    classes = time_classes(unrolled.records, len(unrolled.ranks))
+    refuse(program, wrong, what="this program has no timetable")
+    classes = time_classes(unrolled.items, len(unrolled.ranks))
     firsts: list[int] = np.unique(classes, return_index=True)[1].tolist()
     shared = _Shared(classes, machine)
     host: list[float] = []
     for number, place in enumerate(firsts):
         builder = _Builder(shared, number, place)
-        builder.run(unrolled.records)
+        builder.run(unrolled.items)
         host.append(builder.host)
     Simulator(shared.work).run()
-    return Schedule(unrolled, classes, firsts, shared.work, host, machine)
+    return Timetable(unrolled, classes, firsts, shared.work, host, machine)
 
 
 @dataclass
@@ -92,8 +92,8 @@ class _Shared:
     by_key: dict[object, Work] = field(default_factory=dict[object, Work])
     members: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
 
-    def add(self, record: Record, cost: Cost, *, is_transfer: bool) -> Work:
-        work = Work(record, cost, is_transfer, {}, len(self.work))
+    def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> Work:
+        work = Work(item, cost, is_transfer, {}, len(self.work))
         self.work.append(work)
         return work
 
@@ -111,29 +111,29 @@ class _Builder:
         # Communications of one team follow one another, whatever their streams.
         self.calls: dict[object, tuple[Work, ...]] = {}
 
-    def run(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if record.mask[self.place]:
-                self._record(record)
+    def run(self, items: Sequence[UnrolledOp]) -> None:
+        for item in items:
+            if item.mask[self.place]:
+                self._item(item)
 
-    def _record(self, record: Record) -> None:
-        op, stream = record.site.op, self._stream(record)
-        if record.joins is not None:
-            self._wait(stream, self.last.get(int(at(record.joins, self.place)), ()))  # pyright: ignore[reportArgumentType]
-        elif record.waits is not None:
-            self._wait(stream, self.flights.pop(record.waits, ()))
+    def _item(self, item: UnrolledOp) -> None:
+        op, stream = item.site.op, self._stream(item)
+        if item.joins is not None:
+            self._wait(stream, self.last.get(int(at(item.joins, self.place)), ()))  # pyright: ignore[reportArgumentType]
+        elif item.waits is not None:
+            self._wait(stream, self.flights.pop(item.waits, ()))
         elif isinstance(op, Communication):
-            self._collective(record, op, stream)
-        elif record.group is not None or isinstance(op, P2PCommunication | CollectivePermute):
-            self._transfers(record, stream)
+            self._collective(item, op, stream)
+        elif item.group is not None or isinstance(op, P2PCommunication | CollectivePermute):
+            self._transfers(item, stream)
         else:
-            sizes = record.sizes(self.place)
+            sizes = item.sizes(self.place)
             cost = cost_of(op, lambda tv: sizes[tv], self.machine)
             if cost is not None:
-                self._compute(record, cost, stream)
+                self._compute(item, cost, stream)
 
-    def _stream(self, record: Record) -> int:
-        return int(at(record.stream, self.place))  # pyright: ignore[reportArgumentType]
+    def _stream(self, item: UnrolledOp) -> int:
+        return int(at(item.stream, self.place))  # pyright: ignore[reportArgumentType]
 
     def _wait(self, stream: int, others: tuple[Work, ...]) -> None:
         self.last[stream] = tuple(dict.fromkeys((*self.last.get(stream, ()), *others)))
@@ -147,37 +147,37 @@ class _Builder:
         if holds:
             work.streams[self.number] = stream
 
-    def _compute(self, record: Record, cost: Cost, stream: int) -> None:
+    def _compute(self, item: UnrolledOp, cost: Cost, stream: int) -> None:
         self.host += cost.host_s
-        work = self.shared.add(record, cost, is_transfer=False)
+        work = self.shared.add(item, cost, is_transfer=False)
         self._need(work, "multiprocessors", cost.share)
         self._issue(work, stream)
         self.last[stream] = (work,)
 
     # ------------------------------------------------------------ collectives
-    def _collective(self, record: Record, op: Communication, stream: int) -> None:
-        teams = record.teams
+    def _collective(self, item: UnrolledOp, op: Communication, stream: int) -> None:
+        teams = item.teams
         assert teams is not None
-        sizes = record.sizes(self.place)
+        sizes = item.sizes(self.place)
         inp, out = (held_nbytes(tv, sizes[tv]) for tv in (op.inp, op.out))
         staged = inp if op.backend == PEER_COPIES and op.inp.memory is MemoryType.global_ else 0
         cost = collective_cost(
             op.type, op.team.size, max(inp, out), op.backend, self.machine, staged=staged
         )
         self.host += cost.host_s
-        records = record.together or (record,)
+        items = item.together or (item,)
         team = int(teams.team[self.place])
         known = (id(teams), team)
         if known not in self.shared.members:
             _, first = np.unique(self.shared.classes[teams.members[team]], return_index=True)
             self.shared.members[known] = teams.members[team][first].tolist()
         met = frozenset(
-            (int(self.shared.classes[m]), next(id(r) for r in records if r.mask[m]))
+            (int(self.shared.classes[m]), next(id(r) for r in items if r.mask[m]))
             for m in self.shared.members[known]
         )
         work = self.shared.by_key.get(met)
         if work is None:
-            work = self.shared.by_key[met] = self.shared.add(record, cost, is_transfer=True)
+            work = self.shared.by_key[met] = self.shared.add(item, cost, is_transfer=True)
         for resource in ("out", "in"):
             self._need(work, resource, 1.0)
         self._need(work, "multiprocessors", cost.share)
@@ -186,15 +186,15 @@ class _Builder:
         self.calls[op.team] = self.last[stream] = self.flights[op.number] = (work,)
 
     # ------------------------------------------------------------ transfers
-    def _transfers(self, record: Record, stream: int) -> None:
+    def _transfers(self, item: UnrolledOp, stream: int) -> None:
         """Start sends and receives together; the stream goes on when all have ended, but for peer
         copies that others make."""
-        number: int = getattr(record.site.op, "number")  # noqa: B009
+        number: int = getattr(item.site.op, "number")  # noqa: B009
         self.host += self.machine.host_post_s
         holding: list[Work] = []
         flying: list[Work] = []
         is_nccl = False
-        for half in record.group if record.group is not None else [record]:
+        for half in item.group if item.group is not None else [item]:
             if not half.mask[self.place]:
                 continue
             op = half.site.op
@@ -225,12 +225,12 @@ class _Builder:
         tv = op.buffer if isinstance(op, P2PCommunication) else op.inp  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
         return tv.memory is MemoryType.global_  # pyright: ignore[reportUnknownMemberType]
 
-    def _stage(self, record: Record, stream: int, op: object) -> None:
+    def _stage(self, item: UnrolledOp, stream: int, op: object) -> None:
         tv = op.buffer if isinstance(op, P2PCommunication) else op.inp  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-        nbytes = held_nbytes(tv, record.sizes(self.place)[tv])  # pyright: ignore[reportUnknownArgumentType]
-        self._compute(record, staging_cost(nbytes, self.machine), stream)
+        nbytes = held_nbytes(tv, item.sizes(self.place)[tv])  # pyright: ignore[reportUnknownArgumentType]
+        self._compute(item, staging_cost(nbytes, self.machine), stream)
 
-    def _pair(self, half: Record) -> tuple[Work | None, bool]:
+    def _pair(self, half: UnrolledOp) -> tuple[Work | None, bool]:
         op = half.site.op
         assert isinstance(op, P2PCommunication)
         is_send = op.type == "send"
@@ -244,7 +244,7 @@ class _Builder:
         raise VerifyError(f"{op.name} of {op.buffer} meets nobody")
 
     def _transfer(
-        self, ends: tuple[Record, Record], peer: int, is_send: bool, nbytes: int, backend: str
+        self, ends: tuple[UnrolledOp, UnrolledOp], peer: int, is_send: bool, nbytes: int, backend: str
     ) -> Work:
         """Return the work of a pair, with what this rank's end of it needs."""
         theirs = int(self.shared.classes[peer])
@@ -253,25 +253,25 @@ class _Builder:
         work = self.shared.by_key.get(key)
         if work is None:
             cost = transfer_cost(nbytes, backend, self.machine)
-            record = ends[1] if backend == PEER_COPIES else ends[0]
-            work = self.shared.by_key[key] = self.shared.add(record, cost, is_transfer=True)
+            item = ends[1] if backend == PEER_COPIES else ends[0]
+            work = self.shared.by_key[key] = self.shared.add(item, cost, is_transfer=True)
         self._need(work, "out" if is_send else "in", 1.0)
         # A rank's send and receive are one kernel.
         self._need(work, "multiprocessors", work.cost.share / 2)
         return work
 
-    def _permute(self, record: Record, op: CollectivePermute) -> list[tuple[Work | None, bool]]:
-        teams = record.teams
-        assert teams is not None and record.peers is not None, "the members have met"
+    def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[Work | None, bool]]:
+        teams = item.teams
+        assert teams is not None and item.peers is not None, "the members have met"
         members = teams.members[int(teams.team[self.place])]
-        to, source = (int(members[int(at(p, self.place))]) for p in record.peers)  # pyright: ignore[reportArgumentType]
-        sizes = record.sizes(self.place)
+        to, source = (int(members[int(at(p, self.place))]) for p in item.peers)  # pyright: ignore[reportArgumentType]
+        sizes = item.sizes(self.place)
         if to == self.place:
             cost = staging_cost(held_nbytes(op.inp, sizes[op.inp]), self.machine)
-            work = self.shared.add(record, cost, is_transfer=False)
+            work = self.shared.add(item, cost, is_transfer=False)
             self._need(work, "multiprocessors", cost.share)
             return [(work, False)]
-        ends = (record, record)
+        ends = (item, item)
         found: list[tuple[Work | None, bool]] = []
         for peer, tv, is_send in ((to, op.inp, True), (source, op.out, False)):
             nbytes = held_nbytes(tv, sizes[tv])

@@ -1,0 +1,153 @@
+"""The cost model beside what was measured: allgather + linear, linear + reduce-scatter and
+allreduce, on 2 and 4 H200.
+
+python scripts/predict_streams.py [--machine FILE.json]
+
+Programs are lowered at full size on simulated ranks and not run. Measured are the lines of
+benchmarks/results/h200x2_streams.jsonl (the same programs) and, on 4 GPUs, other programs of the
+same shapes: torch's matmul, NCCL's collective, one after the other, and a pipeline of copy engines
+by hand, whose inputs lie in symmetric memory from the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bench_streams as bench
+
+from fuser import DataType, multidevice
+from hostir.bind import InputBinder
+from hostir.container import HostIrContainer
+from hostir.cost import RankTimes, predict
+from hostir.input_class import classify
+from hostir.lower_params import DEFAULT, LowerParams
+from hostir.machine import Machine, find_machine
+from hostir.ops import NUMBER_OF_STREAMS
+from hostir.pipeline import build_program
+from hostir.timetable import timetable_of
+from multidevice.sharding import local_sizes
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200x2_streams.jsonl"
+BF16 = DataType.BFloat16
+# 4 GPUs, ms: op, M, K, N: matmul, NCCL, both in sequence; copy engines (None: not measured).
+FOUR: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] = {
+    ("ag", 8192, 8192, 32768): (1.551, 0.367, 1.952, None),
+    ("ag", 8192, 8192, 28672): (1.365, 0.370, 1.738, 1.237),
+    ("ag", 8192, 8192, 10240): (0.444, 0.347, 0.787, None),
+    ("ag", 8192, 4096, 14336): (0.316, 0.189, 0.499, 0.352),
+    ("ag", 8192, 8192, 8192): (0.353, 0.347, 0.692, 0.386),
+    ("ag", 16384, 8192, 4096): (0.357, 0.660, 1.009, None),
+    ("rs", 8192, 32768, 8192): (1.602, 0.360, 1.974, None),
+    ("rs", 8192, 28672, 8192): (1.376, 0.359, 1.755, 1.356),
+    ("rs", 8192, 8192, 8192): (0.373, 0.350, 0.720, 0.459),
+    ("rs", 8192, 14336, 4096): (0.315, 0.188, 0.499, 0.359),
+    ("ar", 8192, 28672, 8192): (1.277, 0.628, 1.979, None),
+    ("ar", 2048, 28672, 8192): (0.313, 0.174, 0.483, None),
+}
+
+
+def lowered(
+    op: str, form: str, params: LowerParams, d: int, m: int, k: int, n: int
+) -> HostIrContainer:
+    """Return the program that bench_streams would run; its inputs are never written."""
+
+    def build() -> HostIrContainer:
+        fd, x, w, _ = bench.OPS[op].define(form, d, m, k, n, BF16)
+        shapes = [local_sizes(tv, [int(str(n)) for n in tv.shape()]) for tv in (x, w)]
+        inputs = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        cpu = torch.device("cpu")
+        values = InputBinder(fd.fusion).bind(inputs, cpu)
+        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
+        found = classify(fd.fusion, inputs, sizes, cpu)
+        backend = params.backend or "NCCL"
+        return build_program(fd.fusion, found, backend_name=backend, params=params)[1]
+
+    with multidevice.simulate(d) as world:
+        return world.run(build)[0]
+
+
+def in_sequence(op: str, d: int, m: int, k: int, n: int) -> HostIrContainer:
+    """Return one collective and one linear, all of it dense."""
+    from fuser import ops
+    from hostir import Allocate, Communication, TeamOf, Wait
+
+    mesh = multidevice.DeviceMesh(range(d))
+    team = TeamOf(mesh, (bench.X,))
+    hic = HostIrContainer()
+    with hic:
+        if op == "ag":
+            shape = [d, m // d, k]
+            x, y = hic.input(shape, BF16, mesh=mesh), hic.tensor([m, k], BF16, mesh=mesh)
+            x.axis(0).parallelize(bench.X)
+            w = hic.input([n // d, k], BF16)
+            hic.append(Allocate(y), Communication(y, y, number=0, type="Allgather", team=team))
+            hic.ops = (*hic.ops[:-1], hic.ops[-1].replace(inp=x))
+            out = ops.linear(y, w)
+            hic.append(Wait(0), out)
+        else:
+            x, w = hic.input([m, k // d], BF16), hic.input([n, k // d], BF16)
+            part = ops.linear(x, w)
+            hic.append(part)
+            part.set_device_mesh(mesh)
+            rows = m // d if op == "rs" else m
+            out = hic.tensor([rows, n], BF16, mesh=mesh)
+            kind = "ReduceScatter" if op == "rs" else "Allreduce"
+            hic.append(Allocate(out), Communication(part, out, number=0, type=kind, team=team))
+            hic.append(Wait(0))
+        hic.add_output(out)
+    return hic
+
+
+def times(program: HostIrContainer, machine: Machine, streams: int = 4) -> RankTimes:
+    made = timetable_of(program, {NUMBER_OF_STREAMS: streams}, machine)
+    return predict(program, made).classes[0]
+
+
+def show(name: str, predicted: float, measured: float, errors: list[float]) -> None:
+    ratio = predicted * 1e3 / measured
+    errors.append(abs(ratio - 1))
+    mark = "" if errors[-1] <= 0.15 else "  *"
+    print(f"| {name} | {predicted * 1e3:.2f} | {measured:.2f} | {ratio:.2f}{mark} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", default="h200")
+    machine = find_machine(parser.parse_args().machine)
+    errors: list[float] = []
+    print("| program | predicted, ms | measured, ms | ratio (* beyond 15 %) |\n|---|---|---|---|")
+    for line in RESULTS.read_text().splitlines():
+        row = json.loads(line)
+        m, k, n = (int(size[1:]) for size in row["shape"].split())
+        op, form, d = row["op"], row["form"], row["gpus"]
+        steps = {name: (made, params) for name, made, params in bench.OPS[op].steps}
+        made, params = steps.get(form, ("unchunked" if form == "unchunked" else "chunked", DEFAULT))
+        program = lowered(op, made, params, d, m, k, n)
+        if form.startswith("head wait"):
+            program = bench.with_head_wait_inside(program)
+        streams = int(form.split()[2]) if form.startswith("chunked on") else 4
+        name = f"{op}, {d} GPUs, {m} x {k} x {n}, {form}"
+        show(name, times(program, machine, streams).seconds, row["ms"], errors)
+    for (op, m, k, n), (matmul, nccl, both, copies) in FOUR.items():
+        one = times(in_sequence(op, 4, m, k, n), machine)
+        name = f"{op}, 4 GPUs, {m} x {k} x {n}"
+        show(f"{name}, matmul", one.compute, matmul, errors)
+        show(f"{name}, NCCL", one.communication, nccl, errors)
+        show(f"{name}, in sequence", one.seconds, both, errors)
+        if copies is not None:
+            form, params = next((f, p) for name, f, p in bench.OPS[op].steps if name == "copies")
+            program = lowered(op, form, params, 4, m, k, n)
+            show(f"{name}, copies", times(program, machine).seconds, copies, errors)
+    inside = sum(e <= 0.15 for e in errors)
+    print(f"\n{inside} of {len(errors)} within 15 %, median {statistics.median(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()
