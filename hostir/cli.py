@@ -34,8 +34,8 @@ from hostir.ranks import (
     symbol_values,
     together,
 )
-from hostir.timetable import Timetable, timetable_of
 from hostir.source import read_program
+from hostir.timetable import Timetable, timetable_of
 from hostir.trace import trace_text
 from hostir.verify import verify
 from hostir.why import explain

@@ -14,8 +14,8 @@ from hostir.findings import Site, line_numbers
 from hostir.links import traffic_of
 from hostir.rank_posts import ranks_text
 from hostir.rank_values import at, np
-from hostir.timetable import Timetable
 from hostir.timeline import Work, critical_path
+from hostir.timetable import Timetable
 from hostir.unrolled import CALLER
 
 # What a text report shows of classes, links, and the critical path; the JSON has all.

@@ -89,18 +89,13 @@ def _collective(item: UnrolledOp, op: Communication, found: Traffic) -> None:
     inp, out = _nbytes(item, op.inp), _nbytes(item, op.out)
     block = np.where(mask, _BLOCK[op.type](inp, out, n), 0.0)
     is_root = mask & (teams.position == item.root)
-    gives = is_root if op.type in _FROM_ROOT else mask
-    takes = is_root if op.type in _TO_ROOT else mask
-    if op.type in _TO_ROOT:
-        gives = mask & ~is_root
-    elif op.type in _FROM_ROOT:
-        takes = mask & ~is_root
-    others = {
-        "to": 1 if op.type in _TO_ROOT else n - 1,
-        "from": 1 if op.type in _FROM_ROOT else n - 1,
-    }
-    found.sent += np.where(gives, block * others["to"], 0.0)
-    found.received += np.where(takes, block * others["from"], 0.0)
+    gives = takes = mask
+    if op.type in _FROM_ROOT:
+        gives, takes = is_root, mask & ~is_root
+    elif op.type in _TO_ROOT:
+        gives, takes = mask & ~is_root, is_root
+    found.sent += np.where(gives, block * (1 if op.type in _TO_ROOT else n - 1), 0.0)
+    found.received += np.where(takes, block * (1 if op.type in _FROM_ROOT else n - 1), 0.0)
     if found.pairs is not None:
         same = (teams.team[:, None] == teams.team[None, :]) & ~np.eye(len(mask), dtype=bool)
         found.pairs += np.where(same & gives[:, None] & takes[None, :], block[:, None], 0.0)

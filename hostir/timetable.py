@@ -240,11 +240,17 @@ class _Builder:
                 peer = int(partners[int(mine[0])])
                 ends = (half, other) if is_send else (other, half)
                 size = held_nbytes(op.buffer, half.sizes(self.place)[op.buffer])
-                return self._transfer(ends, peer, is_send, size, op.backend), is_send
+                return self._transfer(ends, peer, size, op.backend, is_send=is_send), is_send
         raise VerifyError(f"{op.name} of {op.buffer} meets nobody")
 
     def _transfer(
-        self, ends: tuple[UnrolledOp, UnrolledOp], peer: int, is_send: bool, nbytes: int, backend: str
+        self,
+        ends: tuple[UnrolledOp, UnrolledOp],
+        peer: int,
+        nbytes: int,
+        backend: str,
+        *,
+        is_send: bool,
     ) -> Work:
         """Return the work of a pair, with what this rank's end of it needs."""
         theirs = int(self.shared.classes[peer])
@@ -275,5 +281,6 @@ class _Builder:
         found: list[tuple[Work | None, bool]] = []
         for peer, tv, is_send in ((to, op.inp, True), (source, op.out, False)):
             nbytes = held_nbytes(tv, sizes[tv])
-            found.append((self._transfer(ends, peer, is_send, nbytes, op.backend), is_send))
+            work = self._transfer(ends, peer, nbytes, op.backend, is_send=is_send)
+            found.append((work, is_send))
         return found

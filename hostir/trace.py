@@ -15,8 +15,8 @@ from hostir.container import HostIrContainer
 from hostir.cost import stream_name
 from hostir.findings import line_numbers
 from hostir.rank_posts import ranks_text
-from hostir.timetable import Timetable
 from hostir.timeline import Work
+from hostir.timetable import Timetable
 
 # Of more ranks than this only the first of each class is drawn.
 MAX_DRAWN = 64

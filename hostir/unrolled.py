@@ -216,7 +216,7 @@ class Unroller(RankWalker):
         receives.pairs.append((sends, receivers, senders))
 
     def _of(self, half: Half) -> tuple[UnrolledOp]:
-        """Return what is kept of a half: where bounds of loops differ, a step comes several times."""
+        """Return what is kept of a half; where bounds of loops differ a step comes again."""
         found = self._items((half.site,))
         places = np.nonzero(half.mask)[0]
         first = int(places[0]) if len(places) else 0

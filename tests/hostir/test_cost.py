@@ -1,18 +1,17 @@
-"""The cost model on programs whose times are computed by hand, and its two commands."""
+"""The cost model on programs whose times are computed by hand."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fuser import DataType, ParallelType, ops
-from fuser.errors import InputError, UnsupportedError, VerifyError
+from fuser.errors import UnsupportedError, VerifyError
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from hostir import (
@@ -27,23 +26,21 @@ from hostir import (
     HostIrContainer,
     P2PCommunication,
     SetCurrentStream,
+    ShardByStream,
     StartCoalescing,
     Stream,
     Synchronize,
     TeamOf,
     Wait,
+    as_scalar,
     eq,
     ne,
 )
-from hostir.cli import main
 from hostir.cost import Prediction, predict, report
-from hostir.machine import H200, Machine, find_machine, machine_from_json
+from hostir.links import traffic_of
+from hostir.machine import H200, Machine
 from hostir.timetable import timetable_of
-from hostir.trace import trace_text
 from multidevice import DeviceMesh
-from tests.hostir.handmade import EXAMPLES
-from tests.hostir.programs import CASES, build
-from tests.hostir.test_text import GOLDEN
 
 X = ParallelType.mesh_x
 ENTRY = Stream(name="S0")
@@ -253,6 +250,118 @@ def test_a_collective_waits_for_the_kernel_that_was_ready_before() -> None:
     assert after.classes[0].exposed == pytest.approx(10e-6 - 2e-6 / left)
 
 
+def test_collectives_of_one_team_keep_the_order_of_the_program() -> None:
+    """The first one waits for a kernel of 2 us, the second one for the first; 10 us each."""
+    mesh = DeviceMesh(range(2))
+    hic = HostIrContainer()
+    with hic:
+        x, u = row(hic.input([2, 250], mesh=mesh)), hic.input([250])
+        outs, z = [hic.tensor([2, 250], mesh=mesh) for _ in range(2)], hic.tensor([250])
+        hic.append(*map(Allocate, (*outs, z)), GetCurrentStream(ENTRY))
+        for i, y in enumerate(outs):
+            hic.append(SetCurrentStream(Stream(i)), Synchronize(ENTRY))
+            if not i:
+                hic.append(ops.neg(u), into=z)
+            team = TeamOf(mesh, (X,))
+            hic.append(Communication(x, y, number=i, type="Allgather", team=team), Wait(i))
+            hic.add_output(y)
+        hic.append(SetCurrentStream(ENTRY), Synchronize(Stream(0)), Synchronize(Stream(1)))
+    # The kernel leaves three quarters of the multiprocessors, so that the second one could begin.
+    assert seconds(hic, replace(PLAIN, kernel_fill_nbytes=8000.0)) == pytest.approx(22e-6)
+
+
+def test_the_critical_path_leads_to_what_held_the_multiprocessors() -> None:
+    steps = predicted(gather(2, kernel="before")).critical_path
+    assert [round(s.seconds * 1e6, 6) for s in steps] == [10, 2]
+    assert "Communication 0" in steps[0].op and "= -T" in steps[1].op
+
+
+@pytest.mark.parametrize(
+    ("kind", "links"),
+    [
+        ("Broadcast", ((1, 0, 1000), (1, 2, 1000))),
+        ("Reduce", ((0, 1, 1000), (2, 1, 1000))),
+    ],
+)
+def test_the_root_sends_or_receives(kind: Any, links: tuple[tuple[int, int, int], ...]) -> None:
+    mesh = DeviceMesh(range(3))
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([250], mesh=mesh), hic.tensor([250], mesh=mesh)
+        team = TeamOf(mesh, (X,))
+        one = Communication(x, y, number=0, type=kind, team=team, root=as_scalar(1))
+        hic.append(Allocate(y), one, Wait(0))
+        hic.add_output(y)
+    made = timetable_of(hic, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    found = predict(hic, made)
+    assert found.links == links
+    totals = np.zeros((2, 3), dtype=int)
+    for a, b, nbytes in links:
+        totals[:, [a, b]] += np.diag([nbytes, nbytes])
+    (sent, received) = traffic_of(made.unrolled).sent, traffic_of(made.unrolled).received
+    assert [sent.tolist(), received.tolist()] == totals.tolist()
+    # The root tells nobody's time apart.
+    assert [one.ranks for one in found.classes] == [(0, 1, 2)]
+    assert found.classes[0].seconds == pytest.approx(10e-6)
+
+
+def test_ranks_without_a_shard_do_nothing() -> None:
+    """The kernel's tensors are on rank 1 alone."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([250], mesh=DeviceMesh([1]))
+        u = hic.input([250], mesh=DeviceMesh([0, 1]))
+        y = ops.neg(x)
+        hic.append(y)
+        hic.add_output(y)
+        hic.add_output(u)
+    found = predicted(hic, ranks=2)
+    assert [(one.ranks, one.input_nbytes) for one in found.classes] == [((0,), 1000), ((1,), 2000)]
+    assert [one.seconds for one in found.classes] == pytest.approx([0.0, 2e-6])
+
+
+def test_ranks_with_larger_parts_take_longer() -> None:
+    """Blocks of 100, 100 and 50 elements of 250: rank 2 has the short one."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([250], mesh=DeviceMesh(range(3)))
+        block = hic.tensor([250], mesh=DeviceMesh(range(3)))
+        block.outer_split(0, 3)
+        block.axis(0).parallelize(ParallelType.stream)
+        hic.append(ShardByStream(block, x, RANK))
+        y = ops.neg(block)
+        hic.append(y)
+        hic.add_output(x)
+    found = predicted(hic)
+    assert [one.ranks for one in found.classes] == [(0, 1), (2,)]
+
+
+def test_an_expanded_axis_is_one_element_of_memory() -> None:
+    """Operand and result: of 100 equal rows memory has one."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([1, 250])
+        y = ops.neg(ops.expand(x, [100, 250]))
+        hic.append(y)
+        hic.add_output(y)
+    assert seconds(hic) == pytest.approx(2000 / 1e9)
+
+
+def test_rows_that_do_not_lie_behind_one_another_are_packed() -> None:
+    def program(order: tuple[int, ...]) -> HostIrContainer:
+        hic = HostIrContainer()
+        with hic:
+            x, w = hic.input([4, 8, 16]), hic.input([8, 16])
+            x.set_allocation_domain([x.axis(i) for i in order], True)
+            y = ops.linear(x, w)
+            hic.append(y)
+            hic.add_output(y)
+        return hic
+
+    packed = seconds(program((1, 0, 2))) - seconds(program((0, 1, 2)))
+    assert packed == pytest.approx(2 * 4 * 8 * 16 * 4 / 1e9)
+
+
 def ring(
     d: int, *, backend: str = "NCCL", memory: MemoryType = MemoryType.global_
 ) -> HostIrContainer:
@@ -396,116 +505,3 @@ def test_more_never_takes_less() -> None:
     assert times == sorted(times)
     times = [seconds(ring(d), H200) for d in (2, 3, 4, 8)]
     assert times == sorted(times)
-
-
-# ------------------------------------------------------------------ machines
-def test_a_machine_is_a_file(tmp_path: Path) -> None:
-    assert machine_from_json(PLAIN.to_json()) == PLAIN
-    assert machine_from_json("{}") == H200
-    path = tmp_path / "mine.json"
-    path.write_text('{"name": "mine", "pull_bandwidth": 5e10, "nccl": {"Allreduce": 1e11}}')
-    found = find_machine(str(path))
-    assert (found.name, found.pull_bandwidth, found.multiprocessors) == ("mine", 5e10, 132)
-    assert found.nccl == {**H200.nccl, "Allreduce": 1e11}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "expected an object"),
-        ("{", "no JSON"),
-        ('{"pul_bandwidth": 1}', "no 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
-        ('{"pull_bandwidth": 0}', "pull_bandwidth = 0: expected a number above 0"),
-        ('{"launch_s": -1}', "launch_s = -1"),
-        ('{"multiprocessors": 1.5}', "expected an integer above 0"),
-        ('{"multiprocessors": true}', "expected an integer above 0"),
-        ('{"memory_bandwidth": NaN}', "memory_bandwidth = nan"),
-        ('{"matmul": [[2, 1], [1, 1]]}', "expected rows of 2 numbers"),
-        ('{"tiles": [[128, 128]]}', "expected rows of 3 numbers"),
-        ('{"nccl": {"AllGather": 1}}', "nccl has no 'AllGather'"),
-        ('{"matmul_dtypes": {"Float": "fast"}}', "expected numbers above 0"),
-    ],
-)
-def test_a_machine_that_is_none_is_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError) as error:
-        machine_from_json(text)
-    assert message in str(error.value)
-
-
-def test_an_unknown_machine_is_refused() -> None:
-    with pytest.raises(InputError, match="there is no machine 'h100': expected h200, or a file"):
-        find_machine("h100")
-
-
-# ------------------------------------------------------------------ the commands
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "program.txt"
-    path.write_text(build(CASES["mlp2"]).full_text())
-    return path
-
-
-def test_the_report_of_a_program(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cost", str(file), "--size", "i0=4096"]) == 0
-    text = capsys.readouterr().out.replace(f"{Path(__file__).parents[2]}/", "")
-    assert text == (GOLDEN / "cost_mlp2.txt").read_text()
-
-
-def test_cost_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times: list[float] = []
-    for size in ("i0=4096", "i0=8192"):
-        assert main(["cost", str(file), "--json", "-s", size]) == 0
-        found = json.loads(capsys.readouterr().out)
-        times.append(found["classes"][0]["seconds"])
-    assert times[0] < times[1]
-    assert found["classes"][0]["ranks"] == [0, 1]
-
-
-def test_what_the_commands_refuse(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for args, message in (
-        (["--machine", "h100"], "there is no machine 'h100'"),
-        (["--ranks", "1"], "--ranks 1: the program's meshes need 2"),
-        (["--streams", "0"], "--streams 0: at least 1"),
-        (["--size", "i9=1"], "no input has a size 'i9'"),
-    ):
-        assert main(["cost", str(file), *args]) == 1
-        assert message in capsys.readouterr().err
-        assert main(["trace", str(file), "-o", str(tmp_path / "t.json"), *args]) == 1
-        assert message in capsys.readouterr().err
-
-
-def test_a_unit_that_nobody_scheduled_is_refused() -> None:
-    program = EXAMPLES["HI-1 unit"].build()
-    with pytest.raises(UnsupportedError, match=r"PostOnStream \(HostUnit0\)"):
-        predicted(program)
-
-
-def test_the_trace_has_a_process_per_rank_and_a_track_per_stream() -> None:
-    program = gather(2, kernel="before")
-    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
-    found = json.loads(trace_text(program, made))
-    events = [e for e in found["traceEvents"] if e["ph"] == "X"]
-    names = {
-        (e["pid"], e["tid"]): e["args"]["name"]
-        for e in found["traceEvents"]
-        if e["name"] == "thread_name"
-    }
-    assert {e["pid"] for e in events} == {0, 1}
-    tracks = {names[e["pid"], e["tid"]]: e for e in events if e["pid"] == 1}
-    assert set(tracks) == {"Stream 0", "Stream 1", "link out", "link in"}
-    kernel, moved = tracks["Stream 0"], tracks["Stream 1"]
-    assert (kernel["ts"], kernel["dur"]) == pytest.approx((0.0, 2.0))
-    assert (moved["ts"], moved["dur"]) == pytest.approx((2.0, 10.0))
-    assert kernel["args"]["bytes"] == 2000 and moved["args"]["bytes"] == 1000
-    assert moved["name"].startswith("Communication 0 (type=Allgather")
-    assert tracks["link in"]["ts"] == moved["ts"]
-
-
-def test_the_trace_of_many_ranks_has_a_process_per_class() -> None:
-    program = gather(128)
-    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
-    found = json.loads(trace_text(program, made))["traceEvents"]
-    processes = [e["args"]["name"] for e in found if e["name"] == "process_name"]
-    assert processes == ["ranks 0..127"]

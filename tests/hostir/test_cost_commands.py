@@ -1,0 +1,132 @@
+"""Machines as files, and `python -m hostir cost` and `trace`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fuser.errors import InputError, UnsupportedError
+from hostir import NUMBER_OF_STREAMS
+from hostir.cli import main
+from hostir.machine import H200, find_machine, machine_from_json
+from hostir.timetable import timetable_of
+from hostir.trace import trace_text
+from tests.hostir.handmade import EXAMPLES
+from tests.hostir.programs import CASES, build
+from tests.hostir.test_cost import PLAIN, gather, predicted
+from tests.hostir.test_text import GOLDEN
+
+
+# ------------------------------------------------------------------ machines
+def test_a_machine_is_a_file(tmp_path: Path) -> None:
+    assert machine_from_json(PLAIN.to_json()) == PLAIN
+    assert machine_from_json("{}") == H200
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine", "pull_bandwidth": 5e10, "nccl": {"Allreduce": 1e11}}')
+    found = find_machine(str(path))
+    assert (found.name, found.pull_bandwidth, found.multiprocessors) == ("mine", 5e10, 132)
+    assert found.nccl == {**H200.nccl, "Allreduce": 1e11}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "expected an object"),
+        ("{", "no JSON"),
+        ('{"pul_bandwidth": 1}', "no 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
+        ('{"pull_bandwidth": 0}', "pull_bandwidth = 0: expected a number above 0"),
+        ('{"launch_s": -1}', "launch_s = -1"),
+        ('{"multiprocessors": 1.5}', "expected an integer above 0"),
+        ('{"multiprocessors": true}', "expected an integer above 0"),
+        ('{"memory_bandwidth": NaN}', "memory_bandwidth = nan"),
+        ('{"matmul": [[2, 1], [1, 1]]}', "expected rows of 2 numbers"),
+        ('{"tiles": [[128, 128]]}', "expected rows of 3 numbers"),
+        ('{"nccl": {"AllGather": 1}}', "nccl has no 'AllGather'"),
+        ('{"matmul_dtypes": {"Float": "fast"}}', "expected numbers above 0"),
+    ],
+)
+def test_a_machine_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        machine_from_json(text)
+    assert message in str(error.value)
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no machine 'h100': expected h200, or a file"):
+        find_machine("h100")
+
+
+# ------------------------------------------------------------------ the commands
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "program.txt"
+    path.write_text(build(CASES["mlp2"]).full_text())
+    return path
+
+
+def test_the_report_of_a_program(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", str(file), "--size", "i0=4096"]) == 0
+    text = capsys.readouterr().out.replace(f"{Path(__file__).parents[2]}/", "")
+    assert text == (GOLDEN / "cost_mlp2.txt").read_text()
+
+
+def test_cost_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times: list[float] = []
+    for size in ("i0=4096", "i0=8192"):
+        assert main(["cost", str(file), "--json", "-s", size]) == 0
+        found = json.loads(capsys.readouterr().out)
+        times.append(found["classes"][0]["seconds"])
+    assert times[0] < times[1]
+    assert found["classes"][0]["ranks"] == [0, 1]
+
+
+def test_what_the_commands_refuse(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args, message in (
+        (["--machine", "h100"], "there is no machine 'h100'"),
+        (["--ranks", "1"], "--ranks 1: the program's meshes need 2"),
+        (["--streams", "0"], "--streams 0: at least 1"),
+        (["--size", "i9=1"], "no input has a size 'i9'"),
+    ):
+        assert main(["cost", str(file), *args]) == 1
+        assert message in capsys.readouterr().err
+        assert main(["trace", str(file), "-o", str(tmp_path / "t.json"), *args]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_unit_that_nobody_scheduled_is_refused() -> None:
+    program = EXAMPLES["HI-1 unit"].build()
+    with pytest.raises(UnsupportedError, match=r"PostOnStream \(HostUnit0\)"):
+        predicted(program)
+
+
+def test_the_trace_has_a_process_per_rank_and_a_track_per_stream() -> None:
+    program = gather(2, kernel="before")
+    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    found = json.loads(trace_text(program, made))
+    events = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in found["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    assert {e["pid"] for e in events} == {0, 1}
+    tracks = {names[e["pid"], e["tid"]]: e for e in events if e["pid"] == 1}
+    assert set(tracks) == {"Stream 0", "Stream 1", "link out", "link in"}
+    kernel, moved = tracks["Stream 0"], tracks["Stream 1"]
+    assert (kernel["ts"], kernel["dur"]) == pytest.approx((0.0, 2.0))
+    assert (moved["ts"], moved["dur"]) == pytest.approx((2.0, 10.0))
+    assert kernel["args"]["bytes"] == 2000 and moved["args"]["bytes"] == 1000
+    assert moved["name"].startswith("Communication 0 (type=Allgather")
+    assert tracks["link in"]["ts"] == moved["ts"]
+
+
+def test_the_trace_of_many_ranks_has_a_process_per_class() -> None:
+    program = gather(128)
+    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    found = json.loads(trace_text(program, made))["traceEvents"]
+    processes = [e["args"]["name"] for e in found if e["name"] == "process_name"]
+    assert processes == ["ranks 0..127"]
