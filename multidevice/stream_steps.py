@@ -171,17 +171,25 @@ def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
         return
     fed = op
     for index, (block, position) in slices.items():
-        operand, parts = op.inputs[index], step_parts(block)
-        # Of a merged axis, parts alone do not say which step has which block.
-        key = operand, placement(block), None if parts == step_parts(op.out_tensor) else op
+        operand = op.inputs[index]
+        key = _slice_key(op, operand, placement(block))
         if key not in made:
             made[key] = block
             copy_memory_order(operand, block)
-            slicing = Reshard(block, operand, ptypes=parts, target=position)
+            slicing = Reshard(block, operand, ptypes=step_parts(block), target=position)
             fusion.insert_before(op, [slicing.replace(where=op.where)])
         fed = replace_operand(fed, index, made[key])
     if slices:
         fusion.replace_expr(op, [fed])
+
+
+def _slice_key(
+    op: TensorOp, operand: TensorView, cuts: Placement
+) -> tuple[TensorView, Placement, TensorOp | None]:
+    """Return what slices are found by: the parts of a merged axis that an operand has do not say,
+    alone, which step has which block."""
+    parts = {c.ptype for mine in cuts for c in mine if c.ptype.is_stream}
+    return operand, cuts, None if parts == {*step_parts(op.out_tensor)} else op
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
@@ -224,7 +232,8 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
                 # The devices inside of a step are what it is about.
                 needed[position] = (*cuts[: depth + 1], *have[position][depth + 1 :])
         wanted = tuple(needed.get(p) or outside_streams(c) for p, c in enumerate(have))
-        block = made.get((operand, wanted, None)) or copy_like(operand, operand.mesh, wanted)
+        known = made.get(_slice_key(op, operand, wanted))
+        block = known or copy_like(operand, operand.mesh, wanted)
         if have_different_shardings(replace_operand(op, index, block), index, STREAM_TYPES):
             return None  # the same blocks, perhaps, but nobody can prove it
         found[index] = block, min(needed)

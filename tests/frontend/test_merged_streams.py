@@ -259,6 +259,29 @@ def test_merged_streams(name: str) -> None:
             assert any(isinstance(op, ForLoop) for op in walk(program.ops))
 
 
+@pytest.mark.parametrize("order", ["pm", "mp", "mn", "nmp", "pmn"])
+def test_slices_of_one_operand_are_those_of_their_own_loop(order: str) -> None:
+    """Of an operand that lacks the other axis, steps over rows and steps over merged axes have
+    slices that look alike."""
+    made: dict[str, Callable[[Any, TensorView, TensorView], TensorView]] = {
+        "p": lambda o, x, b: stream(o.add(x, b), 0),
+        "m": lambda o, x, b: stream(o.mul(x, b), 0, 1),
+        "n": lambda o, x, b: stream(o.sub(x, b), 0, 2),
+    }
+    meaning = {"p": torch.add, "m": torch.mul, "n": torch.sub}
+
+    def define(o: Any, x: TensorView, b: TensorView) -> list[TensorView]:
+        rows = o.broadcast(o.exp(b), [False, True, True])
+        return [made[c](o, x, rows) for c in order]
+
+    fd = definition(Case(define, torch.add, (*X3, (3,))))
+    x, b = torch.randn(3, 4, 5), torch.randn(3)
+    for late in ((), ("late_stream(all)",)):
+        for got, c in zip(fd.execute([x, b], _enable_options=late), order, strict=True):
+            want = meaning[c](x.double(), b.double().exp()[:, None, None])
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
 def steps(program: HostIrContainer) -> list[str]:
     loops = [op for op in program.ops if isinstance(op, ForLoop)]
     return [str(loop.stop) for loop in loops]
