@@ -15,7 +15,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
-from multidevice.communication import exchanged_axes, is_copy, is_step_slice
+from multidevice.communication import exchanged_axes, is_copy
 from multidevice.placement import (
     SPREAD_TYPES,
     Cut,
@@ -90,10 +90,6 @@ def is_in_step(op: TensorOp, index: int) -> bool:
     made_by = operand.definition()
     if made_by is not None and exchanged_axes(made_by) is not None:
         return False  # a step has received another block than it has computed
-    # What is computed in fewer steps, along the axes that it has, is computed in another loop.
-    is_computed = made_by is not None and not is_step_slice(made_by)
-    if is_computed and step_parts(operand) != step_parts(op.out_tensor):
-        return False
     axes = operand.domain.no_reductions
     if {axes[p].number for p in needed} != {number for number, _ in found}:
         return False

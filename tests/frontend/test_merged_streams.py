@@ -18,6 +18,7 @@ from hostir.container import walk
 from hostir.ops import ForLoop, HirAliasSelect
 from hostir.race import find_races
 from hostir.transfers import Communication
+from multidevice.placement import is_contiguous
 
 GOLDEN = Path(__file__).parent / "golden"
 STREAM, X = ParallelType.stream, ParallelType.mesh_x
@@ -136,6 +137,16 @@ CASES = {
     "batch that one operand lacks": Case(
         lambda o, a, b: stream(o.matmul(a, b), 0, 1), torch.matmul, ((3, 4, 5, 6), (4, 6, 7))
     ),
+    "batch that is repeated": Case(
+        lambda o, a, b: stream(o.matmul(a, o.broadcast(b, [True, False, False, False])), 0, 1),
+        torch.matmul,
+        ((3, 4, 5, 6), (4, 6, 7)),
+    ),
+    "rows, of a batch that is repeated": Case(
+        lambda o, a, b: stream(o.matmul(a, o.broadcast(b, [True, False, False, False])), 0, 2),
+        torch.matmul,
+        ((3, 4, 5, 6), (4, 6, 7)),
+    ),
     "batch and rows": Case(
         lambda o, a, b: stream(o.matmul(a, b), 0, 1), torch.matmul, ((3, 5, 6), (3, 6, 7))
     ),
@@ -185,6 +196,13 @@ CASES = {
     "one axis behind merged": Case(
         lambda o, x: of_two(o, x, (0, 1), (0,)), lambda x: x.exp().relu(), X3
     ),
+    "what is computed in steps of one axis": Case(
+        lambda o, x, b: stream(
+            o.add(x, o.broadcast(stream(o.exp(b), 0), [False, True, True])), 0, 1
+        ),
+        lambda x, b: x + b.exp()[:, None, None],
+        (*X3, (3,)),
+    ),
     "permuted": Case(
         lambda o, x: stream(o.permute(o.exp(x), [2, 0, 1]), 0, 1),
         lambda x: x.exp().permute(2, 0, 1),
@@ -194,6 +212,13 @@ CASES = {
         lambda o, x, z: stream(o.cat([x, z], 2), 0, 1),
         lambda x, z: torch.cat([x, z], 2),
         (*X3, (3, 4, 6)),
+    ),
+    # Of a merge by a view, the merged axis is the one that is cut.
+    "blocks of what a view has merged": Case(
+        lambda o, x: stream(o.reshape(x, [35, 3]), 0, split=7),
+        lambda x: x.reshape(-1, x.shape[2]),
+        ((7, 5, 3),),
+        constant=True,
     ),
     "blocks, then elements": Case(
         lambda o, x: rows_of_blocks(o, x, 0, first=True), torch.exp, ((7, 4, 5),)
@@ -429,7 +454,8 @@ def shard(t: torch.Tensor, axis: int | None, rank: int) -> torch.Tensor:
 @dataclass(frozen=True)
 class OnMesh:
     """`cuts`: which axis of each input, and last of the result, is cut over two ranks; `merged` are
-    the logical axes that are merged. `moves`: what is communicated in steps."""
+    the logical axes that are merged, the last one in `blocks` if any. `moves`: what is communicated
+    in steps."""
 
     define: Callable[..., TensorView]
     meaning: Callable[..., torch.Tensor]
@@ -437,6 +463,7 @@ class OnMesh:
     cuts: Sequence[int | None]
     merged: Sequence[int] = (0, 1)
     moves: Sequence[str] = ()
+    blocks: int | None = None
 
 
 MESHES = {
@@ -449,7 +476,7 @@ MESHES = {
         lambda o, x: o.set(x), lambda x: x, ((3, 4, 6),), (2, None), moves=("Allgather",)
     ),
     "allgather per step, axes apart": OnMesh(
-        lambda o, x: o.set(x), lambda x: x, ((3, 6, 5),), (1, None), (2, 0), moves=("Allgather",)
+        lambda o, x: o.set(x), lambda x: x, ((3, 6, 5),), (1, None), (0, 2), moves=("Allgather",)
     ),
     "allreduce per step": OnMesh(
         lambda o, x, w: o.linear(x, w),
@@ -460,6 +487,17 @@ MESHES = {
     ),
     "allgather of what steps compute": OnMesh(
         lambda o, x: o.exp(x), torch.exp, ((3, 4, 6),), (2, None), moves=("Allgather",)
+    ),
+    "blocks beside": OnMesh(lambda o, x: o.exp(x), torch.exp, ((3, 5, 6),), (2, 2), blocks=3),
+    # Rows of a block are apart in memory of the whole.
+    "blocks of which each is gathered": OnMesh(
+        lambda o, x: o.exp(x), torch.exp, ((3, 6, 8),), (2, None), blocks=3
+    ),
+    "gathered at once for a linear": OnMesh(
+        lambda o, x, w: o.linear(x, w),
+        torch.nn.functional.linear,
+        ((4, 3, 5), (6, 5)),
+        (0, None, None),
     ),
     "gathered at once": OnMesh(lambda o, x: o.relu(x), torch.relu, ((4, 3, 5),), (0, None)),
     "scattered": OnMesh(lambda o, x: o.relu(x), torch.relu, ((3, 4, 6),), (None, 2)),
@@ -492,7 +530,10 @@ def test_merged_streams_on_a_mesh(name: str, is_symbolic: bool, late: tuple[str]
             tv.axis(axis).parallelize(X)
     cut = case.cuts[-1]
     # What the devices leave of an axis stands behind their part.
-    stream(y, *(a + (cut is not None and cut <= a) for a in case.merged))
+    merged = [a + (cut is not None and cut <= a) for a in case.merged]
+    if case.blocks is not None:
+        y.outer_split(merged[-1], case.blocks)
+    stream(y, *merged)
     wholes = [torch.randn(s, dtype=torch.float32) for s in case.shapes]
 
     def body() -> HostIrContainer:
@@ -507,14 +548,11 @@ def test_merged_streams_on_a_mesh(name: str, is_symbolic: bool, late: tuple[str]
     with multidevice.simulate(2) as world:
         program = world.run(body)[0]
     assert equal(parse(program.full_text()), program)
-    inside = [
-        op.type
-        for loop in program.ops
-        if isinstance(loop, ForLoop)
-        for op in walk(loop.body)
-        if isinstance(op, Communication)
-    ]
-    assert inside == list(case.moves)
+    loops = [op for op in program.ops if isinstance(op, ForLoop)]
+    inside = [op for loop in loops for op in walk(loop.body) if isinstance(op, Communication)]
+    assert [op.type for op in inside] == list(case.moves)
+    # What is sent is dense, wherever the merged axes lie.
+    assert all(is_contiguous(tv) for op in inside for tv in (op.inp, op.out))
 
 
 def test_a_refusal_names_the_part_that_devices_share() -> None:

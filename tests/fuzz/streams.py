@@ -19,6 +19,8 @@ from tests.fuzz.shards import mesh_sizes
 
 _RAGGED = (1, 2, 3, 4, 5, 6, 7, 8, 8, 12, 13)
 _BLOCKS = (2, 2, 3, 4, 5, 9)
+# How many steps a merged axis may have: late streams run them one after the other, many times.
+_STEPS = 100
 
 
 def generate(seed: int) -> Program:
@@ -92,11 +94,15 @@ class _Streams(Sharded):
         """Draw which axes are merged, and how."""
         picks = self.rng.sample(axes, 3 if len(axes) > 2 and self.chance(0.3) else 2)
         shared = [k for k in picks if k in cut]
+        if math.prod(max(self.dims[name][k].vec) for k in picks) > _STEPS:
+            picks = picks[:2]
         # What devices leave of an axis is in blocks of one element; only one axis may be in blocks.
         picks = [k for k in picks if k not in shared[1:]]
         blocks: dict[int, int | None] = {}
         if not shared and self.chance(0.25):
             blocks[self.rng.choice(picks)] = self.rng.choice(_BLOCKS)
+        if not shared and math.prod(max(self.dims[name][k].vec) for k in picks) > _STEPS:
+            blocks = {picks[0]: 2}
         merged = tuple((k, blocks.get(k)) for k in picks)
         dims = [self.dims[name][k] for k in picks]
         count = None
