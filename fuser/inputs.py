@@ -17,9 +17,9 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
 
 def flatten(inputs: Iterable[object], depth: int = 0) -> list[torch.Tensor | bool | int | float]:
     """Return tensors and numbers with nested lists and tuples flattened in place."""
-    if inputs.__class__ is list or inputs.__class__ is tuple:
+    if type(inputs) in (list, tuple):
         for value in inputs:
-            if value.__class__ not in _PLAIN:
+            if type(value) not in _PLAIN:
                 break
         else:
             return [*inputs]  # pyright: ignore[reportReturnType]

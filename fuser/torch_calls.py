@@ -64,7 +64,9 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[object]],
                 if v.is_nested:
                     return False
             return are_alike(*inputs)
-        except (TypeError, AttributeError):  # another number of inputs, or no tensors
+        except (
+            Exception
+        ):  # another number of inputs, or what is no tensor, which may raise anything
             return False
 
     return check

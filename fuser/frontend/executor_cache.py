@@ -184,7 +184,7 @@ class FusionExecutorCache:
             and call is not None
             and call.communicator is communicator
             and call.fits is not None
-            and (inputs.__class__ is list or inputs.__class__ is tuple)
+            and type(inputs) in (list, tuple)
             and call.fits(inputs)  # pyright: ignore[reportArgumentType]
         ):
             return call, inputs, call.contents.check(inputs)  # pyright: ignore

@@ -45,6 +45,13 @@ def test_other_inputs_after_the_latest(name: str) -> None:
         assert not got.requires_grad
 
 
+class _Hostile:
+    """What raises whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"nobody asks for {name}")
+
+
 _REFUSED: dict[str, Callable[[], Any]] = {
     "double": lambda: torch.randn(4, 6, dtype=torch.float64),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(6)] * 4),
@@ -53,6 +60,7 @@ _REFUSED: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.randn(4, 6, device="meta"),
     "number": lambda: 3.0,
     "none": lambda: None,
+    "hostile": _Hostile,
 }
 
 
