@@ -198,6 +198,18 @@ def bind_post(call: Call, inp: Buffer, out: Buffer) -> protocol.Post | None:
         call.backend.where = ""
 
 
+def bind_exchange(
+    op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
+) -> protocol.PostBatch | None:
+    """Return how `exchange` starts these, which it has done once, on other tensors like them; None
+    where it has to look at each call."""
+    backend.where = op.where
+    try:
+        return backend.bind_batch(transfers, team=team)
+    finally:
+        backend.where = ""
+
+
 def permute(
     op: CollectivePermute,
     peers: tuple[int, int],
@@ -208,13 +220,20 @@ def permute(
     out: torch.Tensor,
 ) -> Work:
     """Send `inp` to the rank peers[0] and receive `out` from peers[1]; a copy to oneself."""
+    sent, received = both = halves(op, peers, inp, out)
+    if peers == (rank, rank):
+        received.tensor.copy_(sent.tensor.view_as(received.tensor))
+        return Done()
+    return exchange(op, both, team, backend)
+
+
+def halves(
+    op: CollectivePermute, peers: tuple[int, int], inp: torch.Tensor, out: torch.Tensor
+) -> tuple[protocol.Transfer, protocol.Transfer]:
+    """Return what a permutation sends and what it receives here."""
     mine, theirs = op.orders
     sent, received = flat(op, op.inp, inp, mine), flat(op, op.out, out, theirs)
-    if peers == (rank, rank):
-        received.copy_(sent.view_as(received))
-        return Done()
-    both = protocol.Transfer("send", sent, peers[0]), protocol.Transfer("recv", received, peers[1])
-    return exchange(op, both, team, backend)
+    return protocol.Transfer("send", sent, peers[0]), protocol.Transfer("recv", received, peers[1])
 
 
 def transfer(

@@ -21,7 +21,7 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.ops.products import Product, bind_contraction
-from fuser.torch_calls import elsewhere, empty_on, raw_stream_on
+from fuser.torch_calls import elsewhere, raw_stream_on
 from hostir.announce import announcer
 from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
@@ -31,7 +31,6 @@ from hostir.frame import Frame
 from hostir.handlers import launch_operands
 from hostir.layout import is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated
-from hostir.memory import new_buffer, no_memory
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -48,19 +47,31 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.plan import Plan
-from hostir.post import Call, Done, bind_post, exchange, permute, post, transfer
+from hostir.post import (
+    Call,
+    Done,
+    bind_exchange,
+    bind_post,
+    exchange,
+    halves,
+    permute,
+    post,
+    transfer,
+)
 from hostir.slices import dropped_axes
 from hostir.steps import (
     Action,
     Both,
     Closure,
     Collective,
+    Exchange,
     Launch,
     Multiply,
     Release,
     Slots,
     Step,
     View,
+    allocation,
 )
 from hostir.streams import Handle, raw_handle
 from hostir.transfers import (
@@ -72,6 +83,7 @@ from hostir.transfers import (
     StartCoalescing,
     Wait,
 )
+from multidevice.backends.protocol import Transfer
 
 
 class Recorder:
@@ -94,6 +106,8 @@ class Recorder:
         self._switches = any(isinstance(o, SetCurrentStream) for o in walk(frame.program.ops))
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
+        # The same as the backend takes them.
+        self._halves: list[Transfer] = []
         # The current stream, and those that the program captured; None is the one on which the run
         # began. Its order is that of the arena: what other streams allocate is torch's to place.
         self._stream: Handle | None = None
@@ -153,25 +167,7 @@ class Recorder:
 
     def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
-        device, i = self._frame.machine.device, block.slot
-        make, symmetric = empty_on(device), self._frame.machine.symmetric
-        shape, strides, dtype, program = (
-            block.shape,
-            block.strides,
-            block.dtype,
-            self._frame.program,
-        )
-
-        def allocate(slots: Slots) -> None:
-            try:
-                slots[i] = make(shape, strides, dtype)
-            except RuntimeError as error:
-                raise no_memory(program, tv, shape, device) from error
-
-        def allocate_symmetric(slots: Slots) -> None:
-            slots[i] = new_buffer(program, tv, shape, device, symmetric)
-
-        return allocate_symmetric if tv.memory is MemoryType.symmetric else allocate
+        return allocation(tv, block, self._frame.machine, self._frame.program)
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""
@@ -348,6 +344,11 @@ class Recorder:
             return None
         to, source = (team[frame.integer(p)] for p in (op.send_peer, op.recv_peer))
         work, inp, out = self._work(op.number), self.slot(op.inp), self.slot(op.out)
+        both = halves(op, (to, source), frame.tensors[op.inp], frame.tensors[op.out])
+        bound = None if to == source == rank else bind_exchange(op, both, team, backend)
+        if bound is not None:
+            step = Exchange(bound, (inp, out), work, raw_handle(self._stream))
+            return self._marked(work, step)
 
         def collective_permute(slots: Slots) -> None:
             slots[work] = permute(op, (to, source), rank, team, backend, slots[inp], slots[out])
@@ -359,24 +360,35 @@ class Recorder:
 
     def _transfer(self, op: P2PCommunication) -> Step | None:
         one = op, self.slot(op.buffer), self._frame.integer(op.peer)
+        half = transfer(op, self._frame.tensors[op.buffer], one[2])
         if self._group is not None:
             self._group.append(one)
+            self._halves.append(half)
             return None
-        return self._exchange(op, [one])
+        return self._exchange(op, [one], [half])
 
     def _end_coalescing(self, op: EndCoalescing) -> Step:
         group, self._group = self._group, None
         assert group is not None, f"{op.name} without StartCoalescing"
         for member, _, _ in group:
             self._slot["work", member.number] = self._work(op.number)
-        return self._exchange(op, group)
+        halves, self._halves = self._halves, []
+        return self._exchange(op, group, halves)
 
     def _exchange(
-        self, op: P2PCommunication | EndCoalescing, group: list[tuple[P2PCommunication, int, int]]
+        self,
+        op: P2PCommunication | EndCoalescing,
+        group: list[tuple[P2PCommunication, int, int]],
+        halves: list[Transfer],
     ) -> Step:
         machine = self._frame.machine
         work, team = self._work(op.number), machine.team
         backend = machine.backend(group[0][0].backend if group else "")
+        bound = bind_exchange(op, halves, team, backend) if group else None
+        if bound is not None:
+            buffers = tuple(i for _, i, _ in group)
+            step = Exchange(bound, buffers, work, raw_handle(self._stream))
+            return self._marked(work, step)
 
         def start(slots: Slots) -> None:
             slots[work] = (

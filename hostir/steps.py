@@ -15,8 +15,15 @@ import torch
 
 from fuser.errors import KernelError
 from fuser.ir.scalar import Number
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
 from fuser.ops.products import Product, ViewOf
-from multidevice.backends.protocol import Post
+from fuser.torch_calls import empty_on
+from hostir.arena import Block
+from hostir.container import HostIrContainer
+from hostir.frame import Machine
+from hostir.memory import new_buffer, no_memory
+from multidevice.backends.protocol import Post, PostBatch
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
@@ -66,6 +73,26 @@ class Action:
 
     def bind(self, binding: Binding) -> Closure:
         return self.run
+
+
+def allocation(tv: TensorView, block: Block, machine: Machine, program: HostIrContainer) -> Closure:
+    """Return what makes a buffer of a tensor in memory of its own.
+
+    Raises `OutOfMemoryError` where there is none.
+    """
+    device, i, make = machine.device, block.slot, empty_on(machine.device)
+    shape, strides, dtype = block.shape, block.strides, block.dtype
+
+    def allocate(slots: Slots) -> None:
+        try:
+            slots[i] = make(shape, strides, dtype)
+        except RuntimeError as error:
+            raise no_memory(program, tv, shape, device) from error
+
+    def allocate_symmetric(slots: Slots) -> None:
+        slots[i] = new_buffer(program, tv, shape, device, machine.symmetric)
+
+    return allocate_symmetric if tv.memory is MemoryType.symmetric else allocate
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +205,26 @@ class Collective:
 
         def start(slots: Slots) -> None:
             slots[work] = post(out(slots), inp(slots), stream)
+
+        return start
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Sends and receives, in this order, that their backend has bound."""
+
+    post: PostBatch
+    buffers: tuple[int, ...]
+    work: int
+    stream: int | None
+
+    def bind(self, binding: Binding) -> Closure:
+        post, work = self.post, self.work
+        stream = binding.stream if self.stream is None else self.stream
+        addresses = [binding.address(slot) for slot in self.buffers]
+
+        def start(slots: Slots) -> None:
+            slots[work] = post([address(slots) for address in addresses], stream)
 
         return start
 

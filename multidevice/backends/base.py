@@ -17,7 +17,17 @@ import torch
 
 from fuser.errors import CommunicationError, DtypeError, InputError, ShardingError, UnsupportedError
 from fuser.torch_calls import raw_stream_on
-from multidevice.backends.protocol import BUFFERS, RED_OPS, Post, RedOp, Team, Transfer, Work
+from multidevice.backends.ordered import as_ordered, from_ordered
+from multidevice.backends.protocol import (
+    BUFFERS,
+    RED_OPS,
+    Post,
+    PostBatch,
+    RedOp,
+    Team,
+    Transfer,
+    Work,
+)
 from multidevice.waiting import Ledger, Need, team_text
 
 HALF = frozenset({torch.float16, torch.bfloat16})
@@ -314,6 +324,26 @@ class CheckedBackend(ABC):
 
     def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
         """See `Backend.batch`."""
+        index = self._checked_batch(transfers, team)
+        if not transfers:
+            return DONE
+        sequence = tuple(
+            self._ledger.enter(transfer_key(t, self.rank, team, mirrored=False)) for t in transfers
+        )
+        return self._start_batch(Exchange(team, index, tuple(transfers), sequence, stream))
+
+    def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
+        """See `Backend.bind_batch`."""
+        index = self._checked_batch(transfers, team)
+        batch = Exchange(team, index, tuple(transfers), (-1,) * len(transfers), None)
+        return self._bind_batch(batch) if transfers else None
+
+    def _bind_batch(self, batch: Exchange) -> PostBatch | None:
+        """Returns how to start checked batches like this one."""
+        del batch
+
+    def _checked_batch(self, transfers: Sequence[Transfer], team: Team) -> int:
+        """Returns this rank's position in the team; the transfers can be made."""
         index = self._index("batch", team)
         for transfer in transfers:
             self._check_tensor(transfer.kind, "buf", transfer.tensor)
@@ -322,12 +352,7 @@ class CheckedBackend(ABC):
                     f"{transfer.kind}: peer {transfer.peer} is not another member of team "
                     f"{team_text(team)} (this is rank {self.rank})"
                 )
-        if not transfers:
-            return DONE
-        sequence = tuple(
-            self._ledger.enter(transfer_key(t, self.rank, team, mirrored=False)) for t in transfers
-        )
-        return self._start_batch(Exchange(team, index, tuple(transfers), sequence, stream))
+        return index
 
     # Checks and staging
 
@@ -469,14 +494,14 @@ class CheckedBackend(ABC):
         torch keeps it."""
         out, stream = call.out, self._pinned(call.stream)
         with self._on(stream):
-            keys = _as_ordered(inp, is_max=is_max)
+            keys = as_ordered(inp, is_max=is_max)
             found = None if out is None else torch.empty_like(out, dtype=keys.dtype)
         work = self._start(replace(call, inp=keys, out=found, given=inp, stream=stream))
 
         def finish() -> None:
             if out is not None and found is not None:
                 with self._on(stream):
-                    out.copy_(_from_ordered(found))
+                    out.copy_(from_ordered(found))
 
         return _FinishingWork(work, finish)
 
@@ -561,27 +586,6 @@ def _check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
     if reduce == "AVG" and dtype not in _FLOATING:
         raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
-
-
-# The integers that hold the bits of a float, and their largest value.
-_BITS = {torch.float32: (torch.int32, 2**31 - 1), torch.float64: (torch.int64, 2**63 - 1)}
-
-
-def _as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-    """Returns integers in the order of the floats; NaN lies beyond the end that is looked for."""
-    wide = x.float() if x.dtype in HALF else x
-    kind, largest = _BITS[wide.dtype]
-    bits = wide.view(kind)
-    # Of negative floats a larger pattern is a smaller number: flip all bits but the sign.
-    keys = torch.where(bits < 0, bits ^ largest, bits)
-    return torch.where(wide.isnan(), largest if is_max else -largest - 1, keys)
-
-
-def _from_ordered(keys: torch.Tensor) -> torch.Tensor:
-    """Returns the floats of `_as_ordered`; both ends of the integers are NaN."""
-    wide = {kind: (dtype, largest) for dtype, (kind, largest) in _BITS.items()}
-    dtype, largest = wide[keys.dtype]
-    return torch.where(keys < 0, keys ^ largest, keys).view(dtype)
 
 
 def _divide(tensor: torch.Tensor, count: int) -> None:

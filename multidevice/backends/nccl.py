@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from multidevice.backends.base import (
     Exchange,
     stream_at,
     stream_handle,
+    transfer_key,
 )
 from multidevice.backends.nccl_binding import (
     DTYPES,
@@ -33,7 +34,7 @@ from multidevice.backends.nccl_binding import (
     NcclComm,
     load_binding,
 )
-from multidevice.backends.protocol import Post, Team, Work
+from multidevice.backends.protocol import Post, PostBatch, Team, Work
 from multidevice.control import Control
 from multidevice.waiting import Need, team_text
 
@@ -208,6 +209,31 @@ class NcclBackend(CheckedBackend):
         except RuntimeError as error:
             raise self._explain(error, batch) from error
         return _StreamWork(self, comm, stream, batch)
+
+    def _bind_batch(self, batch: Exchange) -> PostBatch | None:
+        team, enter, comms = batch.team, self._ledger.enter, self._comms
+        if team not in comms:
+            return None
+        comm = comms[team]
+        keys = [transfer_key(t, self.rank, team, mirrored=False) for t in batch.transfers]
+        ends = [(t.kind, _nbytes(t.tensor), team.index(t.peer)) for t in batch.transfers]
+        emptied = (replace(t, tensor=_without_contents(t.tensor)) for t in batch.transfers)
+        batch = replace(batch, transfers=tuple(emptied))
+
+        def start(addresses: Sequence[int], stream: int) -> Work:
+            nonlocal comm
+            if comms.get(team) is not comm:  # given up after an error, or closed
+                self._index("batch", team)
+                comm = self._comm(team)
+            numbers = tuple(enter(key) for key in keys)
+            pairs = zip(addresses, ends, strict=True)
+            try:
+                self.post_copies(comm, [(k, at, n, peer) for at, (k, n, peer) in pairs], stream)
+            except RuntimeError as error:
+                raise self._explain(error, replace(batch, sequence=numbers)) from error
+            return DONE
+
+        return start
 
     def _explain(self, error: RuntimeError, call: Call | Exchange) -> CommunicationError:
         if isinstance(error, CommunicationError):

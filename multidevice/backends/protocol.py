@@ -56,6 +56,10 @@ class Work(Protocol):
 Post = Callable[[int, int, int], Work]
 
 
+# Starts a batch of transfers on the tensors at these addresses, in order, on a stream.
+PostBatch = Callable[[Sequence[int], int], Work]
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank
@@ -197,6 +201,12 @@ class Backend(Protocol):
     ) -> Post | None:
         """Checks a collective that this rank has entered before, once for all buffers of these
         dtypes and sizes, and returns how to start it; None where each call has to be checked.
+        """
+        ...
+
+    def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
+        """Checks a batch that this rank has entered before, once for all tensors of these dtypes
+        and sizes, and returns how to start it; None where each one has to be checked.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch
 from fuser import DataType, FusionDefinition
 from fuser.errors import ExecutionError
 from fuser.torch_calls import EmptyStrided
-from hostir import replay
+from hostir import steps
 from hostir.memory import OutOfMemoryError
 
 D = DataType
@@ -58,7 +58,7 @@ def test_a_later_run_without_memory_is_typed_too(monkeypatch: pytest.MonkeyPatch
 
         return make
 
-    monkeypatch.setattr(replay, "empty_on", make_on)
+    monkeypatch.setattr(steps, "empty_on", make_on)
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         fd.add_output(fd.ops.neg(x))

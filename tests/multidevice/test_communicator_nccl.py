@@ -18,13 +18,15 @@ import torch
 import multidevice
 from fuser.errors import CommunicationError, InputError
 from hostir.evaluate import HostIrEvaluator
+from hostir.ranks import shards_of
 from multidevice import Communicator
 from multidevice.backends import nccl
 from multidevice.backends.base import stream_at
 from multidevice.backends.protocol import Transfer
 from multidevice.backends.simulated import SimulatedBackend
-from multidevice.shard import shard_for_rank
+from multidevice.shard import shard_for_rank, unshard
 from tests.hostir.programs import CASES, build
+from tests.hostir.stream_programs import N_STREAMS, PROGRAMS
 from tests.multidevice.programs import collectives
 
 CPU = torch.device("cpu")
@@ -253,6 +255,55 @@ def test_a_replayed_program_posts_by_addresses(
 
     with multidevice.simulate(case.ranks) as world:
         world.run(body)
+
+
+@pytest.mark.parametrize("name", ["ring_linear", "forwarding_ring", "permute_ring"])
+def test_replayed_transfers_are_posted_by_addresses(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    case = PROGRAMS[name]
+    program = case.build()
+    is_steady = threading.Event()
+    check = StandInBackend._check_tensor
+
+    def checked(self: StandInBackend, *args: Any) -> None:
+        assert not is_steady.is_set(), "a steady run checks its tensors"
+        check(self, *args)
+
+    monkeypatch.setattr(StandInBackend, "_check_tensor", checked)
+
+    def body() -> list[torch.Tensor]:
+        comm = Communicator.instance()
+        backend = StandInBackend(comm._control, has_alltoall=True)
+        comm._backends["cpu", 0] = backend
+        evaluator = HostIrEvaluator(program, comm, number_of_streams=N_STREAMS)
+        mine = shards_of(program, case.inputs(), comm.rank())
+        wanted = evaluator.evaluate(mine)
+        evaluator.run(mine)
+        comm.barrier()
+        is_steady.set()
+
+        def moved() -> int:
+            entered = comm._control.ledger.entered
+            return sum(n for key, n in entered.items() if key.startswith(("send ", "recv ")))
+
+        counts: list[int] = []
+        for _ in range(3):
+            before = moved()
+            for a, b in zip(evaluator.run(mine), wanted, strict=True):
+                assert torch.equal(a, b)
+            counts.append(moved() - before)
+        assert counts[0] > 0 and set(counts) == {counts[0]}
+        comm.barrier()
+        is_steady.clear()
+        return wanted
+
+    with multidevice.simulate(case.ranks) as world:
+        by_rank = world.run(body)
+    for i, (tv, want) in enumerate(zip(program.outputs, case.expected(), strict=True)):
+        shards = [outputs[i] for outputs in by_rank]
+        whole = unshard(shards, tv) if tv.mesh is not None else shards[0]
+        torch.testing.assert_close(whole.double(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_failed_post_of_a_replay_is_explained(no_cuda: None) -> None:
