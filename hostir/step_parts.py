@@ -138,14 +138,16 @@ class StepParts:
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
         """Name the element of an operand, or of its part, that is repeated along stream axes that
-        slices lack: every step has the same one."""
-        rank = op.inputs[index].ndim
-        gone = [
+        slices lack: every step has the same one. Of an axis that is both repeated and cut in steps,
+        an expanded one, the part is that element already."""
+        operand = op.inputs[index]
+        is_part = found.ndim < operand.ndim
+        gone = {
             s.position
-            for s in stream_axes(op.inputs[index])
-            if s.is_logical and s.ptype not in keep and found.ndim < rank
-        ]
-        for position in sorted(self._repeated(op, index, keep), reverse=True):
+            for s in stream_axes(operand)
+            if is_part and s.is_logical and s.ptype not in keep
+        }
+        for position in sorted(self._repeated(op, index, keep) - gone, reverse=True):
             at = position - sum(p < position for p in gone)
             found = self._element(found, at, self._steps)
         return found
