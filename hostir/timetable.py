@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fuser.errors import VerifyError
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.types import MemoryType
 from hostir.container import HostIrContainer
-from hostir.findings import refuse
+from hostir.findings import Finding, refuse
 from hostir.machine import Machine
 from hostir.op_costs import (
     Cost,
@@ -19,7 +18,7 @@ from hostir.op_costs import (
     staging_cost,
     transfer_cost,
 )
-from hostir.rank_posts import MISPLACED
+from hostir.rank_posts import DEADLOCK, MISPLACED
 from hostir.rank_values import Array, at, np
 from hostir.time_classes import time_classes
 from hostir.timeline import Resource, Simulator, Work
@@ -28,6 +27,7 @@ from hostir.transfers import (
     CollectivePermute,
     Communication,
     P2PCommunication,
+    StartsCommunication,
 )
 from hostir.unrolled import UnrolledOp, Unroller
 
@@ -79,7 +79,18 @@ def timetable_of(
         builder.run(unrolled.items)
         host.append(builder.host)
     Simulator(shared.work).run()
+    _check_all_ran(program, shared.work, machine)
     return Timetable(unrolled, classes, firsts, shared.work, host, machine)
+
+
+def _check_all_ran(program: HostIrContainer, work: Sequence[Work], machine: Machine) -> None:
+    """Refuse what would run only where communications do not stand in their streams."""
+    stuck = [w for w in work if w.end < 0]
+    if stuck:
+        what = "these ops wait for each other where communications stand in their streams"
+        sites = dict.fromkeys(w.item.site for w in stuck)
+        found = Finding(DEADLOCK, what, tuple((site, "") for site in list(sites)[:4]))
+        refuse(program, [found], what=f"this program has no timetable on {machine.name}")
 
 
 @dataclass
@@ -189,7 +200,8 @@ class _Builder:
     def _transfers(self, item: UnrolledOp, stream: int) -> None:
         """Start sends and receives together; the stream goes on when all have ended, but for peer
         copies that others make."""
-        number: int = getattr(item.site.op, "number")  # noqa: B009
+        started = item.site.op
+        assert isinstance(started, StartsCommunication)
         self.host += self.machine.host_post_s
         holding: list[Work] = []
         flying: list[Work] = []
@@ -198,20 +210,21 @@ class _Builder:
             if not half.mask[self.place]:
                 continue
             op = half.site.op
-            is_copied = getattr(op, "backend") == PEER_COPIES  # noqa: B009
+            assert isinstance(op, P2PCommunication | CollectivePermute)
+            is_copied = op.backend == PEER_COPIES
             is_nccl |= not is_copied
             ends = (
-                self._permute(half, op) if isinstance(op, CollectivePermute) else [self._pair(half)]
+                self._permute(half, op)
+                if isinstance(op, CollectivePermute)
+                else self._pair(half, op)
             )
             for work, is_send in ends:
-                if work is None:
-                    continue
-                if is_send and is_copied and self._is_staged(op):
-                    self._stage(half, stream, op)
-                self._issue(work, stream, holds=not (is_send and is_copied))
+                is_theirs = is_send and is_copied
+                if is_theirs:
+                    self._stage(half, op, stream)
+                self._issue(work, stream, holds=not is_theirs)
                 flying.append(work)
-                if not (is_send and is_copied):
-                    holding.append(work)
+                holding += [] if is_theirs else [work]
         if is_nccl:
             calls = tuple(w for w in holding if w.is_transfer)
             for work in calls:
@@ -219,29 +232,26 @@ class _Builder:
             self.calls[None] = calls or self.calls.get(None, ())
         if holding:
             self.last[stream] = tuple(dict.fromkeys(holding))
-        self.flights[number] = tuple(dict.fromkeys(flying))
+        self.flights[started.number] = tuple(dict.fromkeys(flying))
 
-    def _is_staged(self, op: object) -> bool:
-        tv = op.buffer if isinstance(op, P2PCommunication) else op.inp  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-        return tv.memory is MemoryType.global_  # pyright: ignore[reportUnknownMemberType]
+    def _stage(
+        self, item: UnrolledOp, op: P2PCommunication | CollectivePermute, stream: int
+    ) -> None:
+        """What lies in memory that peers cannot map is copied first."""
+        tv = op.buffer if isinstance(op, P2PCommunication) else op.inp
+        if tv.memory is MemoryType.global_:
+            nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
+            self._compute(item, staging_cost(nbytes, self.machine), stream)
 
-    def _stage(self, item: UnrolledOp, stream: int, op: object) -> None:
-        tv = op.buffer if isinstance(op, P2PCommunication) else op.inp  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-        nbytes = held_nbytes(tv, item.sizes(self.place)[tv])  # pyright: ignore[reportUnknownArgumentType]
-        self._compute(item, staging_cost(nbytes, self.machine), stream)
-
-    def _pair(self, half: UnrolledOp) -> tuple[Work | None, bool]:
-        op = half.site.op
-        assert isinstance(op, P2PCommunication)
+    def _pair(self, half: UnrolledOp, op: P2PCommunication) -> list[tuple[Work, bool]]:
         is_send = op.type == "send"
+        nbytes = held_nbytes(op.buffer, half.sizes(self.place)[op.buffer])
         for other, places, partners in half.pairs:
-            mine = np.nonzero(places == self.place)[0]
-            if len(mine):
-                peer = int(partners[int(mine[0])])
+            for k in np.nonzero(places == self.place)[0].tolist():
                 ends = (half, other) if is_send else (other, half)
-                size = held_nbytes(op.buffer, half.sizes(self.place)[op.buffer])
-                return self._transfer(ends, peer, size, op.backend, is_send=is_send), is_send
-        raise VerifyError(f"{op.name} of {op.buffer} meets nobody")
+                peer = int(partners[k])
+                return [(self._transfer(ends, peer, nbytes, op.backend, is_send=is_send), is_send)]
+        raise AssertionError(f"{op.name} of {op.buffer} has no partner, and nobody has said so")
 
     def _transfer(
         self,
@@ -266,7 +276,7 @@ class _Builder:
         self._need(work, "multiprocessors", work.cost.share / 2)
         return work
 
-    def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[Work | None, bool]]:
+    def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[Work, bool]]:
         teams = item.teams
         assert teams is not None and item.peers is not None, "the members have met"
         members = teams.members[int(teams.team[self.place])]
@@ -278,7 +288,7 @@ class _Builder:
             self._need(work, "multiprocessors", cost.share)
             return [(work, False)]
         ends = (item, item)
-        found: list[tuple[Work | None, bool]] = []
+        found: list[tuple[Work, bool]] = []
         for peer, tv, is_send in ((to, op.inp, True), (source, op.out, False)):
             nbytes = held_nbytes(tv, sizes[tv])
             work = self._transfer(ends, peer, nbytes, op.backend, is_send=is_send)

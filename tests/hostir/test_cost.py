@@ -35,6 +35,7 @@ from hostir import (
     as_scalar,
     eq,
     ne,
+    where,
 )
 from hostir.cost import Prediction, predict, report
 from hostir.links import traffic_of
@@ -482,6 +483,21 @@ def test_a_program_whose_ranks_do_not_meet_has_no_schedule() -> None:
         hic.append(P2PCommunication(x, (RANK + 1) % 2, number=0, type="recv"), Wait(0))
         hic.add_output(x)
     with pytest.raises(VerifyError, match="this program has no timetable"):
+        predicted(hic)
+
+
+def test_receives_that_block_their_streams_are_a_deadlock_on_a_gpu() -> None:
+    """MPI carries out a receive beside its stream, NCCL in it."""
+    mesh = DeviceMesh(range(2))
+    hic = HostIrContainer()
+    with hic:
+        x, y = (row(hic.input([2, 250], mesh=mesh)) for _ in range(2))
+        peer = ne(RANK, 1)
+        hic.append(P2PCommunication(y, where(peer, 1, 0), number=0, type="recv", backend="MPI"))
+        hic.append(P2PCommunication(x, where(peer, 1, 0), number=1, type="send", backend="MPI"))
+        hic.append(Wait(0), Wait(1))
+        hic.add_output(y)
+    with pytest.raises(VerifyError, match=r"no timetable on plain(.|\n)*deadlock(.|\n)*recv"):
         predicted(hic)
 
 

@@ -10,7 +10,9 @@ import pytest
 from fuser.errors import InputError, UnsupportedError
 from hostir import NUMBER_OF_STREAMS
 from hostir.cli import main
+from hostir.cost import predict
 from hostir.machine import H200, find_machine, machine_from_json
+from hostir.ranks import symbol_values
 from hostir.timetable import timetable_of
 from hostir.trace import trace_text
 from tests.hostir.handmade import EXAMPLES
@@ -56,6 +58,27 @@ def test_a_machine_that_is_none_is_refused(text: str, message: str) -> None:
 def test_an_unknown_machine_is_refused() -> None:
     with pytest.raises(InputError, match="there is no machine 'h100': expected h200, or a file"):
         find_machine("h100")
+
+
+# ------------------------------------------------------------------ programs of other tests
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if "unit" not in n and "HI-7" not in n])
+def test_the_numbers_of_a_program_by_hand_fit_together(name: str) -> None:
+    program = EXAMPLES[name].build()
+    values = {**symbol_values(program, {}), NUMBER_OF_STREAMS: 4}
+    made = timetable_of(program, values, H200)
+    found = predict(program, made)
+    longest = max(one.seconds for one in found.classes)
+    assert sum(step.seconds for step in found.critical_path) == pytest.approx(longest)
+    for one in found.classes:
+        assert 0 <= one.exposed <= one.communication <= one.seconds + 1e-12
+        assert one.compute + one.exposed <= one.seconds + 1e-12
+        for stream in one.streams:
+            used = stream.compute + stream.communication + stream.idle
+            assert used >= one.seconds - 1e-12 and stream.idle >= -1e-12
+    assert sum(one.sent_nbytes * len(one.ranks) for one in found.classes) == sum(
+        one.received_nbytes * len(one.ranks) for one in found.classes
+    )
+    json.loads(trace_text(program, made))
 
 
 # ------------------------------------------------------------------ the commands
