@@ -50,7 +50,7 @@ Made = tuple[HostIrContainer, list[torch.Tensor], Callable[[torch.Tensor], torch
 def define_gather(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
     """x [M, K] or [chunks, ranks, M / (chunks ranks), K], gathered; linear with w [N, K]."""
     with FusionDefinition() as fd:
-        shape = [m, k] if form in ("broadcasts", "permutes") else chunks(d, m, k)
+        shape = chunks(d, m, k) if form == "chunked" else [m, k]
         x = fd.define_tensor(shape, contiguity=True, dtype=dtype)
         w = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
         gathered = fd.ops.set(x)
@@ -60,17 +60,17 @@ def define_gather(form: str, d: int, m: int, k: int, n: int, dtype: DataType) ->
             tv.set_device_mesh(DeviceMesh(range(d)))
         w.outer_split(0, d)
         w.axis(0).parallelize(X)
-        if len(shape) == 2:
-            for tv in (x, gathered):
-                tv.outer_split(0, d)
-            x.axis(0).parallelize(X)
+        if form == "chunked":
+            x.axis(1).parallelize(X)
+            gathered.axis(0).parallelize(STREAM)
+            return fd, x, w, y
+        x.outer_split(0, d)
+        x.axis(0).parallelize(X)
+        if form != "unchunked":
+            gathered.outer_split(0, d)
             if form == "permutes":
                 gathered.swizzle1d(0, X)
             gathered.axis(0).parallelize(STREAM)
-        else:
-            x.axis(1).parallelize(X)
-            if form == "chunked":
-                gathered.axis(0).parallelize(STREAM)
     return fd, x, w, y
 
 
