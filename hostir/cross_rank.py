@@ -392,6 +392,13 @@ class RankWalker:
             text = f"peer {op.peer} = {peer[int(np.argmax(outside))]} is no rank of the program, "
             self.note(Finding(OUT_OF_RANGE, text + f"on {self._who(outside)}", ((site, ""),)))
             self.is_lost = True
+        own = mask & (to == self.me)
+        if own.any():
+            text = (
+                f"peer {op.peer} is the rank itself, on {self._who(own)}: a set copies to oneself"
+            )
+            self.note(Finding(PARTNER, text, ((site, ""),)))
+            self.is_lost = True
         return to
 
     def holds(self, tv: TensorView) -> Array:

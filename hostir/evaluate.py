@@ -249,6 +249,7 @@ class HostIrEvaluator:
 
         Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
         """
+        self._begin()
         try:
             inputs = list(inputs)
             key = signature_of(inputs, self.free) if signature is None else signature
@@ -292,6 +293,10 @@ class HostIrEvaluator:
             assert self._updates is not None, "inputs meet where nothing is updated"
             return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
 
+    def _begin(self) -> None:
+        if self._copies_from_peers and self._communicator is not None:
+            self._communicator.begin_run(self._team)
+
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
         """Whether no input that is updated in place shares memory with another.
 
@@ -303,6 +308,7 @@ class HostIrEvaluator:
         """Run on values by name: every input has one; any other tensor is where the program puts
         that result instead of a tensor of its own. Returns as `run` does.
         """
+        self._begin()
         if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Expected a value for each input by name, but got {show(values)}")
         missing = [i for i, v in enumerate(self.program.inputs) if v not in values]
@@ -420,6 +426,7 @@ class HostIrEvaluator:
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
+        self._begin()
         with torch.no_grad():
             return self._on_apart(
                 flatten(inputs), lambda apart: self._walk(self._frame(apart), None)

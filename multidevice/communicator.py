@@ -119,6 +119,11 @@ class Communicator:
         `CommunicatorBackend.cuda`."""
         return _found(self._peers, self._make_peers, torch.device(device))
 
+    def begin_run(self, team: Team) -> None:
+        """Counts a run of a program on a team: what a run that failed has sent is not received by a
+        later one. Each rank of the team begins the same runs."""
+        self._control.begin_run(team)
+
     def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
         """Returns the payloads of all members (of the world by default), in team order."""
         return self._control.exchange(payload, team=team)

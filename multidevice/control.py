@@ -83,6 +83,9 @@ class Control(ABC):
         self._ended: set[tuple[str, int]] = set()
         # What an earlier call ran into here, for the errors of those who wait for this rank.
         self.trouble = ""
+        # The team of the run that this rank is in, and how many runs it has begun.
+        self.run: tuple[Team, int] = (), 0
+        self._runs: dict[Team, int] = {}
         # What backends have started and nobody has waited for yet: it goes on in every wait.
         self.works: set[Progressing] = set()
         # Called with the key of a stream of calls whose members no longer agree where they are.
@@ -171,6 +174,11 @@ class Control(ABC):
         """Gives up whatever transport carries a stream of calls; its next use makes another."""
         for forget in self.on_lost:
             forget(key)
+
+    def begin_run(self, team: Team) -> None:
+        """Counts a run of a program on a team; each of its ranks begins as many."""
+        count = self._runs[team] = self._runs.get(team, 0) + 1
+        self.run = team, count
 
     # Collective operations
 

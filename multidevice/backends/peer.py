@@ -35,9 +35,10 @@ _RECORD_WORDS = 4 + NAME_WORDS
 _LINK_WORDS = SLOTS * (2 + _RECORD_WORDS)
 # The top bit of an answer says that the transfer did not fit.
 _MISFIT = 1 << 63
+# A tag: what kind of call, of which team's run, and the number of the transfer in it.
 _COLLECTIVE = 1 << 62
-# The transfers of one collective between two ranks are counted below this.
-_CALL_SHIFT = 20
+_TEAM_SHIFT, _RUN_SHIFT, _CALL_SHIFT = 46, 26, 13
+_TEAMS, _RUNS, _TRANSFERS, _PARTS = 1 << 16, 1 << 20, 1 << 26, 1 << 13
 
 _DTYPES = {
     zlib.crc32(str(d).encode()): d for d in vars(torch).values() if isinstance(d, torch.dtype)
@@ -160,10 +161,14 @@ class Page:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A transfer and the number under which its two halves find each other."""
+    """A transfer and the tag under which its two halves find each other.
+
+    `count`: how many transfers of its kind with that peer this rank has entered, with this one.
+    """
 
     transfer: Transfer
     tag: int
+    count: int = 0
 
 
 class PeerBackend(CheckedBackend):
@@ -178,6 +183,10 @@ class PeerBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self._pages: dict[Team, Page] = {}
+        # Of the run that this rank is in: its place in tags, and what it has started so far.
+        self._run: tuple[Team, int] = (), 0
+        self._first_tag = 0
+        self._started: dict[object, int] = {}
         control.on_lost.append(self._forget)
 
     @abstractmethod
@@ -226,25 +235,42 @@ class PeerBackend(CheckedBackend):
             del self._pages[team]
 
     # ------------------------------------------------------------ transfers
+    def _number(self, key: object) -> int:
+        """Return the number of the next call of a kind in the run that this rank is in.
+
+        What a run that failed has left behind never matches a later one: ranks that ended it at
+        different places agree about the number of the next.
+        """
+        run = self.control.run
+        if run is not self._run:
+            self._run, self._started = run, {}
+            team = zlib.crc32(team_text(run[0]).encode()) % _TEAMS
+            self._first_tag = team << _TEAM_SHIFT | (run[1] % _RUNS) << _RUN_SHIFT
+        number = self._started[key] = self._started.get(key, 0) + 1
+        return number
+
     def _start(self, call: Call) -> Work:
         page = self.page(call.team)
-        return self._carry_out(page, self._numbered(call), call)
+        number = self._number(call.team) % (_TRANSFERS // _PARTS)
+        first = _COLLECTIVE | self._first_tag | number << _CALL_SHIFT
+        return self._carry_out(page, self._numbered(call, first), call)
 
-    def _numbered(self, call: Call) -> Iterable[list[Numbered]]:
-        first = _COLLECTIVE | (call.seq + 1) << _CALL_SHIFT
+    def _numbered(self, call: Call, first: int) -> Iterable[list[Numbered]]:
         counts: dict[tuple[str, int], int] = {}
 
         def number(t: Transfer) -> Numbered:
             k = counts[t.kind, t.peer] = counts.get((t.kind, t.peer), -1) + 1
-            return Numbered(t, first + k)
+            return Numbered(t, first + k % _PARTS)
 
         for step in steps_of(call):
             yield [number(t) for t in step]
 
     def _start_batch(self, batch: Exchange) -> Work:
         page = self.page(batch.team)
+        numbers = [self._number((t.kind, t.peer, batch.team)) for t in batch.transfers]
         step = [
-            Numbered(t, seq + 1) for t, seq in zip(batch.transfers, batch.sequence, strict=True)
+            Numbered(t, self._first_tag | number % _TRANSFERS, seq + 1)
+            for t, number, seq in zip(batch.transfers, numbers, batch.sequence, strict=True)
         ]
         return self._carry_out(page, [step], batch)
 
@@ -295,7 +321,7 @@ class PeerBackend(CheckedBackend):
                 Need(
                     o.transfer.peer,
                     transfer_key(o.transfer, self.rank, call.team, mirrored=True),
-                    o.tag,
+                    o.count,
                 )
                 for o in open_ones
             ]

@@ -90,7 +90,8 @@ class SharedMemory:
             start = chunk.take(nbytes)
             if start >= 0:
                 return chunk, start
-        chunk = _make_chunk(max(nbytes, _CHUNK_NBYTES))
+        # Powers of two, so that slowly growing sizes find room where smaller ones were.
+        chunk = _make_chunk(max(1 << (nbytes - 1).bit_length(), _CHUNK_NBYTES))
         place = bisect.bisect(self._addresses, chunk.address)
         self._chunks.insert(place, chunk)
         self._addresses.insert(place, chunk.address)
@@ -168,10 +169,11 @@ class _Copies:
         call: Call | Exchange,
     ) -> None:
         self._backend, self._page, self._steps, self._call = backend, page, steps, call
-        self._sent: list[Sent] = []
+        self.run = backend.control.run
+        self._sent: list[tuple[Sent, Numbered]] = []
         self._open: list[Numbered] = []
         self._ended = False
-        self._error: CommunicationError | None = None
+        self._error: Exception | None = None
         # A wait for a free slot lets all communications go on, this one among them.
         self._is_posting = False
         self._begin_step()
@@ -185,7 +187,7 @@ class _Copies:
         self._is_posting = True
         try:
             self._sent = [
-                self._backend.posted(self._page, one, self._call)
+                (self._backend.posted(self._page, one, self._call), one)
                 for one in step
                 if one.transfer.kind == "send"
             ]
@@ -199,14 +201,18 @@ class _Copies:
                 if self._is_posting:
                     return False
                 self._open = [o for o in self._open if not self._backend.received(self._page, o)]
-                self._sent = [s for s in self._sent if not self._page.answered(s)]
+                self._sent = [s for s in self._sent if not self._page.answered(s[0])]
                 if self._open or self._sent:
                     return False
                 self._begin_step()
-        except CommunicationError as error:
+        except Exception as error:
             # Whoever waits for this communication hears of it, not who happened to look.
             self._ended, self._error = True, error
         return True
+
+    def _missing(self) -> list[Numbered]:
+        """Return what a peer has still to do its half of."""
+        return [*self._open, *(one for _, one in self._sent)]
 
     def receive(self) -> None:
         """Returns when all that this step receives is there."""
@@ -215,12 +221,12 @@ class _Copies:
             return self.done() or not self._open
 
         if not is_there():
-            self._backend.finish(is_there, self._call, self._open)
+            self._backend.finish(is_there, self._call, self._missing())
 
     def wait(self) -> None:
         """See `Work.wait`."""
         if not self._ended:
-            self._backend.finish(self.done, self._call, self._open)
+            self._backend.finish(self.done, self._call, self._missing())
         self._backend.control.works.discard(self)
         if self._error is not None:
             raise self._error
@@ -275,7 +281,9 @@ class CpuPeerBackend(PeerBackend):
         if record.nbytes:
             memory = self._memory.mapped(record.name, peer)
             source = memory[record.offset : record.offset + record.nbytes]
-            tensor.view(-1).view(torch.uint8).copy_(source)
+            # Of one element, any stride counts as contiguous, also 0.
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            flat.copy_(source.view(flat.dtype))
         page.answer(peer, record.slot, one.tag)
         self.control.wake((peer,))
         return True
@@ -287,8 +295,10 @@ class CpuPeerBackend(PeerBackend):
         self._poll(done, call, open_ones)
 
     def drain(self) -> None:
-        """Serves the peers that still copy out of this rank's memory."""
-        mine = [w for w in self.control.works if isinstance(w, _Copies)]
+        """Serves the peers that still copy out of this rank's memory: those of the last run, since
+        a run that others follow has ended, or nobody will copy what it sent."""
+        works, run = self.control.works, self.control.run
+        mine = [w for w in works if isinstance(w, _Copies) and w.run is run]
         if self._closed or not mine:
             return
         with suppress(CommunicationError):

@@ -22,7 +22,7 @@ from fuser.multidevice import (
 )
 from hostir.before_run import findings
 from hostir.container import HostIrContainer, equal, walk
-from hostir.ops import NUMBER_OF_STREAMS, Allocate, IfThenElse, Synchronize
+from hostir.ops import NUMBER_OF_STREAMS, RANK, Allocate, IfThenElse, Synchronize
 from hostir.parse import parse
 from hostir.ranks import symbol_values
 from hostir.transfers import (
@@ -229,3 +229,43 @@ def test_real_ranks_copy_from_each_other(
     d = comm.size()
     shapes = [(2 * d, 5), (3 * d, 5), (4, 3 * d)]
     execute(define, d, shapes[: 3 if define is chained else 2])
+
+
+def test_a_rank_that_sends_to_itself_is_found_before_the_run() -> None:
+    program = HostIrContainer()
+    with program:
+        x, y = (program.tensor([2, 4], mesh=range(2)) for _ in range(2))
+        for tv in (x, y):
+            tv.axis(0).parallelize(X)
+        program.add_input(x)
+        program.append(
+            Allocate(y),
+            P2PCommunication(x, RANK, number=0, type="send", backend="CUDA"),
+            P2PCommunication(y, RANK, number=1, type="recv", backend="CUDA"),
+            Wait(1),
+            Wait(0),
+        )
+        program.add_output(y)
+    found = [f.what for f in findings(program, {NUMBER_OF_STREAMS: 4})]
+    assert any("the rank itself, on ranks 0 1" in what for what in found), found
+
+
+def test_a_send_that_is_waited_for_before_the_receive_is_found() -> None:
+    """The other rank copies only when it comes to its receive."""
+    program = HostIrContainer()
+    with program:
+        x, y = (program.tensor([2, 4], mesh=range(2)) for _ in range(2))
+        for tv in (x, y):
+            tv.axis(0).parallelize(X)
+        program.add_input(x)
+        other = (RANK + 1) % 2
+        program.append(
+            Allocate(y),
+            P2PCommunication(x, other, number=0, type="send", backend="CUDA"),
+            Wait(0),
+            P2PCommunication(y, other, number=1, type="recv", backend="CUDA"),
+            Wait(1),
+        )
+        program.add_output(y)
+    (found,) = findings(program, {NUMBER_OF_STREAMS: 4})
+    assert found.kind == "deadlock"

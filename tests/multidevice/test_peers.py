@@ -111,6 +111,36 @@ def test_memory_of_peers_is_sent_without_a_copy(comm: Communicator) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+def test_what_a_failed_run_has_sent_is_not_received_by_the_next(comm: Communicator) -> None:
+    peers, me, team = comm.peers_for(CPU), comm.rank(), (0, 1)
+    if me < 2:
+        found = torch.zeros(3)
+        for run, is_failed in enumerate((True, False)):
+            comm.begin_run(team)
+            sent = Transfer("send", torch.full((3,), 10.0 * run + me), 1 - me)
+            work = peers.batch([sent], team=team)
+            if is_failed and me == 1:
+                continue  # an error between the send and the receive
+            if not is_failed:
+                peers.recv(found, peer=1 - me, team=team).wait()
+                work.wait()
+                assert found.tolist() == [10.0 * run + 1 - me] * 3
+    comm.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_element_of_any_stride_is_received(comm: Communicator) -> None:
+    peers, me = comm.peers_for(CPU), comm.rank()
+    if me < 2:
+        found = torch.zeros(1).as_strided((1, 1), (0, 0))
+        mine = torch.full((1,), me + 5.0).expand(1, 1).as_strided((1, 1), (0, 0))
+        both = [Transfer("send", mine, 1 - me), Transfer("recv", found, 1 - me)]
+        peers.batch(both, team=(0, 1)).wait()
+        assert found.item() == 6.0 - me
+    comm.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_transfer_that_does_not_fit_is_named_on_both_sides(comm: Communicator) -> None:
     peers, me = comm.peers_for(CPU), comm.rank()
     team = (0, 1)
@@ -175,3 +205,16 @@ def test_large_and_small_pieces_of_shared_memory_do_not_meet() -> None:
     for k, piece in enumerate(pieces):
         assert piece.numel() == sizes[k]
         assert (piece == k).all()
+
+
+def test_slowly_growing_sizes_take_the_same_memory() -> None:
+    memory = SharedMemory()
+    places = set[object]()
+    for k in range(20):
+        piece = memory.empty((66 + 2 * k) << 20)
+        found = memory.name_of(piece)
+        assert found is not None
+        places.add(found[0])
+        del piece
+        gc.collect()
+    assert len(places) == 1
