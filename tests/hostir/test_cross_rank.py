@@ -485,11 +485,11 @@ def test_4096_ranks_are_quick() -> None:
         t, y = allocated(hic, n, 8, mesh=mesh), allocated(hic, 8, 8, mesh=mesh)
         of = TeamOf(mesh, (ParallelType.mesh_x,))
         with hic.loop(8, name="i") as i:
-            ti = select(hic, t, 0, (RANK + i) % n)
+            ti = select(hic, t, 0, (RANK + i + 1) % n)
             hic.append(
                 StartCoalescing(),
-                P2PCommunication(ti, (RANK + i) % n, number=1, type="recv"),
-                P2PCommunication(x, (n + RANK - i) % n, number=2, type="send"),
+                P2PCommunication(ti, (RANK + i + 1) % n, number=1, type="recv"),
+                P2PCommunication(x, (n + RANK - i - 1) % n, number=2, type="send"),
                 EndCoalescing(3),
                 Wait(3),
             )
