@@ -10,20 +10,22 @@ from fuser import dumps
 from fuser.ir.core import Op
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
-from hostir.transfers import StartsCommunication
+from hostir.frame import Machine
+from hostir.transfers import PEER_COPIES, StartsCommunication
 
 Find = Callable[[TensorView], torch.Tensor | None]
 
 
-def announcer(op: Op, rank: int) -> Callable[[Find], None] | None:
+def announcer(op: Op, machine: Machine) -> Callable[[Find], None] | None:
     """Return what writes down that `op` is posted, given what finds its shards.
 
-    None for an op that posts nothing, and where nobody asked; a recorded program asks once, when it
-    is recorded.
+    Where another library than the one that the op names carries it out, the line says which. None
+    for an op that posts nothing, and where nobody asked; a recorded program asks once, when it is
+    recorded.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
         return None
-    write = dumps.lines("communication", "this process", rank=rank)
+    write = dumps.lines("communication", "this process", rank=machine.rank)
     if write is None:
         return None
     names = {"operand": "input_tensor", "result": "output_tensor"}
@@ -33,6 +35,12 @@ def announcer(op: Op, rank: int) -> Callable[[Find], None] | None:
     def announce(find: Find) -> None:
         found = [(what, find(tv)) for what, tv in tensors]
         sizes = (f"{what} {'none' if t is None else list(t.shape)}" for what, t in found)
-        write(f"Posting {op_text(op)} with {' and '.join(sizes)}")
+        write(f"Posting {op_text(op)}{_carrier(op, machine)} with {' and '.join(sizes)}")
 
     return announce
+
+
+def _carrier(op: StartsCommunication, machine: Machine) -> str:
+    named = getattr(op, "backend", PEER_COPIES)
+    library = named if named == PEER_COPIES else machine.backend(named).name.upper()
+    return f", carried out by {library}," if library != named else ""

@@ -106,6 +106,7 @@ def _run(args: argparse.Namespace) -> None:
         _run_in_job(args, launch.size)
         return
     program = _checked(args)
+    _say_unchecked(args)
     ranks = args.ranks or max((*program.devices(), 0)) + 1
     inputs = _inputs(args, program)
     by_rank = run_simulated(
@@ -127,6 +128,8 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
             raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
         program = _checked(args)
         inputs = _inputs(args, program)
+        if communicator.rank() == 0:
+            _say_unchecked(args)
     except (FuserError, OSError) as found:
         error = found
     communicator.agree(error)
@@ -144,6 +147,16 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
     text = together(communicator, error, summaries(outputs, communicator.rank()))
     if communicator.rank() == 0:
         print(text)
+
+
+def _say_unchecked(args: argparse.Namespace) -> None:
+    """Say which checks `--late` leaves out; the results go to stdout as without it."""
+    if args.late is not None:
+        print(
+            "with --late the streams and the meetings of the ranks are not checked before the run: "
+            f"python -m hostir verify {args.file} does that",
+            file=sys.stderr,
+        )
 
 
 def _checked(args: argparse.Namespace) -> HostIrContainer:

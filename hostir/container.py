@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from fuser.arguments import checked
-from fuser.errors import ArgumentError, DefinitionError, VerifyError, user_code
+from fuser.errors import ArgumentError, DefinitionError, VerifyError, user_code, user_line
 from fuser.ir.axis import Axis
 from fuser.ir.binding import free_inputs
 from fuser.ir.core import Op
@@ -290,6 +290,7 @@ class HostIrContainer:
         for tv in op.outputs:
             if tv.memory is MemoryType.local:
                 tv.give_memory()
+        op = _lined(op, user_line())
         if self._open:
             self._open[-1].append(op)
         else:
@@ -410,11 +411,17 @@ class HostIrContainer:
 
         The first line names the form; a heading that does so may stand in its place.
         """
+        return first_line + self._sections(lines_text(self.ops))
+
+    def meaning_text(self) -> str:
+        """Return the full form without the user's lines: what ranks compare."""
+        return FULL_FORM + self._sections("")
+
+    def _sections(self, lines: str) -> str:
         parts = [
-            first_line,
             str(self),
             sections_text(self.values, self.tensors(), tuple(walk(self.ops))),
-            lines_text(walk(self.ops)),
+            lines,
         ]
         parts += [
             f"\nKernel group {g.number} ({g.scheduler}) : \n{fusion_text(g.fusion)}"
@@ -436,6 +443,19 @@ def walk(ops: Sequence[Op]) -> Iterator[Op]:
         yield op
         for region in op.regions:
             yield from walk(region)
+
+
+def _lined(op: Op, where: str) -> Op:
+    """Return the op with this line where it, or a host op in its regions, has none yet."""
+    if not isinstance(op, HostOp):
+        return op  # it has the line at which it was defined
+    changes: dict[str, object] = {} if op.where else {"where": where}
+    for name in op.fields_of("region"):
+        region: tuple[Op, ...] = getattr(op, name)
+        lined = tuple(_lined(inner, where) for inner in region)
+        if any(a is not b for a, b in zip(lined, region, strict=True)):
+            changes[name] = lined
+    return op.replace(**changes) if changes else op
 
 
 def has_streams(program: HostIrContainer) -> bool:

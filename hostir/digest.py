@@ -84,7 +84,7 @@ def run_agreed(
         values = evaluator.check(inputs)
         free = {program.inputs[i]: inputs[i] for i in sorted(evaluator.free)}
         claim = claim_of(
-            (program.full_text(),),
+            (program.meaning_text(),),
             input_names(program.inputs, walk(program.ops)),
             inputs,
             {s: v for s, v in values.items() if isinstance(v, int) and s not in free},

@@ -29,9 +29,8 @@ class Site:
         """Return `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`."""
         text = " ".join(op_text(self.op).split())
         text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
-        user = f" ({self.op.where})" if self.op.where else ""
         steps = ", ".join(f"{s} = {v}" for s, v in self.indices)
-        return f"line {lines.get(id(self.op), 0)}{user}{' at ' + steps if steps else ''}: {text}"
+        return f"{line_text(self.op, lines)}{' at ' + steps if steps else ''}: {text}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,11 @@ class Finding:
         return "\n".join(parts)
 
 
+def line_text(op: Op, lines: Mapping[int, int]) -> str:
+    """Return `line 9 (user.py:3)`; `lines` has the line of each op, by identity."""
+    return f"line {lines.get(id(op), 0)}{f' ({op.where})' if op.where else ''}"
+
+
 def line_numbers(program: HostIrContainer) -> dict[int, int]:
     """Return the line of each op in `str(program)`, by identity; the first line is number 1."""
     found: dict[int, int] = {}
@@ -112,13 +116,15 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
     return "\n".join(parts)
 
 
-def listing(program: HostIrContainer, ops: Iterable[Op]) -> str:
-    """Return the program with the numbers of its lines, and `->` where one of `ops` begins."""
+def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None = None) -> str:
+    """Return the program, or its lines `within`, with their numbers, and `->` where one of `ops`
+    begins."""
     found = line_numbers(program)
     marked = {found.get(id(op)) for op in ops}
     lines = list(enumerate(str(program).splitlines(), 1))
     width = len(str(len(lines)))
-    return "\n".join(f"{'->' if n in marked else '  '} {n:{width}} {s}" for n, s in lines if s)
+    shown = [(n, s) for n, s in lines if s and (within is None or n in within)]
+    return "\n".join(f"{'->' if n in marked else '  '} {n:{width}} {s}" for n, s in shown)
 
 
 def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:

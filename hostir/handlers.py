@@ -374,7 +374,7 @@ def carry_out(op: Op, frame: Frame) -> None:
     Raises `ExecutionError` naming op and user line where torch refuses it.
     """
     handler = HANDLERS.get(type(op), _tensor_op)
-    if not is_rehearsed(frame) and (announce := announcer(op, frame.machine.rank)):
+    if not is_rehearsed(frame) and (announce := announcer(op, frame.machine)):
         announce(frame.tensors.get)
     frame.op = op
     guarded(op, partial(handler, op, frame))

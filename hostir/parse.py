@@ -17,6 +17,7 @@ from fuser.ir.parse import (
 from fuser.ir.scalar import ZERO, Symbol
 from fuser.ir.symbol_bounds import concretized_bounds, definition_bounds
 from fuser.ir.templates import tensor_op_classes
+from fuser.ir.text import with_lines
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.container import HostIrContainer, KernelGroup, unit_line
 from hostir.effects import STREAM_NAME, Stream
@@ -102,7 +103,7 @@ def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, 
         else:
             lines[c.number(unit, 1)] = unit[0].rstrip(), unit.start()
     c.take("// %HostIrContainer")
-    return tuple(ops), lines
+    return with_lines(ops, parser.lines), lines
 
 
 def _team(parser: Parser) -> TeamOf:

@@ -124,7 +124,7 @@ class Recorder:
         self._steps.append((Action(step) if callable(step) else step, op))
 
     def _announced(self, op: Op) -> Closure | None:
-        announce = announcer(op, self._frame.machine.rank)
+        announce = announcer(op, self._frame.machine)
         if announce is None:
             return None
         held = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]

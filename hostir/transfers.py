@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -44,6 +45,8 @@ AT_ROOT: dict[str, frozenset[str]] = {
 
 # The library of peer copies; every other name stands for that of the run's device.
 PEER_COPIES = "CUDA"
+# What a program may name: nvFuser's libraries, and those that carry out runs here.
+LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
 
 TransferKind = Literal["send", "recv"]
 TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
@@ -69,6 +72,16 @@ class StartsCommunication(HostOp):
     """Base of the ops that start a communication under `number`."""
 
     number: int = attr()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        backend = getattr(self, "backend", PEER_COPIES)  # EndCoalescing has none
+        if backend not in LIBRARIES:
+            near = get_close_matches(backend.upper(), LIBRARIES, n=1)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise ArgumentError(
+                f"{self.name}: backend is one of {', '.join(LIBRARIES)}, got {backend!r}{advice}"
+            )
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:

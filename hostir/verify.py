@@ -36,7 +36,7 @@ from hostir.effects import (
     Writes,
     effects_of,
 )
-from hostir.findings import line_numbers, listing
+from hostir.findings import line_numbers, line_text, listing
 from hostir.in_place import manner, pairs, words
 from hostir.ops import (
     NUMBER_OF_STREAMS,
@@ -83,7 +83,7 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
             culprit = checker.at or op
             raise VerifyError(
                 f"after {after}: {_of(culprit, error)}, at {checker.line(culprit)}\n"
-                f"{marked(program, i, culprit=culprit)}"
+                f"{marked(program, i, culprit)}"
             ) from None
     checker.at = None
     try:
@@ -99,18 +99,13 @@ def _of(op: Op, error: FuserError) -> str:
     return head + str(error).removeprefix(head)
 
 
-def marked(program: HostIrContainer, index: int, *, culprit: Op | None = None) -> str:
-    """Return the ops around `index`, with `->` before that one, or before `culprit` in it."""
-    lines: list[str] = []
-    numbers = line_numbers(program)
-    for i in range(max(index - 2, 0), min(index + 3, len(program.ops))):
-        mine = op_text(program.ops[i]).splitlines()
-        at = range(len(mine)) if i == index else range(0)
-        if i == index and culprit is not None and id(culprit) in numbers:
-            start = numbers[id(culprit)] - numbers[id(program.ops[i])]
-            at = range(start, start + op_text(culprit).count("\n") + 1)
-        lines += [("-> " if k in at else "   ") + line for k, line in enumerate(mine)]
-    return "\n".join(lines)
+def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
+    """Return the ops around `index` with the numbers of their lines, and `->` where the culprit,
+    that op or one in it, begins."""
+    ops, numbers = program.ops, line_numbers(program)
+    last = ops[min(index + 2, len(ops) - 1)]
+    end = numbers[id(last)] + op_text(last).count("\n") + 1
+    return listing(program, (culprit,), within=range(numbers[id(ops[max(index - 2, 0)])], end))
 
 
 def _kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
@@ -193,8 +188,8 @@ class _Checker:
     at: Op | None = None
 
     def line(self, op: Op) -> str:
-        """Return where an op stands in `str(program)`."""
-        return f"line {line_numbers(self.program).get(id(op), 0)}"
+        """Return where an op stands in `str(program)`, and in the user's program."""
+        return line_text(op, line_numbers(self.program))
 
     def __post_init__(self) -> None:
         inputs = {v for v in self.program.inputs if isinstance(v, TensorView)}
@@ -498,7 +493,11 @@ class _Checker:
             busy = (*flight.writes, *flight.reads) if is_write else flight.writes
             if flight.is_certain and any(self._is_same(t, tv) for t in busy):
                 started = f"started at {self.line(flight.op)}"
-                raise VerifyError(f"{tv} is used before Wait(Communication {number}), {started}")
+                if number in self.awaited:
+                    what = f"{tv} is used before Wait(Communication {number}), {started}"
+                else:
+                    what = f"{tv} is used, but Communication {number}, {started}, has no Wait"
+                raise VerifyError(what)
 
     def _is_same(self, a: TensorView, b: TensorView) -> bool:
         return self._whole(a) is self._whole(b)

@@ -26,8 +26,8 @@ from multidevice.sharding import sharded_logical_axis
 # Parallel type -> the position of the axis that it cuts.
 Cuts = dict[ParallelType, int]
 UNKNOWN = (
-    "the text does not say where shardings came from: its Provenance section is missing, which "
-    "FUSER_DUMP=host_ir writes"
+    "nothing says where shardings came from: FUSER_DUMP=host_ir writes a Provenance section for a "
+    "compiled program; one that was built by hand has none"
 )
 _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside another result"}
 

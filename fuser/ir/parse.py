@@ -27,7 +27,7 @@ from fuser.ir.templates import (
     tensor_op_classes,
 )
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import line_key, value_text
+from fuser.ir.text import value_text, with_lines
 from fuser.ir.types import ParallelType
 
 _SECTION = re.compile(
@@ -58,7 +58,7 @@ class Parser(ValueParser):
         # Whether the text says of tensors no more than their loop domains.
         self.is_short = False
         # What ops are called by `line_key` -> the user's line.
-        self._lines: dict[str, str] = {}
+        self.lines: dict[str, str] = {}
         # The indices of the loops that are being read, and what their names meant before.
         self._indices: list[tuple[str, Symbol | None]] = []
 
@@ -74,9 +74,7 @@ class Parser(ValueParser):
         for template in self.templates.get(bucket, ()):
             c.pos = start
             try:
-                op = self._fill(template, start)
-                where = self._lines.get(line_key(op)) if self._lines else None
-                return op if where is None else op.replace(where=where)
+                return self._fill(template, start)
             except ParseError as error:
                 # What was read to its end and found wrong there comes before what did not fit.
                 at = max(c.pos, int(error.__notes__[-1].removeprefix("position ")))
@@ -226,7 +224,7 @@ class Parser(ValueParser):
 
     def _line(self) -> None:
         row = self.cursor.expect(_LINE, "an op and the user's line")
-        self._lines.setdefault(row[1], row[2])
+        self.lines.setdefault(row[1], row[2])
 
     def _equal(self) -> None:
         extent = self.scalar()
@@ -252,7 +250,8 @@ class Parser(ValueParser):
                 raise c.fail(f"{op.name} is no tensor op", at)
             exprs.append(op)
         c.take("// %kernel_math")
-        self.fusion.exprs = exprs
+        lined = with_lines(exprs, self.lines)
+        self.fusion.exprs = [op for op in lined if isinstance(op, nodes.TensorOp)]
 
     def reserve_symbols(self) -> None:
         """Keep the fusion from handing out the numbers of the symbols that were read."""

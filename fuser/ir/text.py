@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from textwrap import indent
 from typing import TYPE_CHECKING
@@ -164,13 +165,49 @@ def line_key(op: Op) -> str:
 
 
 def lines_text(ops: Iterable[Op]) -> str:
-    """Return the section that tells where the user wrote the ops, "" where nothing is known."""
+    """Return the section that tells where the user wrote the ops and those of their regions, ""
+    where nothing is known; what has the line of the first op of its name needs no row."""
     rows: dict[str, str] = {}
-    for op in ops:
-        if op.where:
-            rows.setdefault(line_key(op), " ".join(op.where.split()))
+
+    def add(op: Op, key: str, number: int) -> Op:
+        where = " ".join(op.where.split())
+        if where and where != rows.get(key):
+            rows[_nth(key, number) if key in rows else key] = where
+        return op
+
+    _by_key(ops, add)
     text = "".join(f"  {key} : {where}\n" for key, where in rows.items())
     return f"User lines : \n{text}" if text else ""
+
+
+def with_lines(ops: Iterable[Op], rows: Mapping[str, str]) -> tuple[Op, ...]:
+    """Return the ops, and those of their regions, with the lines that such a section tells."""
+
+    def place(op: Op, key: str, number: int) -> Op:
+        where = rows.get(_nth(key, number), rows.get(key, ""))
+        return op.replace(where=where) if where else op
+
+    return _by_key(ops, place) if rows else tuple(ops)
+
+
+def _nth(key: str, number: int) -> str:
+    return f"{key} ({number})"
+
+
+def _by_key(ops: Iterable[Op], change: Callable[[Op, str, int], Op]) -> tuple[Op, ...]:
+    """Return what `change` makes of each op, given its key and how many of it there were so far; an
+    op comes before those of its regions."""
+    counts: Counter[str] = Counter()
+
+    def one(op: Op) -> Op:
+        key = line_key(op)
+        counts[key] += 1
+        op = change(op, key, counts[key])
+        was = {name: getattr(op, name) for name in op.fields_of("region")}
+        regions = {name: tuple(map(one, region)) for name, region in was.items()}
+        return op if regions == was else op.replace(**regions)
+
+    return tuple(map(one, ops))
 
 
 _PREFIX_DTYPE = {

@@ -12,7 +12,7 @@ from fuser import FusionDefinition, ParallelType, TensorView, dumps, multidevice
 from fuser.errors import OptionError, VerifyError
 from fuser.option_names import EFFECTS
 from hostir.cli import main
-from hostir.container import equal
+from hostir.container import HostIrContainer, equal
 from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from hostir.ranks import run_simulated
@@ -160,6 +160,33 @@ def test_dumps_go_to_numbered_files(
     assert parse(files[0].read_text()).communications()
     # Replayed calls are posted, too.
     assert files[2].read_text().count("Posting Communication 0") == 3
+
+
+def test_a_posted_line_names_the_library_that_carries_it_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program for NCCL on CPU ranks was announced as if NCCL had run; the second call replays."""
+    program = run_on_two_ranks()[0].fec.host_program()
+    monkeypatch.setenv("FUSER_DUMP", "communication")
+    for named, carrier in (
+        ("NCCL", ", carried out by SIMULATED,"),
+        ("SIMULATED", ""),
+        ("CUDA", ""),
+    ):
+        text = program.full_text().replace("backend=SIMULATED", f"backend={named}")
+        other = parse(text)
+
+        def body(other: HostIrContainer = other) -> None:
+            evaluator = HostIrEvaluator(other)
+            shards = [X.chunk(2, 1), W.chunk(2, 1)]
+            rank = multidevice.Communicator.instance().rank()
+            for _ in range(2):
+                evaluator.run([s[rank].contiguous() for s in shards])
+
+        with simulate(2) as world:
+            world.run(body)
+        out = capsys.readouterr().out
+        assert out.count(f"backend={named}){carrier} with input_tensor") == 2, out
 
 
 def test_all_ranks_dump_when_asked(

@@ -70,7 +70,9 @@ def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["verify", str(file)]) == 0
     wrong = edited(tmp_path, "  Wait(Communication 0)\n", "")
     assert main(["verify", wrong]) == 1
-    assert "is used before Wait(Communication 0)" in capsys.readouterr().err
+    assert re.search(
+        r"Communication 0, started at line \d+ .*, has no Wait", capsys.readouterr().err
+    )
     assert main(["verify", str(file), "--streams", "0"]) == 1
     assert "InputError: --streams 0: at least 1" in capsys.readouterr().err
 
@@ -367,6 +369,21 @@ def test_verify_finds_what_streams_leave_unordered(
     error = capsys.readouterr().err
     assert error.startswith("VerifyError: with 4 streams:\nrace: on rank 0: ")
     assert "Synchronize(Stream S0) is missing" in error
+
+
+def test_late_says_that_nothing_is_checked_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program that races ran without a word."""
+    racing = ring(tmp_path, without="Synchronize(Stream S0)")
+    assert main(["run", racing]) == 1
+    assert "race: " in capsys.readouterr().err
+    assert main(["run", racing, "--late", "all"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "not checked before the run" in said
+    assert f"python -m hostir verify {racing}" in said
+    assert main(["run", ring(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_run_holds_streams_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -281,7 +281,7 @@ def test_refusals_number_both_ops_and_mark_the_right_one_of_two_alike() -> None:
             row, own = hic.select(x, 0, i), hic.select(y, 0, i)
             hic.append(Allocate(t), _add(t, row, 1.0), _copy(own, t), Allocate(t))
         hic.add_output(y)
-    with pytest.raises(VerifyError, match=r"T2.* has a buffer already, at line 15\n") as error:
+    with pytest.raises(VerifyError, match=r"T2.* has a buffer already, at line 15 ") as error:
         verify(hic)
     marked = [k for k, line in enumerate(str(error.value).splitlines()) if line[:2] == "->"]
     assert marked == [len(str(error.value).splitlines()) - 1]
@@ -290,7 +290,7 @@ def test_refusals_number_both_ops_and_mark_the_right_one_of_two_alike() -> None:
         x, y, t = hic.input([8]), hic.tensor([8]), hic.tensor([8])
         hic.append(Allocate(y), Allocate(t), _add(t, x, 1.0), Deallocate(t), _add(y, t, 1.0))
         hic.add_output(y)
-    with pytest.raises(VerifyError, match=r"after its Deallocate at line 8, at line 11\n"):
+    with pytest.raises(VerifyError, match=r"after its Deallocate at line 8 \(.*\), at line 11\n"):
         verify(hic)
 
 

@@ -86,7 +86,7 @@ def test_use_of_a_view_after_the_deallocation_of_its_buffer_is_found() -> None:
 
 
 def test_a_missing_wait_is_found(program: HostIrContainer) -> None:
-    with pytest.raises(VerifyError, match=r"T11.* is used before Wait\(Communication 0\)"):
+    with pytest.raises(VerifyError, match=r"T11.* is used, but Communication 0, .* has no Wait"):
         verify(_without(program, Wait))
     unused = program.ops[: _first(program, Communication) + 1]
     mark = r"Communication 0 has no Wait: .*\n(.*\n)*->  *\d+   Communication 0 "
@@ -152,7 +152,7 @@ def test_a_team_outside_of_the_meshes_is_found_on_its_line(
         assert main([command, str(broken)]) == 1
         shown = capsys.readouterr().err
         assert "names rank 2, the meshes of tensors have ranks 0 1" in shown
-        assert re.search(r"^-> Communication 0 \(", shown, re.MULTILINE)
+        assert re.search(r"^-> +\d+ +Communication 0 \(", shown, re.MULTILINE)
         # The op's name stands in front once.
         assert shown.count("Communication 0 (Allreduce): ") == 1
 
@@ -228,8 +228,10 @@ def test_an_unbound_name_in_an_op_is_marked_with_a_suggestion(spelled: str, says
     text = hic.full_text().replace("index = step ", f"index = {spelled} ")
     with pytest.raises(VerifyError) as error:
         verify(parse(text))
-    assert f"HirAliasSelect: {says}, at line 5\n" in str(error.value)
-    assert re.search(rf"^-> .*index = {spelled} ", str(error.value), re.MULTILINE)
+    assert re.search(
+        rf"HirAliasSelect: {re.escape(says)}, at line 5 \(.*py:\d+\)\n", str(error.value)
+    )
+    assert re.search(rf"^-> 5 .*\n.*index = {spelled} ", str(error.value), re.MULTILINE)
 
 
 def test_an_unknown_op_is_marked_with_a_suggestion(program: HostIrContainer) -> None:
@@ -300,7 +302,7 @@ def test_errors_mark_the_line_and_name_the_pass(program: HostIrContainer) -> Non
     with pytest.raises(VerifyError) as error:
         run_passes(program.with_ops(kept), (*_passes(), break_it))
     assert "after break_it: LaunchKernel" in str(error.value)
-    assert "-> LaunchKernel(" in str(error.value)
+    assert re.search(r"^-> +\d+ +LaunchKernel\(", str(error.value), re.MULTILINE)
 
 
 def _passes():

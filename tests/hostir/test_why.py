@@ -21,6 +21,7 @@ from hostir.container import HostIrContainer, equal
 from hostir.parse import parse
 from hostir.transfers import Communication
 from hostir.why import UNKNOWN, explain
+from multidevice import DeviceMesh
 from tests.hostir.programs import CASES, Case, build, out, tensor
 
 MESH = [0, 1]
@@ -294,6 +295,17 @@ def test_what_comes_from_where_does_not_count_for_equality(program: HostIrContai
     assert without.values.origins == ()
     assert equal(without, program)
     assert all(line.endswith(UNKNOWN) for line in explain(without, "all"))
+
+
+def test_why_of_a_program_by_hand_says_that_it_has_no_provenance() -> None:
+    """It sent the reader to a dump that is not written for such programs."""
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([2, 4], mesh=DeviceMesh([0, 1]))
+        x.axis(0).parallelize(ParallelType.mesh_x)
+    (line,) = explain(hic, "T0")
+    assert line.startswith("T0 is cut by mesh_x on axis 0; nothing says where")
+    assert line.endswith("one that was built by hand has none")
 
 
 def test_a_ring_is_explained_by_the_tensor_of_which_it_moves_parts() -> None:

@@ -10,14 +10,22 @@ import torch
 
 import hostir
 from fuser import DataType, ParallelType, ops
-from fuser.errors import ArgumentError, DefinitionError, FuserError
+from fuser.errors import ArgumentError, DefinitionError, FuserError, ParseError
 from fuser.multidevice import DeviceMesh
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, Stream, verify
 from hostir.post import POST
-from hostir.transfers import COLLECTIVES, Communication, TeamOf
+from hostir.transfers import (
+    COLLECTIVES,
+    LIBRARIES,
+    CollectivePermute,
+    Communication,
+    P2PCommunication,
+    TeamOf,
+)
 
 Call = Callable[[Any, Any], object]
 MESH = DeviceMesh([0, 1])
+TEAM = TeamOf(MESH, (ParallelType.mesh_x,))
 
 
 def entered(region: Any) -> None:
@@ -144,3 +152,45 @@ def test_an_op_that_does_not_fit_what_it_is_written_into() -> None:
         with pytest.raises(FuserError, match=words), program:
             x = program.input([3, 4])
             program.append(make(x), into=x)
+
+
+MAKERS: list[tuple[str, Call]] = [
+    (
+        "Communication 3 (Allreduce)",
+        lambda x, backend: Communication(
+            x, x, number=3, type="Allreduce", team=TEAM, backend=backend
+        ),
+    ),
+    (
+        "P2PCommunication 3 (send)",
+        lambda x, backend: P2PCommunication(x, 1, number=3, type="send", backend=backend),  # pyright: ignore[reportArgumentType]
+    ),
+    (
+        "CollectivePermute 3",
+        lambda x, backend: CollectivePermute(x, x, 1, 1, number=3, team=TEAM, backend=backend),  # pyright: ignore[reportArgumentType]
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MAKERS)))
+def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) -> None:
+    """It ran by the device's library, and was announced as if it had run."""
+    name, make = MAKERS[number]
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([2, 4], mesh=MESH)
+        for spelled, near in (("cuda", "CUDA"), ("CUDAX", "CUDA"), ("Nccl", "NCCL")):
+            with pytest.raises(ArgumentError) as error:
+                make(x, spelled)
+            assert str(error.value).startswith(f"{name}: backend is one of NCCL, UCC, MPI, ")
+            assert str(error.value).endswith(f"got {spelled!r}; did you mean {near}?")
+        for known in LIBRARIES:
+            assert getattr(make(x, known), "backend", "") == known
+        hic.append(make(x, "CUDA"))  # pyright: ignore[reportArgumentType]
+    text = hic.full_text()
+    assert hostir.equal(hostir.parse(text), hic)
+    with pytest.raises(ParseError) as error:
+        hostir.parse(text.replace("backend=CUDA", "backend=CUDAX"))
+    assert f"{name}: backend is one of " in str(error.value)
+    assert "got 'CUDAX'; did you mean CUDA?" in str(error.value)
+    assert "line 3" in str(error.value)
