@@ -26,8 +26,8 @@ def unmerge_streams(fusion: Fusion) -> None:
     """Give the axes that a merged stream axis is made of, the parts of the step's number.
 
     Broadcasts among them have no part: they have one element. Of an outer split of a merged axis,
-    blocks must be boxes of the merged axes: n divides the outermost, or is all of the outer ones
-    times a divisor of the next.
+    blocks must be boxes of the merged axes: as where n divides the outermost, or is all of the
+    outer ones times a divisor of the next.
 
     Raises `UnsupportedError` naming axis, tensor and numbers for blocks that are none, and for
     parts of which a step cannot be made.
@@ -104,23 +104,30 @@ class _Merged:
         sizes = [self._tv.fusion.canonical(a.size) for a in parts]
         if len(parts) < 2 or any(sc.int_value(size) == 0 for size in sizes):
             return 0, n if parts else None
-        inner = sc.product(sizes[1:])
         block = sc.ceildiv(sc.product(sizes), n)
-        if _divides(n, sizes[0]) or _divides(inner, block):
+        if _divides(n, sizes[0]) or _divides(sc.product(sizes[1:]), block):
             return 0, n
         for count in range(1, len(parts)):
+            # Of a constant number of elements; there may be empty blocks behind.
+            inner = sc.product(sizes[count + 1 :])
+            rows = sc.floordiv(block, inner)
+            if _divides(inner, block) and _divides(rows, sizes[count]):
+                return (
+                    (count + 1, None)
+                    if sc.int_value(rows) == 1
+                    else (count, sc.floordiv(sizes[count], rows))
+                )
+            # Of any number of elements, cut along axes of which the outer ones are constants.
             outer = sc.product(sizes[:count])
-            if n is outer:
-                return count, None
             blocks = sc.floordiv(n, outer)
             if _divides(outer, n) and _divides(blocks, sizes[count]):
-                return count, blocks
+                return (count, None) if sc.int_value(blocks) == 1 else (count, blocks)
         axes = " and ".join(map(str, parts))
         raise self._refusal(
             f"has blocks of {block} of {sc.product(sizes)} elements, which are not known to be "
-            f"boxes of {axes}: the number of blocks, {n}, must divide the outermost axis, or be "
-            "the outer ones times a divisor of the next; or put the merged axis on stream as a "
-            "whole"
+            f"boxes of {axes}: take, for {n}, a number of blocks that divides the outermost axis, "
+            "or the outer ones times a divisor of the next; or put the merged axis on stream as "
+            "a whole"
         )
 
     def _replace(

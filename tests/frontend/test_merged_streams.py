@@ -235,6 +235,12 @@ CASES = {
     "blocks of a row": Case(
         lambda o, x: stream(o.exp(x), 0, 1, split=12), torch.exp, ((3, 8, 5),), constant=True
     ),
+    "blocks of a row, and empty ones": Case(
+        lambda o, x: stream(o.exp(x), 0, 1, split=5), torch.exp, ((2, 4, 3),), constant=True
+    ),
+    "more blocks than elements": Case(
+        lambda o, x: stream(o.exp(x), 0, 1, split=9), torch.exp, ((3, 2, 3),), constant=True
+    ),
     "a row per block": Case(
         lambda o, x: stream(o.exp(x), 0, 1, split=3), torch.exp, ((3, 8, 5),), constant=True
     ),
