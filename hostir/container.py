@@ -268,8 +268,10 @@ class HostIrContainer:
         if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
             raise DefinitionError(f"append: {op} has no result to write into {into}")
         if len(out.domain.logical) != out.ndim or out.domain.root_numbers:
+            like = "" if into.mesh is None else f" the mesh and the parallel types of {into}, and"
             raise DefinitionError(
-                f"append: {op.name} cannot write into {into} itself: append {out}, and then a set "
+                f"append: {op.name} cannot write into {into} itself: its result sums over axes, or "
+                f"makes them anew. Give {out}{like} a buffer (Allocate), append it, and then a set "
                 "of it"
             )
         if (out.dtype(), out.ndim, out.mesh) != (into.dtype(), into.ndim, into.mesh):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hostir
-from fuser import DataType, ParallelType, ops
+from fuser import DataType, ParallelType, TensorView, multidevice, ops
 from fuser.errors import ArgumentError, DefinitionError, FuserError, ParseError
 from fuser.multidevice import DeviceMesh
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, Stream, verify
@@ -152,6 +152,35 @@ def test_an_op_that_does_not_fit_what_it_is_written_into() -> None:
         with pytest.raises(FuserError, match=words), program:
             x = program.input([3, 4])
             program.append(make(x), into=x)
+
+
+def test_what_to_do_where_a_sharded_result_cannot_be_written_into_a_tensor() -> None:
+    """The advice led to a result without a mesh, which no op on sharded operands may have."""
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([2, 4, 8], mesh=MESH), hic.tensor([2, 4], mesh=MESH)
+        for tv in (x, y):
+            tv.axis(0).parallelize(ParallelType.mesh_x)
+        t = ops.sum(x, [2])
+        assert isinstance(t, TensorView)
+        with pytest.raises(
+            DefinitionError, match=r"Give T2.* the mesh and the parallel types of T1"
+        ):
+            hic.append(t, into=y)
+        t.set_device_mesh(MESH)
+        t.axis(0).parallelize(ParallelType.mesh_x)
+        hic.append(Allocate(y), Allocate(t), t)
+        hic.append(ops.set(t), into=y)
+        hic.add_output(y)
+    verify(hic)
+    full = torch.randn(2, 4, 8)
+    with multidevice.simulate(2) as world:
+        run = lambda: HostIrEvaluator(hic).run([multidevice.shard_tensor(full, x)])  # noqa: E731
+        results = world.run(run)
+    for rank, (out,) in enumerate(results):
+        torch.testing.assert_close(
+            out[0].double(), full[rank].double().sum(1), atol=1e-5, rtol=1e-5
+        )
 
 
 MAKERS: list[tuple[str, Call]] = [
