@@ -9,6 +9,7 @@ import inspect
 import re
 
 import pytest
+import torch
 
 from fuser import ParallelType, ops
 from fuser.errors import VerifyError
@@ -20,6 +21,7 @@ from hostir import (
     Deallocate,
     GetCurrentStream,
     HostIrContainer,
+    HostIrEvaluator,
     P2PCommunication,
     SetCurrentStream,
     Stream,
@@ -32,9 +34,10 @@ from hostir import (
 )
 from hostir.before_run import findings
 from hostir.container import walk
+from hostir.digest import run_agreed
 from hostir.findings import refuse
 from hostir.ops import ForLoop, loop_index
-from multidevice import DeviceMesh
+from multidevice import Communicator, DeviceMesh, simulate
 
 MESH = DeviceMesh([0, 1])
 TEAM = TeamOf(MESH, (ParallelType.mesh_x,))
@@ -166,17 +169,21 @@ def test_a_structural_error_lists_the_lines_that_it_speaks_of() -> None:
 
 
 def test_ranks_agree_though_they_wrote_a_program_at_different_lines() -> None:
-    def one() -> HostIrContainer:
+    def body() -> torch.Tensor:
+        communicator = Communicator.instance()
         hic = HostIrContainer()
         with hic:
-            hic.append(SetCurrentStream(Stream(0)))
-        return hic
+            x, y = hic.input([2, 8], mesh=MESH), hic.tensor([2, 8], mesh=MESH)
+            step = Communication(x, y, number=0, type="Allreduce", team=TEAM)
+            if communicator.rank() == 0:
+                hic.append(Allocate(y), step, Wait(0))
+            else:
+                hic.append(Allocate(y), step, Wait(0))
+            hic.add_output(y)
+        evaluator = HostIrEvaluator(hic, communicator)
+        (out,) = run_agreed(evaluator, [torch.ones(2, 8)], communicator)
+        return out
 
-    def other() -> HostIrContainer:
-        hic = HostIrContainer()
-        with hic:
-            hic.append(SetCurrentStream(Stream(0)))
-        return hic
-
-    assert one().full_text() != other().full_text()
-    assert one().meaning_text() == other().meaning_text()
+    with simulate(2) as world:
+        for out in world.run(body):
+            assert torch.equal(out, torch.full((2, 8), 2.0))
