@@ -12,7 +12,7 @@ from typing import Any
 
 from fuser.errors import FuserError, VerifyError
 from fuser.ir.core import Op
-from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.fusion import Alias
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
@@ -38,6 +38,7 @@ from hostir.effects import (
 )
 from hostir.findings import line_numbers, line_text, listing
 from hostir.in_place import manner, pairs, words
+from hostir.operands import check_operands, kernel_kind, unit_kind
 from hostir.ops import (
     NUMBER_OF_STREAMS,
     RANK,
@@ -52,7 +53,6 @@ from hostir.ops import (
 )
 from hostir.rank_posts import ranks_text
 from hostir.shapes import check_results
-from hostir.slices import dropped_axes_of
 from hostir.storage import Storage
 from hostir.transfers import (
     PEER_COPIES,
@@ -106,40 +106,6 @@ def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
     last = ops[min(index + 2, len(ops) - 1)]
     end = numbers[id(last)] + op_text(last).count("\n") + 1
     return listing(program, (culprit,), within=range(numbers[id(ops[max(index - 2, 0)])], end))
-
-
-def _kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
-    """Return what a launch and its kernel must agree on; `like` may be a slice of the value."""
-    if isinstance(value, TensorView):
-        shape = list(map(str, value.shape()))
-        gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
-        shape = [n for axis, n in enumerate(shape) if axis not in gone]
-        return (value.dtype(), shape, value.mesh)
-    return value.dtype
-
-
-def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Return what a post and its unit must agree on."""
-    if isinstance(value, TensorView):
-        return (value.dtype(), value.ndim, value.mesh)
-    return value.dtype
-
-
-def _check_operands(
-    op: LaunchKernel | PostOnStream,
-    fusion: Fusion,
-    where: str,
-    kind: Callable[..., object],
-) -> None:
-    for what, mine, theirs in (
-        ("inputs", op.ins, fusion.inputs),
-        ("outputs", op.outs, fusion.outputs),
-    ):
-        if len(mine) != len(theirs):
-            raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
-        for a, b in zip(mine, theirs, strict=True):
-            if kind(a) != kind(b, like=a):
-                raise VerifyError(f"{what}: {a}, but {where} has {b}")
 
 
 @dataclass
@@ -572,7 +538,7 @@ class _Checker:
         if group is None:
             self.program.check_full()
             raise VerifyError(f"there is no kernel group {op.group}")
-        _check_operands(op, group.fusion, f"group {op.group}", _kind)
+        check_operands(op, group.fusion, f"group {op.group}", kernel_kind)
 
     def _post(self, op: PostOnStream) -> None:
         unit = self.program.units.get(op.unit)
@@ -580,7 +546,7 @@ class _Checker:
             self.program.check_full()
             raise VerifyError(f"there is no HostUnit{op.unit}")
         # Its extents have names of their own.
-        _check_operands(op, unit, f"HostUnit{op.unit}", _unit_kind)
+        check_operands(op, unit, f"HostUnit{op.unit}", unit_kind)
         for alias in unit.aliases:
             raise VerifyError(f"HostUnit{op.unit} updates its input {alias.into} in place")
 

@@ -1,0 +1,48 @@
+"""What a launch or a post must have in common with the fusion that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuser.errors import VerifyError
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from hostir.ops import LaunchKernel, PostOnStream
+from hostir.slices import dropped_axes_of
+
+
+def kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
+    """Return what a launch and its kernel must agree on; `like` may be a slice of the value."""
+    if isinstance(value, TensorView):
+        shape = list(map(str, value.shape()))
+        gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
+        shape = [n for axis, n in enumerate(shape) if axis not in gone]
+        return (value.dtype(), shape, value.mesh)
+    return value.dtype
+
+
+def unit_kind(value: TensorView | Scalar, like: object = None) -> object:
+    """Return what a post and its unit must agree on."""
+    if isinstance(value, TensorView):
+        return (value.dtype(), value.ndim, value.mesh)
+    return value.dtype
+
+
+def check_operands(
+    op: LaunchKernel | PostOnStream,
+    fusion: Fusion,
+    where: str,
+    kind: Callable[..., object],
+) -> None:
+    """Raise `VerifyError` where operands of a launch or post are not those of its fusion, which
+    stands at `where`; `kind` says what must be equal."""
+    for what, mine, theirs in (
+        ("inputs", op.ins, fusion.inputs),
+        ("outputs", op.outs, fusion.outputs),
+    ):
+        if len(mine) != len(theirs):
+            raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
+        for a, b in zip(mine, theirs, strict=True):
+            if kind(a) != kind(b, like=a):
+                raise VerifyError(f"{what}: {a}, but {where} has {b}")
