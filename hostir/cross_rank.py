@@ -392,13 +392,6 @@ class RankWalker:
             text = f"peer {op.peer} = {peer[int(np.argmax(outside))]} is no rank of the program, "
             self.note(Finding(OUT_OF_RANGE, text + f"on {self._who(outside)}", ((site, ""),)))
             self.is_lost = True
-        own = mask & (to == self.me)
-        if own.any():
-            text = (
-                f"peer {op.peer} is the rank itself, on {self._who(own)}: a set copies to oneself"
-            )
-            self.note(Finding(PARTNER, text, ((site, ""),)))
-            self.is_lost = True
         return to
 
     def holds(self, tv: TensorView) -> Array:
@@ -518,6 +511,13 @@ class RankWalker:
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
         """See `Judge`."""
+        own = senders == receivers
+        if own.any():
+            places: list[int] = senders[own].tolist()
+            who = ranks_text([self.ranks[i] for i in places])
+            text = f"{who}: the peer is the rank itself, and a set copies to oneself"
+            self.note(Finding(PARTNER, text, ((a.site, ""), (b.site, ""))))
+            return
         for what, mine, theirs in (
             ("library", _library(a.op), _library(b.op)),
             ("dtype", a.op.buffer.dtype(), b.op.buffer.dtype()),

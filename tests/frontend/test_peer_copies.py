@@ -247,7 +247,7 @@ def test_a_rank_that_sends_to_itself_is_found_before_the_run() -> None:
         )
         program.add_output(y)
     found = [f.what for f in findings(program, {NUMBER_OF_STREAMS: 4})]
-    assert any("the rank itself, on ranks 0 1" in what for what in found), found
+    assert any("ranks 0 1: the peer is the rank itself" in what for what in found), found
 
 
 def test_a_send_that_is_waited_for_before_the_receive_is_found() -> None:

@@ -302,7 +302,8 @@ def index_divides_by_zero(hic: HostIrContainer, right: bool) -> None:
 
 def sends_to_itself(hic: HostIrContainer, right: bool) -> None:
     x, y = filled(hic, 4), allocated(hic, 4, mesh=PAIR)
-    ops = [send(x, RANK, 0)[0], *([receive(y, RANK, 1)[0]] if right else ())]
+    peer = (RANK + 1) % 2 if right else RANK
+    ops = [send(x, peer, 0)[0], *([receive(y, peer, 1)[0]] if right else ())]
     hic.append(StartCoalescing(), *ops, EndCoalescing(2), Wait(2))
     hic.add_output(y)
 
