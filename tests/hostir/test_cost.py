@@ -12,6 +12,7 @@ import pytest
 
 from fuser import DataType, ParallelType, ops
 from fuser.errors import UnsupportedError, VerifyError
+from fuser.ir.scalar import as_scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from hostir import (
@@ -90,12 +91,16 @@ def two_kernels(*, wait: bool) -> HostIrContainer:
         outs = [hic.tensor([250]) for _ in range(2)]
         hic.append(*map(Allocate, outs), GetCurrentStream(ENTRY))
         for i, out in enumerate(outs):
-            hic.append(SetCurrentStream(Stream(i)), Synchronize(ENTRY))
+            hic.append(SetCurrentStream(Stream(as_scalar(i))), Synchronize(ENTRY))
             if wait and i:
-                hic.append(Synchronize(Stream(0)))
+                hic.append(Synchronize(Stream(as_scalar(0))))
             hic.append(ops.neg(x), into=out)
             hic.add_output(out)
-        hic.append(SetCurrentStream(ENTRY), Synchronize(Stream(0)), Synchronize(Stream(1)))
+        hic.append(
+            SetCurrentStream(ENTRY),
+            Synchronize(Stream(as_scalar(0))),
+            Synchronize(Stream(as_scalar(1))),
+        )
     return hic
 
 
@@ -212,17 +217,21 @@ def gather(d: int, *, kernel: str = "") -> HostIrContainer:
         hic.append(Allocate(y), Allocate(z), GetCurrentStream(ENTRY))
 
         def compute() -> None:
-            hic.append(SetCurrentStream(Stream(0)), Synchronize(ENTRY))
+            hic.append(SetCurrentStream(Stream(as_scalar(0))), Synchronize(ENTRY))
             hic.append(ops.neg(u), into=z)
 
         if kernel == "before":
             compute()
-        hic.append(SetCurrentStream(Stream(1)), Synchronize(ENTRY))
+        hic.append(SetCurrentStream(Stream(as_scalar(1))), Synchronize(ENTRY))
         hic.append(Communication(x, y, number=0, type="Allgather", team=TeamOf(mesh, (X,))))
         hic.append(Wait(0))
         if kernel == "after":
             compute()
-        hic.append(SetCurrentStream(ENTRY), Synchronize(Stream(0)), Synchronize(Stream(1)))
+        hic.append(
+            SetCurrentStream(ENTRY),
+            Synchronize(Stream(as_scalar(0))),
+            Synchronize(Stream(as_scalar(1))),
+        )
         hic.add_output(y)
     return hic
 
@@ -260,13 +269,17 @@ def test_collectives_of_one_team_keep_the_order_of_the_program() -> None:
         outs, z = [hic.tensor([2, 250], mesh=mesh) for _ in range(2)], hic.tensor([250])
         hic.append(*map(Allocate, (*outs, z)), GetCurrentStream(ENTRY))
         for i, y in enumerate(outs):
-            hic.append(SetCurrentStream(Stream(i)), Synchronize(ENTRY))
+            hic.append(SetCurrentStream(Stream(as_scalar(i))), Synchronize(ENTRY))
             if not i:
                 hic.append(ops.neg(u), into=z)
             team = TeamOf(mesh, (X,))
             hic.append(Communication(x, y, number=i, type="Allgather", team=team), Wait(i))
             hic.add_output(y)
-        hic.append(SetCurrentStream(ENTRY), Synchronize(Stream(0)), Synchronize(Stream(1)))
+        hic.append(
+            SetCurrentStream(ENTRY),
+            Synchronize(Stream(as_scalar(0))),
+            Synchronize(Stream(as_scalar(1))),
+        )
     # The kernel leaves three quarters of the multiprocessors, so that the second one could begin.
     assert seconds(hic, replace(PLAIN, kernel_fill_nbytes=8000.0)) == pytest.approx(22e-6)
 
