@@ -12,7 +12,6 @@ import pytest
 
 from fuser import DataType, ParallelType, ops
 from fuser.errors import UnsupportedError, VerifyError
-from fuser.ir.scalar import as_scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from hostir import (
