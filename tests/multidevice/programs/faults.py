@@ -49,8 +49,9 @@ def bad_rank(kind: str) -> None:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stall":
-        while True:
-            time.sleep(0.1)
+        # Far beyond the deadline of the others, but not without end: a job that hangs says more
+        # when it ends.
+        time.sleep(60)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     raise AssertionError(kind)
