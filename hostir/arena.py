@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hostir.layout import spanned
+
 if TYPE_CHECKING:
     from hostir.plan import BoundPlan, Plan
 
@@ -37,10 +39,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes from the first to past the last element; 0 without elements."""
-        if 0 in self.shape:
-            return 0
-        steps = zip(self.shape, self.strides, strict=True)
-        return (1 + sum((n - 1) * s for n, s in steps)) * self.dtype.itemsize
+        return spanned(self.shape, self.strides) * self.dtype.itemsize
 
     def at(self, offset: int) -> Block:
         """Return this buffer in another place."""
