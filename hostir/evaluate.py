@@ -1,13 +1,13 @@
 """`HostIrEvaluator`: runs a host program on one rank.
 
 `evaluate` is the reading of a program (`hostir.handlers`) that everything faster must equal bit for
-bit. `run` uses it once per class of inputs, and replays it afterwards.
+bit. `run` walks a program once per class of inputs, in a rehearsal (`hostir.rehearsal`) where that
+tells all and else for real, and replays it afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,6 @@ from fuser.ir.tensor import TensorView
 from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
-from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Arenas
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import (
@@ -47,12 +46,14 @@ from hostir.container import (
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.given import bind_buffers
 from hostir.handlers import run_block
+from hostir.known import Known
 from hostir.layout import parts
 from hostir.lower_params import check_number_of_streams
 from hostir.memory import OutOfMemoryError
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Body, Updates
 from hostir.plan import Plan
+from hostir.rehearsal import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.replay import Recorder
 from hostir.step_kernels import StepKernels, split_tensor
 from hostir.storage import Storage
@@ -61,7 +62,6 @@ from hostir.streams import (
     CudaStreams,
     DelayedStreams,
     Streams,
-    UnservedStreams,
     Work,
     on_device,
 )
@@ -79,8 +79,6 @@ MakeRunner = Callable[[KernelGroup], KernelRunner]
 _NAME = "HostIrEvaluator"
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
-# Places in a vector of memory of the tensors of one such class.
-MAX_PLACES = 64
 
 
 def make_kernel_executor(
@@ -107,42 +105,6 @@ def make_kernel_executor(
 
     split = split_tensor(group.fusion)
     return make("first") if split is None else StepKernels(*split, make)
-
-
-class Known:
-    """What is remembered of inputs of one signature: what each call must check, and their plans.
-
-    A plan relies on where in a vector of memory each tensor begins, which no signature tells: there
-    is one for each such place that came.
-    """
-
-    def __init__(self, contents: Contents, forget: Callable[[Plan], None]) -> None:
-        self.contents = contents
-        self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
-        self._forget = forget
-
-    def plan(self, inputs: Sequence[Argument], bits: int) -> Plan | None:
-        """Return the plan of these inputs, if it was used lately; `bits` are set in addresses."""
-        if bits & VECTOR_BYTES - 1:
-            return self.plans.get(self.contents.offsets(inputs, VECTOR_BYTES))
-        return self.plans.get(())
-
-    def recall(self, inputs: Sequence[Argument]) -> Plan | None:
-        """Return the plan of these inputs, None for the first of their kind."""
-        return self.plans.recall(self._places(inputs)) if self.plans.size() else None
-
-    def keep(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Remember the plan of these inputs."""
-        self.plans[self._places(inputs)] = plan
-
-    def forget(self) -> None:
-        """Let go of what the plans are bound to."""
-        for plan in self.plans.values():
-            self._forget(plan)
-
-    def _places(self, inputs: Sequence[Argument]) -> tuple[int, ...]:
-        places = self.contents.offsets(inputs, VECTOR_BYTES)
-        return places if any(places) else ()
 
 
 class HostIrEvaluator:
@@ -205,6 +167,8 @@ class HostIrEvaluator:
         self._arenas: dict[torch.device, Arenas] = {}
         # A class of inputs does not know the values of floats.
         self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
+        self._can_bind = late_stream is None and self._is_replayed and can_bind(program)
+        self._is_prepared = False
         self._known: Recent[object, Known] = Recent(MAX_PLANS, on_drop=lambda known: known.forget())
         if communicator is not None or program.devices():
             from multidevice.communicator import Communicator
@@ -354,9 +318,15 @@ class HostIrEvaluator:
         plan = plan or known.recall(inputs)
         if plan is not None:
             return self._replay(plan, inputs)
+        plan = known.take(inputs)
+        if plan is not None:
+            return self._first_replay(plan, inputs, known)
         frame = self._frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
+        plan = self._bind(frame) if self._can_bind else None
+        if plan is not None:
+            return self._first_replay(plan, inputs, known)
         recorder = Recorder(frame, self.free)
         outputs = self._walk(frame, recorder)
         device = frame.machine.device
@@ -364,6 +334,22 @@ class HostIrEvaluator:
         known.keep(inputs, recorder.finish(self._visible, arenas))
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()
+        return outputs
+
+    def _first_replay(
+        self, plan: Plan, inputs: Sequence[Argument], known: Known
+    ) -> list[torch.Tensor]:
+        """Run a new plan. Where there is no memory for all of its intermediates at once, op by op:
+        that needs less, or names the op that finds none."""
+        try:
+            with on_device(plan.device):
+                plan.reserve()
+        except FuserError:
+            raise
+        except RuntimeError:
+            return self._walk(self._frame(list(inputs)), None)
+        outputs = self._replay(plan, inputs)
+        known.keep(inputs, plan)
         return outputs
 
     def _forget(self, plan: Plan) -> None:
@@ -378,51 +364,46 @@ class HostIrEvaluator:
         values = self._frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in (RANK, NUMBER_OF_STREAMS)}
 
-    def prepare(self, inputs: Sequence[Argument]) -> None:
-        """Lower and compile, all at once, every kernel that `run` needs for inputs like these.
+    def prepare(self, inputs: Sequence[Argument]) -> Known:
+        """Lower and compile, all at once, every kernel that `run` needs for inputs like these;
+        return what `run_known` remembers them by.
 
-        Raises what `run` would raise about these inputs or their kernels.
+        Nothing is launched, computed or communicated. Raises what `run` would raise about these
+        inputs or their kernels.
         """
-        from fuser.kernels.executor import compile_many
-
-        inputs = flatten(inputs)
-        compile_many(self.requests(inputs), device=self._device or _device_of(self.program, inputs))
-
-    def requests(self, inputs: Sequence[Argument]) -> list[KernelRequest]:
-        """Return what `prepare` compiles, one request for all steps of a loop that are alike.
-
-        Nothing is launched, computed or communicated: the program is walked on tensors without
-        contents, of which only views are taken.
-        """
-        from fuser.kernels.executor import KernelExecutor
-
         inputs = flatten(inputs)
         frame = self._frame(inputs)
-        requests: dict[object, KernelRequest] = {}
+        known = self.know(inputs)
+        if not self._can_bind:
+            self._compile(rehearse(frame), frame)
+            return known
+        if not self._is_prepared:
+            # The first kernels: each is compiled while the next is lowered.
+            self._compile(rehearse(frame), frame)
+        plan = self._bind(frame)
+        self._is_prepared = True
+        if plan is not None:
+            known.expect(inputs, plan)
+        return known
 
-        def note(
-            group: int,
-            ins: Sequence[Argument],
-            outs: Sequence[torch.Tensor],
-            sizes: Mapping[Symbol, int],
-        ) -> Work:
-            runner = self.kernel(group)
-            if isinstance(runner, StepKernels):
-                runner = runner.pick(ins, outs, sizes)
-            if isinstance(runner, KernelExecutor):
-                key = runner, *map(_launched_alike, (*ins, *outs))
-                requests.setdefault(key, (runner, ins, outs, sizes))
-            return lambda: None
+    def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
+        """Return what `prepare` compiles, one request for all steps of a loop that are alike."""
+        return rehearse(self._frame(flatten(inputs))).requests
 
-        meta = torch.device("meta")
-        machine = replace(frame.machine, device=meta, streams=UnservedStreams(), launch=note)
-        contents = {tv: _without_contents(t) for tv, t in frame.tensors.items()}
-        with torch.no_grad():
-            run_block(
-                self.program.ops,
-                Frame(self.program, machine, frame.storage, frame.values, contents),
-            )
-        return list(requests.values())
+    def _bind(self, frame: Frame) -> Plan | None:
+        """Return the plan of inputs like those of a frame, with all kernels compiled; None where
+        only a run can tell."""
+        device = frame.machine.device
+        arenas = self._arenas.setdefault(device, Arenas(device))
+        found = rehearse_plan(frame, self.free, self._visible, arenas)
+        if not found.is_compiled:
+            self._compile(found, frame)
+        return found.plan
+
+    def _compile(self, rehearsal: Rehearsal, frame: Frame) -> None:
+        from fuser.kernels.executor import compile_many
+
+        compile_many(rehearsal.requests, device=frame.machine.device)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
@@ -541,18 +522,6 @@ class HostIrEvaluator:
 def _is_computed(tv: TensorView) -> bool:
     """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
     return any(n > 1 for n in parts(tv)) or not all(isinstance(x, Symbol) for x in tv.shape())
-
-
-def _without_contents(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
-
-def _launched_alike(value: Argument) -> object:
-    """Return what a kernel may know of an operand: where in a vector of memory it begins, not where
-    in memory."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.shape, value.stride(), value.storage_offset() * value.element_size() % VECTOR_BYTES
 
 
 def check_grouped(program: HostIrContainer) -> None:

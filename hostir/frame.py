@@ -51,9 +51,13 @@ class KernelRunner(Protocol):
         outputs: Sequence[torch.Tensor],
         *,
         sizes: Mapping[Symbol, int],
+        device: torch.device | None = None,
     ) -> KernelLaunch | None:
         """Returns the launch by which `run` computes these, for tensors of the same shapes, strides
-        and alignments, too; None where each run has to ask anew."""
+        and alignments, too; None where each run has to ask anew.
+
+        With the `device` of a run, these may be tensors without contents, and the kernel may still
+        have to be compiled."""
         ...
 
 

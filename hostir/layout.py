@@ -53,4 +53,8 @@ def write(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether two tensors lie in one memory; of those without contents, whether they would."""
+    one, other = a.untyped_storage(), b.untyped_storage()
+    if a.is_meta:
+        return one._cdata == other._cdata  # pyright: ignore[reportPrivateUsage]
+    return one.data_ptr() == other.data_ptr()

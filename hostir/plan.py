@@ -68,6 +68,18 @@ class Plan:
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
         return BoundPlan(tuple(closures), rest, tuple(ops), binding.kept)
 
+    def reserve(self) -> None:
+        """Make sure of the memory of the intermediates before the first run.
+
+        Raises torch's error where there is none.
+        """
+        arena = self.arenas.take(self.current_stream())
+        try:
+            if self not in arena.bound:
+                arena.bind(self)
+        finally:
+            self.arenas.give(arena)
+
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Carry out the steps on these inputs and return the visible outputs.
 

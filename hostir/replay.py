@@ -1,7 +1,7 @@
 """Replay: a program bound to one class of inputs, as a flat list of steps over slots.
 
-The first run of a class is the reference evaluation; after each op the *recorder* notes what a
-later run has to repeat: sizes, strides, teams and kernel launches are fixed, only tensors change.
+The ops are walked once, by the first run of a class or its rehearsal; after each op the *recorder*
+notes what runs have to repeat: sizes, strides, teams and launches are fixed, only tensors change.
 Intermediates lie in an arena (`hostir.arena`); what a caller gets is allocated by every run. A slot
 is given once in a run: where a loop makes a tensor anew, that is another slot.
 """
@@ -16,6 +16,7 @@ import torch
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -27,7 +28,7 @@ from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
 from hostir.container import walk
 from hostir.effects import Stream
-from hostir.frame import Frame
+from hostir.frame import Frame, Machine
 from hostir.handlers import launch_operands
 from hostir.layout import is_repeated, share_storage, write
 from hostir.library import as_contracted, compute, contract_repeated
@@ -86,12 +87,19 @@ from hostir.transfers import (
 from multidevice.backends.protocol import Transfer
 
 
-class Recorder:
-    """Turns the ops of one reference run into steps."""
+class OnlyRunTells(Exception):
+    """Torch chooses how a result lies in memory: that is known when it has been computed."""
 
-    def __init__(self, frame: Frame, free: frozenset[int]) -> None:
-        """`free` has the positions of scalar inputs on which no size depends."""
+
+class Recorder:
+    """Turns the ops of one reference run, or of its rehearsal, into steps."""
+
+    def __init__(self, frame: Frame, free: frozenset[int], machine: Machine | None = None) -> None:
+        """`free` has the positions of scalar inputs on which no size depends. `machine` is where
+        the steps will run: given for a rehearsal, whose frame has tensors without contents."""
         self._frame = frame
+        self._machine = frame.machine if machine is None else machine
+        self._is_rehearsal = machine is not None
         inputs = frame.program.inputs
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
@@ -124,7 +132,7 @@ class Recorder:
         self._steps.append((Action(step) if callable(step) else step, op))
 
     def _announced(self, op: Op) -> Closure | None:
-        announce = announcer(op, self._frame.machine)
+        announce = announcer(op, self._machine)
         if announce is None:
             return None
         held = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
@@ -147,12 +155,12 @@ class Recorder:
             tuple(self._slot.get(("copy", t), self.slot(t)) for t in outputs),
             blocks,
             nbytes,
-            self._frame.machine.device,
+            self._machine.device,
             self._requires_grad and not all(map(_leaves_gradients_alone, self._steps)),
-            self._frame.machine.streams if self._switches else None,
+            self._machine.streams if self._switches else None,
             arenas,
-            raw_stream_on(self._frame.machine.device),
-            elsewhere(self._frame.machine.device),
+            raw_stream_on(self._machine.device),
+            elsewhere(self._machine.device),
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:
@@ -167,7 +175,7 @@ class Recorder:
 
     def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
-        return allocation(tv, block, self._frame.machine, self._frame.program)
+        return allocation(tv, block, self._machine, self._frame.program)
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""
@@ -181,7 +189,8 @@ class Recorder:
 
     # ------------------------------------------------------------ ops
     def _absent(self, tv: TensorView) -> Closure:
-        i, nothing = self.slot(tv), self._frame.result(tv)
+        i = self.slot(tv)
+        nothing = torch.empty(0, dtype=to_torch(tv.dtype()), device=self._machine.device)
 
         def absent(slots: Slots) -> None:
             slots[i] = nothing
@@ -227,9 +236,10 @@ class Recorder:
             if out not in self._slot:
                 self._slot[out] = self.slot(self._frame.alias_target(out))
         outs = [self.slot(o) for o in op.outs]
-        runner, sizes = self._frame.machine.runner(op.group), self._frame.sizes
+        runner, sizes = self._machine.runner(op.group), self._frame.sizes
         given, results = launch_operands(op, self._frame)
-        kernel = runner.launch_for(given, results, sizes=sizes)
+        device = self._machine.device if self._is_rehearsal else None
+        kernel = runner.launch_for(given, results, sizes=sizes, device=device)
         if kernel is not None:
             operands = (*(self.slot(v) for v in op.ins if isinstance(v, TensorView)), *outs)
             numbers = tuple(x for x in given if not isinstance(x, torch.Tensor))
@@ -259,7 +269,7 @@ class Recorder:
             for o, (i, t) in zip(op.outs, outs, strict=True)
             if o not in self._frame.storage.buffered
         ]
-        run = self._frame.machine.unit(op.unit)
+        run = self._machine.unit(op.unit)
 
         def post_on_stream(slots: Slots) -> None:
             for make in makes:
@@ -304,7 +314,7 @@ class Recorder:
         stand in another one."""
         if not self._switches:
             return start
-        take, mark = self._frame.machine.streams.mark, self.slot(("mark", work))
+        take, mark = self._machine.streams.mark, self.slot(("mark", work))
 
         def note(slots: Slots) -> None:
             slots[mark] = take()
@@ -317,11 +327,12 @@ class Recorder:
 
     def _communication(self, op: Communication) -> Step | None:
         frame = self._frame
-        team = op.team.ranks(frame.machine.rank)
+        rank = self._machine.rank
+        team = op.team.ranks(rank)
         if not team:
             return None
         root = -1 if op.root is None else team[frame.integer(op.root)]
-        call = Call(op, frame.machine.rank, team, frame.machine.backend(op.backend), root)
+        call = Call(op, rank, team, self._machine.backend(op.backend), root)
         work, inp, out = self._work(op.number), self._held(op.inp), self._held(op.out)
         held = [frame.tensors[tv] if frame.is_mine(tv) else None for tv in (op.inp, op.out)]
         bound = bind_post(call, *held)
@@ -338,7 +349,7 @@ class Recorder:
 
     def _permute(self, op: CollectivePermute) -> Step | None:
         frame = self._frame
-        rank, backend = frame.machine.rank, frame.machine.backend(op.backend)
+        rank, backend = self._machine.rank, self._machine.backend(op.backend)
         team = op.team.ranks(rank)
         if not team:
             return None
@@ -381,7 +392,7 @@ class Recorder:
         group: list[tuple[P2PCommunication, int, int]],
         halves: list[Transfer],
     ) -> Step:
-        machine = self._frame.machine
+        machine = self._machine
         work, team = self._work(op.number), machine.team
         backend = machine.backend(group[0][0].backend if group else "")
         bound = bind_exchange(op, halves, team, backend) if group else None
@@ -411,7 +422,7 @@ class Recorder:
 
         if not self._switches:
             return wait
-        join, mark = self._frame.machine.streams.join_mark, self.slot(("mark", work))
+        join, mark = self._machine.streams.join_mark, self.slot(("mark", work))
 
         def join_and_wait(slots: Slots) -> None:
             if slots[work] is not None:
@@ -431,7 +442,7 @@ class Recorder:
         return lambda slots: handle
 
     def _set_stream(self, op: SetCurrentStream) -> Closure:
-        enter, find = self._frame.machine.streams.enter, self._finds(op.stream)
+        enter, find = self._machine.streams.enter, self._finds(op.stream)
         is_captured = op.stream.index is None and op.stream.name in self._captured
         self._stream = (
             self._captured[op.stream.name] if is_captured else self._frame.stream(op.stream)
@@ -439,7 +450,7 @@ class Recorder:
         return lambda slots: enter(find(slots))
 
     def _get_stream(self, op: GetCurrentStream) -> Closure:
-        current, i = self._frame.machine.streams.current, self.slot(("stream", op.stream.name))
+        current, i = self._machine.streams.current, self.slot(("stream", op.stream.name))
         self._captured[op.stream.name] = self._stream
 
         def capture(slots: Slots) -> None:
@@ -448,7 +459,7 @@ class Recorder:
         return capture
 
     def _synchronize(self, op: Synchronize) -> Closure:
-        join, find = self._frame.machine.streams.join, self._finds(op.stream)
+        join, find = self._machine.streams.join, self._finds(op.stream)
         return lambda slots: join(find(slots))
 
     def _nothing(self, op: Op) -> None:
@@ -470,6 +481,8 @@ class Recorder:
         if all(out in self._frame.storage.buffered for out in op.outputs):
             return self._into(op)
         view = self._as_strided(op)
+        if view is None and self._is_rehearsal:
+            raise OnlyRunTells
         return view if view is not None else self._computed(op)
 
     def _into(self, op: TensorOp) -> Step | Closure:
@@ -516,7 +529,8 @@ class Recorder:
         if not isinstance(source, TensorView) or len(op.outputs) != 1:
             return None
         before, after = self._frame.tensors[source], self._frame.tensors[op.out_tensor]
-        if not after.numel() or after.data_ptr() == 0 or not share_storage(before, after):
+        has_memory = after.numel() > 0 and (after.is_meta or after.data_ptr() != 0)
+        if not has_memory or not share_storage(before, after):
             return None
         return self._view(source, op.out_tensor)
 
@@ -541,13 +555,14 @@ class Recorder:
 
     def _computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
         frame, values, indices = self._frame, self._frame.values, self._frame.indices
+        machine = self._machine
         tensors = [(v, self.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
         scalars = [(s, self._slot[s]) for s in self._free]
 
         def run(slots: Slots) -> list[torch.Tensor]:
             now = Frame(
                 frame.program,
-                frame.machine,
+                machine,
                 frame.storage,
                 {**values, **{s: slots[i] for s, i in scalars}},
                 {v: slots[i] for v, i in tensors},

@@ -107,11 +107,18 @@ class StepKernels:
         )
 
     def launch_for(
-        self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes
+        self,
+        inputs: Sequence[Argument],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        device: torch.device | None = None,
     ) -> KernelLaunch | None:
         """See `KernelRunner.launch_for`."""
         kernel = self.pick(inputs, outputs, sizes)
-        return None if kernel is None else kernel.launch_for(inputs, outputs, sizes=sizes)
+        if kernel is None:
+            return None
+        return kernel.launch_for(inputs, outputs, sizes=sizes, device=device)
 
     def run(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes

@@ -216,10 +216,9 @@ class FusionExecutorCache:
     ) -> Call:
         """Find or build the program for inputs of a new signature."""
         resolved = self._resolved(inputs)
-        bound, claim = self._find_or_build(resolved, device, communicator, settings)
+        bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
         tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
         fits = class_check(tensors) if len(tensors) == len(inputs) else None
-        known = bound.evaluator.know(resolved)
         is_lazy = resolved is not inputs
         contents = Contents(self._fusion.inputs, inputs) if is_lazy else known.contents
         return Call(communicator, bound, claim, contents, is_lazy, known, fits)
@@ -291,7 +290,7 @@ class FusionExecutorCache:
         device: int | str | torch.device | None,
         communicator: Communicator,
         settings: Settings,
-    ) -> tuple[BoundProgram, Claim]:
+    ) -> tuple[BoundProgram, Claim, Known]:
         sharding.check_world(self._fusion, communicator.size())
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)
@@ -302,9 +301,9 @@ class FusionExecutorCache:
         if bound is None:
             bound = self._by_class[key] = self._bind(input_class, communicator, where, settings)
         sharding.check_divisible(bound.program.segmented.fusion, refined_sizes(sizes))
-        bound.evaluator.prepare(inputs)
+        known = bound.evaluator.prepare(inputs)
         if not self.devices:
-            return bound, _NOTHING
+            return bound, _NOTHING, known
         # Ranks that run with different options disagree, as with different programs.
         parts = (
             self._text,
@@ -323,7 +322,7 @@ class FusionExecutorCache:
             where=line,
             ops=self._fusion.exprs,
         )
-        return bound, claim
+        return bound, claim, known
 
     def _bind(
         self,

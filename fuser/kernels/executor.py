@@ -68,9 +68,14 @@ Record = tuple[Variant, BoundLaunch]
 class KernelLaunch:
     """A kernel and its launch for one class of tensors; `explain` adds op and line to an error."""
 
-    kernel: CompiledKernel
+    variant: Variant
     launch: BoundLaunch
     explain: Callable[[KernelError], KernelError]
+
+    @property
+    def kernel(self) -> CompiledKernel:
+        assert self.variant.compiled is not None, "a kernel is launched before it is compiled"
+        return self.variant.compiled
 
 
 class KernelExecutor:
@@ -169,21 +174,31 @@ class KernelExecutor:
                 raise self._explained(variant, error) from None
 
     def launch_for(
-        self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], *, sizes: Sizes
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[torch.Tensor],
+        *,
+        sizes: Sizes,
+        device: torch.device | None = None,
     ) -> KernelLaunch | None:
         """Return what `run` launches for tensors of this shape, these strides and this alignment;
-        None where it launches nothing, and in checked mode."""
+        None where it launches nothing, and in checked mode.
+
+        Meta tensors will do where the `device` of the launch is given: its kernel may then still
+        have to be compiled (`compile_many`)."""
         if self.checked:
             return None
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
-            record = self._record(inputs, outputs, tensors, numbers, sizes)
+            info = None if device is None else describe_device(device)
+            record = self._record(inputs, outputs, tensors, numbers, sizes, info)
             if record is None:
                 return None
             variant, launch = record
-            kernel = variant.compiled or self._compiled(variant, tensors)
-        return KernelLaunch(kernel, launch, partial(self._explained, variant))
+            if device is None and variant.compiled is None:
+                self._compiled(variant, tensors)
+        return KernelLaunch(variant, launch, partial(self._explained, variant))
 
     def _record(
         self,
