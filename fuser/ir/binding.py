@@ -44,6 +44,10 @@ class _Axis:
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
 
 
+# An axis whose extent is no symbol: its place, its extent, its number of blocks.
+_Fixed = tuple[int, Scalar, int]
+
+
 class Binder:
     """Gives the symbols of one fusion their values.
 
@@ -61,15 +65,22 @@ class Binder:
         self._fusion = fusion
         self._declared = list(fusion.inputs if declared is None else declared)
         self._axes: list[tuple[_Axis, ...]] = []
+        # What `_bind_at_once` goes through: declared value, its axes' symbols and blocks, the
+        # others' places, extents and blocks.
+        self._rows: list[tuple[Scalar | None, list[tuple[int, Symbol, int]], list[_Fixed]]] = []
         for value in self._declared:
             if not isinstance(value, TensorView):
                 self._axes.append(())
+                self._rows.append((value, [], []))
                 continue
             counts = blocks(value) if blocks is not None else (1,) * value.ndim
             sized = zip(value.shape(), counts, strict=True)
             self._axes.append(
                 tuple(_Axis(value, i, fusion.canonical(x), n) for i, (x, n) in enumerate(sized))
             )
+            axes = [(a.position, a.extent, a.blocks) for a in self._axes[-1]]
+            named = [(i, x, n) for i, x, n in axes if isinstance(x, Symbol)]
+            self._rows.append((None, named, [a for a in axes if not isinstance(a[1], Symbol)]))  # pyright: ignore[reportArgumentType]
 
     def bind(
         self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
@@ -81,6 +92,9 @@ class Binder:
         """
         if len(arguments) != len(self._declared):
             raise InputError(f"expected {len(self._declared)} inputs, got {len(arguments)}")
+        found = self._bind_at_once(arguments, known or {})
+        if found is not None:
+            return found
         values: Values = dict(known or {})
         source: dict[Symbol, object] = {}
         later: list[tuple[_Axis, int]] = []
@@ -110,6 +124,40 @@ class Binder:
             self._check_axis(axis, size, values, source)
         self._check_relations(values, source)
         return values
+
+    def _bind_at_once(
+        self, arguments: Sequence[Argument], known: Mapping[Symbol, Number]
+    ) -> Values | None:
+        """Return the values where every equality holds as soon as it is come to; None where not
+        all symbols are found in that order, or where `bind` has an error to tell."""
+        values: Values = dict(known)
+        later: list[tuple[int, Scalar]] = []
+        for (scalar, named, fixed), given in zip(self._rows, arguments, strict=True):
+            if not isinstance(given, torch.Tensor):
+                if scalar is None:
+                    return None
+                if isinstance(scalar, Symbol):
+                    number = Const(given, scalar.dtype).value
+                    if values.setdefault(scalar, number) != number:
+                        return None
+                continue
+            shape = given.shape
+            if scalar is not None or len(shape) != len(named) + len(fixed):
+                return None
+            for i, symbol, blocks in named:
+                size = shape[i] * blocks
+                if values.setdefault(symbol, size) != size:
+                    return None
+            later += [(shape[i] * blocks, extent) for i, extent, blocks in fixed]
+        for x, y in self._fusion.equal_extents():
+            a, b = _evaluated(x, values), _evaluated(y, values)
+            if a is None and b is not None and isinstance(x, Symbol):
+                values[x] = b
+            elif b is None and a is not None and isinstance(y, Symbol):
+                values[y] = a
+            elif a is None or a != b:
+                return None
+        return None if any(_evaluated(x, values) != size for size, x in later) else values
 
     def _check_axis(
         self, axis: _Axis, size: int, values: Values, source: Mapping[Symbol, object]
@@ -179,6 +227,8 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
     if isinstance(x, Symbol):
         found = values.get(x)
         return None if found is None else int(found)
+    if isinstance(x, Const):
+        return int(x.value)
     return size_of(x, values) if all(s in values for s in symbols(x)) else None
 
 

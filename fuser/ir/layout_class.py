@@ -58,6 +58,27 @@ def declared_order(tv: TensorView) -> tuple[int, ...] | None:
         return None
 
 
+class LayoutClasses:
+    """The layout classes of the tensors that one declaration stands for."""
+
+    def __init__(self, tv: TensorView) -> None:
+        # None where the class is always the same: the user declared how it lies.
+        self.order = declared_order(tv)
+        self._skipped = [a.is_broadcast for a in tv.domain.no_reductions]
+        is_plain = self.order == tuple(range(tv.ndim)) and not any(self._skipped)
+        self._dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
+
+    def layout_of(self, t: torch.Tensor) -> Layout:
+        """Return the layout class of a tensor with elements."""
+        if self._dense is not None and t.is_contiguous():
+            return self._dense
+        return (
+            ((), ())
+            if self.order is None
+            else layout_of(self.order, self._skipped, t.shape, t.stride())
+        )
+
+
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     """Return the view of a tensor that memory holds: one element along expanded axes."""
     for axis in expanded_positions(tv):

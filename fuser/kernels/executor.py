@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import Binder, free_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import Layout, declared_order, layout_of, stored_part, with_layout
+from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text
@@ -115,8 +116,9 @@ class KernelExecutor:
         self._device = device or (DESCRIPTIONS[described] if described else None)
         self._tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
         self._tensors += fusion.outputs
-        self._orders = [declared_order(tv) for tv in self._tensors]
-        self._skipped = [[a.is_broadcast for a in tv.domain.no_reductions] for tv in self._tensors]
+        self._places = {tv.number: k for k, tv in enumerate(self._tensors)}
+        self._classes = [LayoutClasses(tv) for tv in self._tensors]
+        self._expanded = [tuple(expanded_positions(tv)) for tv in fusion.outputs]
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
         self._free = _free_symbols(fusion, self._scalars)
         free = free_inputs(fusion)
@@ -127,11 +129,14 @@ class KernelExecutor:
         self._extent_symbols = tuple(
             dict.fromkeys(s for tv in fusion.tensors() for s in _extent_symbols(tv))
         )
-        # The sizes of iteration spaces, and the fusion with the layouts that came.
-        self._spaces = {
-            tuple(fusion.canonical(a.size) for a in tv.domain.logical) for tv in fusion.tensors()
+        # How often iteration spaces are gone through, and what chooses parameters for the layouts
+        # that came.
+        spaces = {
+            tuple(fusion.canonical(a.size) for a in tv.domain.logical): None
+            for tv in fusion.tensors()
         }
-        self._of_layouts: Recent[tuple[Layout, ...], Fusion] = Recent(MAX_LAYOUTS)
+        self._iterations = Computed([sc.product(space) for space in spaces])
+        self._choosers: Recent[object, Callable[[Facts], Any]] = Recent(MAX_LAYOUTS)
         # Such as the rows of an empty block, which nothing else may have.
         self._is_empty = any(
             sc.int_value(a.extent) == 0 for tv in fusion.tensors() for a in tv.domain.logical
@@ -191,8 +196,12 @@ class KernelExecutor:
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
-            info = None if device is None else describe_device(device)
-            record = self._record(inputs, outputs, tensors, numbers, sizes, info)
+            if device is None:
+                record = self._record(inputs, outputs, tensors, numbers, sizes)
+            else:
+                # The caller keeps it.
+                info = describe_device(device)
+                record = self.bind(inputs, outputs, sizes=sizes, device=info)
             if record is None:
                 return None
             variant, launch = record
@@ -298,10 +307,7 @@ class KernelExecutor:
             or any(values.get(s) == 0 for s in self._extent_symbols)
         ):
             return None
-        layouts = tuple(
-            ((), ()) if order is None else layout_of(order, skipped, tuple(t.shape), t.stride())
-            for order, skipped, t in zip(self._orders, self._skipped, tensors, strict=True)
-        )
+        layouts = tuple(c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True))
         alignments = {
             tv.number: _alignment(t, layout)
             for tv, t, layout in zip(self._tensors, tensors, layouts, strict=True)
@@ -309,8 +315,8 @@ class KernelExecutor:
         device = self._device or device or _describe(tensors)
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, dict.fromkeys(alignments, 1), None):
-            variant = self._variant(layouts, known, values, tensors, device)
-            launch = self._launch_of(variant, tensors, values, alignments)
+            variant, launch = self._variant(layouts, known, alignments, values, tensors, device)
+            launch = launch or self._launch_of(variant, tensors, values, alignments)
             if launch is not None:
                 return variant, launch
         raise KernelError(
@@ -328,7 +334,7 @@ class KernelExecutor:
     ) -> BoundLaunch | None:
         scalars, checked = self._scalars, self.checked
         return launch_of(
-            variant, self._tensors, tensors, values, alignments, scalars, checked=checked
+            variant, self._places, tensors, values, alignments, scalars, checked=checked
         )
 
     def _check(self, inputs: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
@@ -341,8 +347,9 @@ class KernelExecutor:
         for tv, t in zip(self._tensors, tensors, strict=True):
             if t.dim() != tv.ndim:
                 raise InputError(f"kernel {self.name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
-        for tv, t in zip(self.fusion.outputs, tensors[-len(self.fusion.outputs) :], strict=True):
-            for axis in expanded_positions(tv):
+        outputs = tensors[len(tensors) - len(self.fusion.outputs) :]
+        for tv, expanded, t in zip(self.fusion.outputs, self._expanded, outputs, strict=True):
+            for axis in expanded:
                 if t.size(axis) > 1 and t.stride(axis):
                     raise InputError(
                         f"kernel {self.name}: axis {axis} of {tv} is expanded, one element that is "
@@ -354,32 +361,37 @@ class KernelExecutor:
     def _variant(
         self,
         layouts: tuple[Layout, ...],
-        alignments: Mapping[int, int] | None,
+        known: Mapping[int, int] | None,
+        alignments: Mapping[int, int],
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor],
         device: DeviceInfo,
-    ) -> Variant:
-        """Return the variant for these layouts and alignments (None: the generic one)."""
-        if alignments is None:
-            return self._generic_variant(device)
-        if self._generic is not None and len(self._variants) >= MAX_VARIANTS:
-            known = [k for k in self._variants if k[0] == layouts]
-            if not known:
-                return self._generic
-        fusion = self._of_layouts.recall(layouts)
-        if fusion is None:
-            fusion = self._of_layouts[layouts] = self._specialized(layouts)[0]
+    ) -> tuple[Variant, BoundLaunch | None]:
+        """Return the variant for these layouts and the alignments that it may rely on (`known`;
+        None: the generic one), and its launch where that was needed to choose it."""
+        if known is None:
+            return self._generic_variant(device), None
+        is_full = self._generic is not None and len(self._variants) >= MAX_VARIANTS
+        if is_full and not any(k[0] == layouts for k in self._variants):
+            return self._generic_variant(device), None
+        choose = self._choosers.recall((layouts, device))
+        if choose is None:
+            choose = self.scheduler.chooser(self._specialized(layouts)[0], device)
+            self._choosers[layouts, device] = choose
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
-        params = self.scheduler.heuristics(fusion, Facts(sizes, alignments), device)
-        index = self._index_dtype(values, tensors)
-        key = (layouts, params, index)
-        found = self._variants.get(key) or self._nearby(key, alignments, values, tensors)
-        if found is None:
-            if len(self._variants) >= MAX_VARIANTS:
-                return self._generic_variant(device)
-            found = self._variants[key] = self._lower_first(key, device)
-            found.nbytes = _nbytes(tensors)
-        return found
+        params = choose(Facts(sizes, known))
+        key = (layouts, params, self._index_dtype(values, tensors))
+        found = self._variants.get(key)
+        if found is not None:
+            return found, None
+        nearby = self._nearby(key, alignments, values, tensors)
+        if nearby is not None:
+            return nearby
+        if len(self._variants) >= MAX_VARIANTS:
+            return self._generic_variant(device), None
+        found = self._variants[key] = self._lower_first(key, device)
+        found.nbytes = _nbytes(tensors)
+        return found, None
 
     def _nearby(
         self,
@@ -387,8 +399,9 @@ class KernelExecutor:
         alignments: Mapping[int, int],
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor],
-    ) -> Variant | None:
-        """Return a variant made for a size not much smaller, for inputs too small for their own."""
+    ) -> Record | None:
+        """Return a variant made for a size not much smaller, for inputs too small for their own,
+        and its launch."""
         layouts, params, index = key
         nbytes = _nbytes(tensors)
         if nbytes > SMALL_BYTES or not self._reuses_nearby:
@@ -400,15 +413,16 @@ class KernelExecutor:
         for (its_layouts, its_params, its_index), variant in self._variants.items():
             if (its_layouts, its_index) != (layouts, index) or nbytes > NEARBY * variant.nbytes:
                 continue
-            if fits(its_params) and self._launch_of(variant, tensors, values, alignments):
-                return variant
+            launch = fits(its_params) and self._launch_of(variant, tensors, values, alignments)
+            if launch:
+                return variant, launch
         return None
 
     def _generic_variant(self, device: DeviceInfo) -> Variant:
         if self._generic is None:
             layouts = tuple(
-                (tuple(range(tv.ndim)), (False,) * tv.ndim) if order is not None else ((), ())
-                for tv, order in zip(self._tensors, self._orders, strict=True)
+                ((), ()) if c.order is None else (tuple(range(tv.ndim)), (False,) * tv.ndim)
+                for tv, c in zip(self._tensors, self._classes, strict=True)
             )
             params = self.scheduler.generic(device)
             self._generic = self._lower((layouts, params, DataType.Int), device)
@@ -417,8 +431,8 @@ class KernelExecutor:
     def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
         """Return a copy of the fusion whose inputs and outputs have these layouts."""
         fusion, twins = self.fusion.copy()
-        for tv, order, layout in zip(self._tensors, self._orders, layouts, strict=True):
-            if order is not None:
+        for tv, c, layout in zip(self._tensors, self._classes, layouts, strict=True):
+            if c.order is not None:
                 twins[tv].domain = with_layout(twins[tv].domain, layout)
         return fusion, {tv.number: twins[tv] for tv in self._tensors}
 
@@ -461,9 +475,7 @@ class KernelExecutor:
         self, values: Mapping[Symbol, Number], tensors: Sequence[torch.Tensor]
     ) -> DataType:
         """Return Int32 where every offset and every iteration count fits, over-run included."""
-        largest = max((_span(t) for t in tensors), default=0)
-        for space in self._spaces:
-            largest = max(largest, int(prod(sc.evaluate(size, values) for size in space)))
+        largest = max(*map(_span, tensors), *self._iterations(values), 0)
         return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
     # ------------------------------------------------------------ compiling
@@ -547,6 +559,8 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _span(t: torch.Tensor) -> int:
+    if t.is_contiguous():
+        return t.numel()
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
@@ -555,6 +569,8 @@ def _alignment(t: torch.Tensor, layout: Layout) -> int:
     bytes, of an axis that is not contiguous."""
     found = gcd(_address(t), VECTOR_BYTES)
     order, flags = layout
+    if all(flags):
+        return found
     for k, flag in zip(order, flags, strict=True):
         if not flag and t.stride(k):
             found = gcd(found, t.stride(k) * t.element_size())

@@ -11,6 +11,7 @@ import torch
 
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from fuser.kernels.kernel import Kernel
 from fuser.lower.kernel import ScalarArg, StrideArg, TensorArg, WorkspaceArg, stride_symbol
@@ -29,22 +30,74 @@ class Variant:
     compiled: CompiledKernel | None = None
 
     @cached_property
-    def numbers(self) -> dict[int, int]:
-        """The number of an input or output in the kernel -> that in the fusion."""
-        return {twin.number: number for number, twin in self.twins.items()}
+    def needs(self) -> Needs:
+        """What a launch has to evaluate."""
+        return Needs.of(self)
 
-    @cached_property
-    def strides(self) -> dict[int, tuple[Symbol, ...]]:
-        """The number of an input or output in the fusion -> the symbols of its strides."""
-        return {
-            number: tuple(stride_symbol(twin, k) for k in range(twin.ndim))
-            for number, twin in self.twins.items()
+
+@dataclass(frozen=True)
+class Needs:
+    """What a launch of a variant evaluates: all of its scalars in one go.
+
+    Tensors are named by the numbers that they have in the fusion.
+    """
+
+    guards: Computed
+    # Arguments, bytes of workspaces, grid, block, bytes of shared memory: where a guard fails, they
+    # may have no value.
+    scalars: Computed
+    # (number of a tensor, bytes that divide its address and outer strides)
+    alignments: tuple[tuple[int, int], ...]
+    # (number of a tensor, axis, symbol) of each stride that a scalar names.
+    strides: tuple[tuple[int, int, Symbol], ...]
+    # What the values of a call are for: (parameter, scalar).
+    arguments: tuple[tuple[int, Scalar], ...]
+    # (parameter, number of a tensor), and (parameter, number of a tensor, axis).
+    pointers: tuple[tuple[int, int], ...]
+    stride_arguments: tuple[tuple[int, int, int], ...]
+    # (parameter, whether zeroed)
+    workspaces: tuple[tuple[int, bool], ...]
+    parameters: int
+
+    @staticmethod
+    def of(variant: Variant) -> Needs:
+        """Sort the arguments of a kernel by what they are."""
+        kernel = variant.kernel
+        number_of = {twin.number: number for number, twin in variant.twins.items()}
+        strides = {
+            stride_symbol(twin, k): (number, k)
+            for number, twin in variant.twins.items()
+            for k in range(twin.ndim)
         }
+        args = list(enumerate(kernel.args))
+        arguments = tuple((i, a.scalar) for i, a in args if isinstance(a, ScalarArg))
+        spaces = [(i, kernel.workspaces[a.index]) for i, a in args if isinstance(a, WorkspaceArg)]
+        scalars = (
+            *(scalar for _, scalar in arguments),
+            *(space.nbytes for _, space in spaces),
+            *kernel.grid,
+            *kernel.block,
+            kernel.smem_bytes,
+        )
+        named = dict.fromkeys(
+            s for x in (*kernel.guards, *scalars) for s in sc.symbols(x) if s in strides
+        )
+        return Needs(
+            Computed(kernel.guards),
+            Computed(scalars),
+            tuple((number_of[tv.number], nbytes) for tv, nbytes in kernel.alignments),
+            tuple((*strides[s], s) for s in named),
+            arguments,
+            tuple((i, number_of[a.tv.number]) for i, a in args if isinstance(a, TensorArg)),
+            tuple((i, number_of[a.tv.number], a.axis) for i, a in args if isinstance(a, StrideArg)),
+            tuple((i, space.zeroed) for i, space in spaces),
+            len(args),
+        )
 
 
 def launch_of(
     variant: Variant,
-    tvs: Sequence[TensorView],
+    places: Mapping[int, int],
     tensors: Sequence[torch.Tensor],
     values: Mapping[Symbol, Number],
     alignments: Mapping[int, int],
@@ -54,51 +107,39 @@ def launch_of(
 ) -> BoundLaunch | None:
     """Evaluate a kernel's arguments and shape; None where it relies on something that fails.
 
-    `tvs` and `tensors` are the inputs, then the outputs; `scalars` the scalar inputs, whose values
-    each call gives anew.
+    `places` has the place among `tensors`, the inputs, then the outputs, of each by its number in
+    the fusion; `scalars` are the scalar inputs, whose values each call gives anew.
     """
-    kernel = variant.kernel
-    positions = {variant.twins[tv.number].number: k for k, tv in enumerate(tvs)}
-    known: dict[Symbol, Number] = dict(values)
-    for tv, t in zip(tvs, tensors, strict=True):
-        known.update(zip(variant.strides[tv.number], t.stride(), strict=True))
-    for tv, nbytes in kernel.alignments:
-        if alignments[variant.numbers[tv.number]] % nbytes:
+    needs = variant.needs
+    for number, nbytes in needs.alignments:
+        if alignments[number] % nbytes:
             return None
-    if not all(sc.evaluate(guard, known) for guard in kernel.guards):
+    known = values
+    if needs.strides:
+        known = {**values, **{s: tensors[places[n]].stride(k) for n, k, s in needs.strides}}
+    if not needs.guards.hold(known):
         return None
+    found = needs.scalars(known)
+    args: list[Any] = [0] * needs.parameters
     dynamic = set(scalars)
-    args: list[Any] = []
-    pointers: list[tuple[int, int]] = []
     numbers: list[tuple[int, Callable[[Sequence[Number]], Number]]] = []
-    workspaces: list[tuple[int, int, bool]] = []
-    for param, arg in enumerate(kernel.args):
-        match arg:
-            case TensorArg():
-                pointers.append((param, positions[arg.tv.number]))
-                args.append(0)
-            case ScalarArg():
-                if dynamic and any(s in dynamic for s in sc.symbols(arg.scalar)):
-                    numbers.append((param, partial(_value, arg.scalar, known, tuple(scalars))))
-                args.append(sc.evaluate(arg.scalar, known))
-            case StrideArg():
-                args.append(tensors[positions[arg.tv.number]].stride(arg.axis))
-            case WorkspaceArg():
-                space = kernel.workspaces[arg.index]
-                workspaces.append((param, int(sc.evaluate(space.nbytes, known)), space.zeroed))
-                args.append(0)
-    grid, block = (
-        (int(sc.evaluate(x, known)), int(sc.evaluate(y, known)), int(sc.evaluate(z, known)))
-        for x, y, z in (kernel.grid, kernel.block)
-    )
+    for (param, scalar), value in zip(needs.arguments, found, strict=False):
+        args[param] = value
+        if dynamic and any(s in dynamic for s in sc.symbols(scalar)):
+            numbers.append((param, partial(_value, scalar, dict(known), tuple(scalars))))
+    for param, number, axis in needs.stride_arguments:
+        args[param] = tensors[places[number]].stride(axis)
+    shape = [int(x) for x in found[len(needs.arguments) :]]
+    spaces = len(needs.workspaces)
+    gx, gy, gz, bx, by, bz, smem_bytes = shape[spaces:]
     return BoundLaunch(
         args,
-        grid,
-        block,
-        int(sc.evaluate(kernel.smem_bytes, known)),
-        tuple(pointers),
+        (gx, gy, gz),
+        (bx, by, bz),
+        smem_bytes,
+        tuple((param, places[number]) for param, number in needs.pointers),
         tuple(numbers),
-        tuple(workspaces),
+        tuple((p, n, z) for (p, z), n in zip(needs.workspaces, shape[:spaces], strict=True)),
         is_repeatable=not checked,
     )
 

@@ -10,6 +10,8 @@ be computed. Each result has loops of its own, in the order of its memory:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
@@ -63,9 +65,11 @@ def generic(device: DeviceInfo) -> PlainParams:
     return PlainParams() if device.kind == "cpu" else PlainParams(THREADS)
 
 
-def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> PlainParams:
-    del fusion, facts  # there is nothing to choose
-    return generic(device)
+def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams]:
+    """Return the choice of parameters: there are no others."""
+    del fusion
+    params = generic(device)
+    return lambda facts: params
 
 
 def apply(fusion: Fusion, params: PlainParams) -> None:

@@ -13,6 +13,7 @@ are under way before the first is used; everything else is inlined.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from fuser.device import DeviceInfo
@@ -149,28 +150,31 @@ def space_of(fusion: Fusion) -> Space:
 
 
 # ------------------------------------------------------------------ heuristics
-def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> PointwiseParams:
-    """Choose vector width, unrolling and thread shape for one input class."""
+def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwiseParams]:
+    """Return what chooses vector width, unrolling and thread shape for an input class."""
     if device.kind == "cpu":
-        return PointwiseParams()
+        return lambda facts: PointwiseParams()
     space = space_of(fusion)
     runs = space.runs(space.memory_order())
     logical = space.reference.domain.logical
-
-    def extent(run: tuple[int, ...]) -> int:
-        return facts.numel(fusion, (logical[p] for p in run))
-
-    inner = extent(runs[-1]) if runs else 1
-    outer = prod(extent(r) for r in runs[:-1])
     candidates = space.vector_candidates(runs[-1][-1]) if runs else ()
-    vector = vector_width(candidates, [facts.alignment(a.tv.number) for a in candidates], inner)
-    threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
-    wanted = BYTES_IN_FLIGHT if len(runs) < 2 else BYTES_IN_FLIGHT_TWO_RUNS
-    unroll = _unroll(space, inner * outer, vector, wanted, device)
-    blocks_inner = -(-inner // (vector * threads_x))
-    blocks_outer = -(-outer // (threads_y * unroll))
-    inner_on_x = blocks_outer <= MAX_GRID_Y or blocks_inner > MAX_GRID_Y
-    return PointwiseParams(threads_x, threads_y, vector, unroll, len(runs) > 1 and inner_on_x)
+
+    def choose(facts: Facts) -> PointwiseParams:
+        def extent(run: tuple[int, ...]) -> int:
+            return facts.numel(fusion, (logical[p] for p in run))
+
+        inner = extent(runs[-1]) if runs else 1
+        outer = prod(extent(r) for r in runs[:-1])
+        vector = vector_width(candidates, [facts.alignment(a.tv.number) for a in candidates], inner)
+        threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
+        wanted = BYTES_IN_FLIGHT if len(runs) < 2 else BYTES_IN_FLIGHT_TWO_RUNS
+        unroll = _unroll(space, inner * outer, vector, wanted, device)
+        blocks_inner = -(-inner // (vector * threads_x))
+        blocks_outer = -(-outer // (threads_y * unroll))
+        inner_on_x = blocks_outer <= MAX_GRID_Y or blocks_inner > MAX_GRID_Y
+        return PointwiseParams(threads_x, threads_y, vector, unroll, len(runs) > 1 and inner_on_x)
+
+    return choose
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:

@@ -14,7 +14,7 @@ the first is used. An outer reduction keeps one accumulator per column of the ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -193,27 +193,30 @@ def generic(device: DeviceInfo) -> ReductionParams:
     return ReductionParams(inner=True, threads_x=threads)
 
 
-def heuristics(fusion: Fusion, facts: Facts, device: DeviceInfo) -> ReductionParams:
-    """Choose the form, vector width, thread shape and grid split for one input class."""
+def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionParams]:
+    """Return what chooses form, vector width, thread shape and grid split for an input class."""
     space = _space(fusion)
     runs = _runs(space)
     if device.kind == "cpu":
-        return ReductionParams(inner=runs.inner)
+        return lambda facts: ReductionParams(inner=runs.inner)
     logical = space.reference.domain.logical
-
-    def extent(run: tuple[int, ...]) -> int:
-        return facts.numel(fusion, (logical[p] for p in run))
-
     last = (runs.reduced if runs.inner else runs.iterated)[-1]
     candidates = space.vector_candidates(runs.innermost)
     # An inner reduction's outputs are rows: none of them is stored in vectors.
     inputs = [a for a in candidates if not (runs.inner and a.is_output)]
-    vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], extent(last))
-    iterated = [extent(r) for r in runs.iterated]
-    reduced = [extent(r) for r in runs.reduced]
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
-    choose = _inner_params if runs.inner else _outer_params
-    return choose(iterated, reduced, (vector, vector * widest), device)
+    decide = _inner_params if runs.inner else _outer_params
+
+    def choose(facts: Facts) -> ReductionParams:
+        def extent(run: tuple[int, ...]) -> int:
+            return facts.numel(fusion, (logical[p] for p in run))
+
+        vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], extent(last))
+        iterated = [extent(r) for r in runs.iterated]
+        reduced = [extent(r) for r in runs.reduced]
+        return decide(iterated, reduced, (vector, vector * widest), device)
+
+    return choose
 
 
 def _inner_params(

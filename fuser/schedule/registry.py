@@ -21,17 +21,22 @@ Params = Any
 class Scheduler:
     """One way to turn a fusion into a kernel.
 
-    `accepts` returns a reason against the fusion or None. `heuristics` depends on sizes and
-    alignments; `apply` schedules in place and depends on the parameters alone. `generic` gives
+    `accepts` returns a reason against the fusion or None. `chooser` looks at a fusion once and
+    returns what chooses parameters from sizes and alignments, of which there may be many; `apply`
+    schedules in place and depends on the parameters alone. `generic` gives
     parameters that rely on nothing, for the variant that serves every input; `ladder` all that are
     worth a try, from those chosen down.
     """
 
     name: str
     accepts: Callable[[Fusion], str | None]
-    heuristics: Callable[[Fusion, Facts, DeviceInfo], Params]
+    chooser: Callable[[Fusion, DeviceInfo], Callable[[Facts], Params]]
     apply: Callable[[Fusion, Params], None]
     generic: Callable[[DeviceInfo], Params]
+
+    def heuristics(self, fusion: Fusion, facts: Facts, device: DeviceInfo) -> Params:
+        """Return the parameters for one class of inputs."""
+        return self.chooser(fusion, device)(facts)
 
     def ladder(self, chosen: Params, device: DeviceInfo) -> tuple[Params, ...]:
         if isinstance(chosen, UserParams):
@@ -41,16 +46,16 @@ class Scheduler:
 
 _ROWS = (
     Scheduler(
-        "pointwise", pointwise.accepts, pointwise.heuristics, pointwise.apply, pointwise.generic
+        "pointwise", pointwise.accepts, pointwise.chooser, pointwise.apply, pointwise.generic
     ),
     Scheduler(
-        "reduction", reduction.accepts, reduction.heuristics, reduction.apply, reduction.generic
+        "reduction", reduction.accepts, reduction.chooser, reduction.apply, reduction.generic
     ),
 )
 
 
 # Tried for segments when no other accepts: it takes every single op that a kernel can compute.
-_PLAIN = Scheduler("plain", plain.accepts, plain.heuristics, plain.apply, plain.generic)
+_PLAIN = Scheduler("plain", plain.accepts, plain.chooser, plain.apply, plain.generic)
 
 
 @record
@@ -78,7 +83,7 @@ def _no_generic_schedule(device: DeviceInfo) -> Params:
 _USER = Scheduler(
     "user",
     accepts=lambda fusion: "scheduled by hand",
-    heuristics=lambda fusion, facts, device: UserParams(),
+    chooser=lambda fusion, device: lambda facts: UserParams(),
     apply=lambda fusion, params: None,
     generic=_no_generic_schedule,
 )

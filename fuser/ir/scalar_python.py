@@ -1,0 +1,122 @@
+"""Scalars as Python: what each new size of a program has to compute is compiled once.
+
+i0*i1 + 3, ceilDiv(i0, 4)   ->   def compute(values):
+                                     a, b = values[i0], values[i1]
+                                     return (a * b + 3, -(-a // 4))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fuser.ir.dtypes import category
+from fuser.ir.scalar import evaluate
+from fuser.ir.scalar_compute import COMPUTE
+from fuser.ir.scalar_nodes import Apply, Const, Number, Poly, Scalar, Symbol, is_int, postorder
+
+_INFIX = frozenset({"+", "-", "*", "<", "<=", ">", ">=", "==", "!="})
+_CASTS = {"int": "int", "bool": "bool", "float": "float"}
+
+
+class Computed:
+    """The values of some scalars, for any values of their symbols: what `evaluate` gives for each.
+
+    The text is compiled at the first call: many programs see one size.
+    """
+
+    __slots__ = ("_run", "scalars")
+
+    def __init__(self, scalars: Sequence[Scalar]) -> None:
+        self.scalars = tuple(scalars)
+        self._run: Callable[[Mapping[Symbol, Number]], tuple[Number, ...]] | None = None
+
+    def __call__(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...]:
+        """Return the values in order; raises what `evaluate` raises."""
+        found = self._at_once(values)
+        return tuple(evaluate(x, values) for x in self.scalars) if found is None else found
+
+    def hold(self, values: Mapping[Symbol, Number]) -> bool:
+        """Whether all are true; none is looked at behind one that is not."""
+        found = self._at_once(values)
+        return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
+
+    def _at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
+        """Return all values; None where one by one may do, or has an error to tell."""
+        run = self._run
+        if run is None:
+            run = self._run = compiled(self.scalars)
+        try:
+            return run(values)
+        except (ArithmeticError, KeyError, TypeError, ValueError):
+            return None
+
+
+def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], Any]:
+    """Return a function of the symbols' values that computes all scalars, each part once.
+
+    It computes both branches of a choice, and its errors say nothing of the scalars.
+    """
+    known: dict[str, object] = {}
+    names: dict[Scalar, str] = {}
+    lines: list[str] = []
+    for x in scalars:
+        for y in postorder(x, names.__contains__):
+            names[y] = f"v{len(names)}"
+            lines.append(f"    {names[y]} = {_text(y, names, known)}")
+    results = "".join(f"{names[x]}, " for x in scalars)
+    text = "\n".join(["def compute(values):", *lines, f"    return ({results})"])
+    made: dict[str, Any] = {}
+    exec(text, known, made)
+    return made["compute"]
+
+
+def _text(x: Scalar, names: Mapping[Scalar, str], known: dict[str, object]) -> str:
+    """Return the Python expression of a scalar over the names of its parts; what it names beside
+    them is added to `known`."""
+
+    def named(value: object) -> str:
+        name = f"k{len(known)}"
+        known[name] = value
+        return name
+
+    match x:
+        case Const():
+            is_plain = isinstance(x.value, int) or math.isfinite(x.value)
+            return repr(x.value) if is_plain else named(x.value)
+        case Symbol():
+            return f"values[{named(x)}]"
+        case Poly():
+            return _sum(x, names)
+        case Apply(op="where"):
+            cond, a, b = (names[y] for y in x.args)
+            return f"{a} if {cond} else {b}"
+        case Apply() if x.op not in COMPUTE:
+            return f"{_CASTS[category(x.dtype)]}({names[x.args[0]]})"
+        case Apply(op="floorDiv"):
+            return "{} // {}".format(*(names[y] for y in x.args))
+        case Apply(op="floorMod"):
+            return "{} % {}".format(*(names[y] for y in x.args))
+        case Apply(op="ceilDiv"):
+            return "-(-int({}) // int({}))".format(*(names[y] for y in x.args))
+        case Apply() if x.op in _INFIX:
+            return f" {x.op} ".join(names[y] for y in x.args)
+        case Apply():
+            return f"{named(COMPUTE[x.op])}({', '.join(names[y] for y in x.args)})"
+        case _:
+            raise AssertionError(f"{x} is no scalar")
+
+
+def _sum(x: Poly, names: Mapping[Scalar, str]) -> str:
+    terms: list[str] = []
+    for monomial, coefficient in x.terms:
+        atoms = [names[a] if _is_count(a) else f"int({names[a]})" for a in monomial]
+        factors = atoms if coefficient == 1 and atoms else [f"({coefficient})", *atoms]
+        terms.append(" * ".join(factors))
+    return " + ".join(terms)
+
+
+def _is_count(x: Scalar) -> bool:
+    """Whether the value is an int as it is."""
+    return isinstance(x, Symbol) and is_int(x)
