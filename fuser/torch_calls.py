@@ -6,6 +6,7 @@ Each falls back on the public way where this torch lacks the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -95,3 +96,14 @@ def raw_stream_on(device: torch.device) -> Callable[[], int]:
     if raw is None:
         return lambda: torch.cuda.current_stream(device).cuda_stream
     return (lambda: raw(current_device())) if index is None else lambda: raw(index)
+
+
+def range_named(name: str) -> AbstractContextManager[object]:
+    """Return a range of the host, in which torch.profiler sees what is launched.
+
+    Torch's public one does not tell CUPTI what calls of the driver, rather than of torch, it holds.
+    """
+    import torch
+
+    make = _private("_profiler._RecordFunctionFast")
+    return torch.profiler.record_function(name) if make is None else make(name)

@@ -5,10 +5,11 @@ Nothing is run. `predict` makes the numbers, `report` the text of `python -m hos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hostir.busy import Busy, busy_of, union
 from hostir.container import HostIrContainer
 from hostir.findings import Site, line_numbers
 from hostir.links import traffic_of
@@ -20,8 +21,6 @@ from hostir.unrolled import CALLER
 
 # What a text report shows of classes, links, and the critical path; the JSON has all.
 _SHOWN_CLASSES, _SHOWN_LINKS, _SHOWN_OPS = 8, 24, 12
-
-Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,11 @@ class RankTimes:
     peak_nbytes: int
     sent_nbytes: int
     received_nbytes: int
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which the GPU neither computes nor communicates."""
+        return self.seconds - self.compute - self.exposed
 
 
 @dataclass(frozen=True)
@@ -89,18 +93,17 @@ def predict(program: HostIrContainer, made: Timetable) -> Prediction:
     for number, place in enumerate(made.firsts):
         mine = made.of_class(number)
         end = max((w.end for w in mine), default=0.0)
-        busy = _union((w.start, w.end) for w in mine if not w.is_transfer)
-        transfers = [w for w in mine if w.is_transfer]
-        covered = _union((w.start, w.end) for w in transfers)
+        pieces = [(w.start, w.end, w.is_transfer) for w in mine]
+        busy = busy_of(pieces, end)
         found.append(
             RankTimes(
                 tuple(by_class[number]),
                 end,
                 made.host[number],
-                _length(busy),
-                _length(covered),
-                _length(covered) - sum(_overlap(a, busy) for a in covered),
-                _streams(made, number, mine, busy, end),
+                busy.compute,
+                busy.communication,
+                busy.exposed,
+                _streams(made, number, mine, end),
                 _number(unrolled.inputs, place),
                 _number(unrolled.peak, place),
                 _number(traffic.sent, place),
@@ -120,13 +123,23 @@ def predict(program: HostIrContainer, made: Timetable) -> Prediction:
 def stream_name(made: Timetable, number: int) -> str:
     """Return a stream as the program spells it."""
     unrolled = made.unrolled
+    captured = {
+        name: CALLER
+        for name, found in unrolled.clocks.captured.items()
+        if np.all(np.asarray(found) == CALLER)
+    }
+    return spelled(number, captured, unrolled.names)
+
+
+def spelled(number: int, captured: Mapping[str, object], names: Mapping[object, int]) -> str:
+    """Return a stream as a program spells it: `captured` has the numbers of captured streams by
+    name, `names` those of streams that nothing captured."""
     if number >= 0:
         return f"Stream {number}"
     if number == CALLER:
-        captured = unrolled.clocks.captured.items()
-        name = next((n for n, s in captured if np.all(np.asarray(s) == CALLER)), "Default")
+        name = next((name for name, s in captured.items() if s == CALLER), "Default")
         return f"Stream {name} (the caller's)"
-    return f"Stream {next(str(n) for n, s in unrolled.names.items() if s == number)}"
+    return f"Stream {next(str(n) for n, s in names.items() if s == number)}"
 
 
 def _number(x: Any, place: int) -> int:
@@ -135,18 +148,14 @@ def _number(x: Any, place: int) -> int:
 
 
 def _streams(
-    made: Timetable, number: int, mine: Sequence[Work], busy: Intervals, end: float
+    made: Timetable, number: int, mine: Sequence[Work], end: float
 ) -> tuple[StreamTimes, ...]:
+    computing = union((w.start, w.end) for w in mine if not w.is_transfer)
     rows: list[StreamTimes] = []
     for stream in sorted({w.streams[number] for w in mine}):
-        here = [w for w in mine if w.streams[number] == stream]
-        moves = [(w.start, w.end) for w in here if w.is_transfer]
-        computes = sum(w.end - w.start for w in here if not w.is_transfer)
-        communicates = sum(b - a for a, b in moves)
-        exposed = communicates - sum(_overlap(m, busy) for m in moves)
-        used = _length(_union((w.start, w.end) for w in here))
-        name = stream_name(made, stream)
-        rows.append(StreamTimes(name, computes, communicates, exposed, end - used))
+        here = [(w.start, w.end, w.is_transfer) for w in mine if w.streams[number] == stream]
+        found = busy_of(here, end, computing)
+        rows.append(StreamTimes(stream_name(made, stream), **asdict(found)))
     return tuple(rows)
 
 
@@ -162,29 +171,10 @@ def _path(program: HostIrContainer, work: Iterable[Work]) -> tuple[Step, ...]:
     return tuple(sorted(steps, key=lambda s: -s.seconds))
 
 
-# ------------------------------------------------------------------ intervals
-def _union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    found: Intervals = []
-    for a, b in sorted(intervals):
-        if found and a <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], b)
-        else:
-            found.append((a, b))
-    return found
-
-
-def _length(intervals: Intervals) -> float:
-    return sum(b - a for a, b in intervals)
-
-
-def _overlap(one: tuple[float, float], others: Intervals) -> float:
-    return sum(max(0.0, min(one[1], b) - max(one[0], a)) for a, b in others)
-
-
 # ------------------------------------------------------------------ the text
 def report(found: Prediction) -> str:
     """Return the text of a prediction."""
-    lines = [f"predicted on {found.machine}, not run: {_ms(found.seconds)} per call"]
+    lines = [f"predicted on {found.machine}, not run: {ms(found.seconds)} per call"]
     for one in found.classes[:_SHOWN_CLASSES]:
         lines += ["", *_class_lines(one)]
     if (more := len(found.classes) - _SHOWN_CLASSES) > 0:
@@ -192,26 +182,20 @@ def report(found: Prediction) -> str:
     lines += ["", *_link_lines(found)]
     lines += ["critical path, most expensive first:"]
     for step in found.critical_path[:_SHOWN_OPS]:
-        lines.append(f"  {_ms(step.seconds)} {step.part:4.0%} {step.times:4} x  {step.op}")
+        lines.append(f"  {ms(step.seconds)} {step.part:4.0%} {step.times:4} x  {step.op}")
     if (more := len(found.critical_path) - _SHOWN_OPS) > 0:
         lines.append(f"  and {more} more ops")
     return "\n".join(lines)
 
 
 def _class_lines(one: RankTimes) -> list[str]:
-    host = f"the host issues it in {_ms(one.host_seconds)}"
+    host = f"the host issues it in {ms(one.host_seconds)}"
     if one.host_seconds > one.seconds:
         host += ", which is what takes the time"
-    rows = [(s.stream, s.compute, s.communication, s.exposed, s.idle) for s in one.streams]
-    rows.append(("all", one.compute, one.communication, one.exposed, one.seconds - _busy(one)))
-    width = max(len(name) for name, *_ in rows)
     lines = [
-        f"{ranks_text(one.ranks)}: {_ms(one.seconds)} on the GPU; {host}",
-        f"  {'':{width}}   compute  communication    exposed       idle",
+        f"{ranks_text(one.ranks)}: {ms(one.seconds)} on the GPU; {host}",
+        *busy_lines(one.streams, Busy(one.compute, one.communication, one.exposed, one.idle)),
     ]
-    for name, compute, communication, exposed, idle in rows:
-        times = f"{_ms(compute)}  {_ms(communication, 13)} {_ms(exposed)} {_ms(idle)}"
-        lines.append(f"  {name:{width}} {times}")
     lines.append(
         f"  memory: {_size(one.input_nbytes)} of inputs, {_size(one.peak_nbytes)} allocated"
     )
@@ -219,8 +203,16 @@ def _class_lines(one: RankTimes) -> list[str]:
     return lines
 
 
-def _busy(one: RankTimes) -> float:
-    return one.compute + one.exposed
+def busy_lines(streams: Sequence[StreamTimes], whole: Busy) -> list[str]:
+    """Return the table of the times of streams and of their rank."""
+    rows = [(s.stream, s.compute, s.communication, s.exposed, s.idle) for s in streams]
+    rows.append(("all", whole.compute, whole.communication, whole.exposed, whole.idle))
+    width = max(len(name) for name, *_ in rows)
+    lines = [f"  {'':{width}}   compute  communication    exposed       idle"]
+    for name, compute, communication, exposed, idle in rows:
+        times = f"{ms(compute)}  {ms(communication, 13)} {ms(exposed)} {ms(idle)}"
+        lines.append(f"  {name:{width}} {times}")
+    return lines
 
 
 def _link_lines(found: Prediction) -> list[str]:
@@ -234,7 +226,8 @@ def _link_lines(found: Prediction) -> list[str]:
     return ["links, from rank to rank:", *shown, ""]
 
 
-def _ms(seconds: float, width: int = 10) -> str:
+def ms(seconds: float, width: int = 10) -> str:
+    """Return a time as text: milliseconds, or microseconds where it is less than one."""
     text = f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
     return f"{text:>{width}}"
 

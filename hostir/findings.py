@@ -29,8 +29,12 @@ class Site:
         """Return `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`."""
         text = " ".join(op_text(self.op).split())
         text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
+        return f"{self.place(lines)}: {text}"
+
+    def place(self, lines: Mapping[int, int]) -> str:
+        """Return `line 9 (user.py:3) at i = 2`."""
         steps = ", ".join(f"{s} = {v}" for s, v in self.indices)
-        return f"{line_text(self.op, lines)}{' at ' + steps if steps else ''}: {text}"
+        return f"{line_text(self.op, lines)}{' at ' + steps if steps else ''}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ is `host_s`. Kernels are bound by memory; matmuls by the larger of arithmetic an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from fuser.ir.dtypes import nbytes_of
 from fuser.ir.nodes import LinearOp, MatmulOp, TensorOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
+from hostir.effects import Effect, Shows
 from hostir.machine import Machine
 from hostir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
 from hostir.transfers import PEER_COPIES
@@ -205,6 +206,15 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     MatmulOp: _matmul,
     PostOnStream: _unit,
 }
+
+
+def is_computed(op: Op, effects: Iterable[Effect]) -> bool:
+    """Whether an op with these effects is work for the device, rather than a name, room in memory,
+    a communication or an order of streams."""
+    if isinstance(op, Allocate):
+        return op.zero_init
+    is_known = type(op) in COSTS or isinstance(op, TensorOp)
+    return is_known and not any(isinstance(e, Shows) for e in effects)
 
 
 def cost_of(op: Op, sizes: Sizes, machine: Machine) -> Cost | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from fuser.ir.core import Op
 from fuser.ir.dtypes import nbytes_of
-from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
@@ -27,12 +26,11 @@ from hostir.effects import (
     Joins,
     Makes,
     OpensGroup,
-    Shows,
     Waits,
     effects_of,
 )
 from hostir.findings import Site
-from hostir.op_costs import COSTS, Shape
+from hostir.op_costs import Shape, is_computed
 from hostir.ops import Allocate
 from hostir.rank_posts import Collective, Half, Teams
 from hostir.rank_values import Array, PerRank, at, most, np
@@ -162,11 +160,7 @@ class Unroller(RankWalker):
             elif isinstance(effect, OpensGroup):
                 self.halves = []
         moves = isinstance(op, Communication | CollectivePermute | P2PCommunication)
-        is_work = type(op) in COSTS or isinstance(op, TensorOp)
-        if is_work and any(isinstance(e, Shows) for e in effects):
-            is_work = False
-        if isinstance(op, Allocate) and not op.zero_init:
-            is_work = False
+        is_work = is_computed(op, effects)
         if moves or is_work:
             for tv in (*op.inputs, *op.outputs):
                 if isinstance(tv, TensorView):

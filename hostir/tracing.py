@@ -1,0 +1,390 @@
+"""Taking a trace: the same inputs several times, watched, on all ranks together.
+
+1  all ranks check what they were given, and compile; an error of one is an error of all
+2  one run through the table of handlers records a plan; then its runs to warm up
+3  runs that nobody watches, for the host's time and the wall time as they are without a trace
+4  watched runs, each behind a barrier, with nothing left on the device
+5  the ranks tell each other what they have measured, and the first of them writes the file
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+from fuser.arguments import LONGEST, require, show
+from fuser.errors import ExecutionError, FuserError, InputError, UnsupportedError
+from fuser.inputs import flatten
+from hostir.bind import Argument
+from hostir.machine import Machine, find_machine
+from hostir.measured import RankTrace, Trace, rank_from_dict, run_times, slices_of
+from hostir.memory import op_failed
+from hostir.plan import Plan
+from hostir.steps import Slots
+from hostir.streams import on_device
+from hostir.timetable import timetable_of
+from hostir.watch import CuptiWatch, EventWatch, HostWatch, NotingRecorder, clock
+from multidevice.backends.protocol import Team
+
+if TYPE_CHECKING:
+    from hostir.evaluate import HostIrEvaluator
+    from multidevice.communicator import Communicator
+
+T = TypeVar("T")
+Source = Literal["auto", "cupti", "events", "host"]
+_SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
+# Barriers that bound how far the clocks of ranks are apart.
+_BARRIERS = 8
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def take_trace(
+    evaluator: HostIrEvaluator,
+    communicator: Communicator | None,
+    team: Team,
+    inputs: Sequence[Argument],
+    path: object = None,
+    *,
+    warm_up: int = 3,
+    repeat: int = 5,
+    source: Source = "auto",
+    predicted: str | None = None,
+) -> Trace:
+    """Return the trace of a program on these inputs; see `HostIrEvaluator.trace`."""
+    ranks = _Ranks(communicator, team)
+
+    def prepare() -> tuple[list[Argument], Path | None, Machine | None]:
+        _check_counts(warm_up=warm_up, repeat=repeat)
+        where = _path(path, is_written=ranks.is_first)
+        machine = (
+            None
+            if predicted is None
+            else find_machine(require("trace", "predicted", predicted, str))
+        )
+        given = flatten(inputs)
+        evaluator.prepare(given)
+        evaluator.are_apart(given, None)
+        return given, where, machine
+
+    given, where, machine = ranks.together(prepare)
+    runs = _Runs(evaluator, ranks, given)
+    plan = runs.plan
+    ways = ranks.together(lambda: _ways(plan.device, source, communicator))
+    timetable = None
+    if machine is not None:
+        made = partial(timetable_of, evaluator.program, runs.recorder.values(), machine)
+        timetable = evaluator.program, ranks.together(made)
+    with torch.no_grad(), on_device(plan.device):
+        plain = runs.plain(warm_up, repeat)
+        watch, whys = _watched(runs, ways, repeat)
+        shift, clocks = _aligned(ranks)
+    mine = _measured(runs, watch, plain, shift, whys)
+    found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
+    trace = Trace(tuple(found), clocks, warm_up, tuple(runs.outputs), timetable)
+    ranks.together(lambda: trace.save(where) if where is not None else None)
+    return trace
+
+
+# ------------------------------------------------------------------ what was asked for
+def _check_counts(*, warm_up: int, repeat: int) -> None:
+    for name, value, least in (("warm_up", warm_up, 0), ("repeat", repeat, 1)):
+        found: int = require("trace", name, value, int)
+        if not least <= found <= LONGEST:
+            raise InputError(f"trace: {name}={found}: expected {least} to {LONGEST}")
+
+
+def _path(path: object, *, is_written: bool) -> Path | None:
+    """Return where this rank writes the file; None where it does not.
+
+    Raises `InputError`, before anything runs, for what can be no file.
+    """
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise InputError(f"trace: path={show(path)}: expected the name of a file")
+    where = Path(path)
+    if not is_written:
+        return None
+    if where.is_dir() or not where.absolute().parent.is_dir():
+        what = "it is a folder" if where.is_dir() else f"there is no folder {where.parent}"
+        raise InputError(f"trace: path={show(str(where))}: {what}")
+    if not os.access(where if where.exists() else where.absolute().parent, os.W_OK):
+        raise InputError(f"trace: path={show(str(where))}: not permitted to write there")
+    return where
+
+
+def _ways(
+    device: torch.device, source: object, communicator: Communicator | None
+) -> list[Callable[[Sequence[Any]], HostWatch]]:
+    """Return the ways to tell times on a device, the best first."""
+    known = _SOURCES.get(device.type, ("auto", "host"))
+    if source not in known:
+        raise InputError(
+            f"trace: source={show(source)}: on {device} expected one of {', '.join(known)}"
+        )
+    if device.type != "cuda":
+        return [HostWatch]
+    events = partial(EventWatch, device=device)
+    shares = communicator is not None and communicator.size() > 1 and not communicator.is_real()
+    if source == "cupti" and shares:
+        raise UnsupportedError(
+            "trace: source='cupti': simulated ranks are threads of one process, of which CUPTI "
+            "knows no ranks: use 'events'"
+        )
+    if source == "events" or shares:
+        return [events]
+    return [CuptiWatch] if source == "cupti" else [CuptiWatch, events]
+
+
+# ------------------------------------------------------------------ the ranks
+class _Ranks:
+    """The ranks of the program, seen from one; a rank outside of them is alone."""
+
+    def __init__(self, communicator: Communicator | None, team: Team) -> None:
+        self._communicator = communicator
+        self._team = tuple(sorted(team))
+        self.rank = 0 if communicator is None else communicator.rank()
+        self._is_alone = communicator is None or len(team) < 2 or self.rank not in team
+        self.is_first = self.rank == self._team[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return what this rank's work does, once that of all has been done without an error.
+
+        Raises this rank's error, or `PeerError` naming another's; `work` does not communicate.
+        """
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as found:
+            error = found
+        if error is not None and self._is_alone:
+            raise error
+        self.barrier(error)
+        return result  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def barrier(self, error: Exception | None = None) -> None:
+        if self._communicator is not None and not self._is_alone:
+            self._communicator.agree(error, team=self._team)
+
+    def tell(self, what: T) -> list[T]:
+        """Return what each rank tells, in the order of the ranks: lists, texts and numbers."""
+        if self._communicator is None or self._is_alone:
+            return [json.loads(json.dumps(what))]
+        told = self._communicator.exchange(json.dumps(what).encode(), team=self._team)
+        return [json.loads(one) for one in told]
+
+    def begin_run(self) -> None:
+        """Count a run, as every rank does."""
+        if self._communicator is not None:
+            self._communicator.begin_run(self._team)
+
+
+def _aligned(ranks: _Ranks) -> tuple[float, str]:
+    """Return what to add to this rank's clock to have that of the first, and how sure that is.
+
+    A barrier ends, on each rank, after it has begun on all: that bounds the distance.
+    """
+    marks: list[tuple[float, float]] = []
+    for _ in range(_BARRIERS):
+        begin = clock()
+        ranks.barrier()
+        marks.append((begin, clock()))
+    told = ranks.tell([_host_name(), marks, ranks.rank])
+    (host, first, _), *others = told
+    if not others:
+        return 0.0, "one"
+    shift, widest, same = 0.0, 0.0, True
+    for theirs, mine, rank in others:
+        low = max(a - b for (a, _), (_, b) in zip(first, mine, strict=True))
+        high = min(b - a for (_, b), (a, _) in zip(first, mine, strict=True))
+        is_one = theirs == host and low <= 0.0 <= high
+        found = 0.0 if is_one else (low + high) / 2
+        widest, same = max(widest, (high - low) / 2), same and is_one
+        shift = found if rank == ranks.rank else shift
+    kept = f"barriers bound their distance to {widest * 1e6:.1f} us"
+    if same:
+        return shift, f"the ranks share that of their host; {kept}"
+    return shift, f"of several hosts, set by the middle of what barriers allow; {kept}"
+
+
+def _host_name() -> str:
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+# ------------------------------------------------------------------ the runs
+class _Runs:
+    """The plan of these inputs, and how to run it: on copies of what it updates, which have their
+    first values before each run."""
+
+    def __init__(self, evaluator: HostIrEvaluator, ranks: _Ranks, given: list[Argument]) -> None:
+        self.ranks = ranks
+        into = {alias.into for alias in evaluator.program.aliases}
+        self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._inputs = list(given)
+        for i, declared in enumerate(evaluator.program.inputs):
+            value = given[i]
+            if declared in into and isinstance(value, torch.Tensor):
+                copy = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+                self._inputs[i] = copy
+                self._restored.append((copy, value.detach()))
+        self._restore()
+        self.recorder, self.plan = evaluator.recorded(self._inputs, NotingRecorder)
+        self.outputs: list[torch.Tensor] = []
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for copy, value in self._restored:
+                copy.copy_(value)
+
+    def _synchronize(self) -> None:
+        if self.plan.device.type == "cuda":
+            torch.cuda.synchronize(self.plan.device)
+
+    def bound(self, plan: Plan) -> Callable[[], None]:
+        """Return a run of a plan, in memory of its own, on the stream that is current now."""
+        buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
+        found = plan.bind(buffer, plan.current_stream())
+        streams = plan.streams
+
+        def run() -> None:
+            entry = None if streams is None else streams.current()
+            slots: Slots = [*self._inputs, *found.rest]
+            place = 0
+            try:
+                for place, closure in enumerate(found.closures):  # noqa: B007
+                    closure(slots)
+            except BaseException as error:
+                if streams is not None:
+                    streams.enter(entry)
+                op = found.ops[place] if found.ops else None
+                if op is None or isinstance(error, FuserError) or not isinstance(error, Exception):
+                    raise
+                raise op_failed(op, error) from error
+            self.outputs = [slots[i] for i in plan.outputs]
+
+        return run
+
+    def timed(
+        self, run: Callable[[], None], begin_round: Callable[[], None] | None = None
+    ) -> tuple[float, float, float]:
+        """Run once, all ranks together; return when it began, was issued, and was done."""
+        self.outputs = []
+        self._restore()
+        self.ranks.begin_run()
+        self._synchronize()
+        if begin_round is not None:
+            begin_round()
+        self.ranks.barrier()
+        begin = clock()
+        run()
+        issued = clock()
+        self._synchronize()
+        return begin, issued, clock()
+
+    def plain(self, warm_up: int, repeat: int) -> list[tuple[float, float]]:
+        """Return (wall, host) of runs that nobody watches, behind those to warm up."""
+        run = self.bound(self.plan)
+        for _ in range(warm_up):
+            self.timed(run)
+        found = (self.timed(run) for _ in range(repeat))
+        return [(end - begin, issued - begin) for begin, issued, end in found]
+
+
+def _watched(
+    runs: _Runs, ways: Sequence[Callable[[Sequence[Any]], HostWatch]], repeat: int
+) -> tuple[HostWatch, list[str]]:
+    """Return a watch with the rounds, and why it is not one that came before in `ways`.
+
+    Raises `ExecutionError` where none of them works on all ranks.
+    """
+    whys: list[str] = []
+    for make in ways:
+        watch = make(runs.recorder.ops)
+        why = _refusal(runs.ranks, watch.start)
+        if not why:
+            try:
+                _rounds(runs, watch, repeat)
+            except BaseException:
+                watch.abandon()
+                raise
+            why = _refusal(runs.ranks, watch.stop)
+        else:
+            watch.abandon()
+        if not why:
+            return watch, whys
+        whys.append(f"not by {watch.source}: {why}")
+    raise ExecutionError(f"trace: what the device did cannot be timed: {'; '.join(whys)}")
+
+
+def _refusal(ranks: _Ranks, step: Callable[[], None]) -> str:
+    """Return why a step of a watch failed on some rank; "" where it did on none."""
+    why = ""
+    try:
+        step()
+    except ExecutionError as error:
+        why = str(error)
+    told = ranks.tell([ranks.rank, why])
+    return next((f"rank {rank}: {text}" for rank, text in told if text), "")
+
+
+def _rounds(runs: _Runs, watch: HostWatch, repeat: int) -> None:
+    run = runs.bound(watch.wrapped(runs.plan))
+    # The first makes what the watch itself makes once.
+    for _ in range(1 + repeat):
+        watch.end_round(*runs.timed(run, watch.begin_round))
+
+
+def _measured(
+    runs: _Runs,
+    watch: HostWatch,
+    plain: list[tuple[float, float]],
+    shift: float,
+    whys: Sequence[str],
+) -> RankTrace:
+    """Return what this rank has measured, and what there is to doubt about it."""
+    device, ops, rounds = runs.plan.device, runs.recorder.ops, watch.rounds[1:]
+    streams, last = runs.recorder.stream_names(), rounds[-1]
+    doubts = [*whys, *watch.doubts]
+    outside = sum(
+        t.begin < one.begin - watch.skew_s or t.end > one.end + watch.skew_s
+        for one in rounds
+        for t in one.work
+    )
+    if outside:
+        doubts.append(f"{outside} pieces of work lie outside of their run by its clock")
+    worked = {t.step for t in last.work}
+    silent = [
+        ops[t.step] for t in last.host if ops[t.step].kind == "compute" and t.step not in worked
+    ]
+    if silent:
+        first = f"{silent[0].where}: {silent[0].text[:80]}"
+        doubts.append(
+            f"{len(silent)} ops left no work on the device (of empty tensors there is none): {first}"
+        )
+    if watch.skew_s > 0:
+        doubts.append(f"times of the device may be {watch.skew_s * 1e6:.1f} us from the host's")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    return RankTrace(
+        runs.ranks.rank,
+        name,
+        watch.source,
+        tuple(ops),
+        streams,
+        slices_of(last),
+        tuple(run_times(one, ops, streams) for one in rounds),
+        tuple(plain),
+        last.begin + shift,
+        tuple(doubts),
+    )
