@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,7 +19,6 @@ from fuser.errors import (
     ExecutionError,
     FuserError,
     InputError,
-    ShardingError,
     UnsupportedError,
     VerifyError,
     user_code,
@@ -46,6 +45,7 @@ from hostir.container import (
 from hostir.frame import Frame, KernelRunner, Machine
 from hostir.given import bind_buffers
 from hostir.handlers import run_block
+from hostir.job import check_devices, check_grouped
 from hostir.known import Known
 from hostir.layout import parts
 from hostir.lower_params import check_number_of_streams
@@ -65,17 +65,22 @@ from hostir.streams import (
     Work,
     on_device,
 )
-from hostir.transfers import PEER_COPIES, EndCoalescing, P2PCommunication, StartCoalescing
+from hostir.transfers import PEER_COPIES
 from hostir.unit import UnitRunner
 from hostir.verify import verify
 from multidevice.backends.protocol import Backend
 from multidevice.placement import Block
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from fuser.kernels.executor import KernelExecutor, KernelRequest
+    from hostir.measured import Trace
+    from hostir.tracing import Source
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
+R = TypeVar("R", bound=Recorder)
 _NAME = "HostIrEvaluator"
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
@@ -405,6 +410,39 @@ class HostIrEvaluator:
 
         compile_many(rehearsal.requests, device=frame.machine.device)
 
+    def recorded(
+        self, inputs: Sequence[Argument], make: Callable[[Frame, frozenset[int]], R]
+    ) -> tuple[R, Plan]:
+        """Run once through the table with a recorder that `make` makes; return it, and its plan,
+        which nothing else runs."""
+        self._begin()
+        with torch.no_grad():
+            frame = self._frame(list(inputs))
+            recorder = make(frame, self.free)
+            self._walk(frame, recorder)
+        plan = recorder.finish(self._visible, Arenas(frame.machine.device))
+        frame.tensors.clear()
+        return recorder, plan
+
+    def trace(
+        self,
+        inputs: Sequence[Argument],
+        path: str | PathLike[str] | None = None,
+        *,
+        warm_up: int = 3,
+        repeat: int = 5,
+        source: Source = "auto",
+        predicted: str | None = None,
+    ) -> Trace:
+        """Run several times on these inputs, all ranks of the program together, and return what ran
+        when; see `FusionDefinition.trace`."""
+        from hostir.tracing import Asked, take_trace
+
+        if self._late is not None:
+            raise UnsupportedError("trace: late_stream holds work back: trace without it")
+        asked = Asked(path, warm_up, repeat, source, predicted)
+        return take_trace(self, self._communicator, self._team, inputs, asked)
+
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
         self._begin()
@@ -522,30 +560,6 @@ class HostIrEvaluator:
 def _is_computed(tv: TensorView) -> bool:
     """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
     return any(n > 1 for n in parts(tv)) or not all(isinstance(x, Symbol) for x in tv.shape())
-
-
-def check_grouped(program: HostIrContainer) -> None:
-    """Raise `UnsupportedError` for a send or a receive of its own: where streams start them later
-    than the program says, only simulated ranks know which ones belong together."""
-    is_grouped = False
-    for op in walk(program.ops):
-        if isinstance(op, StartCoalescing | EndCoalescing):
-            is_grouped = isinstance(op, StartCoalescing)
-        elif isinstance(op, P2PCommunication) and not is_grouped:
-            raise UnsupportedError(
-                f"late_stream: {op.name} is in no group, which only simulated ranks can hold back: "
-                f"use multidevice.simulate{user_code(op.where)}"
-            )
-
-
-def check_devices(program: HostIrContainer, size: int) -> None:
-    """Raise `ShardingError` when a mesh names a rank that a job of `size` ranks lacks."""
-    for tv in program.tensors():
-        if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
-            raise ShardingError(
-                f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
-                f"{size} rank{'s' if size != 1 else ''}"
-            )
 
 
 def _device_of(program: HostIrContainer, inputs: Sequence[Argument]) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from fuser.errors import InputError
 from hostir.busy import Busy, Intervals, busy_of, union
 from hostir.container import HostIrContainer
 from hostir.cost import StreamTimes, busy_lines, ms, predict
+from hostir.rank_posts import ranks_text
 from hostir.timetable import Timetable
 from hostir.trace import Event, file_text, predicted_events, stream_track, titles
 from hostir.watch import Round, Timed, TracedOp
@@ -72,27 +73,25 @@ class RankTrace:
 
 def rank_from_dict(d: dict[str, Any]) -> RankTrace:
     """Return the trace of a rank that sent it as JSON."""
-    ops = tuple(TracedOp(**{**op, "tensors": tuple(op["tensors"])}) for op in d["ops"])
-    runs = tuple(
-        RunTimes(
-            run["host"],
-            run["wall"],
-            Busy(**run["busy"]),
-            tuple(StreamTimes(**s) for s in run["streams"]),
-        )
-        for run in d["runs"]
-    )
-    return RankTrace(
-        **{
-            **d,
-            "ops": ops,
-            "runs": runs,
-            "streams": dict(d["streams"]),
-            "slices": tuple(Slice(**s) for s in d["slices"]),
-            "plain": tuple((wall, host) for wall, host in d["plain"]),
-            "doubts": tuple(d["doubts"]),
-        }
-    )
+    made: dict[str, Any] = {
+        "ops": tuple(_op_from_dict(op) for op in d["ops"]),
+        "streams": dict(d["streams"]),
+        "slices": tuple(Slice(**s) for s in d["slices"]),
+        "runs": tuple(_run_from_dict(run) for run in d["runs"]),
+        "plain": tuple((wall, host) for wall, host in d["plain"]),
+        "doubts": tuple(d["doubts"]),
+    }
+    return RankTrace(**{**d, **made})
+
+
+def _op_from_dict(d: dict[str, Any]) -> TracedOp:
+    tensors: list[str] = d.pop("tensors")
+    return TracedOp(**d, tensors=tuple(tensors))
+
+
+def _run_from_dict(d: dict[str, Any]) -> RunTimes:
+    streams = tuple(StreamTimes(**s) for s in d["streams"])
+    return RunTimes(d["host"], d["wall"], Busy(**d["busy"]), streams)
 
 
 # ------------------------------------------------------------------ the sums of a rank
@@ -273,8 +272,7 @@ class Trace:
             found = predict(*self.predicted)
             lines += ["", f"predicted on {found.machine}: {ms(found.seconds).strip()} per call"]
             for c in found.classes[:4]:
-                ranks = f"{len(c.ranks)} rank{'s' if len(c.ranks) > 1 else ''}, as {c.ranks[0]}"
-                lines.append(f"  {ranks}:")
+                lines.append(f"  {ranks_text(c.ranks)}:")
                 lines += busy_lines((), Busy(c.compute, c.communication, c.exposed, c.idle))
         lines += ["", f"clocks: {self.clocks}"]
         lines += [f"not sure: {doubt}" for doubt in self.doubts]
@@ -284,9 +282,9 @@ class Trace:
         return f"<Trace of {len(self.ranks)} ranks, {self.wall_ms:.3f} ms; print(trace.summary())>"
 
 
-def _median(values: Any) -> float:
+def _median(values: Iterable[float]) -> float:
     ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+    return ordered[(len(ordered) - 1) // 2]
 
 
 # ------------------------------------------------------------------ the file

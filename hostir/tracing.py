@@ -13,21 +13,26 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 
 from fuser.arguments import LONGEST, require, show
 from fuser.errors import ExecutionError, FuserError, InputError, UnsupportedError
 from fuser.inputs import flatten
+from fuser.ir.tensor import TensorView
 from hostir.bind import Argument
+from hostir.container import HostIrContainer, walk
+from hostir.effects import Writes, effects_of
 from hostir.machine import Machine, find_machine
 from hostir.measured import RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.memory import op_failed
 from hostir.plan import Plan
 from hostir.steps import Slots
+from hostir.storage import Storage
 from hostir.streams import on_device
 from hostir.timetable import timetable_of
 from hostir.watch import CuptiWatch, EventWatch, HostWatch, NotingRecorder, clock
@@ -50,24 +55,13 @@ def take_trace(
     communicator: Communicator | None,
     team: Team,
     inputs: Sequence[Argument],
-    path: object = None,
-    *,
-    warm_up: int = 3,
-    repeat: int = 5,
-    source: Source = "auto",
-    predicted: str | None = None,
+    asked: Asked,
 ) -> Trace:
     """Return the trace of a program on these inputs; see `HostIrEvaluator.trace`."""
     ranks = _Ranks(communicator, team)
 
     def prepare() -> tuple[list[Argument], Path | None, Machine | None]:
-        _check_counts(warm_up=warm_up, repeat=repeat)
-        where = _path(path, is_written=ranks.is_first)
-        machine = (
-            None
-            if predicted is None
-            else find_machine(require("trace", "predicted", predicted, str))
-        )
+        where, machine = asked.checked(is_written=ranks.is_first)
         given = flatten(inputs)
         evaluator.prepare(given)
         evaluator.are_apart(given, None)
@@ -76,28 +70,51 @@ def take_trace(
     given, where, machine = ranks.together(prepare)
     runs = _Runs(evaluator, ranks, given)
     plan = runs.plan
-    ways = ranks.together(lambda: _ways(plan.device, source, communicator))
+    ways = ranks.together(lambda: _ways(plan.device, asked.source, communicator))
     timetable = None
     if machine is not None:
         made = partial(timetable_of, evaluator.program, runs.recorder.values(), machine)
         timetable = evaluator.program, ranks.together(made)
     with torch.no_grad(), on_device(plan.device):
-        plain = runs.plain(warm_up, repeat)
-        watch, whys = _watched(runs, ways, repeat)
+        plain = runs.plain(asked.warm_up, asked.repeat)
+        watch, whys = _watched(runs, ways, asked.repeat)
         shift, clocks = _aligned(ranks)
     mine = _measured(runs, watch, plain, shift, whys)
     found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
-    trace = Trace(tuple(found), clocks, warm_up, tuple(runs.outputs), timetable)
+    trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), timetable)
     ranks.together(lambda: trace.save(where) if where is not None else None)
     return trace
 
 
 # ------------------------------------------------------------------ what was asked for
-def _check_counts(*, warm_up: int, repeat: int) -> None:
-    for name, value, least in (("warm_up", warm_up, 0), ("repeat", repeat, 1)):
-        found: int = require("trace", name, value, int)
-        if not least <= found <= LONGEST:
-            raise InputError(f"trace: {name}={found}: expected {least} to {LONGEST}")
+@dataclass(frozen=True)
+class Asked:
+    """What a trace is asked for: where to write it, runs to warm up, runs to watch, where times of
+    the device come from, and the machine of the predicted timeline beside it."""
+
+    path: str | os.PathLike[str] | None = None
+    warm_up: int = 3
+    repeat: int = 5
+    source: Source = "auto"
+    predicted: str | None = None
+
+    @property
+    def runs(self) -> str:
+        """What all ranks must have asked for alike."""
+        return f"warm_up={self.warm_up}, repeat={self.repeat}, source={self.source!r}"
+
+    def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
+        """Return where this rank writes, if it does, and the machine.
+
+        Raises `InputError` or `ArgumentError` for what cannot be.
+        """
+        for name, least in (("warm_up", 0), ("repeat", 1)):
+            count: int = require("trace", name, getattr(self, name), int)
+            if not least <= count <= LONGEST:
+                raise InputError(f"trace: {name}={count}: expected {least} to {LONGEST}")
+        machine: str | None = require("trace", "predicted", self.predicted, str | None)
+        where = _path(self.path, is_written=is_written)
+        return where, None if machine is None else find_machine(machine)
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:
@@ -107,9 +124,12 @@ def _path(path: object, *, is_written: bool) -> Path | None:
     """
     if path is None:
         return None
-    if not isinstance(path, str | os.PathLike) or not str(path):
+    try:
+        where = Path(os.fsdecode(cast("str", path)))
+    except TypeError:
+        where = Path()
+    if where == Path():
         raise InputError(f"trace: path={show(path)}: expected the name of a file")
-    where = Path(path)
     if not is_written:
         return None
     if where.is_dir() or not where.absolute().parent.is_dir():
@@ -159,15 +179,13 @@ class _Ranks:
 
         Raises this rank's error, or `PeerError` naming another's; `work` does not communicate.
         """
-        error: Exception | None = None
         try:
             result = work()
-        except Exception as found:
-            error = found
-        if error is not None and self._is_alone:
-            raise error
-        self.barrier(error)
-        return result  # pyright: ignore[reportPossiblyUnboundVariable]
+        except Exception as error:
+            self.barrier(error)
+            raise
+        self.barrier()
+        return result
 
     def barrier(self, error: Exception | None = None) -> None:
         if self._communicator is not None and not self._is_alone:
@@ -196,7 +214,8 @@ def _aligned(ranks: _Ranks) -> tuple[float, str]:
         begin = clock()
         ranks.barrier()
         marks.append((begin, clock()))
-    told = ranks.tell([_host_name(), marks, ranks.rank])
+    told: list[tuple[str, list[tuple[float, float]], int]]
+    told = ranks.tell((_host_name(), marks, ranks.rank))
     (host, first, _), *others = told
     if not others:
         return 0.0, "one"
@@ -228,7 +247,7 @@ class _Runs:
 
     def __init__(self, evaluator: HostIrEvaluator, ranks: _Ranks, given: list[Argument]) -> None:
         self.ranks = ranks
-        into = {alias.into for alias in evaluator.program.aliases}
+        into = _written(evaluator.program)
         self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inputs = list(given)
         for i, declared in enumerate(evaluator.program.inputs):
@@ -302,6 +321,14 @@ class _Runs:
         return [(end - begin, issued - begin) for begin, issued, end in found]
 
 
+def _written(program: HostIrContainer) -> set[TensorView]:
+    """Return the inputs that a program writes into: declared updates, and those of its ops."""
+    storage = Storage.of(program)
+    effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
+    written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
+    return {*written, *(alias.into for alias in program.aliases)}
+
+
 def _watched(
     runs: _Runs, ways: Sequence[Callable[[Sequence[Any]], HostWatch]], repeat: int
 ) -> tuple[HostWatch, list[str]]:
@@ -371,7 +398,7 @@ def _measured(
     if silent:
         first = f"{silent[0].where}: {silent[0].text[:80]}"
         doubts.append(
-            f"{len(silent)} ops left no work on the device (of empty tensors there is none): {first}"
+            f"{len(silent)} ops left no work on the device, as those on empty tensors do: {first}"
         )
     if watch.skew_s > 0:
         doubts.append(f"times of the device may be {watch.skew_s * 1e6:.1f} us from the host's")

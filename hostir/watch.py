@@ -37,7 +37,13 @@ from hostir.ops import RANK, GetCurrentStream, SetCurrentStream
 from hostir.plan import Plan
 from hostir.replay import Recorder
 from hostir.steps import Binding, Closure, Slots, Step, View
-from hostir.transfers import StartsCommunication, Wait
+from hostir.transfers import (
+    CollectivePermute,
+    EndCoalescing,
+    P2PCommunication,
+    StartsCommunication,
+    Wait,
+)
 from hostir.unrolled import CALLER
 
 # "host": a step that gives a device nothing to do.
@@ -70,14 +76,19 @@ class NotingRecorder(Recorder):
         self.ops: list[TracedOp] = []
         self._lines = line_numbers(frame.program)
         self._current = CALLER
-        self._numbers: dict[str, int] = {}
-        self._strangers: dict[object, int] = {}
+        # The transfers of the open group, and what communications move, by their numbers.
+        self._halves_of: list[P2PCommunication] = []
+        self._moved: dict[int, tuple[str, ...]] = {}
+        self._named: dict[str, int] = {}
+        self._unnamed: dict[object, int] = {}
 
     def record(self, op: Op) -> None:
         """Note what the op does, and for which op that is."""
         before = len(self._steps)
         super().record(op)
         made = len(self._steps) - before
+        if isinstance(op, P2PCommunication) and not made:
+            self._halves_of.append(op)
         if made:
             traced = self._traced(op, self._steps[-1][0])
             # What stands before the step itself only writes down that it comes.
@@ -85,7 +96,7 @@ class NotingRecorder(Recorder):
         if isinstance(op, SetCurrentStream):
             self._current = self._number(op.stream)
         elif isinstance(op, GetCurrentStream):
-            self._numbers[op.stream.name] = self._current
+            self._named[op.stream.name] = self._current
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
         """Return the plan; then `ops` has all of its steps."""
@@ -110,37 +121,51 @@ class NotingRecorder(Recorder):
     def stream_names(self) -> dict[int, str]:
         """Return the streams of the ops by number, as the program spells them."""
         numbers = dict.fromkeys(op.stream for op in self.ops if op.kind != "host")
-        return {n: spelled(n, self._numbers, self._strangers) for n in sorted(numbers)}
+        return {n: spelled(n, self._named, self._unnamed) for n in sorted(numbers)}
 
     def _number(self, stream: Stream) -> int:
         if stream.index is not None:
             return self._frame.integer(stream.index)
-        if stream.name in self._numbers:
-            return self._numbers[stream.name]
+        if stream.name in self._named:
+            return self._named[stream.name]
         if stream.name == "Default":
             return CALLER
-        return self._strangers.setdefault(stream.name, -2 - len(self._strangers))
+        return self._unnamed.setdefault(stream.name, -2 - len(self._unnamed))
 
     def _traced(self, op: Op, step: Step) -> TracedOp:
         values = self._frame.values
         site = Site(op, tuple((index, values[index]) for index in self._frame.indices))
-        touched = (v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
-        kind: Kind = "host"
-        if isinstance(op, StartsCommunication):
-            kind = "communication"
-        elif isinstance(op, Wait):
-            kind = "wait"
-        elif not isinstance(step, View):
-            is_work = is_computed(op, effects_of(op, self._frame.storage.buffered))
-            kind = "compute" if is_work else "host"
         return TracedOp(
             " ".join(op_text(op).split()),
             op.name,
             site.place(self._lines),
-            tuple(dict.fromkeys(tv.label for tv in touched)),
+            self._tensors(op),
             self._current,
-            kind,
+            self._kind(op, step),
         )
+
+    def _kind(self, op: Op, step: Step) -> Kind:
+        if isinstance(op, CollectivePermute):
+            rank = self._machine.rank
+            to = op.team.ranks(rank)[self._frame.integer(op.send_peer)]
+            return "compute" if to == rank else "communication"
+        if isinstance(op, StartsCommunication):
+            return "communication"
+        if isinstance(op, Wait):
+            return "wait"
+        is_work = is_computed(op, effects_of(op, self._frame.storage.buffered))
+        return "compute" if is_work and not isinstance(step, View) else "host"
+
+    def _tensors(self, op: Op) -> tuple[str, ...]:
+        """Return what an op touches; for the end of a group, and a wait, what was moved."""
+        touched = (v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
+        found = tuple(dict.fromkeys(tv.label for tv in touched))
+        if isinstance(op, EndCoalescing):
+            found = tuple(half.buffer.label for half in self._halves_of)
+            self._halves_of = []
+        if isinstance(op, StartsCommunication):
+            self._moved[op.number] = found
+        return self._moved.get(op.number, ()) if isinstance(op, Wait) else found
 
 
 # ------------------------------------------------------------------ when it did

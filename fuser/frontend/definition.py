@@ -12,7 +12,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Sequence
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +40,12 @@ from fuser.options import NONE
 from multidevice.agreement import Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.sharding import requested_devices
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from hostir.measured import Trace
+    from hostir.tracing import Source
 
 _NEVER_WRITTEN = (
     "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
@@ -184,6 +190,49 @@ class FusionDefinition:
                 raise UnsupportedError("execute: save_repro_inputs is not supported yet")
             cache = self._executor_cache()
             return cache.prepare(inputs, device, _enable_options, _disable_options)
+
+        return run_agreed(Communicator.instance(), self._devices(), prepare)
+
+    def trace(
+        self,
+        inputs: Iterable[object],
+        path: str | PathLike[str] | None = None,
+        *,
+        warm_up: int = 3,
+        repeat: int = 5,
+        source: Source = "auto",
+        predicted: str | None = None,
+        device: int | str | torch.device | None = None,
+        _enable_options: Sequence[str] = NONE,
+        _disable_options: Sequence[str] = NONE,
+    ) -> Trace:
+        """Run the program several times on `inputs`, and return what ran when: a timeline with a
+        track per stream and one of the host, for each rank, and how long the program computes,
+        communicates and does neither (`hostir.measured.Trace`).
+
+        All ranks of the program call it together; each gets the traces of all, and the first one
+        writes the timeline to `path`, for Perfetto. After `warm_up` runs come `repeat` that nobody
+        watches, and as many that are: the timeline shows the last one. Inputs that are updated in
+        place keep their values. What runs is the plan that `execute` replays, but step by step and
+        never as a captured CUDA graph.
+
+        `source` says where times of a GPU come from: "cupti", "events" (around each op), or "auto":
+        the first of them that works; `Trace.source` says which. On the CPU it is the host's clock.
+        `predicted` puts the timeline of the cost model beside: "h200", or a file that describes a
+        machine (`docs/cost.md`). Inputs, `device` and options are those of `execute`.
+
+        Raises:
+            InputError: as `execute`; or `path` cannot be written: known before anything runs.
+            ExecutionError: times of the device cannot be taken from `source`.
+            PeerError: another rank raised.
+        """
+        from hostir.tracing import Asked
+
+        asked = Asked(path, warm_up, repeat, source, predicted)
+
+        def prepare() -> Prepared[Trace]:
+            cache = self._executor_cache()
+            return cache.prepare_trace(inputs, asked, device, _enable_options, _disable_options)
 
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 

@@ -48,6 +48,8 @@ from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator
 
 if TYPE_CHECKING:
+    from hostir.measured import Trace
+    from hostir.tracing import Asked
     from multidevice.sharding import Sharding
 
 
@@ -164,6 +166,34 @@ class FusionExecutorCache:
         are_apart = call.bound.evaluator.are_apart(given, call.known)
         numbers = tuple(given[i] for i in self._numbers)
         return call.claim, numbers, lambda: self._run(call, given, bits, are_apart)
+
+    def prepare_trace(
+        self,
+        inputs: Iterable[object],
+        asked: Asked,
+        device: int | str | torch.device | None = None,
+        _enable_options: Sequence[str] = options.NONE,
+        _disable_options: Sequence[str] = options.NONE,
+    ) -> Prepared[Trace]:
+        """Return what this rank claims to trace, and how; nothing is launched."""
+        communicator = Communicator.instance()
+        call, given, _ = self._find(communicator, inputs, device, _enable_options, _disable_options)
+        # A rank that traces does not meet one that executes, or traces more runs.
+        claim = replace(call.claim, parts=(*call.claim.parts, f"// traced: {asked.runs}"))
+        numbers = tuple(given[i] for i in self._numbers)
+
+        def run() -> Trace:
+            self._ran, self._recent[call.communicator] = call, call.bound
+            return call.bound.evaluator.trace(
+                self._resolved(given),
+                asked.path,
+                warm_up=asked.warm_up,
+                repeat=asked.repeat,
+                source=asked.source,
+                predicted=asked.predicted,
+            )
+
+        return claim, numbers, run
 
     def _find(
         self,
