@@ -46,9 +46,14 @@ class Block:
         return Block(self.slot, self.shape, self.strides, self.dtype, offset)
 
     def view(self, arena: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in a uint8 arena."""
-        part = arena[self.offset : self.offset + self.nbytes].view(self.dtype)
-        return part.as_strided(self.shape, self.strides)
+        """Return the tensor in an arena, seen as elements of its dtype."""
+        return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
+
+
+def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the tensors of blocks in a uint8 arena, by slot."""
+    typed = {dtype: arena.view(dtype) for dtype in {b.dtype for b in blocks}}
+    return {b.slot: b.view(typed[b.dtype]) for b in blocks}
 
 
 def _aligned(nbytes: int) -> int:

@@ -201,11 +201,17 @@ class Frame:
         own = (RANK, NUMBER_OF_STREAMS, *self.indices)
         return {s: int(v) for s, v in self.values.items() if isinstance(v, int) and s not in own}
 
+    @cached_property
+    def _whole(self) -> dict[TensorView, tuple[int, ...]]:
+        return self.storage.whole.of(self.values)
+
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
         """Return the sizes of the local shard, or of the part of it at a step of a stream loop.
 
         Raises `ShardingError` for an indivisible extent, `InputError` for a negative one.
         """
+        if stream_index is None and not self.indices and tv in self._whole:
+            return self._whole[tv]
         sizes = [int(self.number(x)) for x in tv.shape()]
         for axis, size in enumerate(sizes):
             if size < 0:

@@ -329,6 +329,8 @@ def _if_then_else(op: IfThenElse, frame: Frame) -> None:
     run_block(op.then if frame.number(op.predicate) else op.orelse, frame)
 
 
+_META = torch.device("meta")
+
 HANDLERS: dict[type[Op], Callable[..., None]] = {
     Allocate: _allocate,
     CollectivePermute: _permute,
@@ -355,7 +357,7 @@ HANDLERS: dict[type[Op], Callable[..., None]] = {
 
 def is_rehearsed(frame: Frame) -> bool:
     """Whether tensors have no contents: then nothing is posted."""
-    return frame.machine.device.type == "meta"
+    return frame.machine.device == _META
 
 
 def run_block(ops: Sequence[Op], frame: Frame) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from fuser.ir.fusion import Fusion
-from fuser.ir.layout_class import Layout, declared_order, layout_of, with_layout
+from fuser.ir.layout_class import Layout, LayoutClasses, with_layout
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
-from fuser.passes.concretize import concretization_key
+from fuser.passes.concretize import KeyOfSizes
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,30 @@ class InputClass:
     layouts: tuple[Layout | None, ...]
 
 
-def classify(
-    fusion: Fusion,
-    inputs: Sequence[torch.Tensor | bool | int | float],
-    sizes: Mapping[Symbol, int],
-    device: torch.device,
-) -> InputClass:
-    """Return the class of bound inputs (`sizes` maps symbols to global sizes)."""
-    layouts = tuple(
-        _layout(value, argument)
-        if isinstance(argument, torch.Tensor) and isinstance(value, TensorView)
-        else None
-        for value, argument in zip(fusion.inputs, inputs, strict=True)
-    )
-    key = (device.type, device.index, layouts, concretization_key(fusion, sizes))
-    return InputClass(key, sizes, layouts)
+class Classifier:
+    """Finds the classes of the inputs of one fusion."""
 
+    def __init__(self, fusion: Fusion) -> None:
+        self._layouts = [
+            LayoutClasses(v) if isinstance(v, TensorView) else None for v in fusion.inputs
+        ]
+        self._key_of = KeyOfSizes(fusion)
 
-def _layout(tv: TensorView, argument: torch.Tensor) -> Layout | None:
-    order = declared_order(tv)
-    if order is None:
-        return None
-    skipped = [a.is_broadcast for a in tv.domain.no_reductions]
-    return layout_of(order, skipped, argument.shape, argument.stride())
+    def classify(
+        self,
+        inputs: Sequence[torch.Tensor | bool | int | float],
+        sizes: Mapping[Symbol, int],
+        device: torch.device,
+    ) -> InputClass:
+        """Return the class of bound inputs (`sizes` maps symbols to global sizes)."""
+        layouts = tuple(
+            known.layout_of(given)
+            if known is not None and known.order is not None and isinstance(given, torch.Tensor)
+            else None
+            for known, given in zip(self._layouts, inputs, strict=True)
+        )
+        key = (device.type, device.index, layouts, self._key_of(sizes))
+        return InputClass(key, sizes, layouts)
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from fuser.errors import FuserError
 from fuser.ir.core import Op
-from hostir.arena import Arenas, Block
+from hostir.arena import Arenas, Block, views_of
 from hostir.bind import Argument
 from hostir.memory import op_failed
 from hostir.steps import Binding, Closure, Slots, Step
@@ -56,7 +56,7 @@ class Plan:
 
     def bind(self, buffer: torch.Tensor, stream: int) -> BoundPlan:
         """Return the plan for runs that begin on this stream, with this memory."""
-        fixed = {block.slot: block.view(buffer) for block in self.blocks}
+        fixed = views_of(self.blocks, buffer)
         binding = Binding(self.device, stream, fixed)
         closures: list[Closure] = []
         ops: list[Op | None] = []

@@ -26,7 +26,6 @@ from fuser.torch_calls import elsewhere, raw_stream_on
 from hostir.announce import announcer
 from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
-from hostir.container import walk
 from hostir.effects import Stream
 from hostir.frame import Frame, Machine
 from hostir.handlers import launch_operands
@@ -111,7 +110,7 @@ class Recorder:
         self._begin: dict[TensorView, int] = {}
         self._end: dict[TensorView, int] = {}
         self._position = 0
-        self._switches = any(isinstance(o, SetCurrentStream) for o in walk(frame.program.ops))
+        self._switches = frame.storage.switches_streams
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
         # The same as the backend takes them.

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from fuser.errors import VerifyError
+from fuser.ir.scalar import Number, Symbol
+from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Makes, Part, Shows, effects_of
-from hostir.ops import HostOp
+from hostir.ops import HostOp, SetCurrentStream
+from multidevice.streams import is_allocated_per_step
+
+
+class WholeShapes:
+    """The shapes of those tensors of a program of which every rank and step has the whole."""
+
+    def __init__(self, tensors: Iterable[TensorView]) -> None:
+        whole = [tv for tv in tensors if not tv.domain.has_devices]
+        self._tensors = [tv for tv in whole if not is_allocated_per_step(tv)]
+        self._extents = Computed([x for tv in self._tensors for x in tv.shape()])
+
+    def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
+        """Return all shapes for values of symbols; {} where one of them has none."""
+        try:
+            extents = self._extents(values)
+        except (ArithmeticError, KeyError, ValueError):
+            return {}
+        if any(type(n) is not int or n < 0 for n in extents):
+            return {}
+        rest = iter(extents)
+        return {tv: tuple(islice(rest, tv.ndim)) for tv in self._tensors}  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,10 @@ class Storage:
     borrowed: frozenset[TensorView]
     # Whether some tensor has a mesh.
     is_placed: bool
+    # Whether the current stream changes.
+    switches_streams: bool
+    # The shapes of the tensors that neither ranks nor steps share.
+    whole: WholeShapes
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
@@ -72,7 +100,11 @@ class Storage:
                 shown = shows.get(shown)
         tensors = program.tensors()
         is_placed = any(tv.mesh is not None for tv in tensors)
-        storage = Storage(tensors, shows, parts, named, buffered, nothing, nothing, is_placed)
+        switches = any(isinstance(op, SetCurrentStream) for op in ops)
+        whole = WholeShapes(tensors)
+        storage = Storage(
+            tensors, shows, parts, named, buffered, nothing, nothing, is_placed, switches, whole
+        )
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
         stated = inputs | {alias.out for alias in program.aliases}
         borrowed = {o for o in program.outputs if o not in stated and storage.root(o) in inputs}

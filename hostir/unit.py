@@ -16,7 +16,7 @@ from fuser.ir.fusion import Fusion
 from fuser.options import Settings
 from fuser.recent import Recent
 from hostir.bind import InputBinder
-from hostir.input_class import classify
+from hostir.input_class import Classifier
 from hostir.layout import write
 from hostir.pipeline import build_program
 from multidevice import sharding
@@ -47,6 +47,7 @@ class UnitRunner:
         self._device = device
         self._settings = settings
         self._binder = InputBinder(fusion)
+        self._classifier = Classifier(fusion)
         self._free = free_inputs(fusion)
         self._by_signature: Recent[object, HostIrEvaluator] = Recent(MAX_SIGNATURES)
         self._by_class: Recent[object, HostIrEvaluator] = Recent(MAX_PROGRAMS)
@@ -75,7 +76,7 @@ class UnitRunner:
         except FuserError as error:
             raise type(error)(f"{self._name}: {error}") from None
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
-        found = classify(self._fusion, inputs, sizes, self._device)
+        found = self._classifier.classify(inputs, sizes, self._device)
         evaluator = self._by_class.recall(found.key)
         if evaluator is None:
             backend = (

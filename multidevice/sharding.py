@@ -272,10 +272,28 @@ def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
 
     `sizes` binds the symbols of (global) extents. What the user cut is looked at first.
     """
-    for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
-        for number, cuts in axis_cuts(tv).items():
-            axis = next(a for a in tv.domain.logical if a.number == number)
-            _local_size(tv, axis, int(sc.evaluate(fusion.canonical(axis.size), sizes)), cuts)
+    check_cuts(cut_axes(fusion), sizes)
+
+
+def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
+    """Return every axis that a mesh or a stream cuts, in the order in which sizes are checked."""
+    return tuple(
+        (tv, axis, fusion.canonical(axis.size), cuts)
+        for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines)
+        for number, cuts in axis_cuts(tv).items()
+        for axis in tv.domain.logical
+        if axis.number == number
+    )
+
+
+def check_cuts(axes: Iterable[CutAxis], sizes: Mapping[Symbol, int]) -> None:
+    """Raise what `check_divisible` raises, for axes that `cut_axes` has found."""
+    for tv, axis, extent, cuts in axes:
+        _local_size(tv, axis, int(sc.evaluate(extent, sizes)), cuts)
+
+
+# Tensor, axis, how its extent is written, its cuts.
+CutAxis = tuple[TensorView, IterDomain, Scalar, Cuts]
 
 
 # ------------------------------------------------------------------ same sharding?

@@ -26,7 +26,7 @@ from fuser import DataType, multidevice
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.cost import RankTimes, predict
-from hostir.input_class import classify
+from hostir.input_class import Classifier
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.machine import Machine, find_machine
 from hostir.ops import NUMBER_OF_STREAMS
@@ -65,7 +65,7 @@ def lowered(
         cpu = torch.device("cpu")
         values = InputBinder(fd.fusion).bind(inputs, cpu)
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
-        found = classify(fd.fusion, inputs, sizes, cpu)
+        found = Classifier(fd.fusion).classify(inputs, sizes, cpu)
         backend = params.backend or "NCCL"
         return build_program(fd.fusion, found, backend_name=backend, params=params)[1]
 

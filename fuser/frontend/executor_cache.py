@@ -27,7 +27,6 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
-from fuser.passes.concretize import refined_sizes
 from fuser.recent import Recent
 from fuser.torch_calls import class_check
 from hostir.bind import InputBinder
@@ -39,7 +38,7 @@ from hostir.digest import (
     input_names,
 )
 from hostir.evaluate import HostIrEvaluator, Known
-from hostir.input_class import InputClass, classify
+from hostir.input_class import Classifier, InputClass
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.pipeline import build_program
 from hostir.transfers import PEER_COPIES
@@ -127,6 +126,10 @@ class FusionExecutorCache:
     def _text(self) -> str:
         """The structure: what ranks compare of the definition, and what programs are found by."""
         return fusion_text(self._fusion)
+
+    @cached_property
+    def _classifier(self) -> Classifier:
+        return Classifier(self._fusion)
 
     # ------------------------------------------------------------ running
     def execute(
@@ -325,12 +328,12 @@ class FusionExecutorCache:
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)
         sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
-        input_class = classify(self._fusion, inputs, sizes, where)
+        input_class = self._classifier.classify(inputs, sizes, where)
         key = (communicator, settings, input_class.key)
         bound = self._by_class.recall(key)
         if bound is None:
             bound = self._by_class[key] = self._bind(input_class, communicator, where, settings)
-        sharding.check_divisible(bound.program.segmented.fusion, refined_sizes(sizes))
+        bound.program.check_divisible(sizes)
         known = bound.evaluator.prepare(inputs)
         if not self.devices:
             return bound, _NOTHING, known
@@ -434,7 +437,7 @@ class FusionExecutorCache:
             return self.host_program()
         where = device_of(inputs, None)
         sizes = {s: v for s, v in self._binder.bind(inputs, where).items() if isinstance(v, int)}
-        found = classify(self._fusion, inputs, sizes, where)
+        found = self._classifier.classify(inputs, sizes, where)
         return self._bind(found, Communicator.instance(), where, self._settings).program.container
 
     def statistics(self) -> dict[str, int]:

@@ -6,18 +6,22 @@ class and options. No rank stands in it, so simulated ranks share one, as equal 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fuser.dumps import Dump
+from fuser.ir.scalar import Symbol
 from fuser.kernels.executor import KernelExecutor
 from fuser.locks import make_reentrant_lock
 from fuser.options import Settings
+from fuser.passes.concretize import refined_sizes
 from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.evaluate import make_kernel_executor
 from hostir.step_kernels import StepKernels
+from multidevice.sharding import CutAxis, check_cuts, cut_axes
 
 # Programs that the process keeps; those used least lately go first.
 MAX_PROGRAMS = 256
@@ -40,6 +44,15 @@ class Program:
     rank: int
     dumps: list[Dump]
     _kernels: dict[int, KernelExecutor | StepKernels] = field(default_factory=dict)
+
+    @cached_property
+    def _cut_axes(self) -> tuple[CutAxis, ...]:
+        return cut_axes(self.segmented.fusion)
+
+    def check_divisible(self, sizes: Mapping[Symbol, int]) -> None:
+        """Raise `ShardingError` where a mesh does not divide one of these (global) sizes."""
+        if self._cut_axes:
+            check_cuts(self._cut_axes, refined_sizes(sizes))
 
     def kernel(self, group: KernelGroup) -> KernelExecutor | StepKernels:
         """Return what runs a kernel group, made at its first use."""

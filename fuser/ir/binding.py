@@ -322,7 +322,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"quantized ({tensor.dtype}): pass int_repr() and the scales"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}: pass to_dense()"
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cpu or tensor.is_cuda):
         return f"on device {tensor.device}: kernels run on cpu and cuda"
     if tensor.is_neg() or tensor.is_conj():
         return "a lazy view: pass resolve_neg() or resolve_conj()"
@@ -339,8 +339,9 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first to past the last element; 0 without elements."""
-    if not tensor.numel():
-        return 0
+    count = tensor.numel()
+    if tensor.is_contiguous() or not count:
+        return count * tensor.element_size()
     span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return span * tensor.element_size()
 

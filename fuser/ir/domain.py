@@ -334,6 +334,13 @@ class TensorDomain:
         return tuple(order)
 
     @cached_property
+    def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
+        """What `fuser.ir.storage.dense_strides_of` goes through, innermost in memory first:
+        position, whether expanded, whether memory holds all of its elements."""
+        axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
+        return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
+
+    @cached_property
     def splits(self) -> Mapping[int, Split]:
         """The splits, by the number of the axis that they split."""
         return splits_of(self.transforms)

@@ -69,8 +69,8 @@ class LayoutClasses:
         self._dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor) -> Layout:
-        """Return the layout class of a tensor with elements."""
-        if self._dense is not None and t.is_contiguous():
+        """Return the layout class of a tensor."""
+        if self._dense is not None and t.is_contiguous() and t.numel():
             return self._dense
         return (
             ((), ())

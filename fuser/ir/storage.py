@@ -64,11 +64,14 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return `dense_strides` for sizes that are known."""
-    axes, strides, step = tv.domain.no_reductions, [0] * len(sizes), 1
-    for p, _ in reversed(memory_order(tv)):
-        axis = axes[p]
-        strides[p] = 0 if axis.expanded is not None else step
-        if is_stored(axis):
+    strides, step = [0] * len(sizes), 1
+    try:
+        rule = tv.domain.dense_rule
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{tv}: {error}") from None
+    for p, is_expanded, is_kept in rule:
+        strides[p] = 0 if is_expanded else step
+        if is_kept:
             step *= sizes[p]
     return tuple(strides)
 

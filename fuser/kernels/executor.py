@@ -580,8 +580,7 @@ def _alignment(t: torch.Tensor, layout: Layout) -> int:
 def _address(t: torch.Tensor) -> int:
     """Return the address of a tensor; of one without contents, where it begins in memory that will
     be as aligned as any."""
-    is_meta = t.device.type == "meta"
-    return int(t.storage_offset()) * t.element_size() if is_meta else t.data_ptr()
+    return int(t.storage_offset()) * t.element_size() if t.is_meta else t.data_ptr()
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:

@@ -108,11 +108,17 @@ def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
 def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether there is a view of another shape; never of an empty tensor."""
     try:
-        return x.numel() > 0 and x.view(shape) is not None
+        return x.numel() > 0 and (_is_own(x, shape) or x.view(shape) is not None)
     except RuntimeError:
         return False
 
 
 def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
     """Return how a tensor like `x` is viewed with this shape; None where that is its own."""
-    return None if x.view(shape).shape == x.shape else lambda x: x.view(shape)
+    return None if _is_own(x, shape) else lambda x: x.view(shape)
+
+
+def _is_own(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a view of this shape, of one axis that takes what is left and the last ones of `x`,
+    is `x` itself."""
+    return x.dim() == len(shape) and x.shape[1:] == shape[1:]

@@ -22,6 +22,7 @@ from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import ReshapeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
@@ -66,15 +67,51 @@ def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
 
     Raises `InputError` as `concretize` does.
     """
-    values = _all_values(fusion, sizes)
-    plans: list[ReshapePlan] = []
-    for op in fusion.used_exprs():
-        if isinstance(op, ReshapeOp):
-            _check_counts(fusion, op, values)
+    return KeyOfSizes(fusion)(sizes)
+
+
+class KeyOfSizes:
+    """`concretization_key` for many sizes of one fusion, which is looked at once."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        reshapes = [op for op in fusion.used_exprs() if isinstance(op, ReshapeOp)]
+        # With the element counts that sizes have to make equal; None where they are.
+        self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
+        self._extents = _used_extents(fusion)
+        self._sizes = Computed(list(self._extents))
+
+    def __call__(self, sizes: Mapping[Symbol, int]) -> Hashable:
+        values: dict[Symbol, Number] = dict(sizes)
+        complete(self._fusion, values)
+        plans: list[ReshapePlan] = []
+        for op, counts in self._reshapes:
+            if counts is not None:
+                _check_counts(op, counts, values)
             if is_undecided(op):
-                plans.append(_plan(fusion, op, values))
-    empty = tuple(_empty_extents(fusion, values))
-    return ConcretizationKey(tuple(plans), empty) if plans or empty else ()
+                plans.append(_plan(self._fusion, op, values))
+        empty = tuple(self._empty(values))
+        return ConcretizationKey(tuple(plans), empty) if plans or empty else ()
+
+    def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
+        """Yield the symbolic extents that are 0, each once, in program order.
+
+        Raises `InputError` for an extent below 0.
+        """
+        try:
+            if min(self._sizes(values), default=1) > 0:
+                return
+        except (KeyError, ZeroDivisionError):
+            pass  # an extent that has no value, or is empty for that
+        for size, tv in self._extents.items():
+            found = size_of(size, values)
+            if found < 0:
+                op = self._fusion.definition(tv)
+                raise InputError(
+                    f"{tv}: the extent {size} is {found} for these inputs{_at(op) if op else ''}"
+                )
+            if found == 0:
+                yield size
 
 
 # ------------------------------------------------------------------ values
@@ -85,26 +122,14 @@ def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Num
     return values
 
 
-def _empty_extents(fusion: Fusion, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
-    """Yield the symbolic extents that are 0, each once, in program order.
-
-    Raises `InputError` for an extent below 0.
-    """
-    seen: set[Scalar] = set()
+def _used_extents(fusion: Fusion) -> dict[Scalar, TensorView]:
+    """Return the extents that are no constants, and where each is met first, in program order."""
+    found: dict[Scalar, TensorView] = {}
     for tv in _used_tensors(fusion):
         for axis in tv.domain.logical:
-            size = axis.size
-            if size in seen or sc.int_value(size) is not None:
-                continue
-            seen.add(size)
-            found = size_of(size, values)
-            if found < 0:
-                op = fusion.definition(tv)
-                raise InputError(
-                    f"{tv}: the extent {size} is {found} for these inputs{_at(op) if op else ''}"
-                )
-            if found == 0:
-                yield size
+            if sc.int_value(axis.size) is None:
+                found.setdefault(axis.size, tv)
+    return found
 
 
 def _used_tensors(fusion: Fusion) -> Iterator[TensorView]:
@@ -114,14 +139,19 @@ def _used_tensors(fusion: Fusion) -> Iterator[TensorView]:
 
 
 # ------------------------------------------------------------------ reshapes
-def _check_counts(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> None:
+def _counts(fusion: Fusion, op: ReshapeOp) -> tuple[Scalar, Scalar] | None:
+    """Return the element counts of both sides of a reshape; None where they are the same."""
     have, want = (
         sc.product(fusion.canonical(a.size) for a in tv.domain.no_reductions)
         for tv in (op.inp, op.out)
     )
-    if have == want:
-        return
-    found, expected = size_of(have, values), size_of(want, values)
+    return None if have == want else (have, want)
+
+
+def _check_counts(
+    op: ReshapeOp, counts: tuple[Scalar, Scalar], values: Mapping[Symbol, Number]
+) -> None:
+    found, expected = (size_of(count, values) for count in counts)
     if found != expected:
         shapes = [
             [size_of(a.size, values) for a in tv.domain.no_reductions] for tv in (op.inp, op.out)
