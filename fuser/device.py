@@ -93,6 +93,7 @@ def device_parts(device: torch.device | str) -> tuple[str, int | None]:
     return kind, int(index) if index else None
 
 
+@functools.cache
 def describe_device(device: torch.device | str) -> DeviceInfo:
     """Describes a device; `cuda` without an index is torch's current one.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuser.errors import ExecutionError, UnsupportedError, user_code
+from fuser.errors import ExecutionError, FuserError, UnsupportedError, user_code
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
@@ -23,7 +23,7 @@ from hostir.effects import Shows
 from hostir.frame import Frame
 from hostir.layout import share_storage, write
 from hostir.library import compute, compute_into
-from hostir.memory import guarded, new_buffer
+from hostir.memory import new_buffer, op_failed
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -379,4 +379,9 @@ def carry_out(op: Op, frame: Frame) -> None:
     if not is_rehearsed(frame) and (announce := announcer(op, frame.machine)):
         announce(frame.tensors.get)
     frame.op = op
-    guarded(op, partial(handler, op, frame))
+    try:
+        handler(op, frame)
+    except FuserError:
+        raise
+    except Exception as error:  # torch raises errors of every kind
+        raise op_failed(op, error) from error

@@ -65,7 +65,7 @@ class BoundProgram:
     evaluator: HostIrEvaluator
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """What is known of calls with inputs of one signature."""
 
@@ -76,8 +76,10 @@ class Call:
     # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
     is_lazy: bool
     known: Known
-    # Whether inputs are like these at a glance; None where there is no such glance.
-    fits: Callable[[Sequence[object]], bool] | None
+    # Whether inputs are like these at a glance; None where there is no such glance, and before the
+    # second call: many sizes come once.
+    fits: Callable[[Sequence[object]], bool] | None = None
+    has_come_again: bool = False
 
 
 class FusionExecutorCache:
@@ -234,6 +236,10 @@ class FusionExecutorCache:
             call = self._by_signature.recall(key)
         if call is not None:
             bits = call.contents.check(given)
+            if not call.has_come_again:
+                call.has_come_again = True
+                tensors = [v for v in given if isinstance(v, torch.Tensor)]
+                call.fits = class_check(tensors) if len(tensors) == len(given) else None
         else:
             self._warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
@@ -250,11 +256,9 @@ class FusionExecutorCache:
         """Find or build the program for inputs of a new signature."""
         resolved = self._resolved(inputs)
         bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
-        tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
-        fits = class_check(tensors) if len(tensors) == len(inputs) else None
         is_lazy = resolved is not inputs
         contents = Contents(self._fusion.inputs, inputs) if is_lazy else known.contents
-        return Call(communicator, bound, claim, contents, is_lazy, known, fits)
+        return Call(communicator, bound, claim, contents, is_lazy, known)
 
     def _run(
         self, call: Call, inputs: Sequence[Argument], bits: int | None, are_apart: bool

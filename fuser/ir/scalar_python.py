@@ -34,15 +34,15 @@ class Computed:
 
     def __call__(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...]:
         """Return the values in order; raises what `evaluate` raises."""
-        found = self._at_once(values)
+        found = self.at_once(values)
         return tuple(evaluate(x, values) for x in self.scalars) if found is None else found
 
     def hold(self, values: Mapping[Symbol, Number]) -> bool:
         """Whether all are true; none is looked at behind one that is not."""
-        found = self._at_once(values)
+        found = self.at_once(values)
         return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
 
-    def _at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
+    def at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
         """Return all values; None where one by one may do, or has an error to tell."""
         run = self._run
         if run is None:

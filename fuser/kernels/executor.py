@@ -22,16 +22,15 @@ from fuser import dumps, options
 from fuser.device import DESCRIPTIONS, DeviceInfo, describe_device
 from fuser.errors import DefinitionError, FuserError, InputError, KernelError, UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.binding import Binder, free_inputs
+from fuser.ir.binding import free_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
-from fuser.ir.scalar_python import Computed
-from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text
 from fuser.kernel_source import KernelSource
+from fuser.kernels.extents import Bound, KernelExtents, Sizes
 from fuser.kernels.kernel import make_kernel
 from fuser.kernels.variant import Variant, launch_of
 from fuser.locks import make_reentrant_lock
@@ -59,7 +58,6 @@ _OVERRUN = 1 << 20
 _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 Value = torch.Tensor | Number
-Sizes = Mapping[Symbol, int]
 # Layouts, parameters of the scheduler, index type.
 VariantKey = tuple[tuple[Layout, ...], Any, DataType]
 Record = tuple[Variant, BoundLaunch]
@@ -118,29 +116,15 @@ class KernelExecutor:
         self._tensors += fusion.outputs
         self._places = {tv.number: k for k, tv in enumerate(self._tensors)}
         self._classes = [LayoutClasses(tv) for tv in self._tensors]
-        self._expanded = [tuple(expanded_positions(tv)) for tv in fusion.outputs]
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
         self._free = _free_symbols(fusion, self._scalars)
         free = free_inputs(fusion)
         numbers = [i for i, v in enumerate(fusion.inputs) if isinstance(v, Scalar)]
         # Which scalar inputs decide sizes, by their place among the scalars.
         self._structural = [k for k, i in enumerate(numbers) if i not in free]
-        self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
-        self._extent_symbols = tuple(
-            dict.fromkeys(s for tv in fusion.tensors() for s in _extent_symbols(tv))
-        )
-        # How often iteration spaces are gone through, and what chooses parameters for the layouts
-        # that came.
-        spaces = {
-            tuple(fusion.canonical(a.size) for a in tv.domain.logical): None
-            for tv in fusion.tensors()
-        }
-        self._iterations = Computed([sc.product(space) for space in spaces])
+        self._extents = KernelExtents(fusion, self._tensors, name)
+        # What chooses parameters, for the layouts that came.
         self._choosers: Recent[object, Callable[[Facts], Any]] = Recent(MAX_LAYOUTS)
-        # Such as the rows of an empty block, which nothing else may have.
-        self._is_empty = any(
-            sc.int_value(a.extent) == 0 for tv in fusion.tensors() for a in tv.domain.logical
-        )
         self._records: Recent[object, Record | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
@@ -281,7 +265,7 @@ class KernelExecutor:
             return
         from fuser.ops.torch_meaning import evaluate_fusion
 
-        values = self._binder.bind([*inputs, *outputs], sizes)
+        values = self._extents.values(inputs, outputs, sizes)
         results = evaluate_fusion(self.fusion, list(inputs), values=values)
         for tv, out, value in zip(self.fusion.outputs, outputs, results, strict=True):
             stored_part(tv, out).copy_(stored_part(tv, value))
@@ -299,13 +283,8 @@ class KernelExecutor:
         variant when needed; None where an extent is 0. Meta tensors will do where `device` is
         given."""
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
-        self._check(inputs, tensors)
-        values = self._binder.bind([*inputs, *outputs], sizes)
-        if (
-            self._is_empty
-            or any(t.numel() == 0 for t in tensors)
-            or any(values.get(s) == 0 for s in self._extent_symbols)
-        ):
+        bound = self._extents.bind(inputs, outputs, tensors, sizes)
+        if bound is None:
             return None
         layouts = tuple(c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True))
         alignments = {
@@ -315,8 +294,8 @@ class KernelExecutor:
         device = self._device or device or _describe(tensors)
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, dict.fromkeys(alignments, 1), None):
-            variant, launch = self._variant(layouts, known, alignments, values, tensors, device)
-            launch = launch or self._launch_of(variant, tensors, values, alignments)
+            variant, launch = self._variant(layouts, known, alignments, bound, tensors, device)
+            launch = launch or self._launch_of(variant, tensors, bound.values, alignments)
             if launch is not None:
                 return variant, launch
         raise KernelError(
@@ -337,33 +316,13 @@ class KernelExecutor:
             variant, self._places, tensors, values, alignments, scalars, checked=checked
         )
 
-    def _check(self, inputs: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
-        if len(inputs) != len(self.fusion.inputs) or len(tensors) != len(self._tensors):
-            raise InputError(
-                f"kernel {self.name} takes {len(self.fusion.inputs)} inputs and "
-                f"{len(self.fusion.outputs)} outputs, got {len(inputs)} and "
-                f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)}"
-            )
-        for tv, t in zip(self._tensors, tensors, strict=True):
-            if t.dim() != tv.ndim:
-                raise InputError(f"kernel {self.name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
-        outputs = tensors[len(tensors) - len(self.fusion.outputs) :]
-        for tv, expanded, t in zip(self.fusion.outputs, self._expanded, outputs, strict=True):
-            for axis in expanded:
-                if t.size(axis) > 1 and t.stride(axis):
-                    raise InputError(
-                        f"kernel {self.name}: axis {axis} of {tv} is expanded, one element that is "
-                        f"written once, but its buffer of shape {tuple(t.shape)} has strides "
-                        f"{t.stride()}"
-                    )
-
     # ------------------------------------------------------------ variants
     def _variant(
         self,
         layouts: tuple[Layout, ...],
         known: Mapping[int, int] | None,
         alignments: Mapping[int, int],
-        values: Mapping[Symbol, Number],
+        bound: Bound,
         tensors: Sequence[torch.Tensor],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
@@ -378,13 +337,12 @@ class KernelExecutor:
         if choose is None:
             choose = self.scheduler.chooser(self._specialized(layouts)[0], device)
             self._choosers[layouts, device] = choose
-        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
-        params = choose(Facts(sizes, known))
-        key = (layouts, params, self._index_dtype(values, tensors))
+        params = choose(Facts(bound.sizes, known))
+        key = (layouts, params, _index_dtype(bound.iterations, tensors))
         found = self._variants.get(key)
         if found is not None:
             return found, None
-        nearby = self._nearby(key, alignments, values, tensors)
+        nearby = self._nearby(key, alignments, bound.values, tensors)
         if nearby is not None:
             return nearby
         if len(self._variants) >= MAX_VARIANTS:
@@ -471,13 +429,6 @@ class KernelExecutor:
                 self._dump(dumps.Dump(name, self._of, text()))
         return Variant(kernel, params, named)
 
-    def _index_dtype(
-        self, values: Mapping[Symbol, Number], tensors: Sequence[torch.Tensor]
-    ) -> DataType:
-        """Return Int32 where every offset and every iteration count fits, over-run included."""
-        largest = max(*map(_span, tensors), *self._iterations(values), 0)
-        return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
-
     # ------------------------------------------------------------ compiling
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -534,10 +485,6 @@ def _lower_missing(
 
 
 # ------------------------------------------------------------------ helpers
-def _extent_symbols(tv: TensorView) -> tuple[Symbol, ...]:
-    return tuple(s for a in tv.domain.logical for s in sc.symbols(a.extent))
-
-
 def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
     """Return the symbols that neither an input's axes nor a scalar input binds."""
     bound = {
@@ -552,6 +499,12 @@ def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ..
             if isinstance(value, Scalar):
                 used.update(dict.fromkeys(sc.symbols(value)))
     return tuple(s for s in used if s not in bound and s not in scalars)
+
+
+def _index_dtype(iterations: int, tensors: Sequence[torch.Tensor]) -> DataType:
+    """Return Int32 where every offset and every iteration count fits, over-run included."""
+    largest = max(iterations, *map(_span, tensors))
+    return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

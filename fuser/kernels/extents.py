@@ -1,0 +1,136 @@
+"""What the sizes of tensors say about a kernel: the values of its symbols, and how much there is to
+iterate. Tensors that do not fit the fusion are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import torch
+
+from fuser.errors import InputError
+from fuser.ir import scalar as sc
+from fuser.ir.binding import Argument, Binder
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar_python import Computed
+from fuser.ir.storage import expanded_positions
+from fuser.ir.tensor import TensorView
+
+Sizes = Mapping[Symbol, int]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The values of symbols, and the iterations of the largest space of some tensor."""
+
+    values: Mapping[Symbol, Number]
+    sizes: Sizes
+    iterations: int
+
+
+class KernelExtents:
+    """Binds the sizes of one fusion. `tensors` are its inputs of this kind, then its outputs."""
+
+    def __init__(self, fusion: Fusion, tensors: Sequence[TensorView], name: str) -> None:
+        self._fusion, self._tensors, self._name = fusion, tensors, name
+        self._binder = Binder(fusion, [*fusion.inputs, *fusion.outputs])
+        self._expanded = [
+            (k, axis)
+            for k, tv in enumerate(tensors)
+            for axis in expanded_positions(tv)
+            if k >= len(tensors) - len(fusion.outputs)
+        ]
+        # Such as the rows of an empty block, which nothing else may have.
+        everything = fusion.tensors()
+        axes = [a for tv in everything for a in tv.domain.logical]
+        self._is_empty = any(sc.int_value(a.extent) == 0 for a in axes)
+        self._symbols = tuple(dict.fromkeys(s for a in axes for s in sc.symbols(a.extent)))
+        spaces = {tuple(fusion.canonical(a.size) for a in tv.domain.logical) for tv in everything}
+        spaces = [sc.product(space) for space in spaces]
+        self._iterations = Computed(spaces)
+        # All at once: the extents of all tensors, symbols, sides of equalities, iterations.
+        shapes = [[fusion.canonical(x) for x in tv.shape()] for tv in tensors]
+        ends = [0]
+        for shape in shapes:
+            ends.append(ends[-1] + len(shape))
+        self._shapes = list(pairwise(ends))
+        equal = fusion.equal_extents()
+        sides = [*(x for x, _ in equal), *(y for _, y in equal)]
+        self._parts = ends[-1] + len(self._symbols), len(equal)
+        self._all = Computed([*chain(*shapes), *self._symbols, *sides, *spaces])
+        self._has_scalars = any(isinstance(v, Scalar) for v in fusion.inputs)
+
+    def bind(
+        self,
+        inputs: Sequence[Argument],
+        outputs: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        sizes: Sizes,
+    ) -> Bound | None:
+        """Return the values for these tensors; None where an extent is 0.
+
+        Raises `InputError` for tensors that the kernel does not take, or whose sizes contradict
+        `sizes` or each other.
+        """
+        if not self._has_scalars and len(tensors) == len(self._shapes) == len(inputs) + len(
+            outputs
+        ):
+            found = self._at_once(tensors, sizes)
+            if found is not None:
+                return found
+        self._check(inputs, tensors)
+        values = self.values(inputs, outputs, sizes)
+        if (
+            self._is_empty
+            or any(t.numel() == 0 for t in tensors)
+            or any(values.get(s) == 0 for s in self._symbols)
+        ):
+            return None
+        known = {s: v for s, v in values.items() if isinstance(v, int)}
+        return Bound(values, known, max((int(n) for n in self._iterations(values)), default=0))
+
+    def values(
+        self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
+    ) -> Mapping[Symbol, Number]:
+        """Return the values of all symbols; see `Binder.bind`."""
+        return self._binder.bind([*inputs, *outputs], sizes)
+
+    def _at_once(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Bound | None:
+        """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
+        None."""
+        found = self._all.at_once(sizes)
+        if found is None:
+            return None
+        for (begin, end), t in zip(self._shapes, tensors, strict=True):
+            if t.shape != found[begin:end]:
+                return None
+        for k, axis in self._expanded:
+            if tensors[k].size(axis) > 1 and tensors[k].stride(axis):
+                return None
+        extents, pairs = self._parts
+        middle, end = extents + pairs, extents + 2 * pairs
+        if self._is_empty or 0 in found[:extents] or found[extents:middle] != found[middle:end]:
+            return None
+        return Bound(sizes, sizes, max(map(int, found[end:]), default=0))
+
+    def _check(self, inputs: Sequence[Argument], tensors: Sequence[torch.Tensor]) -> None:
+        fusion, name = self._fusion, self._name
+        if len(inputs) != len(fusion.inputs) or len(tensors) != len(self._tensors):
+            raise InputError(
+                f"kernel {name} takes {len(fusion.inputs)} inputs and {len(fusion.outputs)} "
+                f"outputs, got {len(inputs)} and "
+                f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)}"
+            )
+        for tv, t in zip(self._tensors, tensors, strict=True):
+            if t.dim() != tv.ndim:
+                raise InputError(f"kernel {name}: {tv} is {tv.ndim}-D, got {tuple(t.shape)}")
+        for k, axis in self._expanded:
+            tv, t = self._tensors[k], tensors[k]
+            if t.size(axis) > 1 and t.stride(axis):
+                raise InputError(
+                    f"kernel {name}: axis {axis} of {tv} is expanded, one element that is "
+                    f"written once, but its buffer of shape {tuple(t.shape)} has strides "
+                    f"{t.stride()}"
+                )
