@@ -37,6 +37,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "wrong numbers",
     },
     "DISABLE": {
+        "cuda_graphs": "every run on a GPU launches step by step; without it, runs that come back "
+        "are captured as CUDA graphs and repeated by one call",
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",
     },

@@ -50,6 +50,16 @@ class Recent(dict[K, V], Generic[K, V]):
             if self._on_drop is not None:
                 self._on_drop(gone)
 
+    def forget(self) -> None:
+        """Drop all entries."""
+        with self._lock:
+            dropped = [*self.values(), *self._old.values()]
+            self.clear()
+            self._old = {}
+        for gone in dropped:
+            if self._on_drop is not None:
+                self._on_drop(gone)
+
     def size(self) -> int:
         """Return the number of entries of both generations."""
         return len(self) + len(self._old)

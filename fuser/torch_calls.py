@@ -107,3 +107,27 @@ def range_named(name: str) -> AbstractContextManager[object]:
 
     make = _private("_profiler._RecordFunctionFast")
     return torch.profiler.record_function(name) if make is None else make(name)
+
+
+def arithmetic_choices() -> Callable[[], object]:
+    """Return what asks for the switches of torch that change what its library calls compute."""
+    import torch
+
+    names = (
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_accumulation",
+        "_get_deterministic_algorithms",
+        "_get_blas_preferred_backend",
+    )
+    asks: list[Callable[[], object]] = [ask for name in names if (ask := _private(name))]
+    precision = _private("_get_fp32_precision_getter")
+    if precision is None:
+        asks.append(torch.get_float32_matmul_precision)
+    is_cast, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def ask_all() -> object:
+        precise = None if precision is None else precision("cuda", "matmul")
+        return (precise, is_cast("cuda") and dtype("cuda"), *[ask() for ask in asks])
+
+    return ask_all

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fuser.runtime.graphs import MAKERS, GraphMaker
 from hostir.layout import spanned
 
 if TYPE_CHECKING:
@@ -87,8 +88,15 @@ class Arena:
         self.stream = stream
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        # A plan whose intermediates lie here.
+        # Plans whose intermediates lie here.
         self.bound: dict[Plan, BoundPlan] = {}
+        self._graphs: GraphMaker | None = None
+
+    def graphs(self) -> GraphMaker:
+        """Return what captures the runs of this arena. Raises `KernelError` where nothing can."""
+        if self._graphs is None:
+            self._graphs = MAKERS[self._device.type](self._device)
+        return self._graphs
 
     def bind(self, plan: Plan) -> BoundPlan:
         """Let the intermediates of a plan lie here."""
@@ -98,7 +106,7 @@ class Arena:
             self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
         if len(self.bound) >= MAX_BOUND:
             self.bound.clear()
-        found = self.bound[plan] = plan.bind(self._buffer, self.stream)
+        found = self.bound[plan] = plan.bind(self._buffer, self)
         return found
 
 
@@ -110,8 +118,10 @@ class Arenas:
     still in flight may write into it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, why_not: str = "") -> None:
+        """`why_not` says why no graph may repeat these runs; "" where one may."""
         self.device = device
+        self.why_not = why_not
         self._spare: dict[int, list[Arena]] = {}
 
     def take(self, stream: int) -> Arena:
@@ -128,6 +138,11 @@ class Arenas:
             spare = self._spare.setdefault(arena.stream, [])
         if len(spare) < MAX_SPARE:
             spare.append(arena)
+
+    def bound(self, plan: Plan) -> list[BoundPlan]:
+        """Return how a plan is bound to those that no run uses now."""
+        spare = [arena for arenas in list(self._spare.values()) for arena in list(arenas)]
+        return [arena.bound[plan] for arena in spare if plan in arena.bound]
 
     def forget(self, plan: Plan) -> None:
         """Drop what is bound of a plan that will hardly run again."""

@@ -335,7 +335,7 @@ class HostIrEvaluator:
         recorder = Recorder(frame, self.free)
         outputs = self._walk(frame, recorder)
         device = frame.machine.device
-        arenas = self._arenas.setdefault(device, Arenas(device))
+        arenas = self._arenas_on(device)
         known.keep(inputs, recorder.finish(self._visible, arenas))
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()
@@ -357,12 +357,24 @@ class HostIrEvaluator:
         known.keep(inputs, plan)
         return outputs
 
+    def _arenas_on(self, device: torch.device) -> Arenas:
+        why = "FUSER_DISABLE=cuda_graphs" if self._settings.disabled("cuda_graphs") else ""
+        return self._arenas.setdefault(device, Arenas(device, why))
+
     def _forget(self, plan: Plan) -> None:
         plan.arenas.forget(plan)
 
     def plans(self) -> list[Plan]:
         """Return the plans of the classes of inputs that `run` remembers."""
         return [plan for known in self._known.values() for plan in known.plans.values()]
+
+    def cuda_graphs(self, known: Known | None = None) -> list[str]:
+        """Return for each class of inputs (or for one) and each stream that ran it how many CUDA
+        graphs repeat its runs, or why none does."""
+        if not self._is_replayed:
+            return ["not captured: what is done depends on the value of a float"]
+        plans = self.plans() if known is None else known.plans.values()
+        return [line for plan in plans for line in plan.graphs()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
         """Return the values of all symbols; raise what `run` would raise about these inputs."""
@@ -399,7 +411,7 @@ class HostIrEvaluator:
         """Return the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        arenas = self._arenas.setdefault(device, Arenas(device))
+        arenas = self._arenas_on(device)
         found = rehearse_plan(frame, self.free, self._visible, arenas)
         if not found.is_compiled:
             self._compile(found, frame)
@@ -420,7 +432,9 @@ class HostIrEvaluator:
             frame = self._frame(list(inputs))
             recorder = make(frame, self.free)
             self._walk(frame, recorder)
-        plan = recorder.finish(self._visible, Arenas(frame.machine.device))
+        plan = recorder.finish(
+            self._visible, Arenas(frame.machine.device, "its steps are watched one by one")
+        )
         frame.tensors.clear()
         return recorder, plan
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fuser.errors import FuserError
 from fuser.ir.core import Op
-from hostir.arena import Arenas, Block, views_of
+from hostir.arena import Arena, Arenas, Block, views_of
 from hostir.bind import Argument
+from hostir.capture import Replays
 from hostir.memory import op_failed
 from hostir.steps import Binding, Closure, Slots, Step
 from hostir.streams import Streams
+from multidevice.backends.protocol import Backend
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,21 +25,26 @@ class BoundPlan:
     `rest` has the slots behind the inputs: the fixed ones filled, the others empty.
     """
 
+    makes: tuple[Closure, ...]
     closures: tuple[Closure, ...]
     rest: Slots
     # Which op each closure carries out.
     ops: tuple[Op | None, ...]
     kept: list[object]
+    # None where no graph can repeat the plan.
+    replays: Replays | None
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a class of inputs repeats: the steps, how many slots they need, where outputs lie.
 
-    `blocks` are the buffers that live in an arena of `nbytes`; outputs are allocated by steps.
+    `made` makes the buffers that outlive a run, by slot: they come before the steps. `blocks` are
+    the buffers that live in an arena of `nbytes`.
     `records` tells whether torch would record gradients: inputs require some, and torch reads them.
     """
 
+    made: Mapping[int, Closure]
     # With the op that each carries out; None for what no single op does.
     steps: tuple[tuple[Step, Op | None], ...]
     inputs: int
@@ -53,10 +60,15 @@ class Plan:
     # The raw handle of the current stream, and whether another CUDA device is the current one.
     current_stream: Callable[[], int]
     is_elsewhere: Callable[[], bool] | None
+    # Those that communicate; and why no graph can repeat the steps, "" where one may.
+    backends: tuple[Backend, ...]
+    why_not: str
 
-    def bind(self, buffer: torch.Tensor, stream: int) -> BoundPlan:
-        """Return the plan for runs that begin on this stream, with this memory."""
+    def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
+        """Return the plan for runs that begin on the stream of an arena, with this memory."""
+        stream = arena.stream
         fixed = views_of(self.blocks, buffer)
+        memory = dict(fixed)
         binding = Binding(self.device, stream, fixed)
         closures: list[Closure] = []
         ops: list[Op | None] = []
@@ -66,7 +78,16 @@ class Plan:
                 closures.append(closure)
                 ops.append(op)
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
-        return BoundPlan(tuple(closures), rest, tuple(ops), binding.kept)
+        replays = None if self.why_not else Replays(self, memory, arena.graphs)
+        makes = tuple(self.made.values())
+        return BoundPlan(makes, tuple(closures), rest, tuple(ops), binding.kept, replays)
+
+    def graphs(self) -> list[str]:
+        """Return, for each stream on which it has run, what is captured, or why nothing is."""
+        if self.why_not:
+            return [f"not captured: {self.why_not}"]
+        bound = [b for b in self.arenas.bound(self) if b.replays is not None]
+        return [b.replays.describe() for b in bound if b.replays is not None]
 
     def reserve(self) -> None:
         """Make sure of the memory of the intermediates before the first run.
@@ -85,15 +106,20 @@ class Plan:
 
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
-        arena = self.arenas.take(self.current_stream())
+        stream = self.current_stream()
+        arena = self.arenas.take(stream)
         bound = arena.bound.get(self)
         if bound is None:
             bound = arena.bind(self)
         slots: Slots = [*inputs, *bound.rest]
         step = None
         try:
-            for step in bound.closures:
-                step(slots)
+            for make in bound.makes:
+                make(slots)
+            replays = bound.replays
+            if replays is None or not replays.run(slots, stream):
+                for step in bound.closures:
+                    step(slots)
         except FuserError:
             raise
         except Exception as error:

@@ -32,7 +32,8 @@ from hostir.ops import (
     SymmetricContiguousView,
 )
 from hostir.plan import Plan
-from hostir.replay import OnlyRunTells, Recorder
+from hostir.replay import Recorder
+from hostir.replay_tensors import OnlyRunTells
 from hostir.step_kernels import StepKernels
 from hostir.steps import Launch
 from hostir.streams import UnservedStreams, Work

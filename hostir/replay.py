@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
@@ -21,7 +20,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
-from fuser.ops.products import Product, bind_contraction
+from fuser.runtime.graphs import MAKERS
 from fuser.torch_calls import elsewhere, raw_stream_on
 from hostir.announce import announcer
 from hostir.arena import Arenas, Block, first_fit
@@ -29,8 +28,7 @@ from hostir.bind import Argument
 from hostir.effects import Stream
 from hostir.frame import Frame, Machine
 from hostir.handlers import launch_operands
-from hostir.layout import is_repeated, share_storage, write
-from hostir.library import as_contracted, compute, contract_repeated
+from hostir.layout import share_storage
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -58,6 +56,7 @@ from hostir.post import (
     post,
     transfer,
 )
+from hostir.replay_tensors import tensor_op, writer
 from hostir.slices import dropped_axes
 from hostir.steps import (
     Action,
@@ -66,7 +65,6 @@ from hostir.steps import (
     Collective,
     Exchange,
     Launch,
-    Multiply,
     Release,
     Slots,
     Step,
@@ -83,11 +81,7 @@ from hostir.transfers import (
     StartCoalescing,
     Wait,
 )
-from multidevice.backends.protocol import Transfer
-
-
-class OnlyRunTells(Exception):
-    """Torch chooses how a result lies in memory: that is known when it has been computed."""
+from multidevice.backends.protocol import Backend, Transfer
 
 
 class Recorder:
@@ -96,18 +90,20 @@ class Recorder:
     def __init__(self, frame: Frame, free: frozenset[int], machine: Machine | None = None) -> None:
         """`free` has the positions of scalar inputs on which no size depends. `machine` is where
         the steps will run: given for a rehearsal, whose frame has tensors without contents."""
-        self._frame = frame
-        self._machine = frame.machine if machine is None else machine
-        self._is_rehearsal = machine is not None
+        self.frame = frame
+        self.machine = frame.machine if machine is None else machine
+        self.is_rehearsal = machine is not None
         inputs = frame.program.inputs
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
-        self._free = _free_scalars(frame, free)
+        self.free = _free_scalars(frame, free)
         self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
         # Buffers and where in the program they begin and end (None: they outlive it).
         self._blocks: dict[TensorView, Block] = {}
         self._begin: dict[TensorView, int] = {}
+        # What makes the buffers that outlive a run, by slot.
+        self._made: dict[int, Closure] = {}
         self._end: dict[TensorView, int] = {}
         self._position = 0
         self._switches = frame.storage.switches_streams
@@ -119,47 +115,70 @@ class Recorder:
         # began. Its order is that of the arena: what other streams allocate is torch's to place.
         self._stream: Handle | None = None
         self._captured: dict[str, Handle | None] = {}
+        # Which libraries communicate, and the first reason why no graph can repeat these steps.
+        self._backends: list[Backend] = []
+        self._why_not = ""
 
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
         self._position += 1
-        step = RECORD[type(op)](self, op) if type(op) in RECORD else self._tensor_op(op)
+        step = RECORD[type(op)](self, op) if type(op) in RECORD else tensor_op(self, op)
         if step is None:
             return
         if announced := self._announced(op):
+            self._keep_out_of_graphs("FUSER_DUMP=communication writes a line in each run")
             self._steps.append((Action(announced), op))
         self._steps.append((Action(step) if callable(step) else step, op))
 
+    def _keep_out_of_graphs(self, why: str) -> None:
+        self._why_not = self._why_not or why
+
+    def _backend(self, name: str, op: Op, what: str) -> Backend:
+        """Return what carries out a communication; `what` is the backend's name of it."""
+        found = self.machine.backend(name)
+        if found not in self._backends:
+            self._backends.append(found)
+        if not found.can_capture(what):
+            self._keep_out_of_graphs(f"{op.name} over {found.name} needs the host in each run")
+        return found
+
     def _announced(self, op: Op) -> Closure | None:
-        announce = announcer(op, self._machine)
+        announce = announcer(op, self.machine)
         if announce is None:
             return None
         held = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
-        places = {tv: self.slot(tv) for tv in held if self._frame.is_mine(tv)}
+        places = {tv: self.slot(tv) for tv in held if self.frame.is_mine(tv)}
         return lambda slots: announce(lambda tv: slots[places[tv]] if tv in places else None)
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
         """Return the plan that yields these tensors."""
+        device = self.machine.device.type
+        if device not in MAKERS:
+            self._keep_out_of_graphs(f"the device {device} has no graphs")
         for tv in outputs:
-            if not self._frame.is_mine(tv):
+            if not self.frame.is_mine(tv):
                 self._steps.append((Action(self._absent(tv)), None))
-            elif tv in self._frame.storage.borrowed:
+            elif tv in self.frame.storage.borrowed:
                 self._steps.append((Action(self._copy(tv)), None))
         blocks, nbytes = self._place()
-        fresh = [self._make(tv, b) for tv, b in self._blocks.items() if tv not in self._end]
+        lasting = {t: b for t, b in self._blocks.items() if t not in self._end}
+        self._made.update({b.slot: self._make(t, b) for t, b in lasting.items()})
         return Plan(
-            (*((Action(make), None) for make in fresh), *self._steps),
-            len(self._frame.program.inputs),
+            self._made,
+            tuple(self._steps),
+            len(self.frame.program.inputs),
             self._size,
             tuple(self._slot.get(("copy", t), self.slot(t)) for t in outputs),
             blocks,
             nbytes,
-            self._machine.device,
+            self.machine.device,
             self._requires_grad and not all(map(_leaves_gradients_alone, self._steps)),
-            self._machine.streams if self._switches else None,
+            self.machine.streams if self._switches else None,
             arenas,
-            raw_stream_on(self._machine.device),
-            elsewhere(self._machine.device),
+            raw_stream_on(self.machine.device),
+            elsewhere(self.machine.device),
+            tuple(self._backends),
+            arenas.why_not or self._why_not,
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:
@@ -174,7 +193,7 @@ class Recorder:
 
     def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""
-        return allocation(tv, block, self._machine, self._frame.program)
+        return allocation(tv, block, self.machine, self.frame.program)
 
     def slot(self, value: object) -> int:
         """Return the slot of a tensor, an input scalar or a communication."""
@@ -189,7 +208,7 @@ class Recorder:
     # ------------------------------------------------------------ ops
     def _absent(self, tv: TensorView) -> Closure:
         i = self.slot(tv)
-        nothing = torch.empty(0, dtype=to_torch(tv.dtype()), device=self._machine.device)
+        nothing = torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
 
         def absent(slots: Slots) -> None:
             slots[i] = nothing
@@ -198,24 +217,25 @@ class Recorder:
 
     def _copy(self, tv: TensorView) -> Closure:
         i, o = self.slot(tv), self.slot(("copy", tv))
-
-        def copy(slots: Slots) -> None:
-            slots[o] = slots[i].clone()
-
-        return copy
+        like = torch.empty_like(self.frame.tensors[tv], device="meta")
+        block = Block(o, tuple(like.shape), like.stride(), like.dtype)
+        self._made[o] = self._make(tv, block)
+        return lambda slots: slots[o].copy_(slots[i])
 
     def _allocate(self, op: Allocate) -> Step | Closure | None:
         tv = op.buffer
-        if tv in self._frame.storage.named:
+        if tv in self.frame.storage.named:
             return None
-        i, made = self.new_slot(tv), self._frame.tensors[tv]
+        i, made = self.new_slot(tv), self.frame.tensors[tv]
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
 
         def clear(slots: Slots) -> None:
             slots[i].zero_()
 
         is_mapped = tv.memory is MemoryType.symmetric
-        if self._frame.indices or self._stream is not None or is_mapped:
+        if is_mapped:
+            self._keep_out_of_graphs(f"{tv} lies in memory that peers map, made in each run")
+        if self.frame.indices or self._stream is not None or is_mapped:
             # Torch keeps what is freed for the stream that it was made on.
             make = self._make(tv, block)
             return Both(Action(make), Action(clear)) if op.zero_init else make
@@ -233,18 +253,19 @@ class Recorder:
     def _launch(self, op: LaunchKernel) -> Step | Closure:
         for out in op.outs:
             if out not in self._slot:
-                self._slot[out] = self.slot(self._frame.alias_target(out))
+                self._slot[out] = self.slot(self.frame.alias_target(out))
         outs = [self.slot(o) for o in op.outs]
-        runner, sizes = self._machine.runner(op.group), self._frame.sizes
-        given, results = launch_operands(op, self._frame)
-        device = self._machine.device if self._is_rehearsal else None
+        runner, sizes = self.machine.runner(op.group), self.frame.sizes
+        given, results = launch_operands(op, self.frame)
+        device = self.machine.device if self.is_rehearsal else None
         kernel = runner.launch_for(given, results, sizes=sizes, device=device)
         if kernel is not None:
             operands = (*(self.slot(v) for v in op.ins if isinstance(v, TensorView)), *outs)
             numbers = tuple(x for x in given if not isinstance(x, torch.Tensor))
             return Launch(kernel, operands, numbers, self._numbers(op), raw_handle(self._stream))
+        self._keep_out_of_graphs(f"the launch of kernel group {op.group} is looked up in each run")
         run, ins = runner.run, [self._argument(v) for v in op.ins]
-        dropped = dropped_axes(op, self._frame.program)
+        dropped = dropped_axes(op, self.frame.program)
 
         def launch(slots: Slots) -> None:
             run([get(slots) for get in ins], [slots[o] for o in outs], sizes=sizes)
@@ -262,13 +283,14 @@ class Recorder:
 
     def _post_on_stream(self, op: PostOnStream) -> Closure:
         ins = [self._argument(v) for v in op.ins]
-        outs = [(self.slot(o), self._frame.tensors[o]) for o in op.outs]
+        outs = [(self.slot(o), self.frame.tensors[o]) for o in op.outs]
         makes = [
             self._make(o, Block(i, tuple(t.shape), t.stride(), t.dtype))
             for o, (i, t) in zip(op.outs, outs, strict=True)
-            if o not in self._frame.storage.buffered
+            if o not in self.frame.storage.buffered
         ]
-        run = self._machine.unit(op.unit)
+        run = self.machine.unit(op.unit)
+        self._keep_out_of_graphs(f"{op.name} runs a program of its own")
 
         def post_on_stream(slots: Slots) -> None:
             for make in makes:
@@ -286,18 +308,18 @@ class Recorder:
         return lambda slots: [read(slots) for read in readers]
 
     def _changes(self, value: Scalar) -> bool:
-        return any(s in self._free for s in sc.symbols(value))
+        return any(s in self.free for s in sc.symbols(value))
 
     def _argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
         """Return how to read an operand: a slot, or a scalar over the run's input scalars."""
         if isinstance(value, TensorView) or value in self._slot:
             i = self.slot(value)
             return lambda slots: slots[i]
-        frame = self._frame
+        frame = self.frame
         if not self._changes(value):
             number = frame.number(value)
             return lambda slots: number
-        places, values = {s: self._slot[s] for s in self._free}, frame.values
+        places, values = {s: self._slot[s] for s in self.free}, frame.values
 
         def evaluate(slots: Slots) -> Argument:
             return sc.evaluate(value, {**values, **{s: slots[i] for s, i in places.items()}})
@@ -313,7 +335,7 @@ class Recorder:
         stand in another one."""
         if not self._switches:
             return start
-        take, mark = self._machine.streams.mark, self.slot(("mark", work))
+        take, mark = self.machine.streams.mark, self.slot(("mark", work))
 
         def note(slots: Slots) -> None:
             slots[mark] = take()
@@ -322,16 +344,16 @@ class Recorder:
 
     def _held(self, tv: TensorView) -> int:
         """Return the slot of this rank's part of a tensor, -1 where it holds none."""
-        return self.slot(tv) if self._frame.is_mine(tv) else -1
+        return self.slot(tv) if self.frame.is_mine(tv) else -1
 
     def _communication(self, op: Communication) -> Step | None:
-        frame = self._frame
-        rank = self._machine.rank
+        frame = self.frame
+        rank = self.machine.rank
         team = op.team.ranks(rank)
         if not team:
             return None
         root = -1 if op.root is None else team[frame.integer(op.root)]
-        call = Call(op, rank, team, self._machine.backend(op.backend), root)
+        call = Call(op, rank, team, self._backend(op.backend, op, op.type), root)
         work, inp, out = self._work(op.number), self._held(op.inp), self._held(op.out)
         held = [frame.tensors[tv] if frame.is_mine(tv) else None for tv in (op.inp, op.out)]
         bound = bind_post(call, *held)
@@ -347,8 +369,8 @@ class Recorder:
         return self._marked(work, Action(communicate))
 
     def _permute(self, op: CollectivePermute) -> Step | None:
-        frame = self._frame
-        rank, backend = self._machine.rank, self._machine.backend(op.backend)
+        frame = self.frame
+        rank, backend = self.machine.rank, self._backend(op.backend, op, op.name)
         team = op.team.ranks(rank)
         if not team:
             return None
@@ -369,8 +391,8 @@ class Recorder:
         self._group = []
 
     def _transfer(self, op: P2PCommunication) -> Step | None:
-        one = op, self.slot(op.buffer), self._frame.integer(op.peer)
-        half = transfer(op, self._frame.tensors[op.buffer], one[2])
+        one = op, self.slot(op.buffer), self.frame.integer(op.peer)
+        half = transfer(op, self.frame.tensors[op.buffer], one[2])
         if self._group is not None:
             self._group.append(one)
             self._halves.append(half)
@@ -391,9 +413,9 @@ class Recorder:
         group: list[tuple[P2PCommunication, int, int]],
         halves: list[Transfer],
     ) -> Step:
-        machine = self._machine
+        machine = self.machine
         work, team = self._work(op.number), machine.team
-        backend = machine.backend(group[0][0].backend if group else "")
+        backend = self._backend(group[0][0].backend if group else "", op, op.name)
         bound = bind_exchange(op, halves, team, backend) if group else None
         if bound is not None:
             buffers = tuple(i for _, i, _ in group)
@@ -421,7 +443,7 @@ class Recorder:
 
         if not self._switches:
             return wait
-        join, mark = self._machine.streams.join_mark, self.slot(("mark", work))
+        join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
 
         def join_and_wait(slots: Slots) -> None:
             if slots[work] is not None:
@@ -437,19 +459,19 @@ class Recorder:
         if stream.index is None and name in self._slot:
             i = self._slot[name]
             return lambda slots: slots[i]
-        handle = self._frame.stream(stream)
+        handle = self.frame.stream(stream)
         return lambda slots: handle
 
     def _set_stream(self, op: SetCurrentStream) -> Closure:
-        enter, find = self._machine.streams.enter, self._finds(op.stream)
+        enter, find = self.machine.streams.enter, self._finds(op.stream)
         is_captured = op.stream.index is None and op.stream.name in self._captured
         self._stream = (
-            self._captured[op.stream.name] if is_captured else self._frame.stream(op.stream)
+            self._captured[op.stream.name] if is_captured else self.frame.stream(op.stream)
         )
         return lambda slots: enter(find(slots))
 
     def _get_stream(self, op: GetCurrentStream) -> Closure:
-        current, i = self._machine.streams.current, self.slot(("stream", op.stream.name))
+        current, i = self.machine.streams.current, self.slot(("stream", op.stream.name))
         self._captured[op.stream.name] = self._stream
 
         def capture(slots: Slots) -> None:
@@ -458,76 +480,29 @@ class Recorder:
         return capture
 
     def _synchronize(self, op: Synchronize) -> Closure:
-        join, find = self._machine.streams.join, self._finds(op.stream)
+        join, find = self.machine.streams.join, self._finds(op.stream)
         return lambda slots: join(find(slots))
 
     def _nothing(self, op: Op) -> None:
         """A region's ops were recorded one by one; the order stands in the list of steps."""
 
     def _local_slice(self, op: LocalSlice) -> Closure:
-        start, length = self._frame.slice_bounds(op)
+        start, length = self.frame.slice_bounds(op)
         inp, out, axis = self.slot(op.inp), self.slot(op.out), op.axis
 
-        put = self._writer(op.out)
+        put = writer(self, op.out)
 
         def local_slice(slots: Slots) -> None:
             put(slots[out], slots[inp].narrow(axis, start, length))
 
         return local_slice
 
-    def _tensor_op(self, op: Op) -> Step | Closure:
-        assert isinstance(op, TensorOp), f"{op.name} cannot be replayed"
-        if all(out in self._frame.storage.buffered for out in op.outputs):
-            return self._into(op)
-        view = self._as_strided(op)
-        if view is None and self._is_rehearsal:
-            raise OnlyRunTells
-        return view if view is not None else self._computed(op)
-
-    def _into(self, op: TensorOp) -> Step | Closure:
-        if not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
-            return self._copied(op)
-        ins, out = [self.slot(v) for v in op.inputs], self.slot(op.out)
-
-        sample = self._frame.tensors[op.out]
-        result = as_contracted(op, sample)
-        if is_repeated(result):
-            return lambda slots: contract_repeated(
-                op, [slots[i] for i in ins], as_contracted(op, slots[out])
-            )
-        way = bind_contraction(op, [self._frame.tensors[v] for v in op.inputs], result)
-        if isinstance(way, Product) and result is sample:
-            return Multiply(way, tuple(ins), out)
-
-        def contract(slots: Slots) -> None:
-            way([slots[i] for i in ins], slots[out])
-
-        def contract_partial(slots: Slots) -> None:
-            way([slots[i] for i in ins], as_contracted(op, slots[out]))
-
-        return contract if result is sample else contract_partial
-
-    def _copied(self, op: TensorOp) -> Closure:
-        compute_step, outs = self._computing(op), [self.slot(o) for o in op.outputs]
-
-        puts = [self._writer(o) for o in op.outputs]
-
-        def copy(slots: Slots) -> None:
-            for put, out, value in zip(puts, outs, compute_step(slots), strict=True):
-                put(slots[out], value)
-
-        return copy
-
-    def _writer(self, tv: TensorView) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        """Return how values are copied into a tensor of this layout."""
-        return write if is_repeated(self._frame.tensors[tv]) else torch.Tensor.copy_
-
-    def _as_strided(self, op: TensorOp) -> View | None:
+    def as_strided(self, op: TensorOp) -> View | None:
         """Return a view by sizes and strides; None when the op made no view of its first input."""
         source = op.inputs[0] if op.inputs else None
         if not isinstance(source, TensorView) or len(op.outputs) != 1:
             return None
-        before, after = self._frame.tensors[source], self._frame.tensors[op.out_tensor]
+        before, after = self.frame.tensors[source], self.frame.tensors[op.out_tensor]
         has_memory = after.numel() > 0 and (after.is_meta or after.data_ptr() != 0)
         if not has_memory or not share_storage(before, after):
             return None
@@ -538,38 +513,10 @@ class Recorder:
 
     def _view(self, source: TensorView, out: TensorView) -> View:
         """Return the step that names the same place of `source` as now."""
-        before, after = self._frame.tensors[source], self._frame.tensors[out]
+        before, after = self.frame.tensors[source], self.frame.tensors[out]
         shift = int(after.storage_offset()) - int(before.storage_offset())
         i, o = self.slot(source), self.new_slot(out)
-        return View(i, o, tuple(after.shape), after.stride(), shift)
-
-    def _computed(self, op: TensorOp) -> Closure:
-        compute_step, outs = self._computing(op), [self.new_slot(o) for o in op.outputs]
-
-        def assign(slots: Slots) -> None:
-            for out, value in zip(outs, compute_step(slots), strict=True):
-                slots[out] = value
-
-        return assign
-
-    def _computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-        frame, values, indices = self._frame, self._frame.values, self._frame.indices
-        machine = self._machine
-        tensors = [(v, self.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
-        scalars = [(s, self._slot[s]) for s in self._free]
-
-        def run(slots: Slots) -> list[torch.Tensor]:
-            now = Frame(
-                frame.program,
-                machine,
-                frame.storage,
-                {**values, **{s: slots[i] for s, i in scalars}},
-                {v: slots[i] for v, i in tensors},
-                indices=indices,
-            )
-            return compute(op, now)
-
-        return run
+        return View(i, o, tuple(after.shape), after.stride(), shift, after.element_size())
 
 
 def _free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:

@@ -27,6 +27,7 @@ from multidevice.backends.protocol import Post, PostBatch
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
+    from fuser.runtime.kernel import LaunchCall
 
 Slots = list[Any]
 Closure = Callable[[Slots], object]
@@ -42,6 +43,19 @@ class Binding:
     # Memory of launches: what they point to must live as long as they do.
     kept: list[object] = field(default_factory=list[object])
 
+    def raw(self, stream: int | None) -> int:
+        """Return the handle of a stream of the program; None is the one on which runs begin."""
+        return self.stream if stream is None else stream
+
+    def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
+        """Return the closure of a view that begins so many bytes behind another slot's tensor."""
+        del source, out, nbytes
+        return view
+
+    def launch(self, kernel: BoundKernel) -> Closure:
+        """Return the closure of a launch."""
+        return kernel.closure()
+
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
         """Return how to read a slot."""
         if slot in self.fixed:
@@ -55,6 +69,52 @@ class Binding:
             found = 0 if slot < 0 else self.fixed[slot].data_ptr()
             return lambda slots: found
         return lambda slots: slots[slot].data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class BoundKernel:
+    """A launch whose arguments are packed, but for the addresses of slots that are not fixed."""
+
+    call: LaunchCall
+    # (parameter, slot)
+    moving: tuple[tuple[int, int], ...]
+    # What reads a run's scalars, where they change, and what writes them into the words.
+    read: Callable[[Slots], Sequence[Number]] | None
+    writers: Sequence[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]
+    stream: int
+    fail: Callable[[int], None]
+
+    def closure(self) -> Closure:
+        """Return what launches on the tensors of a run."""
+        words, function, arguments = self.call.words, self.call.function, self.call.arguments
+        moving, fail = self.moving, self.fail
+
+        def run(slots: Slots) -> None:
+            for param, slot in moving:
+                words[param] = slots[slot].data_ptr()
+            status = function(*arguments)
+            if status:
+                fail(status)
+
+        if self.read is None:
+            return run
+
+        def run_with_numbers(slots: Slots) -> None:
+            self.write_numbers(slots)
+            run(slots)
+
+        return run_with_numbers
+
+    def numbers(self, slots: Slots) -> Sequence[Number] | None:
+        """Return the scalars of a run; None where they are those of the class."""
+        return None if self.read is None else self.read(slots)
+
+    def write_numbers(self, slots: Slots) -> None:
+        """Put what follows from the scalars of a run into the words."""
+        if self.read is not None:
+            values, words = self.read(slots), self.call.words
+            for write, offset, value_for in self.writers:
+                write(words, offset, value_for(values))
 
 
 class Step(Protocol):
@@ -140,6 +200,7 @@ class View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     shift: int
+    itemsize: int
 
     def bind(self, binding: Binding) -> Closure | None:
         i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
@@ -152,7 +213,8 @@ class View:
             slots[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
 
         if i not in binding.fixed:
-            return shifted_view if shift else view
+            made = shifted_view if shift else view
+            return binding.view(i, o, made, shift * self.itemsize)
         x = binding.fixed[i]
         binding.fixed[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
         return None
@@ -200,7 +262,7 @@ class Collective:
 
     def bind(self, binding: Binding) -> Closure:
         post, work = self.post, self.work
-        stream = binding.stream if self.stream is None else self.stream
+        stream = binding.raw(self.stream)
         out, inp = binding.address(self.out), binding.address(self.inp)
 
         def start(slots: Slots) -> None:
@@ -220,7 +282,7 @@ class Exchange:
 
     def bind(self, binding: Binding) -> Closure:
         post, work = self.post, self.work
-        stream = binding.stream if self.stream is None else self.stream
+        stream = binding.raw(self.stream)
         addresses = [binding.address(slot) for slot in self.buffers]
 
         def start(slots: Slots) -> None:
@@ -250,14 +312,9 @@ class Launch:
         memories = launch.make_memories(binding.device)
         tensors = [binding.fixed.get(slot, 0) for slot in self.operands]
         prepared = launch.prepare(kernel, tensors, self.numbers, memories)
-        call = prepared.bind(binding.stream if self.stream is None else self.stream)
+        stream = binding.raw(self.stream)
+        call = prepared.bind(stream)
         binding.kept.append((prepared, call, memories))
-        words, function, arguments = call.words, call.function, call.arguments
-        moving = tuple(
-            (param, self.operands[k])
-            for param, k in launch.pointers
-            if self.operands[k] not in binding.fixed
-        )
 
         def fail(status: int) -> None:
             try:
@@ -265,21 +322,10 @@ class Launch:
             except KernelError as error:
                 raise self.kernel.explain(error) from None
 
-        def run(slots: Slots) -> None:
-            for param, slot in moving:
-                words[param] = slots[slot].data_ptr()
-            status = function(*arguments)
-            if status:
-                fail(status)
-
-        read, writers = self.read, launch.number_writers(kernel)
-        if read is None:
-            return run
-
-        def run_with_numbers(slots: Slots) -> None:
-            values = read(slots)
-            for write, offset, value_for in writers:
-                write(words, offset, value_for(values))
-            run(slots)
-
-        return run_with_numbers
+        moving = tuple(
+            (param, self.operands[k])
+            for param, k in launch.pointers
+            if self.operands[k] not in binding.fixed
+        )
+        writers = () if self.read is None else launch.number_writers(kernel)
+        return binding.launch(BoundKernel(call, moving, self.read, writers, stream, fail))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Hashable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -78,6 +78,12 @@ class Streams(Protocol):
         """Forgets what was submitted and has not run: called after an error."""
         ...
 
+    def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
+        """Returns a context in which this thread uses other streams in place of the program's, by
+        their raw handles: a run is captured.
+        """
+        ...
+
 
 class CudaStreams:
     """CUDA streams of torch's pool; work is submitted by carrying it out."""
@@ -87,6 +93,22 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[Hashable, torch.cuda.Stream] = {}
+        self._local = threading.local()
+
+    @contextmanager
+    def standing_in(self, stand_in: Callable[[int], int]) -> Generator[None]:
+        self._local.stand_in = stand_in
+        try:
+            yield
+        finally:
+            self._local.stand_in = None
+
+    def _actual(self, stream: Handle) -> torch.cuda.Stream:
+        assert isinstance(stream, torch.cuda.Stream)
+        stand_in = getattr(self._local, "stand_in", None)
+        if stand_in is None:
+            return stream
+        return torch.cuda.ExternalStream(stand_in(stream.cuda_stream), device=self._device)
 
     def handle(self, key: Hashable) -> Handle:
         if key not in self._made:
@@ -102,12 +124,10 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def enter(self, stream: Handle) -> None:
-        assert isinstance(stream, torch.cuda.Stream)
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(self._actual(stream))
 
     def join(self, stream: Handle) -> None:
-        assert isinstance(stream, torch.cuda.Stream)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._actual(stream))
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
         work()
@@ -163,6 +183,9 @@ class CpuStreams:
 
     def abandon(self) -> None:
         pass
+
+    def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class UnservedStreams(CpuStreams):

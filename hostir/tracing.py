@@ -24,6 +24,7 @@ from fuser.arguments import LONGEST, require, show
 from fuser.errors import ExecutionError, FuserError, InputError, UnsupportedError
 from fuser.inputs import flatten
 from fuser.ir.tensor import TensorView
+from hostir.arena import Arena
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Writes, effects_of
@@ -274,7 +275,7 @@ class _Runs:
     def bound(self, plan: Plan) -> Callable[[], None]:
         """Return a run of a plan, in memory of its own, on the stream that is current now."""
         buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
-        found = plan.bind(buffer, plan.current_stream())
+        found = plan.bind(buffer, Arena(plan.device, plan.current_stream()))
         streams = plan.streams
 
         def run() -> None:

@@ -36,7 +36,7 @@ from hostir.op_costs import is_computed
 from hostir.ops import RANK, GetCurrentStream, SetCurrentStream
 from hostir.plan import Plan
 from hostir.replay import Recorder
-from hostir.steps import Binding, Closure, Slots, Step, View
+from hostir.steps import Action, Binding, Closure, Slots, Step, View
 from hostir.transfers import (
     CollectivePermute,
     EndCoalescing,
@@ -101,22 +101,25 @@ class NotingRecorder(Recorder):
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
         """Return the plan; then `ops` has all of its steps."""
         plan = super().finish(outputs, arenas)
+        # Also the making of buffers is a step here.
+        makes = tuple((Action(make), None) for make in plan.made.values())
+        plan = replace(plan, made={}, steps=(*makes, *plan.steps))
         recorded, behind = len(self.ops), len(self._steps) - len(self.ops)
-        storage = self._frame.storage
-        ends = [tv for tv in outputs if not self._frame.is_mine(tv) or tv in storage.borrowed]
+        storage = self.frame.storage
+        ends = [tv for tv in outputs if not self.frame.is_mine(tv) or tv in storage.borrowed]
         assert len(ends) == behind, f"{behind} steps behind the last op, for outputs {ends}"
         begins = len(plan.steps) - recorded - behind
         made = TracedOp("memory of the outputs", "", "", (), CALLER, "host")
         self.ops = [made] * begins + self.ops
         for tv in ends:
-            kind: Kind = "compute" if self._frame.is_mine(tv) else "host"
+            kind: Kind = "compute" if self.frame.is_mine(tv) else "host"
             text = f"a copy of {tv.label}, as the output"
             self.ops.append(TracedOp(text, "", "", (tv.label,), CALLER, kind))
         return plan
 
     def values(self) -> dict[Symbol, Number]:
         """Return what this run's inputs and streams bind; not the rank."""
-        return {s: v for s, v in self._frame.values.items() if s is not RANK}
+        return {s: v for s, v in self.frame.values.items() if s is not RANK}
 
     def stream_names(self) -> dict[int, str]:
         """Return the streams of the ops by number, as the program spells them."""
@@ -125,7 +128,7 @@ class NotingRecorder(Recorder):
 
     def _number(self, stream: Stream) -> int:
         if stream.index is not None:
-            return self._frame.integer(stream.index)
+            return self.frame.integer(stream.index)
         if stream.name in self._named:
             return self._named[stream.name]
         if stream.name == "Default":
@@ -133,8 +136,8 @@ class NotingRecorder(Recorder):
         return self._unnamed.setdefault(stream.name, -2 - len(self._unnamed))
 
     def _traced(self, op: Op, step: Step) -> TracedOp:
-        values = self._frame.values
-        site = Site(op, tuple((index, values[index]) for index in self._frame.indices))
+        values = self.frame.values
+        site = Site(op, tuple((index, values[index]) for index in self.frame.indices))
         return TracedOp(
             " ".join(op_text(op).split()),
             op.name,
@@ -146,14 +149,14 @@ class NotingRecorder(Recorder):
 
     def _kind(self, op: Op, step: Step) -> Kind:
         if isinstance(op, CollectivePermute):
-            rank = self._machine.rank
-            to = op.team.ranks(rank)[self._frame.integer(op.send_peer)]
+            rank = self.machine.rank
+            to = op.team.ranks(rank)[self.frame.integer(op.send_peer)]
             return "compute" if to == rank else "communication"
         if isinstance(op, StartsCommunication):
             return "communication"
         if isinstance(op, Wait):
             return "wait"
-        is_work = is_computed(op, effects_of(op, self._frame.storage.buffered))
+        is_work = is_computed(op, effects_of(op, self.frame.storage.buffered))
         return "compute" if is_work and not isinstance(step, View) else "host"
 
     def _tensors(self, op: Op) -> tuple[str, ...]:

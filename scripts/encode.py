@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 6e-3}
-TIMED_RUNS, WARM_UPS = 7, 2
+TIMED_RUNS, WARM_UPS = 7, 4
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 # A child process that inherits a launcher's variables would join the job.
 LAUNCHER_PREFIXES = (

@@ -257,6 +257,14 @@ class FusionDefinition:
             del self._fusion
         return self.fec
 
+    def cuda_graphs(self) -> list[str]:
+        """Return, for each class of inputs that `execute` knows and each stream that ran it, how
+        many CUDA graphs repeat its runs, or why none does.
+
+        `FUSER_DISABLE=cuda_graphs`, or that option of a call, keeps runs from being captured.
+        """
+        return self.fec.cuda_graphs() if hasattr(self, "fec") else []
+
     def manual_execute(self, inputs: Iterable[object]) -> list[torch.Tensor]:
         """Run the fusion as one kernel with the schedule that the user gave its tensors.
 

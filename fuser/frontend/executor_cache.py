@@ -133,6 +133,11 @@ class FusionExecutorCache:
     def _classifier(self) -> Classifier:
         return Classifier(self._fusion)
 
+    def cuda_graphs(self) -> list[str]:
+        """See `FusionDefinition.cuda_graphs`."""
+        calls = list(self._by_signature.values())
+        return [g for call in calls for g in call.bound.evaluator.cuda_graphs(call.known)]
+
     # ------------------------------------------------------------ running
     def execute(
         self,
@@ -393,6 +398,7 @@ class FusionExecutorCache:
             communicator,
             device=device,
             make_runner=program.kernel,
+            settings=settings,
             late_stream=settings.argument("late_stream"),
             number_of_streams=self._number_of_streams,
         )

@@ -31,7 +31,7 @@ _INVALID_CONTEXT = 201
 
 
 @functools.cache
-def _driver() -> Any:
+def load_driver() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -115,7 +115,7 @@ class CudaKernel(CompiledKernel):
 
     def __init__(self, source: KernelSource, code: bytes) -> None:
         super().__init__(source)
-        driver = _driver()
+        driver = load_driver()
         self.code = code
         # Never unloaded: launches may be in flight, and captured graphs launch the kernel again.
         library = self._loaded("cuLibraryLoadData", code, [], [], 0, [], [], 0)
@@ -130,8 +130,8 @@ class CudaKernel(CompiledKernel):
         self._smem_allowed: dict[int, int] = {}
 
     def _loaded(self, function: str, *args: Any) -> Any:
-        status, found = getattr(_driver(), function)(*args)
-        if status != _driver().CUresult.CUDA_SUCCESS:
+        status, found = getattr(load_driver(), function)(*args)
+        if status != load_driver().CUresult.CUDA_SUCCESS:
             raise KernelError(f"kernel {self.name}: {function} failed ({status!r})")
         return found
 
@@ -170,7 +170,7 @@ class CudaKernel(CompiledKernel):
         """What the compiler assigned: registers, local bytes (spills), static shared bytes."""
         import torch
 
-        attribute = _driver().CUfunction_attribute
+        attribute = load_driver().CUfunction_attribute
         device = self._loaded("cuDeviceGet", torch.cuda.current_device())
         return {
             name: self._loaded("cuKernelGetAttribute", which, self._kernel, device)
@@ -189,7 +189,7 @@ class CudaKernel(CompiledKernel):
         (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
         if status == _INVALID_CONTEXT:
             # This thread has not used CUDA yet, and the default stream takes the thread's context.
-            _bind_primary_context()
+            bind_primary_context()
             (status,) = self._launch(self._handle, *grid, *block, smem_bytes, handle, arguments, 0)
         if status != self._success:
             raise KernelError(
@@ -205,7 +205,7 @@ class CudaKernel(CompiledKernel):
         index = torch.cuda.current_device()
         if smem_bytes <= self._smem_allowed.get(index, _DEFAULT_SMEM_BYTES):
             return
-        driver = _driver()
+        driver = load_driver()
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         status, device = driver.cuDeviceGet(index)
         if status == self._success:
@@ -248,7 +248,7 @@ class PreparedCudaLaunch(PreparedLaunch):
             return 0
 
         if launch is None:
-            return LaunchCall(self._arguments.slots, enqueue, (), again)
+            return LaunchCall(self._arguments.slots, enqueue, (), again, self._arguments.address)
         config = LaunchConfig(grid, block, smem_bytes, stream or None, None, 0)
         arguments = (
             ctypes.byref(config),
@@ -256,14 +256,14 @@ class PreparedCudaLaunch(PreparedLaunch):
             ctypes.c_void_p(self._arguments.address),
             None,
         )
-        return LaunchCall(self._arguments.slots, launch, arguments, again)
+        return LaunchCall(self._arguments.slots, launch, arguments, again, self._arguments.address)
 
 
-def _bind_primary_context() -> None:
+def bind_primary_context() -> None:
     """Makes the primary context of torch's current device current in this thread."""
     import torch
 
-    driver = _driver()
+    driver = load_driver()
     status, device = driver.cuDeviceGet(torch.cuda.current_device())
     if status == driver.CUresult.CUDA_SUCCESS:
         status, context = driver.cuDevicePrimaryCtxRetain(device)

@@ -41,6 +41,8 @@ class LaunchCall:
     arguments: tuple[Any, ...]
     # Raises `KernelError` that explains a status, unless the launch could be made after all.
     fail: Callable[[int], None]
+    # On CUDA, where the addresses of the words stand, as the driver takes them.
+    packed: int = 0
 
 
 class PreparedLaunch(ABC):

@@ -17,6 +17,7 @@ import torch
 
 from fuser.errors import CommunicationError, DtypeError, InputError, ShardingError, UnsupportedError
 from fuser.torch_calls import raw_stream_on
+from multidevice.backends.captured import Captured
 from multidevice.backends.ordered import as_ordered, from_ordered
 from multidevice.backends.protocol import (
     BUFFERS,
@@ -178,7 +179,7 @@ class _FinishingWork:
         self._work.synchronize()
 
 
-class CheckedBackend(ABC):
+class CheckedBackend(Captured, ABC):
     """The `Backend` protocol, reduced to two methods that move data."""
 
     name = ""

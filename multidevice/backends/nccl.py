@@ -84,9 +84,13 @@ class NcclBackend(CheckedBackend):
 
     def _forget(self, key: str) -> None:
         """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
+        self.generation += 1
         for team in list(self._comms):
             if key == f"{self.name} {team_text(team)}":
                 self._comms.pop(team).abort()
+
+    def can_capture(self, what: str) -> bool:
+        return what != "barrier"
 
     def poll(
         self,
@@ -258,6 +262,7 @@ class NcclBackend(CheckedBackend):
     def close(self) -> None:
         """Frees the communicators, in a fixed order."""
         super().close()
+        self.generation += 1
         for team in sorted(self._comms):
             self._comms[team].abort()
         self._comms.clear()

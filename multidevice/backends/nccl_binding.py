@@ -218,6 +218,8 @@ def load_binding() -> NcclBinding:
     """
     # NVLink multicast stays off unless the user asks for it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # A captured collective would register its buffers with all members, which need not capture.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     choice = options.nccl_binding()
     tried: list[str] = []
     for module, make in (("nccl", Nccl4pyBinding), ("cupy", CupyBinding)):

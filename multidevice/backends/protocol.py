@@ -8,6 +8,7 @@ collective that every member of the team must enter, in the same order; it retur
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -80,6 +81,15 @@ class Backend(Protocol):
     """
 
     where: str
+    generation: int
+
+    def can_capture(self, what: str) -> bool:
+        """See `multidevice/backends/captured.py`, as for the next two."""
+        ...
+
+    def entered(self) -> Counter[str]: ...
+
+    def enter_again(self, calls: Counter[str], sign: int = 1) -> None: ...
 
     @property
     def name(self) -> str:

@@ -83,6 +83,6 @@ class FailingDriver:
 
 
 def test_machine_code_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_kernel, "_driver", FailingDriver)
+    monkeypatch.setattr(cuda_kernel, "load_driver", FailingDriver)
     with pytest.raises(KernelError, match=r"vector_add: cuLibraryGetKernel failed \(500"):
         cuda_kernel.CudaKernel(kernels.VECTOR_ADD, b"no kernel")

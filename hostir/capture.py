@@ -1,0 +1,319 @@
+"""Graphs of bound plans: after a few equal runs, one call of the driver repeats the whole run.
+
+A graph has the addresses of what it was captured with. Those of generated kernels are replaced when
+a tensor lies elsewhere; what torch's calls and communications touch is the *key* of a graph: a plan
+has one graph per set of these addresses, captured when a set comes back, and runs step by step on
+any other. Outputs are new tensors of each run, as without graphs, so that none is overwritten that
+a caller holds; intermediates lie in the arena of the plan, whose runs follow one another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuser.errors import KernelError
+from fuser.recent import Recent
+from fuser.runtime.graphs import Graph, GraphMaker
+from fuser.torch_calls import arithmetic_choices
+from hostir.steps import Binding, BoundKernel, Closure, Slots
+
+if TYPE_CHECKING:
+    from hostir.plan import Plan
+
+# Runs with one set of addresses before they are captured.
+RUNS_BEFORE = 2
+# Steps of a run below which a graph would not be faster.
+MIN_STEPS = 3
+# Graphs of one plan on one stream; sets of addresses that are counted; captures at all.
+MAX_GRAPHS, MAX_KEYS, MAX_CAPTURES = 64, 256, 128
+# Runs that found no graph, one after another, before none is looked for.
+MAX_MISSES = 512
+
+
+class _Refused(Exception):
+    """Why a plan is not captured."""
+
+
+class _Watched(list[Any]):
+    """The slots of a captured run; notes which ones are read."""
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(slots)
+        self.read: set[int] = set()
+
+    def __getitem__(self, i: Any) -> Any:
+        self.read.add(i)
+        return super().__getitem__(i)
+
+
+@dataclass(frozen=True)
+class CaptureBinding(Binding):
+    """What a plan is bound to while it is captured.
+
+    Where a view lies follows from the slot that it is a view of: `origins` has (slot, bytes).
+    """
+
+    maker: GraphMaker = field(kw_only=True)
+    kernels: list[BoundKernel] = field(default_factory=list[BoundKernel])
+    # The nodes of the capture that goes on, by the number of their kernel.
+    nodes: dict[int, _Node] = field(default_factory=dict[int, Any])
+    origins: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    views: dict[int, Closure] = field(default_factory=dict[int, Closure])
+
+    def raw(self, stream: int | None) -> int:
+        return self.stream if stream is None else self.maker.stand_in(stream)
+
+    def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
+        self.origins[out] = source, nbytes
+        self.views[out] = view
+
+        def unwatched(slots: Slots) -> None:
+            plain = list(slots)
+            view(plain)
+            slots[out] = plain[out]
+
+        return unwatched
+
+    def launch(self, kernel: BoundKernel) -> Closure:
+        number = len(self.kernels)
+        self.kernels.append(kernel)
+
+        def launch(slots: Slots) -> None:
+            plain, words = list(slots), kernel.call.words
+            for param, slot in kernel.moving:
+                words[param] = plain[slot].data_ptr()
+            kernel.write_numbers(plain)
+            node = self.maker.kernel(kernel.call, kernel.stream)
+            self.nodes[number] = _Node(node, list(words), kernel.numbers(plain))
+
+        return launch
+
+    def root(self, slot: int) -> tuple[int, int]:
+        """Return (the slot that a slot is a view of, in the end, bytes from there)."""
+        nbytes = 0
+        while slot in self.origins:
+            slot, more = self.origins[slot]
+            nbytes += more
+        return slot, nbytes
+
+
+@dataclass
+class _Node:
+    """A captured kernel, its words, and the numbers among them."""
+
+    node: object
+    words: list[int]
+    numbers: Sequence[Any] | None
+
+
+@dataclass
+class _Captured:
+    """A graph, and where it finds the tensors that only kernels read."""
+
+    graph: Graph
+    nodes: dict[int, _Node]
+    places: list[int]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A kernel with arguments that are replaced: (parameter, slot, bytes from its tensor)."""
+
+    number: int
+    kernel: BoundKernel
+    moved: tuple[tuple[int, int, int], ...]
+
+
+class Replays:
+    """The graphs of a plan on one stream, and the reason where there are none."""
+
+    def __init__(
+        self, plan: Plan, memory: dict[int, torch.Tensor], make: Callable[[], GraphMaker]
+    ) -> None:
+        self._plan, self._memory, self._make = plan, memory, make
+        self._binding: CaptureBinding | None = None
+        self._actions: list[Closure] = []
+        self._graphs: Recent[Hashable, _Captured] = Recent(MAX_GRAPHS)
+        self._seen: Recent[Hashable, int] = Recent(MAX_KEYS)
+        self._captures = self._misses = 0
+        self._generations = [b.generation for b in plan.backends]
+        # The calls that a run counts, per backend.
+        self._calls: list[Counter[str]] = []
+        # Slots of the key: tensors, then numbers. None before the first capture.
+        self._key_slots: tuple[list[int], list[int]] | None = None
+        # The tensors that only kernels read.
+        self._moving: list[int] = []
+        self._readers: list[_Reader] = []
+        # What gives outputs their places: views of buffers and inputs, and tensors of no elements.
+        self._views: list[Closure] = []
+        self._nothing: dict[int, torch.Tensor] = {}
+        self._choices = arithmetic_choices()
+        # Why nothing more is captured; "" while it may be.
+        self.why_not = ""
+
+    def describe(self) -> str:
+        """Return what is captured, or why nothing is."""
+        if self._key_slots is None:
+            return f"not captured: {self.why_not or 'it has not run often enough'}"
+        fixed = sum(map(len, self._key_slots))
+        return (
+            f"captured: {self._graphs.size()} graph(s) of {len(self._actions)} steps, chosen by "
+            f"{fixed} of the inputs and outputs; {len(self._moving)} are replaced in kernels"
+            + (f"; no more are captured: {self.why_not}" if self.why_not else "")
+        )
+
+    def run(self, slots: Slots, stream: int) -> bool:
+        """Repeat a run by a graph, where there is one for these tensors; False where not.
+
+        The slots hold the inputs and the buffers that outlive the run.
+        """
+        if self.why_not and self._key_slots is None:
+            return False
+        backends = self._plan.backends
+        if backends and [b.generation for b in backends] != self._generations:
+            self._forget()
+        key = self._key(slots)
+        captured = self._graphs.get(key) or self._graphs.recall(key)
+        if captured is None:
+            captured = self._consider(key, slots)
+            if captured is None:
+                return False
+        else:
+            self._misses = 0
+            for backend, calls in zip(backends, self._calls, strict=True):
+                backend.enter_again(calls)
+        self._update(captured, slots)
+        captured.graph.launch(stream)
+        for view in self._views:
+            view(slots)
+        for slot, tensor in self._nothing.items():
+            slots[slot] = tensor
+        return True
+
+    def _forget(self) -> None:
+        """Drop what was captured with communicators that are gone."""
+        for graphs in (self._graphs, self._seen):
+            graphs.forget()
+        self._generations = [b.generation for b in self._plan.backends]
+
+    def _key(self, slots: Slots) -> Hashable:
+        if self._key_slots is None:
+            return None
+        tensors, numbers = self._key_slots
+        places = [slots[i].data_ptr() for i in tensors]
+        return (*places, *[slots[i] for i in numbers], self._choices())
+
+    def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
+        """Capture these tensors' run if it has come often enough."""
+        if self.why_not:
+            return None
+        seen = self._seen[key] = (self._seen.recall(key) or 0) + 1
+        self._misses += 1
+        if seen <= RUNS_BEFORE:
+            if self._misses > MAX_MISSES:
+                self.why_not = "inputs and outputs lie elsewhere in each run"
+            return None
+        if self._captures == MAX_CAPTURES:
+            self.why_not = f"{MAX_CAPTURES} were captured already"
+            return None
+        try:
+            captured = self._capture(slots)
+        except _Refused as refused:
+            self.why_not = str(refused)
+            return None
+        self._captures += 1
+        self._graphs[self._key(slots)] = captured
+        return captured
+
+    def _capture(self, slots: Slots) -> _Captured:
+        binding = self._bind()
+        watched, backends = _Watched(slots), self._plan.backends
+        before = [b.entered() for b in backends]
+        binding.nodes.clear()
+        streams = self._plan.streams
+        context = nullcontext() if streams is None else streams.standing_in(binding.maker.stand_in)
+        try:
+            with context:
+                graph = binding.maker.capture(self._actions, watched)
+        except Exception as error:  # torch's, the driver's, a library's
+            for backend, was in zip(backends, before, strict=True):
+                backend.enter_again(backend.entered() - was, -1)
+            raise _Refused(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+        self._calls = [b.entered() - was for b, was in zip(backends, before, strict=True)]
+        if self._key_slots is None:
+            self._understand(binding, watched)
+        places = [slots[i].data_ptr() for i in self._moving]
+        return _Captured(graph, dict(binding.nodes), places)
+
+    def _bind(self) -> CaptureBinding:
+        if self._binding is not None:
+            return self._binding
+        try:
+            maker = self._make()
+        except KernelError as error:
+            raise _Refused(str(error)) from error
+        plan, memory = self._plan, dict(self._memory)
+        binding = CaptureBinding(plan.device, maker.stream, memory, maker=maker)
+        actions = [step.bind(binding) for step, _ in plan.steps]
+        self._actions = [a for a in actions if a is not None]
+        if len(self._actions) < MIN_STEPS:
+            raise _Refused(f"{len(self._actions)} step(s) gain nothing by it")
+        self._binding = binding
+        return binding
+
+    def _understand(self, binding: CaptureBinding, watched: _Watched) -> None:
+        """Tell which tensors of a run a graph can find in other places."""
+        plan = self._plan
+        movable = {*range(plan.inputs), *plan.made}
+        plain = list(watched)
+        views: dict[int, Closure] = {}
+        for slot in plan.outputs:
+            root, _ = binding.root(slot)
+            if root not in movable:
+                if plain[slot].numel():
+                    raise _Refused("an output is allocated by a step of its own")
+                self._nothing[slot] = plain[slot]
+                continue
+            chain: list[int] = []
+            while slot in binding.origins:
+                chain.append(slot)
+                slot, _ = binding.origins[slot]
+            views.update((s, binding.views[s]) for s in reversed(chain))
+        self._views = list(views.values())
+        rigid = {binding.root(i)[0] for i in watched.read} & movable
+        tensors = {i for i in movable if isinstance(plain[i], torch.Tensor)}
+        self._key_slots = sorted(rigid & tensors), sorted(rigid - tensors)
+        for number, kernel in enumerate(binding.kernels):
+            roots = ((param, *binding.root(slot)) for param, slot in kernel.moving)
+            moved = tuple((p, root, nbytes) for p, root, nbytes in roots if root in tensors)
+            if kernel.read is not None or any(root not in rigid for _, root, _ in moved):
+                self._readers.append(_Reader(number, kernel, moved))
+        read = {root for reader in self._readers for _, root, _ in reader.moved}
+        self._moving = sorted(read - rigid)
+
+    def _update(self, captured: _Captured, slots: Slots) -> None:
+        """Tell the kernels of a graph where tensors lie, and the numbers of this run."""
+        places = [slots[i].data_ptr() for i in self._moving]
+        moved: set[int] = set()
+        if places != captured.places:
+            old = captured.places
+            moved = {i for i, a, b in zip(self._moving, places, old, strict=True) if a != b}
+            captured.places = places
+        for reader in self._readers:
+            kernel, node = reader.kernel, captured.nodes[reader.number]
+            numbers = kernel.numbers(slots)
+            if numbers == node.numbers and not any(root in moved for _, root, _ in reader.moved):
+                continue
+            for param, root, nbytes in reader.moved:
+                node.words[param] = slots[root].data_ptr() + nbytes
+            words = kernel.call.words
+            words[:] = node.words
+            kernel.write_numbers(slots)
+            node.words, node.numbers = list(words), numbers
+            captured.graph.update(node.node, kernel.call)

@@ -1,0 +1,106 @@
+"""How the ops of tensors that no kernel computes are repeated: views, products, torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuser.ir import nodes
+from fuser.ir.core import Op
+from fuser.ir.nodes import TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ops.products import Product, bind_contraction
+from hostir.frame import Frame
+from hostir.layout import is_repeated, write
+from hostir.library import as_contracted, compute, contract_repeated
+from hostir.steps import Closure, Multiply, Slots, Step
+
+if TYPE_CHECKING:
+    from hostir.replay import Recorder
+
+
+class OnlyRunTells(Exception):
+    """Torch chooses how a result lies in memory: that is known when it has been computed."""
+
+
+def tensor_op(of: Recorder, op: Op) -> Step | Closure:
+    assert isinstance(op, TensorOp), f"{op.name} cannot be replayed"
+    if all(out in of.frame.storage.buffered for out in op.outputs):
+        return _into(of, op)
+    view = of.as_strided(op)
+    if view is None and of.is_rehearsal:
+        raise OnlyRunTells
+    return view if view is not None else _computed(of, op)
+
+
+def _into(of: Recorder, op: TensorOp) -> Step | Closure:
+    if not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
+        return _copied(of, op)
+    ins, out = [of.slot(v) for v in op.inputs], of.slot(op.out)
+
+    sample = of.frame.tensors[op.out]
+    result = as_contracted(op, sample)
+    if is_repeated(result):
+        return lambda slots: contract_repeated(
+            op, [slots[i] for i in ins], as_contracted(op, slots[out])
+        )
+    way = bind_contraction(op, [of.frame.tensors[v] for v in op.inputs], result)
+    if isinstance(way, Product) and result is sample:
+        return Multiply(way, tuple(ins), out)
+
+    def contract(slots: Slots) -> None:
+        way([slots[i] for i in ins], slots[out])
+
+    def contract_partial(slots: Slots) -> None:
+        way([slots[i] for i in ins], as_contracted(op, slots[out]))
+
+    return contract if result is sample else contract_partial
+
+
+def _copied(of: Recorder, op: TensorOp) -> Closure:
+    compute_step, outs = _computing(of, op), [of.slot(o) for o in op.outputs]
+
+    puts = [writer(of, o) for o in op.outputs]
+
+    def copy(slots: Slots) -> None:
+        for put, out, value in zip(puts, outs, compute_step(slots), strict=True):
+            put(slots[out], value)
+
+    return copy
+
+
+def writer(of: Recorder, tv: TensorView) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """Return how values are copied into a tensor of this layout."""
+    return write if is_repeated(of.frame.tensors[tv]) else torch.Tensor.copy_
+
+
+def _computed(of: Recorder, op: TensorOp) -> Closure:
+    compute_step, outs = _computing(of, op), [of.new_slot(o) for o in op.outputs]
+
+    def assign(slots: Slots) -> None:
+        for out, value in zip(outs, compute_step(slots), strict=True):
+            slots[out] = value
+
+    return assign
+
+
+def _computing(of: Recorder, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
+    frame, values, indices = of.frame, of.frame.values, of.frame.indices
+    machine = of.machine
+    tensors = [(v, of.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
+    scalars = [(s, of.slot(s)) for s in of.free]
+
+    def run(slots: Slots) -> list[torch.Tensor]:
+        now = Frame(
+            frame.program,
+            machine,
+            frame.storage,
+            {**values, **{s: slots[i] for s, i in scalars}},
+            {v: slots[i] for v, i in tensors},
+            indices=indices,
+        )
+        return compute(op, now)
+
+    return run

@@ -1,0 +1,206 @@
+"""Runs that CUDA graphs repeat: the programs of tests/hostir/graph_cases.py, and more."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition, ParallelType
+from fuser.multidevice import DeviceMesh
+from multidevice import Communicator
+from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_runs_are_repeated(name: str) -> None:
+    fd = defined(CASES[name])
+    lines = repeat(fd, CASES[name], torch.device("cuda"), runs=120)
+    assert any(line.startswith("captured: ") for line in lines), lines
+
+
+@pytest.mark.gpu
+def test_without_graphs() -> None:
+    fd, case = defined(CASES["layers"]), CASES["layers"]
+    inputs = case.make(torch.device("cuda"))
+    for _ in range(ENOUGH):
+        check(case, inputs, fd.execute(inputs, _disable_options=["cuda_graphs"]))
+    assert fd.cuda_graphs() == ["not captured: FUSER_DISABLE=cuda_graphs"]
+
+
+@pytest.mark.gpu
+def test_an_update_in_place_is_repeated() -> None:
+    fd = defined(IN_PLACE)
+    x, w = IN_PLACE.make(torch.device("cuda"))
+    for _ in range(ENOUGH + 12):
+        y = x.double() @ w.double().T @ w.double().T
+        want = (y @ w.double().T).tanh() + x.double()
+        (got,) = fd.execute([x, w])
+        torch.testing.assert_close(got.double(), y, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(x.double(), want, rtol=1e-2, atol=1e-2)
+        x.div_(x.abs().max())
+    assert fd.cuda_graphs()[0].startswith("captured: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["layers", "streams"])
+def test_two_streams_in_flight(name: str) -> None:
+    """Each stream has graphs, memory and library workspaces of its own."""
+    case = CASES[name]
+    fd, device = defined(case), torch.device("cuda")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    sets = [case.make(device) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        results: list[list[torch.Tensor]] = []
+        for stream, inputs in zip(streams, sets, strict=True):
+            with torch.cuda.stream(stream):
+                # So long that both are in flight together.
+                torch.cuda._sleep(200_000)
+                results.append(fd.execute(inputs))
+        torch.cuda.synchronize()
+        for inputs, outputs in zip(sets, results, strict=True):
+            check(case, inputs, outputs)
+    assert sum(line.startswith("captured: ") for line in fd.cuda_graphs()) == 2
+
+
+@pytest.mark.gpu
+def test_threads_capture_at_once() -> None:
+    case, device = CASES["layers"], torch.device("cuda")
+    fd, count = defined(case), 4
+    sets = [case.make(device) for _ in range(count)]
+    fd.execute(sets[0])
+    torch.cuda.synchronize()
+    failed: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def body(i: int) -> None:
+        try:
+            start.wait()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(100):
+                    outputs = fd.execute(sets[i])
+                    # Memory that another thread allocates while this one may capture.
+                    torch.empty(1 << 20, device=device).normal_()
+                check(case, sets[i], outputs)
+        except BaseException as error:  # shown by the assertion
+            failed.append(error)
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    assert all(line.startswith("captured: ") for line in fd.cuda_graphs()), fd.cuda_graphs()
+
+
+@pytest.mark.gpu
+def test_a_switch_of_torch_is_seen() -> None:
+    """A graph has the arithmetic that it was captured with."""
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        for _ in range(4):
+            x = fd.ops.matmul(x, w)
+        fd.add_output(x)
+    inputs = [torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda") / 22]
+    before = torch.backends.cuda.matmul.allow_tf32
+    found: dict[bool, torch.Tensor] = {}
+    try:
+        for _ in range(ENOUGH):
+            for choice in (False, True):
+                torch.backends.cuda.matmul.allow_tf32 = choice
+                (got,) = fd.execute(inputs)
+                assert torch.equal(found.setdefault(choice, got.clone()), got)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert not torch.equal(found[False], found[True])
+    assert fd.cuda_graphs()[0].startswith("captured: ")
+
+
+@pytest.mark.gpu
+def test_a_loop_over_blocks_of_half_precision() -> None:
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], dtype=DataType.BFloat16) for _ in range(2))
+        y = fd.ops.linear(fd.ops.relu(x), w)
+        fd.add_output(y)
+        y.outer_split(0, 3)
+        y.axis(0).parallelize(ParallelType.stream)
+    w = torch.randn(48, 64, device="cuda", dtype=torch.bfloat16)
+    for rows in (31, 64):
+        for _ in range(2 * ENOUGH):
+            x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16)
+            (got,) = fd.execute([x, w])
+            want = x.double().relu() @ w.double().T
+            torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("replicated", [True, False])
+def test_collectives_are_repeated(replicated: bool, comm: Communicator) -> None:
+    """NCCL's calls are part of the graph, and counted; a rank may capture before another one."""
+    d, rank = comm.size(), comm.rank()
+    device = torch.device("cuda", comm.local_rank())
+    torch.cuda.set_device(device)
+    mesh = DeviceMesh(range(d))
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 16 * d], contiguity=True)
+        w = fd.define_tensor([24, 16 * d], contiguity=True)
+        y = fd.ops.linear(fd.ops.tanh(x), w)
+        z = fd.ops.relu(y)
+        fd.add_output(z)
+        for tv in (x, w, y, z):
+            tv.set_device_mesh(mesh)
+        for tv in (x, w):
+            tv.outer_split(1, d)
+            tv.axis(1).parallelize(ParallelType.mesh_x)
+        if not replicated:
+            z.outer_split(0, d)
+            z.axis(0).parallelize(ParallelType.mesh_x)
+    generator = torch.Generator().manual_seed(3)
+    kept: list[torch.Tensor] = []
+    for k in range(40):
+        wide = [torch.randn(s, generator=generator) for s in ((8 * d, 16 * d), (24, 16 * d))]
+        mine = [t.chunk(d, 1)[rank].contiguous().to(device) for t in wide]
+        if k % 7 == rank:
+            kept.append(torch.empty_like(mine[0]))  # so that addresses differ between ranks
+        (got,) = fd.execute(mine)
+        want = (wide[0].double().tanh() @ wide[1].double().T).relu()
+        want = want if replicated else want.chunk(d)[rank]
+        torch.testing.assert_close(got.cpu().double(), want, rtol=1e-3, atol=1e-3)
+    assert any(line.startswith("captured: ") for line in fd.cuda_graphs()), fd.cuda_graphs()
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that fails ends, on all of its streams, and torch's generator goes on."""
+    case, device = CASES["streams"], torch.device("cuda")
+    fd, inputs = defined(case), case.make(device)
+
+    def refuse(self: object, call: object, stream: int) -> None:
+        torch.ones(3, device=device).sum().item()  # asks for what was not computed
+
+    monkeypatch.setattr("fuser.runtime.cuda_graph.CudaGraphs.kernel", refuse)
+    for _ in range(ENOUGH):
+        check(case, inputs, fd.execute(inputs))
+    (line,) = fd.cuda_graphs()
+    assert line.startswith("not captured: "), line
+    assert torch.randn(3, device=device).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_emptied_caches_leave_graphs_their_memory() -> None:
+    case, device = CASES["streams"], torch.device("cuda")
+    fd, inputs = defined(case), case.make(device)
+    for _ in range(ENOUGH):
+        fd.execute(inputs)
+    for _ in range(5):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        filled = [torch.full((1 << 20,), float("nan"), device=device) for _ in range(64)]
+        outputs = fd.execute(inputs)
+        assert all(t.isnan().all() for t in filled)
+        check(case, inputs, outputs)
+        del filled

@@ -1,0 +1,113 @@
+"""Graphs on the CPU, for tests: what a capture did is done again at the addresses of the capture.
+
+As on a GPU, inputs and outputs are not kept alive, and what a step allocates stays where it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.runtime.graphs import Slots
+from fuser.runtime.kernel import LaunchCall
+from hostir.layout import spanned
+
+
+def without_owner(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor at the same address, which may be freed meanwhile."""
+    nbytes = spanned(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
+    if tensor.device.type != "cpu" or not nbytes:
+        return tensor
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+class _Node:
+    def __init__(self, call: LaunchCall) -> None:
+        self.call = call
+        self.words = list(call.words)
+
+    def launch(self) -> None:
+        self.call.words[:] = self.words
+        assert self.call.function(*self.call.arguments) == 0
+
+
+class CpuGraph:
+    def __init__(self, maker: CpuGraphs, actions: Sequence[Callable[[Slots], object]]) -> None:
+        self._maker, self._actions = maker, actions
+        self.nodes: list[_Node] = []
+        self.slots: Slots = []
+        # The tensors that the capture put into slots.
+        self._first: dict[int, torch.Tensor] = {}
+        # The capture itself has run, which on a GPU it does not.
+        self._has_run = False
+        self.launches = 0
+
+    def run(self, slots: Slots) -> None:
+        for act in self._actions:
+            before = list(slots)
+            act(slots)
+            for i, (old, new) in enumerate(zip(before, list(slots), strict=True)):
+                if old is not new and isinstance(new, torch.Tensor):
+                    kept = self._first.setdefault(i, new)
+                    if kept is not new:
+                        kept.copy_(new)
+                        list.__setitem__(slots, i, kept)
+
+    def launch(self, stream: int) -> None:
+        self.launches += 1
+        if not self._has_run:
+            self._has_run = True
+            return
+        self._maker.replayed, self._maker.next = self, 0
+        try:
+            self.run(self.slots)
+        finally:
+            self._maker.replayed = None
+
+    def update(self, node: object, call: LaunchCall) -> None:
+        assert (
+            isinstance(node, _Node) and node in self.nodes and self._has_run
+        ) or self.launches == 0
+        assert isinstance(node, _Node)
+        node.words = list(call.words)
+
+
+class CpuGraphs:
+    """`GraphMaker` of fuser/runtime/graphs.py; all that it captured stands in `made`."""
+
+    stream = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.made: list[CpuGraph] = []
+        self.replayed: CpuGraph | None = None
+        self.next = 0
+
+    def stand_in(self, stream: int) -> int:
+        return stream
+
+    def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> CpuGraph:
+        graph = CpuGraph(self, actions)
+        for i, value in enumerate(list(slots)):
+            if isinstance(value, torch.Tensor):
+                list.__setitem__(slots, i, without_owner(value))
+        self._captured = graph
+        graph.run(slots)
+        graph.slots = slots
+        self.made.append(graph)
+        return graph
+
+    def kernel(self, call: LaunchCall, stream: int) -> Any:
+        graph = self.replayed
+        if graph is None:
+            node = _Node(call)
+            self._captured.nodes.append(node)
+        else:
+            node = graph.nodes[self.next]
+            self.next += 1
+        node.launch()
+        return node
