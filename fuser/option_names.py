@@ -39,6 +39,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
     "DISABLE": {
         "cuda_graphs": "every run on a GPU launches step by step; without it, runs that come back "
         "are captured as CUDA graphs and repeated by one call",
+        "allreduce_kernel": "allreduces of small tensors among the GPUs of a host are NCCL's, or "
+        "peer copies, in place of one kernel; read when a team first has one",
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",
     },
@@ -124,7 +126,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
 }
 
 # Names that take part in what one process does once, so that one call cannot choose them.
-PROCESS_WIDE = frozenset({"multidevice"})
+PROCESS_WIDE = frozenset({"allreduce_kernel", "multidevice"})
 # The argument of a name, one of these: a dump may have it, a feature must. The others take none.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "host_ir": ("short", "indices"),

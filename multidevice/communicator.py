@@ -244,8 +244,10 @@ def _connect(launch: Launch) -> Communicator:
         if device.type == "cuda":
             from multidevice.backends.nccl import NcclBackend
 
+            backend = NcclBackend(control, device)
+            guard.reports.append(backend.kernels.failure)
             guard.watch()
-            return NcclBackend(control, device)
+            return backend
         raise UnsupportedError(f"no communication backend for device {device}")
 
     def make_peers(device: torch.device) -> PeerMemory:
@@ -256,8 +258,10 @@ def _connect(launch: Launch) -> Communicator:
         if device.type == "cuda":
             from multidevice.backends.peer_cuda import CudaPeerBackend
 
+            backend = CudaPeerBackend(control, device)
+            guard.reports.append(backend.kernels.failure)
             guard.watch()
-            return CudaPeerBackend(control, device)
+            return backend
         raise UnsupportedError(f"no peer copies for device {device}")
 
     communicator = Communicator(launch, control, make_backend, make_peers)

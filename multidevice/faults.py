@@ -30,6 +30,8 @@ _ABORT_LIMIT_S = 3.0
 # Ranks that exit with an error code at about the same time need no abort.
 _EXIT_GRACE_S = 1.0
 _WATCH_EVERY_S = 0.5
+# Streams of calls that devices carry out, and wait in.
+_ON_DEVICES = ("nccl ", "cuda ")
 
 
 class _ExitRequest(SystemExit):
@@ -62,6 +64,8 @@ class Guard:
         self._pid = os.getpid()
         self._ending = threading.Lock()
         self._watching = False
+        # Each returns what a device reports and nobody has read, "" for nothing.
+        self.reports: list[Callable[[], str]] = []
         self.on_exit: list[Callable[[], None]] = []
         self.after_exit: list[Callable[[], None]] = []
 
@@ -86,13 +90,16 @@ class Guard:
         while True:
             time.sleep(_WATCH_EVERY_S)
             control.listen()
+            for report in self.reports:
+                if text := report():
+                    self._end(text, 1)
             for rank, event in sorted(control.peers.events.items()):
                 entered = control.ledger.entered
                 ahead = [
                     key
                     for key, count in sorted(entered.items())
-                    if key.startswith("nccl ")
-                    and str(rank) in key.removeprefix("nccl ").strip("()").split()
+                    if key.startswith(_ON_DEVICES)
+                    and str(rank) in key.partition(" ")[2].strip("()").split()
                     and event.entered.get(key, 0) < count
                 ]
                 if event.kind == "failed" or ahead:

@@ -52,7 +52,7 @@ _FUSION = ("fuser.ir", "fuser.ops", "fuser.passes", "fuser.schedule", "fuser.low
 FORBIDDEN = {
     "fuser.runtime": ((*_FUSION, "fuser.codegen"), "the runtime takes text and arguments only"),
     "multidevice": (
-        ("fuser.schedule", "fuser.lower", "fuser.codegen", "fuser.runtime", "fuser.kernels"),
+        ("fuser.schedule", "fuser.lower", "fuser.codegen", "fuser.kernels"),
         "shardings are decided before kernels",
     ),
     "multidevice.backends": (_FUSION, "backends take buffers, teams and streams only"),

@@ -75,9 +75,8 @@ class Call:
         detail += f" from root {self.root}" if self.root is not None else ""
         detail += f" of {tensor_text(tensor)}" if tensor is not None else ""
         line = f", for {self.where}" if self.where else ""
-        return (
-            f"{self.op}{detail} over team {team_text(self.team)}, sequence number {self.seq}{line}"
-        )
+        number = f", sequence number {self.seq}" if self.seq >= 0 else ""
+        return f"{self.op}{detail} over team {team_text(self.team)}{number}{line}"
 
     def needs(self) -> list[Need]:
         """Returns what this call needs of its peers."""
@@ -164,9 +163,9 @@ DONE = DoneWork()
 class _FinishingWork:
     """Runs a local step, once, after the communication: the copy out of a staging buffer."""
 
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
-        self._finish: Callable[[], None] | None = finish
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
         self._work.wait()
@@ -396,8 +395,9 @@ class CheckedBackend(Captured, ABC):
         call = Call(
             op, team, team.index(self.rank), out, inp, reduce, root, None, key, -1, where=self.where
         )
-        is_staged = reduce is not None and inp is not None and self._is_staged(reduce, inp.dtype)
-        return None if len(team) == 1 or is_staged or self._is_harmful(call) else self._bind(call)
+        if len(team) == 1 or self._is_harmful(call):
+            return None
+        return self._bind(call) if reduce is None else self._bind_reduction(call)
 
     def _bind(self, call: Call) -> Post | None:
         """Returns how to start checked calls like this one, which moves its buffers as they are."""
@@ -425,14 +425,17 @@ class CheckedBackend(Captured, ABC):
             _check_reduction(op, reduce, inp.dtype)
         return out, inp
 
-    def _is_staged(self, reduce: RedOp, dtype: torch.dtype) -> bool:
-        """Whether a reduction is made of another one, on other buffers or with work behind it."""
-        return (
+    def _bind_reduction(self, call: Call) -> Post | None:
+        """Returns how to start what `_start_reduction` does; None where that makes it of another
+        one, on other buffers or with work behind it."""
+        dtype = None if call.inp is None else call.inp.dtype
+        is_staged = (
             dtype == torch.bool
-            or (dtype in _FLOATING and reduce in ("MIN", "MAX"))
-            or (reduce == "AVG" and not self.has_avg)
+            or (dtype in _FLOATING and call.reduce in ("MIN", "MAX"))
+            or (call.reduce == "AVG" and not self.has_avg)
             or (dtype in HALF and self.stages_half)
         )
+        return None if is_staged else self._bind(call)
 
     def _call(
         self,
@@ -488,7 +491,7 @@ class CheckedBackend(Captured, ABC):
         work = self._start(replace(call, reduce=op))
         if not average or out is None:
             return work
-        return _FinishingWork(work, lambda: _divide(out, count))
+        return _FinishingWork(work, lambda: out.div_(count))
 
     def _start_ordered(self, call: Call, inp: torch.Tensor, *, is_max: bool) -> Work:
         """Reduces floats as integers of the same order: transports lose NaN in their MIN and MAX,
@@ -587,10 +590,6 @@ def _check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
     if reduce == "AVG" and dtype not in _FLOATING:
         raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
-
-
-def _divide(tensor: torch.Tensor, count: int) -> None:
-    tensor.div_(count)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,6 +3,9 @@
 A collective is enqueued and ordered by its stream alone, so `wait` does nothing: the host
 program's stream switches are the whole truth, and collectives can be captured in a CUDA graph.
 Communicators are made per team at first use; use a team once before capturing it.
+
+An allreduce of at most BESIDE_NCCL_NBYTES among GPUs of one host that can map each other's memory
+is not NCCL's: it is one kernel (`peer_allreduce`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from multidevice.backends.base import (
     stream_handle,
     transfer_key,
 )
+from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.nccl_binding import (
     DTYPES,
     RED_OPS,
@@ -34,6 +38,8 @@ from multidevice.backends.nccl_binding import (
     NcclComm,
     load_binding,
 )
+from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES, AllreduceKernels
+from multidevice.backends.peer_cuda import IpcMemory
 from multidevice.backends.protocol import Post, PostBatch, Team, Work
 from multidevice.control import Control
 from multidevice.waiting import Need, team_text
@@ -73,13 +79,26 @@ class NcclBackend(CheckedBackend):
     in_place_parts = frozenset({"allgather", "reduce_scatter"})
 
     def __init__(
-        self, control: Control, device: torch.device, binding: NcclBinding | None = None
+        self,
+        control: Control,
+        device: torch.device,
+        binding: NcclBinding | None = None,
+        *,
+        kernels_nbytes: int = BESIDE_NCCL_NBYTES,
     ) -> None:
+        """`kernels_nbytes`: the largest allreduces that are not NCCL's."""
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self.device = device
         self.binding = load_binding() if binding is None else binding
         self._comms: dict[Team, NcclComm] = {}
+        self.kernels = AllreduceKernels(
+            control,
+            device,
+            kernels_nbytes,
+            lambda: IpcMemory(device),
+            lambda: LaunchOrder(CudaDriver(device)),
+        )
         control.on_lost.append(self._forget)
 
     def _forget(self, key: str) -> None:
@@ -168,6 +187,14 @@ class NcclBackend(CheckedBackend):
             ) from failure[0]
         return result[0]
 
+    def _start_reduction(self, call: Call) -> Work:
+        work = self.kernels.start(call, self._handle(call.stream))
+        return super()._start_reduction(call) if work is None else work
+
+    def _bind_reduction(self, call: Call) -> Post | None:
+        takes = self.kernels.takes(call)
+        return self.kernels.bind(call) if takes else super()._bind_reduction(call)
+
     def _start(self, call: Call) -> _StreamWork:
         comm = self._comm(call.team)
         stream = self._handle(call.stream)
@@ -248,7 +275,8 @@ class NcclBackend(CheckedBackend):
         """Waits for the device under the deadline; a hopeless wait is reported by the guard's
         thread.
         """
-        if self._closed or not self._comms or not torch.cuda.is_initialized():
+        is_used = self._comms or self.kernels.is_used
+        if self._closed or not is_used or not torch.cuda.is_initialized():
             return
         thread = threading.Thread(
             target=torch.cuda.synchronize, args=(self.device,), name="nccl-drain", daemon=True
@@ -266,6 +294,7 @@ class NcclBackend(CheckedBackend):
         for team in sorted(self._comms):
             self._comms[team].abort()
         self._comms.clear()
+        self.kernels.close()
 
     def post_copies(
         self, comm: NcclComm, copies: list[tuple[str, int, int, int]], stream: int

@@ -3,7 +3,8 @@
 The host only finds out where the data lies; the order is that of the streams. A sender's stream
 writes the flag *ready* into the receiver's memory; the receiver's stream waits for it, copies, and
 writes the flag *done* into the sender's, for which whoever reuses the data waits. Flags count the
-uses of their slot, so nothing is ever reset. No kernel runs: the multiprocessors are free.
+uses of their slot, so nothing is ever reset. No kernel runs: the multiprocessors are free. Only an
+allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ import torch
 
 from fuser.errors import CommunicationError, InputError, UnsupportedError
 from fuser.torch_calls import raw_stream_on
+from multidevice.backends.allreduce_kernel import MAX_NBYTES
 from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
+from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Sent
+from multidevice.backends.peer_allreduce import AllreduceKernels
+from multidevice.backends.protocol import Post, Work
 from multidevice.control import Control
 from multidevice.waiting import team_text
 
@@ -36,6 +41,8 @@ class IpcMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise UnsupportedError(f"backend CUDA: {device} is no GPU")
         self.device = device
         self._cuda: Any = driver()
         self._success = self._cuda.CUresult.CUDA_SUCCESS
@@ -172,6 +179,13 @@ class CudaPeerBackend(PeerBackend):
         self._theirs: dict[Page, dict[int, int]] = {}
         # Sends that nobody has waited for: peers may still read them.
         self._held: dict[Sent, Page] = {}
+        self.kernels = AllreduceKernels(
+            control,
+            device,
+            MAX_NBYTES,
+            lambda: self._memory,
+            lambda: LaunchOrder(CudaDriver(device)),
+        )
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.numel() and tensor.device != self.device:
@@ -228,6 +242,15 @@ class CudaPeerBackend(PeerBackend):
         base = self._flags[page].data_ptr() if of == self.rank else self._theirs[page][of]
         member = kind * len(page.team) + page.team.index(about)
         return base + (member * SLOTS + slot) * _FLAG_NBYTES
+
+    # ------------------------------------------------------------ small allreduces
+    def _start_reduction(self, call: Call) -> Work:
+        work = self.kernels.start(call, self._handle(call.stream))
+        return super()._start_reduction(call) if work is None else work
+
+    def _bind_reduction(self, call: Call) -> Post | None:
+        takes = self.kernels.takes(call)
+        return self.kernels.bind(call) if takes else super()._bind_reduction(call)
 
     # ------------------------------------------------------------ transfers
     def _carry_out(
@@ -300,7 +323,7 @@ class CudaPeerBackend(PeerBackend):
 
     def drain(self) -> None:
         """Waits for the device, within the deadline: peers may read this rank's memory."""
-        if self._closed or not self._pages:
+        if self._closed or not (self._pages or self.kernels.is_used):
             return
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

@@ -1,0 +1,406 @@
+// An allreduce as one kernel, over memory that the ranks of a team have mapped. Comes after rt.h, rt_math.h, rt_reduce.h
+// and the constants of `multidevice/backends/allreduce_kernel.py`, which also writes the kernel that calls allreduce().
+//
+// Every rank has an area, and all areas are laid out alike: counters, flags, packets, data. A rank only writes into the
+// areas of others and only waits for what lies in its own, so that data crosses the link once and nobody reads over it.
+//
+// The *epoch* is the number of the kernel among those of the team; kernels of a team follow one another on each rank. It
+// lies in the area and each kernel advances it, so a launch can be repeated as it is, by a CUDA graph for instance. Packets
+// and data have two halves that epochs take in turn: who writes at epoch e has ended e - 1, for which every other rank had
+// begun e - 1 and so ended e - 2, the last reader of this half. The halves are those of the kernel, not of a block: epochs
+// of all blocks advance together, whatever the grid.
+//
+//   packets   (small)   Each 8 bytes hold 4 of the message and the epoch, and arrive as one: who finds the epoch has the data.
+//   one shot  (medium)  Every rank writes its message to all others, then a flag for each block.
+//   two shots (large)   Every rank reduces one slice: it gets the slice from all others, and sends the result to them.
+//
+// Block b of a rank works on what block b of all others works on, and waits for nobody else. Values are added in the order
+// of the team, so all ranks get the same bits; 16-bit floats are added as floats and rounded once.
+#ifdef FUSER_SIMT
+extern "C" int sched_yield(void);
+extern "C" int clock_gettime(int clock, long* time);
+
+FUSER_DEVICE void put_pair(uint64_t* at, uint64_t first, uint64_t second) {
+  __atomic_store_n(at, first, __ATOMIC_RELAXED);
+  __atomic_store_n(at + 1, second, __ATOMIC_RELAXED);
+}
+FUSER_DEVICE void get_pair(const uint64_t* at, uint64_t& first, uint64_t& second) {
+  first = __atomic_load_n(at, __ATOMIC_RELAXED);
+  second = __atomic_load_n(at + 1, __ATOMIC_RELAXED);
+}
+FUSER_DEVICE void set_flag(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+FUSER_DEVICE uint32_t get_flag(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
+FUSER_DEVICE void set_report(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_SEQ_CST); }
+FUSER_DEVICE uint64_t get_report(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
+FUSER_DEVICE uint64_t now_ns() {
+  long time[2];
+  clock_gettime(1, time);
+  return static_cast<uint64_t>(time[0]) * 1000000000u + static_cast<uint64_t>(time[1]);
+}
+FUSER_DEVICE void rest() { sched_yield(); }
+FUSER_DEVICE void stop_everything() {}
+#else
+FUSER_DEVICE void put_pair(uint64_t* at, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(first), "l"(second) : "memory");
+}
+FUSER_DEVICE void get_pair(const uint64_t* at, uint64_t& first, uint64_t& second) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(at) : "memory");
+}
+FUSER_DEVICE void set_flag(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+FUSER_DEVICE uint32_t get_flag(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+FUSER_DEVICE void set_report(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+FUSER_DEVICE uint64_t get_report(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+FUSER_DEVICE uint64_t now_ns() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+FUSER_DEVICE void rest() { asm volatile("nanosleep.u32 200;"); }
+FUSER_DEVICE void stop_everything() { asm volatile("trap;"); }
+#endif
+
+// ---- 16 bytes of a message, as its elements ----------------------------------------------------------------------------
+typedef Array<uint32_t, 4> Words;
+
+template <class T, int NBYTES = sizeof(T)>
+struct Elements;
+template <class T>
+struct Elements<T, 2> {
+  FUSER_METHOD static T get(const Words& x, int i) {
+    T value;
+    value.bits = static_cast<uint16_t>(x[i / 2] >> 16 * (i % 2));
+    return value;
+  }
+  FUSER_METHOD static void put(Words& x, int i, T value) {
+    const uint32_t bits = value.bits;
+    x[i / 2] = i % 2 ? x[i / 2] | bits << 16 : bits;  // the lower one first
+  }
+};
+template <>
+struct Elements<float, 4> {
+#ifdef FUSER_SIMT
+  FUSER_METHOD static float get(const Words& x, int i) { return fuser_bits_float(x[i]); }
+  FUSER_METHOD static void put(Words& x, int i, float value) { x[i] = fuser_float_bits(value); }
+#else
+  FUSER_METHOD static float get(const Words& x, int i) { return __uint_as_float(x[i]); }
+  FUSER_METHOD static void put(Words& x, int i, float value) { x[i] = __float_as_uint(value); }
+#endif
+};
+template <class T>
+struct Elements<T, 4> {
+  FUSER_METHOD static T get(const Words& x, int i) { return static_cast<T>(x[i]); }
+  FUSER_METHOD static void put(Words& x, int i, T value) { x[i] = static_cast<uint32_t>(value); }
+};
+template <class T>
+struct Elements<T, 8> {
+  FUSER_METHOD static T get(const Words& x, int i) {
+    return static_cast<T>(static_cast<uint64_t>(x[2 * i + 1]) << 32 | x[2 * i]);
+  }
+  FUSER_METHOD static void put(Words& x, int i, T value) {
+    x[2 * i] = static_cast<uint32_t>(static_cast<uint64_t>(value));
+    x[2 * i + 1] = static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32);
+  }
+};
+template <>
+struct Elements<double, 8> {
+  FUSER_METHOD static double get(const Words& x, int i) {
+    double value;
+    const uint64_t bits = static_cast<uint64_t>(x[2 * i + 1]) << 32 | x[2 * i];
+#ifdef FUSER_SIMT
+    __builtin_memcpy(&value, &bits, 8);
+#else
+    value = __longlong_as_double(static_cast<int64_t>(bits));
+#endif
+    return value;
+  }
+  FUSER_METHOD static void put(Words& x, int i, double value) {
+    uint64_t bits;
+#ifdef FUSER_SIMT
+    __builtin_memcpy(&bits, &value, 8);
+#else
+    bits = static_cast<uint64_t>(__double_as_longlong(value));
+#endif
+    x[2 * i] = static_cast<uint32_t>(bits);
+    x[2 * i + 1] = static_cast<uint32_t>(bits >> 32);
+  }
+};
+
+FUSER_DEVICE Words load_words(const char* from) {
+  Words x;
+  load_vec<4>(x, reinterpret_cast<const uint32_t*>(from), 0);
+  return x;
+}
+FUSER_DEVICE void store_words(char* to, const Words& x) { store_vec<4>(reinterpret_cast<uint32_t*>(to), 0, x); }
+
+// A tensor of the caller: any number of elements, aligned as an element is.
+template <class T>
+struct Message {
+  T* data;
+  int64_t count;
+  bool is_aligned;
+  static constexpr int WIDTH = 16 / sizeof(T);
+
+  FUSER_METHOD Message(T* data, int64_t count)
+      : data(data), count(count), is_aligned(reinterpret_cast<unsigned long long>(data) % 16 == 0) {}
+  FUSER_METHOD int64_t vectors() const { return (count + WIDTH - 1) / WIDTH; }
+  FUSER_METHOD bool is_whole(int64_t v) const { return is_aligned && (v + 1) * WIDTH <= count; }
+  FUSER_METHOD Words load(int64_t v) const {
+    Words x;
+    if (is_whole(v)) return load_words(reinterpret_cast<const char*>(data + v * WIDTH));
+    x.set(0);
+    FUSER_UNROLL
+    for (int i = 0; i < WIDTH; ++i)
+      if (v * WIDTH + i < count) Elements<T>::put(x, i, data[v * WIDTH + i]);
+    return x;
+  }
+  FUSER_METHOD void store(int64_t v, const Words& x) const {
+    if (is_whole(v)) {
+      store_words(reinterpret_cast<char*>(data + v * WIDTH), x);
+      return;
+    }
+    FUSER_UNROLL
+    for (int i = 0; i < WIDTH; ++i)
+      if (v * WIDTH + i < count) data[v * WIDTH + i] = Elements<T>::get(x, i);
+  }
+};
+
+// Of elements T, which are added as A; Average divides by the number of ranks.
+template <class T, class A, class Op, bool Average>
+struct Reduction {
+  typedef T element;
+  // 16 bytes of every rank, in the order of the team.
+  FUSER_METHOD static Words reduce(const Words (&parts)[RANKS]) {
+    Words total;
+    const Op op;
+    FUSER_UNROLL
+    for (int i = 0; i < Message<T>::WIDTH; ++i) {
+      A sum = fm_cast<A>(Elements<T>::get(parts[0], i));
+      FUSER_UNROLL
+      for (int r = 1; r < RANKS; ++r) sum = op(sum, fm_cast<A>(Elements<T>::get(parts[r], i)));
+      if (Average) sum = sum / static_cast<A>(RANKS);
+      Elements<T>::put(total, i, fm_cast<T>(sum));
+    }
+    return total;
+  }
+};
+
+// ---- a team ------------------------------------------------------------------------------------------------------------
+struct Peers {
+  char* areas[RANKS];
+  char* own;
+  uint64_t* report;  // in memory of the host: what is missing (REPORT_WORDS), and whether somebody has read that
+  int me;
+  int64_t limit_ns;
+  uint64_t tag;
+  uint32_t epoch;
+
+  FUSER_METHOD volatile uint32_t* counters() const { return reinterpret_cast<volatile uint32_t*>(own); }
+  FUSER_METHOD bool is_dead() const { return counters()[MAX_BLOCKS] != 0; }
+  FUSER_METHOD uint32_t* flag(char* area, int round, int source) const {
+    return reinterpret_cast<uint32_t*>(area + FLAGS_AT) + (round * MAX_BLOCKS + blockIdx.x) * RANKS + source;
+  }
+  FUSER_METHOD uint64_t* packets(char* area, int source) const {
+    return reinterpret_cast<uint64_t*>(area + PACKETS_AT + ((epoch & 1) * RANKS + source) * PACKETS_NBYTES);
+  }
+  FUSER_METHOD char* data(char* area) const { return area + DATA_AT + (epoch & 1) * DATA_NBYTES; }
+  // Tells the host which rank is missing. The host reads that and ends the job, or raises; where nobody does, the
+  // kernel fails, because what it leaves behind is no result.
+  FUSER_METHOD void give_up(int missing) const {
+    counters()[MAX_BLOCKS] = 1;
+    set_report(report + 1, static_cast<uint64_t>(missing));
+    set_report(report + 2, tag);
+    set_report(report + 3, epoch);
+    set_report(report, 1);
+    const uint64_t since = now_ns();
+    while (get_report(report + REPORT_READ) == 0) {
+      rest();
+      if (now_ns() - since > static_cast<uint64_t>(GRACE_NS)) {
+        stop_everything();
+        return;
+      }
+    }
+  }
+};
+
+// A wait that ends: with what it is for, or with a report.
+struct Wait {
+  const Peers& peers;
+  uint64_t since = 0;
+  unsigned spins = 0;
+
+  FUSER_METHOD explicit Wait(const Peers& peers) : peers(peers) {}
+  FUSER_METHOD bool goes_on(int missing) {
+    if (++spins % SPINS != 0) return true;
+    const uint64_t now = now_ns();
+    if (since == 0) since = now;
+    if (peers.is_dead()) return false;
+    if (now - since > static_cast<uint64_t>(peers.limit_ns)) {
+      peers.give_up(missing);
+      return false;
+    }
+    rest();
+    return true;
+  }
+};
+
+// All threads of the block have written what block b of the others is to find; returns when theirs is here.
+FUSER_DEVICE void meet(const Peers& peers, int round) {
+  __syncthreads();
+  const int other = threadIdx.x;
+  // No choice among the areas by value: that would put them into memory.
+  FUSER_UNROLL
+  for (int r = 0; r < RANKS; ++r)
+    if (r == other && r != peers.me) set_flag(peers.flag(peers.areas[r], round, peers.me), peers.epoch);
+  if (other < RANKS && other != peers.me) {
+    Wait wait(peers);
+    // The other rank may already be in its next kernel.
+    while (static_cast<int>(get_flag(peers.flag(peers.own, round, other)) - peers.epoch) < 0)
+      if (!wait.goes_on(other)) break;
+  }
+  __syncthreads();
+}
+
+// ---- the three ways ----------------------------------------------------------------------------------------------------
+// Of the 16 bytes v of a message, the two halves lie in two planes: neighbours write neighbouring memory.
+template <class R, class M = Message<typename R::element>>
+FUSER_DEVICE void in_packets(const Peers& peers, M out, M inp) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x, vectors = inp.vectors();
+  const uint64_t mark = static_cast<uint64_t>(peers.epoch) << 32;
+  for (int64_t v = first; v < vectors; v += step) {
+    const Words x = inp.load(v);
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r) {
+      if (r == peers.me) continue;
+      uint64_t* const to = peers.packets(peers.areas[r], peers.me) + 2 * v;
+      put_pair(to, mark | x[0], mark | x[1]);
+      put_pair(to + PACKETS_NBYTES / 16, mark | x[2], mark | x[3]);
+    }
+  }
+  for (int64_t v = first; v < vectors; v += step) {
+    Words parts[RANKS];
+    Wait wait(peers);
+    int missing;
+    do {
+      missing = -1;
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r) {
+        if (r == peers.me) continue;
+        const uint64_t* const from = peers.packets(peers.own, r) + 2 * v;
+        uint64_t a, b, c, d;
+        get_pair(from, a, b);
+        get_pair(from + PACKETS_NBYTES / 16, c, d);
+        if (((a ^ mark) | (b ^ mark) | (c ^ mark) | (d ^ mark)) >> 32) missing = r;
+        parts[r][0] = static_cast<uint32_t>(a);
+        parts[r][1] = static_cast<uint32_t>(b);
+        parts[r][2] = static_cast<uint32_t>(c);
+        parts[r][3] = static_cast<uint32_t>(d);
+      }
+    } while (missing >= 0 && wait.goes_on(missing));
+    const Words x = inp.load(v);
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r == peers.me) parts[r] = x;
+    out.store(v, R::reduce(parts));
+  }
+}
+
+// What a block does of `vectors`: [begin, end).
+struct Chunk {
+  int64_t begin, end;
+  FUSER_METHOD explicit Chunk(int64_t vectors) {
+    const int64_t size = (vectors + gridDim.x - 1) / gridDim.x;
+    begin = fm_minimum(size * blockIdx.x, vectors);
+    end = fm_minimum(begin + size, vectors);
+  }
+};
+
+template <class R, class M = Message<typename R::element>>
+FUSER_DEVICE void in_one_shot(const Peers& peers, M out, M inp) {
+  const Chunk chunk(inp.vectors());
+  const int64_t slot = inp.vectors() * 16;
+  for (int64_t base = chunk.begin + threadIdx.x; base < chunk.end; base += 4 * blockDim.x) {
+    Words x[4];
+    FUSER_UNROLL
+    for (int u = 0; u < 4; ++u)
+      if (base + u * blockDim.x < chunk.end) x[u] = inp.load(base + u * blockDim.x);
+    FUSER_UNROLL
+    for (int u = 0; u < 4; ++u) {
+      const int64_t v = base + u * blockDim.x;
+      if (v >= chunk.end) break;
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r)
+        if (r != peers.me) store_words(peers.data(peers.areas[r]) + peers.me * slot + v * 16, x[u]);
+    }
+  }
+  meet(peers, 0);
+  for (int64_t v = chunk.begin + threadIdx.x; v < chunk.end; v += blockDim.x) {
+    Words parts[RANKS];
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      parts[r] = r == peers.me ? inp.load(v) : load_words(peers.data(peers.own) + r * slot + v * 16);
+    out.store(v, R::reduce(parts));
+  }
+}
+
+// Slice r of the message is reduced by rank r. What it gets lies in one slot for each rank, what all get from it behind.
+template <class R, class M = Message<typename R::element>>
+FUSER_DEVICE void in_two_shots(const Peers& peers, M out, M inp) {
+  const int64_t vectors = inp.vectors(), length = (vectors + RANKS - 1) / RANKS;
+  const int64_t slot = length * 16, results = RANKS * slot;
+  const Chunk chunk(length);
+  const int64_t mine = peers.me * length;
+  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += blockDim.x) {
+    Words x[RANKS];
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me && r * length + k < vectors) x[r] = inp.load(r * length + k);
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me && r * length + k < vectors)
+        store_words(peers.data(peers.areas[r]) + peers.me * slot + k * 16, x[r]);
+  }
+  meet(peers, 0);
+  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end && mine + k < vectors; k += blockDim.x) {
+    Words parts[RANKS];
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      parts[r] = r == peers.me ? inp.load(mine + k) : load_words(peers.data(peers.own) + r * slot + k * 16);
+    const Words total = R::reduce(parts);
+    out.store(mine + k, total);
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me) store_words(peers.data(peers.areas[r]) + results + (mine + k) * 16, total);
+  }
+  meet(peers, 1);
+  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += blockDim.x) {
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me && r * length + k < vectors)
+        out.store(r * length + k, load_words(peers.data(peers.own) + results + (r * length + k) * 16));
+  }
+}
+
+// Grid, block and count are the same on all ranks. `way`: one of the three.
+template <class R, class T, class Way>
+FUSER_DEVICE void allreduce(Peers& peers, T* out, T* inp, int64_t count, Way way) {
+  peers.epoch = peers.counters()[blockIdx.x] + 1;
+  if (peers.is_dead()) return;
+  way(peers, Message<T>(out, count), Message<T>(inp, count));
+  // All threads have read the epoch. Blocks that this grid does not have advance, too.
+  __syncthreads();
+  for (unsigned b = blockIdx.x + threadIdx.x * gridDim.x; b < MAX_BLOCKS; b += blockDim.x * gridDim.x)
+    peers.counters()[b] = peers.epoch;
+}
