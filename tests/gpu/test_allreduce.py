@@ -30,6 +30,9 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
+REDUCTIONS: dict[torch.dtype, list[RedOp]] = {
+    dtype: [op for op in RED_OPS if op != "AVG" or dtype.is_floating_point] for dtype in DTYPES
+}
 FOLDS = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 
 
@@ -76,9 +79,7 @@ def test_everything_beside_nccl(comm: Communicator, device: torch.device) -> Non
         teams.append((0, 2) if me in (0, 2) else (3, 1))
     for team in teams:
         for dtype in DTYPES:
-            for op in RED_OPS:
-                if op == "AVG" and not dtype.is_floating_point:
-                    continue
+            for op in REDUCTIONS[dtype]:
                 for count in (1, 5, 1000):
                     inps = [values(count, r, count, dtype) for r in team]
                     mine, expected = inps[team.index(me)], reduced(inps, op)
@@ -113,9 +114,7 @@ def test_random_messages(comm: Communicator, device: torch.device, seeded: int) 
     world, ways = tuple(range(size)), set[Way]()
     for k in range(200):
         dtype, nbytes = random.choice(DTYPES), int(2 ** random.uniform(0, 23))
-        ops: list[RedOp] = [o for o in RED_OPS if o != "AVG" or dtype.is_floating_point]
-        # A product of many digits is no exact number.
-        op = random.choice([o for o in ops if o != "PRODUCT" or dtype.is_floating_point])
+        op = random.choice(REDUCTIONS[dtype])
         count, shift = max(nbytes // dtype.itemsize, 1), random.randrange(3)
         shape = shape_of(count * dtype.itemsize, size)
         assert shape is not None
@@ -149,7 +148,7 @@ def test_bound_calls_have_the_bits_of_unbound_ones(
 ) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     for backend in (comm.peers_for(device), comm.backend_for(device)):
-        for op in ("SUM", "MAX", "AVG"):
+        for op in REDUCTIONS[torch.float32]:
             inp, out = torch.randn(3000, device=device), torch.zeros(3000, device=device)
             backend.allreduce(out, inp, op=op, team=world).wait()
             post = backend.bind("allreduce", out, inp, team=world, reduce=op)

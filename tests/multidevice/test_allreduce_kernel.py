@@ -44,7 +44,7 @@ LIMIT_NS = 60 * 10**9
 @cache
 def kernels(size: int, dtype: torch.dtype) -> dict[tuple[RedOp, Way], CompiledKernel]:
     """Compiles a dtype's kernels together."""
-    keys = [(op, way) for op in reductions(dtype) for way in Way]
+    keys: list[tuple[RedOp, Way]] = [(op, way) for op in reductions(dtype) for way in Way]
     made = compile_kernels([allreduce_source(size, dtype, *key) for key in keys], "cpu")
     return dict(zip(keys, made, strict=True))
 

@@ -104,11 +104,12 @@ def test_a_bound_call_starts_on_any_tensors(comm: Communicator, kernels: Allredu
 @needs_ranks
 def test_what_is_left_to_the_backend(comm: Communicator, kernels: AllreduceKernels) -> None:
     world = tuple(range(comm.size()))
-    for inp, op in (
+    inps: list[tuple[torch.Tensor, RedOp]] = [
         (torch.ones((1 << 18) + 1), "SUM"),  # larger than the kernels take
         (torch.ones(0), "SUM"),
         (torch.ones(5, dtype=torch.uint8), "MAX"),
-    ):
+    ]
+    for inp, op in inps:
         call = call_of(comm, inp, op, world)
         assert not kernels.takes(call)
         assert kernels.start(call, 0) is None
