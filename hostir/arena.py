@@ -67,17 +67,20 @@ def first_fit(lifetimes: Sequence[tuple[int, int, int]]) -> tuple[list[int], int
     Each block takes the lowest gap between the blocks that are alive when it begins.
     """
     offsets: list[int] = []
+    # (begin, end) in memory, and the end in time, of the blocks that may be alive.
+    placed: list[tuple[int, int, int]] = []
     total = 0
-    for begin, _, nbytes in lifetimes:
-        earlier = zip(offsets, lifetimes, strict=False)
-        alive = sorted((at, at + _aligned(size)) for at, (_, end, size) in earlier if end > begin)
+    for begin, end, nbytes in lifetimes:
+        placed = [block for block in placed if block[2] > begin]
         offset = 0
-        for start, stop in alive:
+        for start, stop, _ in sorted(placed):
             if start - offset >= nbytes:
                 break
             offset = max(offset, stop)
         offsets.append(offset)
-        total = max(total, offset + _aligned(nbytes))
+        stop = offset + _aligned(nbytes)
+        placed.append((offset, stop, end))
+        total = max(total, stop)
     return offsets, total
 
 

@@ -358,8 +358,11 @@ class HostIrEvaluator:
         return outputs
 
     def _arenas_on(self, device: torch.device) -> Arenas:
-        why = "FUSER_DISABLE=cuda_graphs" if self._settings.disabled("cuda_graphs") else ""
-        return self._arenas.setdefault(device, Arenas(device, why))
+        found = self._arenas.get(device)
+        if found is None:
+            why = "FUSER_DISABLE=cuda_graphs" if self._settings.disabled("cuda_graphs") else ""
+            found = self._arenas.setdefault(device, Arenas(device, why))
+        return found
 
     def _forget(self, plan: Plan) -> None:
         plan.arenas.forget(plan)

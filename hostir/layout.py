@@ -36,11 +36,16 @@ def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return how many elements memory has from the first to past the last one; 0 without any."""
     if 0 in shape:
         return 0
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    last = 0
+    for n, step in zip(shape, strides, strict=True):
+        last += (n - 1) * step
+    return 1 + last
 
 
 def is_repeated(out: torch.Tensor) -> bool:
     """Whether `out` has an expanded axis, whose one element torch refuses to write repeatedly."""
+    if out.is_contiguous() and out.numel():
+        return False
     return any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True))
 
 

@@ -60,6 +60,8 @@ def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
     Their size is 1 here. Raises `UnsupportedError` for a result that keeps reduced elements apart.
     """
     axes = op.out_tensor.domain.no_reductions
+    if not any(axis.rfactor for axis in axes):
+        return out
     for position, axis in reversed(list(enumerate(axes))):
         if axis.rfactor:
             if out.shape[position] != 1:

@@ -228,20 +228,17 @@ class Recorder:
             return None
         i, made = self.new_slot(tv), self.frame.tensors[tv]
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
-
-        def clear(slots: Slots) -> None:
-            slots[i].zero_()
-
+        clear = _clearing(i) if op.zero_init else None
         is_mapped = tv.memory is MemoryType.symmetric
         if is_mapped:
             self._keep_out_of_graphs(f"{tv} lies in memory that peers map, made in each run")
         if self.frame.indices or self._stream is not None or is_mapped:
             # Torch keeps what is freed for the stream that it was made on.
             make = self._make(tv, block)
-            return Both(Action(make), Action(clear)) if op.zero_init else make
+            return make if clear is None else Both(Action(make), Action(clear))
         self._blocks[tv] = block
         self._begin[tv] = self._position
-        return clear if op.zero_init else None
+        return clear
 
     def _deallocate(self, op: Deallocate) -> Release | None:
         tv = op.buffer
@@ -517,6 +514,13 @@ class Recorder:
         shift = int(after.storage_offset()) - int(before.storage_offset())
         i, o = self.slot(source), self.new_slot(out)
         return View(i, o, tuple(after.shape), after.stride(), shift, after.element_size())
+
+
+def _clearing(slot: int) -> Closure:
+    def clear(slots: Slots) -> None:
+        slots[slot].zero_()
+
+    return clear
 
 
 def _free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:

@@ -209,10 +209,13 @@ def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> D
     if isinstance(op, PostOnStream):
         return {}, {}
     # Every step asks.
-    known = _dropped.setdefault(program, {})
-    if op not in known:
-        known[op] = _find_dropped(op, program)
-    return known[op]
+    known = _dropped.get(program)
+    if known is None:
+        known = _dropped.setdefault(program, {})
+    found = known.get(op)
+    if found is None:
+        found = known[op] = _find_dropped(op, program)
+    return found
 
 
 def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:

@@ -114,6 +114,8 @@ class FusionExecutorCache:
         self._latest: Call | None = None
         self._ran: Call | None = None
         self._is_warned = False
+        # Sizes of jobs that have all ranks which the meshes name.
+        self._worlds: set[int] = set()
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = sharding.requested_devices(fusion)
@@ -333,7 +335,10 @@ class FusionExecutorCache:
         communicator: Communicator,
         settings: Settings,
     ) -> tuple[BoundProgram, Claim, Known]:
-        sharding.check_world(self._fusion, communicator.size())
+        size = communicator.size()
+        if size not in self._worlds:
+            sharding.check_world(self._fusion, size)
+            self._worlds.add(size)
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)
         sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
