@@ -15,11 +15,15 @@ from fuser.errors import InputError
 from hostir.busy import Busy, Intervals, busy_of, union
 from hostir.container import HostIrContainer
 from hostir.cost import StreamTimes, busy_lines, ms, predict
+from hostir.noting import TracedOp
 from hostir.rank_posts import ranks_text
 from hostir.timetable import Timetable
 from hostir.trace import Event, file_text, predicted_events, stream_track, titles
-from hostir.watch import Round, Timed, TracedOp
+from hostir.watch import Round, Timed
 
+_WAITS = "the host waits until the device has done all of it"
+# What a summary shows; the file has all.
+_SHOWN_RANKS = 8
 # The track of the host; streams of the program have the numbers of predicted ones.
 _HOST = 0
 _CATEGORY = {"communication": "communication", "wait": "communication"}
@@ -257,29 +261,40 @@ class Trace:
             f"sums of the middle one of {times}, after {self.warm_up} to warm up; "
             "the recorded plan step by step, no CUDA graph",
         ]
-        for r in self.ranks:
-            one, walls = r.runs[self.run], [run.wall for run in r.runs]
-            plain = ms(_median(wall for wall, _ in r.plain)).strip()
-            issued = ms(_median(host for _, host in r.plain)).strip()
-            lines += [
-                "",
-                f"rank {r.rank}: {ms(one.wall).strip()} wall ({ms(min(walls)).strip()} to "
-                f"{ms(max(walls)).strip()}), the host issues it in {ms(one.host).strip()}; "
-                f"unwatched {plain} and {issued}",
-                *busy_lines(one.streams, one.busy),
-            ]
+        for r in self.ranks[:_SHOWN_RANKS]:
+            lines += ["", *_rank_lines(r, self.run)]
+        if (more := len(self.ranks) - _SHOWN_RANKS) > 0:
+            lines += ["", f"and {more} more ranks"]
         if self.predicted is not None:
             found = predict(*self.predicted)
-            lines += ["", f"predicted on {found.machine}: {ms(found.seconds).strip()} per call"]
-            for c in found.classes[:4]:
-                lines.append(f"  {ranks_text(c.ranks)}:")
-                lines += busy_lines((), Busy(c.compute, c.communication, c.exposed, c.idle))
+            for c in found.classes[:_SHOWN_RANKS]:
+                busy = Busy(c.compute, c.communication, c.exposed, c.idle)
+                lines += [
+                    "",
+                    f"predicted on {found.machine}, {ranks_text(c.ranks)}: {_ms(c.seconds)} on the "
+                    f"GPU; the host issues it in {_ms(c.host_seconds)}",
+                    *busy_lines((), busy),
+                ]
         lines += ["", f"clocks: {self.clocks}"]
         lines += [f"not sure: {doubt}" for doubt in self.doubts]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<Trace of {len(self.ranks)} ranks, {self.wall_ms:.3f} ms; print(trace.summary())>"
+
+
+def _rank_lines(r: RankTrace, run: int) -> list[str]:
+    one, walls = r.runs[run], [every.wall for every in r.runs]
+    plain, issued = (_ms(_median(times)) for times in zip(*r.plain, strict=True))
+    return [
+        f"rank {r.rank}: {_ms(one.wall)} wall ({_ms(min(walls))} to {_ms(max(walls))}), the host "
+        f"issues it in {_ms(one.host)}; unwatched {plain} and {issued}",
+        *busy_lines(one.streams, one.busy),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return ms(seconds, 0)
 
 
 def _median(values: Iterable[float]) -> float:
@@ -316,4 +331,16 @@ def _events(r: RankTrace, shift: float) -> list[Event]:
                 "args": args,
             }
         )
+    last = r.runs[-1]
+    if last.wall > last.host:
+        waits: Event = {
+            "name": _WAITS,
+            "cat": "host",
+            "ph": "X",
+            "pid": r.rank,
+            "tid": _HOST,
+            "args": {},
+        }
+        times = {"ts": (shift + last.host) * 1e6, "dur": (last.wall - last.host) * 1e6}
+        events.append({**waits, **times})
     return events

@@ -9,20 +9,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from fuser.arguments import LONGEST, require, show
 from fuser.errors import ExecutionError, FuserError, InputError, UnsupportedError
 from fuser.inputs import flatten
+from fuser.ir.binding import signature_of
 from fuser.ir.tensor import TensorView
 from hostir.arena import Arena
 from hostir.bind import Argument
@@ -31,24 +30,22 @@ from hostir.effects import Writes, effects_of
 from hostir.machine import Machine, find_machine
 from hostir.measured import RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.memory import op_failed
+from hostir.noting import NotingRecorder
 from hostir.plan import Plan
 from hostir.steps import Slots
 from hostir.storage import Storage
 from hostir.streams import on_device
 from hostir.timetable import timetable_of
-from hostir.watch import CuptiWatch, EventWatch, HostWatch, NotingRecorder, clock
+from hostir.together import Together, aligned
+from hostir.watch import CuptiWatch, EventWatch, HostWatch, clock
 from multidevice.backends.protocol import Team
 
 if TYPE_CHECKING:
     from hostir.evaluate import HostIrEvaluator
     from multidevice.communicator import Communicator
 
-T = TypeVar("T")
 Source = Literal["auto", "cupti", "events", "host"]
 _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
-# Barriers that bound how far the clocks of ranks are apart.
-_BARRIERS = 8
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def take_trace(
@@ -59,11 +56,12 @@ def take_trace(
     asked: Asked,
 ) -> Trace:
     """Return the trace of a program on these inputs; see `HostIrEvaluator.trace`."""
-    ranks = _Ranks(communicator, team)
+    ranks = Together(communicator, team)
 
     def prepare() -> tuple[list[Argument], Path | None, Machine | None]:
         where, machine = asked.checked(is_written=ranks.is_first)
         given = flatten(inputs)
+        signature_of(given)  # raises for what has no memory to look at
         evaluator.prepare(given)
         evaluator.are_apart(given, None)
         return given, where, machine
@@ -79,7 +77,7 @@ def take_trace(
     with torch.no_grad(), on_device(plan.device):
         plain = runs.plain(asked.warm_up, asked.repeat)
         watch, whys = _watched(runs, ways, asked.repeat)
-        shift, clocks = _aligned(ranks)
+        shift, clocks = aligned(ranks)
     mine = _measured(runs, watch, plain, shift, whys)
     found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
     trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), timetable)
@@ -164,89 +162,12 @@ def _ways(
     return [CuptiWatch] if source == "cupti" else [CuptiWatch, events]
 
 
-# ------------------------------------------------------------------ the ranks
-class _Ranks:
-    """The ranks of the program, seen from one; a rank outside of them is alone."""
-
-    def __init__(self, communicator: Communicator | None, team: Team) -> None:
-        self._communicator = communicator
-        self._team = tuple(sorted(team))
-        self.rank = 0 if communicator is None else communicator.rank()
-        self._is_alone = communicator is None or len(team) < 2 or self.rank not in team
-        self.is_first = self.rank == self._team[0]
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Return what this rank's work does, once that of all has been done without an error.
-
-        Raises this rank's error, or `PeerError` naming another's; `work` does not communicate.
-        """
-        try:
-            result = work()
-        except Exception as error:
-            self.barrier(error)
-            raise
-        self.barrier()
-        return result
-
-    def barrier(self, error: Exception | None = None) -> None:
-        if self._communicator is not None and not self._is_alone:
-            self._communicator.agree(error, team=self._team)
-
-    def tell(self, what: T) -> list[T]:
-        """Return what each rank tells, in the order of the ranks: lists, texts and numbers."""
-        if self._communicator is None or self._is_alone:
-            return [json.loads(json.dumps(what))]
-        told = self._communicator.exchange(json.dumps(what).encode(), team=self._team)
-        return [json.loads(one) for one in told]
-
-    def begin_run(self) -> None:
-        """Count a run, as every rank does."""
-        if self._communicator is not None:
-            self._communicator.begin_run(self._team)
-
-
-def _aligned(ranks: _Ranks) -> tuple[float, str]:
-    """Return what to add to this rank's clock to have that of the first, and how sure that is.
-
-    A barrier ends, on each rank, after it has begun on all: that bounds the distance.
-    """
-    marks: list[tuple[float, float]] = []
-    for _ in range(_BARRIERS):
-        begin = clock()
-        ranks.barrier()
-        marks.append((begin, clock()))
-    told: list[tuple[str, list[tuple[float, float]], int]]
-    told = ranks.tell((_host_name(), marks, ranks.rank))
-    (host, first, _), *others = told
-    if not others:
-        return 0.0, "one"
-    shift, widest, same = 0.0, 0.0, True
-    for theirs, mine, rank in others:
-        low = max(a - b for (a, _), (_, b) in zip(first, mine, strict=True))
-        high = min(b - a for (_, b), (a, _) in zip(first, mine, strict=True))
-        is_one = theirs == host and low <= 0.0 <= high
-        found = 0.0 if is_one else (low + high) / 2
-        widest, same = max(widest, (high - low) / 2), same and is_one
-        shift = found if rank == ranks.rank else shift
-    kept = f"barriers bound their distance to {widest * 1e6:.1f} us"
-    if same:
-        return shift, f"the ranks share that of their host; {kept}"
-    return shift, f"of several hosts, set by the middle of what barriers allow; {kept}"
-
-
-def _host_name() -> str:
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
 # ------------------------------------------------------------------ the runs
 class _Runs:
     """The plan of these inputs, and how to run it: on copies of what it updates, which have their
     first values before each run."""
 
-    def __init__(self, evaluator: HostIrEvaluator, ranks: _Ranks, given: list[Argument]) -> None:
+    def __init__(self, evaluator: HostIrEvaluator, ranks: Together, given: list[Argument]) -> None:
         self.ranks = ranks
         into = _written(evaluator.program)
         self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -356,7 +277,7 @@ def _watched(
     raise ExecutionError(f"trace: what the device did cannot be timed: {'; '.join(whys)}")
 
 
-def _refusal(ranks: _Ranks, step: Callable[[], None]) -> str:
+def _refusal(ranks: Together, step: Callable[[], None]) -> str:
     """Return why a step of a watch failed on some rank; "" where it did on none."""
     why = ""
     try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -28,6 +31,29 @@ def test_streamed_linear(ranks: int, capsys: pytest.CaptureFixture[str]) -> None
         assert len(shown) == len(run)
         for line, statement in zip(shown, run, strict=True):
             assert re.fullmatch(pattern(line), statement), (line, statement)
+
+
+def test_traced_linear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its timeline is drawn."""
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
+    monkeypatch.setattr(sys, "argv", ["traced_linear.py", str(trace), "--device", "cpu"])
+    with simulate(2) as world:
+        world.run(runpy.run_path, str(EXAMPLES / "traced_linear.py"))
+    text = capsys.readouterr().out
+    assert "rank 1: " in text and "predicted on h200, ranks 0 1: " in text
+    draw = runpy.run_path(str(EXAMPLES.parent / "scripts" / "draw_trace.py"))["main"]
+    draw([str(trace), str(picture), "--processes", "4"])
+    drawn = ElementTree.parse(picture).getroot()
+    svg = "{http://www.w3.org/2000/svg}"
+    words = [found.text for found in drawn.iter(f"{svg}text")]
+    titles = [word for word in words if word and word.startswith("rank ")]
+    beside = [f"rank {rank}{more}" for rank in (0, 1) for more in ("", ", predicted on h200")]
+    assert titles == beside and {"host", "Stream 3", "link in", "linear"} <= set(words)
+    events = json.loads(trace.read_text())["traceEvents"]
+    pieces = [found for found in drawn.iter(f"{svg}rect") if found.get("class") == "piece"]
+    assert len(pieces) == sum(e["ph"] == "X" for e in events)
 
 
 def listing() -> list[str]:
