@@ -150,10 +150,13 @@ class Replays:
         # The tensors that only kernels read.
         self._moving: list[int] = []
         self._readers: list[_Reader] = []
+        # Those of them that read scalars of the run, too.
+        self._numbered: list[_Reader] = []
         # What gives outputs their places: views of buffers and inputs, and tensors of no elements.
         self._views: list[Closure] = []
         self._nothing: dict[int, torch.Tensor] = {}
-        self._choices = arithmetic_choices()
+        # What torch's calls depend on besides; None where there are none.
+        self._choices: Callable[[], object] | None = None
         # Why nothing more is captured; "" while it may be.
         self.why_not = ""
 
@@ -207,7 +210,7 @@ class Replays:
             return None
         tensors, numbers = self._key_slots
         places = [slots[i].data_ptr() for i in tensors]
-        return (*places, *[slots[i] for i in numbers], self._choices())
+        return (*places, *[slots[i] for i in numbers], self._choices and self._choices())
 
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
         """Capture these tensors' run if it has come often enough."""
@@ -264,6 +267,8 @@ class Replays:
         self._actions = [a for a in actions if a is not None]
         if len(self._actions) < MIN_STEPS:
             raise _Refused(f"{len(self._actions)} step(s) gain nothing by it")
+        if len(binding.kernels) < len(self._actions):
+            self._choices = arithmetic_choices()
         self._binding = binding
         return binding
 
@@ -294,6 +299,7 @@ class Replays:
             moved = tuple((p, root, nbytes) for p, root, nbytes in roots if root in tensors)
             if kernel.read is not None or any(root not in rigid for _, root, _ in moved):
                 self._readers.append(_Reader(number, kernel, moved))
+        self._numbered = [r for r in self._readers if r.kernel.read is not None]
         read = {root for reader in self._readers for _, root, _ in reader.moved}
         self._moving = sorted(read - rigid)
 
@@ -301,11 +307,12 @@ class Replays:
         """Tell the kernels of a graph where tensors lie, and the numbers of this run."""
         places = [slots[i].data_ptr() for i in self._moving]
         moved: set[int] = set()
+        readers = self._numbered
         if places != captured.places:
-            old = captured.places
+            old, readers = captured.places, self._readers
             moved = {i for i, a, b in zip(self._moving, places, old, strict=True) if a != b}
             captured.places = places
-        for reader in self._readers:
+        for reader in readers:
             kernel, node = reader.kernel, captured.nodes[reader.number]
             numbers = kernel.numbers(slots)
             if numbers == node.numbers and not any(root in moved for _, root, _ in reader.moved):
