@@ -205,6 +205,12 @@ class Frame:
     def _whole(self) -> dict[TensorView, tuple[int, ...]]:
         return self.storage.whole.of(self.values)
 
+    def elsewhere(self, machine: Machine, tensors: dict[TensorView, torch.Tensor]) -> Frame:
+        """Return a frame of the same values and shapes on another machine."""
+        made = Frame(self.program, machine, self.storage, self.values, tensors)
+        made._whole, made.sizes = self._whole, self.sizes
+        return made
+
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
         """Return the sizes of the local shard, or of the part of it at a step of a stream loop.
 

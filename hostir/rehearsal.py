@@ -136,7 +136,7 @@ def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
     meta, streams = torch.device("meta"), UnservedStreams()
     machine = replace(frame.machine, device=meta, streams=streams, launch=launch)
     contents = {tv: _without_contents(t) for tv, t in frame.tensors.items()}
-    return Frame(frame.program, machine, frame.storage, frame.values, contents)
+    return frame.elsewhere(machine, contents)
 
 
 def _nothing() -> None:

@@ -114,7 +114,8 @@ class KernelExecutor:
         self._device = device or (DESCRIPTIONS[described] if described else None)
         self._tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
         self._tensors += fusion.outputs
-        self._places = {tv.number: k for k, tv in enumerate(self._tensors)}
+        self._numbers = [tv.number for tv in self._tensors]
+        self._places = {number: k for k, number in enumerate(self._numbers)}
         self._classes = [LayoutClasses(tv) for tv in self._tensors]
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
         self._free = _free_symbols(fusion, self._scalars)
@@ -177,7 +178,7 @@ class KernelExecutor:
         have to be compiled (`compile_many`)."""
         if self.checked:
             return None
-        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
             if device is None:
@@ -229,7 +230,7 @@ class KernelExecutor:
         device: DeviceInfo,
     ) -> Record | None:
         """Like `bind`, and remember it: `run` on tensors of this class finds it again."""
-        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
             return self._record(inputs, outputs, tensors, numbers, sizes, device)
@@ -282,14 +283,14 @@ class KernelExecutor:
         """Return the variant and the launch of an input class, lowering (not compiling) a new
         variant when needed; None where an extent is 0. Meta tensors will do where `device` is
         given."""
-        tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
+        tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
         if bound is None:
             return None
-        layouts = tuple(c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True))
+        layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
         alignments = {
-            tv.number: _alignment(t, layout)
-            for tv, t, layout in zip(self._tensors, tensors, layouts, strict=True)
+            number: _alignment(t, layout)
+            for number, t, layout in zip(self._numbers, tensors, layouts, strict=True)
         }
         device = self._device or device or _describe(tensors)
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
@@ -312,9 +313,7 @@ class KernelExecutor:
         alignments: Mapping[int, int],
     ) -> BoundLaunch | None:
         scalars, checked = self._scalars, self.checked
-        return launch_of(
-            variant, self._places, tensors, values, alignments, scalars, checked=checked
-        )
+        return launch_of(variant, tensors, values, alignments, scalars, checked=checked)
 
     # ------------------------------------------------------------ variants
     def _variant(
@@ -427,7 +426,7 @@ class KernelExecutor:
         for name, text in texts.items():
             if options.dump_enabled(name):
                 self._dump(dumps.Dump(name, self._of, text()))
-        return Variant(kernel, params, named)
+        return Variant(kernel, params, named, self._places)
 
     # ------------------------------------------------------------ compiling
     @property

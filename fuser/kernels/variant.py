@@ -21,11 +21,16 @@ from fuser.runtime.launch import BoundLaunch
 
 @dataclass
 class Variant:
-    """One kernel of a fusion: lowered, and compiled on first use."""
+    """One kernel of a fusion: lowered, and compiled on first use.
+
+    `twins` and `places` have the kernel's inputs and outputs, and their places among the tensors of
+    a launch, by the numbers that they have in the fusion.
+    """
 
     kernel: Kernel
     params: object
     twins: Mapping[int, TensorView]
+    places: Mapping[int, int]
     nbytes: int = 0
     compiled: CompiledKernel | None = None
 
@@ -39,45 +44,47 @@ class Variant:
 class Needs:
     """What a launch of a variant evaluates: all of its scalars in one go.
 
-    Tensors are named by the numbers that they have in the fusion.
+    Tensors are named by their places among the inputs, then the outputs.
     """
 
     guards: Computed
-    # Arguments, bytes of workspaces, grid, block, bytes of shared memory: where a guard fails, they
+    # Arguments, grid, block, bytes of shared memory and of workspaces: where a guard fails, they
     # may have no value.
     scalars: Computed
-    # (number of a tensor, bytes that divide its address and outer strides)
+    # (number of a tensor in the fusion, bytes that divide its address and outer strides)
     alignments: tuple[tuple[int, int], ...]
-    # (number of a tensor, axis, symbol) of each stride that a scalar names.
+    # (place, axis, symbol) of each stride that a scalar names.
     strides: tuple[tuple[int, int, Symbol], ...]
-    # What the values of a call are for: (parameter, scalar).
-    arguments: tuple[tuple[int, Scalar], ...]
-    # (parameter, number of a tensor), and (parameter, number of a tensor, axis).
+    # A 0 for each parameter, and the scalars of those that are evaluated.
+    arguments: tuple[int, ...]
+    evaluated: dict[int, Scalar]
+    # (parameter, place), and (parameter, place, axis).
     pointers: tuple[tuple[int, int], ...]
     stride_arguments: tuple[tuple[int, int, int], ...]
     # (parameter, whether zeroed)
     workspaces: tuple[tuple[int, bool], ...]
-    parameters: int
 
     @staticmethod
     def of(variant: Variant) -> Needs:
         """Sort the arguments of a kernel by what they are."""
         kernel = variant.kernel
-        number_of = {twin.number: number for number, twin in variant.twins.items()}
+        twins = variant.twins.items()
+        number_of = {twin.number: number for number, twin in twins}
+        place = {twin.number: variant.places[number] for number, twin in twins}
         strides = {
-            stride_symbol(twin, k): (number, k)
-            for number, twin in variant.twins.items()
+            stride_symbol(twin, k): (variant.places[number], k)
+            for number, twin in twins
             for k in range(twin.ndim)
         }
         args = list(enumerate(kernel.args))
-        arguments = tuple((i, a.scalar) for i, a in args if isinstance(a, ScalarArg))
+        evaluated = {i: a.scalar for i, a in args if isinstance(a, ScalarArg)}
         spaces = [(i, kernel.workspaces[a.index]) for i, a in args if isinstance(a, WorkspaceArg)]
         scalars = (
-            *(scalar for _, scalar in arguments),
-            *(space.nbytes for _, space in spaces),
+            *evaluated.values(),
             *kernel.grid,
             *kernel.block,
             kernel.smem_bytes,
+            *(space.nbytes for _, space in spaces),
         )
         named = dict.fromkeys(
             s for x in (*kernel.guards, *scalars) for s in sc.symbols(x) if s in strides
@@ -87,17 +94,16 @@ class Needs:
             Computed(scalars),
             tuple((number_of[tv.number], nbytes) for tv, nbytes in kernel.alignments),
             tuple((*strides[s], s) for s in named),
-            arguments,
-            tuple((i, number_of[a.tv.number]) for i, a in args if isinstance(a, TensorArg)),
-            tuple((i, number_of[a.tv.number], a.axis) for i, a in args if isinstance(a, StrideArg)),
+            (0,) * len(args),
+            evaluated,
+            tuple((i, place[a.tv.number]) for i, a in args if isinstance(a, TensorArg)),
+            tuple((i, place[a.tv.number], a.axis) for i, a in args if isinstance(a, StrideArg)),
             tuple((i, space.zeroed) for i, space in spaces),
-            len(args),
         )
 
 
 def launch_of(
     variant: Variant,
-    places: Mapping[int, int],
     tensors: Sequence[torch.Tensor],
     values: Mapping[Symbol, Number],
     alignments: Mapping[int, int],
@@ -107,8 +113,8 @@ def launch_of(
 ) -> BoundLaunch | None:
     """Evaluate a kernel's arguments and shape; None where it relies on something that fails.
 
-    `places` has the place among `tensors`, the inputs, then the outputs, of each by its number in
-    the fusion; `scalars` are the scalar inputs, whose values each call gives anew.
+    `tensors` are the inputs, then the outputs; `alignments` are by their numbers in the fusion;
+    `scalars` are the scalar inputs, whose values each call gives anew.
     """
     needs = variant.needs
     for number, nbytes in needs.alignments:
@@ -116,30 +122,31 @@ def launch_of(
             return None
     known = values
     if needs.strides:
-        known = {**values, **{s: tensors[places[n]].stride(k) for n, k, s in needs.strides}}
+        known = {**values, **{s: tensors[k].stride(axis) for k, axis, s in needs.strides}}
     if not needs.guards.hold(known):
         return None
     found = needs.scalars(known)
-    args: list[Any] = [0] * needs.parameters
-    dynamic = set(scalars)
-    numbers: list[tuple[int, Callable[[Sequence[Number]], Number]]] = []
-    for (param, scalar), value in zip(needs.arguments, found, strict=False):
+    args: list[Any] = list(needs.arguments)
+    for param, value in zip(needs.evaluated, found, strict=False):
         args[param] = value
-        if dynamic and any(s in dynamic for s in sc.symbols(scalar)):
-            numbers.append((param, partial(_value, scalar, dict(known), tuple(scalars))))
-    for param, number, axis in needs.stride_arguments:
-        args[param] = tensors[places[number]].stride(axis)
-    shape = [int(x) for x in found[len(needs.arguments) :]]
-    spaces = len(needs.workspaces)
-    gx, gy, gz, bx, by, bz, smem_bytes = shape[spaces:]
+    for param, k, axis in needs.stride_arguments:
+        args[param] = tensors[k].stride(axis)
+    numbers: list[tuple[int, Callable[[Sequence[Number]], Number]]] = []
+    if scalars:
+        known, dynamic = dict(known), frozenset(scalars)
+        for param, scalar in needs.evaluated.items():
+            if not dynamic.isdisjoint(sc.symbols(scalar)):
+                numbers.append((param, partial(_value, scalar, known, tuple(scalars))))
+    shape = [int(x) for x in found[len(needs.evaluated) :]]
+    gx, gy, gz, bx, by, bz, smem_bytes, *spaces = shape
     return BoundLaunch(
         args,
         (gx, gy, gz),
         (bx, by, bz),
         smem_bytes,
-        tuple((param, places[number]) for param, number in needs.pointers),
+        needs.pointers,
         tuple(numbers),
-        tuple((p, n, z) for (p, z), n in zip(needs.workspaces, shape[:spaces], strict=True)),
+        tuple([(p, n, z) for (p, z), n in zip(needs.workspaces, spaces, strict=True)]),
         is_repeatable=not checked,
     )
 

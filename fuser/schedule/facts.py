@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -11,6 +11,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.scalar_python import Computed
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,18 @@ class Facts:
 
     def alignment(self, tensor_number: int) -> int:
         return self.alignments.get(tensor_number, 16)
+
+
+class RunExtents:
+    """The iterations of groups of axes of one fusion, for the sizes of many input classes."""
+
+    def __init__(self, fusion: Fusion, runs: Sequence[Sequence[IterDomain]]) -> None:
+        self._fusion, self._runs = fusion, runs
+        self._counts = Computed([sc.product(a.extent for a in run) for run in runs])
+
+    def of(self, facts: Facts) -> list[int]:
+        """Return the iterations of each group. Raises `InputError` as `Facts.value` does."""
+        found = self._counts.at_once(facts.sizes)
+        if found is None:  # a symbol that has its size by another name, or none
+            return [facts.numel(self._fusion, run) for run in self._runs]
+        return [int(n) for n in found]

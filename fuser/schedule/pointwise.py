@@ -23,7 +23,7 @@ from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record
-from fuser.schedule.facts import Facts
+from fuser.schedule.facts import Facts, RunExtents
 from fuser.schedule.space import (
     Access,
     Space,
@@ -159,16 +159,16 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
     logical = space.reference.domain.logical
     candidates = space.vector_candidates(runs[-1][-1]) if runs else ()
 
-    def choose(facts: Facts) -> PointwiseParams:
-        def extent(run: tuple[int, ...]) -> int:
-            return facts.numel(fusion, (logical[p] for p in run))
+    loaded = _loaded(space)
+    extents = RunExtents(fusion, [[logical[p] for p in run] for run in runs])
 
-        inner = extent(runs[-1]) if runs else 1
-        outer = prod(extent(r) for r in runs[:-1])
+    def choose(facts: Facts) -> PointwiseParams:
+        *outer_runs, inner = extents.of(facts) or [1]
+        outer = prod(outer_runs)
         vector = vector_width(candidates, [facts.alignment(a.tv.number) for a in candidates], inner)
         threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
         wanted = BYTES_IN_FLIGHT if len(runs) < 2 else BYTES_IN_FLIGHT_TWO_RUNS
-        unroll = _unroll(space, inner * outer, vector, wanted, device)
+        unroll = _unroll(loaded, inner * outer, vector, wanted, device)
         blocks_inner = -(-inner // (vector * threads_x))
         blocks_outer = -(-outer // (threads_y * unroll))
         inner_on_x = blocks_outer <= MAX_GRID_Y or blocks_inner > MAX_GRID_Y
@@ -185,15 +185,16 @@ def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
     return x, THREADS // x
 
 
-def _unroll(space: Space, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
-    """Unroll once every thread of the device has that many vectors to work on."""
+def _loaded(space: Space) -> int:
+    """Return the bytes that one element of all full inputs takes."""
     rank = len(space.concrete)
-    step = sum(
-        a.nbytes * vector
-        for a in space.accesses
-        if not a.is_output and (a.order is None or len(a.order) == rank)
-    )
-    unroll = min(power_of_two_at_least(-(-wanted // max(step, 1))), MAX_UNROLL)
+    inputs = (a for a in space.accesses if not a.is_output)
+    return sum(a.nbytes for a in inputs if a.order is None or len(a.order) == rank)
+
+
+def _unroll(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
+    """Unroll once every thread of the device has that many vectors to work on."""
+    unroll = min(power_of_two_at_least(-(-wanted // max(loaded * vector, 1))), MAX_UNROLL)
     threads = device.sm_count * device.max_threads_per_sm
     return unroll if elements >= threads * vector * unroll // 2 else 1
 

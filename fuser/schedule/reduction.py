@@ -26,7 +26,7 @@ from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record
-from fuser.schedule.facts import Facts
+from fuser.schedule.facts import Facts, RunExtents
 from fuser.schedule.pointwise import common_rejection
 from fuser.schedule.propagate import AxisMatcher
 from fuser.schedule.space import Access, Space, iteration_space
@@ -200,20 +200,20 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     if device.kind == "cpu":
         return lambda facts: ReductionParams(inner=runs.inner)
     logical = space.reference.domain.logical
-    last = (runs.reduced if runs.inner else runs.iterated)[-1]
     candidates = space.vector_candidates(runs.innermost)
     # An inner reduction's outputs are rows: none of them is stored in vectors.
     inputs = [a for a in candidates if not (runs.inner and a.is_output)]
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
     decide = _inner_params if runs.inner else _outer_params
 
-    def choose(facts: Facts) -> ReductionParams:
-        def extent(run: tuple[int, ...]) -> int:
-            return facts.numel(fusion, (logical[p] for p in run))
+    groups = [[logical[p] for p in run] for run in (*runs.iterated, *runs.reduced)]
+    extents, rows = RunExtents(fusion, groups), len(runs.iterated)
 
-        vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], extent(last))
-        iterated = [extent(r) for r in runs.iterated]
-        reduced = [extent(r) for r in runs.reduced]
+    def choose(facts: Facts) -> ReductionParams:
+        found = extents.of(facts)
+        iterated, reduced = found[:rows], found[rows:]
+        last = (reduced if runs.inner else iterated)[-1]
+        vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], last)
         return decide(iterated, reduced, (vector, vector * widest), device)
 
     return choose

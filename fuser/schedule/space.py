@@ -8,6 +8,7 @@ every tensor (each run becomes one loop), and for the tensors that can be access
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.dtypes import nbytes_of
@@ -35,7 +36,7 @@ class Access:
     order: tuple[int, ...] | None
     contiguous: tuple[bool, ...] = ()
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of one element."""
         return nbytes_of(self.tv.dtype())

@@ -1,0 +1,278 @@
+"""New sizes of programs that have run: right at once, and bound with no look at the program."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition
+from hostir.evaluate import HostIrEvaluator
+from hostir.plan import Plan
+from hostir.rehearsal import can_bind
+from tests.hostir.programs import CASES, build
+
+SIZES = [5, 1, 0, 2, 3, 8, 64, 7, 16, 33, 100, 1, 17, 0, 31]
+
+
+# ------------------------------------------------------------------ programs
+def _layers() -> FusionDefinition:
+    """Three matmuls, a kernel before, between and behind them, a reduction."""
+    with FusionDefinition() as fd:
+        x, *weights = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(4))
+        y = fd.ops.relu(x)
+        for w in weights:
+            y = fd.ops.relu(fd.ops.matmul(y, w))
+        total = fd.ops.sum(y, [0])
+        fd.add_output(fd.ops.add(y, fd.ops.broadcast_in_dim(total, y.shape(), [1])))
+    return fd
+
+
+def _layers_meaning(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
+    y = x.double().relu()
+    for w in weights:
+        y = (y @ w.double()).relu()
+    return [y + y.sum(0)]
+
+
+def _rows() -> FusionDefinition:
+    """A kernel of any layout; an output that a reshape views; a scalar."""
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1, -1]) for _ in range(2))
+        s = fd.define_scalar(None, DataType.Double)
+        z = fd.ops.mul(fd.ops.add(x, y), s)
+        flat = fd.ops.reshape(z, [fd.ops.mul(z.shape()[0], z.shape()[1])])
+        fd.add_output(z)
+        fd.add_output(fd.ops.sum(fd.ops.exp(z), [1]))
+        fd.add_output(flat)
+    return fd
+
+
+def _in_place() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
+        fd.add_output(fd.ops.add(x, y), alias_input=x)
+        fd.add_output(fd.ops.mul(x, y))
+    return fd
+
+
+def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
+
+
+def _square(n: int) -> list[torch.Tensor]:
+    return [_normal(n, n, seed=k) / max(n, 1) ** 0.5 for k in range(4)]
+
+
+# ------------------------------------------------------------------ right at once
+def test_each_new_size_is_right_at_its_first_call_and_later() -> None:
+    fd = _layers()
+    for n in SIZES:
+        inputs = _square(n)
+        (want,) = _layers_meaning(*inputs)
+        for _ in range(3):
+            (got,) = fd.execute(inputs)
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_run_of_a_bound_program_equals_evaluate_bit_for_bit(name: str) -> None:
+    case = CASES[name]
+    if case.ranks > 1:
+        return
+    evaluator = HostIrEvaluator(build(case))
+    inputs = case.inputs()
+    want = evaluator.evaluate(inputs)
+    for _ in range(3):
+        for got, expected in zip(evaluator.run(inputs), want, strict=True):
+            assert torch.equal(got, expected) and got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)])
+def test_layouts_and_places_of_new_sizes(schedules: Sequence[str]) -> None:
+    """Transposed, with gaps, and in any place of a vector of memory."""
+    fd, memory = _rows(), _normal(4096, seed=1)
+    for n, m in [(4, 8), (5, 7), (1, 9), (8, 1), (0, 4), (3, 0), (16, 12), (6, 20), (13, 13)]:
+        for start in (0, 1, 4, 2):
+            x = memory[start : start + n * m].view(n, m)
+            for y in (
+                _normal(n, m),
+                _normal(m, n).t(),
+                _normal(n, 2 * m + 1)[:, 1 : 2 * m + 1 : 2],
+            ):
+                for _ in range(2):
+                    z, sums, flat = fd.execute([x, y, 0.5], _enable_options=schedules)
+                    want = (x.double() + y.double()) * 0.5
+                    torch.testing.assert_close(z.double(), want, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(
+                        sums.double(), want.exp().sum(1), rtol=1e-4, atol=1e-4
+                    )
+                    assert torch.equal(flat, z.reshape(-1))
+
+
+def test_new_sizes_of_an_update_in_place() -> None:
+    fd, memory = _in_place(), _normal(512)
+    for n in (4, 9, 1, 0, 33, 100):
+        for x, y in (
+            (_normal(n), _normal(n, seed=1)),
+            (memory[1 : n + 1].clone(), memory[3 : n + 3]),
+        ):
+            for _ in range(2):
+                old = x.clone()
+                (product,) = fd.execute([x, y])
+                torch.testing.assert_close(x.double(), old.double() + y)
+                torch.testing.assert_close(product.double(), old.double() * y)
+        both = _normal(n, seed=2)
+        old = both.clone()
+        # The input that is only read lies where the update is written.
+        (product,) = fd.execute([both, both])
+        assert torch.equal(both, old + old) and torch.equal(product, old * old)
+
+
+def test_threads_bring_new_sizes_at_once() -> None:
+    fd, count, wrong = _layers(), 3, list[int]()
+    fd.execute(_square(4))
+    start = threading.Barrier(count)
+
+    def body(first: int) -> None:
+        start.wait()
+        # Sizes of its own, and sizes that all threads bring at once.
+        for n in [k for j in range(12) for k in (10 + first + count * j, 60 + j)]:
+            inputs = _square(n)
+            (want,) = _layers_meaning(*inputs)
+            for _ in range(2):
+                (got,) = fd.execute(inputs)
+                if not torch.allclose(got.double(), want, rtol=1e-4, atol=1e-4):
+                    wrong.append(n)
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ------------------------------------------------------------------ bound without a run
+def test_a_first_run_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = _layers()
+    fd.execute(_square(4))
+
+    def walked(*args: object) -> None:
+        raise AssertionError("the first run of a new size went op by op")
+
+    monkeypatch.setattr(HostIrEvaluator, "_walk", walked)
+    for n in (5, 6, 1):
+        (got,) = fd.execute(_square(n))
+        torch.testing.assert_close(got.double(), _layers_meaning(*_square(n))[0])
+
+
+def test_without_memory_for_all_at_once_a_first_run_goes_op_by_op(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fd, asked = _layers(), list[object]()
+    fd.execute(_square(4))
+    with monkeypatch.context() as patch:
+
+        def refuse(plan: Plan) -> None:
+            asked.append(plan)
+            raise torch.OutOfMemoryError("no memory for all intermediates at once")
+
+        patch.setattr(Plan, "reserve", refuse)
+        for _ in range(2):
+            (got,) = fd.execute(_square(9))
+            torch.testing.assert_close(got.double(), _layers_meaning(*_square(9))[0])
+    assert len(asked) == 2, "what found no memory was remembered as bound"
+    (got,) = fd.execute(_square(9))
+    torch.testing.assert_close(got.double(), _layers_meaning(*_square(9))[0])
+
+
+def test_what_only_a_run_tells_is_not_bound_before() -> None:
+    """Communications wait for the agreement of ranks, streams belong to a run."""
+    for name, case in CASES.items():
+        program = build(case)
+        assert can_bind(program) is not bool(program.started()), name
+
+
+# ------------------------------------------------------------------ what a new size may cost
+# Functions that look at programs, fusions or scalars, and how often each may run per new size.
+COUNTED: dict[str, int] = {
+    "fuser/ir/axis_graph.py:__init__": 0,
+    "fuser/ir/fusion.py:copy": 0,
+    "fuser/ir/fusion.py:tensors": 0,
+    "fuser/ir/fusion.py:used_exprs": 0,
+    "fuser/ir/scalar.py:_evaluate": 0,
+    "fuser/ir/scalar.py:apply": 0,
+    "fuser/ir/scalar_python.py:compiled": 0,
+    "fuser/kernels/executor.py:compile_many": 0,
+    "fuser/schedule/space.py:iteration_space": 0,
+    "fuser/runtime/kernel.py:compile_kernels": 0,
+    "hostir/container.py:walk": 0,
+    "hostir/race.py:find_races": 0,
+    "hostir/cross_rank.py:find_mismatches": 0,
+    "hostir/storage.py:of": 1,
+    "hostir/handlers.py:run_block": 1,
+    "hostir/bind.py:bind": 2,
+}
+# Python calls per launched or computed op of the host program (5 kernels and 3 products below).
+MAX_CALLS_PER_OP = 200
+
+
+def _count(call: Callable[[], object]) -> Counter[str]:
+    """Return how often each Python function was called, by file and name."""
+    found: Counter[CodeType] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found[frame.f_code] += 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    names: Counter[str] = Counter()
+    for code, n in found.items():
+        path = code.co_filename.replace("\\", "/")
+        names["/".join(path.split("/")[-3:]) + ":" + code.co_name] += n
+    return names
+
+
+def _times(names: Counter[str], function: str) -> int:
+    return sum(n for name, n in names.items() if name.endswith(function))
+
+
+@pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)])
+def test_a_new_size_looks_at_no_program_again(schedules: Sequence[str]) -> None:
+    fd = _layers()
+
+    def execute(n: int) -> object:
+        return fd.execute(_square(n), _enable_options=schedules)
+
+    for n in range(40, 52):
+        execute(n)
+    for n in (52, 53, 56):
+        inputs = _square(n)
+        names = _count(lambda: fd.execute(inputs, _enable_options=schedules))  # noqa: B023
+        over = {f: _times(names, f) for f, most in COUNTED.items() if _times(names, f) > most}
+        assert not over, f"size {n}: {over}"
+        kinds = fd.fec.statistics()
+        ops = kinds["kernels"] + kinds["library_calls"]
+        assert ops == 8
+        assert names.total() <= MAX_CALLS_PER_OP * ops, names.most_common(12)
+
+
+def test_what_is_counted_exists() -> None:
+    """A function that was renamed would be counted 0 times for ever."""
+    from pathlib import Path
+
+    root = Path(__file__).parents[2]
+    for function in COUNTED:
+        path, name = function.split(":")
+        assert f"def {name}(" in (root / path).read_text(), function
