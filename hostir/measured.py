@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,8 @@ from hostir.trace import Event, file_text, predicted_events, stream_track, title
 from hostir.watch import Round, Timed
 
 _WAITS = "the host waits until the device has done all of it"
+# What the device is called where there is no GPU.
+CPU = "the CPU"
 # What a summary shows; the file has all.
 _SHOWN_RANKS = 8
 # The track of the host; streams of the program have the numbers of predicted ones.
@@ -56,8 +58,9 @@ class RunTimes:
 @dataclass(frozen=True)
 class RankTrace:
     """What one rank has measured. `began` is when its last run did, by the clock of the first rank
-    of the program; `plain` are (wall, host) of runs that nobody watched; `doubts` says what is not
-    known for sure."""
+    of the program. Nobody watched the runs of `plain` and `usual`, (wall, host): those of the same
+    plan, and what runs without a trace, by the CUDA graphs that `graphs` tells about. `doubts`
+    says what is not known for sure."""
 
     rank: int
     device: str
@@ -67,6 +70,8 @@ class RankTrace:
     slices: tuple[Slice, ...]
     runs: tuple[RunTimes, ...]
     plain: tuple[tuple[float, float], ...]
+    usual: tuple[tuple[float, float], ...]
+    graphs: tuple[str, ...]
     began: float
     doubts: tuple[str, ...]
 
@@ -82,8 +87,8 @@ def rank_from_dict(d: dict[str, Any]) -> RankTrace:
         "streams": dict(d["streams"]),
         "slices": tuple(Slice(**s) for s in d["slices"]),
         "runs": tuple(_run_from_dict(run) for run in d["runs"]),
-        "plain": tuple((wall, host) for wall, host in d["plain"]),
-        "doubts": tuple(d["doubts"]),
+        **{name: tuple((wall, host) for wall, host in d[name]) for name in ("plain", "usual")},
+        **{name: tuple(d[name]) for name in ("graphs", "doubts")},
     }
     return RankTrace(**{**d, **made})
 
@@ -154,8 +159,10 @@ class Trace:
     and `wall_ms` are those of the rank that took longest.
 
     What ran is the recorded plan of these inputs, step by step: never a captured CUDA graph, and
-    watched, which costs the host time; `plain_wall_ms` and `plain_host_ms` are medians of as many
-    runs of the same plan that nobody watched. `outputs` are those of the last run, on this rank.
+    watched, which costs the host time. `plain_wall_ms` and `plain_host_ms` are medians of as many
+    runs of the same plan that nobody watched, `usual_wall_ms` and `usual_host_ms` of runs as they
+    are without a trace, by CUDA graphs where these repeat them (`graphs`, and
+    `FusionDefinition.cuda_graphs`). `outputs` are those of the last run, on this rank.
     """
 
     ranks: tuple[RankTrace, ...]
@@ -216,11 +223,24 @@ class Trace:
 
     @property
     def plain_wall_ms(self) -> float:
-        return max(_median(wall for wall, _ in r.plain) for r in self.ranks) * 1e3
+        return max(_medians(r.plain)[0] for r in self.ranks) * 1e3
 
     @property
     def plain_host_ms(self) -> float:
-        return max(_median(host for _, host in r.plain) for r in self.ranks) * 1e3
+        return max(_medians(r.plain)[1] for r in self.ranks) * 1e3
+
+    @property
+    def usual_wall_ms(self) -> float:
+        return max(_medians(r.usual)[0] for r in self.ranks) * 1e3
+
+    @property
+    def usual_host_ms(self) -> float:
+        return max(_medians(r.usual)[1] for r in self.ranks) * 1e3
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """Which CUDA graphs repeat runs without a trace, or why none does."""
+        return tuple(f"rank {r.rank}: {line}" for r in self.ranks for line in r.graphs)
 
     def save(self, path: str | Path, *, predicted: bool = True) -> None:
         """Write the timeline for Perfetto or chrome://tracing, beside the predicted one if there is
@@ -285,11 +305,13 @@ class Trace:
 
 def _rank_lines(r: RankTrace, run: int) -> list[str]:
     one, walls = r.runs[run], [every.wall for every in r.runs]
-    plain, issued = (_ms(_median(times)) for times in zip(*r.plain, strict=True))
+    plain, usual = (" and ".join(map(_ms, _medians(times))) for times in (r.plain, r.usual))
     return [
         f"rank {r.rank}: {_ms(one.wall)} wall ({_ms(min(walls))} to {_ms(max(walls))}), the host "
-        f"issues it in {_ms(one.host)}; unwatched {plain} and {issued}",
+        f"issues it in {_ms(one.host)}",
         *busy_lines(one.streams, one.busy),
+        f"  wall and host unwatched: {plain}; without a trace: {usual}",
+        *(f"  CUDA graphs: {line}" for line in r.graphs if r.device != CPU),
     ]
 
 
@@ -297,9 +319,9 @@ def _ms(seconds: float) -> str:
     return ms(seconds, 0)
 
 
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
+def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    walls, hosts = (sorted(found)[(len(found) - 1) // 2] for found in zip(*times, strict=True))
+    return walls, hosts
 
 
 # ------------------------------------------------------------------ the file

@@ -2,7 +2,7 @@
 
 1  all ranks check what they were given, and compile; an error of one is an error of all
 2  one run through the table of handlers records a plan; then its runs to warm up
-3  runs that nobody watches, for the host's time and the wall time as they are without a trace
+3  runs that nobody watches: of that plan, and as they are without a trace, by CUDA graphs
 4  watched runs, each behind a barrier, with nothing left on the device
 5  the ranks tell each other what they have measured, and the first of them writes the file
 """
@@ -25,10 +25,11 @@ from fuser.ir.binding import signature_of
 from fuser.ir.tensor import TensorView
 from hostir.arena import Arena
 from hostir.bind import Argument
+from hostir.capture import RUNS_BEFORE
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Writes, effects_of
 from hostir.machine import Machine, find_machine
-from hostir.measured import RankTrace, Trace, rank_from_dict, run_times, slices_of
+from hostir.measured import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.memory import op_failed
 from hostir.noting import NotingRecorder
 from hostir.plan import Plan
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from hostir.evaluate import HostIrEvaluator
     from multidevice.communicator import Communicator
 
+# (wall, host) in seconds, of each run
+Times = tuple[tuple[float, float], ...]
 Source = Literal["auto", "cupti", "events", "host"]
 _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
 
@@ -76,9 +79,10 @@ def take_trace(
         timetable = evaluator.program, ranks.together(made)
     with torch.no_grad(), on_device(plan.device):
         plain = runs.plain(asked.warm_up, asked.repeat)
+        usual, graphs = runs.usual(asked.warm_up, asked.repeat)
         watch, whys = _watched(runs, ways, asked.repeat)
         shift, clocks = aligned(ranks)
-    mine = _measured(runs, watch, plain, shift, whys)
+    mine = _measured(runs, watch, shift, whys, plain=plain, usual=usual, graphs=graphs)
     found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
     trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), timetable)
     ranks.together(lambda: trace.save(where) if where is not None else None)
@@ -168,7 +172,7 @@ class _Runs:
     first values before each run."""
 
     def __init__(self, evaluator: HostIrEvaluator, ranks: Together, given: list[Argument]) -> None:
-        self.ranks = ranks
+        self.ranks, self._evaluator = ranks, evaluator
         into = _written(evaluator.program)
         self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inputs = list(given)
@@ -234,13 +238,34 @@ class _Runs:
         self._synchronize()
         return begin, issued, clock()
 
-    def plain(self, warm_up: int, repeat: int) -> list[tuple[float, float]]:
+    def plain(self, warm_up: int, repeat: int) -> Times:
         """Return (wall, host) of runs that nobody watches, behind those to warm up."""
         run = self.bound(self.plan)
         for _ in range(warm_up):
             self.timed(run)
-        found = (self.timed(run) for _ in range(repeat))
-        return [(end - begin, issued - begin) for begin, issued, end in found]
+        return tuple(_wall_and_host(*self.timed(run)) for _ in range(repeat))
+
+    def usual(self, warm_up: int, repeat: int) -> tuple[Times, tuple[str, ...]]:
+        """Return the same of runs as they are without a trace, and which CUDA graphs these use."""
+        evaluator, inputs = self._evaluator, self._inputs
+        known = evaluator.know(inputs)
+        bits: list[int | None] = [None]
+
+        def run() -> None:
+            self.outputs = evaluator.run_known(known, inputs, bits[0])
+            bits[0] = known.contents.check(inputs)
+
+        try:
+            for _ in range(warm_up + RUNS_BEFORE + 2):
+                self.timed(run)
+            found = tuple(_wall_and_host(*self.timed(run)) for _ in range(repeat))
+            return found, tuple(evaluator.cuda_graphs(known))
+        finally:
+            known.forget()
+
+
+def _wall_and_host(begin: float, issued: float, end: float) -> tuple[float, float]:
+    return end - begin, issued - begin
 
 
 def _written(program: HostIrContainer) -> set[TensorView]:
@@ -298,9 +323,9 @@ def _rounds(runs: _Runs, watch: HostWatch, repeat: int) -> None:
 def _measured(
     runs: _Runs,
     watch: HostWatch,
-    plain: list[tuple[float, float]],
     shift: float,
     whys: Sequence[str],
+    **unwatched: Any,
 ) -> RankTrace:
     """Return what this rank has measured, and what there is to doubt about it."""
     device, ops, rounds = runs.plan.device, runs.recorder.ops, watch.rounds[1:]
@@ -324,16 +349,16 @@ def _measured(
         )
     if watch.skew_s > 0:
         doubts.append(f"times of the device may be {watch.skew_s * 1e6:.1f} us from the host's")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     return RankTrace(
-        runs.ranks.rank,
-        name,
-        watch.source,
-        tuple(ops),
-        streams,
-        slices_of(last),
-        tuple(run_times(one, ops, streams) for one in rounds),
-        tuple(plain),
-        last.begin + shift,
-        tuple(doubts),
+        rank=runs.ranks.rank,
+        device=name,
+        source=watch.source,
+        ops=tuple(ops),
+        streams=streams,
+        slices=slices_of(last),
+        runs=tuple(run_times(one, ops, streams) for one in rounds),
+        began=last.begin + shift,
+        doubts=tuple(doubts),
+        **unwatched,
     )

@@ -50,7 +50,7 @@ def test_traced_linear(
     words = [found.text for found in drawn.iter(f"{svg}text")]
     titles = [word for word in words if word and word.startswith("rank ")]
     beside = [f"rank {rank}{more}" for rank in (0, 1) for more in ("", ", predicted on h200")]
-    assert titles == beside and {"host", "Stream 3", "link in", "linear"} <= set(words)
+    assert titles == beside and {"host", "Stream 3", "link in"} <= set(words)
     events = json.loads(trace.read_text())["traceEvents"]
     pieces = [found for found in drawn.iter(f"{svg}rect") if found.get("class") == "piece"]
     assert len(pieces) == sum(e["ph"] == "X" for e in events)

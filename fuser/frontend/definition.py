@@ -212,7 +212,8 @@ class FusionDefinition:
 
         All ranks of the program call it together; each gets the traces of all, and the first one
         writes the timeline to `path`, for Perfetto. After `warm_up` runs come `repeat` that nobody
-        watches, and as many that are: the timeline shows the last one. Inputs that are updated in
+        watches, step by step and by CUDA graphs, and as many that are watched, of which the
+        timeline shows the last one. Inputs that are updated in
         place keep their values. What runs is the plan that `execute` replays, but step by step and
         never as a captured CUDA graph.
 

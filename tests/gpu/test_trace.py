@@ -68,6 +68,9 @@ def test_cupti_finds_the_op_of_every_kernel(tmp_path: Path) -> None:
     }
     assert all(s.activity and s.queue for s in rank.slices if not s.on_host)
     torch.testing.assert_close(trace.outputs[0], fd.execute(inputs)[0])
+    # Without a trace graphs repeat it; what was traced ran step by step.
+    assert trace.graphs[0].startswith("rank 0: captured: "), trace.graphs
+    assert trace.usual_host_ms < trace.host_ms
 
 
 def test_compute_is_what_a_full_gpu_takes() -> None:

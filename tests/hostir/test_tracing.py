@@ -82,6 +82,9 @@ def test_times_add_up(name: str) -> None:
                 assert min(busy.idle, busy.compute, busy.exposed) >= -1e-12
                 for one in run.streams:
                     assert one.compute + one.communication + one.idle == pytest.approx(run.wall)
+            assert len(rank.plain) == len(rank.usual) == len(rank.runs) == 3
+            assert all(0 < host <= wall for wall, host in (*rank.plain, *rank.usual))
+            assert len(rank.graphs) == 1 and rank.graphs[0].startswith("not captured: ")
             found = rank.runs[-1].busy
             assert vars(found) == pytest.approx(vars(counted(rank)), abs=1e-12)
             assert not rank.doubts
@@ -89,6 +92,8 @@ def test_times_add_up(name: str) -> None:
         assert trace.wall_ms == pytest.approx(longest.wall * 1e3)
         parts = trace.compute_ms + trace.exposed_communication_ms + trace.idle_ms
         assert parts == pytest.approx(trace.wall_ms)
+        assert trace.plain_host_ms <= trace.plain_wall_ms
+        assert trace.usual_host_ms <= trace.usual_wall_ms
 
 
 MODELLED = [n for n in EXAMPLES if "unit" not in n and "HI-7" not in n]
