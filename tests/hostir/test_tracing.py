@@ -131,6 +131,14 @@ def test_a_steps_work_stands_on_its_stream() -> None:
     assert found == [(f"Stream {i % 4}", i) for i in range(9)]
 
 
+def test_what_is_announced_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of its own writes `FUSER_DUMP=communication`."""
+    monkeypatch.setenv("FUSER_DUMP", "communication")
+    rank = traced(EXAMPLES["HO-3 on 2"])[0].ranks[0]
+    works = [rank.ops[s.op].kind for s in rank.slices if not s.on_host]
+    assert Counter(works) == {"communication": 8, "wait": 8, "compute": 8}
+
+
 def test_a_permutation_to_oneself_computes() -> None:
     rank = traced(EXAMPLES["permutations on 2"])[1].ranks[1]
     kinds = [op.kind for op in rank.ops if op.name.startswith("CollectivePermute")]
