@@ -2,7 +2,7 @@
 
 A collective is enqueued and ordered by its stream alone, so `wait` does nothing: the host
 program's stream switches are the whole truth, and collectives can be captured in a CUDA graph.
-Communicators are made per team at first use; use a team once before capturing it.
+Communicators are made per team at first use; call what is captured once before.
 
 An allreduce of at most BESIDE_NCCL_NBYTES among GPUs of one host that can map each other's memory
 is not NCCL's: it is one kernel (`peer_allreduce`).

@@ -25,7 +25,13 @@ from typing import Any, Protocol
 import torch
 
 from fuser import options
-from fuser.errors import CommunicationError, CommunicationTimeout, CompileError, UnsupportedError
+from fuser.errors import (
+    CommunicationError,
+    CommunicationTimeout,
+    CompileError,
+    KernelError,
+    UnsupportedError,
+)
 from fuser.recent import Recent
 from fuser.runtime.kernel import CompiledKernel, compile_kernels
 from multidevice.backends.allreduce_kernel import (
@@ -219,8 +225,9 @@ class AllreduceKernels:
         self._control, self._device, self._largest = control, device, largest_nbytes
         self._make_memory, self._make_order = make_memory, make_order
         self._memory: Memory | None = None
-        # None: its members cannot map each other's memory.
+        # None: its members cannot map each other's memory, and why.
         self._areas: dict[Team, _Area | None] = {}
+        self.why_not: dict[Team, str] = {}
         # Of teams that were given up: graphs may still launch kernels there.
         self._kept: list[_Area] = []
         self._told: set[_Area] = set()
@@ -342,26 +349,40 @@ class AllreduceKernels:
 
     def _connect(self, team: Team, key: Key) -> _Area | None:
         """Makes the area and maps those of the others; None, on all members, where one cannot."""
-        rank, control = self._control.rank, self._control
-        area = hello = None
+        area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
         if not options.disabled("allreduce_kernel"):
             try:
                 area, hello = self._make_area(team, key)
-            except (UnsupportedError, CompileError, torch.OutOfMemoryError):
-                area = None
-        answers = control.exchange(json.dumps(hello).encode(), team=team)
-        others = [json.loads(answer) for answer in answers]
-        is_mapped = all(one is not None and one["host"] == host() for one in others)
-        if is_mapped and area is not None and self._memory is not None:
+            except (UnsupportedError, CompileError, KernelError, torch.OutOfMemoryError) as error:
+                hello = {"why": str(error)}
+        others = self._told_by(team, hello)
+        why = next((f"rank {r}: {o['why']}" for r, o in others.items() if "why" in o), "")
+        if not why and len({o["host"] for o in others.values()}) > 1:
+            why = "its ranks do not share a host"
+        if area is not None and not why:
             try:
-                for k, other in enumerate(team):
-                    if other != rank:
-                        begin = self._memory.mapped(tuple(others[k]["name"]), other)
-                        area.addresses[k] = begin + others[k]["at"]
-            except UnsupportedError:
-                is_mapped = False
+                self._map(area, others)
+            except UnsupportedError as error:
+                why = f"rank {self._control.rank}: {error}"
         # Nobody writes into an area that is still to be cleared.
-        return area if all(control.exchange(b"1" if is_mapped else b"", team=team)) else None
+        answers = self._told_by(team, {"why": why}).values()
+        why = next((one["why"] for one in answers if one["why"]), "")
+        if why:
+            self.why_not[team] = why
+            return None
+        return area
+
+    def _told_by(self, team: Team, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Returns what each member of a team says."""
+        answers = self._control.exchange(json.dumps(mine).encode(), team=team)
+        return dict(zip(team, map(json.loads, answers), strict=True))
+
+    def _map(self, area: _Area, others: dict[int, dict[str, Any]]) -> None:
+        assert self._memory is not None, "the area lies there"
+        for k, (rank, other) in enumerate(others.items()):
+            if rank != self._control.rank:
+                begin = self._memory.mapped(tuple(other["name"]), rank)
+                area.addresses[k] = begin + other["at"]
 
     def _make_area(self, team: Team, key: Key) -> tuple[_Area, dict[str, Any]]:
         if self._memory is None:

@@ -111,6 +111,7 @@ def test_capture_in_a_graph(
     x, out = torch.ones(4096, device=device), torch.zeros(4096 * comm.size(), device=device)
     # First use connects the team, which cannot be captured.
     backend.allgather(out, x, team=world).synchronize()
+    backend.allreduce(x.clone(), x, op="SUM", team=world).synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2

@@ -127,15 +127,16 @@ def shapes(count: int, dtype: torch.dtype) -> list[Shape]:
     return [Shape(way, b, 32) for way in Way for b in blocks]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [*((3, d) for d in DTYPES), (2, torch.bfloat16), (4, torch.int32)]
+)
 def test_every_way_reduces_any_number_of_elements(
     seeded: int, size: int, dtype: torch.dtype
 ) -> None:
     team = Team(size)
     ops = reductions(dtype)
     done = 0
-    for count in (1, 2, 7, 8, 9, 33, 250):
+    for count in (1, 8, 33, 250):
         for shape in shapes(count, dtype):
             check(team, dtype, random.choice(ops), count, shape)
             done += 1
@@ -148,7 +149,7 @@ def test_every_way_reduces_any_number_of_elements(
 def test_eight_ranks(seeded: int) -> None:
     team = Team(8)
     for way in Way:
-        check(team, torch.bfloat16, "SUM", 1000, Shape(way, 2, 32))
+        check(team, torch.bfloat16, "SUM", 100, Shape(way, 1, 32))
 
 
 @pytest.mark.parametrize(

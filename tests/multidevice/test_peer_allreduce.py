@@ -124,9 +124,11 @@ def test_one_rank_turns_them_off_for_its_team(
 ) -> None:
     if comm.rank() == 1:
         monkeypatch.setenv("FUSER_DISABLE", "allreduce_kernel")
-    call = call_of(comm, torch.ones(100), "SUM", tuple(range(comm.size())))
+    world = tuple(range(comm.size()))
+    call = call_of(comm, torch.ones(100), "SUM", world)
     assert kernels.takes(call)
     assert kernels.start(call, 0) is None
+    assert kernels.why_not == {world: "rank 1: FUSER_DISABLE=allreduce_kernel"}
     assert not kernels.takes(call), "it is asked for once"
     assert not kernels.is_used
 
