@@ -327,31 +327,39 @@ struct Chunk {
   }
 };
 
+// So many vectors of a thread are loaded before any is used.
+constexpr int BATCH = 4, PARTS_BATCH = RANKS < 8 ? 8 / RANKS : 1;
+
 template <class R, class M = Message<typename R::element>>
 FUSER_DEVICE void in_one_shot(const Peers& peers, M out, M inp) {
   const Chunk chunk(inp.vectors());
-  const int64_t slot = inp.vectors() * 16;
-  for (int64_t base = chunk.begin + threadIdx.x; base < chunk.end; base += 4 * blockDim.x) {
-    Words x[4];
+  const int64_t slot = inp.vectors() * 16, step = blockDim.x;
+  for (int64_t v = chunk.begin + threadIdx.x; v < chunk.end; v += BATCH * step) {
+    Words x[BATCH];
     FUSER_UNROLL
-    for (int u = 0; u < 4; ++u)
-      if (base + u * blockDim.x < chunk.end) x[u] = inp.load(base + u * blockDim.x);
+    for (int u = 0; u < BATCH; ++u)
+      if (v + u * step < chunk.end) x[u] = inp.load(v + u * step);
     FUSER_UNROLL
-    for (int u = 0; u < 4; ++u) {
-      const int64_t v = base + u * blockDim.x;
-      if (v >= chunk.end) break;
+    for (int u = 0; u < BATCH; ++u)
       FUSER_UNROLL
       for (int r = 0; r < RANKS; ++r)
-        if (r != peers.me) store_words(peers.data(peers.areas[r]) + peers.me * slot + v * 16, x[u]);
-    }
+        if (r != peers.me && v + u * step < chunk.end)
+          store_words(peers.data(peers.areas[r]) + peers.me * slot + (v + u * step) * 16, x[u]);
   }
   meet(peers, 0);
-  for (int64_t v = chunk.begin + threadIdx.x; v < chunk.end; v += blockDim.x) {
-    Words parts[RANKS];
+  for (int64_t v = chunk.begin + threadIdx.x; v < chunk.end; v += PARTS_BATCH * step) {
+    Words parts[PARTS_BATCH][RANKS];
     FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r)
-      parts[r] = r == peers.me ? inp.load(v) : load_words(peers.data(peers.own) + r * slot + v * 16);
-    out.store(v, R::reduce(parts));
+    for (int u = 0; u < PARTS_BATCH; ++u)
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r) {
+        const int64_t at = v + u * step;
+        if (at < chunk.end)
+          parts[u][r] = r == peers.me ? inp.load(at) : load_words(peers.data(peers.own) + r * slot + at * 16);
+      }
+    FUSER_UNROLL
+    for (int u = 0; u < PARTS_BATCH; ++u)
+      if (v + u * step < chunk.end) out.store(v + u * step, R::reduce(parts[u]));
   }
 }
 
@@ -386,10 +394,14 @@ FUSER_DEVICE void in_two_shots(const Peers& peers, M out, M inp) {
   }
   meet(peers, 1);
   for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += blockDim.x) {
+    Words x[RANKS];
     FUSER_UNROLL
     for (int r = 0; r < RANKS; ++r)
       if (r != peers.me && r * length + k < vectors)
-        out.store(r * length + k, load_words(peers.data(peers.own) + results + (r * length + k) * 16));
+        x[r] = load_words(peers.data(peers.own) + results + (r * length + k) * 16);
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me && r * length + k < vectors) out.store(r * length + k, x[r]);
   }
 }
 

@@ -131,7 +131,8 @@ class CudaDriver:
 
     def make_event(self) -> int:
         event = ctypes.c_void_p()
-        self._call("cuEventCreate", ctypes.addressof(event), _NO_TIMING)
+        with torch.cuda.device(self._device):
+            self._call("cuEventCreate", ctypes.addressof(event), _NO_TIMING)
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
