@@ -17,6 +17,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "fusion_ir_original": "the fusion as the user defined it",
         "fusion_ir_concretized": "the fusion with symbolic reshapes and extents of 0 and 1 decided",
         "fusion_ir_preseg": "the fusion before segmentation, with all shardings",
+        "overlap": "which matmuls and communications run side by side, and the predicted times "
+        "that decided it",
         "segmented_fusion": "one line per segment: kind, ops, results",
         "scheduler_params": "the parameters that the scheduler chose for a kernel",
         "scheduled_ir": "a kernel's fusion after scheduling",
@@ -32,6 +34,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "allocated with as many elements along it as there are streams",
         "peer_copies": "ranks copy out of each other's memory in place of NCCL, MPI or gloo: all "
         "ranks of a mesh share a host, and their GPUs have access to each other",
+        "machine": "machine(h200) or (measured): whether overlap pays is decided for that machine, "
+        "also on CPU ranks; measured: what python -m hostir calibrate has found out here",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
         "stream is held back as far as the program's waits allow, so that a missing wait gives "
         "wrong numbers",
@@ -41,6 +45,7 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "are captured as CUDA graphs and repeated by one call",
         "allreduce_kernel": "allreduces of small tensors among the GPUs of a host are NCCL's, or "
         "peer copies, in place of one kernel; read when a team first has one",
+        "auto_overlap": "no matmul runs beside a communication unless the definition says so",
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",
     },
@@ -131,5 +136,6 @@ PROCESS_WIDE = frozenset({"allreduce_kernel", "multidevice"})
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "host_ir": ("short", "indices"),
     "schedules_for": ("h200",),
+    "machine": ("h200", "measured"),
     "late_stream": ("all", "entry", *map(str, range(8))),
 }

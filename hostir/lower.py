@@ -83,7 +83,13 @@ class Lowering:
                 copied = nodes.LoadStoreOp(alias.into, alias.out)
                 self.ops.append(copied.located(lines.get(alias.out, "")))
         program = HostIrContainer(copy, tuple(self.ops), self.groups)
-        return let_peers_map(program) if self.backend_name == PEER_COPIES else program
+        is_mapped = PEER_COPIES in (self.backend_name, self.step_backend)
+        return let_peers_map(program) if is_mapped else program
+
+    @property
+    def step_backend(self) -> str:
+        """The library of what the steps of a loop send from rank to rank."""
+        return self.params.step_backend or self.backend_name
 
     def _in_order(self) -> list[list[Segment]]:
         """Return the segments in run order, those of one loop together where the first can be."""

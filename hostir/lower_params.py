@@ -20,7 +20,7 @@ class LowerParams:
     posted. `stream_slots`: a tensor that only the steps of one loop see, an element each, has room
     for as many as there are streams. `propagate`: tensors that the user did not annotate are
     sharded like their neighbours. `backend` is the library of communications, "" that of the
-    device.
+    device; `step_backend` that of what the steps of a loop send from rank to rank, "" for the same.
     """
 
     propagate: bool = True
@@ -29,6 +29,7 @@ class LowerParams:
     inter_stream_synchronization: bool = False
     stream_slots: bool = False
     backend: str = ""
+    step_backend: str = ""
 
 
 def check_number_of_streams(number: object, *, of: str) -> None:

@@ -1,20 +1,27 @@
 """What a machine can do, as numbers: what the cost model (`hostir.op_costs`) computes with.
 
-A description is a JSON file; what it leaves out is that of the built-in "h200". Nothing here asks
-the machine that it runs on.
+A description is a JSON file; what it leaves out is that of the built-in "h200". What this machine
+can do is not asked here: `hostir.calibrate` measures it, once, and writes such a file.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
+import os
+import platform
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from fuser import options
 from fuser.errors import InputError
 from fuser.ir.dtypes import DataType
 from hostir.transfers import COLLECTIVES
@@ -157,15 +164,58 @@ def _read(name: str, value: Any) -> Any:
     return value
 
 
-def find_machine(name: str) -> Machine:
-    """Return the machine of a name, or of a description file (`*.json`).
+# ------------------------------------------------------------------ finding one
+MEASURED = "measured"
 
-    Raises `InputError` for an unknown name.
+
+def measured_file(device: torch.device | None = None) -> Path:
+    """Return where `python -m hostir calibrate` writes what it measures: of this machine's GPUs, or
+    of its CPU; by default of the GPUs where there are any. The file need not exist."""
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device.type
+    if kind == "cuda":
+        name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
+    else:
+        name, count = f"cpu {platform.machine()}", os.cpu_count() or 1
+    key = re.sub(r"[^A-Za-z0-9.]+", "_", f"{name}_x{count}_torch{torch.__version__}")
+    return options.cache_dir() / "machines" / f"{key}.json"
+
+
+@functools.cache
+def _read_once(file: Path) -> Machine | None:
+    """What a process has read of a file stays: the ranks that agreed go on agreeing."""
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return None
+    return machine_from_json(text, where=str(file))
+
+
+def machine_of(device: torch.device) -> Machine | None:
+    """Return the description of what programs on a device run on: what was measured here, else a
+    built-in one; None where there is neither."""
+    found = _read_once(measured_file(device))
+    if found is None and device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
+        return H200
+    return found
+
+
+def find_machine(name: str, device: torch.device | None = None) -> Machine:
+    """Return the machine of a name, what was `measured` here, or that of a description file
+    (`*.json`). `device`: see `measured_file`.
+
+    Raises `InputError` for an unknown name, and where nothing was measured.
     """
     if name in MACHINES:
         return MACHINES[name]
+    if name == MEASURED:
+        file = measured_file(device)
+        found = _read_once(file)
+        if found is None:
+            raise InputError(f"nothing was measured here (no {file}): python -m hostir calibrate")
+        return found
     if name.endswith(".json"):
         return machine_from_json(Path(name).read_text(), where=name)
     raise InputError(
-        f"there is no machine {name!r}: expected {', '.join(MACHINES)}, or a file NAME.json"
+        f"there is no machine {name!r}: expected {', '.join(MACHINES)}, {MEASURED}, or a file "
+        "NAME.json"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +31,13 @@ class Dump(Protocol):
     def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None: ...
 
 
+class Overlap(Protocol):
+    """Gives tensors of a decomposed fusion steps, and returns the library of what these transfer
+    from rank to rank, "" for that of the others."""
+
+    def __call__(self, fusion: Fusion, /) -> str: ...
+
+
 def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
     del name, text, note
 
@@ -41,16 +49,19 @@ def build_program(
     backend_name: str,
     params: LowerParams = DEFAULT,
     dump: Dump = _no_dump,
+    overlap: Overlap | None = None,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a fusion for a class of inputs.
 
-    `definition` does not change. `backend_name` is written on communications.
+    `definition` does not change. `backend_name` is written on communications; `overlap` may give
+    tensors steps.
     Raises `FuserError` for what cannot be lowered.
     """
+    libraries: list[str] = []
 
-    def after(name: str, program: HostIrContainer) -> None:
-        text = partial(program.full_text, first_line="")
-        dump("host_ir_lowering", text, f"after {name}, full form")
+    def give_steps(fusion: Fusion) -> None:
+        assert overlap is not None
+        libraries.append(overlap(fusion))
 
     dump("fusion_ir_original", lambda: fusion_text(definition))
     check_types(definition)
@@ -58,8 +69,28 @@ def build_program(
     specialise(fusion, input_class)
     dump("fusion_ir_concretized", fusion.print_math)
     fusion_passes.run_passes(fusion)
-    shard_fusion(fusion, propagate=params.propagate)
+    shard_fusion(
+        fusion, propagate=params.propagate, overlap=None if overlap is None else give_steps
+    )
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
+    if any(libraries):
+        params = replace(params, step_backend=libraries[0])
+    return lower_sharded(fusion, backend_name=backend_name, params=params, dump=dump)
+
+
+def lower_sharded(
+    fusion: Fusion,
+    *,
+    backend_name: str,
+    params: LowerParams = DEFAULT,
+    dump: Dump = _no_dump,
+) -> tuple[SegmentedFusion, HostIrContainer]:
+    """Return the segments and the verified host program of a sharded and finalized fusion."""
+
+    def after(name: str, program: HostIrContainer) -> None:
+        text = partial(program.full_text, first_line="")
+        dump("host_ir_lowering", text, f"after {name}, full form")
+
     loops = streams.StreamLoops(fusion)
     segmented = segment_fusion(
         fusion,

@@ -79,8 +79,12 @@ class StepParts:
             for k, (axis, n) in enumerate(zip(axes, counts, strict=True))
         }
         self._index = loop_index(name, 0, count)
-        # Which block a step has: on every device the same, or first its own.
-        self._block_index: Scalar = self._index
+        # The steps are taken in order, but where all send what they compute the own one comes last:
+        # it needs no transfer, and those of the others are under way meanwhile.
+        is_own_last = not lowering.params.offset_by_rank and _sends_all(ops)
+        self._step: Scalar = sc.add(self._index, 1) if is_own_last else self._index
+        # Which block a step has: on every device the same, or another on each.
+        self._block_index = sc.mod(self._step, count) if is_own_last else self._index
         along = None if first.mesh is None else self._rotation(ops)
         self._offset = lowering.params.offset_by_rank and along is not None
         if self._offset and along is not None and first.mesh is not None:
@@ -203,7 +207,7 @@ class StepParts:
     def _which(self, tv: TensorView) -> Scalar:
         """Return which part of a tensor this step has."""
         swizzle = stepping_axis(tv).swizzle
-        index = self._block_index if swizzle is None else self._index
+        index = self._block_index if swizzle is None else self._step
         return rotated(index, self._count, tv.mesh, swizzle)
 
     def _part_at(
@@ -293,6 +297,13 @@ class StepParts:
         axis = tv.domain.no_reductions[position]
         into.append(HirAliasSelect(out, tv, sc.ZERO, axis=axis))
         return out
+
+
+def _sends_all(ops: Sequence[TensorOp]) -> bool:
+    """Whether the transfers of a loop are exchanges, each of another block on every
+    device."""
+    moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
+    return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
 
 
 def stepping_axis(tv: TensorView) -> StreamAxis:

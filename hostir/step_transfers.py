@@ -122,7 +122,7 @@ class StepTransfers(StepParts):
     def _bring(self, op: nodes.Reshard) -> None:
         """Bring every device the block of the step's device."""
         inp, out = self._twin(op.inp), self._result(op.out)
-        team, backend = team_of(op), self._lowering.backend_name
+        team, backend = team_of(op), self._lowering.step_backend
         swizzle = self._axis_of(op).swizzle
         is_ring = self._offset or swizzle is not None
         if swizzle is not None and backend != PEER_COPIES:
@@ -164,8 +164,8 @@ class StepTransfers(StepParts):
         The first step's block is the own one.
         """
         (ptype,) = team.ptypes
-        to = reached(self._index, self._count, team.mesh, ptype)
-        source = rotated(self._index, self._count, team.mesh, ptype)
+        to = reached(self._step, self._count, team.mesh, ptype)
+        source = rotated(self._step, self._count, team.mesh, ptype)
         own, copied = inp, list[Op]()
         if out.ndim < inp.ndim:
             own = self._element(inp, self._axis_of(op).position, copied)
@@ -176,7 +176,7 @@ class StepTransfers(StepParts):
         """Send what this step has computed to the device that it is for, and receive from another
         what it has computed for this one.
 
-        The first step's block is the own one.
+        The last step's block is the own one; with offset_stream_indexing_by_rank, the first one's.
         """
         source, target = op.source, op.target
         assert source is not None and target is not None, f"{op} exchanges no axes"
@@ -189,8 +189,8 @@ class StepTransfers(StepParts):
                 f"{user_code(op.where)}"
             )
         (ptype,) = team_of(op).ptypes
-        owner = rotated(self._index, self._count, team_of(op).mesh, ptype)
-        sender = reached(self._index, self._count, team_of(op).mesh, ptype)
+        owner = rotated(self._step, self._count, team_of(op).mesh, ptype)
+        sender = reached(self._step, self._count, team_of(op).mesh, ptype)
         inp, out = self._operand(op, 0), self._twin(op.out)
         out.give_memory()
         self._before.append(Allocate(out))
@@ -221,7 +221,7 @@ class StepTransfers(StepParts):
         done where that is this rank. Members are coordinates."""
         team = team_of(op)
         (ptype,) = team.ptypes
-        number, backend = self._lowering.next_number, self._lowering.backend_name
+        number, backend = self._lowering.next_number, self._lowering.step_backend
         received, sent = number(), number()
         peers = rank_at(team.mesh, ptype, source), rank_at(team.mesh, ptype, to)
         recv, send = (

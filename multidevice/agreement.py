@@ -179,6 +179,11 @@ class Channel:
         self._others = tuple(tuple((rank, at + turn) for rank, at in lines) for turn in (0, 1))
         self._slots = tuple(tuple(at for _, at in others) for others in self._others)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all members run on this host."""
+        return self._words is not None
+
     def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
         """Returns when all members run this; see `run_agreed` for what it raises."""
         kind = claim.kind

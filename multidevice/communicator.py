@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -118,6 +119,25 @@ class Communicator:
         """Returns the backend that copies between the memories of peers, for tensors of a device:
         `CommunicatorBackend.cuda`."""
         return _found(self._peers, self._make_peers, torch.device(device))
+
+    def are_on_one_host(self, devices: Team) -> bool:
+        """Returns whether the ranks that agree with this one are of its host; see `channel`."""
+        channel = self.channel(devices)
+        return channel is None or channel.shares_memory
+
+    def have_access(self, device: torch.device) -> bool:
+        """Returns whether the ranks of this host are known to have access to each other's memory
+        on devices of this kind."""
+        if device.type != "cuda" or not self.is_real():
+            return True
+        count = self.local_size()
+        if count > torch.cuda.device_count():
+            return False  # each process sees its own GPU alone
+        pairs = itertools.permutations(range(count), 2)
+        # Memory of expandable segments cannot be mapped.
+        chosen = (os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        is_mappable = not any("expandable_segments:true" in c.lower() for c in chosen)
+        return is_mappable and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
     def begin_run(self, team: Team) -> None:
         """Counts a run of a program on a team: what a run that failed has sent is not received by a

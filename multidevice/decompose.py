@@ -12,7 +12,7 @@ with one device type changing.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from fuser.errors import ShardingError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
@@ -62,8 +62,12 @@ from multidevice.stepwise import Copies, split_copies
 from multidevice.stream_steps import keep_computable_streams, slice_operands
 
 
-def decompose_reshardings(fusion: Fusion) -> None:
+def decompose_reshardings(
+    fusion: Fusion, *, overlap: Callable[[Fusion], None] | None = None
+) -> None:
     """Rewrite the fusion until every op is local or a `Reshard`: one collective or local slice.
+
+    `overlap` may give tensors steps where all ops that communicate are known.
 
     Raises:
         ShardingError: an op cannot be computed with the placements asked for.
@@ -75,6 +79,13 @@ def decompose_reshardings(fusion: Fusion) -> None:
     factor_spread_reductions(fusion)
     copies = Copies(fusion)
     insert_reshardings(fusion, copies)
+    if overlap is not None:
+        overlap(fusion)
+    complete_steps(fusion, copies)
+
+
+def complete_steps(fusion: Fusion, copies: Copies) -> None:
+    """Make single communications of the copies and sums of a fusion, and its steps computable."""
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
     copies.drop_unused()

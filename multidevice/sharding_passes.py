@@ -13,7 +13,7 @@ from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.ir.verify import verify_fusion
 from fuser.passes.separate_updates import write_instead
 from multidevice.communication import communicates
-from multidevice.decompose import decompose_reshardings
+from multidevice.decompose import complete_steps, decompose_reshardings
 from multidevice.finalize import complete_meshes, finalize_domains
 from multidevice.layout import lay_out_communication
 from multidevice.merged_streams import unmerge_streams
@@ -39,6 +39,7 @@ from multidevice.sharding import (
     has_streams,
     sharding_of,
 )
+from multidevice.stepwise import Copies
 from multidevice.stream_steps import drop_steps_of_devices, keep_computable_streams
 
 
@@ -121,8 +122,6 @@ def place_updates(fusion: Fusion) -> None:
 # and before communication is inserted; layout looks at single collectives; domains are finalized
 # last, because allocation domains describe whole tensors before it and shards after it.
 PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
-    ("drop_unit_axes", drop_unit_axes),
-    ("decompose_reshardings", decompose_reshardings),
     ("record_reshardings", record_reshardings),
     ("lay_out_communication", lay_out_communication),
     ("finalize_domains", finalize_domains),
@@ -130,9 +129,28 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 )
 
 
-def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
+def complete(fusion: Fusion) -> None:
+    """Lay out and finalize a fusion whose reshardings are decomposed."""
+    verify_fusion(fusion, after="decompose_reshardings")
+    for name, run in PASSES:
+        run(fusion)
+        verify_fusion(fusion, after=name)
+
+
+def complete_alone(fusion: Fusion) -> None:
+    """Do what follows `overlap` in `decompose_reshardings` for a part of a fusion."""
+    complete_steps(fusion, Copies(fusion))
+    complete(fusion)
+
+
+def shard_fusion(
+    fusion: Fusion,
+    *,
+    propagate: bool = True,
+    overlap: Callable[[Fusion], None] | None = None,
+) -> ShardingResult:
     """Propagate (unless every tensor is annotated), decompose, lay out and finalize the shardings
-    of a fusion, in place.
+    of a fusion, in place. `overlap`: see `decompose_reshardings`.
 
     Without meshes and streams nothing happens. Afterwards every op is local or a `Reshard`, whose
     type is `communication.communication_type`.
@@ -162,8 +180,9 @@ def shard_fusion(fusion: Fusion, *, propagate: bool = True) -> ShardingResult:
     place_updates(fusion)
     verify_fusion(fusion, after="propagate_shardings")
     outputs = tuple(sharding_of(out) for out in fusion.outputs) if has_mesh(fusion) else ()
-    for name, run in PASSES:
-        run(fusion)
-        verify_fusion(fusion, after=name)
+    drop_unit_axes(fusion)
+    verify_fusion(fusion, after="drop_unit_axes")
+    decompose_reshardings(fusion, overlap=overlap)
+    complete(fusion)
     found = tuple(op for op in fusion.exprs if isinstance(op, Reshard) and communicates(op))
     return ShardingResult(MappingProxyType(facts), outputs, found)

@@ -2,12 +2,15 @@
 programs, on the GPUs of a job.
 
 mpirun -np 2 python scripts/bench_streams.py [--op rs] [--json FILE] [--m 8192 --k 8192 --n 28672]
+    [--forms unchunked,auto,copies]
 
 ag: x [M, K] is sharded by rows, w [N, K] by columns of the result. rs: both are sharded along K
 (28672, with N = 8192, unless given), and the sum by rows. Every form computes the same numbers from
 the same inputs:
 
 unchunked: one collective, one linear.
+auto: the same definition, in the steps that the cost model chooses (docs/cost.md), if any; what it
+    predicted goes to stderr.
 chunked on n streams: a stream axis of 8 chunks, a linear and a collective per step; each chunk is
     shared by all ranks.
 head wait inside: the same, but every step waits for the entry stream in the main loop: the waits
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,11 +143,15 @@ OPS = {
 }
 
 
-def program_of(fd: Any, inputs: list[torch.Tensor], params: LowerParams) -> HostIrContainer:
+def program_of(
+    fd: Any, inputs: list[torch.Tensor], params: LowerParams, *, is_auto: bool
+) -> HostIrContainer:
     from fuser.frontend.executor_cache import FusionExecutorCache
 
     cache = FusionExecutorCache(fd.fusion, params=params)
-    cache.execute(inputs)
+    cache.execute(inputs, _disable_options=[] if is_auto else ["auto_overlap"])
+    if is_auto and Communicator.instance().rank() == 0:
+        print(cache.overlap_report(inputs), file=sys.stderr, flush=True)
     return cache.host_program()
 
 
@@ -157,8 +165,16 @@ def with_head_wait_inside(program: HostIrContainer) -> HostIrContainer:
     return program.with_ops(tuple(ops))
 
 
-def forms(op: Op, d: int, m: int, dtype: DataType, x: torch.Tensor, w: torch.Tensor):
-    """Yield (name, run, what this rank has of the result [M, N])."""
+def forms(
+    op: Op,
+    d: int,
+    m: int,
+    dtype: DataType,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    wanted: Callable[[str], bool],
+):
+    """Yield (name, run, what this rank has of the result [M, N]) of the forms that are wanted."""
     communicator = Communicator.instance()
 
     def runner(program: HostIrContainer, inputs: list[torch.Tensor], streams: int) -> Run:
@@ -167,7 +183,7 @@ def forms(op: Op, d: int, m: int, dtype: DataType, x: torch.Tensor, w: torch.Ten
         )
         return lambda: evaluator.run(inputs)
 
-    def made(form: str, params: LowerParams = DEFAULT) -> Made:
+    def made(form: str, params: LowerParams = DEFAULT, *, is_auto: bool = False) -> Made:
         fd, tx, tw, y = op.define(form, d, m, x.shape[1], w.shape[0], dtype)
         shape = [int(str(e)) for e in tx.shape()]
         inputs = [multidevice.shard_tensor(t, tv) for t, tv in ((x.view(shape), tx), (w, tw))]
@@ -178,17 +194,22 @@ def forms(op: Op, d: int, m: int, dtype: DataType, x: torch.Tensor, w: torch.Ten
                 return whole.chunk(d, 1)[communicator.rank()]
             return multidevice.shard_tensor(whole.view(*shape[:-1], -1), y)
 
-        return program_of(fd, inputs, params), inputs, local
+        return program_of(fd, inputs, params, is_auto=is_auto), inputs, local
 
-    program, inputs, local = made("unchunked")
-    yield "unchunked", runner(program, inputs, 1), local
-    program, inputs, local = made("chunked")
-    for streams in (1, 2, 4, 8):
-        yield f"chunked on {streams} streams", runner(program, inputs, streams), local
-    yield "head wait inside, 4 streams", runner(with_head_wait_inside(program), inputs, 4), local
+    for name in ("unchunked", "auto"):
+        if wanted(name):
+            program, inputs, local = made("unchunked", is_auto=name == "auto")
+            yield name, runner(program, inputs, 4), local
+    if wanted("chunked"):
+        program, inputs, local = made("chunked")
+        for streams in (1, 2, 4, 8):
+            yield f"chunked on {streams} streams", runner(program, inputs, streams), local
+        inside = with_head_wait_inside(program)
+        yield "head wait inside, 4 streams", runner(inside, inputs, 4), local
     for name, form, params in op.steps:
-        program, inputs, local = made(form, params)
-        yield name, runner(program, inputs, 4), local
+        if wanted(name):
+            program, inputs, local = made(form, params)
+            yield name, runner(program, inputs, 4), local
 
 
 def slowest(value: float, device: torch.device) -> float:
@@ -208,6 +229,7 @@ def main() -> None:
     parser.add_argument("--k", type=int)
     parser.add_argument("--n", type=int)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--forms", default="", help="those to run, beside unchunked; default: all")
     parser.add_argument("--cpu", action="store_true", help="check the forms without timing them")
     args = parser.parse_args()
     op = OPS[args.op]
@@ -225,7 +247,15 @@ def main() -> None:
     w = torch.randn(args.n, args.k, device=device, generator=generator).to(torch_dtype) / 8
     want = x.float() @ w.float().t()
     runs: dict[str, Run] = {}
-    for name, run, local in forms(op, d, args.m, dtype, x, w):
+    chosen = args.forms.split(",")
+    known = {"unchunked", "auto", "chunked", *(name for name, _, _ in op.steps)}
+    if args.forms and (unknown := set(chosen) - known):
+        parser.error(f"--forms {', '.join(unknown)}: expected {', '.join(sorted(known))}")
+
+    def wanted(name: str) -> bool:
+        return not args.forms or name in chosen or name == "unchunked"
+
+    for name, run, local in forms(op, d, args.m, dtype, x, w, wanted):
         (got,) = run()
         mine = local(want)
         error = ((got.float().reshape(mine.shape) - mine).norm() / mine.norm()).item()

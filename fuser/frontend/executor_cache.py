@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from fuser import dumps, options
 from fuser.dumps import Dump
 from fuser.errors import FuserError, InputError, user_code
+from fuser.frontend.overlap import overlaps_of
 from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
@@ -27,8 +28,10 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
+from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
 from fuser.torch_calls import class_check
+from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
 from hostir.digest import (
@@ -63,6 +66,7 @@ class BoundProgram:
 
     program: Program
     evaluator: HostIrEvaluator
+    overlaps: Overlaps | NoOverlap
 
 
 @dataclass(eq=False)
@@ -117,6 +121,7 @@ class FusionExecutorCache:
         # Sizes of jobs that have all ranks which the meshes name.
         self._worlds: set[int] = set()
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
+        self._overlaps: Recent[object, Overlaps | NoOverlap] = Recent(MAX_BOUND)
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = sharding.requested_devices(fusion)
         self._names = input_names(fusion.inputs, fusion.exprs)
@@ -344,9 +349,14 @@ class FusionExecutorCache:
         sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
         input_class = self._classifier.classify(inputs, sizes, where)
         key = (communicator, settings, input_class.key)
-        bound = self._by_class.recall(key)
-        if bound is None:
-            bound = self._by_class[key] = self._bind(input_class, communicator, where, settings)
+        overlaps = self._overlaps.recall(key)
+        bound = None
+        if overlaps is not None:
+            bound = self._by_class.recall((key, overlaps.choose(sizes)))
+        if overlaps is None or bound is None:
+            bound = self._bind(input_class, communicator, where, settings)
+            overlaps = self._overlaps[key] = bound.overlaps
+            self._by_class[key, overlaps.choose(sizes)] = bound
         bound.program.check_divisible(sizes)
         known = bound.evaluator.prepare(inputs)
         if not self.devices:
@@ -354,7 +364,7 @@ class FusionExecutorCache:
         # Ranks that run with different options disagree, as with different programs.
         parts = (
             self._text,
-            f"// options: {settings}; {self._params}",
+            f"// options: {settings}; {self._params}; {overlaps.choose(sizes)}",
             bound.program.communications,
         )
         loose = {self._fusion.inputs[i] for i in self._free}
@@ -389,9 +399,15 @@ class FusionExecutorCache:
         owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
         key = (self._text, self._params, backend, input_class.key, settings, owner)
         texts: list[Dump] = []
+        overlaps = overlaps_of(
+            self._fusion, key, communicator, device, backend, settings, self._params
+        )
+        sizes = input_class.sizes
         try:
             program = PROGRAMS.find_or_build(
-                key, lambda: self._build(input_class, backend, settings, texts)
+                key,
+                lambda: self._build(input_class, backend, settings, texts, overlaps),
+                lambda: overlaps.choose(sizes),
             )
             texts = program.dumps
         finally:
@@ -407,10 +423,15 @@ class FusionExecutorCache:
             late_stream=settings.argument("late_stream"),
             number_of_streams=self._number_of_streams,
         )
-        return BoundProgram(program, evaluator)
+        return BoundProgram(program, evaluator, overlaps)
 
     def _build(
-        self, input_class: InputClass, backend: str, settings: Settings, texts: list[Dump]
+        self,
+        input_class: InputClass,
+        backend: str,
+        settings: Settings,
+        texts: list[Dump],
+        overlaps: Overlaps | NoOverlap,
     ) -> Program:
         """Lower this definition for a class; `texts` receives the dumps that were asked for."""
         label = self._label + (f", program {self._built}" if self._built else "")
@@ -421,13 +442,25 @@ class FusionExecutorCache:
             if options.dump_enabled(name):
                 texts.append(Dump(name, label + user_code(where), text(), note))
 
-        segmented, program = build_program(
-            self._fusion,
-            input_class,
-            backend_name=backend,
-            params=replace(self._params, stream_slots=settings.enabled("stream_slots")),
-            dump=dump,
-        )
+        def build() -> tuple[SegmentedFusion, HostIrContainer]:
+            return build_program(
+                self._fusion,
+                input_class,
+                backend_name=backend,
+                params=replace(self._params, stream_slots=settings.enabled("stream_slots")),
+                dump=dump,
+                overlap=overlaps.steps_for(input_class.sizes),
+            )
+
+        try:
+            segmented, program = build()
+        except FuserError as error:
+            if isinstance(overlaps, NoOverlap) or not overlaps.choose(input_class.sizes):
+                raise
+            overlaps.refuse(input_class.sizes, str(error))
+            texts.clear()
+            segmented, program = build()
+        dump("overlap", lambda: overlaps.report(input_class.sizes))
         if "short" in options.dump_args("host_ir"):
             dump("host_ir", lambda: str(program), "short form")
         else:
@@ -469,6 +502,14 @@ class FusionExecutorCache:
             "aliases": kinds.count("alias"),
             "collectives": len(program.container.communications()),
         }
+
+    def overlap_report(self, inputs: Iterable[object]) -> str:
+        """Return which matmuls and communications of the most recent program run side by side for
+        inputs like these, and the predicted times that decided it (docs/cost.md)."""
+        given = flatten(inputs)
+        sizes = self._binder.bind(given, device_of(given, None))
+        overlaps = self._last().overlaps
+        return overlaps.report({s: v for s, v in sizes.items() if isinstance(v, int)})
 
     def get_output_shardings(self) -> list[Sharding]:
         """Return the sharding of every visible output; [] when nothing has a mesh."""

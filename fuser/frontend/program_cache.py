@@ -18,6 +18,7 @@ from fuser.options import Settings
 from fuser.passes.concretize import refined_sizes
 from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
+from hostir.auto_overlap import Overlaps
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.evaluate import make_kernel_executor
 from hostir.step_kernels import StepKernels
@@ -68,19 +69,35 @@ class ProgramCache:
 
     def __init__(self, limit: int = MAX_PROGRAMS) -> None:
         self._programs: Recent[Hashable, Program] = Recent(limit)
+        self._overlaps: Recent[Hashable, Overlaps] = Recent(limit)
         self._lock = make_reentrant_lock()
         self.lowerings = 0
 
-    def find_or_build(self, key: Hashable, build: Callable[[], Program]) -> Program:
-        """Return the program of a key. `build` must not communicate: it runs under the lock."""
-        found = self._programs.recall(key)
+    def find_or_build(
+        self,
+        key: Hashable,
+        build: Callable[[], Program],
+        steps: Callable[[], Hashable] = lambda: None,
+    ) -> Program:
+        """Return the program of a key, and of the steps that were chosen, which may be known only
+        when one was built. `build` must not communicate: it runs under the lock."""
+        found = self._programs.recall((key, steps()))
         if found is not None:
             return found
         with self._lock:
-            found = self._programs.recall(key)
+            found = self._programs.recall((key, steps()))
             if found is None:
-                found = self._programs[key] = build()
+                found = build()
+                self._programs[key, steps()] = found
                 self.lowerings += 1
+            return found
+
+    def overlaps(self, key: Hashable, make: Callable[[], Overlaps]) -> Overlaps:
+        """Return what decides about the steps of the programs of a key."""
+        with self._lock:
+            found = self._overlaps.recall(key)
+            if found is None:
+                found = self._overlaps[key] = make()
             return found
 
     def size(self) -> int:
@@ -88,7 +105,7 @@ class ProgramCache:
 
     def clear(self) -> None:
         """Forget all programs; those in use live on with their users."""
-        self._programs = Recent(MAX_PROGRAMS)
+        self._programs, self._overlaps = Recent(MAX_PROGRAMS), Recent(MAX_PROGRAMS)
 
 
 PROGRAMS = ProgramCache()

@@ -58,6 +58,7 @@ MARKS = {
     "fusion_ir_original": "mesh set by user",
     "fusion_ir_concretized": "%kernel_math",
     "fusion_ir_preseg": "TransformPrinter",
+    "overlap": "nothing was decided: nothing describes these cpu ranks",
     "segmented_fusion": "2: pointwise {relu} -> T3_g_float",
     "scheduler_params": "pointwise(loops",
     "scheduled_ir": "loop domain",

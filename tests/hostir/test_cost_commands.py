@@ -56,7 +56,9 @@ def test_a_machine_that_is_none_is_refused(text: str, message: str) -> None:
 
 
 def test_an_unknown_machine_is_refused() -> None:
-    with pytest.raises(InputError, match="there is no machine 'h100': expected h200, or a file"):
+    with pytest.raises(
+        InputError, match="there is no machine 'h100': expected h200, measured, or a file"
+    ):
         find_machine("h100")
 
 

@@ -1,0 +1,68 @@
+"""For which programs something decides about overlap, on which machine, by which transports."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from fuser.frontend.program_cache import PROGRAMS
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LinearOp, MatmulOp
+from fuser.options import Settings
+from hostir.auto_overlap import NoOverlap, Overlaps
+from hostir.lower_params import LowerParams
+from hostir.machine import find_machine, machine_of
+from hostir.transfers import PEER_COPIES
+from multidevice.communicator import Communicator
+from multidevice.sharding import has_streams, requested_devices
+
+
+def overlaps_of(
+    fusion: Fusion,
+    key: Hashable,
+    communicator: Communicator,
+    device: torch.device,
+    backend: str,
+    settings: Settings,
+    params: LowerParams,
+) -> Overlaps | NoOverlap:
+    """Return what decides which steps the programs of a key take.
+
+    On CPU ranks, where streams do not run side by side, only the option `machine` asks for it.
+    """
+    devices = requested_devices(fusion)
+    if why := _why_not(fusion, devices, settings, params):
+        return NoOverlap(why)
+    name = settings.argument("machine")
+    machine = find_machine(name, device) if name is not None else None
+    if machine is None and device.type == "cuda":
+        machine = machine_of(device)
+    if machine is None:
+        return NoOverlap(f"nothing describes these {device.type} ranks (docs/cost.md)")
+    # What a description says of links is true within a host. Asked for last: it may connect.
+    if not communicator.are_on_one_host(devices):
+        return NoOverlap("the ranks are on several hosts")
+    can_copy = communicator.have_access(device)
+    transports = (PEER_COPIES, backend) if can_copy else (backend,)
+    return PROGRAMS.overlaps(
+        (key, machine.to_json(), transports),
+        lambda: Overlaps(machine, backend=backend, transports=transports, params=params),
+    )
+
+
+def _why_not(
+    fusion: Fusion, devices: tuple[int, ...], settings: Settings, params: LowerParams
+) -> str:
+    """Return why the user's definition, or the options, leave nothing to decide; "" if they do."""
+    if settings.disabled("auto_overlap"):
+        return "auto_overlap is disabled"
+    if params.standalone:
+        return "MultiDeviceExecutor takes the definition as it stands"
+    if len(devices) < 2:
+        return "there is one rank"
+    if has_streams(fusion):
+        return "the definition has stream axes of its own"
+    if not any(isinstance(op, LinearOp | MatmulOp) for op in fusion.exprs):
+        return "there is no matmul"
+    return ""

@@ -1,0 +1,428 @@
+"""Overlap by itself: which matmuls and communications run side by side, by the cost model.
+
+For each pair that `multidevice.overlap` finds, its ops alone are lowered, as they are and in every
+form with steps, and the predicted times (`docs/cost.md`) are compared. Nothing else decides: ranks
+with one fusion, one class and sizes of inputs, and one machine description choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fuser.errors import FuserError, UnsupportedError, user_code
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain import IterDomain
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Symbol
+from fuser.ir.storage import memory_order
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
+from fuser.passes.concretize import refined_sizes
+from fuser.recent import Recent
+from hostir.container import HostIrContainer
+from hostir.cost import predict
+from hostir.lower_params import DEFAULT, LowerParams
+from hostir.machine import Machine
+from hostir.op_costs import collective_cost, cost_of, held_nbytes
+from hostir.ops import NUMBER_OF_STREAMS
+from hostir.pipeline import lower_sharded
+from hostir.timetable import timetable_of
+from hostir.transfers import PEER_COPIES
+from multidevice.overlap import FORMS, Form, Pair, alone, find_pairs
+from multidevice.placement import placement
+from multidevice.sharding import local_extents
+from multidevice.sharding_passes import complete_alone
+
+# Steps are taken where their predicted time is less by this part of the time without: the model is
+# not exact, and steps need memory and host time.
+MARGIN = 0.03
+_AS_IT_IS = "as it is"
+_MAX_SIZES = 256
+_STREAMS = 4
+_COLLECTIVES = {"gather": "Allgather", "scatter": "ReduceScatter", "allreduce": "Allreduce"}
+Values = Mapping[Symbol, Number]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The forms of the pairs of a fusion, in order, "" for those that stay as they are; `backend`
+    is the library of what the steps transfer from rank to rank, "" that of the others."""
+
+    forms: tuple[str, ...] = ()
+    backend: str = ""
+
+    def __bool__(self) -> bool:
+        return any(self.forms)
+
+
+_NO_STEPS = Choice()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to compute a pair, and the predicted seconds per call, or why there are none. `form` is
+    "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing."""
+
+    form: str
+    backend: str = ""
+    seconds: float | None = None
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        library = "peer copies" if self.backend == PEER_COPIES else self.backend
+        return (self.form or _AS_IT_IS) + (f", {library}" if library else "")
+
+    def __str__(self) -> str:
+        return self.why if self.seconds is None else f"{self.seconds * 1e3:9.3f} ms"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about a pair: `what` says of which ops, `candidates` are what was compared,
+    the first one the pair as it is."""
+
+    what: str
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate
+    why: str = ""
+
+    def __str__(self) -> str:
+        width = max(len(c.name) for c in self.candidates)
+        rows = [
+            f"  {c.name:{width}}  {c}{'   <- chosen' if c is self.chosen else ''}"
+            for c in self.candidates
+        ]
+        return "\n".join([self.what, *rows, *([f"  {self.why}"] if self.why else [])])
+
+
+def pick(candidates: Sequence[Candidate], transport: str, margin: float) -> Candidate:
+    """Return the fastest candidate if it gains enough over the first, the pair as it is; what steps
+    transfer goes by one library."""
+    base = candidates[0]
+    if base.seconds is None:
+        return base
+    most = (1 - margin) * base.seconds
+    paying = [
+        (c.seconds, k)
+        for k, c in enumerate(candidates)
+        if k and c.seconds is not None and c.seconds < most and c.backend in ("", transport)
+    ]
+    return candidates[min(paying)[1]] if paying else base
+
+
+@dataclass(frozen=True)
+class NoOverlap:
+    """Stands for `Overlaps` where nothing is decided, and says why."""
+
+    why: str
+
+    def steps_for(self, sizes: Mapping[Symbol, int]) -> None:
+        """See `Overlaps`."""
+
+    def choose(self, sizes: Mapping[Symbol, int]) -> Choice:
+        """See `Overlaps`."""
+        del sizes
+        return _NO_STEPS
+
+    def report(self, sizes: Mapping[Symbol, int]) -> str:
+        """See `Overlaps`."""
+        del sizes
+        return f"nothing was decided: {self.why}"
+
+
+class Overlaps:
+    """The pairs of a fusion, and what was decided for each size of its inputs.
+
+    `transports` are the libraries by which steps may transfer: the first one, unless another gains
+    enough over it; `backend` is that of all other communications.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        backend: str,
+        transports: Sequence[str],
+        params: LowerParams = DEFAULT,
+        margin: float = MARGIN,
+    ) -> None:
+        self.machine = machine
+        self._backend, self._params, self._margin = backend, params, margin
+        self._transports = tuple(dict.fromkeys(transports))
+        self._known: list[_Known] | None = None
+        self._decided: Recent[object, tuple[Choice, tuple[Decision, ...]]] = Recent(_MAX_SIZES)
+        self._refused: dict[Choice, str] = {}
+
+    def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
+        """Return what gives a decomposed fusion the steps that pay for inputs of these sizes: a
+        `hostir.pipeline.Overlap`."""
+
+        def give(fusion: Fusion) -> str:
+            pairs = find_pairs(fusion)
+            if self._known is None:
+                self._known = self._look_at(fusion)
+            choice, _ = self._find(sizes)
+            for pair, name in zip(pairs, choice.forms, strict=True):
+                if name:
+                    form = next(f for f in FORMS[pair.kind] if f.name == name)
+                    taken = form.take(fusion, pair)
+                    assert taken, f"{name} of {pair.move} alone was possible"
+            return choice.backend
+
+        return give
+
+    def choose(self, sizes: Mapping[Symbol, int]) -> Choice | None:
+        """Return what pays for inputs of these sizes; None where no fusion was looked at yet."""
+        return None if self._known is None else self._find(sizes)[0]
+
+    def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
+        """Return what was decided about each pair, and by which numbers."""
+        return self._find(sizes)[1]
+
+    def refuse(self, sizes: Mapping[Symbol, int], why: str) -> None:
+        """Leave all pairs as they are where steps were chosen: the whole cannot be lowered so."""
+        self._refused[self._find(sizes)[0]] = why
+        self._decided = Recent(_MAX_SIZES)
+
+    def report(self, sizes: Mapping[Symbol, int]) -> str:
+        """Return the text of the decisions."""
+        head = f"on {self.machine.name}; steps must gain {self._margin:.0%}"
+        rows = [str(d) for d in self.decisions(sizes)]
+        return "\n".join([head, *(rows or ["no matmul stands beside a communication"])])
+
+    # ------------------------------------------------------------ deciding
+    def _look_at(self, fusion: Fusion) -> list[_Known]:
+        """Note the pairs of a fusion as it is now: what follows changes it."""
+        kept, _ = fusion.copy()
+        taken: set[TensorView] = set()
+        known: list[_Known] = []
+        for pair in find_pairs(kept):
+            results = {op.out_tensor for op in pair.products}
+            unit = _Unit(kept, pair, self._backend, self._params)
+            known.append(_Known(pair, unit, is_taken=bool(results & taken)))
+            taken |= results
+        return known
+
+    def _find(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
+        key = tuple(sorted((s.name, n) for s, n in sizes.items()))
+        found = self._decided.recall(key)
+        if found is None:
+            found = self._decided[key] = self._decide(refined_sizes(sizes))
+        return found
+
+    def _decide(self, values: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
+        assert self._known is not None, "no fusion was looked at"
+        # Pairs of equal layers take the same time.
+        alike: dict[object, _Times] = {}
+        times: list[_Times] = []
+        for one in self._known:
+            if one.is_taken:
+                times.append(_Times((Candidate(""),), "a pair before has steps of this matmul"))
+                continue
+            try:
+                key = _signature(one.pair, values)
+            except KeyError as error:
+                times.append(_Times((Candidate("", why=f"an extent depends on {error}"),)))
+                continue
+            if key not in alike:
+                args = values, self.machine, self._transports, self._margin
+                alike[key] = one.unit.times(*args)
+            times.append(alike[key])
+        plans = [self._plan(times, transport) for transport in self._transports]
+        best = plans[0]
+        for plan in plans[1:]:
+            best = plan if _total(plan) < (1 - self._margin) * _total(best) else best
+        backend = next((d.chosen.backend for d in best if d.chosen.backend), "")
+        choice = Choice(tuple(d.chosen.form for d in best), backend)
+        if choice in self._refused:
+            why = f"not chosen: the whole program cannot be lowered so: {self._refused[choice]}"
+            best = [replace(d, chosen=d.candidates[0], why=why) for d in best]
+            choice = Choice(tuple("" for _ in best))
+        texts = [_text(one.pair, values) for one in self._known]
+        return choice, tuple(replace(d, what=w) for d, w in zip(best, texts, strict=True))
+
+    def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
+        """Return the decisions where what steps transfer goes by one library."""
+        return [
+            Decision("", t.candidates, pick(t.candidates, transport, self._margin), t.why)
+            for t in times
+        ]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A pair of the fusion; `is_taken`: one before it would give its matmul steps."""
+
+    pair: Pair
+    unit: _Unit
+    is_taken: bool
+
+
+@dataclass(frozen=True)
+class _Times:
+    candidates: tuple[Candidate, ...]
+    why: str = ""
+
+
+class _Unit:
+    """The ops of a pair as a fusion of their own, and the programs that were made of it."""
+
+    def __init__(self, fusion: Fusion, pair: Pair, backend: str, params: LowerParams) -> None:
+        self.pair = pair
+        self._fusion, self._backend, self._params = fusion, backend, params
+        self._programs: dict[tuple[str, str], HostIrContainer | str] = {}
+
+    @cached_property
+    def _alone(self) -> Fusion:
+        fusion = alone(self._fusion, self.pair)
+        # What the program computes can be computed where peers can map it.
+        given = {tv.number for tv in self._fusion.inputs if isinstance(tv, TensorView)}
+        for tv in fusion.inputs:
+            if isinstance(tv, TensorView) and tv.number not in given:
+                tv.memory = MemoryType.symmetric
+        return fusion
+
+    def times(
+        self, values: Values, machine: Machine, transports: Sequence[str], margin: float
+    ) -> _Times:
+        """Return the predicted times of the pair as it is and in all its forms."""
+        try:
+            why = _hopeless(self.pair, values, machine, self._backend, margin)
+        except FuserError as error:
+            return _Times((Candidate("", why=str(error)),))
+        base = self._candidate("", "", values, machine)
+        if why or base.seconds is None:
+            return _Times((base,), why)
+        found = [base]
+        for form in FORMS[self.pair.kind]:
+            for transport in transports if form.transfers else ("",):
+                found.append(self._candidate(form.name, transport, values, machine))
+        return _Times(tuple(found))
+
+    def _candidate(self, form: str, backend: str, values: Values, machine: Machine) -> Candidate:
+        one = next((f for f in FORMS[self.pair.kind] if f.name == form), None)
+        try:
+            if one is not None and one.transfers:
+                self._check_divisible(values)
+            program = self._program(one, backend)
+            made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, machine)
+            return Candidate(form, backend, predict(program, made).seconds)
+        except FuserError as error:
+            return Candidate(form, backend, why=f"cannot be: {_first_line(error)}")
+
+    def _check_divisible(self, values: Values) -> None:
+        """Blocks of devices are equal."""
+        pair = self.pair
+        size = _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
+        if size % pair.devices:
+            raise UnsupportedError(
+                f"the extent {size} of axis {pair.axis} of {pair.between} is not divisible by the "
+                f"{pair.devices} devices along {pair.ptype.text}"
+            )
+
+    def _program(self, form: Form | None, backend: str) -> HostIrContainer:
+        key = ("" if form is None else form.name), backend
+        if key not in self._programs:
+            try:
+                self._programs[key] = self._lower(form, backend)
+            except FuserError as error:
+                self._programs[key] = _first_line(error)
+        found = self._programs[key]
+        if isinstance(found, str):
+            raise UnsupportedError(found)
+        return found
+
+    def _lower(self, form: Form | None, backend: str) -> HostIrContainer:
+        fusion, _ = self._alone.copy()
+        (pair,) = find_pairs(fusion)
+        if form is not None and not form.take(fusion, pair):
+            raise UnsupportedError(f"axis {pair.axis} of {pair.between} takes no steps")
+        complete_alone(fusion)
+        params = replace(self._params, step_backend=backend)
+        return lower_sharded(fusion, backend_name=self._backend, params=params)[1]
+
+
+def _hopeless(pair: Pair, values: Values, machine: Machine, backend: str, margin: float) -> str:
+    """Return why no steps can pay, without lowering any; "" if some may."""
+
+    def sizes(tv: TensorView) -> tuple[int, ...]:
+        return tuple(int(sc.evaluate(x, values)) for x in local_extents(tv))
+
+    costs = [cost_of(op, sizes, machine) for op in pair.products]
+    computes = sum(c.seconds for c in costs if c is not None)
+    ends = pair.move.inputs[0], pair.move.out_tensor
+    nbytes = max(held_nbytes(tv, sizes(tv)) for tv in ends)
+    kind = _COLLECTIVES[pair.kind]
+    moves = collective_cost(kind, pair.devices, nbytes, backend, machine).seconds
+    if min(computes, moves) < margin * (computes + moves):
+        return (
+            f"the matmul takes {computes * 1e6:.1f} us and the communication "
+            f"{moves * 1e6:.1f} us: there is less than {margin:.0%} to gain"
+        )
+    steps = 2 if pair.kind == "allreduce" else pair.devices
+    calls = machine.host_run_s + steps * len(pair.products) * machine.host_library_s
+    host = calls + (steps - 1) * machine.host_post_s
+    if host > (1 - margin) * (computes + moves + machine.host_run_s):
+        return (
+            f"the host alone would take {host * 1e6:.1f} us for the steps, as the GPU takes "
+            f"{computes * 1e6:.1f} and {moves * 1e6:.1f} us"
+        )
+    return ""
+
+
+# ------------------------------------------------------------------ of what
+def _total(plan: Sequence[Decision]) -> float:
+    return sum(d.chosen.seconds or 0.0 for d in plan)
+
+
+def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
+    return int(sc.evaluate(tv.fusion.canonical(axis.size), values))
+
+
+def _signature(pair: Pair, values: Values) -> object:
+    """Return what two pairs have in common that take the same time, such as those of two layers."""
+    places: dict[TensorView, int] = {}
+    ops: list[object] = []
+    for op in pair.ops:
+        ins = [places.setdefault(tv, len(places)) for _, tv in tensor_operands(op)]
+        ops.append((type(op), tuple(ins), places.setdefault(op.out_tensor, len(places))))
+    return tuple(ops), tuple(
+        (
+            tv.dtype(),
+            tuple((a.kind, _size(tv, a, values)) for a in tv.domain.logical),
+            placement(tv),
+            tuple(memory_order(tv)),
+            tv.mesh,
+            tv in tv.fusion.inputs,
+        )
+        for tv in places
+    )
+
+
+def _text(pair: Pair, values: Values) -> str:
+    def shown(tv: TensorView) -> str:
+        axes = tv.domain.no_reductions
+        try:
+            return f"{tv.label} [{', '.join(str(_size(tv, a, values)) for a in axes)}]"
+        except KeyError:
+            return str(tv)
+
+    move = (
+        f"{_COLLECTIVES[pair.kind]} {shown(pair.move.inputs[0])} -> {shown(pair.move.out_tensor)}"
+    )
+    products = [
+        f"{op.name} of {', '.join(shown(tv) for _, tv in tensor_operands(op))}"
+        for op in pair.products
+    ]
+    parts = [move, *products] if pair.kind == "gather" else [*products, move]
+    where = next((op.where for op in pair.products if op.where), pair.move.where)
+    over = f"{pair.devices} {pair.ptype.text}, {pair.between.dtype().name}"
+    return f"{'; '.join(parts)} over {over}{user_code(where)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

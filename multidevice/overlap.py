@@ -1,0 +1,226 @@
+"""Pairs of a communication and a matmul that may run side by side, and the steps that let them.
+
+Looked for where every op is local or a change of placement, and no partial sums are exchanged yet:
+
+    gather       c [M, K] = set(x [DIDx(M), K]), y = linear(c, w)
+    scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
+    allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
+
+A `Form` puts a stream axis on the tensor between, the shard outermost, as a user may (README, loops
+over streams); what follows decomposition does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fuser.ir import scalar as sc
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain import numbers
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from multidevice.communication import is_copy
+from multidevice.partial_sums import reduces_one_device_axis
+from multidevice.placement import (
+    Cut,
+    add_cut,
+    clone_domain,
+    placement,
+    stream_axis_of,
+)
+from multidevice.propagate import apply_steps, forward_cuts
+from multidevice.sharding import is_resharding
+
+Kind = Literal["gather", "scatter", "allreduce"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A communication and the matmuls beside it; the steps are blocks of `axis`, a position of
+    `between`, of which every device along `ptype` has, or gets, one."""
+
+    kind: Kind
+    move: TensorOp
+    products: tuple[TensorOp, ...]
+    between: TensorView
+    axis: int
+    ptype: ParallelType
+    devices: int
+    is_whole: bool
+
+    @property
+    def ops(self) -> tuple[TensorOp, ...]:
+        """The ops in program order."""
+        is_first = self.kind == "gather"
+        return (self.move, *self.products) if is_first else (*self.products, self.move)
+
+
+def find_pairs(fusion: Fusion) -> list[Pair]:
+    """Return the pairs of a fusion in program order; none where it has stream axes already."""
+    if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
+        return []
+    found = (_gather(fusion, op) or _reduction(fusion, op) for op in fusion.exprs)
+    return [pair for pair in found if pair is not None]
+
+
+def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
+    """Return the pair of a copy that drops the one cut of an axis, and the matmuls of its rows."""
+    if not is_copy(op) or op.inputs[0].mesh != op.out_tensor.mesh:
+        return None
+    source, out = op.inputs[0], op.out_tensor
+    have, want = placement(source), placement(out)
+    changed = [p for p, (a, b) in enumerate(zip(have, want, strict=True)) if a != b]
+    if len(changed) != 1 or len(have[changed[0]]) != 1 or want[changed[0]]:
+        return None
+    (axis,), (cut,) = changed, have[changed[0]]
+    if not cut.ptype.is_device or out.domain.no_reductions[axis].is_broadcast:
+        return None
+    products = tuple(
+        reader
+        for reader in fusion.uses(out)
+        if isinstance(reader, LinearOp | MatmulOp)
+        and not is_resharding(reader)
+        and _has_rows_of(reader, out, axis)
+    )
+    if not products:
+        return None
+    return Pair("gather", op, products, out, axis, cut.ptype, cut.devices, cut.whole)
+
+
+def _has_rows_of(reader: TensorOp, tv: TensorView, axis: int) -> bool:
+    """Whether an axis of an operand that is used once is one of the result, too."""
+    used = [index for index, operand in tensor_operands(reader) if operand is tv]
+    if len(used) != 1:
+        return False
+    mapped = zip(reader.out_tensor.domain.maybe_root, reader.axis_map(used[0]), strict=True)
+    return any(p == axis and not root.is_reduction() for root, p in mapped)
+
+
+def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
+    """Return the pair of a sum over devices and the matmul that computes its parts."""
+    if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op) or op.kind != "add":
+        return None
+    partial, out = op.inp, op.out
+    product = fusion.definition(partial)
+    is_product = isinstance(product, LinearOp | MatmulOp) and not is_resharding(product)
+    if product is None or not is_product or partial.mesh != out.mesh:
+        return None
+    if fusion.uses(partial) != [op] or partial in fusion.outputs:
+        return None
+    kept = dict(zip(numbers(out.domain.no_reductions), placement(out), strict=True))
+    (summed,) = (a for a in out.domain.logical if a.is_reduction())
+    have = list(zip(out.domain.logical, placement(partial), strict=True))
+    mesh, ptype = out.mesh, summed.ptype
+    assert mesh is not None, f"{out} is summed over devices, and has no mesh"
+    count = mesh.size_of(ptype)
+    rows = [p for p, (a, mine) in enumerate(have) if a is not summed and kept[a.number] != mine]
+    if not rows:
+        whole = (
+            p
+            for p, (a, mine) in enumerate(have)
+            if a is not summed and not (mine or a.is_broadcast)
+        )
+        axis = next(whole, None)
+        if axis is None:
+            return None
+        return Pair("allreduce", op, (product,), partial, axis, ptype, count, False)
+    wanted = kept[have[rows[0]][0].number]
+    if len(rows) > 1 or have[rows[0]][1] or len(wanted) != 1 or wanted[0].ptype is not ptype:
+        return None
+    return Pair("scatter", op, (product,), partial, rows[0], ptype, count, wanted[0].whole)
+
+
+# ------------------------------------------------------------------ steps
+@dataclass(frozen=True)
+class Form:
+    """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
+    each has a collective."""
+
+    name: str
+    transfers: bool
+    take: Callable[[Fusion, Pair], bool]
+
+
+def _in_turn(pair: Pair) -> Cut:
+    """Return the cut of steps that have the block of a device each, the own one first."""
+    return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
+
+
+def _cut_between(pair: Pair, cut: Cut) -> bool:
+    return add_cut(pair.between, pair.between.domain.no_reductions[pair.axis].number, cut)
+
+
+def _gather_in_turn(fusion: Fusion, pair: Pair) -> bool:
+    del fusion
+    if not _cut_between(pair, _in_turn(pair)):
+        return False
+    for op in pair.products:
+        (index,) = (i for i, tv in tensor_operands(op) if tv is pair.between)
+        if not apply_steps(op.out_tensor, pair.between, forward_cuts(op, index, op.out_tensor)):
+            return False
+    return True
+
+
+def _scatter_in_turn(fusion: Fusion, pair: Pair) -> bool:
+    del fusion
+    return _cut_between(pair, _in_turn(pair))
+
+
+def _scatter_then_gather(fusion: Fusion, pair: Pair) -> bool:
+    """The sum of a device's own rows, which all gather afterwards."""
+    op, out = pair.move, pair.move.out_tensor
+    assert isinstance(op, ReductionOp)
+    domain, made = clone_domain(fusion, out.domain)
+    mine = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
+    axis = made[out.domain.logical[pair.axis].number]
+    if not add_cut(mine, axis, Cut(pair.ptype, pair.devices)):
+        return False
+    out.domain = out.domain.without_root()
+    copy = LoadStoreOp(out, mine).replace(where=op.where)
+    fusion.replace_expr(op, [op.replace(out=mine), copy])
+    return _cut_between(pair, _in_turn(pair))
+
+
+def _reduce_steps(count: int) -> Callable[[Fusion, Pair], bool]:
+    """Each step has its own allreduce."""
+
+    def take(fusion: Fusion, pair: Pair) -> bool:
+        del fusion
+        out, cut = pair.move.out_tensor, Cut(ParallelType.stream, count)
+        number = out.domain.logical[pair.axis].number
+        return _cut_between(pair, cut) and add_cut(out, number, cut)
+
+    return take
+
+
+FORMS: Mapping[Kind, tuple[Form, ...]] = {
+    "gather": (Form("steps", True, _gather_in_turn),),
+    "scatter": (Form("steps", True, _scatter_in_turn),),
+    "allreduce": (
+        Form("scatter in steps, gather", True, _scatter_then_gather),
+        *(Form(f"{n} steps", False, _reduce_steps(n)) for n in (2, 4, 8)),
+    ),
+}
+
+
+def alone(fusion: Fusion, pair: Pair) -> Fusion:
+    """Return the ops of a pair as a fusion of their own. What its extents depend on are inputs."""
+    copy, twins = fusion.copy()
+    of_op = dict(zip(map(id, fusion.exprs), copy.exprs, strict=True))
+    made = dict.fromkeys(tv for op in pair.ops for tv in op.outputs)
+    read = dict.fromkeys(tv for op in pair.ops for _, tv in tensor_operands(op))
+    axes = [a for tv in (*made, *read) for a in tv.domain.axes.values()]
+    extents = [x for a in axes for x in (a.extent, a.expanded) if x is not None]
+    extents += [x for equal in fusion.equal_extents() for x in equal]
+    symbols = dict.fromkeys(
+        s for x in extents for y in (x, fusion.canonical(x)) for s in sc.symbols(y)
+    )
+    copy.exprs = tuple(of_op[id(op)] for op in pair.ops)
+    copy.inputs = [*(twins[tv] for tv in read if tv not in made), *symbols]
+    copy.outputs = [twins[tv] for tv in made if tv not in read]
+    copy.aliases = []
+    return copy

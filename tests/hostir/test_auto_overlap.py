@@ -1,0 +1,221 @@
+"""Which pairs run in steps: decisions on a described machine, at full size, without running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fuser import DataType, FusionDefinition, ParallelType, TensorView
+from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Symbol
+from hostir.auto_overlap import MARGIN, Candidate, Overlaps, pick
+from hostir.container import HostIrContainer
+from hostir.input_class import InputClass
+from hostir.machine import H200, Machine
+from hostir.pipeline import build_program
+from hostir.transfers import PEER_COPIES
+from multidevice import DeviceMesh
+
+X = ParallelType.mesh_x
+BF16 = DataType.BFloat16
+Build = Callable[[FusionDefinition, int], object]
+
+
+def cut(tv: TensorView, axis: int, d: int) -> None:
+    tv.outer_split(axis, d)
+    tv.axis(axis).parallelize(X)
+
+
+def inputs_of(fd: FusionDefinition, d: int, count: int, dtype: DataType) -> list[TensorView]:
+    found = [fd.define_tensor([-1, -1], contiguity=True, dtype=dtype) for _ in range(count)]
+    for tv in found:
+        tv.set_device_mesh(DeviceMesh(range(d)))
+    return found
+
+
+def gather(fd: FusionDefinition, d: int, dtype: DataType = BF16) -> TensorView:
+    x, w = inputs_of(fd, d, 2, dtype)
+    cut(x, 0, d)
+    cut(w, 0, d)
+    return fd.ops.linear(x, w)
+
+
+def separate(fd: FusionDefinition, d: int) -> TensorView:
+    """Each rank multiplies its rows; what it has of the result is gathered."""
+    x, w = inputs_of(fd, d, 2, BF16)
+    y = fd.ops.relu(fd.ops.linear(x, w))
+    cut(x, 0, d)
+    y.set_device_mesh(DeviceMesh(range(d)))
+    return y
+
+
+def reduction(fd: FusionDefinition, d: int, *, to: int | None) -> TensorView:
+    x, w = inputs_of(fd, d, 2, BF16)
+    y = fd.ops.linear(x, w)
+    for tv in (x, w):
+        cut(tv, 1, d)
+    y.set_device_mesh(DeviceMesh(range(d)))
+    if to is not None:
+        cut(y, to, d)
+    return y
+
+
+def scatter(fd: FusionDefinition, d: int) -> TensorView:
+    return reduction(fd, d, to=0)
+
+
+def allreduce(fd: FusionDefinition, d: int) -> TensorView:
+    return reduction(fd, d, to=None)
+
+
+def layers(fd: FusionDefinition, d: int) -> TensorView:
+    """Three equal ones: each gathers rows, and scatters them again."""
+    x, *weights = inputs_of(fd, d, 7, BF16)
+    cut(x, 0, d)
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        cut(up, 0, d)
+        cut(down, 1, d)
+        x = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, up)), down)
+        x.set_device_mesh(DeviceMesh(range(d)))
+        cut(x, 0, d)
+    return x
+
+
+def decided(
+    build: Build, d: int, sizes: dict[str, int], machine: Machine = H200
+) -> tuple[Overlaps, dict[Symbol, int], HostIrContainer]:
+    """Lower a definition for d ranks and sizes, which name the inputs' extents in turn."""
+    with FusionDefinition() as fd:
+        fd.add_output(build(fd, d))  # pyright: ignore[reportArgumentType]
+    fusion: Fusion = fd.fusion
+    values: dict[Symbol, int] = {}
+    for tv, shape in zip(fusion.inputs, _shapes(sizes, len(fusion.inputs)), strict=True):
+        assert isinstance(tv, TensorView)
+        for x, n in zip(tv.shape(), shape, strict=True):
+            values.update({x: n} if isinstance(x, Symbol) else {})
+            y = fusion.canonical(x)
+            values.update({y: n} if isinstance(y, Symbol) else {})
+    overlaps = Overlaps(machine, backend="NCCL", transports=(PEER_COPIES, "NCCL"))
+    found = InputClass(None, values, tuple(None for _ in fusion.inputs))
+    program = build_program(fusion, found, backend_name="NCCL", overlap=overlaps.steps_for(values))[
+        1
+    ]
+    return overlaps, values, program
+
+
+def _shapes(sizes: dict[str, int], count: int) -> list[tuple[int, int]]:
+    m, k, n = sizes["m"], sizes["k"], sizes["n"]
+    weights = [(n, k), (k, n)] * count
+    return [(m, k), *weights[: count - 1]]
+
+
+LARGE = {"m": 8192, "k": 8192, "n": 28672}
+
+
+@pytest.mark.parametrize("d", [2, 4])
+@pytest.mark.parametrize("build", [gather, scatter])
+def test_large_pairs_take_steps_by_peer_copies(build: Build, d: int) -> None:
+    overlaps, values, program = decided(build, d, LARGE)
+    (found,) = overlaps.decisions(values)
+    as_it_is, copies, sends = found.candidates
+    assert found.chosen is copies and copies.backend == PEER_COPIES
+    assert as_it_is.seconds and copies.seconds and sends.seconds
+    # Never less than the matmul alone, at 8e14 operations a second.
+    assert 2 * 8192 * 8192 * 28672 / d / 8e14 < copies.seconds < 0.97 * as_it_is.seconds
+    assert {getattr(op, "backend", PEER_COPIES) for op in program.started()} == {PEER_COPIES}
+
+
+def test_other_communications_keep_their_library() -> None:
+    overlaps, values, program = decided(allreduce, 4, LARGE)
+    (found,) = overlaps.decisions(values)
+    assert found.chosen.form == "scatter in steps, gather"
+    backends = [getattr(op, "backend", "") for op in program.started()]
+    assert sorted(backends) == [PEER_COPIES, PEER_COPIES, "NCCL"]
+
+
+@pytest.mark.parametrize(
+    ("build", "sizes", "why"),
+    [
+        (gather, {"m": 64, "k": 64, "n": 64}, "the host alone would take"),
+        (gather, {"m": 16, "k": 2**16, "n": 2**19}, "there is less than 3% to gain"),
+    ],
+)
+def test_what_cannot_pay_is_not_lowered(build: Build, sizes: dict[str, int], why: str) -> None:
+    overlaps, values, program = decided(build, 4, sizes)
+    (found,) = overlaps.decisions(values)
+    assert why in found.why and len(found.candidates) == 1
+    assert [getattr(op, "backend", "") for op in program.started()] == ["NCCL"]
+
+
+def test_rows_that_devices_do_not_divide_are_not_scattered() -> None:
+    overlaps, values, _ = decided(allreduce, 4, {**LARGE, "m": 8190})
+    (found,) = overlaps.decisions(values)
+    refused = {c.form for c in found.candidates if c.seconds is None}
+    assert refused == {"scatter in steps, gather"}
+    assert "the extent 8190 of axis 0" in str(found)
+    assert "is not divisible by the 4 devices" in str(found)
+
+
+def test_a_matmul_whose_speed_is_not_known_stays() -> None:
+    whole = replace(H200, matmul_dtypes={"Float": 0.07})
+    overlaps, values, _ = decided(gather, 4, LARGE, whole)
+    (found,) = overlaps.decisions(values)
+    assert "of a dtype whose speed is not known" in str(found) and not found.chosen.form
+
+
+def test_what_is_not_gathered_for_a_matmul_is_no_pair() -> None:
+    overlaps, values, _ = decided(separate, 4, LARGE)
+    assert overlaps.decisions(values) == ()
+    assert "no matmul stands beside a communication" in overlaps.report(values)
+
+
+def test_equal_layers_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[object] = []
+    from hostir import auto_overlap
+
+    original = auto_overlap.lower_sharded
+
+    def noted(fusion: Fusion, **named: object) -> object:
+        lowered.append(fusion)
+        return original(fusion, **named)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(auto_overlap, "lower_sharded", noted)
+    overlaps, values, _ = decided(layers, 4, LARGE)
+    found = overlaps.decisions(values)
+    assert [d.chosen.form for d in found] == ["steps"] * 6
+    # As it is and by two transports: the gather of an input, that of a result, and the scatter.
+    assert len(lowered) == 9
+
+
+def test_ranks_decide_alike() -> None:
+    """The same numbers, whatever was decided before."""
+    one, values, _ = decided(layers, 4, LARGE)
+    other, _, _ = decided(layers, 4, {**LARGE, "m": 4096})
+    assert str(one.decisions(values)) == str(other.decisions(values))
+
+
+# ------------------------------------------------------------------ the rule
+BASE = Candidate("", "", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"),
+    [
+        ([("a", "", 1 - MARGIN)], ""),
+        ([("a", "", 0.96)], "a"),
+        ([("a", "", 0.96), ("b", "", 0.9), ("c", "", 0.95)], "b"),
+        ([("a", "CUDA", 0.5), ("b", "NCCL", 0.6)], "b"),
+        ([("a", "", None)], ""),
+    ],
+)
+def test_the_fastest_that_gains_enough(
+    others: list[tuple[str, str, float | None]], chosen: str
+) -> None:
+    candidates = [BASE, *(Candidate(*one) for one in others)]
+    assert pick(candidates, "NCCL", MARGIN).form == chosen
+
+
+def test_without_a_time_nothing_is_chosen() -> None:
+    assert pick([Candidate("", why="no"), Candidate("a", "", 0.1)], "NCCL", MARGIN).form == ""
