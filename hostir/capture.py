@@ -180,7 +180,7 @@ class Replays:
             return False
         backends = self._plan.backends
         if backends and [b.generation for b in backends] != self._generations:
-            self._forget()
+            self.forget()
         key = self._key(slots)
         captured = self._graphs.get(key) or self._graphs.recall(key)
         if captured is None:
@@ -199,8 +199,8 @@ class Replays:
             slots[slot] = tensor
         return True
 
-    def _forget(self) -> None:
-        """Drop what was captured with communicators that are gone."""
+    def forget(self) -> None:
+        """Drop what was captured: its communicators go."""
         for graphs in (self._graphs, self._seen):
             graphs.forget()
         self._generations = [b.generation for b in self._plan.backends]
@@ -231,6 +231,8 @@ class Replays:
             self.why_not = str(refused)
             return None
         self._captures += 1
+        for backend in self._plan.backends:
+            backend.repeated_by(self)
         self._graphs[self._key(slots)] = captured
         return captured
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Protocol
+from weakref import WeakSet
 
 from multidevice.waiting import Ledger
+
+
+class Repeats(Protocol):
+    """What keeps graphs."""
+
+    def forget(self) -> None:
+        """Drops them."""
+        ...
 
 
 class Captured:
@@ -15,6 +25,19 @@ class Captured:
 
     _ledger: Ledger
     generation = 0
+    _repeats: WeakSet[Repeats] | None = None
+
+    def repeated_by(self, repeats: Repeats) -> None:
+        """Notes who keeps graphs of this backend's communications."""
+        self._repeats = self._repeats or WeakSet()
+        self._repeats.add(repeats)
+
+    def make_void(self) -> None:
+        """Has all graphs dropped, before communicators go: NCCL's wait for graphs that hold them,
+        for ever."""
+        self.generation += 1
+        for repeats in list(self._repeats or ()):
+            repeats.forget()
 
     def can_capture(self, what: str) -> bool:
         """Returns whether a stream alone carries out a communication of this name, once posted, so

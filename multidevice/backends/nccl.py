@@ -44,6 +44,9 @@ from multidevice.backends.protocol import Post, PostBatch, Team, Work
 from multidevice.control import Control
 from multidevice.waiting import Need, team_text
 
+# How long freeing communicators may take: NCCL waits for graphs that hold them.
+_ABORT_LIMIT_S = 10.0
+
 
 class _StreamWork:
     """Work on a stream; the stream orders everything that follows it."""
@@ -103,10 +106,11 @@ class NcclBackend(CheckedBackend):
 
     def _forget(self, key: str) -> None:
         """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
-        self.generation += 1
+        if key.startswith(f"{self.name} "):
+            self.make_void()
         for team in list(self._comms):
             if key == f"{self.name} {team_text(team)}":
-                self._comms.pop(team).abort()
+                _abort([self._comms.pop(team)])
 
     def can_capture(self, what: str) -> bool:
         return what != "barrier"
@@ -290,9 +294,8 @@ class NcclBackend(CheckedBackend):
     def close(self) -> None:
         """Frees the communicators, in a fixed order."""
         super().close()
-        self.generation += 1
-        for team in sorted(self._comms):
-            self._comms[team].abort()
+        self.make_void()
+        _abort([self._comms[team] for team in sorted(self._comms)])
         self._comms.clear()
         self.kernels.close()
 
@@ -307,6 +310,19 @@ class NcclBackend(CheckedBackend):
                 post(address, nbytes, UINT8, index, stream)
         finally:
             self.binding.group_end()
+
+
+def _abort(comms: list[NcclComm]) -> None:
+    """Frees communicators; one that a graph still holds, as that of an error's traceback, is left
+    to wait for it."""
+
+    def abort() -> None:
+        for comm in comms:
+            comm.abort()
+
+    thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_LIMIT_S)
 
 
 def _device_name(device: torch.device) -> str:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from multidevice.backends.captured import Repeats
+
 Team = tuple[int, ...]
 RedOp = Literal["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
 RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
@@ -84,12 +86,14 @@ class Backend(Protocol):
     generation: int
 
     def can_capture(self, what: str) -> bool:
-        """See `multidevice/backends/captured.py`, as for the next two."""
+        """See `multidevice/backends/captured.py`, as for the next three."""
         ...
 
     def entered(self) -> Counter[str]: ...
 
     def enter_again(self, calls: Counter[str], sign: int = 1) -> None: ...
+
+    def repeated_by(self, repeats: Repeats) -> None: ...
 
     @property
     def name(self) -> str:

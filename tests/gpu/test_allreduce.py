@@ -129,7 +129,8 @@ def test_random_messages(comm: Communicator, device: torch.device, seeded: int) 
         what = f"{k}: {op} of {count} {dtype} at {shift}, {shape}"
         check(out, reduced(inps, op), what)
         assert (buffer[:shift] == 77).all() and (buffer[shift + count :] == 77).all(), what
-    assert ways == set(Way)
+    # Of two ranks, each sends as much in one shot.
+    assert ways == set(Way) - ({Way.TWO_SHOTS} if size == 2 else set())
 
 
 def test_ranks_get_the_same_bits(

@@ -335,3 +335,42 @@ def test_a_failed_post_of_a_replay_is_explained(no_cuda: None) -> None:
 
     with multidevice.simulate(2) as world:
         world.run(body)
+
+
+def test_graphs_go_before_communicators(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL frees no communicator that a captured graph holds, and waits for it without an end."""
+    monkeypatch.setattr("multidevice.backends.nccl._ABORT_LIMIT_S", 0.1)
+
+    class Graphs:
+        def __init__(self, order: list[str]) -> None:
+            self.order = order
+
+        def forget(self) -> None:
+            self.order.append("graphs")
+
+    def body() -> None:
+        comm, order, team = Communicator.instance(), list[str](), (0, 1)
+        backend = StandInBackend(comm._control, has_alltoall=True)
+        x = torch.ones(4, 2)
+        backend.allreduce(torch.empty(4, 2), x, op="SUM", team=team).wait()
+        graphs = Graphs(order)
+        backend.repeated_by(graphs)
+        held = threading.Event()
+
+        def abort() -> None:
+            order.append("communicator")
+            held.wait()
+
+        monkeypatch.setattr(backend._comms[team], "abort", abort)
+        before = backend.generation
+        backend._forget("nccl (0 2)")
+        assert order == ["graphs"] and team in backend._comms
+        backend._forget("nccl (0 1)")
+        assert order == ["graphs", "graphs", "communicator"]
+        assert backend.generation == before + 2
+        backend.close()
+        assert order[3:] == ["graphs"]
+        held.set()
+
+    with multidevice.simulate(2) as world:
+        world.run(body)
