@@ -59,8 +59,9 @@ class RunTimes:
 class RankTrace:
     """What one rank has measured. `began` is when its last run did, by the clock of the first rank
     of the program. Nobody watched the runs of `plain` and `usual`, (wall, host): those of the same
-    plan, and what runs without a trace, by the CUDA graphs that `graphs` tells about. `doubts`
-    says what is not known for sure."""
+    plan, and what runs without a trace, by the CUDA graphs that `graphs` tells about. `skew_s`
+    bounds how far the device's clock may be from the host's; `doubts` says what is not known for
+    sure."""
 
     rank: int
     device: str
@@ -73,6 +74,7 @@ class RankTrace:
     usual: tuple[tuple[float, float], ...]
     graphs: tuple[str, ...]
     began: float
+    skew_s: float
     doubts: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class Trace:
     """
 
     ranks: tuple[RankTrace, ...]
-    clocks: str
+    rank_clocks: str
     warm_up: int
     outputs: tuple[torch.Tensor, ...]
     predicted: tuple[HostIrContainer, Timetable] | None = None
@@ -186,6 +188,13 @@ class Trace:
     def source(self) -> str:
         """Where the times of devices come from."""
         return " and ".join(dict.fromkeys(r.source for r in self.ranks))
+
+    @property
+    def clocks(self) -> str:
+        """How sure the times of ranks, and of their devices, are beside each other."""
+        skew = max(r.skew_s for r in self.ranks)
+        device = f"; times of devices may be {_ms(skew)} from their hosts'" if skew else ""
+        return f"{self.rank_clocks}{device}"
 
     @property
     def doubts(self) -> tuple[str, ...]:

@@ -352,7 +352,7 @@ def test_events_lie_around_what_gives_a_stream_work(monkeypatch: pytest.MonkeyPa
         slack = 1e-3  # as far as the base event may be from the host's clock
         for s in works:
             assert on_host[s.op].begin - slack <= s.begin <= s.end <= on_host[s.op].end + slack
-        assert all("times of the device may be" in doubt for doubt in rank.doubts)
+        assert not rank.doubts and 0 < rank.skew_s < slack
 
 
 # Of torch.profiler, without a GPU.
@@ -461,7 +461,24 @@ def test_kernels_belong_to_the_op_that_launched_them(monkeypatch: pytest.MonkeyP
     for s in works:
         assert s.activity.startswith("kernel ")
         assert on_host[s.op].begin - 1e-3 <= s.begin <= s.end <= on_host[s.op].end + 1e-3
-    assert all("times of the device may be" in doubt for doubt in trace.doubts)
+    assert not trace.doubts and 0 < rank.skew_s < 1e-3
+    assert "times of devices may be" in trace.clocks and trace.clocks in trace.summary()
+
+
+class Shifting(Injecting):
+    """Has a clock that is a second ahead of the host's."""
+
+    def stop(self) -> None:
+        super().stop()
+        for one in self.rounds:
+            one.work = [replace(t, begin=t.begin + 1.0, end=t.end + 1.0) for t in one.work]
+
+
+@no_gpu
+def test_work_outside_of_its_run_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched_by(monkeypatch, Shifting)
+    (trace,) = traced(EXAMPLES["rows"])
+    assert trace.doubts == ("rank 0: 27 pieces of work lie outside of their run by its clock",)
 
 
 @no_gpu
