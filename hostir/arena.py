@@ -8,8 +8,7 @@ A plan is bound to an arena once: its steps then know where their intermediates 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,8 +26,7 @@ MAX_BOUND = 256
 MAX_SPARE = 4
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A buffer of a plan: where it lies in the arena, and how it is seen as a tensor."""
 
     slot: int

@@ -4,8 +4,8 @@ iterate. Tensors that do not fit the fusion are refused."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from fuser.ir.tensor import TensorView
 Sizes = Mapping[Symbol, int]
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """The values of symbols, and the iterations of the largest space of some tensor."""
 
     values: Mapping[Symbol, Number]

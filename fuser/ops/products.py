@@ -83,6 +83,8 @@ def _widened(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
     a, b = inputs
+    if a.ndim == b.ndim == out.ndim == 2 and a.numel() and out.numel():
+        return _AS_THEY_ARE
 
     def copied(ins: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(torch.matmul(ins[0], ins[1]))
@@ -103,6 +105,9 @@ def _bind_matmul(inputs: Sequence[Tensor], out: Tensor) -> Contract:
     if a.ndim > 2 and b.ndim > 2 and out.is_contiguous():
         return Product(torch.matmul, ((0, None), (1, None)))
     return copied
+
+
+_AS_THEY_ARE = Product(torch.mm, ((0, None), (1, None)))
 
 
 def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:

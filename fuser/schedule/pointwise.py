@@ -153,7 +153,8 @@ def space_of(fusion: Fusion) -> Space:
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwiseParams]:
     """Return what chooses vector width, unrolling and thread shape for an input class."""
     if device.kind == "cpu":
-        return lambda facts: PointwiseParams()
+        loops = PointwiseParams()
+        return lambda facts: loops
     space = space_of(fusion)
     runs = space.runs(space.memory_order())
     logical = space.reference.domain.logical

@@ -198,7 +198,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     space = _space(fusion)
     runs = _runs(space)
     if device.kind == "cpu":
-        return lambda facts: ReductionParams(inner=runs.inner)
+        loops = ReductionParams(inner=runs.inner)
+        return lambda facts: loops
     logical = space.reference.domain.logical
     candidates = space.vector_candidates(runs.innermost)
     # An inner reduction's outputs are rows: none of them is stored in vectors.
