@@ -263,6 +263,7 @@ FUSER_DEVICE void meet(const Peers& peers, int round) {
   FUSER_UNROLL
   for (int r = 0; r < RANKS; ++r)
     if (r == other && r != peers.me) set_flag(peers.flag(peers.areas[r], round, peers.me), peers.epoch);
+  __syncwarp();  // nobody waits for one rank before all have been told
   if (other < RANKS && other != peers.me) {
     Wait wait(peers);
     // The other rank may already be in its next kernel.

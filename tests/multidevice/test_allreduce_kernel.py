@@ -233,7 +233,7 @@ def test_an_int32_sum_wraps_around() -> None:
 @pytest.mark.parametrize("way", Way)
 def test_who_does_not_come_is_reported(way: Way) -> None:
     """Also the kernels that follow end, at once."""
-    team = Team(3, limit_ns=10**8)
+    team = Team(3, limit_ns=5 * 10**8)
     inps = [torch.ones(100) for _ in range(3)]
     outs = [torch.zeros(100) for _ in range(3)]
     for _ in range(2):
