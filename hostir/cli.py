@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from fuser.errors import FuserError, InputError, OptionError
 from hostir.before_run import findings, ranks_to_look_at
+from hostir.bind import Argument
 from hostir.container import SHORT_FORM, HostIrContainer, has_communications, has_streams, walk
 from hostir.cost import predict, report
 from hostir.diff import differences
@@ -21,6 +20,7 @@ from hostir.findings import refuse
 from hostir.host_passes import PASSES, Pass, run_passes
 from hostir.lower_streams import lower_streams
 from hostir.machine import MACHINES, find_machine
+from hostir.measured import Trace
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import (
     DEFAULT_STREAMS,
@@ -33,6 +33,7 @@ from hostir.ranks import (
     summaries,
     symbol_values,
     together,
+    trace_here,
 )
 from hostir.source import read_program
 from hostir.timetable import Timetable, timetable_of
@@ -41,6 +42,7 @@ from hostir.verify import verify
 from hostir.why import explain
 from multidevice.communicator import Communicator
 from multidevice.launch import read_launch
+from multidevice.simulation import simulate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,24 +123,14 @@ def _run(args: argparse.Namespace) -> None:
 def _run_in_job(args: argparse.Namespace, size: int) -> None:
     """Run as one rank of the job; rank 0 prints for all."""
     communicator = Communicator.instance()
-    outputs: list[torch.Tensor] = []
-    error: FuserError | OSError | None = None
-    try:
-        if args.ranks not in (None, size):
-            raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
-        program = _checked(args)
-        inputs = _inputs(args, program)
-        if communicator.rank() == 0:
-            _say_unchecked(args)
-    except (FuserError, OSError) as found:
-        error = found
-    communicator.agree(error)
+    program, inputs = _prepared(args, size, communicator)
     outputs = run_here(
-        program,  # pyright: ignore[reportPossiblyUnboundVariable]
-        inputs,  # pyright: ignore[reportPossiblyUnboundVariable]
+        program,
+        inputs,
         number_of_streams=args.streams,
         late_stream=args.late,
     )
+    error: OSError | None = None
     try:
         if args.save:
             save(outputs, args.save, communicator.rank())
@@ -149,9 +141,28 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
         print(text)
 
 
+def _prepared(
+    args: argparse.Namespace, size: int, communicator: Communicator
+) -> tuple[HostIrContainer, list[Argument]]:
+    """Return the program and its global inputs, on a rank of a job; an error of one is one of
+    all."""
+    try:
+        if args.ranks not in (None, size):
+            raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
+        program = _checked(args)
+        inputs = _inputs(args, program)
+        if communicator.rank() == 0:
+            _say_unchecked(args)
+    except (FuserError, OSError) as error:
+        communicator.agree(error)
+        raise
+    communicator.agree(None)
+    return program, inputs
+
+
 def _say_unchecked(args: argparse.Namespace) -> None:
     """Say which checks `--late` leaves out; the results go to stdout as without it."""
-    if args.late is not None:
+    if getattr(args, "late", None) is not None:
         print(
             "with --late the streams and the meetings of the ranks are not checked before the run: "
             f"python -m hostir verify {args.file} does that",
@@ -168,14 +179,12 @@ def _checked(args: argparse.Namespace) -> HostIrContainer:
     return program
 
 
-def _inputs(
-    args: argparse.Namespace, program: HostIrContainer
-) -> list[torch.Tensor | bool | int | float]:
+def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument]:
     if args.inputs and args.size:
         raise InputError("--size is for random inputs: --inputs has sizes of its own")
     if args.inputs:
         return load_inputs(program, args.inputs)
-    return random_inputs(program, sizes=_sizes(args.size), seed=args.seed)
+    return random_inputs(program, sizes=_sizes(args.size), seed=args.seed or 0)
 
 
 def _sizes(options: Sequence[str]) -> dict[str, int]:
@@ -212,10 +221,39 @@ def _cost(args: argparse.Namespace) -> None:
 
 
 def _trace(args: argparse.Namespace) -> None:
-    """write the predicted timeline for Perfetto; that of a real run is not there yet"""
-    program, made = _timetable(args)
-    Path(args.output).write_text(trace_text(program, made))
-    print(f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run")
+    """write the predicted timeline for Perfetto; with --run, beside that of a real run"""
+    if not args.run_it:
+        for name in ("inputs", "seed", "device"):
+            if getattr(args, name) is not None:
+                raise InputError(f"--{name} is for a real run: --run")
+        program, made = _timetable(args)
+        Path(args.output).write_text(trace_text(program, made))
+        print(
+            f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run"
+        )
+        return
+    launch, device = read_launch(), args.device or "cpu"
+
+    def here(program: HostIrContainer, inputs: list[Argument]) -> Trace:
+        return trace_here(
+            program,
+            inputs,
+            args.output,
+            device=device,
+            machine=args.machine,
+            number_of_streams=args.streams,
+        )
+
+    if launch.size > 1:
+        communicator = Communicator.instance()
+        trace = here(*_prepared(args, launch.size, communicator))
+        if communicator.rank() == 0:
+            print(trace.summary())
+        return
+    program = _checked(args)
+    inputs = _inputs(args, program)
+    with simulate(args.ranks or max((*program.devices(), 0)) + 1) as world:
+        print(world.run(here, program, inputs)[0].summary())
 
 
 def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
@@ -278,8 +316,6 @@ def _arguments() -> argparse.ArgumentParser:
     run.add_argument(
         "--ranks", type=int, help="simulated ranks; default: as many as the meshes need"
     )
-    run.add_argument("--inputs", help="a .pt file with the list of global inputs; default: random")
-    run.add_argument("--seed", type=int, default=0, help="of random inputs")
     run.add_argument(
         "--late",
         metavar="STREAM",
@@ -293,6 +329,18 @@ def _arguments() -> argparse.ArgumentParser:
     cost, trace = command(_cost), command(_trace)
     cost.add_argument("--json", action="store_true", help="everything, as JSON")
     trace.add_argument("-o", "--output", metavar="FILE", required=True, help="such as trace.json")
+    trace.add_argument(
+        "--run",
+        action="store_true",
+        dest="run_it",
+        help="run it, on simulated ranks or on those of the job, and write what was measured, too",
+    )
+    trace.add_argument("--device", choices=("cpu", "cuda"), help="of the run; default: cpu")
+    for made in (run, trace):
+        made.add_argument(
+            "--inputs", help="a .pt file with the list of global inputs; default: random"
+        )
+        made.add_argument("--seed", type=int, help="of random inputs; default: 0")
     for made in (cost, trace):
         made.add_argument("--ranks", type=int, help="how many; default: those of the meshes")
         made.add_argument(

@@ -18,6 +18,7 @@ from hostir.bind import Argument
 from hostir.container import HostIrContainer
 from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator, MakeRunner
+from hostir.measured import Trace
 from multidevice.communicator import Communicator
 from multidevice.shard import shard_for_rank
 from multidevice.sharding import whole_axis_sizes
@@ -175,6 +176,28 @@ def run_simulated(
             number_of_streams=number_of_streams,
             late_stream=late_stream,
         )
+
+
+def trace_here(
+    program: HostIrContainer,
+    inputs: Sequence[Argument],
+    path: str,
+    *,
+    device: str = "cpu",
+    machine: str | None = None,
+    number_of_streams: int = DEFAULT_STREAMS,
+) -> Trace:
+    """Trace as this rank of the job, with its shards of the global inputs: on the CPU, or
+    ("cuda") on the GPU that this rank has. See `HostIrEvaluator.trace`."""
+    communicator = Communicator.instance()
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("--device cuda: there is no GPU")
+        device = f"cuda:{torch.cuda.current_device()}"
+    mine = shards_of(program, inputs, communicator.rank())
+    placed = [x.to(device) if isinstance(x, torch.Tensor) else x for x in mine]
+    evaluator = HostIrEvaluator(program, communicator, number_of_streams=number_of_streams)
+    return evaluator.trace(placed, path, predicted=machine)
 
 
 # ------------------------------------------------------------------ results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from tests.hostir.programs import CASES, build, expected
 from tests.multidevice.test_communicator_jobs import MPIRUN, ROOT, needs_mpi
 
 
-def run_on_two_ranks(*args: str) -> subprocess.CompletedProcess[str]:
+def run_on_two_ranks(*args: str, command: str = "run") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(MPIRUN), "-np", "2", sys.executable, "-m", "hostir", "run", *args],
+        [str(MPIRUN), "-np", "2", sys.executable, "-m", "hostir", command, *args],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -61,3 +62,15 @@ def test_an_error_ends_the_job_with_its_message(
     assert job.returncode == 1
     assert f"rank 0: {message}" in job.stderr
     assert "Traceback" not in job.stderr
+
+
+@needs_mpi
+def test_real_ranks_are_traced(tmp_path: Path) -> None:
+    path, out = tmp_path / "program.txt", tmp_path / "trace.json"
+    path.write_text(build(CASES["mlp2"]).full_text())
+    job = run_on_two_ranks(str(path), "--run", "-o", str(out), command="trace")
+    assert job.returncode == 0, job.stderr
+    assert "rank 1: " in job.stdout and "the ranks share that of their host" in job.stdout
+    assert {e["pid"] for e in json.loads(out.read_text())["traceEvents"]} >= {0, 1}
+    wrong = run_on_two_ranks(str(path), "--run", "-o", str(tmp_path), command="trace")
+    assert wrong.returncode != 0 and "InputError: trace: path=" in wrong.stderr

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from fuser.errors import InputError, UnsupportedError
 from hostir import NUMBER_OF_STREAMS
@@ -155,3 +156,30 @@ def test_the_trace_of_many_ranks_has_a_process_per_class() -> None:
     found = json.loads(trace_text(program, made))["traceEvents"]
     processes = [e["args"]["name"] for e in found if e["name"] == "process_name"]
     assert processes == ["ranks 0..127"]
+
+
+def test_a_real_run_is_traced_beside_the_predicted_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, out = tmp_path / "p.txt", tmp_path / "t.json"
+    program.write_text(build(CASES["mlp2"]).full_text())
+    assert main(["trace", str(program), "-o", str(out), "--run", "--seed", "3"]) == 0
+    assert "rank 1: " in (text := capsys.readouterr().out) and "predicted on h200" in text
+    events = json.loads(out.read_text())["traceEvents"]
+    titles = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert sorted(titles) == [
+        f"rank {rank}{more}" for rank in (0, 1) for more in ("", ", predicted on h200")
+    ]
+    torch.save(CASES["mlp2"].inputs(), inputs := tmp_path / "inputs.pt")
+    args = ["trace", str(program), "-o", str(out), "--run", "--inputs", str(inputs)]
+    assert main(args) == 0
+    capsys.readouterr()
+    for wrong, message in (
+        (["-o", str(out), "--seed", "1"], "InputError: --seed is for a real run: --run"),
+        (["-o", str(out), "--device", "cpu"], "--device is for a real run"),
+        (["-o", str(tmp_path / "no" / "t.json"), "--run"], "InputError: trace: path="),
+        (["-o", str(out), "--run", "--machine", "h100"], "there is no machine 'h100'"),
+        (["-o", str(out), "--run", "--size", "i99=3"], "no input has a size 'i99'"),
+    ):
+        assert main(["trace", str(program), *wrong]) == 1
+        assert message in capsys.readouterr().err
