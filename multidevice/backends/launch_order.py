@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fuser.errors import CommunicationError
+from fuser.errors import CommunicationError, UnsupportedError
 from multidevice.backends.base import stream_at
 
 _NO_TIMING = 2
@@ -103,27 +103,29 @@ class LaunchOrder:
 
 
 class CudaDriver:
-    """The driver of one GPU, through its C interface: every launch asks it."""
+    """The driver of one GPU, through its C interface: every launch asks it.
+
+    Raises `UnsupportedError` where it cannot be called.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise CommunicationError(f"the driver cannot be called: {error}") from error
         handle, count = ctypes.c_void_p, ctypes.c_size_t
-        self._library = library
-        for name, types in (
-            ("cuEventCreate", (handle, ctypes.c_uint)),
-            ("cuEventRecord", (handle, handle)),
-            ("cuStreamWaitEvent", (handle, handle, ctypes.c_uint)),
-            ("cuStreamIsCapturing", (handle, handle)),
-            ("cuStreamGetCaptureInfo_v2", (handle,) * 6),
-            ("cuGraphAddEventRecordNode", (handle, handle, handle, count, handle)),
-            ("cuGraphAddDependencies", (handle, handle, handle, count)),
-            ("cuGraphRemoveDependencies", (handle, handle, handle, count)),
-        ):
-            getattr(library, name).argtypes = types
+        try:
+            self._library = library = ctypes.CDLL("libcuda.so.1")
+            for name, types in (
+                ("cuEventCreate", (handle, ctypes.c_uint)),
+                ("cuEventRecord", (handle, handle)),
+                ("cuStreamWaitEvent", (handle, handle, ctypes.c_uint)),
+                ("cuStreamIsCapturing", (handle, handle)),
+                ("cuStreamGetCaptureInfo_v2", (handle,) * 6),
+                ("cuGraphAddEventRecordNode", (handle, handle, handle, count, handle)),
+                ("cuGraphAddDependencies", (handle, handle, handle, count)),
+                ("cuGraphRemoveDependencies", (handle, handle, handle, count)),
+            ):
+                getattr(library, name).argtypes = types
+        except (OSError, AttributeError) as error:
+            raise UnsupportedError(f"the driver cannot be called: {error}") from error
         self._status = ctypes.c_int()
         self._status_at = ctypes.addressof(self._status)
         self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
