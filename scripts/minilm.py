@@ -186,16 +186,27 @@ def layer_weights(checkpoint: dict[str, torch.Tensor], layer: int) -> dict[str, 
     }
 
 
-def embedding_norm(mesh: DeviceMesh, dtype: DataType) -> Program:
-    """Define the LayerNorm of the summed embeddings: x [b, s, h] (Float) -> [b, s, h]."""
+def embedding(mesh: DeviceMesh, dtype: DataType) -> Program:
+    """Define what follows the look-up of words.
+
+    (words [b, s, h] Float, positions [s, h] Float, mask [b, s] Int) -> the LayerNorm of the summed
+    embeddings [b, s, h], and what is added to attention scores [b, 1, 1, s] (Float).
+    """
     with FusionDefinition() as fd:
-        x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=DataType.Float)
+        ops = fd.ops
+        words = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=DataType.Float)
+        positions = fd.define_tensor([-1, HIDDEN], contiguity=True, dtype=DataType.Float)
+        mask = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Int)
         weights = {
-            part: fd.define_tensor([HIDDEN], contiguity=True, dtype=DataType.Float)
-            for part in ("weight", "bias")
+            name: fd.define_tensor([HIDDEN], contiguity=True, dtype=DataType.Float)
+            for name in ("token_type", "weight", "bias")
         }
-        fd.add_output(fd.ops.cast(layer_norm(fd, x, weights["weight"], weights["bias"]), dtype))
-        for tv in (x, *weights.values()):
+        x = ops.add(ops.add(words, weights["token_type"]), positions)
+        fd.add_output(ops.cast(layer_norm(fd, x, weights["weight"], weights["bias"]), dtype))
+        added = ops.where(ops.eq(mask, 0), float("-inf"), 0.0)
+        added = ops.cast(added, DataType.Float)
+        fd.add_output(ops.broadcast(added, [False, True, True, False]))
+        for tv in (words, positions, mask, *weights.values()):
             tv.set_device_mesh(mesh)
     return Program(fd, weights)
 
@@ -203,14 +214,15 @@ def embedding_norm(mesh: DeviceMesh, dtype: DataType) -> Program:
 def pooling(mesh: DeviceMesh, dtype: DataType) -> Program:
     """Define mean pooling over the mask and L2 normalisation.
 
-    (x [b, s, h], mask [b, s] Float) -> [b, h] Float.
+    (x [b, s, h], mask [b, s] Int) -> [b, h] Float.
     """
     with FusionDefinition() as fd:
         ops = fd.ops
         x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
-        mask = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Float)
-        kept = ops.mul(x, ops.broadcast(mask, [False, False, True]))
-        count = ops.broadcast(ops.sum(mask, dim=1), [False, True])
+        mask = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Int)
+        counted = ops.cast(mask, DataType.Float)
+        kept = ops.mul(x, ops.broadcast(counted, [False, False, True]))
+        count = ops.broadcast(ops.sum(counted, dim=1), [False, True])
         mean = ops.div(ops.sum(kept, dim=1), ops.maximum(count, 1e-9))
         norm = ops.sqrt(ops.sum(ops.mul(mean, mean), dim=1, keepdim=True))
         fd.add_output(ops.div(mean, ops.maximum(norm, 1e-12)))
@@ -228,16 +240,17 @@ class Encoder:
     ) -> None:
         ir_dtype = DTYPES[dtype]
         self.device = device
-        self.norm = embedding_norm(mesh, ir_dtype)
+        self.embedding = embedding(mesh, ir_dtype)
         self.layer = encoder_layer(mesh, ir_dtype)
         self.pool = pooling(mesh, ir_dtype)
         prefix = "embeddings."
-        self.tables = {
-            name: checkpoint[f"{prefix}{name}_embeddings.weight"].to(device)
-            for name in ("word", "position", "token_type")
-        }
-        norm = {p: checkpoint[f"{prefix}LayerNorm.{p}"] for p in ("weight", "bias")}
-        self.norm_weights = self.norm.bind(norm, device)
+        self.words, self.positions = (
+            checkpoint[f"{prefix}{name}_embeddings.weight"].float().to(device)
+            for name in ("word", "position")
+        )
+        given = {p: checkpoint[f"{prefix}LayerNorm.{p}"] for p in ("weight", "bias")}
+        given["token_type"] = checkpoint[f"{prefix}token_type_embeddings.weight"][0]
+        self.embedding_weights = self.embedding.bind(given, device)
         self.layer_weights = [
             self.layer.bind(layer_weights(checkpoint, i), device) for i in range(LAYERS)
         ]
@@ -245,12 +258,10 @@ class Encoder:
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings [b, h] (float32) of token ids and mask [b, s]."""
         ids, mask = ids.to(self.device), mask.to(self.device)
-        summed = self.tables["word"][ids] + self.tables["token_type"][0]
-        summed = summed + self.tables["position"][: ids.shape[1]]
-        additive = torch.zeros(mask.shape, device=self.device)
-        additive = additive.masked_fill(mask == 0, float("-inf"))[:, None, None, :]
-        (x,) = self.norm.fd.execute([summed, *self.norm_weights])
+        x, additive = self.embedding.fd.execute(
+            [self.words[ids], self.positions[: ids.shape[1]], mask, *self.embedding_weights]
+        )
         for weights in self.layer_weights:
             (x,) = self.layer.fd.execute([x, additive, *weights])
-        (out,) = self.pool.fd.execute([x, mask.float()])
+        (out,) = self.pool.fd.execute([x, mask])
         return out
