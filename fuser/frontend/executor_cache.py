@@ -165,8 +165,9 @@ class FusionExecutorCache:
         call, given, bits = self._find(
             communicator, inputs, device, _enable_options, _disable_options
         )
-        are_apart = call.bound.evaluator.are_apart(given, call.known)
-        return self._run(call, given, bits, are_apart)
+        if call is self._ran and not call.is_lazy:
+            return call.bound.evaluator.run_known(call.known, given, bits)
+        return self._run(call, given, bits)
 
     def prepare(
         self,
@@ -273,7 +274,11 @@ class FusionExecutorCache:
         return Call(communicator, bound, claim, contents, is_lazy, known)
 
     def _run(
-        self, call: Call, inputs: Sequence[Argument], bits: int | None, are_apart: bool
+        self,
+        call: Call,
+        inputs: Sequence[Argument],
+        bits: int | None,
+        are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
         if call is not self._ran:
             self._ran = call

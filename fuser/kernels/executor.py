@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -465,7 +466,11 @@ def compile_many(
         variants: list[Variant] = []
         chosen = [request for request in requests if request[0].checked is checked]
         sources = _lower_missing(chosen, describe_device(device), variants)
-        compiled = compile_kernels(sources, device, checked=checked)
+        first = next(sources, None)
+        if first is None:
+            # Compilers and their caches are not asked: that takes longer than a launch.
+            continue
+        compiled = compile_kernels(chain([first], sources), device, checked=checked)
         for variant, kernel in zip(variants, compiled, strict=True):
             variant.compiled = kernel
         count += len(variants)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition
+from fuser import DataType, FusionDefinition, ParallelType
+from fuser.kernels import executor
 from hostir.evaluate import HostIrEvaluator
 from hostir.plan import Plan
 from hostir.rehearsal import can_bind
@@ -198,6 +199,35 @@ def test_what_only_a_run_tells_is_not_bound_before() -> None:
     for name, case in CASES.items():
         program = build(case)
         assert can_bind(program) is not bool(program.started()), name
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_compilers_are_not_asked_for_new_sizes_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch, count: int | None
+) -> None:
+    """Of a program that no rehearsal binds, too: looking into the caches of kernels takes longer
+    than to launch them."""
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        z = fd.ops.add(x, y)
+        fd.add_output(z)
+        if count is not None:
+            z.outer_split(0, count)
+        z.axis(0).parallelize(ParallelType.stream)
+
+    def check(n: int) -> None:
+        x, y = _normal(n, 6), _normal(n, 6, seed=1)
+        assert torch.equal(fd.execute([x, y])[0], x + y)
+
+    for n in (8, 12, 5):
+        check(n)
+
+    def asked(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a compiler was asked for kernels that exist")
+
+    monkeypatch.setattr(executor, "compile_kernels", asked)
+    for n in (16, 7, 20):
+        check(n)
 
 
 # ------------------------------------------------------------------ what a new size may cost
