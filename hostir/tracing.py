@@ -36,7 +36,7 @@ from hostir.plan import Plan
 from hostir.steps import Slots
 from hostir.storage import Storage
 from hostir.streams import on_device
-from hostir.timetable import timetable_of
+from hostir.timetable import Timetable, timetable_of
 from hostir.together import Together, aligned
 from hostir.watch import CuptiWatch, EventWatch, HostWatch, clock
 from multidevice.backends.protocol import Team
@@ -72,13 +72,16 @@ def take_trace(
         return given, where, machine
 
     given, where, machine = ranks.together(prepare)
+    _check_alike(ranks.tell(asked.runs))
     runs = _Runs(evaluator, ranks, given)
     plan = runs.plan
     ways = ranks.together(lambda: _ways(plan.device, asked.source, communicator))
-    timetable = None
-    if machine is not None:
-        made = partial(timetable_of, evaluator.program, runs.recorder.values(), machine)
-        timetable = evaluator.program, ranks.together(made)
+
+    def predict() -> Timetable | None:
+        values = runs.recorder.values()
+        return None if machine is None else timetable_of(evaluator.program, values, machine)
+
+    made = ranks.together(predict)
     with torch.no_grad(), on_device(plan.device):
         plain = runs.plain(asked.warm_up, asked.repeat)
         usual, graphs = runs.usual(asked.warm_up, asked.repeat)
@@ -86,7 +89,8 @@ def take_trace(
         shift, clocks = aligned(ranks)
     mine = _measured(runs, watch, shift, whys, plain=plain, usual=usual, graphs=graphs)
     found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
-    trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), timetable)
+    predicted = None if made is None else (evaluator.program, made)
+    trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), predicted)
     ranks.together(lambda: trace.save(where) if where is not None else None)
     return trace
 
@@ -120,6 +124,13 @@ class Asked:
         machine: str | None = require("trace", "predicted", self.predicted, str | None)
         where = _path(self.path, is_written=is_written)
         return where, None if machine is None else find_machine(machine)
+
+
+def _check_alike(asked: Sequence[str]) -> None:
+    """Raise `InputError` where ranks would run the program differently often."""
+    if len(set(asked)) > 1:
+        told = "; ".join(dict.fromkeys(asked))
+        raise InputError(f"trace: the ranks of a program ask for different runs: {told}")
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:

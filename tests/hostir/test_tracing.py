@@ -288,6 +288,23 @@ def test_what_cannot_be_is_refused(
         evaluator.trace(EXAMPLES["rows"].arguments(0), **options)
 
 
+def test_ranks_that_ask_for_different_runs_are_refused() -> None:
+    example = EXAMPLES["HO-3 on 2"]
+
+    def here() -> Trace:
+        rank = Communicator.instance().rank()
+        evaluator = HostIrEvaluator(example.build(), Communicator.instance())
+        mine = shards_of(evaluator.program, example.arguments(0), rank)
+        with pytest.raises(InputError, match=r"different runs: warm_up=3, repeat=1, .*; .*=2"):
+            evaluator.trace(mine, repeat=1 + rank)
+        # What each makes of it is its own matter.
+        return evaluator.trace(mine, repeat=1, predicted="h200" if rank else None)
+
+    with simulate(2) as world:
+        traces = world.run(here)
+    assert [t.predicted is None for t in traces] == [True, False]
+
+
 def test_wrong_inputs_are_refused_as_in_a_run() -> None:
     evaluator = HostIrEvaluator(EXAMPLES["rows"].build())
     with pytest.raises(InputError, match="bound to a tensor of rank 2"):
