@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fuser.errors import FuserError, InputError, OptionError
+from hostir import calibrate
 from hostir.before_run import findings, ranks_to_look_at
 from hostir.bind import Argument
 from hostir.container import SHORT_FORM, HostIrContainer, has_communications, has_streams, walk
@@ -19,7 +20,7 @@ from hostir.diff import differences
 from hostir.findings import refuse
 from hostir.host_passes import PASSES, Pass, run_passes
 from hostir.lower_streams import lower_streams
-from hostir.machine import MACHINES, find_machine
+from hostir.machine import MACHINES, MEASURED, find_machine, usual_machine
 from hostir.measured import Trace
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import (
@@ -240,7 +241,7 @@ def _trace(args: argparse.Namespace) -> None:
             inputs,
             args.output,
             device=device,
-            machine=args.machine,
+            machine=args.machine or usual_machine(),
             number_of_streams=args.streams,
         )
 
@@ -256,8 +257,16 @@ def _trace(args: argparse.Namespace) -> None:
         print(world.run(here, program, inputs)[0].summary())
 
 
+def _calibrate(args: argparse.Namespace) -> None:
+    """measure this machine for the cost model, once; under mpirun also the links of the ranks"""
+    communicator = Communicator.instance()
+    told = calibrate.calibrate_here(communicator, args.device, args.output)
+    if communicator.rank() == 0:
+        print(told)
+
+
 def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
-    program, machine = _checked(args), find_machine(args.machine)
+    program, machine = _checked(args), find_machine(args.machine or usual_machine())
     values = symbol_values(program, _sizes(args.size))
     values[NUMBER_OF_STREAMS] = args.streams
     needed = max((*program.devices(), 0)) + 1
@@ -345,8 +354,8 @@ def _arguments() -> argparse.ArgumentParser:
         made.add_argument("--ranks", type=int, help="how many; default: those of the meshes")
         made.add_argument(
             "--machine",
-            default="h200",
-            help=f"{', '.join(MACHINES)}, or a description: a file NAME.json; default: h200",
+            help=f"{', '.join(MACHINES)}, {MEASURED} (see calibrate), or a description: a file "
+            f"NAME.json; default: {MEASURED} where this machine's GPUs were, else h200",
         )
         file(made)
     for made in (run, verify, cost, trace):
@@ -363,6 +372,11 @@ def _arguments() -> argparse.ArgumentParser:
             metavar="NAME=N",
             help=f"a size, as i0=16; default: what all meshes divide, at least {SMALLEST_SIZE}",
         )
+    measure = command(_calibrate)
+    measure.add_argument("-o", "--output", metavar="FILE.json", help="default: in the cache folder")
+    measure.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+    )
     diff = command(_diff)
     file(diff)
     file(diff, "other")

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -181,8 +182,9 @@ def measured_file(device: torch.device | None = None) -> Path:
 
 
 @functools.cache
-def _read_once(file: Path) -> Machine | None:
-    """What a process has read of a file stays: the ranks that agreed go on agreeing."""
+def read_once(file: Path) -> Machine | None:
+    """Return the machine of a file, None without one. What a process has read stays, so that its
+    programs of equal sizes stay, too."""
     try:
         text = file.read_text()
     except FileNotFoundError:
@@ -193,10 +195,20 @@ def _read_once(file: Path) -> Machine | None:
 def machine_of(device: torch.device) -> Machine | None:
     """Return the description of what programs on a device run on: what was measured here, else a
     built-in one; None where there is neither."""
-    found = _read_once(measured_file(device))
+    found = None
+    try:
+        found = read_once(measured_file(device))
+    except (InputError, OSError, UnicodeDecodeError) as error:
+        warnings.warn(f"not used: {error}; python -m hostir calibrate", stacklevel=2)
     if found is None and device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
         return H200
     return found
+
+
+def usual_machine() -> str:
+    """Return the name of what was measured of this machine's GPUs, else of "h200"."""
+    is_measured = torch.cuda.is_available() and measured_file().exists()
+    return MEASURED if is_measured else H200.name
 
 
 def find_machine(name: str, device: torch.device | None = None) -> Machine:
@@ -209,7 +221,7 @@ def find_machine(name: str, device: torch.device | None = None) -> Machine:
         return MACHINES[name]
     if name == MEASURED:
         file = measured_file(device)
-        found = _read_once(file)
+        found = read_once(file)
         if found is None:
             raise InputError(f"nothing was measured here (no {file}): python -m hostir calibrate")
         return found

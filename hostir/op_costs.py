@@ -118,19 +118,23 @@ def _matmul_cost(
     if not flops:
         return _moves(nbytes, machine)
     rate = _rate(flops, machine.matmul) * scale
-    # The shape of tile that is done first: as many waves as the multiprocessors need.
-    areas = [
-        (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
-        for rows, columns, speed in machine.tiles
-        for tiles in [batch * math.ceil(m / rows) * math.ceil(n / columns)]
-    ]
-    area, tiles = min(areas)
+    area, tiles = whole_waves(batch, m, n, machine)
     arithmetic = area * machine.multiprocessors * 2 * k / rate
     memory = nbytes / machine.memory_bandwidth
     seconds = machine.matmul_launch_s + max(arithmetic, memory)
     seconds += packed / machine.memory_bandwidth
     share = min(1.0, tiles / machine.multiprocessors)
     return Cost(seconds, share, nbytes + packed, flops, machine.host_library_s)
+
+
+def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, int]:
+    """Return which area of the results a multiprocessor computes, and how many tiles there are, in
+    the shape of tile that is done first: in as many waves as the multiprocessors need."""
+    return min(
+        (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
+        for rows, columns, speed in machine.tiles
+        for tiles in [batch * math.ceil(m / rows) * math.ceil(n / columns)]
+    )
 
 
 def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
@@ -146,7 +150,7 @@ def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
 
 # ------------------------------------------------------------------ communications
 # How much of the larger side of a collective each rank moves, of `n` members: sent and received.
-_BUS: dict[str, Callable[[int], float]] = {
+BUS: dict[str, Callable[[int], float]] = {
     "Allgather": lambda n: (n - 1) / n,
     "ReduceScatter": lambda n: (n - 1) / n,
     "Allreduce": lambda n: 2 * (n - 1) / n,
@@ -166,7 +170,7 @@ def collective_cost(
 
     `staged`: what peer copies first copy into memory that peers can map.
     """
-    moved = nbytes * _BUS[kind](members)
+    moved = nbytes * BUS[kind](members)
     if backend != PEER_COPIES:
         bandwidth = machine.nccl.get(kind, machine.nccl_other_bandwidth)
         return _nccl(moved, bandwidth, machine)

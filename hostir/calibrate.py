@@ -1,0 +1,377 @@
+"""Measuring what this machine can do, for the cost model: `python -m hostir calibrate`.
+
+One process measures its device: bytes, matmuls, and what the host needs for an op. The ranks of a
+job, one per GPU, or on CPUs, measure their links, too: collectives, sends and peer copies. What is
+not measured stays as it was: what an earlier calibration found, else that of the built-in machine.
+
+On a GPU the calls of a burst are enqueued behind a kernel that waits, so that their times are the
+GPU's alone. A number is the median of some bursts, on a job that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuser import ops
+from fuser.device import describe_device
+from fuser.errors import FuserError
+from fuser.ir.dtypes import DataType
+from fuser.ir.types import ParallelType
+from hostir.container import HostIrContainer
+from hostir.evaluate import HostIrEvaluator
+from hostir.machine import H200, Machine, machine_from_json, measured_file, read_once
+from hostir.op_costs import BUS, whole_waves
+from hostir.ops import Allocate
+from hostir.transfers import Communication, Wait
+from multidevice import DeviceMesh
+from multidevice.backends.protocol import Transfer, Work
+from multidevice.communication import TeamOf
+from multidevice.communicator import Communicator
+
+Fields = dict[str, Any]
+
+_ROUNDS = 5
+# Cycles for which a GPU is kept waiting while the host enqueues a burst: about 10 ms.
+_HEAD_START = 20_000_000
+# Bytes and shapes by kind of device: a GPU needs much of both to be busy.
+_CLONED = {"cuda": 512 << 20, "cpu": 16 << 20}
+_MATMULS = {
+    "cuda": ((4096, 4096, 4096), (4096, 8192, 8192), (8192, 8192, 8192), (8192, 8192, 28672)),
+    "cpu": ((128, 128, 128), (256, 256, 256), (512, 512, 512)),
+}
+# Of a collective: what latency and bandwidth are read off.
+_SENT = {"cuda": (8 << 10, 64 << 20, 256 << 20), "cpu": (1 << 10, 1 << 20, 4 << 20)}
+_DTYPES = {
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+}
+# On a CPU the rank itself does everything: its time is the device's, and communication takes it.
+_CPU: Fields = {
+    "multiprocessors": 1,
+    "nccl_multiprocessors": 1,
+    "kernel_fill_nbytes": 1.0,
+    "tiles": ((1, 1, 1.0),),
+    "nccl_fill_s": 0.0,
+    "matmul_launch_s": 0.0,
+    **dict.fromkeys(("host_run_s", "host_kernel_s", "host_library_s", "host_post_s"), 0.0),
+}
+
+
+def calibrate_here(communicator: Communicator, kind: str | None, output: str | None) -> str:
+    """Measure the device of this rank ("cuda", "cpu"; None: a GPU if there is one) and, on rank 0,
+    write the description; return what to say of it."""
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device(kind, communicator.local_rank())
+        torch.cuda.set_device(device)
+    before, found = calibrate(communicator, device)
+    file = Path(output) if output else measured_file(device)
+    lines = [f"{file}:", *changes(before, found)]
+    if communicator.rank() == 0:
+        write(found, file)
+    if communicator.size() == 1:
+        lines += ["links were not measured: mpirun -np 2 python -m hostir calibrate does"]
+    return "\n".join(lines)
+
+
+def calibrate(communicator: Communicator, device: torch.device) -> tuple[Machine, Machine]:
+    """Return what was known of this machine, and what is measured now; all ranks of the job call.
+
+    Raises `FuserError` where ranks cannot communicate.
+    """
+    before = known_before(device)
+    bench = _Bench(communicator, device)
+    found = local_fields(bench, before)
+    if communicator.size() > 1:
+        found |= link_fields(bench)
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return before, replace(before, name=f"{name}, measured", **rounded(found))
+
+
+def rounded(fields: Fields) -> Fields:
+    """Return numbers with as many digits as measurements have."""
+
+    def short(x: Any) -> Any:
+        if isinstance(x, float):
+            return float(f"{x:.3g}")
+        if isinstance(x, tuple):
+            return tuple(short(y) for y in x)  # pyright: ignore[reportUnknownVariableType]
+        return {k: short(y) for k, y in x.items()} if isinstance(x, dict) else x  # pyright: ignore[reportUnknownVariableType]
+
+    return {name: short(value) for name, value in fields.items()}
+
+
+def known_before(device: torch.device) -> Machine:
+    """Return what an earlier calibration found, else "h200"."""
+    file = measured_file(device)
+    try:
+        return machine_from_json(file.read_text(), where=str(file))
+    except (FileNotFoundError, FuserError):
+        return H200
+
+
+def write(machine: Machine, file: Path) -> None:
+    """Write a description at once: who reads meanwhile finds the old one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_text(machine.to_json() + "\n")
+    part.replace(file)
+    read_once.cache_clear()
+
+
+def changes(before: Machine, after: Machine) -> list[str]:
+    """Return a line per number that differs."""
+    old, new = (json.loads(m.to_json()) for m in (before, after))
+    return [f"{name}: {old[name]} -> {value}" for name, value in new.items() if old[name] != value]
+
+
+class _Bench:
+    """Times calls on a device, on all ranks of a job at once."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self.communicator, self.device = communicator, device
+        self.team = tuple(range(communicator.size()))
+
+    def seconds(self, call: Callable[[], object], times: int = 10) -> float:
+        """Return how long the device takes for one call, among many."""
+        for _ in range(3):
+            call()
+        return statistics.median(self._slowest(self._burst(call, times)) for _ in range(_ROUNDS))
+
+    def _burst(self, call: Callable[[], object], times: int) -> float:
+        self._meet()
+        if self.device.type == "cpu":
+            started = time.perf_counter()
+            for _ in range(times):
+                call()
+            return (time.perf_counter() - started) / times
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _keep_waiting()
+        call()  # the ranks meet in it
+        start.record()
+        for _ in range(times):
+            call()
+        stop.record()
+        torch.cuda.synchronize(self.device)
+        return start.elapsed_time(stop) / 1e3 / times
+
+    def host_seconds(self, call: Callable[[], object], times: int = 20) -> float:
+        """Return for how long the host is busy with one call, while the GPU waits."""
+        for _ in range(10):
+            call()
+        rounds: list[float] = []
+        for _ in range(_ROUNDS):
+            self._meet()
+            _keep_waiting()
+            started = time.perf_counter()
+            for _ in range(times):
+                call()
+            rounds.append((time.perf_counter() - started) / times)
+            torch.cuda.synchronize(self.device)
+        return statistics.median(map(self._slowest, rounds))
+
+    def _meet(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if len(self.team) > 1:
+            self.communicator.barrier()
+
+    def _slowest(self, seconds: float) -> float:
+        if len(self.team) == 1:
+            return seconds
+        return max(map(float, self.communicator.exchange(repr(seconds).encode())))
+
+    def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return random numbers: zeros would be multiplied at a higher clock."""
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes // 4, device=self.device, dtype=torch.float32)
+
+
+def _keep_waiting() -> None:
+    """Keep the current stream busy while the host enqueues a burst."""
+    torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+
+
+# ------------------------------------------------------------------ one device
+def local_fields(bench: _Bench, machine: Machine) -> Fields:
+    """Return what one rank finds out alone."""
+    kind = bench.device.type
+    found: Fields = dict(_CPU) if kind == "cpu" else _gpu_fields(bench)
+    small = bench.empty(64)
+    launch = bench.seconds(lambda: small.add_(1.0), 50)
+    source, target = (bench.empty(_CLONED[kind]) for _ in range(2))
+    seconds = bench.seconds(lambda: target.copy_(source)) - launch
+    moved = 2 * _CLONED[kind]
+    found |= {"launch_s": launch, "memory_bandwidth": moved / max(seconds, 1e-9)}
+    return found | _matmul_fields(bench, replace(machine, **found))
+
+
+def _gpu_fields(bench: _Bench) -> Fields:
+    multiprocessors = describe_device(bench.device).sm_count
+    tiny = bench.random(128, 128, dtype=torch.bfloat16)
+    out = torch.empty_like(tiny)
+    one, nine = (_host_of(bench, _linears(n), [tiny, tiny]) for n in (1, 9))
+    library = max((nine - one) / 8, 0.0)
+    return {
+        "multiprocessors": multiprocessors,
+        "matmul_launch_s": bench.seconds(lambda: torch.mm(tiny, tiny, out=out), 50),
+        "host_library_s": library,
+        "host_run_s": max(one - library, 0.0),
+        # A kernel of ours takes the host for as long as a call of a library, less torch's part.
+        "host_kernel_s": library * H200.host_kernel_s / H200.host_library_s,
+    }
+
+
+def _host_of(bench: _Bench, program: HostIrContainer, inputs: Sequence[torch.Tensor]) -> float:
+    evaluator = HostIrEvaluator(program, bench.communicator, device=bench.device)
+    return bench.host_seconds(lambda: evaluator.run(inputs))
+
+
+def _linears(count: int) -> HostIrContainer:
+    program = HostIrContainer()
+    with program:
+        x, w = (program.input([128, 128], DataType.BFloat16) for _ in range(2))
+        for _ in range(count):
+            y = ops.linear(x, w)
+            program.append(y)
+        program.add_output(y)  # pyright: ignore[reportPossiblyUnboundVariable]
+    return program
+
+
+def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
+    """Return rates as the model reads them, of whole waves of tiles."""
+    kind = bench.device.type
+    main = "BFloat16" if kind == "cuda" else "Float"
+
+    def rate(m: int, k: int, n: int, dtype: str) -> float:
+        a, b = (bench.random(*s, dtype=_DTYPES[dtype]) for s in ((m, k), (k, n)))
+        out = torch.empty(m, n, device=bench.device, dtype=_DTYPES[dtype])
+        seconds = bench.seconds(lambda: torch.mm(a, b, out=out), 8) - machine.matmul_launch_s
+        area, _ = whole_waves(1, m, n, machine)
+        return area * machine.multiprocessors * 2 * k / max(seconds, 1e-9)
+
+    points = [(float(2 * m * k * n), rate(m, k, n, main)) for m, k, n in _MATMULS[kind]]
+    first = _MATMULS[kind][0]
+    dtypes = {d: 1.0 if d == main else rate(*first, d) / points[0][1] for d in _DTYPES}
+    return {"matmul": tuple(sorted(points)), "matmul_dtypes": dtypes}
+
+
+# ------------------------------------------------------------------ between ranks
+def link_fields(bench: _Bench) -> Fields:
+    """Return what the ranks of a job find out together."""
+    bench.communicator.begin_run(bench.team)
+    backend = bench.communicator.backend_for(bench.device)
+    team, n = bench.team, len(bench.team)
+    small, middle, large = _SENT[bench.device.type]
+
+    def allgather(nbytes: int) -> Callable[[], None]:
+        part, whole = bench.empty(nbytes // n), bench.empty(nbytes // n * n)
+        return lambda: backend.allgather(whole, part, team=team).wait()
+
+    def reduce_scatter(nbytes: int) -> Callable[[], None]:
+        part, whole = bench.empty(nbytes // n), bench.empty(nbytes // n * n)
+        return lambda: backend.reduce_scatter(part, whole, op="SUM", team=team).wait()
+
+    def allreduce(nbytes: int) -> Callable[[], None]:
+        whole = bench.empty(nbytes)
+        return lambda: backend.allreduce(whole, whole, op="SUM", team=team).wait()
+
+    def sends(nbytes: int) -> Callable[[], None]:
+        return _ring(bench, bench.empty(nbytes), bench.empty(nbytes), backend.batch)
+
+    kinds = {"Allgather": allgather, "ReduceScatter": reduce_scatter, "Allreduce": allreduce}
+    bandwidths: dict[str, float] = {}
+    latencies: list[float] = []
+    ramps: list[float] = []
+    for kind, make in kinds.items():
+        latency, ramp, bandwidth = _fit(bench, make, BUS[kind](n), (small, middle, large))
+        bandwidths[kind] = bandwidth
+        ramps.append(ramp)
+        # Small allreduces may go another way than large ones.
+        latencies += [latency] if kind != "Allreduce" else []
+    found: Fields = {
+        "nccl": bandwidths,
+        "nccl_latency_s": statistics.mean(latencies),
+        "nccl_other_bandwidth": _fit(bench, sends, 1.0, (small, middle, large))[2],
+    }
+    if bench.device.type == "cuda":
+        found["nccl_fill_s"] = statistics.mean(ramps)
+        one, five = (_host_of_posts(bench, k) for k in (1, 5))
+        found["host_post_s"] = max((five - one) / 4, 0.0)
+    return found | _peer_fields(bench)
+
+
+def _fit(
+    bench: _Bench,
+    make: Callable[[int], Callable[[], None]],
+    moved: float,
+    sizes: tuple[int, int, int],
+) -> tuple[float, float, float]:
+    """Return latency, ramp, and the bytes per second between the two larger sizes; of each byte a
+    rank moves the part `moved`."""
+    few, middle, many = (bench.seconds(make(size)) for size in sizes)
+    bandwidth = moved * sizes[2] / many
+    # Where the middle took about as long as the most, something else did.
+    if many - middle > 0.5 * (sizes[2] - sizes[1]) / sizes[2] * many:
+        bandwidth = moved * (sizes[2] - sizes[1]) / (many - middle)
+    latency = max(few - moved * sizes[0] / bandwidth, 0.0)
+    return latency, max(middle - latency - moved * sizes[1] / bandwidth, 0.0), bandwidth
+
+
+def _ring(
+    bench: _Bench,
+    inp: torch.Tensor,
+    out: torch.Tensor,
+    batch: Callable[..., Work],
+) -> Callable[[], None]:
+    """Return a call in which every rank sends to the next one, and receives from the one before."""
+    rank, n = bench.communicator.rank(), len(bench.team)
+    both = [
+        Transfer("send", inp, (rank + 1) % n),
+        Transfer("recv", out, (rank - 1) % n),
+    ]
+    return lambda: batch(both, team=bench.team).wait()
+
+
+def _peer_fields(bench: _Bench) -> Fields:
+    """Return the same of peer copies; nothing where the ranks cannot map each other's memory."""
+    here = bench.communicator
+    if not (here.are_on_one_host(bench.team) and here.have_access(bench.device)):
+        return {}
+    peers = here.peers_for(bench.device)
+
+    def copies(nbytes: int) -> Callable[[], None]:
+        mapped = peers.empty(nbytes).view(torch.float32)
+        return _ring(bench, mapped, bench.empty(nbytes), peers.batch)
+
+    latency, _, bandwidth = _fit(bench, copies, 1.0, _SENT[bench.device.type])
+    return {"copy_latency_s": latency, "pull_bandwidth": bandwidth}
+
+
+def _host_of_posts(bench: _Bench, count: int) -> float:
+    program, n = HostIrContainer(), len(bench.team)
+    mesh = DeviceMesh(range(n))
+    team = TeamOf(mesh, (ParallelType.mesh_x,))
+    with program:
+        x = program.input([n, 1024], mesh=mesh)
+        x.axis(0).parallelize(ParallelType.mesh_x)
+        for number in range(count):
+            y = program.tensor([n, 1024], mesh=mesh)
+            gather = Communication(x, y, number=number, type="Allgather", team=team)
+            program.append(Allocate(y), gather, Wait(number))
+        program.add_output(y)  # pyright: ignore[reportPossiblyUnboundVariable]
+    return _host_of(bench, program, [torch.ones(1, 1024, device=bench.device)])

@@ -1,0 +1,146 @@
+"""Measuring a machine: what is written is a description, and found where it is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fuser.errors import InputError
+from hostir import calibrate
+from hostir.cli import main
+from hostir.machine import (
+    H200,
+    Machine,
+    find_machine,
+    machine_from_json,
+    machine_of,
+    measured_file,
+    usual_machine,
+)
+from hostir.op_costs import BUS
+from multidevice import Communicator, simulate
+from tests.hostir.programs import CASES, build
+
+CPU = torch.device("cpu")
+LINKS = ("nccl", "nccl_other_bandwidth", "nccl_latency_s", "copy_latency_s", "pull_bandwidth")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Few rounds, and a cache folder of the test's own."""
+    monkeypatch.setenv("FUSER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(calibrate, "_ROUNDS", 1)
+
+
+def test_a_rank_alone_measures_its_device() -> None:
+    before, found = calibrate.calibrate(Communicator.instance(), CPU)
+    assert before == H200
+    assert found.name == "cpu, measured"
+    assert (found.multiprocessors, found.host_run_s) == (1, 0.0)
+    # 1 MB/s to 10 TB/s, 1 Mflop/s to 100 Tflop/s.
+    assert 1e6 < found.memory_bandwidth < 1e13
+    assert all(1e6 < rate < 1e14 for _, rate in found.matmul)
+    assert found.matmul_dtypes["Float"] == 1.0
+    # What was not measured is as it was.
+    assert all(getattr(found, name) == getattr(H200, name) for name in LINKS)
+
+
+def check_links() -> None:
+    _, found = calibrate.calibrate(Communicator.instance(), CPU)
+    assert set(found.nccl) == set(H200.nccl)
+    assert all(1e4 < bandwidth < 1e13 for bandwidth in found.nccl.values())
+    assert 1e4 < found.pull_bandwidth < 1e13
+    assert found.pull_bandwidth != H200.pull_bandwidth
+    assert 0 <= found.copy_latency_s < 1
+
+
+def test_ranks_measure_their_links() -> None:
+    with simulate(2) as world:
+        world.run(check_links)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_measure_their_links_under_mpirun(comm: Communicator) -> None:
+    check_links()
+
+
+def test_what_is_measured_is_kept_and_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="nothing was measured here"):
+        find_machine("measured", CPU)
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert str(measured_file(CPU)) in out and "name: h200 -> cpu, measured" in out
+    found = find_machine("measured", CPU)
+    assert found == machine_of(CPU) and found.name == "cpu, measured"
+    assert found == machine_from_json(found.to_json())
+    # A second one starts from it.
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    assert "name:" not in capsys.readouterr().out
+
+
+def test_a_description_goes_where_it_is_asked_to(tmp_path: Path) -> None:
+    file = tmp_path / "here" / "mine.json"
+    assert main(["calibrate", "--device", "cpu", "-o", str(file)]) == 0
+    assert find_machine(str(file)).name == "cpu, measured"
+    assert not measured_file(CPU).exists()
+
+
+def test_costs_are_those_of_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrate.write(replace(H200, name="mine"), measured_file(CPU))
+    program = tmp_path / "program.txt"
+    program.write_text(build(next(iter(CASES.values()))).full_text())
+    assert main(["cost", str(program), "--machine", "measured"]) == 0
+    assert "predicted on mine" in capsys.readouterr().out
+    # A CPU's description is none that anybody means by default.
+    assert main(["cost", str(program)]) == 0
+    assert "predicted on h200" in capsys.readouterr().out
+    assert usual_machine() == "h200"
+
+
+def test_a_broken_file_stops_no_program() -> None:
+    file = measured_file(CPU)
+    calibrate.write(H200, file)
+    file.write_text(file.read_text().replace("launch_s", "lunch_s", 1))
+    with pytest.warns(UserWarning, match="machines have no 'lunch_s'"):
+        assert machine_of(CPU) is None
+    with pytest.raises(InputError, match="lunch_s"):
+        find_machine("measured", CPU)
+    assert calibrate.known_before(CPU) == H200
+
+
+# ------------------------------------------------------------------ what numbers are made of
+class Fake:
+    """Takes what the model says that it takes."""
+
+    def __init__(self, latency: float, ramp: float, bandwidth: float) -> None:
+        self.latency, self.ramp, self.bandwidth = latency, ramp, bandwidth
+
+    def seconds(self, call: Callable[[], object], times: int = 10) -> float:
+        del times
+        nbytes = cast(int, call())
+        ramp = self.ramp if nbytes > 1e6 else 0.0
+        return self.latency + ramp + BUS["Allgather"](4) * nbytes / self.bandwidth
+
+
+def test_latency_ramp_and_bandwidth_are_told_apart() -> None:
+    fake: Any = Fake(14e-6, 24e-6, 325e9)
+    make: Any = lambda nbytes: lambda: nbytes  # noqa: E731
+    found = calibrate._fit(fake, make, BUS["Allgather"](4), (8 << 10, 64 << 20, 256 << 20))  # pyright: ignore[reportPrivateUsage]
+    assert found == pytest.approx((14e-6, 24e-6, 325e9), rel=1e-6)
+
+
+def test_what_changed_is_listed_in_few_digits() -> None:
+    fields = calibrate.rounded({"launch_s": 1.23456e-6, "matmul": ((1.0, 7.654321e14),)})
+    after: Machine = replace(H200, **fields)
+    assert calibrate.changes(H200, after) == [
+        "launch_s: 2e-06 -> 1.23e-06",
+        f"matmul: {json.loads(H200.to_json())['matmul']} -> [[1.0, 765000000000000.0]]",
+    ]
