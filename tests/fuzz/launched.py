@@ -38,7 +38,8 @@ def _run_here(program: Program, mode: Mode) -> Outcome:
             return Outcome("wrong", kind_of(wrong), wrong)
         return Outcome("ok", "", "", *counts)
 
-    return quietly(body)
+    with mode.eager_graphs():
+        return quietly(body)
 
 
 def _worst(found: Sequence[Outcome]) -> Outcome:

@@ -15,7 +15,10 @@ from fuser.runtime import kernel
 
 @dataclass(frozen=True)
 class Mode:
-    """How a program runs: whose schedules, with checks or without, and on which device."""
+    """How a program runs: whose schedules, with checks or without, and on which device.
+
+    The schedules `graphs` are the CPU's, where a stand-in for CUDA graphs repeats the runs.
+    """
 
     schedules: str = "cpu"
     checked: bool = False
@@ -26,8 +29,36 @@ class Mode:
     def runs(self, calls: Sequence[int]) -> Iterator[tuple[list[str], int]]:
         """Yield the options and the number of each call of a run."""
         yield from ((self.options, m) for m in calls)
+        if self.has_graphs:
+            yield from ((self.options, m) for m in sorted(set(calls)) * 3)
         for late in self.late:
             yield from (([*self.options, f"late_stream({late})"], m) for m in sorted(set(calls)))
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether graphs repeat what comes again."""
+        return self.device == "cuda" or self.schedules == "graphs"
+
+    @contextmanager
+    def eager_graphs(self) -> Generator[None]:
+        """Have runs captured that came once before, however short they are."""
+        if not self.has_graphs:
+            yield
+            return
+        from fuser.runtime.graphs import MAKERS
+        from hostir import capture
+        from tests.hostir.stand_in_graphs import CpuGraphs
+
+        before = capture.RUNS_BEFORE, capture.MIN_STEPS, dict(MAKERS)
+        capture.RUNS_BEFORE = capture.MIN_STEPS = 1
+        if self.device == "cpu":
+            MAKERS["cpu"] = CpuGraphs
+        try:
+            yield
+        finally:
+            capture.RUNS_BEFORE, capture.MIN_STEPS = before[:2]
+            MAKERS.clear()
+            MAKERS.update(before[2])
 
     @property
     def options(self) -> list[str]:

@@ -138,7 +138,8 @@ def run_ranks(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Out
             return Outcome("wrong", kind_of(wrong), wrong)
         return Outcome("ok", outputs=counts[0], elements=counts[1], masked=counts[2])
 
-    return quietly(body)
+    with mode.eager_graphs():
+        return quietly(body)
 
 
 def collect_ranks(case: Case, mode: Mode) -> tuple[FusionDefinition | None, list[tuple[Any, bool]]]:

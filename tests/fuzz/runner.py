@@ -148,7 +148,8 @@ def quietly(fn: Callable[[], Outcome]) -> Outcome:
 
 def run(case: Case, mode: Mode, fd: FusionDefinition | None = None) -> Outcome:
     """Define (unless `fd` is given) and run all calls; compare every output."""
-    return quietly(lambda: _run(case, mode, fd))
+    with mode.eager_graphs():
+        return quietly(lambda: _run(case, mode, fd))
 
 
 def _run(case: Case, mode: Mode, fd: FusionDefinition | None) -> Outcome:
