@@ -110,7 +110,8 @@ class Asked:
     @property
     def runs(self) -> str:
         """What all ranks must have asked for alike."""
-        return f"warm_up={self.warm_up}, repeat={self.repeat}, source={self.source!r}"
+        names = "warm_up", "repeat", "source"
+        return ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
 
     def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
         """Return where this rank writes, if it does, and the machine.
@@ -142,18 +143,27 @@ def _path(path: object, *, is_written: bool) -> Path | None:
         return None
     try:
         where = Path(os.fsdecode(cast("str", path)))
-    except TypeError:
+    except Exception:  # what is no path may raise anything when it is asked for one
         where = Path()
-    if where == Path():
+    if where == Path() or "\0" in str(where):
         raise InputError(f"trace: path={show(path)}: expected the name of a file")
     if not is_written:
         return None
-    if where.is_dir() or not where.absolute().parent.is_dir():
-        what = "it is a folder" if where.is_dir() else f"there is no folder {where.parent}"
-        raise InputError(f"trace: path={show(str(where))}: {what}")
-    if not os.access(where if where.exists() else where.absolute().parent, os.W_OK):
-        raise InputError(f"trace: path={show(str(where))}: not permitted to write there")
+    if why := _not_writable(where):
+        raise InputError(f"trace: path={show(str(where))}: {why}")
     return where
+
+
+def _not_writable(where: Path) -> str:
+    folder = where.absolute().parent
+    try:
+        if where.is_dir():
+            return "it is a folder"
+        if not folder.is_dir():
+            return f"there is no folder {show(str(where.parent))}"
+        return "" if os.access(where if where.exists() else folder, os.W_OK) else "not permitted"
+    except OSError as error:
+        return error.strerror or type(error).__name__
 
 
 def _ways(
@@ -161,7 +171,7 @@ def _ways(
 ) -> list[Callable[[Sequence[Any]], HostWatch]]:
     """Return the ways to tell times on a device, the best first."""
     known = _SOURCES.get(device.type, ("auto", "host"))
-    if source not in known:
+    if not isinstance(source, str) or source not in known:
         raise InputError(
             f"trace: source={show(source)}: on {device} expected one of {', '.join(known)}"
         )

@@ -14,6 +14,7 @@ import torch
 from fuser import DataType, FusionDefinition, ParallelType
 from fuser.errors import (
     EmptyDefinitionError,
+    FuserError,
     InputError,
     OtherEntranceError,
     PeerError,
@@ -233,6 +234,26 @@ def test_options_hold_for_the_call() -> None:
     options: dict[str, Any] = {"_enable_options": ["stream_slots"]}
     fd.trace([torch.ones(2, 3)], repeat=1, **options)
     assert fd.trace([torch.ones(2, 3)], repeat=1).repeat == 1
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+    def __fspath__(self) -> str:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("name", ["path", "warm_up", "repeat", "source", "predicted"])
+def test_junk_is_refused_in_words(name: str, tmp_path: Path) -> None:
+    fd, x = in_place(), torch.ones(2, 3)
+    long = str(tmp_path / ("a" * 5000))
+    numbers = [-1, 2**200] if name in ("warm_up", "repeat") else [3, True]
+    junk: list[Any] = [*numbers, 1.5, "x\0y", long, [], object(), Unspeakable(), ["auto"]]
+    for value in junk:
+        with pytest.raises(FuserError, match=r"trace|machine|long"):
+            fd.trace([x], **{name: value})
+    assert torch.equal(x, torch.ones(2, 3)) and not list(tmp_path.iterdir())
 
 
 def test_what_has_no_program_is_refused() -> None:

@@ -265,7 +265,7 @@ def test_the_sums_are_of_the_run_of_middle_length() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"path": "no/such/folder/t.json"}, InputError, "there is no folder no/such/folder"),
+        ({"path": "no/such/folder/t.json"}, InputError, "there is no folder 'no/such/folder'"),
         ({"path": "."}, InputError, "expected the name of a file"),
         ({"path": "/"}, InputError, "it is a folder"),
         ({"path": 3}, InputError, "path=3: expected the name of a file"),
