@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 EmptyStrided = Callable[[Sequence[int], Sequence[int], "torch.dtype"], "torch.Tensor"]
 
 
+@cache
 def _private(path: str) -> Any:
     """Return what torch keeps under this path of its C++ module; None where it does not."""
     import torch

@@ -33,10 +33,18 @@ class _TensorSpec:
     tv: TensorView
     dtype: torch.dtype
     order: tuple[tuple[int, bool | None], ...]
+    # Whether memory has the axes in their own order.
+    is_in_order: bool
 
     @property
     def where(self) -> str:
         return f"Expected input {self.index}, {self.tv},"
+
+
+def _spec(index: int, tv: TensorView) -> _TensorSpec:
+    order = memory_order(tv)
+    is_in_order = all(p == i for i, (p, _) in enumerate(order))
+    return _TensorSpec(index, tv, to_torch(tv.dtype()), order, is_in_order)
 
 
 class InputBinder:
@@ -44,10 +52,7 @@ class InputBinder:
 
     def __init__(self, values: Fusion) -> None:
         self._specs: list[_TensorSpec | Scalar] = [
-            _TensorSpec(i, v, to_torch(v.dtype()), memory_order(v))
-            if isinstance(v, TensorView)
-            else v
-            for i, v in enumerate(values.inputs)
+            _spec(i, v) if isinstance(v, TensorView) else v for i, v in enumerate(values.inputs)
         ]
         self._updated = {a.into: a.out for a in values.aliases}
         self._binder = Binder(values, blocks=parts)
@@ -110,7 +115,7 @@ def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> N
 
 def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
     """Check every contiguity flag of the allocation domain against the strides."""
-    if value.is_contiguous() and all(p == i for i, (p, _) in enumerate(spec.order)):
+    if spec.is_in_order and value.is_contiguous():
         return
     if value.numel() == 0:
         return

@@ -114,6 +114,8 @@ class Frame:
     # The indices of the open loops: what is allocated there belongs to one step.
     indices: tuple[Symbol, ...] = ()
     recorder: Recording | None = None
+    # The operands and results of the latest kernel, as it sees them, for the recorder to take.
+    launched: tuple[list[Argument], list[torch.Tensor]] | None = None
     # The op that is carried out now.
     op: Op | None = None
 

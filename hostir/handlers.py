@@ -101,7 +101,7 @@ def launch_operands(
 
 
 def _launch(op: LaunchKernel, frame: Frame) -> None:
-    ins, outs = launch_operands(op, frame)
+    ins, outs = frame.launched = launch_operands(op, frame)
     frame.submit(frame.machine.launch(op.group, ins, outs, frame.sizes))
 
 

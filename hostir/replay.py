@@ -27,7 +27,6 @@ from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
 from hostir.effects import Stream
 from hostir.frame import Frame, Machine
-from hostir.handlers import launch_operands
 from hostir.layout import share_storage
 from hostir.ops import (
     Allocate,
@@ -253,7 +252,8 @@ class Recorder:
                 self._slot[out] = self.slot(self.frame.alias_target(out))
         outs = [self.slot(o) for o in op.outs]
         runner, sizes = self.machine.runner(op.group), self.frame.sizes
-        given, results = launch_operands(op, self.frame)
+        assert self.frame.launched is not None, f"{op.name} was not carried out"
+        (given, results), self.frame.launched = self.frame.launched, None
         device = self.machine.device if self.is_rehearsal else None
         kernel = runner.launch_for(given, results, sizes=sizes, device=device)
         if kernel is not None:

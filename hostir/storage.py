@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate
 
 from fuser.errors import VerifyError
 from fuser.ir.scalar import Number, Symbol
@@ -21,8 +21,11 @@ class WholeShapes:
 
     def __init__(self, tensors: Iterable[TensorView]) -> None:
         whole = [tv for tv in tensors if not tv.domain.has_devices]
-        self._tensors = [tv for tv in whole if not is_allocated_per_step(tv)]
-        self._extents = Computed([x for tv in self._tensors for x in tv.shape()])
+        whole = [tv for tv in whole if not is_allocated_per_step(tv)]
+        self._extents = Computed([x for tv in whole for x in tv.shape()])
+        ends = list(accumulate((tv.ndim for tv in whole), initial=0))
+        # Of each, its extents among those of all.
+        self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
 
     def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
         """Return all shapes for values of symbols; {} where one of them has none."""
@@ -30,10 +33,9 @@ class WholeShapes:
             extents = self._extents(values)
         except (ArithmeticError, KeyError, ValueError):
             return {}
-        if any(type(n) is not int or n < 0 for n in extents):
+        if min(extents, default=0) < 0 or {*map(type, extents)} - {int}:
             return {}
-        rest = iter(extents)
-        return {tv: tuple(islice(rest, tv.ndim)) for tv in self._tensors}  # pyright: ignore[reportReturnType]
+        return {tv: extents[mine] for tv, mine in self._slices.items()}  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
