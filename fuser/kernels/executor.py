@@ -182,12 +182,8 @@ class KernelExecutor:
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
-            if device is None:
-                record = self._record(inputs, outputs, tensors, numbers, sizes)
-            else:
-                # The caller keeps it.
-                info = describe_device(device)
-                record = self.bind(inputs, outputs, sizes=sizes, device=info)
+            info = None if device is None else describe_device(device)
+            record = self._record(inputs, outputs, tensors, numbers, sizes, info)
             if record is None:
                 return None
             variant, launch = record
@@ -205,15 +201,12 @@ class KernelExecutor:
         device: DeviceInfo | None = None,
     ) -> Record | None:
         """Return what is remembered of this class of tensors; None for an empty one."""
-        key: object = [(t.shape, t.stride(), _address(t) & 15) for t in tensors]
-        if self._scalars or self._free:
-            key = (
-                *key,
-                *(sizes.get(s) for s in self._free),
-                *(numbers[i] for i in self._structural),
-            )  # pyright: ignore[reportGeneralTypeIssues]
-        else:
-            key = tuple(key)  # pyright: ignore[reportArgumentType]
+        places = [(t.shape, t.stride(), _address(t) & 15) for t in tensors]
+        key: object = (
+            *places,
+            *[sizes.get(s) for s in self._free],
+            *[numbers[i] for i in self._structural],
+        )
         if key in self._records:
             return self._records[key]
         record = self._records.recall(key)

@@ -174,6 +174,22 @@ def test_a_first_run_replays(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got.double(), _layers_meaning(*_square(n))[0])
 
 
+def test_what_is_bound_and_what_evaluate_runs_are_the_same_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later sizes make more kernels, of which another might fit as well and round otherwise."""
+    case = CASES["linear_relu_sum"]
+    evaluator, inputs = HostIrEvaluator(build(case)), case.inputs()
+    want = evaluator.run(inputs)
+
+    def bound_anew(*args: object, **kwargs: object) -> None:
+        raise AssertionError("evaluate chose its kernels anew")
+
+    monkeypatch.setattr(executor.KernelExecutor, "bind", bound_anew)
+    for got, expected in zip(evaluator.evaluate(inputs), want, strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_without_memory_for_all_at_once_a_first_run_goes_op_by_op(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
