@@ -7,7 +7,7 @@ with one fusion, one class and sizes of inputs, and one machine description choo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -73,8 +73,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        library = "peer copies" if self.backend == PEER_COPIES else self.backend
-        return (self.form or _AS_IT_IS) + (f", {library}" if library else "")
+        return (self.form or _AS_IT_IS) + (f", {_library(self.backend)}" if self.backend else "")
 
     def __str__(self) -> str:
         return self.why if self.seconds is None else f"{self.seconds * 1e3:9.3f} ms"
@@ -128,6 +127,16 @@ class NoOverlap:
         del sizes
         return _NO_STEPS
 
+    def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
+        """See `Overlaps`."""
+        del program, sizes
+        return True
+
+    def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
+        """See `Overlaps`."""
+        del sizes, why
+        return False
+
     def report(self, sizes: Mapping[Symbol, int]) -> str:
         """See `Overlaps`."""
         del sizes
@@ -138,7 +147,8 @@ class Overlaps:
     """The pairs of a fusion, and what was decided for each size of its inputs.
 
     `transports` are the libraries by which steps may transfer: the first one, unless another gains
-    enough over it; `backend` is that of all other communications.
+    enough over it; `backend` is that of all other communications. Runs that only have
+    communications of the libraries `captured` are repeated as CUDA graphs, without the host.
     """
 
     def __init__(
@@ -149,13 +159,17 @@ class Overlaps:
         transports: Sequence[str],
         params: LowerParams = DEFAULT,
         margin: float = MARGIN,
+        captured: Collection[str] = (),
     ) -> None:
         self.machine = machine
+        self._captured = frozenset(captured)
         self._backend, self._params, self._margin = backend, params, margin
         self._transports = tuple(dict.fromkeys(transports))
         self._known: list[_Known] | None = None
         self._decided: Recent[object, tuple[Choice, tuple[Decision, ...]]] = Recent(_MAX_SIZES)
-        self._refused: dict[Choice, str] = {}
+        # Why a choice is none: for all sizes, or for some.
+        self._refused: dict[object, str] = {}
+        self._programs: dict[Choice, HostIrContainer] = {}
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
         """Return what gives a decomposed fusion the steps that pay for inputs of these sizes: a
@@ -183,10 +197,29 @@ class Overlaps:
         """Return what was decided about each pair, and by which numbers."""
         return self._find(sizes)[1]
 
-    def refuse(self, sizes: Mapping[Symbol, int], why: str) -> None:
-        """Leave all pairs as they are where steps were chosen: the whole cannot be lowered so."""
-        self._refused[self._find(sizes)[0]] = why
+    def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
+        """Note that the whole program cannot be lowered as chosen; False where no steps were."""
+        choice = self.choose(sizes)
+        if not choice:
+            return False
+        self._refused[choice] = f"the whole program cannot be lowered so: {_first_line(why)}"
         self._decided = Recent(_MAX_SIZES)
+        return True
+
+    def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
+        """Return whether the choice for these sizes pays in the whole program, which was lowered
+        so; if not, another one is made.
+
+        A program whose steps keep it from being repeated as a graph needs the host in each run.
+        """
+        choice, decisions = self._find(sizes)
+        self._programs[choice] = program
+        why = self._why_not(choice, decisions, program, refined_sizes(sizes))
+        if why:
+            key = _key(sizes)
+            self._refused[choice, key] = why
+            self._decided[key] = self._decide(sizes)
+        return not why
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
         """Return the text of the decisions."""
@@ -208,14 +241,43 @@ class Overlaps:
         return known
 
     def _find(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
-        key = tuple(sorted((s.name, n) for s, n in sizes.items()))
+        key = _key(sizes)
         found = self._decided.recall(key)
         if found is None:
-            found = self._decided[key] = self._decide(refined_sizes(sizes))
+            found = self._decided[key] = self._decide(sizes)
+            program = self._programs.get(found[0])
+            if program is not None and not self.accepts(program, sizes):
+                return self._find(sizes)
         return found
 
-    def _decide(self, values: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
+    def _why_not(
+        self,
+        choice: Choice,
+        decisions: Sequence[Decision],
+        program: HostIrContainer,
+        values: Values,
+    ) -> str:
+        if choice.backend in ("", *self._captured) or self._backend not in self._captured:
+            return ""
+        try:
+            made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, self.machine)
+        except FuserError:
+            return ""  # of what the model does not know
+        found = predict(program, made).classes
+        seconds = max(c.seconds for c in found)
+        gained = sum(_seconds(d.candidates[0]) - _seconds(d.chosen) for d in decisions)
+        host = max(c.host_seconds for c in found)
+        if max(seconds, host) < (1 - self._margin) * (seconds + gained):
+            return ""
+        return (
+            f"no CUDA graph repeats {_library(choice.backend)}: the host would take "
+            f"{host * 1e3:.3f} ms for the whole program, the GPU {seconds * 1e3:.3f}, "
+            f"{gained * 1e3:.3f} more as it is"
+        )
+
+    def _decide(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
         assert self._known is not None, "no fusion was looked at"
+        values = refined_sizes(sizes)
         # Pairs of equal layers take the same time.
         alike: dict[object, _Times] = {}
         times: list[_Times] = []
@@ -233,15 +295,19 @@ class Overlaps:
                 alike[key] = one.unit.times(*args)
             times.append(alike[key])
         plans = [self._plan(times, transport) for transport in self._transports]
-        best = plans[0]
-        for plan in plans[1:]:
-            best = plan if _total(plan) < (1 - self._margin) * _total(best) else best
-        backend = next((d.chosen.backend for d in best if d.chosen.backend), "")
-        choice = Choice(tuple(d.chosen.form for d in best), backend)
-        if choice in self._refused:
-            why = f"not chosen: the whole program cannot be lowered so: {self._refused[choice]}"
-            best = [replace(d, chosen=d.candidates[0], why=why) for d in best]
-            choice = Choice(tuple("" for _ in best))
+        best, why = None, ""
+        for plan in plans:
+            refused = self._refused.get(_choice(plan)) or self._refused.get(
+                (_choice(plan), _key(sizes))
+            )
+            if refused:
+                why = why or f"not chosen: {refused}"
+            elif best is None or _total(plan) < (1 - self._margin) * _total(best):
+                best = plan
+        if best is None:
+            best = [replace(d, chosen=d.candidates[0]) for d in plans[0]]
+        best = [replace(d, why=d.why or why) for d in best]
+        choice = _choice(best)
         texts = [_text(one.pair, values) for one in self._known]
         return choice, tuple(replace(d, what=w) for d, w in zip(best, texts, strict=True))
 
@@ -375,8 +441,25 @@ def _hopeless(pair: Pair, values: Values, machine: Machine, backend: str, margin
 
 
 # ------------------------------------------------------------------ of what
+def _choice(plan: Sequence[Decision]) -> Choice:
+    backend = next((d.chosen.backend for d in plan if d.chosen.backend), "")
+    return Choice(tuple(d.chosen.form for d in plan), backend)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds or 0.0
+
+
 def _total(plan: Sequence[Decision]) -> float:
-    return sum(d.chosen.seconds or 0.0 for d in plan)
+    return sum(_seconds(d.chosen) for d in plan)
+
+
+def _library(backend: str) -> str:
+    return "peer copies" if backend == PEER_COPIES else backend
+
+
+def _key(sizes: Mapping[Symbol, int]) -> object:
+    return tuple(sorted((s.name, n) for s, n in sizes.items()))
 
 
 def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
@@ -424,5 +507,5 @@ def _text(pair: Pair, values: Values) -> str:
     return f"{'; '.join(parts)} over {over}{user_code(where)}"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: FuserError | str) -> str:
     return str(error).partition("\n")[0]

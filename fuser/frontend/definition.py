@@ -266,6 +266,15 @@ class FusionDefinition:
         """
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
 
+    def overlap_report(self, inputs: Iterable[object]) -> str:
+        """Return which matmuls and communications of the most recent program run side by side for
+        inputs like these, and the predicted times that decided it (docs/cost.md).
+
+        `FUSER_DISABLE=auto_overlap`, or that option of a call, leaves all as they are. Raises
+        `FuserError` before the first run.
+        """
+        return self._executor_cache().overlap_report(inputs)
+
     def manual_execute(self, inputs: Iterable[object]) -> list[torch.Tensor]:
         """Run the fusion as one kernel with the schedule that the user gave its tensors.
 

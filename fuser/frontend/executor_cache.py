@@ -457,14 +457,17 @@ class FusionExecutorCache:
                 overlap=overlaps.steps_for(input_class.sizes),
             )
 
-        try:
-            segmented, program = build()
-        except FuserError as error:
-            if isinstance(overlaps, NoOverlap) or not overlaps.choose(input_class.sizes):
-                raise
-            overlaps.refuse(input_class.sizes, str(error))
+        # At most once for each way in which steps may transfer, and once without.
+        while True:
             texts.clear()
-            segmented, program = build()
+            try:
+                segmented, program = build()
+            except FuserError as error:
+                if not overlaps.gives_up(input_class.sizes, str(error)):
+                    raise
+                continue
+            if overlaps.accepts(program, input_class.sizes):
+                break
         dump("overlap", lambda: overlaps.report(input_class.sizes))
         if "short" in options.dump_args("host_ir"):
             dump("host_ir", lambda: str(program), "short form")
@@ -509,8 +512,7 @@ class FusionExecutorCache:
         }
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Return which matmuls and communications of the most recent program run side by side for
-        inputs like these, and the predicted times that decided it (docs/cost.md)."""
+        """See `FusionDefinition.overlap_report`."""
         given = flatten(inputs)
         sizes = self._binder.bind(given, device_of(given, None))
         overlaps = self._last().overlaps

@@ -45,10 +45,24 @@ def overlaps_of(
         return NoOverlap("the ranks are on several hosts")
     can_copy = communicator.have_access(device)
     transports = (PEER_COPIES, backend) if can_copy else (backend,)
+    captured = () if settings.disabled("cuda_graphs") else _captured(communicator, device, can_copy)
     return PROGRAMS.overlaps(
         (key, machine.to_json(), transports),
-        lambda: Overlaps(machine, backend=backend, transports=transports, params=params),
+        lambda: Overlaps(
+            machine, backend=backend, transports=transports, params=params, captured=captured
+        ),
     )
+
+
+def _captured(communicator: Communicator, device: torch.device, can_copy: bool) -> tuple[str, ...]:
+    """Return the libraries whose communications a CUDA graph repeats."""
+    if device.type != "cuda":
+        return ()
+    library = communicator.backend_for(device)
+    found = (library.name.upper(),) if library.can_capture("batch") else ()
+    if can_copy and communicator.peers_for(device).can_capture("batch"):
+        found += (PEER_COPIES,)
+    return found
 
 
 def _why_not(

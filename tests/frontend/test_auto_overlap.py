@@ -298,7 +298,7 @@ def test_cpu_ranks_take_steps_only_for_a_described_machine() -> None:
         fd, tensors, _ = defined(FORMS["gather"], 2)
         whole = [torch.randn(s) for s in FORMS["gather"].shapes]
         fd.execute([multidevice.shard_tensor(x, t) for x, t in zip(whole, tensors, strict=True)])
-        assert "nothing describes these cpu ranks" in fd.fec.overlap_report(
+        assert "nothing describes these cpu ranks" in fd.overlap_report(
             [multidevice.shard_tensor(x, t) for x, t in zip(whole, tensors, strict=True)]
         )
         return fd.fec.host_program()
@@ -380,7 +380,7 @@ def test_what_cannot_be_lowered_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -
             for s, t in zip(form.shapes, tensors, strict=True)
         ]
         fd.execute(mine, _enable_options=DESCRIBED)
-        return fd.fec.overlap_report(mine)
+        return fd.overlap_report(mine)
 
     with simulate(2) as world:
         text = world.run(body)[0]

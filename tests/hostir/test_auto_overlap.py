@@ -84,7 +84,13 @@ def layers(fd: FusionDefinition, d: int) -> TensorView:
 
 
 def decided(
-    build: Build, d: int, sizes: dict[str, int], machine: Machine = H200
+    build: Build,
+    d: int,
+    sizes: dict[str, int],
+    machine: Machine = H200,
+    *,
+    captured: tuple[str, ...] = (),
+    overlaps: Overlaps | None = None,
 ) -> tuple[Overlaps, dict[Symbol, int], HostIrContainer]:
     """Lower a definition for d ranks and sizes, which name the inputs' extents in turn."""
     with FusionDefinition() as fd:
@@ -97,7 +103,9 @@ def decided(
             values.update({x: n} if isinstance(x, Symbol) else {})
             y = fusion.canonical(x)
             values.update({y: n} if isinstance(y, Symbol) else {})
-    overlaps = Overlaps(machine, backend="NCCL", transports=(PEER_COPIES, "NCCL"))
+    overlaps = overlaps or Overlaps(
+        machine, backend="NCCL", transports=(PEER_COPIES, "NCCL"), captured=captured
+    )
     found = InputClass(None, values, tuple(None for _ in fusion.inputs))
     program = build_program(fusion, found, backend_name="NCCL", overlap=overlaps.steps_for(values))[
         1
@@ -194,6 +202,62 @@ def test_ranks_decide_alike() -> None:
     one, values, _ = decided(layers, 4, LARGE)
     other, _, _ = decided(layers, 4, {**LARGE, "m": 4096})
     assert str(one.decisions(values)) == str(other.decisions(values))
+
+
+# ------------------------------------------------------------------ the whole program
+def beside_many(fd: FusionDefinition, d: int) -> TensorView:
+    """A gather and a linear that take the GPU a while, and many linears that take the host one."""
+    y = gather(fd, d)
+    small = fd.define_tensor([8, 8], contiguity=True, dtype=BF16)
+    small.set_device_mesh(DeviceMesh(range(d)))
+    one = small
+    for _ in range(100):
+        one = fd.ops.linear(one, small)
+    fd.add_output(one)
+    return y
+
+
+BALANCED = {"m": 8192, "k": 4096, "n": 14336}
+
+
+@pytest.mark.parametrize(
+    ("d", "captured", "library"),
+    [
+        (4, (), PEER_COPIES),  # the host is as busy either way
+        (4, ("NCCL",), ""),  # the host has nothing to do for the program as it is
+        (2, ("NCCL",), "NCCL"),  # nor for sends
+        (4, ("NCCL", PEER_COPIES), PEER_COPIES),
+    ],
+)
+def test_steps_that_no_graph_repeats_cost_the_whole_program_its_host_time(
+    d: int, captured: tuple[str, ...], library: str
+) -> None:
+    overlaps, values, program = decided(beside_many, d, BALANCED, captured=captured)
+    steps = 0
+    while not overlaps.accepts(program, values):
+        _, _, program = decided(beside_many, d, BALANCED, overlaps=overlaps)
+        steps += 1
+    choice = overlaps.choose(values)
+    assert choice is not None and choice.backend == library
+    assert {getattr(op, "backend", "") for op in program.started()} == {library or "NCCL"}
+    told = "the host would take 1." in overlaps.report(values)
+    assert told == (steps > 0) == (captured == ("NCCL",))
+    # Also when the same sizes are asked for later, and others.
+    assert overlaps.choose(values) == choice
+    larger = {s: 32768 if n == 8192 else n for s, n in values.items()}
+    choice = overlaps.choose(larger)
+    assert choice is not None and choice.backend == PEER_COPIES
+
+
+def test_what_gives_up_takes_another_way_and_then_none() -> None:
+    overlaps, values, _ = decided(gather, 4, LARGE)
+    for library in ("NCCL", ""):
+        assert overlaps.gives_up(values, "it has no time\nat all")
+        choice = overlaps.choose(values)
+        assert choice is not None and choice.backend == library
+    assert not overlaps.gives_up(values, "nothing was chosen")
+    why = "not chosen: the whole program cannot be lowered so: it has no time"
+    assert overlaps.report(values).endswith(why)
 
 
 # ------------------------------------------------------------------ the rule
