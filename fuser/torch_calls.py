@@ -133,3 +133,12 @@ def arithmetic_choices() -> Callable[[], object]:
         return (precise, is_cast("cuda") and dtype("cuda"), *[ask() for ask in asks])
 
     return ask_all
+
+
+def capturing_on(device: torch.device) -> Callable[[], bool]:
+    """Return what tells whether torch's current stream is being captured into a CUDA graph."""
+    import torch
+
+    if device.type != "cuda":
+        return lambda: False
+    return _private("_cuda_isCurrentStreamCapturing") or torch.cuda.is_current_stream_capturing

@@ -8,8 +8,10 @@ refuses.
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fuser.errors import KernelError
@@ -47,6 +49,18 @@ class _Node:
         self.params = params
 
 
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """A context without garbage collections: what they would free may not go during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _checked(what: str, result: tuple[Any, ...]) -> Any:
     status, *values = result
     if status != load_driver().CUresult.CUDA_SUCCESS:
@@ -57,9 +71,9 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
 class CudaGraph:
     """An executable graph; `Graph` of fuser/runtime/graphs.py."""
 
-    def __init__(self, graph: Any, library: Any, pool: torch.cuda.MemPool) -> None:
-        # What was allocated while it was captured lies there.
-        self._pool = pool
+    def __init__(self, graph: Any, library: Any, maker: CudaGraphs) -> None:
+        # In whose place lies what was allocated while it was captured.
+        self._maker = maker
         weakref.finalize(self, library.cuGraphDestroy, ctypes.c_void_p(int(graph)))
         made = _checked("cuGraphInstantiate", load_driver().cuGraphInstantiate(graph, 0))
         self._handle = ctypes.c_void_p(int(made))
@@ -83,8 +97,47 @@ class CudaGraph:
             raise KernelError(f"CUDA graph: the driver refused new arguments ({status})")
 
 
+class _Place:
+    """The streams and the memory of captures, on one device.
+
+    It is never given back, but used again: torch ends the process where a pool goes while anything
+    is captured, and a garbage collection, or another thread, may come at any time.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self.pool = torch.cuda.MemPool()
+        self.stream = _new_stream()
+        self.stand_ins: list[int] = []
+
+
+# Those that no `CudaGraphs` has now, by the number of their device.
+_places: dict[int, list[_Place]] = {}
+
+
+def _new_stream() -> int:
+    """Return a stream that nobody else has: torch hands out each of its own to several."""
+    made = load_driver().cuStreamCreate(_NON_BLOCKING)
+    return int(_checked("cuStreamCreate", made))
+
+
+def _take_place() -> _Place:
+    """Return a place on the current device for captures that nobody else makes."""
+    import torch
+
+    spare = _places.setdefault(torch.cuda.current_device(), [])
+    try:
+        place = spare.pop()  # at once, whatever other threads do
+    except IndexError:
+        return _Place()
+    # Graphs of who had it may still run in its memory.
+    torch.cuda.synchronize()
+    return place
+
+
 class CudaGraphs:
-    """The streams and the memory of the graphs of one stream; `GraphMaker` of graphs.py."""
+    """Captures in a place of its own; `GraphMaker` of graphs.py."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises `KernelError` where this machine cannot capture."""
@@ -98,22 +151,20 @@ class CudaGraphs:
             raise KernelError(f"CUDA graphs need the driver's library: {error}") from error
         self._device = device
         self._stand_ins: dict[int, int] = {}
-        self._pool = torch.cuda.MemPool()
-        self.stream = self._new_stream()
-
-    def _new_stream(self) -> int:
-        """Return a stream that nobody else has: torch hands out each of its own to several."""
-        made = _checked("cuStreamCreate", load_driver().cuStreamCreate(_NON_BLOCKING))
-        handle = ctypes.c_void_p(int(made))
-        weakref.finalize(self, self._library.cuStreamDestroy_v2, handle)
-        return int(made)
+        self._place = place = _take_place()
+        self.stream = place.stream
+        weakref.finalize(self, _places[torch.cuda.current_device()].append, place)
 
     def stand_in(self, stream: int) -> int:
         if stream == self.stream or stream in self._stand_ins.values():
             return stream
-        if stream not in self._stand_ins:
-            self._stand_ins[stream] = self._new_stream()
-        return self._stand_ins[stream]
+        found = self._stand_ins.get(stream)
+        if found is None:
+            streams = self._place.stand_ins
+            if len(streams) == len(self._stand_ins):
+                streams.append(_new_stream())
+            found = self._stand_ins[stream] = streams[len(self._stand_ins)]
+        return found
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> CudaGraph:
         import torch
@@ -122,7 +173,8 @@ class CudaGraphs:
         stream = driver.CUstream(self.stream)
         # Other threads go on meanwhile, and allocate elsewhere.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        with torch.cuda.stream(entry), torch.cuda.use_mem_pool(self._pool):
+        pool = self._place.pool
+        with torch.cuda.stream(entry), torch.cuda.use_mem_pool(pool), _uncollected():
             _checked("cuStreamBeginCapture", driver.cuStreamBeginCapture(stream, mode))
             try:
                 for act in actions:
@@ -131,7 +183,7 @@ class CudaGraphs:
                 driver.cuStreamEndCapture(stream)
                 raise
             graph = _checked("cuStreamEndCapture", driver.cuStreamEndCapture(stream))
-        return CudaGraph(graph, self._library, self._pool)
+        return CudaGraph(graph, self._library, self)
 
     def kernel(self, call: LaunchCall, stream: int) -> _Node:
         status = call.function(*call.arguments)

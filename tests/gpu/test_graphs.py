@@ -204,3 +204,37 @@ def test_emptied_caches_leave_graphs_their_memory() -> None:
         assert all(t.isnan().all() for t in filled)
         check(case, inputs, outputs)
         del filled
+
+
+@pytest.mark.gpu
+def test_a_caller_who_captures_gets_the_steps() -> None:
+    case, device = CASES["layers"], torch.device("cuda")
+    fd, inputs = defined(case), case.make(device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(ENOUGH):
+            fd.execute(inputs)
+    assert fd.cuda_graphs()[0].startswith("captured: ")
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        outputs = fd.execute(inputs)
+    for _ in range(3):
+        for v in inputs:
+            v.normal_()
+        graph.replay()
+        check(case, inputs, outputs)
+        check(case, inputs, fd.execute(inputs))
+
+
+@pytest.mark.gpu
+def test_graphs_come_and_go() -> None:
+    """Memory of captures is used again, also when garbage is collected within one."""
+    case, device = CASES["streams"], torch.device("cuda")
+    inputs = case.make(device)
+    for k in range(40):
+        fd = defined(case)
+        fd.cycle = fd  # pyright: ignore[reportAttributeAccessIssue]
+        for _ in range(ENOUGH):
+            check(case, inputs, fd.execute(inputs))
+        assert fd.cuda_graphs()[0].startswith("captured: "), k
