@@ -1,0 +1,46 @@
+"""Overlap by itself between GPUs: `mpirun -np N python -m pytest --with-mpi
+tests/gpu/test_auto_overlap.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import fuser.frontend.overlap
+from fuser.frontend.program_cache import PROGRAMS
+from hostir import auto_overlap
+from hostir.machine import Machine
+from multidevice import Communicator
+from tests.frontend.overlapped import FORMS, SLOW, has_loops, run
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(params=[True, False], ids=["peer copies", "sends"])
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, comm: Communicator
+) -> Iterator[torch.device]:
+    """This rank's GPU, described so that overlap pays, by one transport."""
+    PROGRAMS.clear()
+
+    def find(name: str, device: torch.device | None = None) -> Machine:
+        del name, device
+        return SLOW
+
+    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", find)
+    # Whatever can run in steps does, by the first transport that there is.
+    monkeypatch.setattr(auto_overlap, "pick", lambda found, *_: found[min(1, len(found) - 1)])
+    if not request.param:
+        monkeypatch.setattr(Communicator, "have_access", lambda *_: False)
+    yield torch.device("cuda", torch.cuda.current_device())
+    PROGRAMS.clear()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_steps_equal_torch(name: str, device: torch.device, comm: Communicator) -> None:
+    """Fresh data each time, and ranks out of step."""
+    program = run(FORMS[name], comm.size(), [], device=device, seeds=range(40))
+    assert has_loops(program)
