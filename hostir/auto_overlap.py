@@ -148,7 +148,8 @@ class Overlaps:
 
     `transports` are the libraries by which steps may transfer: the first one, unless another gains
     enough over it; `backend` is that of all other communications. Runs that only have
-    communications of the libraries `captured` are repeated as CUDA graphs, without the host.
+    communications of the libraries `captured` are repeated as CUDA graphs, without the host: of the
+    transports these come first.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class Overlaps:
         self.machine = machine
         self._captured = frozenset(captured)
         self._backend, self._params, self._margin = backend, params, margin
-        self._transports = tuple(dict.fromkeys(transports))
+        first = [t for t in transports if t in self._captured]
+        self._transports = tuple(dict.fromkeys((*first, *transports)))
         self._known: list[_Known] | None = None
         self._decided: Recent[object, tuple[Choice, tuple[Decision, ...]]] = Recent(_MAX_SIZES)
         # Why a choice is none: for all sizes, or for some.

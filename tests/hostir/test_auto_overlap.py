@@ -225,7 +225,8 @@ BALANCED = {"m": 8192, "k": 4096, "n": 14336}
     [
         (4, (), PEER_COPIES),  # the host is as busy either way
         (4, ("NCCL",), ""),  # the host has nothing to do for the program as it is
-        (2, ("NCCL",), "NCCL"),  # nor for sends
+        (2, (), PEER_COPIES),
+        (2, ("NCCL",), "NCCL"),  # nor for sends, which take as long on two ranks
         (4, ("NCCL", PEER_COPIES), PEER_COPIES),
     ],
 )
@@ -241,17 +242,17 @@ def test_steps_that_no_graph_repeats_cost_the_whole_program_its_host_time(
     assert choice is not None and choice.backend == library
     assert {getattr(op, "backend", "") for op in program.started()} == {library or "NCCL"}
     told = "the host would take 1." in overlaps.report(values)
-    assert told == (steps > 0) == (captured == ("NCCL",))
+    assert told == (steps > 0) == (captured == ("NCCL",) and d == 4)
     # Also when the same sizes are asked for later, and others.
     assert overlaps.choose(values) == choice
     larger = {s: 32768 if n == 8192 else n for s, n in values.items()}
     choice = overlaps.choose(larger)
-    assert choice is not None and choice.backend == PEER_COPIES
+    assert choice is not None and choice.backend == (library or PEER_COPIES)
 
 
 def test_what_gives_up_takes_another_way_and_then_none() -> None:
     overlaps, values, _ = decided(gather, 4, LARGE)
-    for library in ("NCCL", ""):
+    for library in ("NCCL", ""):  # on four ranks sends gain 4 %
         assert overlaps.gives_up(values, "it has no time\nat all")
         choice = overlaps.choose(values)
         assert choice is not None and choice.backend == library
