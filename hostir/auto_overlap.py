@@ -23,7 +23,7 @@ from fuser.ir.types import MemoryType
 from fuser.passes.concretize import refined_sizes
 from fuser.recent import Recent
 from hostir.container import HostIrContainer
-from hostir.cost import predict
+from hostir.cost import seconds_of
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.machine import Machine
 from hostir.op_costs import collective_cost, cost_of, held_nbytes
@@ -265,10 +265,8 @@ class Overlaps:
             made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, self.machine)
         except FuserError:
             return ""  # of what the model does not know
-        found = predict(program, made).classes
-        seconds = max(c.seconds for c in found)
+        seconds, host = seconds_of(made)
         gained = sum(_seconds(d.candidates[0]) - _seconds(d.chosen) for d in decisions)
-        host = max(c.host_seconds for c in found)
         if max(seconds, host) < (1 - self._margin) * (seconds + gained):
             return ""
         return (
@@ -378,7 +376,7 @@ class _Unit:
                 self._check_divisible(values)
             program = self._program(one, backend)
             made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, machine)
-            return Candidate(form, backend, predict(program, made).seconds)
+            return Candidate(form, backend, max(seconds_of(made)))
         except FuserError as error:
             return Candidate(form, backend, why=f"cannot be: {_first_line(error)}")
 

@@ -81,6 +81,11 @@ class Prediction:
         return asdict(self)
 
 
+def seconds_of(made: Timetable) -> tuple[float, float]:
+    """Return for how long GPU and host of the slowest rank are busy."""
+    return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
+
+
 def predict(program: HostIrContainer, made: Timetable) -> Prediction:
     """Return the numbers of a timetable; `links` are (from, to, bytes), None where pairs are too
     many."""
