@@ -165,6 +165,7 @@ class HostIrEvaluator:
             has_streams(program) or has_communications(program)
         )
         self._streams: dict[torch.device, Streams] = {}
+        self._machines: dict[torch.device, Machine] = {}
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
         self._device = None if device is None else torch_device(device)
@@ -521,6 +522,12 @@ class HostIrEvaluator:
         return frame
 
     def _machine(self, device: torch.device) -> Machine:
+        found = self._machines.get(device)
+        if found is None:
+            found = self._machines.setdefault(device, self._machine_on(device))
+        return found
+
+    def _machine_on(self, device: torch.device) -> Machine:
         def backend(library: str) -> Backend:
             assert self._communicator is not None, "a program without a mesh communicates"
             if library == PEER_COPIES:
