@@ -22,11 +22,12 @@ from hostir.effects import Part, Stream, bounds
 from hostir.memory import guarded
 from hostir.ops import NUMBER_OF_STREAMS, RANK, LocalSlice, stream_cut
 from hostir.post import Posted
+from hostir.slices import rotated
 from hostir.storage import Storage
 from hostir.streams import Handle, Ready, Streams, Work
 from multidevice.backends.protocol import Backend, Team, Transfer
 from multidevice.sharding import local_sizes
-from multidevice.streams import is_allocated_per_step
+from multidevice.streams import is_allocated_per_step, stream_axis
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
@@ -226,12 +227,14 @@ class Frame:
                 raise InputError(f"axis {axis} of {tv} has extent {tv.shape()[axis]} = {size}")
         shape = local_sizes(tv, sizes)
         if stream_index is None and self.indices and is_allocated_per_step(tv):
-            stream_index = self.indices[-1]
+            axis = stream_axis(tv)
+            assert axis is not None, f"{tv} is made per step"
+            stream_index = rotated(self.indices[-1], axis.count, tv.mesh, axis.swizzle)
         if stream_index is None:
             return shape
-        axis, chunks = stream_cut(tv)
-        _, length = bounds(shape[axis], self.integer(stream_index), self.integer(chunks))
-        return (*shape[:axis], length, *shape[axis + 1 :])
+        cut, chunks = stream_cut(tv)
+        _, length = bounds(shape[cut], self.integer(stream_index), self.integer(chunks))
+        return (*shape[:cut], length, *shape[cut + 1 :])
 
     def is_mine(self, tv: TensorView) -> bool:
         """Whether this rank holds a part of `tv`."""
