@@ -144,3 +144,21 @@ def test_what_changed_is_listed_in_few_digits() -> None:
         "launch_s: 2e-06 -> 1.23e-06",
         f"matmul: {json.loads(H200.to_json())['matmul']} -> [[1.0, 765000000000000.0]]",
     ]
+
+
+# ------------------------------------------------------------------ what only GPUs are asked
+def host_of_programs() -> dict[str, Any]:
+    """Take the GPU's way on the CPU: nothing is asynchronous, so that times mean nothing."""
+    bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
+    found = calibrate._gpu_fields(bench)  # pyright: ignore[reportPrivateUsage]
+    one, five = (calibrate._host_of_posts(bench, n) for n in (1, 5))  # pyright: ignore[reportPrivateUsage]
+    return {**found, "posts": (one, five)}
+
+
+def test_what_the_host_needs_is_read_off_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_keep_waiting", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    with simulate(2) as world:
+        for found in world.run(host_of_programs):
+            assert found["host_library_s"] >= 0 and found["host_run_s"] >= 0
+            assert all(seconds > 0 for seconds in found["posts"])
