@@ -12,7 +12,7 @@ import torch
 
 import fuser.frontend.overlap
 from fuser import DataType, FusionDefinition, TensorView, multidevice
-from fuser.errors import UnsupportedError
+from fuser.errors import ProgramMismatchError, UnsupportedError
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.multidevice import Communicator, DeviceMesh, simulate
@@ -236,6 +236,19 @@ def test_the_decision_is_printed(
     assert "as it is                0.778 ms" in lines
     assert "steps, peer copies      0.655 ms   <- chosen" in lines
     assert "overlapped.py" in out
+
+
+@pytest.mark.usefixtures("slow")
+def test_ranks_of_different_machines_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptions that lead to different programs are an error on all ranks, and no hang."""
+
+    def find(*_: object) -> Machine:
+        links = 1e7 if Communicator.instance().rank() == 0 else 1e12
+        return replace(SLOW, pull_bandwidth=links, nccl=dict.fromkeys(SLOW.nccl, links))
+
+    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", find)
+    with pytest.raises(ProgramMismatchError, match="Choice"), simulate(2) as world:
+        world.run(lambda: run(FORMS["gather"], 2, []))
 
 
 # ------------------------------------------------------------------ random programs

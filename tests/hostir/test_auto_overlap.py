@@ -17,6 +17,7 @@ from hostir.machine import H200, Machine
 from hostir.pipeline import build_program
 from hostir.transfers import PEER_COPIES
 from multidevice import DeviceMesh
+from tests.frontend.overlapped import SLOW
 
 X = ParallelType.mesh_x
 BF16 = DataType.BFloat16
@@ -133,6 +134,17 @@ def test_large_pairs_take_steps_by_peer_copies(build: Build, d: int) -> None:
     # Never less than the matmul alone, at 8e14 operations a second.
     assert 2 * 8192 * 8192 * 28672 / d / 8e14 < copies.seconds < 0.97 * as_it_is.seconds
     assert {getattr(op, "backend", PEER_COPIES) for op in program.started()} == {PEER_COPIES}
+
+
+def test_what_is_sent_is_computed_first() -> None:
+    """The own rows, which nobody waits for, come last: all transfers run beside a matmul."""
+    plain = replace(SLOW, matmul=((1.0, 1e9),), pull_bandwidth=1e8)
+    overlaps, values, _ = decided(scatter, 2, {"m": 64, "k": 64, "n": 64}, plain)
+    (found,) = overlaps.decisions(values)
+    copies = found.candidates[1]
+    # 2 x 64 x 64 x 32 operations; the 32 x 64 numbers of 2 bytes for the other take a sixth of it.
+    assert copies.name == "steps, peer copies" and copies.seconds is not None
+    assert copies.seconds == pytest.approx(2 * 64 * 64 * 32 / 1e9, rel=1e-6)
 
 
 def test_other_communications_keep_their_library() -> None:
