@@ -10,7 +10,7 @@ a caller holds; intermediates lie in the arena of the plan, whose runs follow on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,7 @@ class CaptureBinding(Binding):
                 words[param] = plain[slot].data_ptr()
             kernel.write_numbers(plain)
             node = self.maker.kernel(kernel.call, kernel.stream)
-            self.nodes[number] = _Node(node, list(words), kernel.numbers(plain))
+            self.nodes[number] = _Node(node, list(words), _numbers(kernel, plain))
 
         return launch
 
@@ -103,13 +103,25 @@ class CaptureBinding(Binding):
         return slot, nbytes
 
 
+def _exact(x: Any) -> object:
+    """Return what is equal for numbers that are alike in every bit: 0.0 == -0.0, and NaN is not
+    itself."""
+    return x if x and x == x else repr(x)
+
+
+def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
+    """Return the scalars of a run that a kernel reads, to be compared; None where it reads none."""
+    numbers = kernel.numbers(slots)
+    return None if numbers is None else list(map(_exact, numbers))
+
+
 @dataclass
 class _Node:
-    """A captured kernel, its words, and the numbers among them."""
+    """A captured kernel, its words, and the numbers among them (`_numbers`)."""
 
     node: object
     words: list[int]
-    numbers: Sequence[Any] | None
+    numbers: list[object] | None
 
 
 @dataclass
@@ -212,7 +224,7 @@ class Replays:
             return None
         tensors, numbers = self._key_slots
         places = [slots[i].data_ptr() for i in tensors]
-        return (*places, *[slots[i] for i in numbers], self._choices and self._choices())
+        return (*places, *[_exact(slots[i]) for i in numbers], self._choices and self._choices())
 
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
         """Capture these tensors' run if it has come often enough."""
@@ -248,13 +260,15 @@ class Replays:
         try:
             with context:
                 graph = binding.maker.capture(self._actions, watched)
-        except Exception as error:  # torch's, the driver's, a library's
+            if self._key_slots is None:
+                self._understand(binding, watched)
+        except Exception as error:  # torch's, the driver's, a library's, or our own
             for backend, was in zip(backends, before, strict=True):
                 backend.enter_again(backend.entered() - was, -1)
+            if isinstance(error, _Refused):
+                raise
             raise _Refused(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
         self._calls = [b.entered() - was for b, was in zip(backends, before, strict=True)]
-        if self._key_slots is None:
-            self._understand(binding, watched)
         places = [slots[i].data_ptr() for i in self._moving]
         return _Captured(graph, dict(binding.nodes), places)
 
@@ -318,7 +332,7 @@ class Replays:
             captured.places = places
         for reader in readers:
             kernel, node = reader.kernel, captured.nodes[reader.number]
-            numbers = kernel.numbers(slots)
+            numbers = _numbers(kernel, slots)
             if numbers == node.numbers and not any(root in moved for _, root, _ in reader.moved):
                 continue
             for param, root, nbytes in reader.moved:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuser import FusionDefinition
+from fuser import DataType, FusionDefinition, ParallelType, multidevice
 from fuser.runtime.graphs import MAKERS
 from hostir import capture
+from multidevice.backends.captured import Captured
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
 from tests.hostir.stand_in_graphs import CpuGraphs
 
@@ -53,6 +54,48 @@ def test_an_update_in_place_is_repeated(made: list[CpuGraphs]) -> None:
         x.div_(x.abs().max())
         del got  # so that the next run finds this place again
     assert launches(made) >= 1
+
+
+def test_zeros_of_both_signs_are_different_numbers(made: list[CpuGraphs]) -> None:
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
+        s = fd.define_scalar(None, DataType.Double)
+        # In place, so that each run finds its tensors where they were.
+        fd.add_output(fd.ops.add(fd.ops.mul(y, 0.0), fd.ops.div(x, s)), y)
+    x, y = torch.ones(3), torch.ones(3)
+    for k in range(4 * ENOUGH):
+        s = -0.0 if k >= ENOUGH and k % 2 else 0.0
+        fd.execute([x, y.fill_(1.0), s])
+        assert torch.equal(y, x / s), f"run {k}"
+    assert launches(made) >= 1
+
+
+def test_calls_of_a_capture_that_is_refused_are_counted_once(
+    made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: capture.Replays, *given: object) -> None:
+        raise capture._Refused("an output is allocated by a step of its own")
+
+    monkeypatch.setattr(capture.Replays, "_understand", refuse)
+    monkeypatch.setattr(Captured, "can_capture", lambda self, what: True)
+
+    def run() -> int:
+        communicator = multidevice.Communicator.instance()
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1], contiguity=True)
+            x.set_device_mesh(multidevice.DeviceMesh(range(2)))
+            x.outer_split(0, 2)
+            x.axis(0).parallelize(ParallelType.mesh_x)
+            fd.add_output(fd.ops.sum(x, [0]))
+        for _ in range(ENOUGH):
+            (total,) = fd.execute([torch.ones(2, 3)])
+            assert torch.equal(total, torch.full((3,), 4.0))
+        assert "by a step of its own" in fd.cuda_graphs()[0]
+        return communicator.backend_for(CPU).entered()["simulated (0 1)"]
+
+    with multidevice.simulate(2) as world:
+        assert world.run(run) == [ENOUGH, ENOUGH]
+    assert made, "nothing was captured"
 
 
 def test_kernels_find_tensors_in_other_places(made: list[CpuGraphs]) -> None:
