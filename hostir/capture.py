@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +157,8 @@ class Replays:
         self._seen: Recent[Hashable, int] = Recent(MAX_KEYS)
         self._captures = self._misses = 0
         self._generations = [b.generation for b in plan.backends]
-        # The calls that a run counts, per backend.
+        # All backends of a rank count calls in one ledger: one of them, and what a run counts.
+        self._counting = plan.backends[:1]
         self._calls: list[Counter[str]] = []
         # Slots of the key: tensors, then numbers. None before the first capture.
         self._key_slots: tuple[list[int], list[int]] | None = None
@@ -203,7 +204,7 @@ class Replays:
                 return False
         else:
             self._misses = 0
-            for backend, calls in zip(backends, self._calls, strict=True):
+            for backend, calls in zip(self._counting, self._calls, strict=True):
                 backend.enter_again(calls)
         self._update(captured, slots)
         captured.graph.launch(stream)
@@ -252,23 +253,25 @@ class Replays:
 
     def _capture(self, slots: Slots) -> _Captured:
         binding = self._bind()
-        watched, backends = _Watched(slots), self._plan.backends
-        before = [b.entered() for b in backends]
+        watched = _Watched(slots)
         binding.nodes.clear()
         streams = self._plan.streams
         context = nullcontext() if streams is None else streams.standing_in(binding.maker.stand_in)
+        calls: list[Counter[str]] = []
         try:
-            with context:
+            with ExitStack() as contexts:
+                calls += [contexts.enter_context(b.noting()) for b in self._counting]
+                contexts.enter_context(context)
                 graph = binding.maker.capture(self._actions, watched)
             if self._key_slots is None:
                 self._understand(binding, watched)
         except Exception as error:  # torch's, the driver's, a library's, or our own
-            for backend, was in zip(backends, before, strict=True):
-                backend.enter_again(backend.entered() - was, -1)
+            for backend, counted in zip(self._counting, calls, strict=False):
+                backend.enter_again(counted, -1)
             if isinstance(error, _Refused):
                 raise
             raise _Refused(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
-        self._calls = [b.entered() - was for b, was in zip(backends, before, strict=True)]
+        self._calls = calls
         places = [slots[i].data_ptr() for i in self._moving]
         return _Captured(graph, dict(binding.nodes), places)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Literal
 
 from fuser import options
@@ -64,11 +66,15 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entered: dict[str, int] = {}
+        # What a thread, by its number, has entered since it asked for that.
+        self.noted: dict[int, Counter[str]] = {}
 
     def enter(self, key: str) -> int:
         """Counts one more call and returns its sequence number, from 0."""
         number = self.entered.get(key, 0)
         self.entered[key] = number + 1
+        if self.noted and (noted := self.noted.get(get_ident())) is not None:
+            noted[key] += 1
         return number
 
 

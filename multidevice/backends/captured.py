@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Protocol
 from weakref import WeakSet
 
@@ -45,9 +48,14 @@ class Captured:
         del what
         return False
 
-    def entered(self) -> Counter[str]:
-        """Returns how many calls this rank has entered, per stream of calls."""
-        return Counter(self._ledger.entered)
+    @contextmanager
+    def noting(self) -> Generator[Counter[str]]:
+        """A context that counts the calls that this thread enters in it, per stream of calls."""
+        noted = self._ledger.noted[get_ident()] = Counter[str]()
+        try:
+            yield noted
+        finally:
+            del self._ledger.noted[get_ident()]
 
     def enter_again(self, calls: Counter[str], sign: int = 1) -> None:
         """Counts calls that a graph repeats; with sign -1, those that were not made after all."""

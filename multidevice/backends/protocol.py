@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -89,7 +90,7 @@ class Backend(Protocol):
         """See `multidevice/backends/captured.py`, as for the next three."""
         ...
 
-    def entered(self) -> Counter[str]: ...
+    def noting(self) -> AbstractContextManager[Counter[str]]: ...
 
     def enter_again(self, calls: Counter[str], sign: int = 1) -> None: ...
 

@@ -374,3 +374,27 @@ def test_graphs_go_before_communicators(no_cuda: None, monkeypatch: pytest.Monke
 
     with multidevice.simulate(2) as world:
         world.run(body)
+
+
+def test_what_a_graph_repeats_is_counted_without_other_threads(no_cuda: None) -> None:
+    def body() -> None:
+        comm, team = Communicator.instance(), (0, 1)
+        backend = StandInBackend(comm._control, has_alltoall=True)
+        x, ledger = torch.ones(4, 2), backend._ledger
+        backend.allreduce(torch.empty(4, 2), x, op="SUM", team=team).wait()  # connects
+        before = dict(ledger.entered)
+        with backend.noting() as calls:
+            backend.allreduce(torch.empty(4, 2), x, op="SUM", team=team).wait()
+            thread = threading.Thread(target=ledger.enter, args=("nccl (0 2)",))
+            thread.start()
+            thread.join()
+        (key,) = calls
+        assert calls == {key: 1} and key.endswith("(0 1)")
+        backend.enter_again(calls)
+        assert ledger.entered[key] == before.get(key, 0) + 2
+        backend.enter_again(calls, -1)
+        assert ledger.entered[key] == before.get(key, 0) + 1
+        assert ledger.entered["nccl (0 2)"] == 1 and not ledger.noted
+
+    with multidevice.simulate(2) as world:
+        world.run(body)
