@@ -91,7 +91,7 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
             (total,) = fd.execute([torch.ones(2, 3)])
             assert torch.equal(total, torch.full((3,), 4.0))
         assert "by a step of its own" in fd.cuda_graphs()[0]
-        return communicator.backend_for(CPU).entered()["simulated (0 1)"]
+        return communicator.backend_for(CPU)._ledger.entered["simulated (0 1)"]
 
     with multidevice.simulate(2) as world:
         assert world.run(run) == [ENOUGH, ENOUGH]
