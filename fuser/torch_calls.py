@@ -135,10 +135,11 @@ def arithmetic_choices() -> Callable[[], object]:
     return ask_all
 
 
-def capturing_on(device: torch.device) -> Callable[[], bool]:
-    """Return what tells whether torch's current stream is being captured into a CUDA graph."""
+def capturing_on(device: torch.device) -> Callable[[], bool] | None:
+    """Return what tells whether torch's current stream is being captured into a CUDA graph; None
+    where that cannot be."""
     import torch
 
     if device.type != "cuda":
-        return lambda: False
+        return None
     return _private("_cuda_isCurrentStreamCapturing") or torch.cuda.is_current_stream_capturing

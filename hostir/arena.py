@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fuser.runtime.graphs import MAKERS, GraphMaker
+from fuser.torch_calls import capturing_on
 from hostir.layout import spanned
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ def first_fit(lifetimes: Sequence[tuple[int, int, int]]) -> tuple[list[int], int
 class Arena:
     """The buffer of the runs on one stream of one device, one run at a time."""
 
-    def __init__(self, device: torch.device, stream: int) -> None:
-        self.stream = stream
+    def __init__(self, device: torch.device, stream: int, *, is_captured: bool = False) -> None:
+        """`is_captured`: for one run, which is a part of a graph that the caller makes."""
+        self.stream, self.is_captured = stream, is_captured
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         # Plans whose intermediates lie here.
@@ -116,17 +118,21 @@ class Arenas:
 
     A run takes one and gives it back: one inside or beside another run finds another arena, and one
     on another stream never waits for this one. That of a run that failed is not given back: what is
-    still in flight may write into it.
+    still in flight may write into it. Nor is that of a run which the caller captures: his graph
+    will write there whenever it is launched. It lies in the memory of his graph.
     """
 
     def __init__(self, device: torch.device, why_not: str = "") -> None:
         """`why_not` says why no graph may repeat these runs; "" where one may."""
         self.device = device
         self.why_not = why_not
+        self._is_capturing = capturing_on(device)
         self._spare: dict[int, list[Arena]] = {}
 
     def take(self, stream: int) -> Arena:
-        """Return an arena for a run that begins on this stream."""
+        """Return an arena for a run that begins on this stream, the current one."""
+        if self._is_capturing is not None and self._is_capturing():
+            return Arena(self.device, stream, is_captured=True)
         try:
             return self._spare[stream].pop()  # at once, whatever other threads do
         except (KeyError, IndexError):
@@ -134,6 +140,8 @@ class Arenas:
 
     def give(self, arena: Arena) -> None:
         """Take back an arena after a run."""
+        if arena.is_captured:
+            return
         spare = self._spare.get(arena.stream)
         if spare is None:
             spare = self._spare.setdefault(arena.stream, [])

@@ -20,7 +20,7 @@ import torch
 from fuser.errors import KernelError
 from fuser.recent import Recent
 from fuser.runtime.graphs import Graph, GraphMaker
-from fuser.torch_calls import arithmetic_choices, capturing_on
+from fuser.torch_calls import arithmetic_choices
 from hostir.steps import Binding, BoundKernel, Closure, Slots
 
 if TYPE_CHECKING:
@@ -149,8 +149,6 @@ class Replays:
         self, plan: Plan, memory: dict[int, torch.Tensor], make: Callable[[], GraphMaker]
     ) -> None:
         self._plan, self._memory, self._make = plan, memory, make
-        # Whether the caller captures: a graph cannot be launched into a capture.
-        self._is_capturing = capturing_on(plan.device)
         self._binding: CaptureBinding | None = None
         self._actions: list[Closure] = []
         self._graphs: Recent[Hashable, _Captured] = Recent(MAX_GRAPHS)
@@ -191,7 +189,7 @@ class Replays:
 
         The slots hold the inputs and the buffers that outlive the run.
         """
-        if (self.why_not and self._key_slots is None) or self._is_capturing():
+        if self.why_not and self._key_slots is None:
             return False
         backends = self._plan.backends
         if backends and [b.generation for b in backends] != self._generations:

@@ -78,7 +78,9 @@ class Plan:
                 closures.append(closure)
                 ops.append(op)
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
-        replays = None if self.why_not else Replays(self, memory, arena.graphs)
+        # A graph cannot be launched into one that the caller captures.
+        is_repeated = not self.why_not and not arena.is_captured
+        replays = Replays(self, memory, arena.graphs) if is_repeated else None
         makes = tuple(self.made.values())
         return BoundPlan(makes, tuple(closures), rest, tuple(ops), binding.kept, replays)
 

@@ -131,9 +131,12 @@ class BoundLaunch:
         return args
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
-        """Return the workspaces of a stream: launches on two streams may overlap."""
+        """Return the workspaces of a stream: launches on two streams may overlap. A graph that is
+        captured clears its own, whichever is launched first."""
         import torch
 
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self.make_memories(device)
         if stream is None:
             is_cuda = device.type == "cuda"
             stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0

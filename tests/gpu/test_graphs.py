@@ -231,6 +231,45 @@ def test_a_caller_who_captures_gets_the_steps() -> None:
 
 
 @pytest.mark.gpu
+def test_the_graphs_of_a_caller_keep_their_memory() -> None:
+    """Whatever runs later where they were captured, and whichever is launched first."""
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        y = fd.ops.tanh(fd.ops.linear(x, w))
+        fd.add_output(fd.ops.sum(fd.ops.linear(y, w), [0]))
+    device, side = torch.device("cuda"), torch.cuda.Stream()
+    w = torch.randn(64, 64, device=device) / 8
+
+    def meaning(x: torch.Tensor) -> torch.Tensor:
+        wide = w.double()
+        return ((x.double() @ wide.T).tanh() @ wide.T).sum(0)
+
+    def checked(x: torch.Tensor, got: torch.Tensor) -> None:
+        torch.testing.assert_close(got.double(), meaning(x), rtol=1e-3, atol=1e-1)
+
+    xs = [torch.randn(4096, 64, device=device) for _ in range(2)]
+    for x in xs:  # on another stream than that of the captures
+        checked(x, fd.execute([x, w])[0])
+    torch.cuda.synchronize()
+    made: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
+    for x in xs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            (out,) = fd.execute([x, w])
+        made.append((graph, out))
+    larger = torch.randn(16384, 64, device=device)
+    with torch.cuda.stream(side):
+        checked(larger, fd.execute([larger, w])[0])
+        checked(xs[0], fd.execute([xs[0], w])[0])
+    torch.cuda.synchronize()
+    filled = [torch.full((1 << 18,), float("nan"), device=device) for _ in range(64)]
+    for x, (graph, out) in reversed(list(zip(xs, made, strict=True))):
+        graph.replay()
+        checked(x, out)
+    assert all(t.isnan().all() for t in filled)
+
+
+@pytest.mark.gpu
 def test_graphs_come_and_go() -> None:
     """Memory of captures is used again, also when garbage is collected within one."""
     case, device = CASES["streams"], torch.device("cuda")

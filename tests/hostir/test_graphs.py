@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
 from fuser.runtime.graphs import MAKERS
-from hostir import capture
+from hostir import arena, capture
+from hostir.plan import BoundPlan, Plan
 from multidevice.backends.captured import Captured
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
 from tests.hostir.stand_in_graphs import CpuGraphs
@@ -96,6 +100,37 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
     with multidevice.simulate(2) as world:
         assert world.run(run) == [ENOUGH, ENOUGH]
     assert made, "nothing was captured"
+
+
+def test_what_a_caller_captures_has_memory_of_its_own(
+    made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else later runs, and larger ones, would take away what the caller's graph writes into."""
+    is_captured = False
+    monkeypatch.setattr(arena, "capturing_on", lambda device: lambda: is_captured)
+    lent: list[weakref.ref[arena.Arena]] = []
+    bind = arena.Arena.bind
+
+    def noted(self: arena.Arena, plan: Plan) -> BoundPlan:
+        lent.append(weakref.ref(self))
+        return bind(self, plan)
+
+    monkeypatch.setattr(arena.Arena, "bind", noted)
+    case = CASES["layers"]
+    fd, inputs = defined(case), case.make(CPU)
+    for _ in range(ENOUGH):
+        check(case, inputs, fd.execute(inputs))
+    (usual,), before = lent, launches(made)
+    is_captured = True
+    for _ in range(3):
+        check(case, inputs, fd.execute(inputs))
+    assert launches(made) == before
+    gc.collect()
+    assert [one() is None for one in lent] == [False, True, True, True]
+    is_captured = False
+    check(case, inputs, fd.execute(inputs))
+    assert len(lent) == 4
+    assert usual() is not None
 
 
 def test_kernels_find_tensors_in_other_places(made: list[CpuGraphs]) -> None:
