@@ -178,6 +178,9 @@ class IndexRules(Rules[Scalar]):
 
     def _apart(self, inner: int, index: Scalar) -> tuple[Scalar, Scalar]:
         size = self._axes[inner].size
+        if sc.int_value(size) == 0:
+            # Of no elements: no index comes, and each of them is as good.
+            return sc.ZERO, index
         return sc.floordiv(index, size), sc.mod(index, size)
 
     def _together(self, inner: int, outer_index: Scalar, inner_index: Scalar) -> Scalar:

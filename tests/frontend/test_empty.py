@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuser import FusionDefinition
+from fuser import FusionDefinition, ParallelType, multidevice
 
 Tensors = list[torch.Tensor]
 Shape = tuple[int, ...]
@@ -185,3 +185,25 @@ def test_reductions_of_expanded_axes_without_elements(name: str, dims: list[int]
                 want = [wide.prod(0) if dims == [0] else wide.prod()]
         for got, expected in zip(fd.execute([t]), want, strict=True):
             torch.testing.assert_close(got.double(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_an_update_in_place_of_empty_shards(axis: int, is_static: bool) -> None:
+    shape = (4, 0) if axis else (0, 4)
+
+    def run() -> list[Shape]:
+        with FusionDefinition() as fd:
+            x, y = (fd.define_tensor(shape if is_static else (-1, -1)) for _ in range(2))
+            fd.add_output(fd.ops.add(fd.ops.neg(y), x), x)
+            fd.add_output(fd.ops.sum(x, [axis]))
+            x.set_device_mesh(multidevice.DeviceMesh(range(2)))
+            x.outer_split(axis, 2)
+            x.axis(axis).parallelize(ParallelType.mesh_x)
+        empty = torch.zeros(shape)
+        (sums,) = fd.execute([empty.clone(), empty])
+        assert torch.equal(sums, torch.zeros(4))
+        return [tuple(sums.shape)]
+
+    with multidevice.simulate(2) as world:
+        assert world.run(run) == [[(4,)], [(4,)]]
