@@ -256,7 +256,7 @@ class TorchRunner:
         for out, value in zip(outputs, results, strict=True):
             out.copy_(value)
 
-    def launch_for(self, inputs: Any, outputs: Any, *, sizes: Any) -> None:
+    def launch_for(self, inputs: Any, outputs: Any, *, sizes: Any, device: Any = None) -> None:
         """Nothing is launched, so nothing is bound."""
 
 
