@@ -5,8 +5,8 @@ Each falls back on the public way where this torch lacks the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,16 @@ def empty_on(device: torch.device) -> EmptyStrided:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     return make
+
+
+@contextmanager
+def lasting() -> Generator[None]:
+    """A context for tensors that later calls write into: those that are made in inference mode
+    cannot be written outside of it."""
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def class_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[object]], bool] | None:

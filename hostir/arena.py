@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fuser.runtime.graphs import MAKERS, GraphMaker
-from fuser.torch_calls import capturing_on
+from fuser.torch_calls import capturing_on, lasting
 from hostir.layout import spanned
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Arena:
         """`is_captured`: for one run, which is a part of a graph that the caller makes."""
         self.stream, self.is_captured = stream, is_captured
         self._device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._buffer: torch.Tensor | None = None
         # Plans whose intermediates lie here.
         self.bound: dict[Plan, BoundPlan] = {}
         self._graphs: GraphMaker | None = None
@@ -103,13 +103,14 @@ class Arena:
 
     def bind(self, plan: Plan) -> BoundPlan:
         """Let the intermediates of a plan lie here."""
-        if self._buffer.numel() < plan.nbytes:
-            # Views of the smaller buffer would keep it alive.
-            self.bound.clear()
-            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
-        if len(self.bound) >= MAX_BOUND:
-            self.bound.clear()
-        found = self.bound[plan] = plan.bind(self._buffer, self)
+        with lasting():
+            if self._buffer is None or self._buffer.numel() < plan.nbytes:
+                # Views of the smaller buffer would keep it alive.
+                self.bound.clear()
+                self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
+            if len(self.bound) >= MAX_BOUND:
+                self.bound.clear()
+            found = self.bound[plan] = plan.bind(self._buffer, self)
         return found
 
 

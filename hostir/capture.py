@@ -20,7 +20,7 @@ import torch
 from fuser.errors import KernelError
 from fuser.recent import Recent
 from fuser.runtime.graphs import Graph, GraphMaker
-from fuser.torch_calls import arithmetic_choices
+from fuser.torch_calls import arithmetic_choices, lasting
 from hostir.steps import Binding, BoundKernel, Closure, Slots
 
 if TYPE_CHECKING:
@@ -282,7 +282,8 @@ class Replays:
             raise _Refused(str(error)) from error
         plan, memory = self._plan, dict(self._memory)
         binding = CaptureBinding(plan.device, maker.stream, memory, maker=maker)
-        actions = [step.bind(binding) for step, _ in plan.steps]
+        with lasting():
+            actions = [step.bind(binding) for step, _ in plan.steps]
         self._actions = [a for a in actions if a is not None]
         if len(self._actions) < MIN_STEPS:
             raise _Refused(f"{len(self._actions)} step(s) gain nothing by it")

@@ -322,3 +322,16 @@ def test_what_is_counted_exists() -> None:
     for function in COUNTED:
         path, name = function.split(":")
         assert f"def {name}(" in (root / path).read_text(), function
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_inference_mode_comes_and_goes(modes: tuple[bool, bool]) -> None:
+    """What later runs write into may be written in every mode, whichever the first run had."""
+    fd, inputs = _layers(), _square(6)
+    (want,) = _layers_meaning(*inputs)
+    for mode in modes * 2:
+        for _ in range(2):
+            with torch.inference_mode(mode):
+                (got,) = fd.execute(inputs)
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+            assert got.is_inference() is mode
