@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
+from fuser.runtime import cuda_graph
 from fuser.runtime.graphs import MAKERS
 from hostir import arena, capture
 from hostir.plan import BoundPlan, Plan
@@ -131,6 +133,18 @@ def test_what_a_caller_captures_has_memory_of_its_own(
     check(case, inputs, fd.execute(inputs))
     assert len(lent) == 4
     assert usual() is not None
+
+
+def test_no_garbage_is_collected_before_the_last_capture_ends() -> None:
+    """Captures of several threads begin and end in any order."""
+    first, second = ExitStack(), ExitStack()
+    assert gc.isenabled()
+    first.enter_context(cuda_graph._uncollected)
+    second.enter_context(cuda_graph._uncollected)
+    first.close()
+    between = gc.isenabled()
+    second.close()
+    assert (between, gc.isenabled()) == (False, True)
 
 
 def test_kernels_find_tensors_in_other_places(made: list[CpuGraphs]) -> None:
