@@ -77,6 +77,7 @@ def test_threads_capture_at_once() -> None:
     start = threading.Barrier(count)
 
     def body(i: int) -> None:
+        outputs: list[torch.Tensor] = []
         try:
             start.wait()
             with torch.cuda.stream(torch.cuda.Stream()):

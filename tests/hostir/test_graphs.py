@@ -86,7 +86,8 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
     monkeypatch.setattr(Captured, "can_capture", lambda self, what: True)
 
     def run() -> int:
-        communicator = multidevice.Communicator.instance()
+        backend = multidevice.Communicator.instance().backend_for(CPU)
+        assert isinstance(backend, Captured)
         with FusionDefinition() as fd:
             x = fd.define_tensor([-1, -1], contiguity=True)
             x.set_device_mesh(multidevice.DeviceMesh(range(2)))
@@ -97,7 +98,7 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
             (total,) = fd.execute([torch.ones(2, 3)])
             assert torch.equal(total, torch.full((3,), 4.0))
         assert "by a step of its own" in fd.cuda_graphs()[0]
-        return communicator.backend_for(CPU)._ledger.entered["simulated (0 1)"]
+        return backend._ledger.entered["simulated (0 1)"]
 
     with multidevice.simulate(2) as world:
         assert world.run(run) == [ENOUGH, ENOUGH]
