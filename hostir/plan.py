@@ -88,8 +88,8 @@ class Plan:
         """Return, for each stream on which it has run, what is captured, or why nothing is."""
         if self.why_not:
             return [f"not captured: {self.why_not}"]
-        bound = [b for b in self.arenas.bound(self) if b.replays is not None]
-        return [b.replays.describe() for b in bound if b.replays is not None]
+        found = (bound.replays for bound in self.arenas.bound(self))
+        return [replays.describe() for replays in found if replays is not None]
 
     def reserve(self) -> None:
         """Make sure of the memory of the intermediates before the first run.

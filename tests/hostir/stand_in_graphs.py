@@ -6,6 +6,7 @@ As on a GPU, inputs and outputs are not kept alive, and what a step allocates st
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,31 @@ def without_owner(tensor: torch.Tensor) -> torch.Tensor:
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     flat = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride())
+
+
+class Recycled:
+    """Memory that is given out again as soon as nobody holds it, as torch's is on a GPU."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[bytearray]] = {}
+
+    def empty_on(self, device: torch.device) -> Callable[..., torch.Tensor]:
+        """As `fuser.torch_calls.empty_on`, for the CPU."""
+        del device
+        return self._make
+
+    def _make(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        nbytes = max(spanned(tuple(shape), tuple(strides)) * dtype.itemsize, 1)
+        free = self._free.setdefault(nbytes, [])
+        memory = free.pop() if free else bytearray(nbytes + 64)
+        # The storage holds the window, and whoever has a view holds the storage.
+        start = -ctypes.addressof((ctypes.c_char * 1).from_buffer(memory)) % 64
+        window = (ctypes.c_char * nbytes).from_buffer(memory, start)
+        weakref.finalize(window, free.append, memory)
+        flat = torch.frombuffer(window, dtype=torch.uint8)
+        return flat[: nbytes - nbytes % dtype.itemsize].view(dtype).as_strided(shape, strides)
 
 
 class _Node:
