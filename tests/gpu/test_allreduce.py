@@ -19,21 +19,12 @@ from multidevice.backends.allreduce_kernel import MAX_NBYTES, Way, shape_of
 from multidevice.backends.nccl import NcclBackend
 from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES
 from multidevice.backends.peer_cuda import CudaPeerBackend
-from multidevice.backends.protocol import RED_OPS, RedOp
+from multidevice.backends.protocol import RedOp
 from tests.multidevice.programs import collectives
+from tests.multidevice.test_allreduce_kernel import DTYPES, reductions
 
 pytestmark = pytest.mark.mpi(min_size=2)
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-)
-REDUCTIONS: dict[torch.dtype, list[RedOp]] = {
-    dtype: [op for op in RED_OPS if op != "AVG" or dtype.is_floating_point] for dtype in DTYPES
-}
+REDUCTIONS = {dtype: reductions(dtype) for dtype in DTYPES}
 # Each is three kernels to compile.
 SOME: list[tuple[torch.dtype, RedOp]] = [
     *((dtype, "SUM") for dtype in DTYPES),
