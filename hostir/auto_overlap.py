@@ -169,8 +169,9 @@ class Overlaps:
         self._transports = tuple(dict.fromkeys((*first, *transports)))
         self._known: list[_Known] | None = None
         self._decided: Recent[object, tuple[Choice, tuple[Decision, ...]]] = Recent(_MAX_SIZES)
-        # Why a choice is none: for all sizes, or for some.
-        self._refused: dict[object, str] = {}
+        # Why a choice is none: for all sizes, or for those of a key.
+        self._refused: dict[Choice, str] = {}
+        self._refused_for: Recent[tuple[Choice, object], str] = Recent(_MAX_SIZES)
         self._programs: dict[Choice, HostIrContainer] = {}
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
@@ -219,7 +220,7 @@ class Overlaps:
         why = self._why_not(choice, decisions, program, refined_sizes(sizes))
         if why:
             key = _key(sizes)
-            self._refused[choice, key] = why
+            self._refused_for[choice, key] = why
             self._decided[key] = self._decide(sizes)
         return not why
 
@@ -297,9 +298,9 @@ class Overlaps:
         plans = [self._plan(times, transport) for transport in self._transports]
         best, why = None, ""
         for plan in plans:
-            refused = self._refused.get(_choice(plan)) or self._refused.get(
-                (_choice(plan), _key(sizes))
-            )
+            choice = _choice(plan)
+            refused = self._refused.get(choice)
+            refused = refused or self._refused_for.recall((choice, _key(sizes)))
             if refused:
                 why = why or f"not chosen: {refused}"
             elif best is None or _total(plan) < (1 - self._margin) * _total(best):

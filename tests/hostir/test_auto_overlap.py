@@ -10,6 +10,7 @@ import pytest
 from fuser import DataType, FusionDefinition, ParallelType, TensorView
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
+from hostir import auto_overlap
 from hostir.auto_overlap import MARGIN, Candidate, Overlaps, pick
 from hostir.container import HostIrContainer
 from hostir.input_class import InputClass
@@ -260,6 +261,19 @@ def test_steps_that_no_graph_repeats_cost_the_whole_program_its_host_time(
     larger = {s: 32768 if n == 8192 else n for s, n in values.items()}
     choice = overlaps.choose(larger)
     assert choice is not None and choice.backend == (library or PEER_COPIES)
+
+
+def test_refusals_for_some_sizes_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that meets new sizes for ever must not remember each."""
+    monkeypatch.setattr(auto_overlap, "_MAX_SIZES", 4)
+    overlaps, values, program = decided(beside_many, 4, BALANCED, captured=("NCCL",))
+    assert not overlaps.accepts(program, values)
+    for _ in range(2):
+        for k in range(8):
+            rows = 8192 + 512 * k
+            choice = overlaps.choose({s: rows if n == 8192 else n for s, n in values.items()})
+            assert choice is not None and not choice, f"{rows} rows take steps"
+    assert overlaps._refused_for.size() <= 4
 
 
 def test_what_gives_up_takes_another_way_and_then_none() -> None:
