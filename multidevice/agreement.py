@@ -5,11 +5,6 @@ Each call of a team has a sequence number. A rank publishes one word, made of th
 others. Equal words mean: go. A class that this rank has not yet seen agreed, an error here, or any
 difference leads all members to an exchange over the control channel, after which either all go or
 all raise. Where the team shares no page (several hosts), the words travel in a message per call.
-
-Two words per rank, used in turn, are enough. A rank writes the word of call n + 2 over that of call
-n only after every member has published n + 1; a member does that only when it has left call n, and
-so has read all words of n. Number and class are one word of 8 bytes, written by one store, so that
-no reader can see one without the other, on any processor.
 """
 
 from __future__ import annotations
@@ -32,8 +27,9 @@ from fuser.errors import (
 )
 from fuser.locks import make_reentrant_lock
 from multidevice.backends.protocol import Team
-from multidevice.page import LINE_NBYTES, LINE_WORDS
-from multidevice.waiting import Need, team_text
+from multidevice.page import LINE_NBYTES
+from multidevice.waiting import team_text
+from multidevice.words import CLASSES, Words, word_of
 
 if TYPE_CHECKING:
     from fuser.ir.core import Op
@@ -41,15 +37,9 @@ if TYPE_CHECKING:
     from multidevice.control import Control
 
 T = TypeVar("T")
-# A word: the class above, the number (from 1) in the lowest bits.
-_NUMBER_BITS = 16
-_NUMBERS = (1 << _NUMBER_BITS) - 1
-_CLASSES = (1 << 48) - 1
-# The classes that are no digest: "exchange first", and "this rank left the call with an error".
-_EXCHANGE, _GAVE_UP = 0, 1
+# The class that says "exchange first"; neither it nor GAVE_UP is a digest.
+_EXCHANGE = 0
 _KNOWN_LIMIT = 4096
-# Looks at the words before a wait that yields the processor: about 3 us.
-_SPINS = 50
 # What counts as data in a ledger: calls of these streams must be equally many on all members.
 _NOT_DATA = ("control ", "call ", "send ", "recv ")
 
@@ -172,12 +162,8 @@ class Channel:
         # Definition -> the call in which the members first agreed on it; and the present call.
         self._ran: dict[str, int] = {}
         self._number = 0
-        self._words = control.page(len(team) * LINE_NBYTES, team)
-        start = LINE_WORDS * team.index(control.rank)
-        self._mine = (start, start + 1)
-        lines = [(rank, LINE_WORDS * i) for i, rank in enumerate(team) if rank != control.rank]
-        self._others = tuple(tuple((rank, at + turn) for rank, at in lines) for turn in (0, 1))
-        self._slots = tuple(tuple(at for _, at in others) for others in self._others)
+        page = control.page(len(team) * LINE_NBYTES, team)
+        self._words = None if page is None else Words(control, team, page, self._key, self._what)
 
     @property
     def shares_memory(self) -> bool:
@@ -220,21 +206,10 @@ class Channel:
 
     def _all_say(self, kind: int, claim: Claim | None) -> bool:
         """Publishes this rank's word for the next call, and returns whether all are equal."""
-        self._number = number = self._control.ledger.enter(self._key)
-        word = kind << _NUMBER_BITS | (number + 1) & _NUMBERS
-        words, turn = self._words, number & 1
-        if words is None:
-            return self._by_message(word)
-        words[self._mine[turn]] = word
-        self._control.wake(self._team)
-        waiting = self._slots[turn]
-        for _ in range(_SPINS):
-            for slot in waiting:
-                if words[slot] != word:
-                    break
-            else:
-                return True
-        return self._wait(words, number, word, claim)
+        self._number = self._control.ledger.enter(self._key)
+        if self._words is None:
+            return self._by_message(word_of(kind, self._number))
+        return self._words.say(kind, self._number, claim)
 
     def _by_message(self, word: int) -> bool:
         try:
@@ -242,39 +217,6 @@ class Channel:
         except ProgramMismatchError:
             return False
         return True
-
-    def _wait(self, words: memoryview, number: int, word: int, claim: Claim | None) -> bool:
-        others = self._others[number & 1]
-        mine = word & _NUMBERS
-
-        def lag(slot: int) -> int:
-            return (mine - words[slot]) & _NUMBERS
-
-        def gone() -> list[int]:
-            # Beyond half the range a number is not behind but ahead: that rank gave this call up.
-            return [
-                rank
-                for rank, slot in others
-                if lag(slot) > _NUMBERS // 2 or (words[slot] ^ mine) == _GAVE_UP << _NUMBER_BITS
-            ]
-
-        def behind() -> list[Need]:
-            return [Need(rank, self._key, number + 1) for rank, slot in others if lag(slot)]
-
-        def what() -> str:
-            return self._what(number, claim)
-
-        try:
-            self._control.poll_until(lambda: not behind() or bool(gone()), what=what, needs=behind)
-            if left := gone():
-                raise PeerError(
-                    f"ranks {team_text(left)} gave up {what()}: an error ended their wait for it"
-                )
-        except BaseException:
-            words[self._mine[number & 1]] = _GAVE_UP << _NUMBER_BITS | mine
-            self._control.wake(self._team)
-            raise
-        return all(words[slot] == word for _, slot in others)
 
     def _what(self, number: int, claim: Claim | None = None) -> str:
         line = f", for {claim.where}" if claim is not None and claim.where else ""
@@ -401,7 +343,7 @@ def _error_text(error: BaseException) -> str:
 
 def _with_numbers(kind: int, numbers: tuple[object, ...]) -> int:
     bits = zlib.crc32(repr(numbers).encode())
-    return (kind ^ bits << 8) & _CLASSES | 2
+    return (kind ^ bits << 8) & CLASSES | 2
 
 
 def _by_rank(team: Team, values: Sequence[object]) -> str:

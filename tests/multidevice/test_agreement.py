@@ -61,8 +61,9 @@ def test_the_number_of_a_word_wraps_around() -> None:
         channel = communicator.channel((0, 1))
         assert channel is not None and channel._words is not None
         last = (1 << 16) - 3
+        words = channel._words
         for number in (last - 2, last - 1):
-            channel._words[channel._mine[number & 1]] = number + 1
+            words.page[words.mine[number & 1]] = number + 1
         channel._control.ledger.entered[channel._key] = last
         communicator.barrier()
         found = [call(SAME) for _ in range(6)]
