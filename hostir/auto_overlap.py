@@ -423,8 +423,8 @@ def _hopeless(pair: Pair, values: Values, machine: Machine, backend: str, margin
     computes = sum(c.seconds for c in costs if c is not None)
     ends = pair.move.inputs[0], pair.move.out_tensor
     nbytes = max(held_nbytes(tv, sizes(tv)) for tv in ends)
-    kind = _COLLECTIVES[pair.kind]
-    moves = collective_cost(kind, pair.devices, nbytes, backend, machine).seconds
+    kind, dtype = _COLLECTIVES[pair.kind], pair.between.dtype()
+    moves = collective_cost(kind, pair.devices, nbytes, backend, machine, dtype=dtype).seconds
     if min(computes, moves) < margin * (computes + moves):
         return (
             f"the matmul takes {computes * 1e6:.1f} us and the communication "

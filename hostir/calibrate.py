@@ -5,7 +5,8 @@ job, one per GPU, or on CPUs, measure their links, too: collectives, sends and p
 not measured stays as it was: what an earlier calibration found, else that of the built-in machine.
 
 On a GPU the calls of a burst are enqueued behind a kernel that waits, so that their times are the
-GPU's alone. A number is the median of some bursts, on a job that of the slowest rank.
+GPU's alone. A number is the median of some bursts, on a job that of the slowest rank; of the host,
+the median of single calls, without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fuser import ops
+from fuser import ops, options
 from fuser.device import describe_device
 from fuser.errors import FuserError
 from fuser.ir.dtypes import DataType
@@ -33,6 +35,8 @@ from hostir.op_costs import BUS, whole_waves
 from hostir.ops import Allocate
 from hostir.transfers import Communication, Wait
 from multidevice import DeviceMesh
+from multidevice.backends.allreduce_kernel import Way, sent_nbytes, shape_of
+from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES
 from multidevice.backends.protocol import Transfer, Work
 from multidevice.communication import TeamOf
 from multidevice.communicator import Communicator
@@ -168,17 +172,21 @@ class _Bench:
         return start.elapsed_time(stop) / 1e3 / times
 
     def host_seconds(self, call: Callable[[], object], times: int = 20) -> float:
-        """Return for how long the host is busy with one call, while the GPU waits."""
+        """Return for how long the host is busy with one call, while the GPU waits.
+
+        The median of single calls: one that has to wait for the GPU says nothing of the others.
+        """
         for _ in range(10):
             call()
         rounds: list[float] = []
         for _ in range(_ROUNDS):
             self._meet()
             _keep_waiting()
-            started = time.perf_counter()
+            clock = [time.perf_counter()]
             for _ in range(times):
                 call()
-            rounds.append((time.perf_counter() - started) / times)
+                clock.append(time.perf_counter())
+            rounds.append(statistics.median(b - a for a, b in pairwise(clock)))
             torch.cuda.synchronize(self.device)
         return statistics.median(map(self._slowest, rounds))
 
@@ -237,7 +245,9 @@ def _gpu_fields(bench: _Bench) -> Fields:
 
 
 def _host_of(bench: _Bench, program: HostIrContainer, inputs: Sequence[torch.Tensor]) -> float:
-    evaluator = HostIrEvaluator(program, bench.communicator, device=bench.device)
+    # What is asked for is the time of each op; a graph's runs have none.
+    settings = options.settings(disable=["cuda_graphs"])
+    evaluator = HostIrEvaluator(program, bench.communicator, device=bench.device, settings=settings)
     return bench.host_seconds(lambda: evaluator.run(inputs))
 
 
@@ -300,9 +310,9 @@ def link_fields(bench: _Bench) -> Fields:
     for kind, make in kinds.items():
         latency, ramp, bandwidth = _fit(bench, make, BUS[kind](n), (small, middle, large))
         bandwidths[kind] = bandwidth
-        ramps.append(ramp)
-        # Small allreduces may go another way than large ones.
-        latencies += [latency] if kind != "Allreduce" else []
+        if kind != "Allreduce":  # of which small ones go another way than large ones
+            ramps.append(ramp)
+            latencies.append(latency)
     found: Fields = {
         "nccl": bandwidths,
         "nccl_latency_s": statistics.mean(latencies),
@@ -312,7 +322,36 @@ def link_fields(bench: _Bench) -> Fields:
         found["nccl_fill_s"] = statistics.mean(ramps)
         one, five = (_host_of_posts(bench, k) for k in (1, 5))
         found["host_post_s"] = max((five - one) / 4, 0.0)
+    if not options.disabled("allreduce_kernel"):
+        found |= _allreduce_fields(bench, allreduce)
     return found | _peer_fields(bench)
+
+
+def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
+    """Return what small allreduces take, of each way that messages of this team go, from the
+    smallest and the largest of them."""
+    n = len(bench.team)
+    sizes: dict[Way, list[int]] = {}
+    for nbytes in (1 << k for k in range(10, BESIDE_NCCL_NBYTES.bit_length())):
+        if (shape := shape_of(nbytes, n)) is not None:
+            sizes.setdefault(shape.way, []).append(nbytes)
+    times = {
+        way: [(sent_nbytes(way, k, n), bench.seconds(make(k))) for k in (found[0], found[-1])]
+        for way, found in sizes.items()
+    }
+    if not times:
+        return {}
+    # What sends the most says how fast.
+    (few, short), (many, long) = max(times.values(), key=lambda ends: ends[-1][0])
+    if many == few or long <= short:
+        return {}
+    bandwidth = (many - few) / (long - short)
+    ends = {way: [t - sent / bandwidth for sent, t in found] for way, found in times.items()}
+    latencies = {way.name: max(statistics.mean(found), 1e-9) for way, found in ends.items()}
+    return {
+        "allreduce_kernel_s": {**H200.allreduce_kernel_s, **latencies},
+        "allreduce_kernel_bandwidth": bandwidth,
+    }
 
 
 def _fit(
@@ -337,14 +376,16 @@ def _ring(
     inp: torch.Tensor,
     out: torch.Tensor,
     batch: Callable[..., Work],
+    count: int = 1,
 ) -> Callable[[], None]:
-    """Return a call in which every rank sends to the next one, and receives from the one before."""
+    """Return a call in which every rank sends to the next one, and receives from the one before, so
+    many times."""
     rank, n = bench.communicator.rank(), len(bench.team)
     both = [
         Transfer("send", inp, (rank + 1) % n),
         Transfer("recv", out, (rank - 1) % n),
     ]
-    return lambda: batch(both, team=bench.team).wait()
+    return lambda: batch(both * count, team=bench.team).wait()
 
 
 def _peer_fields(bench: _Bench) -> Fields:
@@ -354,11 +395,16 @@ def _peer_fields(bench: _Bench) -> Fields:
         return {}
     peers = here.peers_for(bench.device)
 
-    def copies(nbytes: int) -> Callable[[], None]:
+    def copies(nbytes: int, count: int = 1) -> Callable[[], None]:
         mapped = peers.empty(nbytes).view(torch.float32)
-        return _ring(bench, mapped, bench.empty(nbytes), peers.batch)
+        return _ring(bench, mapped, bench.empty(nbytes), peers.batch, count)
 
-    latency, _, bandwidth = _fit(bench, copies, 1.0, _SENT[bench.device.type])
+    sizes = _SENT[bench.device.type]
+    _, _, bandwidth = _fit(bench, copies, 1.0, sizes)
+    # One more among several: until a lone one has been answered, nothing else runs, which is no
+    # copy's time in a program.
+    one, five = (bench.seconds(copies(sizes[0], k)) for k in (1, 5))
+    latency = max((five - one) / 4 - sizes[0] / bandwidth, 0.0)
     return {"copy_latency_s": latency, "pull_bandwidth": bandwidth}
 
 

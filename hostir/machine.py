@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,12 +26,22 @@ from fuser import options
 from fuser.errors import InputError
 from fuser.ir.dtypes import DataType
 from hostir.transfers import COLLECTIVES
+from multidevice.backends.allreduce_kernel import Way
 
 # Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,
 # float32 is without TF32, float64 on tensor cores.
 _DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
 # Bytes that a rank moves in a second, by type. A bus bandwidth: whatever the team's size.
 _NCCL = {"Allgather": 325e9, "ReduceScatter": 325e9, "Allreduce": 345e9}
+
+# Of an allreduce that is one kernel: what it takes besides sending, by the way that it goes.
+_ALLREDUCE_KERNEL = {Way.PACKETS.name: 2.6e-6, Way.ONE_SHOT.name: 4.4e-6, Way.TWO_SHOTS.name: 10e-6}
+# What the tables of a description have an entry for.
+_KEYS: dict[str, Sequence[str]] = {
+    "matmul_dtypes": [d.name for d in DataType],
+    "nccl": COLLECTIVES,
+    "allreduce_kernel_s": [way.name for way in Way],
+}
 
 
 def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
@@ -48,6 +58,9 @@ class Machine:
     library can choose, and how fast such tiles are. `nccl` has the bus bandwidth of each type of
     collective, `nccl_other_bandwidth` that of every other and of sends. `nccl_fill_s` is what the
     ramp of a large collective costs beyond `nccl_latency_s`, half of it at `nccl_fill_nbytes`.
+    `allreduce_kernel_s` is for the allreduces that are a kernel of ours, by the name of their way
+    (`multidevice.backends.allreduce_kernel`), besides what they send at
+    `allreduce_kernel_bandwidth`.
     `host_*`: how long the host is busy with one op, and at the beginning of a run.
     """
 
@@ -68,6 +81,10 @@ class Machine:
     nccl_multiprocessors: int = 24
     nccl: Mapping[str, float] = field(default_factory=lambda: _frozen(_NCCL))
     nccl_other_bandwidth: float = 325e9
+    allreduce_kernel_s: Mapping[str, float] = field(
+        default_factory=lambda: _frozen(_ALLREDUCE_KERNEL)
+    )
+    allreduce_kernel_bandwidth: float = 260e9
     host_run_s: float = 19e-6
     host_kernel_s: float = 8e-6
     host_library_s: float = 13e-6
@@ -157,10 +174,10 @@ def _read(name: str, value: Any) -> Any:
         return tuple(tuple(row) if isinstance(row, list) else row for row in rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(default, Mapping) and isinstance(value, dict):
         table: Any = value  # pyright: ignore[reportUnknownVariableType]
-        known = COLLECTIVES if name == "nccl" else [d.name for d in DataType]
         for key in table:
-            if key not in known:
-                raise InputError(f"{name} has no {key!r}: expected one of {', '.join(known)}")
+            if key not in _KEYS[name]:
+                expected = ", ".join(_KEYS[name])
+                raise InputError(f"{name} has no {key!r}: expected one of {expected}")
         return _frozen({**default, **table})  # pyright: ignore[reportUnknownArgumentType]
     return value
 

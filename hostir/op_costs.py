@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from fuser import options
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir.core import Op
-from fuser.ir.dtypes import nbytes_of
+from fuser.ir.dtypes import DataType, nbytes_of, to_torch
 from fuser.ir.nodes import LinearOp, MatmulOp, TensorOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
@@ -22,6 +23,9 @@ from hostir.effects import Effect, Shows
 from hostir.machine import Machine
 from hostir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
 from hostir.transfers import PEER_COPIES
+from multidevice.backends.allreduce_kernel import MAX_NBYTES, is_known, sent_nbytes, shape_of
+from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES
+from multidevice.backends.protocol import RedOp
 
 Shape = tuple[int, ...]
 # The local shapes of an op's operands, and of its results.
@@ -164,13 +168,25 @@ _REDUCES = frozenset({"Allreduce", "Reduce", "ReduceScatter"})
 
 
 def collective_cost(
-    kind: str, members: int, nbytes: int, backend: str, machine: Machine, *, staged: int = 0
+    kind: str,
+    members: int,
+    nbytes: int,
+    backend: str,
+    machine: Machine,
+    *,
+    dtype: DataType,
+    reduce: RedOp = "SUM",
+    staged: int = 0,
 ) -> Cost:
     """Return the cost of a collective of `nbytes`: the larger of a rank's input and output.
 
     `staged`: what peer copies first copy into memory that peers can map.
     """
     moved = nbytes * BUS[kind](members)
+    if kind == "Allreduce":
+        found = allreduce_kernel_cost(members, nbytes, backend, machine, dtype, reduce)
+        if found is not None:
+            return found
     if backend != PEER_COPIES:
         bandwidth = machine.nccl.get(kind, machine.nccl_other_bandwidth)
         return _nccl(moved, bandwidth, machine)
@@ -179,6 +195,23 @@ def collective_cost(
     seconds = rounds * machine.copy_latency_s + moved / machine.pull_bandwidth
     seconds += local / machine.memory_bandwidth
     return Cost(seconds, 0.0, int(moved), 0, machine.host_post_s)
+
+
+def allreduce_kernel_cost(
+    members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
+) -> Cost | None:
+    """Return the cost of an allreduce that is one kernel, among GPUs of a host; None for one that
+    the library carries out itself."""
+    largest = MAX_NBYTES if backend == PEER_COPIES else BESIDE_NCCL_NBYTES
+    shape = shape_of(nbytes, members)
+    if shape is None or nbytes > largest or not is_known(to_torch(dtype), reduce):
+        return None
+    if options.disabled("allreduce_kernel"):
+        return None
+    sent = sent_nbytes(shape.way, nbytes, members)
+    seconds = machine.allreduce_kernel_s[shape.way.name] + sent / machine.allreduce_kernel_bandwidth
+    share = min(1.0, shape.blocks / machine.multiprocessors)
+    return Cost(seconds, share, sent, 0, machine.host_post_s)
 
 
 def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:

@@ -173,7 +173,14 @@ class _Builder:
         inp, out = (held_nbytes(tv, sizes[tv]) for tv in (op.inp, op.out))
         staged = inp if op.backend == PEER_COPIES and op.inp.memory is MemoryType.global_ else 0
         cost = collective_cost(
-            op.type, op.team.size, max(inp, out), op.backend, self.machine, staged=staged
+            op.type,
+            op.team.size,
+            max(inp, out),
+            op.backend,
+            self.machine,
+            dtype=op.inp.dtype(),
+            reduce=op.red_op,
+            staged=staged,
         )
         self.host += cost.host_s
         items = item.together or (item,)

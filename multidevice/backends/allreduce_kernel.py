@@ -119,13 +119,19 @@ def shape_of(nbytes: int, size: int) -> Shape | None:
     """Returns how a team of `size` ranks reduces a message; None for what it does not take."""
     if not 0 < nbytes <= MAX_NBYTES or not 2 <= size <= MAX_RANKS:
         return None
-    # A rank sends (size - 1) messages in one shot, and 2 (size - 1) / size in two.
-    extra = (size - 1) * nbytes - 2 * (size - 1) * nbytes // size
+    extra = sent_nbytes(Way.ONE_SHOT, nbytes, size) - sent_nbytes(Way.TWO_SHOTS, nbytes, size)
     way = Way.ONE_SHOT if extra <= _EXTRA_NBYTES else Way.TWO_SHOTS
     if nbytes <= _PACKETS_NBYTES // (1 if size <= 4 else 2):
         way = Way.PACKETS
     vectors, threads = -(-nbytes // 16), _THREADS[way]
     return Shape(way, min(-(-vectors // threads), MAX_BLOCKS), threads)
+
+
+def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
+    """Returns how many bytes each rank of a team writes into the memory of the others."""
+    if way is Way.TWO_SHOTS:  # a part of every rank's message, and the sum of the own one
+        return 2 * (size - 1) * nbytes // size
+    return (size - 1) * nbytes * (2 if way is Way.PACKETS else 1)
 
 
 def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> KernelSource:

@@ -29,6 +29,7 @@ SLOW = replace(
     pull_bandwidth=1e7,
     nccl=dict.fromkeys(PLAIN.nccl, 10000000.0),
     nccl_other_bandwidth=1e7,
+    allreduce_kernel_bandwidth=1e7,
     host_run_s=0.0,
     host_kernel_s=0.0,
     host_library_s=0.0,

@@ -6,14 +6,17 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from fuser import DataType
 from fuser.errors import InputError
 from hostir import calibrate
 from hostir.cli import main
+from hostir.evaluate import HostIrEvaluator
 from hostir.machine import (
     H200,
     Machine,
@@ -23,7 +26,8 @@ from hostir.machine import (
     measured_file,
     usual_machine,
 )
-from hostir.op_costs import BUS
+from hostir.op_costs import BUS, collective_cost, transfer_cost
+from hostir.transfers import PEER_COPIES
 from multidevice import Communicator, simulate
 from tests.hostir.programs import CASES, build
 
@@ -137,6 +141,116 @@ def test_latency_ramp_and_bandwidth_are_told_apart() -> None:
     assert found == pytest.approx((14e-6, 24e-6, 325e9), rel=1e-6)
 
 
+class Model:
+    """A bench, and all that it asks: calls take what a machine's description says, and peer copies
+    wait a while for their answer."""
+
+    def __init__(self, ranks: int, machine: Machine) -> None:
+        self.team, self.machine = tuple(range(ranks)), machine
+        self.device, self.communicator = torch.device("cuda"), self
+
+    def seconds(self, call: Callable[[], object], times: int = 10) -> float:
+        del times
+        what, backend, sizes = cast("tuple[str, str, list[int]]", call())
+        machine, n = self.machine, len(self.team)
+        if what == "copies":
+            answered = 17e-6 if backend == PEER_COPIES else 0.0
+            return answered + sum(transfer_cost(k, backend, machine).seconds for k in sizes)
+        dtype = DataType.Float
+        return collective_cost(what, n, max(sizes), backend, machine, dtype=dtype).seconds
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes // 4, device="meta")
+
+    # Its communicator.
+    def rank(self) -> int:
+        return 0
+
+    def begin_run(self, team: object) -> None:
+        pass
+
+    def are_on_one_host(self, team: object) -> bool:
+        return True
+
+    have_access = are_on_one_host
+
+    def backend_for(self, device: object) -> Library:
+        return Library("NCCL")
+
+    def peers_for(self, device: object) -> Library:
+        return Library(PEER_COPIES)
+
+
+class Library:
+    """Calls that say what they would move."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def _noted(self, what: str, *tensors: torch.Tensor) -> Any:
+        sizes = [t.numel() * t.element_size() for t in tensors]
+        return SimpleNamespace(wait=lambda: (what, self.name, sizes))
+
+    def batch(self, transfers: Any, **_: object) -> Any:
+        return self._noted("copies", *(t.tensor for t in transfers if t.kind == "recv"))
+
+    def allgather(self, out: torch.Tensor, inp: torch.Tensor, **_: object) -> Any:
+        return self._noted("Allgather", out, inp)
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, **_: object) -> Any:
+        return self._noted("ReduceScatter", out, inp)
+
+    def allreduce(self, out: torch.Tensor, inp: torch.Tensor, **_: object) -> Any:
+        return self._noted("Allreduce", out, inp)
+
+
+OTHER = replace(
+    H200,
+    allreduce_kernel_s={"PACKETS": 3e-6, "ONE_SHOT": 5e-6, "TWO_SHOTS": 9e-6},
+    allreduce_kernel_bandwidth=123e9,
+    copy_latency_s=7e-6,
+    pull_bandwidth=200e9,
+)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_a_job_measures_is_what_there_is(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large allreduces are a library's and small ones a kernel: neither says of the other. A copy
+    is measured among others, without the time until the peer's answer has come back."""
+    bench: Any = Model(ranks, OTHER)
+    monkeypatch.setattr(calibrate, "_host_of_posts", lambda _, count: count * 3e-6)
+    found = calibrate.link_fields(bench)
+    for name, value in found.items():
+        expected: Any = 3e-6 if name == "host_post_s" else getattr(OTHER, name)
+        if name == "allreduce_kernel_s" and ranks == 2:  # none goes in two shots
+            expected = {**expected, "TWO_SHOTS": H200.allreduce_kernel_s["TWO_SHOTS"]}
+        # Ramps are no steps.
+        assert value == pytest.approx(expected, rel=0.15), name
+    assert found["copy_latency_s"] == pytest.approx(7e-6)
+
+
+def test_a_call_that_waits_for_the_gpu_says_nothing_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes the host 5 us, the 7th of a burst 10 ms."""
+    clock = 0.0
+    calls = 0
+
+    def call() -> None:
+        nonlocal clock, calls
+        calls += 1
+        clock += 0.010 if calls % 20 == 7 else 5e-6
+
+    monkeypatch.setattr(calibrate, "_keep_waiting", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock)
+    bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
+    assert bench.host_seconds(call) == pytest.approx(5e-6, rel=1e-6)
+
+
 def test_what_changed_is_listed_in_few_digits() -> None:
     fields = calibrate.rounded({"launch_s": 1.23456e-6, "matmul": ((1.0, 7.654321e14),)})
     after: Machine = replace(H200, **fields)
@@ -162,3 +276,19 @@ def test_what_the_host_needs_is_read_off_programs(monkeypatch: pytest.MonkeyPatc
         for found in world.run(host_of_programs):
             assert found["host_library_s"] >= 0 and found["host_run_s"] >= 0
             assert all(seconds > 0 for seconds in found["posts"])
+
+
+def test_no_graph_stands_for_the_ops_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[HostIrEvaluator] = []
+
+    def seconds(_: object, call: Callable[[], object]) -> float:
+        made.append(cast(Any, call).__closure__[0].cell_contents)
+        call()
+        return 0.0
+
+    monkeypatch.setattr(calibrate._Bench, "host_seconds", seconds)  # pyright: ignore[reportPrivateUsage]
+    bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
+    x = torch.ones(128, 128, dtype=torch.bfloat16)
+    calibrate._host_of(bench, calibrate._linears(9), [x, x])  # pyright: ignore[reportPrivateUsage]
+    (evaluator,) = made
+    assert evaluator.cuda_graphs() == ["not captured: FUSER_DISABLE=cuda_graphs"]

@@ -58,6 +58,8 @@ PLAIN = replace(
     pull_bandwidth=1e8,
     nccl={**H200.nccl, "Allgather": 1e8, "Allreduce": 1e8, "ReduceScatter": 1e8},
     nccl_other_bandwidth=1e8,
+    allreduce_kernel_s=dict.fromkeys(H200.allreduce_kernel_s, 1e-15),
+    allreduce_kernel_bandwidth=1e8,
     kernel_fill_nbytes=1.0,
     host_run_s=0.0,
 )
@@ -521,6 +523,9 @@ def test_a_faster_machine_never_takes_longer(make: Callable[[], HostIrContainer]
         value: Any = getattr(H200, f.name)
         if f.name.endswith("_bandwidth"):
             faster = replace(H200, **{f.name: value * 2})
+        elif f.name == "allreduce_kernel_s":
+            halves = {k: x / 2 for k, x in H200.allreduce_kernel_s.items()}
+            faster = replace(H200, allreduce_kernel_s=halves)
         elif f.name.endswith("_s"):
             faster = replace(H200, **{f.name: value / 2})
         else:
