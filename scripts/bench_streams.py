@@ -37,77 +37,20 @@ from typing import Any
 
 import torch
 
-from fuser import DataType, FusionDefinition, ParallelType, multidevice
-from fuser.multidevice import Communicator, DeviceMesh
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from matmul_pairs import Defined, define_gather, define_scatter
+from turns import take_turns
+
+from fuser import DataType, multidevice
+from fuser.multidevice import Communicator
 from hostir.container import HostIrContainer
 from hostir.evaluate import HostIrEvaluator
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import ForLoop
 
-ROUNDS, BURST, CHUNKS = 12, 8, 8
-X, STREAM = ParallelType.mesh_x, ParallelType.stream
+ROUNDS, BURST = 12, 8
 Run = Callable[[], list[torch.Tensor]]
-Defined = tuple[Any, Any, Any, Any]
 Made = tuple[HostIrContainer, list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
-
-
-def define_gather(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
-    """x [M, K] or [chunks, ranks, M / (chunks ranks), K], gathered; linear with w [N, K]."""
-    with FusionDefinition() as fd:
-        shape = chunks(d, m, k) if form == "chunked" else [m, k]
-        x = fd.define_tensor(shape, contiguity=True, dtype=dtype)
-        w = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
-        gathered = fd.ops.set(x)
-        y = fd.ops.linear(gathered, w)
-        fd.add_output(y)
-        for tv in (x, w, gathered):
-            tv.set_device_mesh(DeviceMesh(range(d)))
-        w.outer_split(0, d)
-        w.axis(0).parallelize(X)
-        if form == "chunked":
-            x.axis(1).parallelize(X)
-            gathered.axis(0).parallelize(STREAM)
-            return fd, x, w, y
-        x.outer_split(0, d)
-        x.axis(0).parallelize(X)
-        if form != "unchunked":
-            gathered.outer_split(0, d)
-            if form == "permutes":
-                gathered.swizzle1d(0, X)
-            gathered.axis(0).parallelize(STREAM)
-    return fd, x, w, y
-
-
-def define_scatter(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
-    """linear of x [M, K] or [chunks, ranks, M / (chunks ranks), K] and w [N, K], both cut along K;
-    the sum is cut by rows."""
-    with FusionDefinition() as fd:
-        shape = [m, k] if form != "chunked" else chunks(d, m, k)
-        x = fd.define_tensor(shape, contiguity=True, dtype=dtype)
-        w = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
-        y = fd.ops.linear(x, w)
-        fd.add_output(y)
-        for tv in (x, w, y):
-            tv.set_device_mesh(DeviceMesh(range(d)))
-        for tv in (x, w):
-            tv.outer_split(-1, d)
-            tv.axis(-2).parallelize(X)
-        if form == "chunked":
-            y.axis(1).parallelize(X)
-            y.axis(0).parallelize(STREAM)
-        else:
-            y.outer_split(0, d)
-            y.axis(0).parallelize(X)
-        if form in ("reduces", "exchange"):
-            x.outer_split(0, d)
-            if form == "exchange":
-                x.swizzle1d(0, X)
-            x.axis(0).parallelize(STREAM)
-    return fd, x, w, y
-
-
-def chunks(d: int, m: int, k: int) -> list[int]:
-    return [CHUNKS, d, m // (CHUNKS * d), k]
 
 
 @dataclass(frozen=True)
@@ -212,16 +155,6 @@ def forms(
             yield name, runner(program, inputs, 4), local
 
 
-def slowest(value: float, device: torch.device) -> float:
-    """Return the largest value among the ranks."""
-    communicator = Communicator.instance()
-    here = torch.tensor([value], device=device)
-    team = tuple(range(communicator.size()))
-    out = torch.empty_like(here)
-    communicator.backend_for(device).allreduce(out, here, op="MAX", team=team).wait()
-    return float(out)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--op", choices=OPS, default="ag")
@@ -265,33 +198,17 @@ def main() -> None:
     if args.cpu:
         print(f"rank {rank}: {len(runs)} forms agree")
         return
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS + 2):
-        for name, run in runs.items():
-            torch.cuda.synchronize()
-            communicator.barrier()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            run()
-            start.record()
-            for _ in range(BURST):
-                run()
-            stop.record()
-            torch.cuda.synchronize()
-            times[name].append(slowest(start.elapsed_time(stop) / BURST, device))
-    base = statistics.median(times["unchunked"][2:])
-    for name, all_rounds in times.items():
-        rounds = all_rounds[2:]
-        median = statistics.median(rounds)
+    found = take_turns(runs, device, rounds=ROUNDS, burst=BURST)
+    base = statistics.median(found["unchunked"].ms)
+    for name, times in found.items():
         row = {
             "bench": "streams",
             "op": args.op,
             "gpus": d,
             "shape": f"M{args.m} K{args.k} N{args.n}",
             "form": name,
-            "ms": round(median, 4),
-            "min": round(min(rounds), 4),
-            "max": round(max(rounds), 4),
-            "to_unchunked": round(median / base, 3),
+            **times.row(),
+            "to_unchunked": round(statistics.median(times.ms) / base, 3),
         }
         if rank == 0:
             print(json.dumps(row), flush=True)

@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_streams as bench
+from matmul_pairs import X
 
 from fuser import DataType, multidevice
 from hostir.bind import InputBinder
@@ -79,13 +80,13 @@ def in_sequence(op: str, d: int, m: int, k: int, n: int) -> HostIrContainer:
     from hostir import Allocate, Communication, TeamOf, Wait
 
     mesh = multidevice.DeviceMesh(range(d))
-    team = TeamOf(mesh, (bench.X,))
+    team = TeamOf(mesh, (X,))
     hic = HostIrContainer()
     with hic:
         if op == "ag":
             shape = [d, m // d, k]
             x, y = hic.input(shape, BF16, mesh=mesh), hic.tensor([m, k], BF16, mesh=mesh)
-            x.axis(0).parallelize(bench.X)
+            x.axis(0).parallelize(X)
             w = hic.input([n // d, k], BF16)
             hic.append(Allocate(y), Communication(y, y, number=0, type="Allgather", team=team))
             hic.ops = (*hic.ops[:-1], hic.ops[-1].replace(inp=x))
