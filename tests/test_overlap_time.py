@@ -87,6 +87,12 @@ def test_a_wrong_result_is_left_out_in_words_on_all_ranks(tmp_path: Path) -> Non
 
 
 @needs_mpi
+def test_where_torch_itself_is_wrong_the_job_ends_in_words() -> None:
+    job = run_job("mpirun", 2, str(FAULT), "--cpu", "--shapes", "sp_mlp", WRONG="scatter")
+    assert job.code != 0 and "NCCL, then cuBLAS, against float64: rank 0: relative" in job.text
+
+
+@needs_mpi
 def test_a_spent_budget_says_what_was_left(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, SCRIPT, "--budget", "0", "--shapes", "ddlb,sp_mlp")
     assert [row["left"] for row in rows if "left" in row] == [["ddlb", "sp_mlp"]]

@@ -1,12 +1,15 @@
-"""benchmarks/overlap_time.py where the second rank's results of steps by peer copies are wrong."""
+"""benchmarks/overlap_time.py where results are wrong: the second rank's of steps by peer copies;
+with WRONG=scatter also torch's reduce-scatter, on all."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import overlap_time
@@ -14,7 +17,7 @@ import overlap_time
 from fuser import FusionDefinition
 from fuser.multidevice import Communicator
 
-execute = FusionDefinition.execute
+execute, scatter = FusionDefinition.execute, dist.reduce_scatter_tensor
 
 
 def wrong(fd: FusionDefinition, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -25,6 +28,13 @@ def wrong(fd: FusionDefinition, inputs: Sequence[torch.Tensor]) -> list[torch.Te
     return found
 
 
+def doubled(out: torch.Tensor, inp: torch.Tensor) -> None:
+    scatter(out, inp)
+    out.mul_(2)
+
+
 if __name__ == "__main__":
+    if os.environ.get("WRONG") == "scatter":
+        dist.reduce_scatter_tensor = doubled
     FusionDefinition.execute = wrong  # pyright: ignore[reportAttributeAccessIssue]
     overlap_time.main()
