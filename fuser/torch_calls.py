@@ -145,6 +145,12 @@ def arithmetic_choices() -> Callable[[], object]:
     return ask_all
 
 
+def is_backward() -> bool:
+    """Return whether this thread computes gradients for another one, or for itself."""
+    current = _private("_current_graph_task_id")
+    return current is not None and current() != -1
+
+
 def capturing_on(device: torch.device) -> Callable[[], bool] | None:
     """Return what tells whether torch's current stream is being captured into a CUDA graph; None
     where that cannot be."""

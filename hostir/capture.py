@@ -5,6 +5,9 @@ a tensor lies elsewhere; what torch's calls and communications touch is the *key
 has one graph per set of these addresses, captured when a set comes back, and runs step by step on
 any other. Outputs are new tensors of each run, as without graphs, so that none is overwritten that
 a caller holds; intermediates lie in the arena of the plan, whose runs follow one another.
+
+Where peers copy out of this rank's memory, all ranks repeat a run by their graphs or none does:
+they vote. Each tells a number that stands for its own key, and the numbers of all are the key.
 """
 
 from __future__ import annotations
@@ -13,17 +16,20 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fuser.errors import KernelError
 from fuser.recent import Recent
-from fuser.runtime.graphs import Graph, GraphMaker
+from fuser.runtime.graphs import USERS, Graph, GraphMaker
 from fuser.torch_calls import arithmetic_choices, lasting
 from hostir.steps import Binding, BoundKernel, Closure, Slots
+from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
 
 if TYPE_CHECKING:
+    from hostir.arena import Arena
     from hostir.plan import Plan
 
 # Runs with one set of addresses before they are captured.
@@ -31,13 +37,19 @@ RUNS_BEFORE = 2
 # Steps of a run below which a graph would not be faster.
 MIN_STEPS = 3
 # Graphs of one plan on one stream; sets of addresses that are counted; captures at all.
-MAX_GRAPHS, MAX_KEYS, MAX_CAPTURES = 64, 256, 128
+MAX_GRAPHS, MAX_KEYS, MAX_CAPTURES = 256, 1024, 512
 # Runs that found no graph, one after another, before none is looked for.
 MAX_MISSES = 512
+# What this process tells others in votes: each number stands for one key of one `Replays`.
+_NUMBERS = count(FIRST_GRAPH)
 
 
 class _Refused(Exception):
     """Why a plan is not captured."""
+
+
+class _Postponed(Exception):
+    """Why a plan is not captured now."""
 
 
 class _Watched(list[Any]):
@@ -126,11 +138,12 @@ class _Node:
 
 @dataclass
 class _Captured:
-    """A graph, and where it finds the tensors that only kernels read."""
+    """A graph, where it finds the tensors that only kernels read, and what lives as long as it."""
 
     graph: Graph
     nodes: dict[int, _Node]
     places: list[int]
+    held: list[object]
 
 
 @dataclass(frozen=True)
@@ -145,16 +158,18 @@ class _Reader:
 class Replays:
     """The graphs of a plan on one stream, and the reason where there are none."""
 
-    def __init__(
-        self, plan: Plan, memory: dict[int, torch.Tensor], make: Callable[[], GraphMaker]
-    ) -> None:
-        self._plan, self._memory, self._make = plan, memory, make
+    def __init__(self, plan: Plan, memory: dict[int, torch.Tensor], arena: Arena) -> None:
+        self._plan, self._memory = plan, memory
+        self._stream, self._make = arena.stream, arena.graphs
         self._binding: CaptureBinding | None = None
         self._actions: list[Closure] = []
         self._graphs: Recent[Hashable, _Captured] = Recent(MAX_GRAPHS)
         self._seen: Recent[Hashable, int] = Recent(MAX_KEYS)
+        # What this rank tells others in votes, by its own key.
+        self._told: dict[Hashable, int] = {}
+        self._is_full = False
         self._captures = self._misses = 0
-        self._generations = [b.generation for b in plan.backends]
+        self._generations = [b.generation for b in self._plan.backends]
         # All backends of a rank count calls in one ledger: one of them, and what a run counts.
         self._counting = plan.backends[:1]
         self._calls: list[Counter[str]] = []
@@ -170,13 +185,14 @@ class Replays:
         self._nothing: dict[int, torch.Tensor] = {}
         # What torch's calls depend on besides; None where there are none.
         self._choices: Callable[[], object] | None = None
-        # Why nothing more is captured; "" while it may be.
-        self.why_not = ""
+        # Why nothing more is captured; "" while it may be. And why the last capture was put off.
+        self.why_not = self.why_not_now = ""
 
     def describe(self) -> str:
         """Return what is captured, or why nothing is."""
         if self._key_slots is None:
-            return f"not captured: {self.why_not or 'it has not run often enough'}"
+            why = self.why_not or self.why_not_now or "it has not run often enough"
+            return f"not captured: {why}"
         fixed = sum(map(len, self._key_slots))
         return (
             f"captured: {self._graphs.size()} graph(s) of {len(self._actions)} steps, chosen by "
@@ -189,12 +205,19 @@ class Replays:
 
         The slots hold the inputs and the buffers that outlive the run.
         """
-        if self.why_not and self._key_slots is None:
+        vote = self._plan.vote
+        if self.why_not and (vote is not None or self._key_slots is None):
+            if vote is not None:
+                vote.ask(STEP_BY_STEP)
             return False
         backends = self._plan.backends
         if backends and [b.generation for b in backends] != self._generations:
             self.forget()
         key = self._key(slots)
+        if vote is not None and (told := vote.ask(self._number(key))) is not None:
+            if STEP_BY_STEP in told:
+                return False
+            key = told
         captured = self._graphs.get(key) or self._graphs.recall(key)
         if captured is None:
             captured = self._consider(key, slots)
@@ -216,6 +239,9 @@ class Replays:
         """Drop what was captured: its communicators go."""
         for graphs in (self._graphs, self._seen):
             graphs.forget()
+        # New numbers: others may have kept what they captured together with this rank.
+        self._told.clear()
+        self._is_full = False
         self._generations = [b.generation for b in self._plan.backends]
 
     def _key(self, slots: Slots) -> Hashable:
@@ -225,28 +251,58 @@ class Replays:
         places = [slots[i].data_ptr() for i in tensors]
         return (*places, *[_exact(slots[i]) for i in numbers], self._choices and self._choices())
 
+    def _number(self, key: Hashable) -> int:
+        """Return the number that stands for a key of this rank in votes."""
+        number = self._told.get(key)
+        if self._is_full or (number is None and len(self._told) >= MAX_KEYS // 2):
+            self.forget()
+            number = None
+        if number is None:
+            number = self._told[key] = next(_NUMBERS)
+        return number
+
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
         """Capture these tensors' run if it has come often enough."""
         if self.why_not:
             return None
         seen = self._seen[key] = (self._seen.recall(key) or 0) + 1
+        # Other ranks must not find what this one has dropped: where they vote, all goes at once.
+        kept = (self._seen, MAX_KEYS), (self._graphs, MAX_GRAPHS)
+        self._is_full = any(len(entries) >= limit // 2 for entries, limit in kept)
         self._misses += 1
         if seen <= RUNS_BEFORE:
             if self._misses > MAX_MISSES:
                 self.why_not = "inputs and outputs lie elsewhere in each run"
             return None
-        if self._captures == MAX_CAPTURES:
-            self.why_not = f"{MAX_CAPTURES} were captured already"
-            return None
+        captured = None
         try:
-            captured = self._capture(slots)
+            if self._captures == MAX_CAPTURES:
+                raise _Refused(f"{MAX_CAPTURES} were captured already")
+            with USERS.alone() as others:
+                if others:
+                    raise _Postponed(f"the threads {', '.join(others)} run programs, too")
+                captured = self._capture(slots)
+                self._captures += 1
         except _Refused as refused:
             self.why_not = str(refused)
+        except _Postponed as postponed:
+            self.why_not_now, self._seen[key] = str(postponed), 0
+        vote, mine = self._plan.vote, self._key(slots)
+        told = None
+        if vote is not None:
+            told = vote.ask(NOT_CAPTURED if captured is None else self._number(mine))
+        if vote is not None and told is not None and NOT_CAPTURED in told:
+            if captured is not None:
+                for backend, counted in zip(self._counting, self._calls, strict=True):
+                    backend.enter_again(counted, -1)
+                self.why_not_now = "another rank could not capture it"
+            self.forget()
+            vote.start_over()
             return None
-        self._captures += 1
-        for backend in self._plan.backends:
-            backend.repeated_by(self)
-        self._graphs[self._key(slots)] = captured
+        if captured is not None:
+            for backend in self._plan.backends:
+                backend.repeated_by(self)
+            self._graphs[told or mine] = captured
         return captured
 
     def _capture(self, slots: Slots) -> _Captured:
@@ -256,9 +312,13 @@ class Replays:
         streams = self._plan.streams
         context = nullcontext() if streams is None else streams.standing_in(binding.maker.stand_in)
         calls: list[Counter[str]] = []
+        held: list[object] = []
         try:
             with ExitStack() as contexts:
                 calls += [contexts.enter_context(b.noting()) for b in self._counting]
+                held += [
+                    contexts.enter_context(b.capturing(self._stream)) for b in self._plan.backends
+                ]
                 contexts.enter_context(context)
                 graph = binding.maker.capture(self._actions, watched)
             if self._key_slots is None:
@@ -271,7 +331,7 @@ class Replays:
             raise _Refused(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
         self._calls = calls
         places = [slots[i].data_ptr() for i in self._moving]
-        return _Captured(graph, dict(binding.nodes), places)
+        return _Captured(graph, dict(binding.nodes), places, held)
 
     def _bind(self) -> CaptureBinding:
         if self._binding is not None:

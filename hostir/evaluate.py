@@ -68,6 +68,7 @@ from hostir.streams import (
 from hostir.transfers import PEER_COPIES
 from hostir.unit import UnitRunner
 from hostir.verify import verify
+from multidevice.backends.captured import STEP_BY_STEP, Vote
 from multidevice.backends.protocol import Backend
 from multidevice.placement import Block
 
@@ -485,9 +486,8 @@ class HostIrEvaluator:
         streams = frame.machine.streams
         entry = streams.current()
         frame.recorder = recorder
-        if self._copies_from_peers and self._communicator is not None and self._rank in self._team:
-            # All ranks of the program are here, also those that will send and receive nothing.
-            self._communicator.peers_for(frame.machine.device).connect(self._team)
+        if frame.machine.vote is not None:
+            frame.machine.vote.ask(STEP_BY_STEP)
         try:
             with on_device(frame.machine.device):
                 run_block(self.program.ops, frame)
@@ -547,6 +547,10 @@ class HostIrEvaluator:
         ) -> Work:
             return partial(self.kernel(group).run, ins, outs, sizes=sizes)
 
+        vote = None
+        # All ranks of the program vote, also those that will send and receive nothing.
+        if self._copies_from_peers and self._communicator is not None and self._rank in self._team:
+            vote = Vote(partial(self._communicator.peers_for, device), self._team)
         return Machine(
             self._rank,
             self._size,
@@ -558,6 +562,7 @@ class HostIrEvaluator:
             self.kernel,
             self._streams_of(device),
             partial(self._unit, device=device),
+            vote,
         )
 
     def _streams_of(self, device: torch.device) -> Streams:

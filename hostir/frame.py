@@ -25,6 +25,7 @@ from hostir.post import Posted
 from hostir.slices import rotated
 from hostir.storage import Storage
 from hostir.streams import Handle, Ready, Streams, Work
+from multidevice.backends.captured import Vote
 from multidevice.backends.protocol import Backend, Team, Transfer
 from multidevice.sharding import local_sizes
 from multidevice.streams import is_allocated_per_step, stream_axis
@@ -84,6 +85,8 @@ class Machine:
     streams: Streams
     # Number of a host unit -> what runs it on (operands, results)
     unit: Callable[[int], Callable[[Sequence[Argument], Sequence[torch.Tensor]], object]]
+    # How the ranks agree on each run; None where each may go its own way.
+    vote: Vote | None
 
 
 class Recording(Protocol):

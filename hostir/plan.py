@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 
 import torch
 
 from fuser.errors import FuserError
 from fuser.ir.core import Op
+from fuser.runtime.graphs import USERS
 from hostir.arena import Arena, Arenas, Block, views_of
 from hostir.bind import Argument
 from hostir.capture import Replays
 from hostir.memory import op_failed
 from hostir.steps import Binding, Closure, Slots, Step
 from hostir.streams import Streams
+from multidevice.backends.captured import STEP_BY_STEP, Vote
 from multidevice.backends.protocol import Backend
 
 
@@ -60,8 +63,10 @@ class Plan:
     # The raw handle of the current stream, and whether another CUDA device is the current one.
     current_stream: Callable[[], int]
     is_elsewhere: Callable[[], bool] | None
-    # Those that communicate; and why no graph can repeat the steps, "" where one may.
+    # Those that communicate, and how the ranks agree on each run (None: each may go its own way);
+    # why no graph can repeat the steps, "" where one may.
     backends: tuple[Backend, ...]
+    vote: Vote | None
     why_not: str
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
@@ -80,7 +85,7 @@ class Plan:
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
         # A graph cannot be launched into one that the caller captures.
         is_repeated = not self.why_not and not arena.is_captured
-        replays = Replays(self, memory, arena.graphs) if is_repeated else None
+        replays = Replays(self, memory, arena) if is_repeated else None
         makes = tuple(self.made.values())
         return BoundPlan(makes, tuple(closures), rest, tuple(ops), binding.kept, replays)
 
@@ -109,6 +114,8 @@ class Plan:
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
         stream = self.current_stream()
+        if get_ident() not in USERS.known:
+            USERS.enter()
         arena = self.arenas.take(stream)
         bound = arena.bound.get(self)
         if bound is None:
@@ -119,6 +126,8 @@ class Plan:
             for make in bound.makes:
                 make(slots)
             replays = bound.replays
+            if replays is None and self.vote is not None:
+                self.vote.ask(STEP_BY_STEP)
             if replays is None or not replays.run(slots, stream):
                 for step in bound.closures:
                     step(slots)

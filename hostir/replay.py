@@ -177,6 +177,7 @@ class Recorder:
             raw_stream_on(self.machine.device),
             elsewhere(self.machine.device),
             tuple(self._backends),
+            self.machine.vote,
             arenas.why_not or self._why_not,
         )
 
@@ -229,8 +230,6 @@ class Recorder:
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
         clear = _clearing(i) if op.zero_init else None
         is_mapped = tv.memory is MemoryType.symmetric
-        if is_mapped:
-            self._keep_out_of_graphs(f"{tv} lies in memory that peers map, made in each run")
         if self.frame.indices or self._stream is not None or is_mapped:
             # Torch keeps what is freed for the stream that it was made on.
             make = self._make(tv, block)

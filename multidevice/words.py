@@ -102,7 +102,12 @@ class Words:
         self._wait(number, word, None)
         return tuple([words[slot] >> _NUMBER_BITS for slot in slots])
 
-    def have_given_up(self, number: int) -> list[int]:
+    def who_says(self, kind: int, number: int) -> list[int]:
+        """Returns the other members that have said this in a call so far; never waits."""
+        word = word_of(kind, number)
+        return [rank for rank, slot in self._others[number & 1] if self.page[slot] == word]
+
+    def _have_given_up(self, number: int) -> list[int]:
         """Returns the members that gave up a call, or are beyond it."""
         words, mine = self.page, (number + 1) & _NUMBERS
         # Beyond half the range a number is not behind but ahead: that rank gave this call up.
@@ -128,9 +133,9 @@ class Words:
 
         try:
             self._control.poll_until(
-                lambda: not behind() or bool(self.have_given_up(number)), what=what, needs=behind
+                lambda: not behind() or bool(self._have_given_up(number)), what=what, needs=behind
             )
-            if left := self.have_given_up(number):
+            if left := self._have_given_up(number):
                 raise PeerError(
                     f"ranks {team_text(left)} gave up {what()}: an error ended their wait for it"
                 )

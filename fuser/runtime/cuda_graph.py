@@ -145,8 +145,12 @@ def _take_place() -> _Place:
         place = spare.pop()  # at once, whatever other threads do
     except IndexError:
         return _Place()
-    # Graphs of who had it may still run in its memory.
-    torch.cuda.synchronize()
+    try:
+        # Graphs of who had it may still run in its memory.
+        torch.cuda.synchronize()
+    except RuntimeError:  # somebody else captures
+        spare.append(place)
+        return _Place()
     return place
 
 

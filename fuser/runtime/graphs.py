@@ -2,14 +2,21 @@
 
 The arguments of a captured kernel can be replaced between launches; all else stays as it was when
 it was captured, addresses included.
+
+Nothing is captured while another thread runs programs, too: were it to wait for the whole device
+meanwhile, the driver would give it an error, and end the capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fuser.locks import make_lock
 from fuser.runtime.kernel import LaunchCall
+from fuser.torch_calls import is_backward
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +57,36 @@ class GraphMaker(Protocol):
     def kernel(self, call: LaunchCall, stream: int) -> object:
         """Launches a kernel within a capture and returns its node."""
         ...
+
+
+class Users:
+    """The threads that run programs."""
+
+    def __init__(self) -> None:
+        # By their number; those that have ended stay until somebody captures.
+        self.known: set[int] = set()
+        self._lock = make_lock()
+
+    def enter(self) -> None:
+        """Notes this thread, once nobody captures."""
+        with self._lock:
+            self.known.add(threading.get_ident())
+
+    @contextmanager
+    def alone(self) -> Generator[list[str]]:
+        """A context in which no thread begins to run programs; has the names of those, beside this
+        one, that have begun to."""
+        mine = {threading.get_ident()}
+        if is_backward():
+            # One of torch's, which computes gradients for a thread that waits for them.
+            mine.add(threading.main_thread().ident or 0)
+        with self._lock:
+            alive = {thread.ident: thread.name for thread in threading.enumerate()}
+            self.known &= {*alive, *mine}
+            yield [name for i, name in alive.items() if i in self.known and i not in mine]
+
+
+USERS = Users()
 
 
 def _cuda_graphs(device: torch.device) -> GraphMaker:

@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Protocol
 from weakref import WeakSet
 
+from multidevice.backends.protocol import Team
 from multidevice.waiting import Ledger
+
+# What ranks say of a run that graphs repeat on all of them or on none (`Captured.vote`): "step by
+# step", and "I have not captured it". What they have captured has numbers from FIRST_GRAPH on;
+# between lies what `multidevice/words.py` keeps for itself.
+STEP_BY_STEP, NOT_CAPTURED, FIRST_GRAPH = 0, 2, 3
+
+
+class _Voters(Protocol):
+    """A backend of which graphs of one rank must not go together with steps of another."""
+
+    def connect(self, team: Team) -> None: ...
+
+    def vote(self, team: Team, kind: int) -> tuple[int, ...] | None: ...
+
+    def start_over(self, team: Team) -> None: ...
+
+
+@dataclass(frozen=True)
+class Vote:
+    """How the ranks of a team agree on how each run of a program is carried out."""
+
+    voters: Callable[[], _Voters]
+    team: Team
+
+    def ask(self, kind: int) -> tuple[int, ...] | None:
+        """See `Captured.vote`; collective over the team."""
+        voters = self.voters()
+        voters.connect(self.team)
+        return voters.vote(self.team, kind)
+
+    def start_over(self) -> None:
+        """See `Captured.start_over`; collective over the team."""
+        self.voters().start_over(self.team)
 
 
 class Repeats(Protocol):
@@ -47,6 +82,23 @@ class Captured:
         that a graph may repeat it."""
         del what
         return False
+
+    def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
+        """Tells the members of a team what this rank would do in a run; returns what each one
+        would, in team order. None where each may go its own way: where a graph of one rank goes
+        together with the steps of another."""
+        del team, kind
+        return None
+
+    def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
+        """Returns a context in which this rank captures a run that `stream` will repeat; it has
+        what has to be kept for as long as the graph."""
+        del stream
+        return nullcontext([])
+
+    def start_over(self, team: Team) -> None:
+        """Makes up for a capture that members of a team have begun and not ended; collective."""
+        del team
 
     @contextmanager
     def noting(self) -> Generator[Counter[str]]:

@@ -6,6 +6,9 @@ receiver finds the record, maps that memory (once), copies, and answers. Data ne
 place: only what lies in memory that nobody can map is first copied to memory that peers can
 (`empty`). Collectives are made of such copies (`direct`).
 
+A rank may repeat a run by a graph only while all others repeat theirs, which have the addresses of
+its data: they vote in each run (`PeerBackend.vote`).
+
 This module has the page and what all devices share; `peer_cpu` and `peer_cuda` move data.
 """
 
@@ -23,7 +26,9 @@ from multidevice.backends.base import Call, CheckedBackend, Exchange, tensor_tex
 from multidevice.backends.direct import steps_of
 from multidevice.backends.protocol import Team, Transfer, Work
 from multidevice.control import Control
+from multidevice.page import LINE_NBYTES
 from multidevice.waiting import Need, team_text
+from multidevice.words import Words
 
 # Transfers between two ranks, in one direction, that may be under way at once.
 SLOTS = 32
@@ -76,20 +81,28 @@ class Sent:
 
 
 class Page:
-    """The page of one team, as this rank sees it: records from everyone to everyone."""
+    """The page of one team, as this rank sees it: records from everyone to everyone, and what each
+    one says in a vote."""
 
-    def __init__(self, words: memoryview, team: Team, rank: int) -> None:
+    def __init__(self, words: memoryview, team: Team, control: Control) -> None:
         self._words = words
         self.team = team
         self._size = len(team)
-        self._me = team.index(rank)
+        self._me = team.index(control.rank)
+        self.votes = f"vote {team_text(team)}"
+        links = self._size * self._size * _LINK_WORDS
+        self.said = Words(control, team, words[links:], self.votes, self._what)
         self._uses: dict[int, list[int]] = {r: [0] * SLOTS for r in team}
         self._next: dict[int, int] = dict.fromkeys(team, 0)
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Returns how large the page of a team of `size` ranks is."""
-        return size * size * _LINK_WORDS * 8
+        return size * size * _LINK_WORDS * 8 + size * LINE_NBYTES
+
+    def _what(self, number: int, about: object) -> str:
+        del about
+        return f"run {number} of the programs with peer copies of team {team_text(self.team)}"
 
     def _to(self, rank: int) -> int:
         return (self._me * self._size + self.team.index(rank)) * _LINK_WORDS
@@ -111,21 +124,32 @@ class Page:
         """Returns how many transfers to the peer the slot has seen."""
         return self._uses[peer][slot]
 
-    def post(
-        self, peer: int, slot: int, tag: int, tensor: torch.Tensor, name: tuple[int, ...], at: int
-    ) -> Sent:
-        """Tells the peer where the data of a transfer lies."""
+    def next_use(self, peer: int, slot: int) -> int:
+        """Counts one more transfer of a slot."""
         uses = self._uses[peer]
         uses[slot] += 1
+        return uses[slot]
+
+    def post(
+        self,
+        peer: int,
+        slot: int,
+        tag: int,
+        tensor: torch.Tensor,
+        name: tuple[int, ...],
+        at: int,
+        use: int,
+    ) -> Sent:
+        """Tells the peer where the data of a transfer lies."""
         self._next[peer] = slot + 1
         words, base = self._words, self._to(peer)
         dtype = zlib.crc32(str(tensor.dtype).encode())
         first = base + 2 * SLOTS + slot * _RECORD_WORDS
-        for k, word in enumerate((tensor.numel(), dtype, at, uses[slot], *name)):
+        for k, word in enumerate((tensor.numel(), dtype, at, use, *name)):
             words[first + k] = word
         # The tag comes last: whoever finds it finds the whole record.
         words[base + slot] = tag
-        return Sent(peer, slot, uses[slot], tag, tensor)
+        return Sent(peer, slot, use, tag, tensor)
 
     def find(self, peer: int, tag: int) -> Record | None:
         """Returns what the peer has posted under a tag; None before it has."""
@@ -222,7 +246,7 @@ class PeerBackend(CheckedBackend):
                     f"backend CUDA: ranks {team_text(team)} do not share a host and its processes, "
                     "and peer copies need both: use NCCL"
                 )
-            found = self._pages[team] = Page(words, team, self.rank)
+            found = self._pages[team] = Page(words, team, self.control)
             self._connected(found)
         return found
 
@@ -231,8 +255,23 @@ class PeerBackend(CheckedBackend):
 
     def _forget(self, key: str) -> None:
         """Gives up the pages of teams whose members no longer agree where they are."""
-        for team in [t for t in self._pages if key.endswith(team_text(t))]:
+        lost = [t for t in self._pages if key.endswith(team_text(t))]
+        for team in lost:
             del self._pages[team]
+        if lost:
+            self.make_void()
+
+    # ------------------------------------------------------------ votes
+    def vote(self, team: Team, kind: int) -> tuple[int, ...]:
+        """See `Captured.vote`; collective over the team. Raises what waiting for it raises."""
+        page = self.page(team)
+        return page.said.tell(kind, self.control.ledger.enter(page.votes))
+
+    def start_over(self, team: Team) -> None:
+        """See `Captured.start_over`: what was posted and not found never matches later calls."""
+        self.control.begin_run(team)
+        self._forget(team_text(team))
+        self.page(team)
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:
@@ -288,13 +327,13 @@ class PeerBackend(CheckedBackend):
         if slot < 0:
             self._poll(lambda: page.free_slot(peer) >= 0, call, (one,))
             slot = page.free_slot(peer)
-        self._before_reuse(page, peer, slot)
-        sent = page.post(peer, slot, one.tag, tensor, *place)
+        sent = page.post(peer, slot, one.tag, tensor, *place, self._use(page, peer, slot))
         self.control.wake((peer,))
         return sent
 
-    def _before_reuse(self, page: Page, peer: int, slot: int) -> None:
-        """Called before a slot is used again."""
+    def _use(self, page: Page, peer: int, slot: int) -> int:
+        """Returns the number of the transfer that takes a slot now."""
+        return page.next_use(peer, slot)
 
     def _check_fits(self, page: Page, one: Numbered, record: Record) -> None:
         """Raises `CommunicationError`, on both sides, where sender and receiver disagree."""

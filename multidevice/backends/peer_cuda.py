@@ -5,23 +5,31 @@ writes the flag *ready* into the receiver's memory; the receiver's stream waits 
 writes the flag *done* into the sender's, for which whoever reuses the data waits. Flags count the
 uses of their slot, so nothing is ever reset. No kernel runs: the multiprocessors are free. Only an
 allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
+
+A transfer in a graph has two flags of its own, which whoever waits for them sets back to 0: all
+ranks repeat a graph equally often (`PeerBackend.vote`), and when it ends all its flags are 0.
 """
 
 from __future__ import annotations
 
 import bisect
 import struct
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fuser.errors import CommunicationError, InputError, UnsupportedError
-from fuser.torch_calls import raw_stream_on
+from fuser.runtime.cuda_kernel import bind_primary_context
+from fuser.torch_calls import capturing_on, raw_stream_on
 from multidevice.backends.allreduce_kernel import MAX_NBYTES
 from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
+from multidevice.backends.captured import NOT_CAPTURED
 from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Sent
 from multidevice.backends.peer_allreduce import AllreduceKernels
@@ -29,8 +37,16 @@ from multidevice.backends.protocol import Post, Work
 from multidevice.control import Control
 from multidevice.waiting import team_text
 
+T = TypeVar("T")
 _HANDLE = struct.Struct("<8Q")
 _FLAG_NBYTES = 4
+# Transfers between two ranks, in one direction, that may be in graphs; their uses begin where no
+# slot of the page will ever come.
+_GRAPH_SLOTS = 1 << 14
+_IN_GRAPHS = 1 << 32
+# Flags of one kind, in one direction between two ranks; and the kinds.
+_FLAGS = SLOTS + _GRAPH_SLOTS
+_READY, _DONE = 0, 1
 
 
 class IpcMemory:
@@ -106,6 +122,10 @@ class IpcMemory:
             self._mapped[name] = found
         return found
 
+    def is_mapped(self, name: tuple[int, ...]) -> bool:
+        """Returns whether `mapped` has been asked for this memory before."""
+        return name in self._mapped
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueues a copy; between two GPUs a copy engine carries it out."""
         self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream)[0])
@@ -145,6 +165,37 @@ def driver() -> Any:
         ) from error
 
 
+def _beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:
+    """Carries out, in a thread of its own and on a stream, what one that captures may not do."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream_at(stream, device)):
+                bind_primary_context()
+                done.append(act())
+        except BaseException as error:  # raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+@dataclass
+class _Capture:
+    """What a graph, which `stream` will repeat, needs to be kept; and its sends that no stream has
+    waited for yet."""
+
+    stream: int
+    held: list[object] = field(default_factory=list[object])
+    open: set[Sent] = field(default_factory=set[Sent])
+
+
 class _Enqueued:
     """Copies that streams carry out; `sent` are those of whose data no wait says that it may be
     overwritten."""
@@ -179,6 +230,10 @@ class CudaPeerBackend(PeerBackend):
         self._theirs: dict[Page, dict[int, int]] = {}
         # Sends that nobody has waited for: peers may still read them.
         self._held: dict[Sent, Page] = {}
+        self._is_captured = capturing_on(device)
+        self._capture: _Capture | None = None
+        # How many transfers to each member are in graphs.
+        self._graphed: dict[Page, Counter[int]] = {}
         self.kernels = AllreduceKernels(
             control,
             device,
@@ -202,7 +257,13 @@ class CudaPeerBackend(PeerBackend):
         return torch.cuda.stream(stream_at(stream_handle(stream, self.device), self.device))
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return self._memory.empty(nbytes)
+        capture = self._capture
+        if capture is None:
+            return self._memory.empty(nbytes)
+        # The graph's for as long as there is one, and out of reach of the memory of its maker.
+        made = _beside(self.device, capture.stream, lambda: self._memory.empty(nbytes))
+        capture.held.append(made)
+        return made
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         return self._memory.name_of(tensor)
@@ -211,7 +272,7 @@ class CudaPeerBackend(PeerBackend):
     def _connected(self, page: Page) -> None:
         """Makes the flags, and maps those of the others."""
         team = page.team
-        flags = self._memory.empty(2 * len(team) * SLOTS * _FLAG_NBYTES).zero_()
+        flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
         torch.cuda.current_stream(self.device).synchronize()
         place = self._memory.name_of(flags)
         assert place is not None, "memory made for peers has a name"
@@ -235,13 +296,73 @@ class CudaPeerBackend(PeerBackend):
         kept = set(self._pages.values())
         for page in [p for p in self._flags if p not in kept]:
             del self._flags[page], self._theirs[page]
+            self._graphed.pop(page, None)
 
-    def _flag(self, page: Page, kind: int, of: int, about: int, slot: int) -> int:
-        """Returns the address of the flag, of a kind (0 ready, 1 done), that lies with rank `of`
-        and is about rank `about`."""
+    def _flag(
+        self, page: Page, kind: int, of: int, about: int, slot: int, use: int
+    ) -> tuple[int, int]:
+        """Returns the address of the flag, of a kind (_READY, _DONE), that lies with rank `of` and
+        is about rank `about`, and the value that it comes to by this use of the slot."""
         base = self._flags[page].data_ptr() if of == self.rank else self._theirs[page][of]
         member = kind * len(page.team) + page.team.index(about)
-        return base + (member * SLOTS + slot) * _FLAG_NBYTES
+        place, value = (SLOTS + use - _IN_GRAPHS, 1) if use >= _IN_GRAPHS else (slot, use)
+        return base + (member * _FLAGS + place) * _FLAG_NBYTES, value
+
+    def _set(self, page: Page, kind: int, of: int, slot: int, use: int, stream: int) -> None:
+        """Lets a stream tell rank `of`."""
+        self._memory.set_flag(*self._flag(page, kind, of, self.rank, slot, use), stream)
+
+    def _await(self, page: Page, kind: int, by: int, slot: int, use: int, stream: int) -> None:
+        """Lets a stream wait until it is told by rank `by`."""
+        address, value = self._flag(page, kind, self.rank, by, slot, use)
+        self._memory.wait_flag(address, value, stream)
+        if use >= _IN_GRAPHS:
+            self._memory.set_flag(address, 0, stream)
+
+    # ------------------------------------------------------------ graphs
+    def can_capture(self, what: str) -> bool:
+        """See `Captured.can_capture`."""
+        return what != "barrier"
+
+    @contextmanager
+    def capturing(self, stream: int) -> Generator[list[object]]:
+        """See `Captured.capturing`."""
+        self._capture = capture = _Capture(stream)
+        try:
+            yield capture.held
+            if capture.open:
+                peers = team_text(sorted({sent.peer for sent in capture.open}))
+                raise CommunicationError(f"no stream waits for what is sent to ranks {peers}")
+        finally:
+            self._capture = None
+
+    def _poll(
+        self, done: Callable[[], bool], call: Call | Exchange, open_ones: Sequence[Numbered]
+    ) -> None:
+        if self._capture is None:
+            super()._poll(done, call, open_ones)
+            return
+        page = self.page(call.team)
+
+        def gone() -> list[int]:
+            number = self.control.ledger.entered.get(page.votes, 0)
+            return page.said.who_says(NOT_CAPTURED, number)
+
+        super()._poll(lambda: done() or bool(gone()), call, open_ones)
+        if not done():
+            raise CommunicationError(f"ranks {team_text(gone())} could not capture it")
+
+    def _use(self, page: Page, peer: int, slot: int) -> int:
+        if self._capture is None:
+            # Flags of a slot come in order: its last transfer is over before the next is ready.
+            if use := page.uses(peer, slot):
+                self._await(page, _DONE, peer, slot, use, self._current())
+            return page.next_use(peer, slot)
+        count = self._graphed.setdefault(page, Counter[int]())
+        if count[peer] == _GRAPH_SLOTS:
+            raise CommunicationError(f"{_GRAPH_SLOTS} transfers to rank {peer} are in graphs")
+        count[peer] += 1
+        return _IN_GRAPHS + count[peer] - 1
 
     # ------------------------------------------------------------ small allreduces
     def _start_reduction(self, call: Call) -> Work:
@@ -257,6 +378,11 @@ class CudaPeerBackend(PeerBackend):
         self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
     ) -> _Enqueued:
         stream = self._handle(call.stream)
+        if self._capture is None and self._is_captured is not None and self._is_captured():
+            raise UnsupportedError(
+                f"{call.describe()}: peer copies cannot be a part of a graph that the caller "
+                "captures: the ranks agree on each run, and repeat it by graphs of their own"
+            )
         sent: list[Sent] = []
         with self._on(call.stream):
             for step in steps:
@@ -270,22 +396,19 @@ class CudaPeerBackend(PeerBackend):
                 for one in step:
                     if one.transfer.kind == "recv":
                         self._pull(page, one, call, stream)
-        self._held.update(dict.fromkeys(sent, page))
+        if self._capture is None:
+            self._held.update(dict.fromkeys(sent, page))
+        else:
+            self._capture.held.append(self._flags[page])
         return _Enqueued(self, page, sent, call)
 
     def _send(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> Sent:
         sent = self._post(page, one, call)
         sent.stream = stream
-        flag = self._flag(page, 0, sent.peer, self.rank, sent.slot)
-        self._memory.set_flag(flag, sent.use, stream)
+        self._set(page, _READY, sent.peer, sent.slot, sent.use, stream)
+        if self._capture is not None:
+            self._capture.open.add(sent)
         return sent
-
-    def _before_reuse(self, page: Page, peer: int, slot: int) -> None:
-        """Flags of a slot come in order: its last transfer is over before the next is ready."""
-        use = page.uses(peer, slot)
-        if use:
-            flag = self._flag(page, 1, self.rank, peer, slot)
-            self._memory.wait_flag(flag, use, self._current())
 
     def _pull(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> None:
         peer, tensor = one.transfer.peer, one.transfer.tensor
@@ -296,21 +419,25 @@ class CudaPeerBackend(PeerBackend):
         assert record is not None, "it was found"
         self._check_fits(page, one, record)
         page.answer(peer, record.slot, one.tag)
-        self._memory.wait_flag(
-            self._flag(page, 0, self.rank, peer, record.slot), record.use, stream
-        )
+        self._await(page, _READY, peer, record.slot, record.use, stream)
         if record.nbytes:
-            source = self._memory.mapped(record.name, peer) + record.offset
+            source = self._mapped(record.name, peer) + record.offset
             self._memory.copy(tensor.data_ptr(), source, record.nbytes, stream)
-        done = self._flag(page, 1, peer, self.rank, record.slot)
-        self._memory.set_flag(done, record.use, stream)
+        self._set(page, _DONE, peer, record.slot, record.use, stream)
+
+    def _mapped(self, name: tuple[int, ...], peer: int) -> int:
+        if self._capture is None or self._memory.is_mapped(name):
+            return self._memory.mapped(name, peer)
+        return _beside(self.device, self._capture.stream, lambda: self._memory.mapped(name, peer))
 
     def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
         """Lets a stream wait until the receivers have copied."""
         handle = self._handle(stream)
         for one in sent:
-            flag = self._flag(page, 1, self.rank, one.peer, one.slot)
-            self._memory.wait_flag(flag, one.use, handle)
+            self._await(page, _DONE, one.peer, one.slot, one.use, handle)
+            if self._capture is not None:
+                self._capture.open.discard(one)
+                continue
             if one.stream != handle and one.held.numel():
                 # Torch keeps what is freed for the stream that it was made for.
                 one.held.record_stream(stream_at(handle, self.device))

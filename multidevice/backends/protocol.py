@@ -87,8 +87,10 @@ class Backend(Protocol):
     generation: int
 
     def can_capture(self, what: str) -> bool:
-        """See `multidevice/backends/captured.py`, as for the next three."""
+        """See `multidevice/backends/captured.py`, as for the next four."""
         ...
+
+    def capturing(self, stream: int) -> AbstractContextManager[list[object]]: ...
 
     def noting(self) -> AbstractContextManager[Counter[str]]: ...
 
@@ -243,6 +245,12 @@ class PeerMemory(Backend, Protocol):
         Raises `UnsupportedError` where they cannot map each other's memory.
         """
         ...
+
+    def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
+        """See `multidevice/backends/captured.py`, as for the next one."""
+        ...
+
+    def start_over(self, team: Team) -> None: ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -86,6 +87,8 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
 
     monkeypatch.setattr(capture.Replays, "_understand", refuse)
     monkeypatch.setattr(Captured, "can_capture", lambda self, what: True)
+    # Simulated ranks are threads that take turns.
+    monkeypatch.setattr(capture.USERS, "alone", lambda: nullcontext([]))
 
     def run() -> int:
         backend = multidevice.Communicator.instance().backend_for(CPU)
@@ -105,6 +108,31 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
     with multidevice.simulate(2) as world:
         assert world.run(run) == [ENOUGH, ENOUGH]
     assert made, "nothing was captured"
+
+
+def test_nothing_is_captured_while_another_thread_runs_programs(made: list[CpuGraphs]) -> None:
+    """It might wait for the whole device, which the driver refuses during a capture."""
+    fd, case = defined(CASES["layers"]), CASES["layers"]
+    other = defined(CASES["layers"])
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def body() -> None:
+        other.execute(case.make(CPU))
+        has_begun.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=body, name="a server")
+    thread.start()
+    has_begun.wait()
+    try:
+        lines = repeat(fd, case, CPU)
+    finally:
+        may_end.set()
+        thread.join()
+    assert not any(maker.made for maker in made)
+    assert lines == ["not captured: the threads a server run programs, too"] * len(lines), lines
+    lines = repeat(fd, case, CPU)
+    assert any(line.startswith("captured: ") for line in lines), lines
 
 
 def test_what_a_caller_captures_has_memory_of_its_own(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -157,10 +159,11 @@ def test_a_transfer_that_does_not_fit_is_named_on_both_sides(comm: Communicator)
 
 def test_a_slot_is_free_when_its_record_was_answered() -> None:
     words = memoryview(bytearray(Page.nbytes(2))).cast("Q")
-    sender, receiver = Page(words, (3, 5), 3), Page(words, (3, 5), 5)
+    controls: Any = [SimpleNamespace(rank=3), SimpleNamespace(rank=5)]
+    sender, receiver = (Page(words, (3, 5), control) for control in controls)
     x = torch.arange(6, dtype=torch.int16)
     sent = [
-        sender.post(5, sender.free_slot(5), tag, x, (0,) * 9, 8 * tag)
+        sender.post(5, sender.free_slot(5), tag, x, (0,) * 9, 8 * tag, 1)
         for tag in range(1, SLOTS + 1)
     ]
     assert sender.free_slot(5) == -1
@@ -172,7 +175,7 @@ def test_a_slot_is_free_when_its_record_was_answered() -> None:
     receiver.answer(3, record.slot, 4)
     assert sender.answered(sent[3])
     assert sender.free_slot(5) == record.slot
-    again = sender.post(5, record.slot, SLOTS + 9, x, (0,) * 9, 0)
+    again = sender.post(5, record.slot, SLOTS + 9, x, (0,) * 9, 0, 2)
     assert (again.use, sender.answered(again)) == (2, False)
 
 

@@ -1,0 +1,84 @@
+"""Ranks that repeat runs by graphs all together or not at all, on a stand-in for CUDA graphs;
+tests/gpu/test_peer_graphs.py has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuser.runtime.graphs import MAKERS
+from hostir import capture, steps
+from multidevice import Communicator
+from multidevice.backends.captured import Captured
+from tests.hostir.peer_graph_cases import CASES, Case
+from tests.hostir.stand_in_graphs import CpuGraphs, Recycled
+
+pytestmark = pytest.mark.mpi(min_size=2)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
+    found: list[CpuGraphs] = []
+
+    def make(device: torch.device) -> CpuGraphs:
+        found.append(CpuGraphs(device))
+        return found[-1]
+
+    monkeypatch.setitem(MAKERS, "cpu", make)
+    monkeypatch.setattr(Captured, "can_capture", lambda self, what: True)
+    monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
+    return found
+
+
+def replays(made: list[CpuGraphs]) -> int:
+    """The first launch of each graph is its capture."""
+    return sum(graph.launches - 1 for maker in made for graph in maker.made)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_repeat_a_run(name: str, comm: Communicator, made: list[CpuGraphs]) -> None:
+    case = Case(name, comm, CPU)
+    case.repeat(30, [case.inputs(0)], lambda run: 0)
+    assert replays(made) > 10, case.lines()
+    assert len(set(comm.exchange(str(replays(made)).encode()))) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_whose_tensors_lie_elsewhere(
+    name: str, comm: Communicator, made: list[CpuGraphs]
+) -> None:
+    """Each rank has its own rhythm: after 1, 2 or 3 runs it takes its other tensors."""
+    case, rank = Case(name, comm, CPU), comm.rank()
+    case.repeat(120, [case.inputs(0), case.inputs(0)], lambda run: run // (rank + 1) % 2)
+    assert len(set(comm.exchange(str(replays(made)).encode()))) == 1
+    assert replays(made) > 20, case.lines()
+
+
+def test_what_is_dropped_is_dropped_on_all_ranks(
+    comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has many tensors, the others few."""
+    monkeypatch.setattr(capture, "MAX_KEYS", 32)
+    monkeypatch.setattr(capture, "MAX_GRAPHS", 8)
+    case, rank = Case("gather", comm, CPU), comm.rank()
+    sets = [case.inputs(0) for _ in range(6 if rank else 1)]
+    case.repeat(200, sets, lambda run: run // 7 % len(sets))
+    assert len(set(comm.exchange(str(replays(made)).encode()))) == 1
+    assert replays(made) > 5, case.lines()
+
+
+def test_one_rank_that_cannot_capture(
+    comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, is_last = Case("gather in steps", comm, CPU), comm.rank() == comm.size() - 1
+
+    def refuse(self: capture.Replays, *given: object) -> None:
+        if is_last:
+            raise capture._Refused("this rank has no memory for it")
+
+    monkeypatch.setattr(capture.Replays, "_understand", refuse)
+    case.repeat(20, [case.inputs(0)], lambda run: 0)
+    why = "this rank has no memory for it" if is_last else "another rank could not capture it"
+    assert case.lines() == [f"not captured: {why}"]
+    assert replays(made) <= 0
