@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
+from operator import call
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def raw_stream_on(device: torch.device) -> Callable[[], int]:
     raw, current_device = _private("_cuda_getCurrentRawStream"), torch.cuda.current_device
     if raw is None:
         return lambda: torch.cuda.current_stream(device).cuda_stream
-    return (lambda: raw(current_device())) if index is None else lambda: raw(index)
+    return (lambda: raw(current_device())) if index is None else partial(raw, index)
 
 
 def range_named(name: str) -> AbstractContextManager[object]:
@@ -121,10 +122,11 @@ def range_named(name: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name) if make is None else make(name)
 
 
-def arithmetic_choices() -> Callable[[], object]:
+def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
     """Return what asks for the switches of torch that change what its library calls compute."""
     import torch
 
+    is_cast, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     names = (
         "_get_cublas_allow_fp16_reduced_precision_reduction",
         "_get_cublas_allow_bf16_reduced_precision_reduction",
@@ -132,15 +134,19 @@ def arithmetic_choices() -> Callable[[], object]:
         "_get_deterministic_algorithms",
         "_get_blas_preferred_backend",
     )
-    asks: list[Callable[[], object]] = [ask for name in names if (ask := _private(name))]
+    # Whether anything is cast comes first: only then it is asked what.
+    asks: list[Callable[[], object]] = [_private("_is_any_autocast_enabled") or is_cast]
+    asks += [ask for name in names if (ask := _private(name))]
     precision = _private("_get_fp32_precision_getter")
-    if precision is None:
-        asks.append(torch.get_float32_matmul_precision)
-    is_cast, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    asks.append(
+        torch.get_float32_matmul_precision
+        if precision is None
+        else partial(precision, "cuda", "matmul")
+    )
 
-    def ask_all() -> object:
-        precise = None if precision is None else precision("cuda", "matmul")
-        return (precise, is_cast("cuda") and dtype("cuda"), *[ask() for ask in asks])
+    def ask_all() -> tuple[object, ...]:
+        found = tuple(map(call, asks))
+        return (*found, is_cast("cuda") and dtype("cuda")) if found[0] else found
 
     return ask_all
 

@@ -137,17 +137,15 @@ class Arenas:
         try:
             return self._spare[stream].pop()  # at once, whatever other threads do
         except (KeyError, IndexError):
+            self._spare.setdefault(stream, [])
             return Arena(self.device, stream)
 
     def give(self, arena: Arena) -> None:
         """Take back an arena after a run."""
-        if arena.is_captured:
-            return
-        spare = self._spare.get(arena.stream)
-        if spare is None:
-            spare = self._spare.setdefault(arena.stream, [])
-        if len(spare) < MAX_SPARE:
-            spare.append(arena)
+        if not arena.is_captured:
+            spare = self._spare[arena.stream]
+            if len(spare) < MAX_SPARE:
+                spare.append(arena)
 
     def bound(self, plan: Plan) -> list[BoundPlan]:
         """Return how a plan is bound to those that no run uses now."""

@@ -102,7 +102,8 @@ class CaptureBinding(Binding):
                 words[param] = plain[slot].data_ptr()
             kernel.write_numbers(plain)
             node = self.maker.kernel(kernel.call, kernel.stream)
-            self.nodes[number] = _Node(node, list(words), _numbers(kernel, plain))
+            own = _seen_as_words(bytearray(_seen_as_words(words)))
+            self.nodes[number] = _Node(node, own, _numbers(kernel, plain))
 
         return launch
 
@@ -113,6 +114,11 @@ class CaptureBinding(Binding):
             slot, more = self.origins[slot]
             nbytes += more
         return slot, nbytes
+
+
+def _seen_as_words(memory: Any) -> memoryview:
+    """Return memory as a kernel's words, 8 bytes each, which can be copied at once."""
+    return memoryview(memory).cast("B").cast("Q")
 
 
 def _exact(x: Any) -> object:
@@ -129,10 +135,11 @@ def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
 
 @dataclass
 class _Node:
-    """A captured kernel, its words, and the numbers among them (`_numbers`)."""
+    """A captured kernel, its words (as `_seen_as_words`), and the numbers among them
+    (`_numbers`)."""
 
     node: object
-    words: list[int]
+    words: memoryview
     numbers: list[object] | None
 
 
@@ -144,15 +151,6 @@ class _Captured:
     nodes: dict[int, _Node]
     places: list[int]
     held: list[object]
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """A kernel with arguments that are replaced: (parameter, slot, bytes from its tensor)."""
-
-    number: int
-    kernel: BoundKernel
-    moved: tuple[tuple[int, int, int], ...]
 
 
 class Replays:
@@ -175,16 +173,18 @@ class Replays:
         self._calls: list[Counter[str]] = []
         # Slots of the key: tensors, then numbers. None before the first capture.
         self._key_slots: tuple[list[int], list[int]] | None = None
-        # The tensors that only kernels read.
+        # The tensors that only kernels read, and who reads each: (kernel, parameter, bytes from
+        # there).
         self._moving: list[int] = []
-        self._readers: list[_Reader] = []
-        # Those of them that read scalars of the run, too.
-        self._numbered: list[_Reader] = []
+        self._readers: list[list[tuple[int, int, int]]] = []
+        # The kernels that read scalars of the run, and the words of all.
+        self._numbered: list[int] = []
+        self._words: list[memoryview] = []
         # What gives outputs their places: views of buffers and inputs, and tensors of no elements.
         self._views: list[Closure] = []
         self._nothing: dict[int, torch.Tensor] = {}
         # What torch's calls depend on besides; None where there are none.
-        self._choices: Callable[[], object] | None = None
+        self._choices: Callable[[], tuple[object, ...]] | None = None
         # Why nothing more is captured; "" while it may be. And why the last capture was put off.
         self.why_not = self.why_not_now = ""
 
@@ -248,8 +248,12 @@ class Replays:
         if self._key_slots is None:
             return None
         tensors, numbers = self._key_slots
-        places = [slots[i].data_ptr() for i in tensors]
-        return (*places, *[_exact(slots[i]) for i in numbers], self._choices and self._choices())
+        key: list[object] = [slots[i].data_ptr() for i in tensors]
+        if numbers:
+            key += [_exact(slots[i]) for i in numbers]
+        if self._choices is not None:
+            key += self._choices()
+        return tuple(key)
 
     def _number(self, key: Hashable) -> int:
         """Return the number that stands for a key of this rank in votes."""
@@ -374,33 +378,40 @@ class Replays:
         rigid = {binding.root(i)[0] for i in watched.read} & movable
         tensors = {i for i in movable if isinstance(plain[i], torch.Tensor)}
         self._key_slots = sorted(rigid & tensors), sorted(rigid - tensors)
+        loose = tensors - rigid
+        readers: dict[int, list[tuple[int, int, int]]] = {}
         for number, kernel in enumerate(binding.kernels):
-            roots = ((param, *binding.root(slot)) for param, slot in kernel.moving)
-            moved = tuple((p, root, nbytes) for p, root, nbytes in roots if root in tensors)
-            if kernel.read is not None or any(root not in rigid for _, root, _ in moved):
-                self._readers.append(_Reader(number, kernel, moved))
-        self._numbered = [r for r in self._readers if r.kernel.read is not None]
-        read = {root for reader in self._readers for _, root, _ in reader.moved}
-        self._moving = sorted(read - rigid)
+            for param, slot in kernel.moving:
+                root, nbytes = binding.root(slot)
+                if root in loose:
+                    readers.setdefault(root, []).append((number, param, nbytes))
+        self._moving = sorted(readers)
+        self._readers = [readers[root] for root in self._moving]
+        self._numbered = [i for i, k in enumerate(binding.kernels) if k.read is not None]
+        self._words = [_seen_as_words(kernel.call.words) for kernel in binding.kernels]
 
     def _update(self, captured: _Captured, slots: Slots) -> None:
         """Tell the kernels of a graph where tensors lie, and the numbers of this run."""
         places = [slots[i].data_ptr() for i in self._moving]
-        moved: set[int] = set()
-        readers = self._numbered
-        if places != captured.places:
-            old, readers = captured.places, self._readers
-            moved = {i for i, a, b in zip(self._moving, places, old, strict=True) if a != b}
-            captured.places = places
-        for reader in readers:
-            kernel, node = reader.kernel, captured.nodes[reader.number]
-            numbers = _numbers(kernel, slots)
-            if numbers == node.numbers and not any(root in moved for _, root, _ in reader.moved):
-                continue
-            for param, root, nbytes in reader.moved:
-                node.words[param] = slots[root].data_ptr() + nbytes
-            words = kernel.call.words
+        if places == captured.places and not self._numbered:
+            return
+        assert self._binding is not None
+        nodes, kernels = captured.nodes, self._binding.kernels
+        changed: set[int] = set()
+        for readers, old, place in zip(self._readers, captured.places, places, strict=True):
+            if place != old:
+                for number, param, nbytes in readers:
+                    nodes[number].words[param] = place + nbytes
+                    changed.add(number)
+        captured.places = places
+        for number in self._numbered:
+            numbers = _numbers(kernels[number], slots)
+            if numbers != nodes[number].numbers:
+                nodes[number].numbers = numbers
+                changed.add(number)
+        for number in changed:
+            kernel, node, words = kernels[number], nodes[number], self._words[number]
             words[:] = node.words
             kernel.write_numbers(slots)
-            node.words, node.numbers = list(words), numbers
+            node.words[:] = words
             captured.graph.update(node.node, kernel.call)

@@ -177,13 +177,8 @@ class FusionDefinition:
         """
 
         cache = self.__dict__.get("fec")
-        if cache is not None and not cache.devices and save_repro_inputs is False:
-            return cache.execute(
-                inputs,
-                device=device,
-                _enable_options=_enable_options,
-                _disable_options=_disable_options,
-            )
+        if cache is not None and save_repro_inputs is False:
+            return cache.execute(inputs, device, _enable_options, _disable_options)
 
         def prepare() -> Prepared[list[torch.Tensor]]:
             if save_repro_inputs is not False:

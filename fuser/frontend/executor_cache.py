@@ -149,7 +149,6 @@ class FusionExecutorCache:
     def execute(
         self,
         inputs: Iterable[object],
-        *,
         device: int | str | torch.device | None = None,
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
