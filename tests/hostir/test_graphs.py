@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from fuser import DataType, FusionDefinition, ParallelType, multidevice, ops
 from fuser.runtime import cuda_graph
 from fuser.runtime.graphs import MAKERS
+from fuser.torch_calls import arithmetic_choices
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, arena, capture, steps
 from hostir.plan import BoundPlan, Plan
 from multidevice.backends.captured import Captured
@@ -63,6 +65,49 @@ def test_an_update_in_place_is_repeated(made: list[CpuGraphs]) -> None:
         x.div_(x.abs().max())
         del got  # so that the next run finds this place again
     assert launches(made) > 50
+
+
+def _cast() -> ExitStack:
+    """As torch.autocast does, which asks for a GPU."""
+    stack = ExitStack()
+    stack.callback(torch.set_autocast_enabled, "cuda", torch.is_autocast_enabled("cuda"))
+    torch.set_autocast_enabled("cuda", True)
+    return stack
+
+
+def _deterministic() -> ExitStack:
+    stack = ExitStack()
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+    torch.use_deterministic_algorithms(True)
+    return stack
+
+
+def _switched(name: str, value: object) -> ExitStack:
+    stack, of = ExitStack(), torch.backends.cuda.matmul
+    stack.callback(setattr, of, name, getattr(of, name))
+    setattr(of, name, value)
+    return stack
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        _cast,
+        _deterministic,
+        lambda: _switched("allow_fp16_reduced_precision_reduction", False),
+        lambda: _switched("allow_bf16_reduced_precision_reduction", False),
+        lambda: _switched("fp32_precision", "tf32"),
+    ],
+    ids=["autocast", "deterministic", "fp16", "bf16", "tf32"],
+)
+def test_what_torch_was_told_of_arithmetic_chooses_the_graph(
+    switch: Callable[[], AbstractContextManager[object]],
+) -> None:
+    ask = arithmetic_choices()
+    before = ask()
+    with switch():
+        assert ask() != before
+    assert ask() == before
 
 
 def test_zeros_of_both_signs_are_different_numbers(made: list[CpuGraphs]) -> None:
