@@ -31,7 +31,7 @@ from hostir.ops import NUMBER_OF_STREAMS
 from hostir.pipeline import lower_sharded
 from hostir.timetable import timetable_of
 from hostir.transfers import PEER_COPIES
-from multidevice.overlap import FORMS, Form, Pair, alone, find_pairs
+from multidevice.overlap import Form, Pair, alone, find_pairs, forms_of
 from multidevice.placement import placement
 from multidevice.sharding import local_extents
 from multidevice.sharding_passes import complete_alone
@@ -185,7 +185,7 @@ class Overlaps:
             choice, _ = self._find(sizes)
             for pair, name in zip(pairs, choice.forms, strict=True):
                 if name:
-                    form = next(f for f in FORMS[pair.kind] if f.name == name)
+                    form = next(f for f in forms_of(pair) if f.name == name)
                     taken = form.take(fusion, pair)
                     assert taken, f"{name} of {pair.move} alone was possible"
             return choice.backend
@@ -365,13 +365,13 @@ class _Unit:
         if why or base.seconds is None:
             return _Times((base,), why)
         found = [base]
-        for form in FORMS[self.pair.kind]:
+        for form in forms_of(self.pair):
             for transport in transports if form.transfers else ("",):
                 found.append(self._candidate(form.name, transport, values, machine))
         return _Times(tuple(found))
 
     def _candidate(self, form: str, backend: str, values: Values, machine: Machine) -> Candidate:
-        one = next((f for f in FORMS[self.pair.kind] if f.name == form), None)
+        one = next((f for f in forms_of(self.pair) if f.name == form), None)
         try:
             if one is not None and one.transfers:
                 self._check_divisible(values)
@@ -472,7 +472,10 @@ def _signature(pair: Pair, values: Values) -> object:
     places: dict[TensorView, int] = {}
     ops: list[object] = []
     for op in pair.ops:
-        ins = [places.setdefault(tv, len(places)) for _, tv in tensor_operands(op)]
+        ins = [
+            (places.setdefault(tv, len(places)), tuple(op.axis_map(k)))
+            for k, tv in tensor_operands(op)
+        ]
         ops.append((type(op), tuple(ins), places.setdefault(op.out_tensor, len(places))))
     return tuple(ops), tuple(
         (

@@ -3,6 +3,7 @@
 Looked for where every op is local or a change of placement, and no partial sums are exchanged yet:
 
     gather       c [M, K] = set(x [DIDx(M), K]), y = linear(c, w)
+                 as of weight gradients also z [N, K] = matmul(g [N, M], c), which sums over M
     scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
@@ -12,19 +13,23 @@ over streams); what follows decomposition does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
-from fuser.ir.domain import numbers
+from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from multidevice.communication import is_copy
-from multidevice.partial_sums import reduces_one_device_axis
+from multidevice.partial_sums import (
+    add_row_parallel_bias_last,
+    factor_spread_reductions,
+    reduces_one_device_axis,
+)
 from multidevice.placement import (
     Cut,
     add_cut,
@@ -41,22 +46,24 @@ Kind = Literal["gather", "scatter", "allreduce"]
 @dataclass(frozen=True)
 class Pair:
     """A communication and the matmuls beside it; the steps are blocks of `axis`, a position of
-    `between`, of which every device along `ptype` has, or gets, one."""
+    `between`, of which every device along `ptype` has, or gets, one. `ops` are in program order:
+    the communication, the matmuls, and what permutes `between` for them. `contracting` are the
+    matmuls that sum over the axis."""
 
     kind: Kind
     move: TensorOp
-    products: tuple[TensorOp, ...]
+    ops: tuple[TensorOp, ...]
     between: TensorView
     axis: int
     ptype: ParallelType
     devices: int
     is_whole: bool
+    contracting: tuple[TensorOp, ...] = ()
 
     @property
-    def ops(self) -> tuple[TensorOp, ...]:
-        """The ops in program order."""
-        is_first = self.kind == "gather"
-        return (self.move, *self.products) if is_first else (*self.products, self.move)
+    def products(self) -> tuple[TensorOp, ...]:
+        """The matmuls, in program order."""
+        return tuple(op for op in self.ops if isinstance(op, LinearOp | MatmulOp))
 
 
 def find_pairs(fusion: Fusion) -> list[Pair]:
@@ -79,25 +86,44 @@ def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
     (axis,), (cut,) = changed, have[changed[0]]
     if not cut.ptype.is_device or out.domain.no_reductions[axis].is_broadcast:
         return None
-    products = tuple(
-        reader
-        for reader in fusion.uses(out)
-        if isinstance(reader, LinearOp | MatmulOp)
-        and not is_resharding(reader)
-        and _has_rows_of(reader, out, axis)
-    )
-    if not products:
+    readers, contracting = _readers(fusion, out, axis)
+    if not readers:
         return None
-    return Pair("gather", op, products, out, axis, cut.ptype, cut.devices, cut.whole)
+    cuts = cut.ptype, cut.devices, cut.whole
+    return Pair("gather", op, (op, *readers), out, axis, *cuts, contracting)
 
 
-def _has_rows_of(reader: TensorOp, tv: TensorView, axis: int) -> bool:
-    """Whether an axis of an operand that is used once is one of the result, too."""
-    used = [index for index, operand in tensor_operands(reader) if operand is tv]
-    if len(used) != 1:
-        return False
-    mapped = zip(reader.out_tensor.domain.maybe_root, reader.axis_map(used[0]), strict=True)
-    return any(p == axis and not root.is_reduction() for root, p in mapped)
+def _readers(
+    fusion: Fusion, tv: TensorView, axis: int
+) -> tuple[tuple[TensorOp, ...], tuple[TensorOp, ...]]:
+    """Return the matmuls that read an axis of a tensor, with what permutes it for them, in program
+    order; and those of them that sum over the axis."""
+    # Which axis of what is permuted it is, and the ops on the way there.
+    seen: dict[TensorView, tuple[int, tuple[TensorOp, ...]]] = {tv: (axis, ())}
+    todo, products = [tv], dict[TensorOp, IterDomain]()
+    while todo:
+        source = todo.pop()
+        position, way = seen[source]
+        for op in fusion.uses(source):
+            index = next(k for k, operand in tensor_operands(op) if operand is source)
+            mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
+            root = next((root for root, p in mapped if p == position), None)
+            if root is None or is_resharding(op):
+                continue
+            if isinstance(op, LinearOp | MatmulOp):
+                products[op] = root
+            elif isinstance(op, LoadStoreOp) and not is_copy(op):
+                here = numbers(op.out.domain.no_reductions).index(root.number)
+                seen[op.out] = here, (*way, op)
+                todo.append(op.out)
+    needed: dict[TensorOp, bool] = {}
+    for op, root in products.items():
+        used = [operand for _, operand in tensor_operands(op) if operand in seen]
+        # Of both operands the steps would be those of one, and read the whole of the other.
+        if len(used) == 1:
+            needed |= {op: root.is_reduction(), **dict.fromkeys(seen[used[0]][1], False)}
+    ops = tuple(op for op in fusion.exprs if op in needed)
+    return ops, tuple(op for op in ops if needed[op])
 
 
 def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
@@ -127,22 +153,23 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
         axis = next(whole, None)
         if axis is None:
             return None
-        return Pair("allreduce", op, (product,), partial, axis, ptype, count, False)
+        return Pair("allreduce", op, (product, op), partial, axis, ptype, count, False)
     wanted = kept[have[rows[0]][0].number]
     if len(rows) > 1 or have[rows[0]][1] or len(wanted) != 1 or wanted[0].ptype is not ptype:
         return None
-    return Pair("scatter", op, (product,), partial, rows[0], ptype, count, wanted[0].whole)
+    return Pair("scatter", op, (product, op), partial, rows[0], ptype, count, wanted[0].whole)
 
 
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
 class Form:
     """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
-    each has a collective."""
+    each has a collective. `fits` says for which pairs of a kind the form is one."""
 
     name: str
     transfers: bool
     take: Callable[[Fusion, Pair], bool]
+    fits: Callable[[Pair], bool] = lambda _: True
 
 
 def _in_turn(pair: Pair) -> Cut:
@@ -155,13 +182,32 @@ def _cut_between(pair: Pair, cut: Cut) -> bool:
 
 
 def _gather_in_turn(fusion: Fusion, pair: Pair) -> bool:
-    del fusion
-    if not _cut_between(pair, _in_turn(pair)):
+    """Matmuls that sum over the axis read the whole, afterwards."""
+    return _cut_between(pair, _in_turn(pair)) and _read_in_turn(fusion, pair, pair.contracting)
+
+
+def _gather_and_sum(fusion: Fusion, pair: Pair) -> bool:
+    """Those have a part of their sum in each step, and add the parts afterwards, each device in the
+    order of the blocks."""
+    if not (_cut_between(pair, _in_turn(pair)) and _read_in_turn(fusion, pair, ())):
         return False
-    for op in pair.products:
-        (index,) = (i for i, tv in tensor_operands(op) if tv is pair.between)
-        if not apply_steps(op.out_tensor, pair.between, forward_cuts(op, index, op.out_tensor)):
+    add_row_parallel_bias_last(fusion)
+    factor_spread_reductions(fusion)
+    return True
+
+
+def _read_in_turn(fusion: Fusion, pair: Pair, whole: Collection[TensorOp]) -> bool:
+    """Give what reads the gathered tensor its steps, but for the matmuls `whole`."""
+    del fusion
+    stepping = {pair.between}
+    for op in pair.ops:
+        if op is pair.move or op in whole:
+            continue
+        (index,) = (k for k, tv in tensor_operands(op) if tv in stepping)
+        source = op.inputs[index]
+        if not apply_steps(op.out_tensor, source, forward_cuts(op, index, op.out_tensor)):
             return False
+        stepping |= set() if op in pair.products else {op.out_tensor}
     return True
 
 
@@ -198,13 +244,21 @@ def _reduce_steps(count: int) -> Callable[[Fusion, Pair], bool]:
 
 
 FORMS: Mapping[Kind, tuple[Form, ...]] = {
-    "gather": (Form("steps", True, _gather_in_turn),),
+    "gather": (
+        Form("steps", True, _gather_in_turn, lambda p: len(p.contracting) < len(p.products)),
+        Form("steps and a sum", True, _gather_and_sum, lambda p: bool(p.contracting)),
+    ),
     "scatter": (Form("steps", True, _scatter_in_turn),),
     "allreduce": (
         Form("scatter in steps, gather", True, _scatter_then_gather),
         *(Form(f"{n} steps", False, _reduce_steps(n)) for n in (2, 4, 8)),
     ),
 }
+
+
+def forms_of(pair: Pair) -> tuple[Form, ...]:
+    """Return the forms that a pair may take."""
+    return tuple(form for form in FORMS[pair.kind] if form.fits(pair))
 
 
 def alone(fusion: Fusion, pair: Pair) -> Fusion:

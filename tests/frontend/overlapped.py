@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -43,13 +44,16 @@ def cut(tv: TensorView, axis: int, d: int, ptype: ParallelType = X) -> None:
     tv.axis(axis).parallelize(ptype)
 
 
+Outputs = TensorView | tuple[TensorView, ...]
+
+
 @dataclass(frozen=True)
 class Form:
     """A program for d ranks, what it means in float64, and what its steps transfer; () if it has
     none."""
 
-    define: Callable[[FusionDefinition, int], tuple[list[TensorView], TensorView]]
-    meaning: Callable[..., torch.Tensor]
+    define: Callable[[FusionDefinition, int], tuple[list[TensorView], Outputs]]
+    meaning: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
     shapes: Sequence[tuple[int, ...]]
     sent: tuple[str, ...] = ("recv", "send")
     dtype: torch.dtype = torch.float32
@@ -153,11 +157,16 @@ FORMS = {
 }
 
 
-def defined(form: Form, d: int) -> tuple[FusionDefinition, list[TensorView], TensorView]:
+def several(x: object) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def defined(form: Form, d: int) -> tuple[FusionDefinition, list[TensorView], Outputs]:
     with FusionDefinition() as fd:
-        tensors, y = form.define(fd, d)
-        fd.add_output(y)
-    return fd, tensors, y
+        tensors, outputs = form.define(fd, d)
+        for y in several(outputs):
+            fd.add_output(y)
+    return fd, tensors, outputs
 
 
 def run(
@@ -176,17 +185,17 @@ def run(
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         whole = [torch.randn(s, generator=generator).to(form.dtype) for s in form.shapes]
-        want = form.meaning(*(x.double() for x in whole))
+        wants = several(form.meaning(*(x.double() for x in whole)))
         mine = [multidevice.shard_tensor(x, tv) for x, tv in zip(whole, tensors, strict=True)]
         mine = [x.to(device or "cpu") for x in mine]
         if device is not None and seed % 3 == rank % 3:
             torch.cuda._sleep(1_000_000 * (seed % 5))  # ranks out of step
-        (got,) = fd.execute(mine, _enable_options=[*DESCRIBED, *options], _disable_options=disable)
-        (sharding,) = fd.fec.get_output_shardings()
-        axis = sharding.axis_sharded_on(X)
-        part = want if axis < 0 else want.chunk(d, axis)[rank]
-        atol, rtol = (1e-4, 1e-4) if form.dtype is torch.float32 else (0.5, 0.05)
-        torch.testing.assert_close(got.cpu().double(), part, atol=atol, rtol=rtol)
+        found = fd.execute(mine, _enable_options=[*DESCRIBED, *options], _disable_options=disable)
+        for got, want, sharding in zip(found, wants, fd.fec.get_output_shardings(), strict=True):
+            axis = sharding.axis_sharded_on(X)
+            part = want if axis < 0 else want.chunk(d, axis)[rank]
+            atol, rtol = (1e-4, 1e-4) if form.dtype is torch.float32 else (0.5, 0.05)
+            torch.testing.assert_close(got.cpu().double(), part, atol=atol, rtol=rtol)
     assert fault_of(fd, mine, rank) is None
     return fd.fec.host_program()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,15 @@ from fuser import DataType, FusionDefinition, TensorView, multidevice
 from fuser.errors import ProgramMismatchError, UnsupportedError
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import PROGRAMS
+from fuser.ir.nodes import MatmulOp
 from fuser.multidevice import Communicator, DeviceMesh, simulate
 from hostir import auto_overlap
 from hostir.auto_overlap import Candidate
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, walk
 from hostir.cross_rank import find_mismatches
 from hostir.findings import report
 from hostir.machine import Machine
+from hostir.ops import ForLoop
 from hostir.ranks import symbol_values
 from tests.frontend.overlapped import (
     DESCRIBED,
@@ -37,10 +39,13 @@ from tests.frontend.overlapped import (
     run,
     sent,
 )
+from tests.frontend.overlapped_gradients import GRADIENTS, gradients, of_square
 from tests.fuzz import sharded
 from tests.fuzz.product import Mode
 from tests.fuzz.ranks import run_ranks
 from tests.fuzz.runner import Case, define
+
+ALL = {**FORMS, **GRADIENTS}
 
 
 @pytest.fixture
@@ -60,21 +65,95 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ------------------------------------------------------------------ results
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("d", [2, 4])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ALL)
 def test_steps_equal_torch(name: str, d: int) -> None:
-    form = FORMS[name]
+    form = ALL[name]
     with simulate(d) as world:
         program = world.run(lambda: run(form, d, []))[0]
     assert sorted(sent(program)) == sorted(form.sent)
     assert has_loops(program)
 
 
+@pytest.fixture
+def forced(slow: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Whatever can run in steps does: in the form of a name where there is one, else the last."""
+    del slow
+    named = "the last"
+
+    def pick(candidates: Sequence[Candidate], transport: str, margin: float) -> Candidate:
+        del margin
+        fit = [c for c in candidates if c.seconds is not None and c.backend in ("", transport)]
+        return next((c for c in fit if c.form == named), fit[-1])
+
+    def name(form: str) -> None:
+        nonlocal named
+        named = form
+
+    monkeypatch.setattr(auto_overlap, "pick", pick)
+    monkeypatch.setattr(auto_overlap, "_hopeless", lambda *_: "")
+    return name
+
+
+# Rows that each of two ranks has: an odd number, one, none.
+@pytest.mark.parametrize("sizes", [(14, 13, 6), (2, 1, 2), (6, 5, 2), (0, 5, 2)])
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.usefixtures("forced")
+def test_gradients_of_odd_sizes(name: str, sizes: tuple[int, int, int]) -> None:
+    with simulate(2) as world:
+        program = world.run(lambda: run(gradients(*sizes)[name], 2, []))[0]
+    assert has_loops(program) or min(sizes) < 2
+
+
+@pytest.mark.parametrize("form", ["steps", "steps and a sum"])
+@pytest.mark.parametrize("late", ["all", "entry"])
+def test_a_matmul_that_sums_over_gathered_rows_may_take_steps_or_not(
+    form: str, late: str, forced: Callable[[str], None]
+) -> None:
+    forced(form)
+    options = [f"late_stream({late})"]
+    with simulate(4) as world:
+        program = world.run(lambda: run(GRADIENTS["both gradients"], 4, options))[0]
+    (loop,) = (op for op in walk(program.ops) if isinstance(op, ForLoop) and len(op.body) > 2)
+    matmuls = sum(isinstance(op, MatmulOp) for op in loop.body)
+    assert matmuls == (1 if form == "steps" else 2)
+
+
+@pytest.mark.usefixtures("slow")
+def test_ranks_that_sum_the_same_get_the_same_bits() -> None:
+    """Each begins with the block that it has, and adds all in the order of the blocks."""
+    form = GRADIENTS["weight gradient, all columns"]
+
+    def body() -> bytes:
+        fd, tensors, _ = defined(form, 4)
+        generator = torch.Generator().manual_seed(3)
+        whole = [torch.randn(s, generator=generator) for s in form.shapes]
+        mine = [multidevice.shard_tensor(x, t) for x, t in zip(whole, tensors, strict=True)]
+        (got,) = fd.execute(mine, _enable_options=DESCRIBED)
+        assert "ReduceScatter" not in fd.overlap_report(mine)
+        assert has_loops(fd.fec.host_program())
+        return got.numpy().tobytes()
+
+    with simulate(4) as world:
+        assert len(set(world.run(body))) == 1
+
+
+@pytest.mark.usefixtures("forced")
+def test_a_matmul_of_what_is_gathered_by_itself_waits_for_all_of_it() -> None:
+    form = Form(of_square, lambda x: x.T @ x, ((12, 5),))
+    with simulate(2) as world:
+        program = world.run(lambda: run(form, 2, []))[0]
+    assert sent(program) == ["Allgather"]
+
+
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("late", ["all", "entry", "0", "1"])
-@pytest.mark.parametrize("name", ["gather", "scatter", "allreduce", "mlp"])
+@pytest.mark.parametrize(
+    "name",
+    ["gather", "scatter", "allreduce", "mlp", "weight gradient", "both gradients", "beside others"],
+)
 def test_steps_equal_torch_however_late_streams_are(name: str, late: str) -> None:
     with simulate(4) as world:
-        assert has_loops(world.run(lambda: run(FORMS[name], 4, [f"late_stream({late})"]))[0])
+        assert has_loops(world.run(lambda: run(ALL[name], 4, [f"late_stream({late})"]))[0])
 
 
 @pytest.mark.usefixtures("slow")
@@ -113,9 +192,9 @@ def test_the_ranks_meet() -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ALL)
 def test_steps_under_mpirun(name: str, comm: Communicator) -> None:
-    assert has_loops(run(FORMS[name], comm.size(), []))
+    assert has_loops(run(ALL[name], comm.size(), []))
 
 
 # ------------------------------------------------------------------ when there are none

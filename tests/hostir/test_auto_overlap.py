@@ -72,6 +72,19 @@ def allreduce(fd: FusionDefinition, d: int) -> TensorView:
     return reduction(fd, d, to=None)
 
 
+def weight_gradient(fd: FusionDefinition, d: int) -> TensorView:
+    """g^T x: the sum over the rows, which are gathered."""
+    x, g = inputs_of(fd, d, 2, BF16)
+    rows = fd.ops.set(x)
+    y = fd.ops.matmul(fd.ops.permute(g, [1, 0]), rows)
+    cut(x, 0, d)
+    cut(g, 1, d)
+    for tv in (rows, y):
+        tv.set_device_mesh(DeviceMesh(range(d)))
+    cut(y, 0, d)
+    return y
+
+
 def layers(fd: FusionDefinition, d: int) -> TensorView:
     """Three equal ones: each gathers rows, and scatters them again."""
     x, *weights = inputs_of(fd, d, 7, BF16)
@@ -118,6 +131,8 @@ def decided(
 def _shapes(sizes: dict[str, int], count: int) -> list[tuple[int, int]]:
     m, k, n = sizes["m"], sizes["k"], sizes["n"]
     weights = [(n, k), (k, n)] * count
+    if "rows" in sizes:  # what is multiplied by x has as many
+        weights = [(m, n)]
     return [(m, k), *weights[: count - 1]]
 
 
@@ -135,6 +150,25 @@ def test_large_pairs_take_steps_by_peer_copies(build: Build, d: int) -> None:
     # Never less than the matmul alone, at 8e14 operations a second.
     assert 2 * 8192 * 8192 * 28672 / d / 8e14 < copies.seconds < 0.97 * as_it_is.seconds
     assert {getattr(op, "backend", PEER_COPIES) for op in program.started()} == {PEER_COPIES}
+
+
+def test_a_sum_over_gathered_rows_takes_steps_where_its_parts_cost_less() -> None:
+    """The parts of four ranks are written, and read by the sum: four times the result."""
+    square, flat = (
+        {"m": m, "k": 8192, "n": n, "rows": 1} for m, n in ((8192, 8192), (2048, 28672))
+    )
+    overlaps, values, program = decided(weight_gradient, 4, square)
+    (found,) = overlaps.decisions(values)
+    as_it_is, copies, _ = found.candidates
+    assert found.chosen is copies and copies.name == "steps and a sum, peer copies"
+    assert as_it_is.seconds and copies.seconds
+    # The matmul at 8e14 operations a second, then 5 times 2048 x 8192 numbers of 2 bytes.
+    least = 2 * 8192**3 / 4 / 8e14 + 5 * 2048 * 8192 * 2 / H200.memory_bandwidth
+    assert least < copies.seconds < 0.9 * as_it_is.seconds
+    assert {getattr(op, "backend", PEER_COPIES) for op in program.started()} == {PEER_COPIES}
+    overlaps, values, _ = decided(weight_gradient, 4, flat)
+    (found,) = overlaps.decisions(values)
+    assert not found.chosen.form and len(found.candidates) == 3
 
 
 def test_what_is_sent_is_computed_first() -> None:
