@@ -6,6 +6,7 @@
 #   fuzz    scripts/fuzz.py single and sharded on the GPUs: SINGLE_CASES and SHARDED_CASES from SEED
 #   streams scripts/fuzz.py streams on one GPU: STREAMS_CASES from SEED, a process per core
 #   overlap scripts/bench_streams.py, both ops, on 2 and 4 GPUs
+#   repeat  scripts/repeat_overlap.py on 2 and 4 GPUs: REPEATS of each form, in about REPEAT_S each
 #   compare scripts/compare.py with the checkout in .base
 #   cold    scripts/bench.py cold: a fresh process to the encoder layer's first result
 #   host    benchmarks/host_time.py: the host's time per call, on one rank and on 2 and 4
@@ -26,8 +27,8 @@ OUT="$(cd "$1" && pwd)"
 STEPS="${STEPS:-tests job bench}"
 for name in $STEPS; do
   case "$name" in
-    tests | job | bench | fuzz | streams | overlap | compare | cold | host) ;;
-    *) echo "STEPS: '$name' is none of: tests job bench fuzz streams overlap compare cold host" >&2
+    tests | job | bench | fuzz | streams | overlap | repeat | compare | cold | host) ;;
+    *) echo "STEPS: '$name' is none of: tests job bench fuzz streams overlap repeat compare cold host" >&2
       exit 2 ;;
   esac
 done
@@ -171,6 +172,16 @@ run_overlap() {
       OMP_NUM_THREADS=4 step "overlap, $op on $n GPUs" overlap.log "${OVERLAP_LIMIT_S:-200}" \
         "$result" "$MPIRUN" -np "$n" "$PY" scripts/bench_streams.py --op "$op" --json "$result"
     done
+  done
+}
+
+run_repeat() {
+  local limit="${REPEAT_S:-60}" n
+  for n in 2 4; do
+    [ "$n" -le "$GPUS" ] || continue
+    OMP_NUM_THREADS=4 step "overlap repeated on $n GPUs" overlap.log "$((limit + 60))" none \
+      "$MPIRUN" -np "$n" "$PY" scripts/repeat_overlap.py --device cuda \
+      --repeats "${REPEATS:-1000}" --seconds "$limit"
   done
 }
 
