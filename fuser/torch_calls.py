@@ -55,35 +55,21 @@ def lasting() -> Generator[None]:
         yield
 
 
-def class_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[object]], bool] | None:
-    """Return what tells whether inputs are tensors like these, in order: of the same Python class,
-    dtype, device, sizes, strides, laziness, and as much in need of a gradient.
+def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Return what tells whether its arguments are tensors like these, in order: of the same Python
+    class, dtype, device, sizes, strides, laziness, and as much in need of a gradient.
 
-    It may say no to some that are, and never yes to others. None where torch cannot tell at once.
+    It may say no to some that are, and never yes to others; of what is no tensor it may raise
+    anything. A nested tensor would end the process. None where torch cannot tell at once.
     """
     make = _private("_dynamo.guards.TensorGuards")
     if make is None or not tensors:
         return None
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     try:
-        found = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        are_alike: Callable[..., bool] = found.check
+        return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except (TypeError, AttributeError):  # another torch's
         return None
-
-    def check(inputs: Sequence[Any]) -> bool:
-        try:
-            for v in inputs:
-                # Of which it would ask for strides, and end the process.
-                if v.is_nested:
-                    return False
-            return are_alike(*inputs)
-        except (
-            Exception
-        ):  # another number of inputs, or what is no tensor, which may raise anything
-            return False
-
-    return check
 
 
 def elsewhere(device: torch.device) -> Callable[[], bool] | None:

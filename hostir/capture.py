@@ -44,6 +44,11 @@ MAX_MISSES = 512
 _NUMBERS = count(FIRST_GRAPH)
 
 
+def gains_nothing(steps: int) -> str:
+    """Return why a run of so many steps is not captured, "" where a graph would be faster."""
+    return f"{steps} step(s) gain nothing by it" if steps < MIN_STEPS else ""
+
+
 class _Refused(Exception):
     """Why a plan is not captured."""
 
@@ -225,8 +230,8 @@ class Replays:
                 return False
         else:
             self._misses = 0
-            for backend, calls in zip(self._counting, self._calls, strict=True):
-                backend.enter_again(calls)
+            if backends:
+                backends[0].enter_again(self._calls[0])
         self._update(captured, slots)
         captured.graph.launch(stream)
         for view in self._views:
@@ -349,8 +354,6 @@ class Replays:
         with lasting():
             actions = [step.bind(binding) for step, _ in plan.steps]
         self._actions = [a for a in actions if a is not None]
-        if len(self._actions) < MIN_STEPS:
-            raise _Refused(f"{len(self._actions)} step(s) gain nothing by it")
         if len(binding.kernels) < len(self._actions):
             self._choices = arithmetic_choices()
         self._binding = binding

@@ -32,6 +32,7 @@ from fuser.ir.tensor import TensorView
 from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
+from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Arenas
 from hostir.bind import Argument, InputBinder, Values
 from hostir.container import (
@@ -49,7 +50,6 @@ from hostir.job import check_devices, check_grouped
 from hostir.known import Known
 from hostir.layout import parts
 from hostir.lower_params import check_number_of_streams
-from hostir.memory import OutOfMemoryError
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Body, Updates
 from hostir.plan import Plan
@@ -240,24 +240,24 @@ class HostIrEvaluator:
 
     def know(self, inputs: Sequence[Argument]) -> Known:
         """Return what `run_known` remembers inputs of one signature by."""
-        return Known(Contents(self.program.inputs, inputs), self._forget)
+        return Known(Contents(self.program.inputs, inputs, VECTOR_BYTES), self._forget)
 
     def run_known(
         self,
         known: Known,
         inputs: Sequence[Argument],
-        bits: int | None = None,
+        places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
         """Like `run`, for inputs of a signature that is known.
 
-        `bits` is what their `Contents.check` returned, None before the first run; `are_apart` is
+        `places` is what their `Contents.check` returned, None before the first run; `are_apart` is
         what the method of this name returned, where the caller has asked it.
         """
-        plan = None if bits is None else known.plan(inputs, bits)
+        plan = None if places is None else known.plans.get(places)
         # Entering and leaving no_grad costs a tenth of a small program.
         if plan is not None and self._updates is None and not plan.records:
-            return self._replay(plan, inputs)
+            return plan.run(inputs)
         with torch.no_grad():
             if self.are_apart(inputs, known) if are_apart is None else are_apart:
                 return self._run(inputs, known, plan)
@@ -305,26 +305,12 @@ class HostIrEvaluator:
         """Return the stream on which this thread would go on: a name on the CPU."""
         return self._streams_of(torch_device(device)).current()
 
-    def _replay(self, plan: Plan, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        entry = None if plan.streams is None else plan.streams.current()
-        try:
-            if plan.is_elsewhere is None or not plan.is_elsewhere():
-                return plan.run(inputs)
-            with on_device(plan.device):
-                return plan.run(inputs)
-        except BaseException as error:
-            if plan.streams is not None:
-                plan.streams.enter(entry)
-            if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, FuserError):
-                raise OutOfMemoryError(f"a later run of a program: {error}") from error
-            raise
-
     def _run(
         self, inputs: Sequence[Argument], known: Known, plan: Plan | None
     ) -> list[torch.Tensor]:
         plan = plan or known.recall(inputs)
         if plan is not None:
-            return self._replay(plan, inputs)
+            return plan.run(inputs)
         plan = known.take(inputs)
         if plan is not None:
             return self._first_replay(plan, inputs, known)
@@ -355,7 +341,7 @@ class HostIrEvaluator:
             raise
         except RuntimeError:
             return self._walk(self._frame(list(inputs)), None)
-        outputs = self._replay(plan, inputs)
+        outputs = plan.run(inputs)
         known.keep(inputs, plan)
         return outputs
 

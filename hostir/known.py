@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from fuser.ir.binding import Argument, Contents
 from fuser.recent import Recent
-from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.plan import Plan
 
 # Places in a vector of memory of the tensors of one signature.
@@ -17,7 +16,7 @@ class Known:
     """What is remembered of inputs of one signature: what each call must check, and their plans.
 
     A plan relies on where in a vector of memory each tensor begins, which no signature tells: there
-    is one for each such place that came.
+    is one for the places (`Contents`) that came.
     """
 
     def __init__(self, contents: Contents, forget: Callable[[Plan], None]) -> None:
@@ -27,33 +26,23 @@ class Known:
         self._new: dict[tuple[int, ...], Plan] = {}
         self._forget = forget
 
-    def plan(self, inputs: Sequence[Argument], bits: int) -> Plan | None:
-        """Return the plan of these inputs, if it was used lately; `bits` are set in addresses."""
-        if bits & VECTOR_BYTES - 1:
-            return self.plans.get(self.contents.offsets(inputs, VECTOR_BYTES))
-        return self.plans.get(())
-
     def recall(self, inputs: Sequence[Argument]) -> Plan | None:
         """Return the plan of these inputs, None for the first of their kind."""
-        return self.plans.recall(self._places(inputs)) if self.plans.size() else None
+        return self.plans.recall(self.contents.places(inputs)) if self.plans.size() else None
 
     def keep(self, inputs: Sequence[Argument], plan: Plan) -> None:
         """Remember the plan of these inputs."""
-        self.plans[self._places(inputs)] = plan
+        self.plans[self.contents.places(inputs)] = plan
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
         """Remember the plan of these inputs for their first run."""
-        self._new[self._places(inputs)] = plan
+        self._new[self.contents.places(inputs)] = plan
 
     def take(self, inputs: Sequence[Argument]) -> Plan | None:
         """Return the plan that was made for the first run of these inputs, if there is one."""
-        return self._new.pop(self._places(inputs), None) if self._new else None
+        return self._new.pop(self.contents.places(inputs), None) if self._new else None
 
     def forget(self) -> None:
         """Let go of what the plans are bound to."""
         for plan in self.plans.values():
             self._forget(plan)
-
-    def _places(self, inputs: Sequence[Argument]) -> tuple[int, ...]:
-        places = self.contents.offsets(inputs, VECTOR_BYTES)
-        return places if any(places) else ()

@@ -13,10 +13,10 @@ from fuser.ir.core import Op
 from fuser.runtime.graphs import USERS
 from hostir.arena import Arena, Arenas, Block, views_of
 from hostir.bind import Argument
-from hostir.capture import Replays
-from hostir.memory import op_failed
+from hostir.capture import Replays, gains_nothing
+from hostir.memory import OutOfMemoryError, op_failed
 from hostir.steps import Binding, Closure, Slots, Step
-from hostir.streams import Streams
+from hostir.streams import Streams, on_device
 from multidevice.backends.captured import STEP_BY_STEP, Vote
 from multidevice.backends.protocol import Backend
 
@@ -34,8 +34,12 @@ class BoundPlan:
     # Which op each closure carries out.
     ops: tuple[Op | None, ...]
     kept: list[object]
-    # None where no graph can repeat the plan.
+    # None where no graph can repeat the plan, or none would be faster.
     replays: Replays | None
+
+    def op(self, closure: Closure) -> Op | None:
+        """Return which op a closure carries out."""
+        return self.ops[self.closures.index(closure)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +88,7 @@ class Plan:
                 ops.append(op)
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
         # A graph cannot be launched into one that the caller captures.
-        is_repeated = not self.why_not and not arena.is_captured
+        is_repeated = not (self.why_not or arena.is_captured or gains_nothing(len(closures)))
         replays = Replays(self, memory, arena) if is_repeated else None
         makes = tuple(self.made.values())
         return BoundPlan(makes, tuple(closures), rest, tuple(ops), binding.kept, replays)
@@ -93,8 +97,12 @@ class Plan:
         """Return, for each stream on which it has run, what is captured, or why nothing is."""
         if self.why_not:
             return [f"not captured: {self.why_not}"]
-        found = (bound.replays for bound in self.arenas.bound(self))
-        return [replays.describe() for replays in found if replays is not None]
+        return [
+            f"not captured: {gains_nothing(len(bound.closures))}"
+            if bound.replays is None
+            else bound.replays.describe()
+            for bound in self.arenas.bound(self)
+        ]
 
     def reserve(self) -> None:
         """Make sure of the memory of the intermediates before the first run.
@@ -113,16 +121,18 @@ class Plan:
 
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
-        stream = self.current_stream()
-        if get_ident() not in USERS.known:
-            USERS.enter()
-        arena = self.arenas.take(stream)
-        bound = arena.bound.get(self)
-        if bound is None:
-            bound = arena.bind(self)
-        slots: Slots = [*inputs, *bound.rest]
-        step = None
+        if self.is_elsewhere is not None and self.is_elsewhere():
+            with on_device(self.device):
+                return self.run(inputs)
+        entry = None if self.streams is None else self.streams.current()
+        bound = step = None
         try:
+            stream = self.current_stream()
+            if get_ident() not in USERS.known:
+                USERS.enter()
+            arena = self.arenas.take(stream)
+            bound = arena.bound.get(self) or arena.bind(self)
+            slots: Slots = [*inputs, *bound.rest]
             for make in bound.makes:
                 make(slots)
             replays = bound.replays
@@ -131,12 +141,24 @@ class Plan:
             if replays is None or not replays.run(slots, stream):
                 for step in bound.closures:
                     step(slots)
-        except FuserError:
-            raise
-        except Exception as error:
-            op = None if step is None else bound.ops[bound.closures.index(step)]
-            if op is None:
+        except BaseException as error:
+            if self.streams is not None:
+                self.streams.enter(entry)
+            op = None if bound is None or step is None else bound.op(step)
+            explained = _explained(error, op)
+            if explained is error:
                 raise
-            raise op_failed(op, error) from error
+            raise explained from error
         self.arenas.give(arena)
         return [slots[i] for i in self.outputs]
+
+
+def _explained(error: BaseException, op: Op | None) -> BaseException:
+    """Return an error of a run as the caller is to see it; `op` is the one that was carried out."""
+    if isinstance(error, FuserError) or not isinstance(error, Exception):
+        return error
+    if op is not None:
+        return op_failed(op, error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemoryError(f"a later run of a program: {error}")
+    return error

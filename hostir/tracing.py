@@ -272,11 +272,11 @@ class _Runs:
         """Return the same of runs as they are without a trace, and which CUDA graphs these use."""
         evaluator, inputs = self._evaluator, self._inputs
         known = evaluator.know(inputs)
-        bits: list[int | None] = [None]
+        places: list[tuple[int, ...] | None] = [None]
 
         def run() -> None:
-            self.outputs = evaluator.run_known(known, inputs, bits[0])
-            bits[0] = known.contents.check(inputs)
+            self.outputs = evaluator.run_known(known, inputs, places[0])
+            places[0] = known.contents.check(inputs)
 
         try:
             for _ in range(warm_up + RUNS_BEFORE + 2):

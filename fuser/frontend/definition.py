@@ -179,12 +179,20 @@ class FusionDefinition:
         cache = self.__dict__.get("fec")
         if cache is not None and save_repro_inputs is False:
             return cache.execute(inputs, device, _enable_options, _disable_options)
+        given = inputs, device, _enable_options, _disable_options
+        return self._execute_first(*given, save_repro_inputs=save_repro_inputs)
+
+    def _execute_first(
+        self,
+        *given: Any,
+        save_repro_inputs: bool,
+    ) -> list[torch.Tensor]:
+        """Run what has not run yet, or cannot: what is wrong here is an error on all ranks."""
 
         def prepare() -> Prepared[list[torch.Tensor]]:
             if save_repro_inputs is not False:
                 raise UnsupportedError("execute: save_repro_inputs is not supported yet")
-            cache = self._executor_cache()
-            return cache.prepare(inputs, device, _enable_options, _disable_options)
+            return self._executor_cache().prepare(*given)
 
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 

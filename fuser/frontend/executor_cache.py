@@ -11,8 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
@@ -30,7 +30,7 @@ from fuser.option_names import EFFECTS
 from fuser.options import Settings
 from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
-from fuser.torch_calls import class_check
+from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
@@ -69,6 +69,11 @@ class BoundProgram:
     overlaps: Overlaps | NoOverlap
 
 
+def _sees_nothing(inputs: Iterable[Any]) -> None:
+    """What sees no inputs at a glance."""
+    del inputs
+
+
 @dataclass(eq=False)
 class Call:
     """What is known of calls with inputs of one signature."""
@@ -80,10 +85,15 @@ class Call:
     # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
     is_lazy: bool
     known: Known
-    # Whether inputs are like these at a glance; None where there is no such glance, and before the
-    # second call: many sizes come once.
-    fits: Callable[[Sequence[object]], bool] | None = None
+    # `Contents.glance`; it sees nothing before the second call: many sizes come once.
+    glance: Callable[[Iterable[Any]], tuple[int, ...] | None] = _sees_nothing
     has_come_again: bool = False
+
+    def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
+        """Return what `FusionExecutorCache.prepare` does, for inputs that the glance has seen."""
+        evaluator, known = self.bound.evaluator, self.known
+        are_apart = evaluator.are_apart(inputs, known)
+        return self.claim, (), partial(evaluator.run_known, known, inputs, places, are_apart)
 
 
 class FusionExecutorCache:
@@ -155,18 +165,27 @@ class FusionExecutorCache:
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
         communicator = Communicator.instance()
-        if self.devices:
-            return run_agreed(
-                communicator,
-                self.devices,
-                lambda: self.prepare(inputs, device, _enable_options, _disable_options),
-            )
-        call, given, bits = self._find(
-            communicator, inputs, device, _enable_options, _disable_options
-        )
-        if call is self._ran and not call.is_lazy:
-            return call.bound.evaluator.run_known(call.known, given, bits)
-        return self._run(call, given, bits)
+        call, places = self._latest, None
+        if (
+            call is not None
+            and call is self._ran
+            and call.communicator is communicator
+            and device is None
+            and _enable_options is options.NONE
+            and _disable_options is options.NONE
+            and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+        ):
+            places = call.glance(inputs)
+        if call is None or places is None:
+            if not self.devices:
+                found = self._find(communicator, inputs, device, _enable_options, _disable_options)
+                return self._run(*found)
+            prepare = partial(self.prepare, inputs, device, _enable_options, _disable_options)
+        elif not self.devices:
+            return call.bound.evaluator.run_known(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
+        else:
+            prepare = partial(call.prepare, inputs, places)
+        return run_agreed(communicator, self.devices, prepare)
 
     def prepare(
         self,
@@ -177,12 +196,12 @@ class FusionExecutorCache:
     ) -> Prepared[list[torch.Tensor]]:
         """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
         communicator = Communicator.instance()
-        call, given, bits = self._find(
+        call, given, places = self._find(
             communicator, inputs, device, _enable_options, _disable_options
         )
         are_apart = call.bound.evaluator.are_apart(given, call.known)
         numbers = tuple(given[i] for i in self._numbers)
-        return call.claim, numbers, lambda: self._run(call, given, bits, are_apart)
+        return call.claim, numbers, partial(self._run, call, given, places, are_apart)
 
     def prepare_trace(
         self,
@@ -219,44 +238,29 @@ class FusionExecutorCache:
         device: int | str | torch.device | None,
         enable: Sequence[str],
         disable: Sequence[str],
-    ) -> tuple[Call, Sequence[Argument], int | None]:
-        """Return what is known of calls like this one, its flat inputs, and the bits that are set
-        in their addresses (None for the first call)."""
-        call = self._latest
-        has_tangents = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
-        is_plain = device is None and enable is options.NONE and disable is options.NONE
-        if (
-            is_plain
-            and not has_tangents
-            and call is not None
-            and call.communicator is communicator
-            and call.fits is not None
-            and type(inputs) in (list, tuple)
-            and call.fits(inputs)  # pyright: ignore[reportArgumentType]
-        ):
-            return call, inputs, call.contents.check(inputs)  # pyright: ignore
+    ) -> tuple[Call, Sequence[Argument], tuple[int, ...] | None]:
+        """Return what is known of calls like this one, its flat inputs, and their places (None for
+        the first call)."""
         given: Sequence[Argument] = flatten(inputs)
-        if has_tangents:
+        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             given = self._without_tangents(given)
-        settings = self._settings
-        if enable is not options.NONE or disable is not options.NONE:
-            settings = options.settings(enable, disable)
+        is_plain = enable is options.NONE and disable is options.NONE
+        settings = self._settings if is_plain else options.settings(enable, disable)
         where = None if device is None else device_of(given, device)
         key = (communicator, settings, where, signature_of(given, self._free))
-        call, bits = self._by_signature.get(key), None
+        call, places = self._by_signature.get(key), None
         if call is None:
             call = self._by_signature.recall(key)
         if call is not None:
-            bits = call.contents.check(given)
+            places = call.contents.check(given)
             if not call.has_come_again:
                 call.has_come_again = True
-                tensors = [v for v in given if isinstance(v, torch.Tensor)]
-                call.fits = class_check(tensors) if len(tensors) == len(given) else None
+                call.glance = (not call.is_lazy and call.contents.glance(given)) or _sees_nothing
         else:
             self._warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
-        self._latest = call if is_plain else None
-        return call, given, bits
+        self._latest = call if is_plain and device is None else None
+        return call, given, places
 
     def _learn(
         self,
@@ -269,14 +273,16 @@ class FusionExecutorCache:
         resolved = self._resolved(inputs)
         bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
         is_lazy = resolved is not inputs
-        contents = Contents(self._fusion.inputs, inputs) if is_lazy else known.contents
+        contents = known.contents
+        if is_lazy:
+            contents = Contents(self._fusion.inputs, inputs, VECTOR_BYTES)
         return Call(communicator, bound, claim, contents, is_lazy, known)
 
     def _run(
         self,
         call: Call,
         inputs: Sequence[Argument],
-        bits: int | None,
+        places: tuple[int, ...] | None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
         if call is not self._ran:
@@ -284,8 +290,8 @@ class FusionExecutorCache:
             self._recent[call.communicator] = call.bound
         if call.is_lazy:
             inputs = self._resolved(inputs)
-            bits = None if bits is None else call.known.contents.check(inputs)
-        return call.bound.evaluator.run_known(call.known, inputs, bits, are_apart)
+            places = None if places is None else call.known.contents.check(inputs)
+        return call.bound.evaluator.run_known(call.known, inputs, places, are_apart)
 
     def _resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
         """Return the inputs with lazy negative views computed; kernels read by address.

@@ -17,6 +17,7 @@ from fuser.ir.dtypes import misfit
 from fuser.ir.scalar import Const, Number, Scalar, Symbol, evaluate, symbols
 from fuser.ir.tensor import TensorView
 from fuser.record import record
+from fuser.torch_calls import class_check
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
@@ -347,18 +348,25 @@ def _span_nbytes(tensor: torch.Tensor) -> int:
 
 
 class Contents:
-    """What each call must check although its signature is known: memory and numbers."""
+    """What each call must check although its signature is known: memory and numbers.
 
-    def __init__(self, declared: Sequence[object], arguments: Sequence[object]) -> None:
+    It tells the *places* of the tensors: where each of those with elements begins between two
+    multiples of `nbytes`, a power of two; () where all begin at one.
+    """
+
+    def __init__(
+        self, declared: Sequence[object], arguments: Sequence[object], nbytes: int
+    ) -> None:
         self._tensors = [
             (i, _span_nbytes(v), v.element_size())
             for i, v in enumerate(arguments)
             if isinstance(v, torch.Tensor) and v.numel()
         ]
         self._numbers = [(i, d) for i, d in enumerate(declared) if isinstance(d, Scalar)]
+        self._between = nbytes - 1
 
-    def check(self, arguments: Sequence[Any]) -> int:
-        """Return all bits that are set in the address of some tensor with elements.
+    def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """Return the places of the tensors.
 
         Raises `InputError` for a storage that is too small now, or a number out of range.
         """
@@ -375,8 +383,44 @@ class Contents:
             problem = misfit(arguments[i], declared.dtype)
             if problem:
                 raise InputError(f"Expected input {i}, {declared}, to fit its dtype, but {problem}")
-        return bits
+        return self.places(arguments) if bits & self._between else ()
 
-    def offsets(self, arguments: Sequence[Any], nbytes: int) -> tuple[int, ...]:
-        """Return where the tensors with elements begin between two multiples of `nbytes`."""
-        return tuple(arguments[i].data_ptr() % nbytes for i, _, _ in self._tensors)
+    def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """Return the places of the tensors, without a check."""
+        found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
+        return found if any(found) else ()
+
+    def glance(
+        self, arguments: Sequence[object]
+    ) -> Callable[[Iterable[Any]], tuple[int, ...] | None] | None:
+        """Return what gives the places of arguments like these, and None for others, or where
+        `check` would raise; None where there is no such glance: it sees tensors with elements."""
+        tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
+        are_alike = class_check(tensors)
+        if are_alike is None or not len(self._tensors) == len(tensors) == len(arguments):
+            return None
+        spans = [(nbytes, itemsize) for _, nbytes, itemsize in self._tensors]
+        between, places = self._between, self.places
+
+        def look(given: Iterable[Any]) -> tuple[int, ...] | None:
+            if type(given) is not list and type(given) is not tuple:
+                return None
+            i = bits = 0
+            try:
+                for v in given:
+                    nbytes, itemsize = spans[i]
+                    i += 1
+                    # Of a nested one, torch would ask for strides, and end the process.
+                    if (
+                        v.is_nested
+                        or v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize
+                    ):
+                        return None
+                    bits |= v.data_ptr()
+                if not are_alike(*given):
+                    return None
+            except Exception:  # of what is no tensor, which may raise anything
+                return None
+            return places(given) if bits & between else ()
+
+        return look
