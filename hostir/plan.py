@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import get_ident
 
 import torch
 
@@ -128,7 +127,7 @@ class Plan:
         bound = step = None
         try:
             stream = self.current_stream()
-            if get_ident() not in USERS.known:
+            if not USERS.here.is_known:
                 USERS.enter()
             arena = self.arenas.take(stream)
             bound = arena.bound.get(self) or arena.bind(self)

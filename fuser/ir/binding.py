@@ -347,6 +347,9 @@ def _span_nbytes(tensor: torch.Tensor) -> int:
     return span * tensor.element_size()
 
 
+_LISTS = frozenset((list, tuple))
+
+
 class Contents:
     """What each call must check although its signature is known: memory and numbers.
 
@@ -390,35 +393,31 @@ class Contents:
         found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
         return found if any(found) else ()
 
-    def glance(
-        self, arguments: Sequence[object]
-    ) -> Callable[[Iterable[Any]], tuple[int, ...] | None] | None:
+    def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
         """Return what gives the places of arguments like these, and None for others, or where
-        `check` would raise; None where there is no such glance: it sees tensors with elements."""
+        `check` would raise; None where there is no such glance: it sees tensors alone."""
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)
-        if are_alike is None or not len(self._tensors) == len(tensors) == len(arguments):
+        if are_alike is None or len(tensors) < len(arguments):
             return None
-        spans = [(nbytes, itemsize) for _, nbytes, itemsize in self._tensors]
-        between, places = self._between, self.places
+        rows, between, places = self._tensors, self._between, self.places
 
-        def look(given: Iterable[Any]) -> tuple[int, ...] | None:
-            if type(given) is not list and type(given) is not tuple:
+        def look(given: Any) -> tuple[int, ...] | None:
+            if type(given) not in _LISTS:
                 return None
-            i = bits = 0
+            bits = 0
             try:
                 for v in given:
-                    nbytes, itemsize = spans[i]
-                    i += 1
-                    # Of a nested one, torch would ask for strides, and end the process.
-                    if (
-                        v.is_nested
-                        or v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize
-                    ):
+                    # Of which it would ask for strides, and end the process.
+                    if v.is_nested:
                         return None
-                    bits |= v.data_ptr()
                 if not are_alike(*given):
                     return None
+                for i, nbytes, itemsize in rows:
+                    v = given[i]
+                    if v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize:
+                        return None
+                    bits |= v.data_ptr()
             except Exception:  # of what is no tensor, which may raise anything
                 return None
             return places(given) if bits & between else ()

@@ -10,6 +10,7 @@ meanwhile, the driver would give it an error, and end the capture.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,18 +60,28 @@ class GraphMaker(Protocol):
         ...
 
 
+class _Here(threading.local):
+    """What this thread knows of itself."""
+
+    is_known = False
+
+
 class Users:
     """The threads that run programs."""
 
     def __init__(self) -> None:
-        # By their number; those that have ended stay until somebody captures.
-        self.known: set[int] = set()
+        # Threads, not their numbers: the number of one that has ended is given to another.
+        self._known: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = make_lock()
+        self.here = _Here()
 
     def enter(self) -> None:
-        """Notes this thread, once nobody captures."""
+        """Notes this thread, once nobody captures; `here.is_known` says that it is noted."""
         with self._lock:
-            self.known.add(threading.get_ident())
+            for thread in threading.enumerate():
+                if thread.ident == threading.get_ident():
+                    self._known.add(thread)
+                    self.here.is_known = True
 
     @contextmanager
     def alone(self) -> Generator[list[str]]:
@@ -81,9 +92,8 @@ class Users:
             # One of torch's, which computes gradients for a thread that waits for them.
             mine.add(threading.main_thread().ident or 0)
         with self._lock:
-            alive = {thread.ident: thread.name for thread in threading.enumerate()}
-            self.known &= {*alive, *mine}
-            yield [name for i, name in alive.items() if i in self.known and i not in mine]
+            others = (t for t in threading.enumerate() if t.ident not in mine)
+            yield [thread.name for thread in others if thread in self._known]
 
 
 USERS = Users()

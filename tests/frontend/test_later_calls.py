@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -44,6 +45,46 @@ def test_tensors_that_kernels_cannot_read(make: Callable[[], torch.Tensor]) -> N
             fd.execute([make()])
     x = torch.randn(2, 3)
     assert torch.equal(fd.execute([x])[0], x * 2)
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.randn(3), torch.randn(3)])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: [short()],
+        lambda: [short_behind_an_offset()],
+        lambda: [fake()],
+        lambda: [nested()],
+        lambda: [torch.randn(2, 3), nested()],
+        lambda: [torch.randn(2, 3)] * 2,
+        list,
+        lambda: [2.0],
+        lambda: torch.randn(2, 3),
+        lambda: [torch.randn(2, 3, dtype=torch.float64)],
+    ],
+)
+def test_what_is_known_at_a_glance_is_still_looked_at(given: Callable[[], list[object]]) -> None:
+    """After the second call of a kind, inputs are compared in one go."""
+    fd, x = doubled(), torch.randn(2, 3)
+    for _ in range(2):
+        fd.execute([x])
+    for _ in range(2):
+        with pytest.raises(InputError):
+            fd.execute(given())
+        assert torch.equal(fd.execute([x])[0], x * 2)
+        assert torch.equal(fd.execute(iter([x]))[0], x * 2)
+
+
+def test_a_view_between_two_vectors_has_a_kernel_of_its_own() -> None:
+    fd, x = doubled(), torch.randn(20)
+    for shift in (0, 1, 0, 2, 1, 0):
+        for _ in range(3):
+            view = x[shift : shift + 6].view(2, 3)
+            assert torch.equal(fd.execute([view])[0], view * 2)
 
 
 @pytest.mark.parametrize("device", ["abc", -1, 300, 1.5, [1], "meta", "cuda:99"])

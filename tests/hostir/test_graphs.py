@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
@@ -153,6 +154,31 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
     with multidevice.simulate(2) as world:
         assert world.run(run) == [ENOUGH, ENOUGH]
     assert made, "nothing was captured"
+
+
+def test_a_thread_is_no_user_for_having_the_number_of_one(made: list[CpuGraphs]) -> None:
+    """Numbers of threads that have ended are given to others."""
+    case = CASES["layers"]
+
+    def use() -> int:
+        defined(case).execute(case.make(CPU))
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(1) as pool:
+        number = pool.submit(use).result()
+    may_end = threading.Event()
+    idle: list[threading.Thread] = []
+    while not any(thread.ident == number for thread in idle) and len(idle) < 50:
+        idle.append(threading.Thread(target=may_end.wait))
+        idle[-1].start()
+    try:
+        assert any(thread.ident == number for thread in idle), "no number came again"
+        fd = defined(case)
+        assert any(line.startswith("captured: ") for line in repeat(fd, case, CPU))
+    finally:
+        may_end.set()
+        for thread in idle:
+            thread.join()
 
 
 def test_nothing_is_captured_while_another_thread_runs_programs(made: list[CpuGraphs]) -> None:
