@@ -26,9 +26,11 @@ from fuser.recent import Recent
 from fuser.runtime.graphs import USERS, Graph, GraphMaker
 from fuser.torch_calls import arithmetic_choices, lasting
 from hostir.steps import Binding, BoundKernel, Closure, Slots
+from hostir.transfers import P2PCommunication
 from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
 
 if TYPE_CHECKING:
+    from fuser.ir.core import Op
     from hostir.arena import Arena
     from hostir.plan import Plan
 
@@ -352,12 +354,25 @@ class Replays:
         plan, memory = self._plan, dict(self._memory)
         binding = CaptureBinding(plan.device, maker.stream, memory, maker=maker)
         with lasting():
-            actions = [step.bind(binding) for step, _ in plan.steps]
-        self._actions = [a for a in actions if a is not None]
+            actions = [(step.bind(binding), op) for step, op in plan.steps]
+        self._actions = [self._after_flags(a, op) for a, op in actions if a is not None]
         if len(binding.kernels) < len(self._actions):
             self._choices = arithmetic_choices()
         self._binding = binding
         return binding
+
+    def _after_flags(self, action: Closure, op: Op | None) -> Closure:
+        """Let nothing but further transfers come between a transfer and its flags."""
+        flushes = [backend.flush for backend in self._plan.backends]
+        if not flushes or isinstance(op, P2PCommunication):
+            return action
+
+        def after_flags(slots: Slots) -> None:
+            for flush in flushes:
+                flush()
+            action(slots)
+
+        return after_flags
 
     def _understand(self, binding: CaptureBinding, watched: _Watched) -> None:
         """Tell which tensors of a run a graph can find in other places."""

@@ -149,12 +149,8 @@ class StepTransfers(StepParts):
                     backend=backend,
                 ),
             )
-        params = self._lowering.params
-        # One copy after another comes as early as it can; side by side, all come as late as the
-        # last.
-        in_turn = is_ring and backend == PEER_COPIES and not params.standalone
-        if in_turn or params.inter_stream_synchronization:
-            self._let_next_stream_wait()
+        if self._lowering.params.inter_stream_synchronization:
+            self._steps.append(self._next_stream_waits())
 
     def _receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
@@ -170,7 +166,10 @@ class StepTransfers(StepParts):
         if out.ndim < inp.ndim:
             own = self._element(inp, self._axis_of(op).position, copied)
         copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
-        self._pass_on(op, inp, out, to=to, source=source, own=copied)
+        # One copy after another comes as early as it can; side by side, all come as late as the
+        # last.
+        after = [self._next_stream_waits()] if self._is_in_turn else []
+        self._pass_on(op, inp, out, to=to, source=source, own=copied, after=after)
 
     def _exchange(self, op: nodes.Reshard) -> None:
         """Send what this step has computed to the device that it is for, and receive from another
@@ -205,6 +204,9 @@ class StepTransfers(StepParts):
             if drops[0]:
                 theirs = self._element(theirs, target - (drops[1] and source < target), copied)
         copied.append(nodes.LoadStoreOp(theirs, mine).replace(where=op.where))
+        if self._is_in_turn:
+            # The first block is there early only if it does not share the device with the others.
+            self._steps.append(self._next_stream_waits())
         self._pass_on(op, inp, received, to=owner, source=sender, own=copied)
 
     def _pass_on(
@@ -216,9 +218,10 @@ class StepTransfers(StepParts):
         to: Scalar,
         source: Scalar,
         own: Sequence[Op],
+        after: Sequence[Op] = (),
     ) -> None:
-        """Send `inp` to one member of the team and receive `out` from another; `own` is what is
-        done where that is this rank. Members are coordinates."""
+        """Send `inp` to one member of the team and receive `out` from another, and carry out
+        `after`; `own` is what is done where that is this rank. Members are coordinates."""
         team = team_of(op)
         (ptype,) = team.ptypes
         number, backend = self._lowering.next_number, self._lowering.step_backend
@@ -234,15 +237,22 @@ class StepTransfers(StepParts):
         is_own = sc.eq(to, coordinate(team.mesh, ptype))
         if backend == PEER_COPIES:
             # The receiver copies: nothing of this step waits for the one that copies from here.
-            ring = ShareMemHandles((out, inp)), send, recv, Wait(number=received)
+            ring = ShareMemHandles((out, inp)), send, recv, Wait(number=received), *after
             self._last.append(IfThenElse(is_own, then=(), orelse=(Wait(number=sent),)))
         else:
             both = number()
-            ring = StartCoalescing(), recv, send, EndCoalescing(number=both), Wait(number=both)
+            group = StartCoalescing(), recv, send, EndCoalescing(number=both)
+            ring = *group, Wait(number=both), *after
         self._steps.append(IfThenElse(is_own, then=tuple(own), orelse=ring))
 
-    def _let_next_stream_wait(self) -> None:
-        """Keep the next step's work from overtaking this step's transfer."""
+    @property
+    def _is_in_turn(self) -> bool:
+        """Whether the next step's transfer, or what it transfers, waits for this step's."""
+        params = self._lowering.params
+        return self._lowering.step_backend == PEER_COPIES and not params.standalone
+
+    def _next_stream_waits(self) -> Op:
+        """Return what keeps the next step's work from overtaking what is on this stream so far."""
         following, mine = sc.add(self._index, 1), self._stream
         streams = NUMBER_OF_STREAMS if self._shares_streams else self._count
         ordered = (
@@ -250,7 +260,7 @@ class StepTransfers(StepParts):
             Synchronize(stream=mine),
             SetCurrentStream(stream=mine),
         )
-        self._steps.append(IfThenElse(sc.lt(following, streams), then=ordered))
+        return IfThenElse(sc.lt(following, streams), then=ordered)
 
     def _start(self, op: Op, make: Callable[[int], Op]) -> None:
         number = self._lowering.next_number()

@@ -96,6 +96,9 @@ class Captured:
         del stream
         return nullcontext([])
 
+    def flush(self) -> None:
+        """Enqueues what was put off in a capture, to go together with what might have followed."""
+
     def start_over(self, team: Team) -> None:
         """Makes up for a capture that members of a team have begun and not ended; collective."""
         del team

@@ -29,6 +29,7 @@ from multidevice.backends.base import (
     stream_handle,
     transfer_key,
 )
+from multidevice.backends.ipc_memory import IpcMemory
 from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.nccl_binding import (
     DTYPES,
@@ -39,7 +40,6 @@ from multidevice.backends.nccl_binding import (
     load_binding,
 )
 from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES, AllreduceKernels
-from multidevice.backends.peer_cuda import IpcMemory
 from multidevice.backends.protocol import Post, PostBatch, Team, Work
 from multidevice.control import Control
 from multidevice.waiting import Need, team_text

@@ -7,29 +7,28 @@ uses of their slot, so nothing is ever reset. No kernel runs: the multiprocessor
 allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
 
 A transfer in a graph has two flags of its own, which whoever waits for them sets back to 0: all
-ranks repeat a graph equally often (`PeerBackend.vote`), and when it ends all its flags are 0.
+ranks repeat a graph equally often (`PeerBackend.vote`), and when it ends all its flags are 0. Each
+node of flags takes a GPU microseconds: what comes together is one, and nobody waits for *done*
+being written.
 """
 
 from __future__ import annotations
 
-import bisect
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, TypeVar
+from functools import partial
 
 import torch
 
 from fuser.errors import CommunicationError, InputError, UnsupportedError
-from fuser.runtime.cuda_kernel import bind_primary_context
 from fuser.torch_calls import capturing_on, raw_stream_on
 from multidevice.backends.allreduce_kernel import MAX_NBYTES
 from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
 from multidevice.backends.captured import NOT_CAPTURED
+from multidevice.backends.ipc_memory import WAIT, WRITE, FlagOp, IpcMemory, beside
 from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Sent
 from multidevice.backends.peer_allreduce import AllreduceKernels
@@ -37,8 +36,6 @@ from multidevice.backends.protocol import Post, Work
 from multidevice.control import Control
 from multidevice.waiting import team_text
 
-T = TypeVar("T")
-_HANDLE = struct.Struct("<8Q")
 _FLAG_NBYTES = 4
 # Transfers between two ranks, in one direction, that may be in graphs; their uses begin where no
 # slot of the page will ever come.
@@ -49,151 +46,15 @@ _FLAGS = SLOTS + _GRAPH_SLOTS
 _READY, _DONE = 0, 1
 
 
-class IpcMemory:
-    """Memory of one GPU that the processes of its host can map.
-
-    It comes from a pool of torch's allocator that is never given back to the driver, so what a peer
-    has mapped stays what it is; within the pool, memory is reused as torch reuses any other.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise UnsupportedError(f"backend CUDA: {device} is no GPU")
-        self.device = device
-        self._cuda: Any = driver()
-        self._success = self._cuda.CUresult.CUDA_SUCCESS
-        self._copy = self._cuda.cuMemcpyAsync
-        self._write, self._wait = self._cuda.cuStreamWriteValue32, self._cuda.cuStreamWaitValue32
-        self._pool = torch.cuda.MemPool()
-        # Beginnings and ends of the driver's allocations, and their names.
-        self._begins: list[int] = []
-        self._blocks: list[tuple[int, tuple[int, ...]]] = []
-        self._mapped: dict[tuple[int, ...], int] = {}
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes of it, as uint8, for the current stream."""
-        with torch.cuda.use_mem_pool(self._pool, device=self.device):
-            made = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
-        if self._find(made.data_ptr()) is None:
-            self._export(made.data_ptr())
-        return made[:nbytes]
-
-    def _export(self, address: int) -> None:
-        begin, size = self._call("cuMemGetAddressRange", address)
-        try:
-            handle = self._call("cuIpcGetMemHandle", begin)
-        except CommunicationError as error:
-            raise UnsupportedError(
-                f"backend CUDA: memory on {self.device} cannot be mapped by other processes "
-                f"({error}); torch's expandable segments (PYTORCH_CUDA_ALLOC_CONF) cannot"
-            ) from None
-        place = bisect.bisect(self._begins, int(begin))
-        self._begins.insert(place, int(begin))
-        words = _HANDLE.unpack(bytes(handle.reserved))
-        self._blocks.insert(place, (int(begin) + int(size), (*words, int(begin))))
-
-    def _find(self, address: int) -> tuple[tuple[int, ...], int] | None:
-        place = bisect.bisect(self._begins, address) - 1
-        if place < 0 or address >= self._blocks[place][0]:
-            return None
-        return self._blocks[place][1], address - self._begins[place]
-
-    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """See `PeerBackend.name_of`."""
-        return self._find(tensor.data_ptr())
-
-    def mapped(self, name: tuple[int, ...], peer: int) -> int:
-        """Returns the address at which this process sees the memory of a peer.
-
-        Raises `UnsupportedError` where the GPUs have no access to each other.
-        """
-        found = self._mapped.get(name)
-        if found is None:
-            handle = self._cuda.CUipcMemHandle()
-            handle.reserved = _HANDLE.pack(*name[:-1])
-            lazy = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-            try:
-                found = int(self._call("cuIpcOpenMemHandle", handle, int(lazy.value)))
-            except CommunicationError as error:
-                raise UnsupportedError(
-                    f"backend CUDA: {self.device} cannot map the memory of rank {peer}'s GPU "
-                    f"({error}): use NCCL"
-                ) from None
-            self._mapped[name] = found
-        return found
-
-    def is_mapped(self, name: tuple[int, ...]) -> bool:
-        """Returns whether `mapped` has been asked for this memory before."""
-        return name in self._mapped
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueues a copy; between two GPUs a copy engine carries it out."""
-        self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream)[0])
-
-    def set_flag(self, address: int, value: int, stream: int) -> None:
-        """Lets the stream write a flag, after all that it has been given so far."""
-        self._check("cuStreamWriteValue32", self._write(stream, address, value, 0)[0])
-
-    def wait_flag(self, address: int, value: int, stream: int) -> None:
-        """Lets the stream wait until a flag has come to a value."""
-        # 0: greater or equal
-        self._check("cuStreamWaitValue32", self._wait(stream, address, value, 0)[0])
-
-    def _call(self, name: str, *args: object) -> Any:
-        status, *results = getattr(self._cuda, name)(*args)
-        self._check(name, status)
-        return results[0] if len(results) == 1 else results
-
-    def _check(self, name: str, status: Any) -> None:
-        if status != self._success:
-            raise CommunicationError(f"{name}: {status.name}")
-
-    def close(self) -> None:
-        """Unmaps the memory of peers."""
-        for address in self._mapped.values():
-            self._cuda.cuIpcCloseMemHandle(address)
-        self._mapped.clear()
-
-
-def driver() -> Any:
-    """Returns the driver's API. Raises `UnsupportedError` without cuda-bindings."""
-    try:
-        return import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"backend CUDA needs cuda-bindings ({error}): install fuser-hostir[cu12] or [cu13]"
-        ) from error
-
-
-def _beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:
-    """Carries out, in a thread of its own and on a stream, what one that captures may not do."""
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            with torch.cuda.device(device), torch.cuda.stream(stream_at(stream, device)):
-                bind_primary_context()
-                done.append(act())
-        except BaseException as error:  # raised below
-            failed.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
-
-
 @dataclass
 class _Capture:
-    """What a graph, which `stream` will repeat, needs to be kept; and its sends that no stream has
-    waited for yet."""
+    """What a graph, which `stream` will repeat, needs to be kept; its sends that no stream has
+    waited for yet; and flags that are still to be written, by stream."""
 
     stream: int
     held: list[object] = field(default_factory=list[object])
     open: set[Sent] = field(default_factory=set[Sent])
+    writes: dict[int, list[FlagOp]] = field(default_factory=dict[int, list[FlagOp]])
 
 
 class _Enqueued:
@@ -261,7 +122,7 @@ class CudaPeerBackend(PeerBackend):
         if capture is None:
             return self._memory.empty(nbytes)
         # The graph's for as long as there is one, and out of reach of the memory of its maker.
-        made = _beside(self.device, capture.stream, lambda: self._memory.empty(nbytes))
+        made = beside(self.device, capture.stream, lambda: self._memory.empty(nbytes))
         capture.held.append(made)
         return made
 
@@ -310,14 +171,40 @@ class CudaPeerBackend(PeerBackend):
 
     def _set(self, page: Page, kind: int, of: int, slot: int, use: int, stream: int) -> None:
         """Lets a stream tell rank `of`."""
-        self._memory.set_flag(*self._flag(page, kind, of, self.rank, slot, use), stream)
+        address, value = self._flag(page, kind, of, self.rank, slot, use)
+        capture = self._capture
+        if capture is None:
+            self._memory.set_flag(address, value, stream)
+        elif kind == _READY:
+            capture.writes.setdefault(stream, []).append((WRITE, address, value))
+        else:
+            # Nothing of this run follows from it.
+            write = partial(self._memory.set_flag, address, value, stream)
+            self._memory.aside(write, stream)
 
-    def _await(self, page: Page, kind: int, by: int, slot: int, use: int, stream: int) -> None:
-        """Lets a stream wait until it is told by rank `by`."""
-        address, value = self._flag(page, kind, self.rank, by, slot, use)
-        self._memory.wait_flag(address, value, stream)
-        if use >= _IN_GRAPHS:
-            self._memory.set_flag(address, 0, stream)
+    def _await(
+        self, page: Page, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        """Lets a stream wait until it is told by ranks: (rank, slot, use)."""
+        flags = [self._flag(page, kind, self.rank, by, slot, use) for by, slot, use in uses]
+        capture = self._capture
+        if capture is None:
+            for address, value in flags:
+                self._memory.wait_flag(address, value, stream)
+            return
+        ops = capture.writes.pop(stream, [])
+        self.flush()
+        for address, value in flags:
+            ops += [(WAIT, address, value), (WRITE, address, 0)]
+        if ops:
+            self._memory.use_flags(ops, stream)
+
+    def flush(self) -> None:
+        """See `Captured.flush`."""
+        if self._capture is not None:
+            for stream, ops in self._capture.writes.items():
+                self._memory.use_flags(ops, stream)
+            self._capture.writes.clear()
 
     # ------------------------------------------------------------ graphs
     def can_capture(self, what: str) -> bool:
@@ -356,7 +243,7 @@ class CudaPeerBackend(PeerBackend):
         if self._capture is None:
             # Flags of a slot come in order: its last transfer is over before the next is ready.
             if use := page.uses(peer, slot):
-                self._await(page, _DONE, peer, slot, use, self._current())
+                self._await(page, _DONE, [(peer, slot, use)], self._current())
             return page.next_use(peer, slot)
         count = self._graphed.setdefault(page, Counter[int]())
         if count[peer] == _GRAPH_SLOTS:
@@ -419,7 +306,7 @@ class CudaPeerBackend(PeerBackend):
         assert record is not None, "it was found"
         self._check_fits(page, one, record)
         page.answer(peer, record.slot, one.tag)
-        self._await(page, _READY, peer, record.slot, record.use, stream)
+        self._await(page, _READY, [(peer, record.slot, record.use)], stream)
         if record.nbytes:
             source = self._mapped(record.name, peer) + record.offset
             self._memory.copy(tensor.data_ptr(), source, record.nbytes, stream)
@@ -428,13 +315,14 @@ class CudaPeerBackend(PeerBackend):
     def _mapped(self, name: tuple[int, ...], peer: int) -> int:
         if self._capture is None or self._memory.is_mapped(name):
             return self._memory.mapped(name, peer)
-        return _beside(self.device, self._capture.stream, lambda: self._memory.mapped(name, peer))
+        return beside(self.device, self._capture.stream, lambda: self._memory.mapped(name, peer))
 
     def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
         """Lets a stream wait until the receivers have copied."""
         handle = self._handle(stream)
+        if sent:
+            self._await(page, _DONE, [(one.peer, one.slot, one.use) for one in sent], handle)
         for one in sent:
-            self._await(page, _DONE, one.peer, one.slot, one.use, handle)
             if self._capture is not None:
                 self._capture.open.discard(one)
                 continue

@@ -87,10 +87,12 @@ class Backend(Protocol):
     generation: int
 
     def can_capture(self, what: str) -> bool:
-        """See `multidevice/backends/captured.py`, as for the next four."""
+        """See `multidevice/backends/captured.py`, as for the next five."""
         ...
 
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]: ...
+
+    def flush(self) -> None: ...
 
     def noting(self) -> AbstractContextManager[Counter[str]]: ...
 

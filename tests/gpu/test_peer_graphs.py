@@ -18,6 +18,7 @@ from multidevice.backends.peer_cuda import CudaPeerBackend
 from tests.hostir.peer_graph_cases import CASES, Case
 
 pytestmark = pytest.mark.mpi(min_size=2)
+KEPT: list[torch.cuda.MemPool] = []
 
 
 @pytest.fixture
@@ -73,6 +74,8 @@ def test_memory_that_is_new_to_peers(comm: Communicator, device: torch.device) -
     inputs = case.inputs(0)
     case.evaluator.run(inputs)
     memory = cast(CudaPeerBackend, comm.peers_for(device))._memory
+    # As long as this rank lives: peers have mapped what lies there.
+    KEPT.append(memory._pool)
     memory._pool = torch.cuda.MemPool()
     case.repeat(20, [inputs], lambda run: 0)
     assert case.lines()[0].startswith("captured: "), case.lines()
