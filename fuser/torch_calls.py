@@ -118,7 +118,6 @@ def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
         "_get_cublas_allow_bf16_reduced_precision_reduction",
         "_get_cublas_allow_fp16_accumulation",
         "_get_deterministic_algorithms",
-        "_get_blas_preferred_backend",
     )
     # Whether anything is cast comes first: only then it is asked what.
     asks: list[Callable[[], object]] = [_private("_is_any_autocast_enabled") or is_cast]
@@ -129,9 +128,11 @@ def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
         if precision is None
         else partial(precision, "cuda", "matmul")
     )
+    library = _private("_get_blas_preferred_backend")
 
     def ask_all() -> tuple[object, ...]:
-        found = tuple(map(call, asks))
+        # The library as a number: what torch calls it takes long to compare.
+        found = (*map(call, asks), None if library is None else library().value)
         return (*found, is_cast("cuda") and dtype("cuda")) if found[0] else found
 
     return ask_all
