@@ -107,30 +107,7 @@ def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], 
         DeadlockError: ranks wait for each other in calls of different teams.
     """
     channel = communicator.channel(devices)
-    if channel is None:
-        return prepare()[2]()
-    turns = communicator.turns
-    if not turns.lock.acquire(blocking=False):
-        turns.latecomer = threading.current_thread().name
-        with turns.lock:
-            channel.refuse(_threads_error())
-    try:
-        try:
-            claim, numbers, run = prepare()
-        except BaseException as error:
-            channel.refuse(error)
-        channel.enter(claim, numbers)
-        try:
-            result = run()
-            if turns.latecomer:
-                raise _threads_error(turns.latecomer)
-            return result
-        except BaseException as error:
-            turns.latecomer = ""
-            channel.doubt(error)
-            raise
-    finally:
-        turns.lock.release()
+    return prepare()[2]() if channel is None else channel.run(prepare)
 
 
 class Turns:
@@ -153,9 +130,10 @@ def _threads_error(other: str = "") -> UnsupportedError:
 class Channel:
     """The calls of one team, seen from one of its ranks."""
 
-    def __init__(self, control: Control, team: Team) -> None:
+    def __init__(self, control: Control, team: Team, turns: Turns) -> None:
         self._control = control
         self._team = team
+        self._turns = turns
         self._key = f"call {team_text(team)}"
         self._is_doubtful = False
         self._known: set[int] = set()
@@ -169,6 +147,31 @@ class Channel:
     def shares_memory(self) -> bool:
         """Whether all members run on this host."""
         return self._words is not None
+
+    def run(self, prepare: Callable[[], Prepared[T]]) -> T:
+        """Prepares and runs once the members agree; see `run_agreed`."""
+        turns = self._turns
+        if not turns.lock.acquire(False):
+            turns.latecomer = threading.current_thread().name
+            with turns.lock:
+                self.refuse(_threads_error())
+        try:
+            try:
+                claim, numbers, run = prepare()
+            except BaseException as error:
+                self.refuse(error)
+            self.enter(claim, numbers)
+            try:
+                result = run()
+                if turns.latecomer:
+                    raise _threads_error(turns.latecomer)
+                return result
+            except BaseException as error:
+                turns.latecomer = ""
+                self.doubt(error)
+                raise
+        finally:
+            turns.lock.release()
 
     def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
         """Returns when all members run this; see `run_agreed` for what it raises."""

@@ -30,6 +30,9 @@ current_communicator: ContextVar[Communicator | None] = ContextVar(
     "current_communicator", default=None
 )
 _lock = threading.Lock()
+# The processes that this one was forked from. To ask for the own number would take a system call.
+_ancestors: list[int] = []
+os.register_at_fork(after_in_child=lambda: _ancestors.append(os.getppid()))
 B = TypeVar("B")
 _singleton: list[Communicator] = []
 
@@ -48,7 +51,7 @@ class Communicator:
         make_backend: Callable[[torch.device], Backend],
         make_peers: Callable[[torch.device], PeerMemory],
     ) -> None:
-        self._pid = os.getpid()
+        self._ancestors = len(_ancestors)
         self._launch = launch
         self._control = control
         self._make_backend = make_backend
@@ -169,7 +172,7 @@ class Communicator:
 
         Collective over the team at first use; None for a rank that agrees with no other.
         """
-        if os.getpid() != self._pid and self.size() > 1:
+        if len(_ancestors) > self._ancestors and self.size() > 1:
             raise CommunicationError(
                 f"this process was forked from rank {self.rank()} and is no rank of the job: only "
                 "the process that the launcher started may run programs with a mesh"
@@ -177,7 +180,7 @@ class Communicator:
         if devices not in self._channels:
             team = tuple(sorted({rank for rank in devices if rank < self.size()}))
             is_alone = len(team) < 2 or self.rank() not in team
-            self._channels[devices] = None if is_alone else Channel(self._control, team)
+            self._channels[devices] = None if is_alone else Channel(self._control, team, self.turns)
         return self._channels[devices]
 
     def drain(self) -> None:

@@ -177,15 +177,13 @@ class FusionExecutorCache:
         ):
             places = call.glance(inputs)
         if call is None or places is None:
+            given = inputs, device, _enable_options, _disable_options
             if not self.devices:
-                found = self._find(communicator, inputs, device, _enable_options, _disable_options)
-                return self._run(*found)
-            prepare = partial(self.prepare, inputs, device, _enable_options, _disable_options)
-        elif not self.devices:
-            return call.bound.evaluator.run_known(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
-        else:
-            prepare = partial(call.prepare, inputs, places)
-        return run_agreed(communicator, self.devices, prepare)
+                return self._run(*self._find(communicator, *given))
+            return run_agreed(communicator, self.devices, partial(self.prepare, *given))
+        if self.devices and (channel := communicator.channel(self.devices)) is not None:
+            return channel.run(partial(call.prepare, inputs, places))
+        return call.bound.evaluator.run_known(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
 
     def prepare(
         self,

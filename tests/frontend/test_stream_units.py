@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import NoReturn
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hostir.container import HostIrContainer
 from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from hostir.storage import Storage
-from multidevice.agreement import Turns, run_agreed
+from multidevice.agreement import Channel, Turns, run_agreed
 
 STREAM = ParallelType.stream
 
@@ -48,13 +49,14 @@ def test_streams_on_different_axes_of_which_one_is_a_unit() -> None:
         torch.testing.assert_close(fd.execute([a])[0], 2 * a)
 
 
-class _Channel:
+class _Channel(Channel):
     """A channel of a rank whose calls take a while; it notes what it refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self.refused: list[BaseException] = []
 
-    def refuse(self, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> NoReturn:
         self.refused.append(error)
         raise error
 
@@ -65,7 +67,8 @@ class _Channel:
 
 class _Rank:
     def __init__(self) -> None:
-        self.turns, self._channel = Turns(), _Channel()
+        self.turns = Turns()
+        self._channel = _Channel(self.turns)
 
     def channel(self, devices: object) -> _Channel:
         return self._channel

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType
-from fuser.errors import DeadlockError, FuserError, InputError, PeerError, ProgramMismatchError
+from fuser.errors import (
+    CommunicationError,
+    DeadlockError,
+    FuserError,
+    InputError,
+    PeerError,
+    ProgramMismatchError,
+)
 from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.agreement import Claim, run_agreed
 from multidevice.backends.simulated import SimulatedControl
@@ -229,3 +237,21 @@ def test_extents_that_differ_name_the_call() -> None:
         assert found[0] == found[2] == "4 rows"
         assert "has extent 4 on ranks (0) and 3 on ranks (1) on axis 0" in found[1]
         assert "(in call 1 of the programs of team (0 1))" in found[1]
+
+
+def test_a_forked_process_is_no_rank() -> None:
+    def act(rank: int) -> list[str]:
+        communicator = Communicator.instance()
+        first = call(SAME)
+        if rank:
+            return [first]
+        child = os.fork()
+        if not child:
+            try:
+                communicator.channel((0, 1))
+            except CommunicationError as error:
+                os._exit(0 if "forked from rank 0" in str(error) else 2)
+            os._exit(1)
+        return [first, str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]
+
+    assert on_ranks(act) == [["ran", "0"], ["ran"]]
