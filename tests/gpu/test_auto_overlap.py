@@ -15,7 +15,9 @@ from hostir import auto_overlap
 from hostir.machine import Machine
 from multidevice import Communicator
 from tests.frontend.overlapped import FORMS, SLOW, has_loops, run
+from tests.frontend.overlapped_gradients import GRADIENTS
 
+ALL = {**FORMS, **GRADIENTS}
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
@@ -39,8 +41,8 @@ def device(
     PROGRAMS.clear()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ALL)
 def test_steps_equal_torch(name: str, device: torch.device, comm: Communicator) -> None:
     """Fresh data each time, and ranks out of step."""
-    program = run(FORMS[name], comm.size(), [], device=device, seeds=range(40))
+    program = run(ALL[name], comm.size(), [], device=device, seeds=range(40))
     assert has_loops(program)
