@@ -186,8 +186,7 @@ class Overlaps:
             for pair, name in zip(pairs, choice.forms, strict=True):
                 if name:
                     form = next(f for f in forms_of(pair) if f.name == name)
-                    taken = form.take(fusion, pair)
-                    assert taken, f"{name} of {pair.move} alone was possible"
+                    form.take(fusion, pair)
             return choice.backend
 
         return give
@@ -239,8 +238,10 @@ class Overlaps:
         for pair in find_pairs(kept):
             results = {op.out_tensor for op in pair.products}
             unit = _Unit(kept, pair, self._backend, self._params)
-            known.append(_Known(pair, unit, is_taken=bool(results & taken)))
-            taken |= results
+            is_taken = bool(results & taken)
+            why = "a pair before has steps of this matmul" if is_taken else pair.why_not
+            known.append(_Known(pair, unit, why))
+            taken |= set() if pair.why_not else results
         return known
 
     def _find(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
@@ -283,8 +284,8 @@ class Overlaps:
         alike: dict[object, _Times] = {}
         times: list[_Times] = []
         for one in self._known:
-            if one.is_taken:
-                times.append(_Times((Candidate(""),), "a pair before has steps of this matmul"))
+            if one.why_not:
+                times.append(_Times((Candidate(""),), one.why_not))
                 continue
             try:
                 key = _signature(one.pair, values)
@@ -322,11 +323,11 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class _Known:
-    """A pair of the fusion; `is_taken`: one before it would give its matmul steps."""
+    """A pair of the fusion, and why it takes no steps whatever the sizes, "" where it may."""
 
     pair: Pair
     unit: _Unit
-    is_taken: bool
+    why_not: str
 
 
 @dataclass(frozen=True)
@@ -406,8 +407,8 @@ class _Unit:
     def _lower(self, form: Form | None, backend: str) -> HostIrContainer:
         fusion, _ = self._alone.copy()
         (pair,) = find_pairs(fusion)
-        if form is not None and not form.take(fusion, pair):
-            raise UnsupportedError(f"axis {pair.axis} of {pair.between} takes no steps")
+        if form is not None:
+            form.take(fusion, pair)
         complete_alone(fusion)
         params = replace(self._params, step_backend=backend)
         return lower_sharded(fusion, backend_name=self._backend, params=params)[1]

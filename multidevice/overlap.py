@@ -17,11 +17,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, TensorOp
+from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, ReshapeOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from multidevice.communication import is_copy
@@ -34,6 +35,7 @@ from multidevice.placement import (
     Cut,
     add_cut,
     clone_domain,
+    outermost_logical,
     placement,
     stream_axis_of,
 )
@@ -47,8 +49,9 @@ Kind = Literal["gather", "scatter", "allreduce"]
 class Pair:
     """A communication and the matmuls beside it; the steps are blocks of `axis`, a position of
     `between`, of which every device along `ptype` has, or gets, one. `ops` are in program order:
-    the communication, the matmuls, and what permutes `between` for them. `contracting` are the
-    matmuls that sum over the axis."""
+    the communication, the matmuls, and the views of `between` that they read. `contracting` are the
+    matmuls that sum over the axis. `why_not`: why the matmuls read the whole, "" where they need
+    not."""
 
     kind: Kind
     move: TensorOp
@@ -59,6 +62,7 @@ class Pair:
     devices: int
     is_whole: bool
     contracting: tuple[TensorOp, ...] = ()
+    why_not: str = ""
 
     @property
     def products(self) -> tuple[TensorOp, ...]:
@@ -86,44 +90,69 @@ def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
     (axis,), (cut,) = changed, have[changed[0]]
     if not cut.ptype.is_device or out.domain.no_reductions[axis].is_broadcast:
         return None
-    readers, contracting = _readers(fusion, out, axis)
-    if not readers:
+    readers = _Readers(fusion, out, axis)
+    if not readers.ops:
         return None
-    cuts = cut.ptype, cut.devices, cut.whole
-    return Pair("gather", op, (op, *readers), out, axis, *cuts, contracting)
+    ops, cuts = (op, *readers.ops), (cut.ptype, cut.devices, cut.whole)
+    return Pair("gather", op, ops, out, axis, *cuts, readers.contracting, readers.why_not)
 
 
-def _readers(
-    fusion: Fusion, tv: TensorView, axis: int
-) -> tuple[tuple[TensorOp, ...], tuple[TensorOp, ...]]:
-    """Return the matmuls that read an axis of a tensor, with what permutes it for them, in program
-    order; and those of them that sum over the axis."""
-    # Which axis of what is permuted it is, and the ops on the way there.
-    seen: dict[TensorView, tuple[int, tuple[TensorOp, ...]]] = {tv: (axis, ())}
-    todo, products = [tv], dict[TensorOp, IterDomain]()
-    while todo:
-        source = todo.pop()
-        position, way = seen[source]
-        for op in fusion.uses(source):
-            index = next(k for k, operand in tensor_operands(op) if operand is source)
-            mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
-            root = next((root for root, p in mapped if p == position), None)
-            if root is None or is_resharding(op):
-                continue
-            if isinstance(op, LinearOp | MatmulOp):
-                products[op] = root
-            elif isinstance(op, LoadStoreOp) and not is_copy(op):
-                here = numbers(op.out.domain.no_reductions).index(root.number)
-                seen[op.out] = here, (*way, op)
-                todo.append(op.out)
-    needed: dict[TensorOp, bool] = {}
-    for op, root in products.items():
-        used = [operand for _, operand in tensor_operands(op) if operand in seen]
-        # Of both operands the steps would be those of one, and read the whole of the other.
-        if len(used) == 1:
-            needed |= {op: root.is_reduction(), **dict.fromkeys(seen[used[0]][1], False)}
-    ops = tuple(op for op in fusion.exprs if op in needed)
-    return ops, tuple(op for op in ops if needed[op])
+class _Readers:
+    """The matmuls that read an axis of a tensor, with the views that lead to them, in program
+    order; and those that sum over the axis. Without any, those that need the whole, and why."""
+
+    def __init__(self, fusion: Fusion, tv: TensorView, axis: int) -> None:
+        # Where the axis is in views, None with the reason where it is no axis of its own; and the
+        # ops on the way there.
+        self._seen: dict[TensorView, tuple[int | None, str, tuple[TensorOp, ...]]] = {}
+        self._seen[tv] = axis, "", ()
+        self._found: dict[TensorOp, tuple[TensorView, IterDomain | None]] = {}
+        todo = [tv]
+        while todo:
+            source = todo.pop()
+            for op in fusion.uses(source):
+                made = None if is_resharding(op) else self._follow(op, source)
+                todo += [] if made is None else [made]
+        used = {op: self._why_whole(op) for op in self._found}
+        good = [op for op, why in used.items() if not why]
+        self.why_not = "" if good else next(iter(used.values()), "")
+        needed: set[TensorOp] = set()
+        for op in good or used:
+            needed |= {op, *self._seen[self._found[op][0]][2]}
+        self.ops = tuple(op for op in fusion.exprs if op in needed)
+        roots = {op: self._found[op][1] for op in good}
+        self.contracting = tuple(
+            op for op in self.ops if (root := roots.get(op)) is not None and root.is_reduction()
+        )
+
+    def _follow(self, op: TensorOp, source: TensorView) -> TensorView | None:
+        """Note a matmul, or a view, and return the view."""
+        position, why, way = self._seen[source]
+        index = next(k for k, operand in tensor_operands(op) if operand is source)
+        mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
+        root = next((root for root, p in mapped if p is not None and p == position), None)
+        if isinstance(op, LinearOp | MatmulOp):
+            self._found[op] = source, root
+        elif isinstance(op, LoadStoreOp | ReshapeOp) and not is_copy(op):
+            here = None
+            if root is not None:
+                try:
+                    here = outermost_logical(op.out, root)
+                except ShardingError:
+                    why = f"the axis is an inner one of what {op.name} merges to {op.out.label}"
+            axes = numbers(op.out.domain.no_reductions)
+            place = axes.index(here.number) if here is not None and here.number in axes else None
+            self._seen[op.out] = place, why, (*way, op)
+            return op.out
+        return None
+
+    def _why_whole(self, op: TensorOp) -> str:
+        source, root = self._found[op]
+        if sum(operand in self._seen for _, operand in tensor_operands(op)) > 1:
+            return f"both operands of {op.name} {op.out_tensor.label} are made of what is gathered"
+        if root is not None:
+            return ""
+        return self._seen[source][1] or f"{op.name} {op.out_tensor.label} needs all of the axis"
 
 
 def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
@@ -164,11 +193,12 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 @dataclass(frozen=True)
 class Form:
     """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
-    each has a collective. `fits` says for which pairs of a kind the form is one."""
+    each has a collective. `take` gives a pair its steps, or raises `UnsupportedError`; `fits` says
+    for which pairs of a kind the form is one."""
 
     name: str
     transfers: bool
-    take: Callable[[Fusion, Pair], bool]
+    take: Callable[[Fusion, Pair], None]
     fits: Callable[[Pair], bool] = lambda _: True
 
 
@@ -177,28 +207,33 @@ def _in_turn(pair: Pair) -> Cut:
     return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
 
 
-def _cut_between(pair: Pair, cut: Cut) -> bool:
-    return add_cut(pair.between, pair.between.domain.no_reductions[pair.axis].number, cut)
+def _cut_between(pair: Pair, cut: Cut) -> None:
+    _cut(pair.between, pair.between.domain.no_reductions[pair.axis].number, cut)
 
 
-def _gather_in_turn(fusion: Fusion, pair: Pair) -> bool:
+def _cut(tv: TensorView, number: int, cut: Cut) -> None:
+    if not add_cut(tv, number, cut):
+        raise UnsupportedError(f"axis {tv.domain.axes[number]} of {tv} takes no steps")
+
+
+def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
     """Matmuls that sum over the axis read the whole, afterwards."""
-    return _cut_between(pair, _in_turn(pair)) and _read_in_turn(fusion, pair, pair.contracting)
+    del fusion
+    _cut_between(pair, _in_turn(pair))
+    _read_in_turn(pair, pair.contracting)
 
 
-def _gather_and_sum(fusion: Fusion, pair: Pair) -> bool:
+def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
     """Those have a part of their sum in each step, and add the parts afterwards, each device in the
     order of the blocks."""
-    if not (_cut_between(pair, _in_turn(pair)) and _read_in_turn(fusion, pair, ())):
-        return False
+    _cut_between(pair, _in_turn(pair))
+    _read_in_turn(pair, ())
     add_row_parallel_bias_last(fusion)
     factor_spread_reductions(fusion)
-    return True
 
 
-def _read_in_turn(fusion: Fusion, pair: Pair, whole: Collection[TensorOp]) -> bool:
+def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
     """Give what reads the gathered tensor its steps, but for the matmuls `whole`."""
-    del fusion
     stepping = {pair.between}
     for op in pair.ops:
         if op is pair.move or op in whole:
@@ -206,39 +241,40 @@ def _read_in_turn(fusion: Fusion, pair: Pair, whole: Collection[TensorOp]) -> bo
         (index,) = (k for k, tv in tensor_operands(op) if tv in stepping)
         source = op.inputs[index]
         if not apply_steps(op.out_tensor, source, forward_cuts(op, index, op.out_tensor)):
-            return False
+            raise UnsupportedError(
+                f"blocks of {op.name} {op.out_tensor.label} are not known to be those of axis "
+                f"{pair.axis} of {pair.between.label}: its extents may not be divisible"
+            )
         stepping |= set() if op in pair.products else {op.out_tensor}
-    return True
 
 
-def _scatter_in_turn(fusion: Fusion, pair: Pair) -> bool:
+def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
     del fusion
-    return _cut_between(pair, _in_turn(pair))
+    _cut_between(pair, _in_turn(pair))
 
 
-def _scatter_then_gather(fusion: Fusion, pair: Pair) -> bool:
+def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
     """The sum of a device's own rows, which all gather afterwards."""
     op, out = pair.move, pair.move.out_tensor
     assert isinstance(op, ReductionOp)
     domain, made = clone_domain(fusion, out.domain)
     mine = fusion.new_tensor(domain.in_logical_order(), out.dtype(), mesh=out.mesh)
     axis = made[out.domain.logical[pair.axis].number]
-    if not add_cut(mine, axis, Cut(pair.ptype, pair.devices)):
-        return False
+    _cut(mine, axis, Cut(pair.ptype, pair.devices))
     out.domain = out.domain.without_root()
     copy = LoadStoreOp(out, mine).replace(where=op.where)
     fusion.replace_expr(op, [op.replace(out=mine), copy])
-    return _cut_between(pair, _in_turn(pair))
+    _cut_between(pair, _in_turn(pair))
 
 
-def _reduce_steps(count: int) -> Callable[[Fusion, Pair], bool]:
+def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
     """Each step has its own allreduce."""
 
-    def take(fusion: Fusion, pair: Pair) -> bool:
+    def take(fusion: Fusion, pair: Pair) -> None:
         del fusion
         out, cut = pair.move.out_tensor, Cut(ParallelType.stream, count)
-        number = out.domain.logical[pair.axis].number
-        return _cut_between(pair, cut) and add_cut(out, number, cut)
+        _cut_between(pair, cut)
+        _cut(out, out.domain.logical[pair.axis].number, cut)
 
     return take
 
@@ -258,7 +294,7 @@ FORMS: Mapping[Kind, tuple[Form, ...]] = {
 
 def forms_of(pair: Pair) -> tuple[Form, ...]:
     """Return the forms that a pair may take."""
-    return tuple(form for form in FORMS[pair.kind] if form.fits(pair))
+    return tuple(f for f in FORMS[pair.kind] if f.fits(pair) and not pair.why_not)
 
 
 def alone(fusion: Fusion, pair: Pair) -> Fusion:

@@ -91,6 +91,32 @@ def of_square(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorVie
     return [x], y
 
 
+def of_batches(rows: int, columns: int, axis: int, shape: Sequence[int]) -> Build:
+    """g^T x of rows that have two axes, one of which is gathered; extents are known, or -1."""
+
+    def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
+        x, g = (
+            fd.define_tensor([*shape, n], contiguity=True, dtype=DataType.Float)
+            for n in (rows, columns)
+        )
+
+        def flat(tv: TensorView) -> TensorView:
+            a, b, n = fd.ops.shape(tv)
+            return fd.ops.reshape(tv, [fd.ops.mul(a, b), n])
+
+        gathered = placed(fd.ops.set(placed(x, d)), d)
+        y = fd.ops.matmul(transposed(fd, flat(placed(g, d))), flat(gathered))
+        cut(x, axis, d)
+        cut(g, 2, d)
+        return [x, g], placed(y, d, 0)
+
+    return build
+
+
+def means_batches(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("abk,abn->nk", x, g)
+
+
 def beside_others(fd: FusionDefinition, d: int) -> tuple[list[TensorView], tuple[TensorView, ...]]:
     """What is gathered is read by a linear, a layer norm, a residual sum and a sum of rows, and is
     an output."""

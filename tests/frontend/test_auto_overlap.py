@@ -39,7 +39,13 @@ from tests.frontend.overlapped import (
     run,
     sent,
 )
-from tests.frontend.overlapped_gradients import GRADIENTS, gradients, of_square
+from tests.frontend.overlapped_gradients import (
+    GRADIENTS,
+    gradients,
+    means_batches,
+    of_batches,
+    of_square,
+)
 from tests.fuzz import sharded
 from tests.fuzz.product import Mode
 from tests.fuzz.ranks import run_ranks
@@ -82,7 +88,8 @@ def forced(slow: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
 
     def pick(candidates: Sequence[Candidate], transport: str, margin: float) -> Candidate:
         del margin
-        fit = [c for c in candidates if c.seconds is not None and c.backend in ("", transport)]
+        fit = [c for c in candidates[1:] if c.seconds is not None]
+        fit = [candidates[0], *(c for c in fit if c.backend in ("", transport))]
         return next((c for c in fit if c.form == named), fit[-1])
 
     def name(form: str) -> None:
@@ -137,12 +144,45 @@ def test_ranks_that_sum_the_same_get_the_same_bits() -> None:
         assert len(set(world.run(body))) == 1
 
 
+@pytest.mark.parametrize("late", [(), ("late_stream(all)",)])
 @pytest.mark.usefixtures("forced")
-def test_a_matmul_of_what_is_gathered_by_itself_waits_for_all_of_it() -> None:
-    form = Form(of_square, lambda x: x.T @ x, ((12, 5),))
+def test_gathered_rows_of_two_axes_take_steps_of_the_outer_one(late: tuple[str, ...]) -> None:
+    form = Form(of_batches(7, 6, 0, (10, 3)), means_batches, ((10, 3, 7), (10, 3, 6)))
+    with simulate(2) as world:
+        program = world.run(lambda: run(form, 2, late))[0]
+    assert has_loops(program) and sorted(sent(program)) == ["recv", "send"]
+
+
+OF_TWO_AXES = ((10, 4, 7), (10, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (
+            Form(of_square, lambda x: x.T @ x, ((12, 5),)),
+            "both operands of matmul T3_g_float are made of what is gathered",
+        ),
+        (
+            Form(of_batches(7, 6, 1, (10, 4)), means_batches, OF_TWO_AXES),
+            "the axis is an inner one of what reshape merges to T5_l_float",
+        ),
+        (
+            Form(of_batches(-1, -1, 0, (-1, -1)), means_batches, OF_TWO_AXES),
+            "cannot be: blocks of reshape T5_l_float are not known to be those of axis 0 of T2_l",
+        ),
+    ],
+    ids=["itself", "inner", "unknown"],
+)
+@pytest.mark.usefixtures("forced")
+def test_what_needs_all_that_is_gathered_says_why(
+    form: Form, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FUSER_DUMP", "overlap")
     with simulate(2) as world:
         program = world.run(lambda: run(form, 2, []))[0]
     assert sent(program) == ["Allgather"]
+    assert why in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("slow")
