@@ -12,6 +12,7 @@ the median of single calls, without CUDA graphs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -52,6 +53,8 @@ _MATMULS = {
     "cuda": ((4096, 4096, 4096), (4096, 8192, 8192), (8192, 8192, 8192), (8192, 8192, 28672)),
     "cpu": ((128, 128, 128), (256, 256, 256), (512, 512, 512)),
 }
+# For how long a device is busy with matmuls of one size before they are timed.
+_LOAD_S = {"cuda": 0.05, "cpu": 0.0}
 # Of a collective: what latency and bandwidth are read off.
 _SENT = {"cuda": (8 << 10, 64 << 20, 256 << 20), "cpu": (1 << 10, 1 << 20, 4 << 20)}
 _DTYPES = {
@@ -153,6 +156,12 @@ class _Bench:
         for _ in range(3):
             call()
         return statistics.median(self._slowest(self._burst(call, times)) for _ in range(_ROUNDS))
+
+    def kept_up(self, call: Callable[[], object]) -> float:
+        """Return how long the device takes for one call after many: in a short burst its clock is
+        higher than what it keeps up."""
+        once = self._slowest(self._burst(call, 2))
+        return self.seconds(call, max(8, math.ceil(_LOAD_S[self.device.type] / max(once, 1e-9))))
 
     def _burst(self, call: Callable[[], object], times: int) -> float:
         self._meet()
@@ -270,7 +279,7 @@ def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
     def rate(m: int, k: int, n: int, dtype: str) -> float:
         a, b = (bench.random(*s, dtype=_DTYPES[dtype]) for s in ((m, k), (k, n)))
         out = torch.empty(m, n, device=bench.device, dtype=_DTYPES[dtype])
-        seconds = bench.seconds(lambda: torch.mm(a, b, out=out), 8) - machine.matmul_launch_s
+        seconds = bench.kept_up(lambda: torch.mm(a, b, out=out)) - machine.matmul_launch_s
         area, _ = whole_waves(1, m, n, machine)
         return area * machine.multiprocessors * 2 * k / max(seconds, 1e-9)
 
