@@ -237,7 +237,7 @@ class Overlaps:
         known: list[_Known] = []
         for pair in find_pairs(kept):
             results = {op.out_tensor for op in pair.products}
-            unit = _Unit(kept, pair, self._backend, self._params)
+            unit = _Unit(kept, pair, self._backend, self._params, self._captured)
             is_taken = bool(results & taken)
             why = "a pair before has steps of this matmul" if is_taken else pair.why_not
             known.append(_Known(pair, unit, why))
@@ -339,9 +339,18 @@ class _Times:
 class _Unit:
     """The ops of a pair as a fusion of their own, and the programs that were made of it."""
 
-    def __init__(self, fusion: Fusion, pair: Pair, backend: str, params: LowerParams) -> None:
+    def __init__(
+        self,
+        fusion: Fusion,
+        pair: Pair,
+        backend: str,
+        params: LowerParams,
+        captured: Collection[str],
+    ) -> None:
         self.pair = pair
         self._fusion, self._backend, self._params = fusion, backend, params
+        # The libraries whose communications graphs repeat, without the host.
+        self._captured = captured
         self._programs: dict[tuple[str, str], HostIrContainer | str] = {}
 
     @cached_property
@@ -359,7 +368,8 @@ class _Unit:
     ) -> _Times:
         """Return the predicted times of the pair as it is and in all its forms."""
         try:
-            why = _hopeless(self.pair, values, machine, self._backend, margin)
+            is_repeated = self._backend in self._captured
+            why = _hopeless(self.pair, values, machine, self._backend, margin, is_repeated)
         except FuserError as error:
             return _Times((Candidate("", why=str(error)),))
         base = self._candidate("", "", values, machine)
@@ -378,7 +388,10 @@ class _Unit:
                 self._check_divisible(values)
             program = self._program(one, backend)
             made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, machine)
-            return Candidate(form, backend, max(seconds_of(made)))
+            seconds, host = seconds_of(made)
+            if {self._backend, backend or self._backend} <= set(self._captured):
+                host = machine.host_run_s
+            return Candidate(form, backend, max(seconds, host))
         except FuserError as error:
             return Candidate(form, backend, why=f"cannot be: {_first_line(error)}")
 
@@ -414,8 +427,11 @@ class _Unit:
         return lower_sharded(fusion, backend_name=self._backend, params=params)[1]
 
 
-def _hopeless(pair: Pair, values: Values, machine: Machine, backend: str, margin: float) -> str:
-    """Return why no steps can pay, without lowering any; "" if some may."""
+def _hopeless(
+    pair: Pair, values: Values, machine: Machine, backend: str, margin: float, is_repeated: bool
+) -> str:
+    """Return why no steps can pay, without lowering any; "" if some may. `is_repeated`: runs take
+    the host for no longer than one call, by a graph."""
 
     def sizes(tv: TensorView) -> tuple[int, ...]:
         return tuple(int(sc.evaluate(x, values)) for x in local_extents(tv))
@@ -434,7 +450,7 @@ def _hopeless(pair: Pair, values: Values, machine: Machine, backend: str, margin
     steps = 2 if pair.kind == "allreduce" else pair.devices
     calls = machine.host_run_s + steps * len(pair.products) * machine.host_library_s
     host = calls + (steps - 1) * machine.host_post_s
-    if host > (1 - margin) * (computes + moves + machine.host_run_s):
+    if not is_repeated and host > (1 - margin) * (computes + moves + machine.host_run_s):
         return (
             f"the host alone would take {host * 1e6:.1f} us for the steps, as the GPU takes "
             f"{computes * 1e6:.1f} and {moves * 1e6:.1f} us"

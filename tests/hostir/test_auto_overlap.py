@@ -297,6 +297,20 @@ def test_steps_that_no_graph_repeats_cost_the_whole_program_its_host_time(
     assert choice is not None and choice.backend == (library or PEER_COPIES)
 
 
+def test_what_graphs_repeat_costs_the_host_one_call() -> None:
+    """Small steps pay where the host does not have to start each of them."""
+    sizes = {"m": 1024, "k": 8192, "n": 28672}
+    slow = replace(H200, host_library_s=60e-6, host_post_s=60e-6)
+    found: dict[bool, str] = {}
+    for is_repeated in (True, False):
+        captured = ("NCCL", PEER_COPIES) if is_repeated else ()
+        overlaps, values, _ = decided(gather, 4, sizes, captured=captured, machine=slow)
+        choice = overlaps.choose(values)
+        assert choice is not None
+        found[is_repeated] = choice.backend
+    assert found == {True: PEER_COPIES, False: ""}
+
+
 def test_refusals_for_some_sizes_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that meets new sizes for ever must not remember each."""
     monkeypatch.setattr(auto_overlap, "_MAX_SIZES", 4)
