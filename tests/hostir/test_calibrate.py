@@ -244,7 +244,6 @@ def test_a_call_that_waits_for_the_gpu_says_nothing_of_the_others(
         calls += 1
         clock += 0.010 if calls % 20 == 7 else 5e-6
 
-    monkeypatch.setattr(calibrate, "_keep_waiting", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock)
     bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
@@ -270,7 +269,6 @@ def host_of_programs() -> dict[str, Any]:
 
 
 def test_what_the_host_needs_is_read_off_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_keep_waiting", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     with simulate(2) as world:
         for found in world.run(host_of_programs):
