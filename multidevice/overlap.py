@@ -233,19 +233,24 @@ def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
 
 
 def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
-    """Give what reads the gathered tensor its steps, but for the matmuls `whole`."""
-    stepping = {pair.between}
-    for op in pair.ops:
-        if op is pair.move or op in whole:
+    """Give what reads the gathered tensor its steps, but for the matmuls `whole` and the views that
+    they alone read."""
+    _, *readers = pair.ops
+    made = {pair.between, *(op.out_tensor for op in readers)}
+    wanted: set[TensorView] = set()
+    steps: list[tuple[TensorOp, int]] = []
+    for op in reversed(readers):
+        if op in whole or not (op in pair.products or op.out_tensor in wanted):
             continue
-        (index,) = (k for k, tv in tensor_operands(op) if tv in stepping)
-        source = op.inputs[index]
-        if not apply_steps(op.out_tensor, source, forward_cuts(op, index, op.out_tensor)):
+        index = next(k for k, tv in tensor_operands(op) if tv in made)
+        wanted.add(op.inputs[index])
+        steps.append((op, index))
+    for op, index in reversed(steps):
+        if not apply_steps(op.out_tensor, op.inputs[index], forward_cuts(op, index, op.out_tensor)):
             raise UnsupportedError(
                 f"blocks of {op.name} {op.out_tensor.label} are not known to be those of axis "
                 f"{pair.axis} of {pair.between.label}: its extents may not be divisible"
             )
-        stepping |= set() if op in pair.products else {op.out_tensor}
 
 
 def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:

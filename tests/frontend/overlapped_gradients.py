@@ -113,6 +113,25 @@ def of_batches(rows: int, columns: int, axis: int, shape: Sequence[int]) -> Buil
     return build
 
 
+def of_both_batched(
+    fd: FusionDefinition, d: int
+) -> tuple[list[TensorView], tuple[TensorView, ...]]:
+    """Both gradients of rows that have two axes, of unknown extents."""
+    g, y = inputs_of(fd, d, 3, 3, dtype=DataType.Float)
+    (w,) = inputs_of(fd, d, 2, dtype=DataType.Float)
+    rows = placed(fd.ops.set(g), d)
+
+    def flat(tv: TensorView) -> TensorView:
+        a, b, n = fd.ops.shape(tv)
+        return fd.ops.reshape(tv, [fd.ops.mul(a, b), n])
+
+    outs = fd.ops.linear(rows, w), fd.ops.matmul(transposed(fd, flat(rows)), flat(y))
+    cut(g, 0, d)
+    cut(y, 2, d)
+    cut(w, 0, d)
+    return [g, y, w], (placed(outs[0], d, 2), placed(outs[1], d, 1))
+
+
 def means_batches(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return torch.einsum("abk,abn->nk", x, g)
 
@@ -181,6 +200,11 @@ def gradients(m: int, k: int, n: int) -> dict[str, Form]:
         "weight gradient, all columns": Form(of_weight(columns=False), weight, xg),
         "weight gradient, transposed": Form(of_weight_transposed, lambda x, g: x.T @ g, xg),
         "both gradients": Form(of_both, lambda g, w, y: (g @ w, g.T @ y), ((m, k), (k, n), (m, n))),
+        "both gradients, batched": Form(
+            of_both_batched,
+            lambda g, y, w: (g @ w.T, torch.einsum("abk,abn->kn", g, y)),
+            ((m, 3, k), (m, 3, n), (n, k)),
+        ),
         "columns": Form(of_columns, lambda x, w, b: x @ w.T + b, ((k, m), (n, m), (n,))),
         "beside others": Form(beside_others, means_others, ((m, k), (n, k))),
         "input gradient, scattered": Form(of_input(0), torch.matmul, ((m, n), (n, k))),
