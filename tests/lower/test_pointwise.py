@@ -110,7 +110,8 @@ def test_vectorized(size: int, dtype: DataType) -> None:
     )
     kernel = check(fusion, [random((size,), torch_dtype), random((size,), torch_dtype, 1)])
     text = kernel.source.text
-    assert text.count(f"load_vec_cs<{width}>") == 4  # two inputs, fast path and slow path
+    assert text.count(f"load_vec<{width}>") == 4  # two inputs, fast path and slow path
+    assert text.count(f"store_vec_cs<{width}>") == 2 and "load_vec_cs" not in text
     assert "else" in text
     fast = text[text.index("if (") : text.index("else")]
     # In the fast path: no predicates inside, all loads before the first use.

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(128) bias_relu_bf16(
     Array<__bfloat, 16> T8;
     FUSER_UNROLL
     for (nvfuser_index_t k2 = 0; k2 < 2; ++k2) {
-      load_vec_cs<8>(T8, 8 * k2, T0, h2 + 1024 * k2);
+      load_vec<8>(T8, 8 * k2, T0, h2 + 1024 * k2);
     }
     FUSER_UNROLL
     for (nvfuser_index_t k4 = 0; k4 < 2; ++k4) {
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(128) bias_relu_bf16(
     FUSER_UNROLL
     for (nvfuser_index_t k2 = 0; k2 < 2; ++k2) {
       if ((h0 + 128 * k2) < h4) {
-        load_vec_cs<8>(T8, 8 * k2, T0, h2 + 1024 * k2);
+        load_vec<8>(T8, 8 * k2, T0, h2 + 1024 * k2);
       }
     }
     FUSER_UNROLL
