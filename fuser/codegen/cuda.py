@@ -454,9 +454,10 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
         head.insert(0, "  FUSER_SMEM(smem);")
     params, declared = _parameters(kernel, index_ctype)
     signature = ",\n    ".join(declared)
+    bounds = f"{kernel.threads}, {kernel.min_blocks}" if kernel.min_blocks else kernel.threads
     lines = [
         f"#define {INDEX} {index_ctype}",
-        f'extern "C" __global__ void __launch_bounds__({kernel.threads}) {kernel.name}(',
+        f'extern "C" __global__ void __launch_bounds__({bounds}) {kernel.name}(',
         f"    {signature}) {{",
         *head,
         *writer.lines,

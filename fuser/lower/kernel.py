@@ -67,7 +67,8 @@ class LoweredKernel:
 
     `args` are those of `tensors`, of `workspaces`, then of `scalars`, which are their names in the
     body. `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a
-    launch; `alignments` are the (tensor, bytes) that pointers must satisfy.
+    launch; `alignments` are the (tensor, bytes) that pointers must satisfy. The compiler keeps to
+    as many registers as let `min_blocks` blocks share a multiprocessor (0: it decides).
     """
 
     name: str
@@ -81,6 +82,7 @@ class LoweredKernel:
     grid: tuple[Scalar, Scalar, Scalar]
     block: tuple[Scalar, Scalar, Scalar]
     threads: int
+    min_blocks: int
     smem_bytes: Scalar
     guards: tuple[Scalar, ...]
     alignments: tuple[tuple[TensorView, int], ...]

@@ -20,15 +20,18 @@ from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotie
 from fuser.lower.hoist import Hoister
 from fuser.lower.index import Indexer
 from fuser.lower.kernel import (
+    Accumulate,
     Arg,
     Body,
     DeclareShared,
+    For,
     GlobalLoad,
     LoweredKernel,
     ScalarArg,
     Store,
     StrideArg,
     TensorArg,
+    ThreadReduce,
     VectorLoad,
     VectorStore,
     WorkspaceArg,
@@ -43,6 +46,8 @@ from fuser.lower.unroll import expand_unswitch, mark_unrolled
 
 MAX_ATTEMPTS = 32
 INT32_LIMIT = 2**31 - 1
+# Of a multiprocessor, with 80 registers each: enough for eight loads of 16 bytes under way.
+RESIDENT_THREADS = 768
 
 
 @dataclass
@@ -194,6 +199,7 @@ def _finish(state: State, name: str, index_dtype: DataType) -> LoweredKernel:
         grid=grid,
         block=block,
         threads=threads,
+        min_blocks=_min_blocks(state, threads),
         smem_bytes=state.smem_bytes,
         guards=tuple(g for g in dict.fromkeys(guards) if g != sc.const(True)),
         alignments=tuple(ctx.alignments.items()),
@@ -219,6 +225,28 @@ def _launch(
 ) -> tuple[Scalar, Scalar, Scalar]:
     x, y, z = (extents.get(p, sc.ONE) for p in sorted(types, key=lambda p: COORDINATES[p]))
     return x, y, z
+
+
+def _min_blocks(state: State, threads: int) -> int:
+    """Return how many blocks a multiprocessor must hold, 0 where the compiler decides.
+
+    Where each thread sums on its own in steps of several loads, the compiler would save registers:
+    use the first load of a step before it starts the last, and so wait twice.
+    """
+    if state.ctx.is_cpu or any(isinstance(s, ThreadReduce) for s in walk(state.body)):
+        return 0
+    loops = [s for s in walk(state.body) if isinstance(s, For) and not s.unroll]
+    steps = [s.body for s in loops if any(isinstance(i, Accumulate) for i in walk(s.body))]
+    unrolled = [u for step in steps for u in walk(step) if isinstance(u, For) and u.unroll]
+    return RESIDENT_THREADS // max(threads, 32) if any(map(_loads, unrolled)) else 0
+
+
+def _loads(loop: For) -> bool:
+    """Whether iterations of a loop read global memory."""
+    return any(
+        isinstance(s, VectorLoad) or any(isinstance(v, GlobalLoad) for v in values_of(s))
+        for s in walk(loop.body)
+    )
 
 
 def _int32_guards(state: State, tensors: tuple[TensorView, ...]) -> list[Scalar]:

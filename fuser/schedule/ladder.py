@@ -13,7 +13,7 @@ from typing import Any
 
 # What a rung changes, and to what; a scheduler without such a parameter leaves it out.
 SCALAR = {"vector": 1}
-INLINED = {"vector": 1, "unroll": 1, "unroll_outer": False}
+INLINED = {"vector": 1, "unroll": 1, "unroll_outer": False, "columns": 1}
 
 
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:

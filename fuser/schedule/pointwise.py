@@ -160,7 +160,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
     logical = space.reference.domain.logical
     candidates = space.vector_candidates(runs[-1][-1]) if runs else ()
 
-    loaded = _loaded(space)
+    loaded = loaded_bytes(space)
     extents = RunExtents(fusion, [[logical[p] for p in run] for run in runs])
 
     def choose(facts: Facts) -> PointwiseParams:
@@ -169,7 +169,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
         vector = vector_width(candidates, [facts.alignment(a.tv.number) for a in candidates], inner)
         threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
         wanted = BYTES_IN_FLIGHT if len(runs) < 2 else BYTES_IN_FLIGHT_TWO_RUNS
-        unroll = _unroll(loaded, inner * outer, vector, wanted, device)
+        unroll = unroll_of(loaded, inner * outer, vector, wanted, device)
         blocks_inner = -(-inner // (vector * threads_x))
         blocks_outer = -(-outer // (threads_y * unroll))
         inner_on_x = blocks_outer <= MAX_GRID_Y or blocks_inner > MAX_GRID_Y
@@ -186,14 +186,14 @@ def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
     return x, THREADS // x
 
 
-def _loaded(space: Space) -> int:
+def loaded_bytes(space: Space) -> int:
     """Return the bytes that one element of all full inputs takes."""
     rank = len(space.concrete)
     inputs = (a for a in space.accesses if not a.is_output)
     return sum(a.nbytes for a in inputs if a.order is None or len(a.order) == rank)
 
 
-def _unroll(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
+def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
     """Unroll once every thread of the device has that many vectors to work on."""
     unroll = min(power_of_two_at_least(-(-wanted // max(loaded * vector, 1))), MAX_UNROLL)
     threads = device.sm_count * device.max_threads_per_sm

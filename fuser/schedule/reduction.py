@@ -5,11 +5,14 @@ the innermost run is reduced decides the form (r: reduced, rows: the other axes,
 
     GPU inner  [BIDx rows, TIDy rows | r BIDy, r S.., r US, r UR, r TIDx | r V]
     GPU outer  [BIDx columns, TIDx columns | r BIDy, r S, r US, r UR, r TIDy | columns V]
+    GPU short  [BIDx columns, TIDx columns | r S, r US, r UR | columns UR, columns V]
     CPU inner  [S rows.. | r S..]
     CPU outer  [S rows.., S column tiles, US | r S.. | S 256 columns]
 
 Inputs are loaded into registers right after US: all loads of an unrolled step are under way before
-the first is used. An outer reduction keeps one accumulator per column of the vector.
+the first is used. An outer reduction keeps one accumulator per column of the vector. A short one,
+over few rows, is a pointwise kernel over the columns of all iterated runs: no thread waits for
+another.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record
 from fuser.schedule.facts import Facts, RunExtents
-from fuser.schedule.pointwise import common_rejection
+from fuser.schedule.pointwise import BYTES_IN_FLIGHT, common_rejection, loaded_bytes, unroll_of
 from fuser.schedule.propagate import AxisMatcher
 from fuser.schedule.space import Access, Space, iteration_space
 from fuser.schedule.tiling import (
@@ -54,6 +57,9 @@ THREADS_PER_SM = 1024
 THREADS_INNER = 128
 THREADS_OUTER = 256
 MAX_THREADS_PER_ROW = 256
+# An outer reduction of at most this many rows is short: a thread sums whole columns.
+SHORT_ROWS = 16
+THREADS_SHORT = 128
 # Rows of at least this many vectors get two warps.
 LONG_ROW = 512
 # Columns that a CPU kernel reduces together: their accumulators stay in the first-level cache.
@@ -65,7 +71,7 @@ class ReductionParams:
     """What the reduction scheduler decides. Zero threads: plain loops of the CPU.
 
     `grid` splits the reduction over that many blocks (1: none). `unroll_outer` unrolls the outer
-    one of two reduced runs.
+    one of two reduced runs. `columns` counts the vectors of columns of a thread.
     """
 
     inner: bool
@@ -75,13 +81,13 @@ class ReductionParams:
     unroll: int = 1
     grid: int = 1
     unroll_outer: bool = False
+    columns: int = 1
 
     def is_near(self, other: ReductionParams) -> bool:
         """Whether kernels of both differ in nothing that a small input would notice: how many
         threads and blocks share a reduction makes a factor of two for inputs of 25 MB."""
-        return replace(self, unroll=0, unroll_outer=False) == replace(
-            other, unroll=0, unroll_outer=False
-        )
+        mine, others = (replace(p, unroll=0, unroll_outer=False, columns=0) for p in (self, other))
+        return mine == others
 
     def is_alike(self, other: ReductionParams) -> bool:
         """Whether a kernel made with `other` serves, if less well."""
@@ -93,9 +99,10 @@ class ReductionParams:
         if not self.threads_x:
             return f"reduction({form}, loops)"
         where = " of the outer run" if self.unroll_outer else ""
+        columns = f", columns {self.columns}" if self.columns > 1 else ""
         return (
             f"reduction({form}, threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
-            f"unroll {self.unroll}{where}, grid {self.grid})"
+            f"unroll {self.unroll}{where}, grid {self.grid}{columns})"
         )
 
 
@@ -205,6 +212,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     # An inner reduction's outputs are rows: none of them is stored in vectors.
     inputs = [a for a in candidates if not (runs.inner and a.is_output)]
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
+    loaded = loaded_bytes(space)
     decide = _inner_params if runs.inner else _outer_params
 
     groups = [[logical[p] for p in run] for run in (*runs.iterated, *runs.reduced)]
@@ -215,6 +223,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
         iterated, reduced = found[:rows], found[rows:]
         last = (reduced if runs.inner else iterated)[-1]
         vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], last)
+        if not runs.inner and prod(reduced) <= SHORT_ROWS:
+            return _short_params(prod(iterated), prod(reduced), vector, loaded, device)
         return decide(iterated, reduced, (vector, vector * widest), device)
 
     return choose
@@ -254,6 +264,16 @@ def _outer_params(
     steps = -(-rows // (y * unroll))
     grid = _grid(blocks * x * y, steps, device.sm_count * THREADS_PER_SM)
     return ReductionParams(False, x, y, vector, unroll, grid)
+
+
+def _short_params(
+    columns: int, rows: int, vector: int, loaded: int, device: DeviceInfo
+) -> ReductionParams:
+    # Steps of equal length: a step that has fewer rows takes the slower path with tests.
+    steps = max(-(-rows * loaded * vector // BYTES_OUTER), 1)
+    unroll = max(-(-rows // steps), 1)
+    each = unroll_of(loaded * unroll, columns, vector, BYTES_IN_FLIGHT, device)
+    return ReductionParams(False, THREADS_SHORT, 1, vector, unroll, columns=each)
 
 
 def _unroll(per_thread: int, nbytes: int) -> int:
@@ -321,7 +341,7 @@ def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionP
     rows = _iterated_groups(space, runs)
     reduced = [list(r) for r in runs.reduced]
     loaded: dict[TensorView, Access] = {}
-    if params.vector * params.unroll > 1:
+    if params.vector * params.unroll * params.columns > 1:
         for access in space.accesses:
             if is_direct_input(access) and set(access.order or ()) == set(space.concrete):
                 loaded[cache_input(access.tv)] = access
@@ -463,16 +483,23 @@ def _shape_outer(
     column = len(groups)
     if params.vector > 1:
         tv.split(column, params.vector)
-    tv.split(column, params.threads_x)
+    if outside and params.threads_y == 1:
+        # One index over all columns: the blocks are full, however few columns a row has.
+        tv.merge(0, 1)
+        column, outside = 0, []
+    tv.split(column, params.columns * params.threads_x)
+    inside = [PT.serial] if params.vector > 1 else []
+    if params.columns > 1:
+        tv.split(column + 1, params.threads_x)
+        tv.reorder({column + 1: column + 2})
+        inside = [PT.unroll, *inside]
     if outside:
         # Blocks of columns and the other rows share BIDx.
         tv.merge(0, 1)
-    # [BIDx, TIDx, (V), r] -> [BIDx, TIDx, r.., (V)]
+    # [BIDx, TIDx, (UR), (V), r] -> [BIDx, TIDx, r.., (UR), (V)]
     end = len(tv.domain.loop) - 1
-    if params.vector > 1:
-        tv.reorder({2: end})
+    tv.reorder({end: 2})
     tile = ((params.unroll, PT.unroll), (params.threads_y, PT.block_y))
     types = [PT.grid_x, PT.block_x, *_split_reduction(tv, 2, tile=tile, grid=params.grid)]
-    types += [PT.serial] if params.vector > 1 else []
-    parallelize(tv, types)
+    parallelize(tv, [*types, *inside])
     return 2, types.index(PT.unswitch)

@@ -62,3 +62,17 @@ def test_a_full_reduction() -> None:
     x = random((1 << 22,), torch.bfloat16)
     got = on_gpu(lambda x: ops.cast(ops.sum(ops.mul(x, x), [0]), BF16), [x], ())
     close(got, (x.double() ** 2).sum(), 10)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    # Odd sizes, of which a thread takes several columns, in the last but one.
+    [(2, 512, 1024), (4, 64, 770), (8, 33, 37), (11, 4096), (3, 2999, 999), (4, 5000, 300)],
+    ids=str,
+)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sums_of_few_rows(shape: tuple[int, ...], axis: int) -> None:
+    x = random(shape, torch.bfloat16).transpose(0, axis).contiguous()
+    rest = x.shape[:axis] + x.shape[axis + 1 :]
+    got = on_gpu(lambda x: ops.cast(ops.sum(x, [axis]), BF16), [x], tuple(rest))
+    close(got, x.double().sum(axis), 10)
