@@ -1,7 +1,8 @@
 """Benchmarks. `python scripts/bench.py kernels [--json FILE] [--no-peer] [--shapes 16384x8192,...]`
 
-kernels: generated pointwise and reduction kernels on one GPU, bf16, beside torch.compile and
-beside the copy bandwidth of the same run. Method: K input sets are rotated so that their total
+kernels: generated pointwise and reduction kernels on one GPU, bf16 where the name of the pattern
+says nothing else, beside torch.compile (sums of few rows: and torch.sum) and beside the copy
+bandwidth of the same run. Method: K input sets are rotated so that their total
 exceeds four times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is
 replayed in turns with the peer's; the time per call is the median of 15 replays after 10 warm-ups
 (minimum and maximum are reported too).
@@ -37,6 +38,7 @@ import torch
 from cold_start import bench_cold
 
 from fuser import DataType, FusionDefinition
+from fuser.ir.dtypes import from_torch
 
 SHAPES = ((16384, 8192), (32768, 1024))
 LARGE_COPY = (32768, 16384)
@@ -52,11 +54,16 @@ def gelu_tanh(fd: FusionDefinition, x: Any) -> Any:
     return ops.mul(ops.mul(x, 0.5), ops.add(ops.tanh(inner), 1.0))
 
 
-def define(build: Callable[..., Any], *shapes: Sequence[int]) -> FusionDefinition:
-    """Define a bf16 fusion with symbolic extents of these ranks."""
+def define(
+    build: Callable[..., Any],
+    *shapes: Sequence[int],
+    dtype: DataType = DataType.BFloat16,
+    known: int = 0,
+) -> FusionDefinition:
+    """Define a fusion with symbolic extents of these ranks; the first `known` are constants."""
     with FusionDefinition() as fd:
         tensors = [
-            fd.define_tensor([-1] * len(s), contiguity=True, dtype=DataType.BFloat16)
+            fd.define_tensor([*s[:known], *[-1] * len(s[known:])], contiguity=True, dtype=dtype)
             for s in shapes
         ]
         fd.add_output(build(fd, *tensors))
@@ -89,12 +96,45 @@ def _torch_gelu(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Our definition, the peer's function, the input shapes, the minimal bytes."""
+    """Our definition, the peer's function, the input shapes, the minimal bytes; the first `known`
+    extents are constants of the definition, `library` is torch's own op."""
 
     build: Callable[..., Any]
     peer: Callable[..., torch.Tensor]
     inputs: Callable[[int, int], tuple[tuple[int, ...], ...]]
     nbytes: Callable[[int, int], int]
+    dtype: torch.dtype = torch.bfloat16
+    known: int = 0
+    library: Callable[..., torch.Tensor] | None = None
+
+    def define(self, m: int, n: int) -> FusionDefinition:
+        return define(
+            self.build, *self.inputs(m, n), dtype=from_torch(self.dtype), known=self.known
+        )
+
+    def random(self, m: int, n: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return sets of inputs that together exceed the cache."""
+        return [
+            tuple(torch.randn(*s, device="cuda").to(self.dtype) for s in self.inputs(m, n))
+            for _ in range(set_count(self.nbytes(m, n)))
+        ]
+
+
+def few_rows(rows: int, dtype: torch.dtype = torch.bfloat16, *, known: int = 1) -> Pattern:
+    """The sum of `rows` blocks of an m x n tensor, which ends a matmul beside a reduce-scatter."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0)
+
+    return Pattern(
+        lambda fd, x: fd.ops.cast(fd.ops.sum(x, dim=0), from_torch(dtype)),
+        total,
+        lambda m, n: ((rows, m // rows, n),),
+        lambda m, n: (rows + 1) * (m // rows) * n * dtype.itemsize,
+        dtype,
+        known,
+        total,
+    )
 
 
 PATTERNS = {
@@ -119,6 +159,13 @@ PATTERNS = {
         lambda m, n: ((m, n),),
         lambda m, n: 2 * m * n + 4 * n,
     ),
+    "sum_of_2_rows": few_rows(2),
+    "sum_of_4_rows": few_rows(4),
+    "sum_of_8_rows": few_rows(8),
+    "sum_of_4_rows_fp16": few_rows(4, torch.float16),
+    "sum_of_4_rows_fp32": few_rows(4, torch.float32),
+    # The number of rows is a symbol of the definition.
+    "sum_of_4_rows_any": few_rows(4, known=0),
 }
 
 
@@ -215,23 +262,21 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
         pattern = PATTERNS[name]
         for m, n in shapes:
             nbytes = pattern.nbytes(m, n)
-            shape_list = pattern.inputs(m, n)
-            sets = [
-                tuple(torch.randn(*s, device="cuda").to(torch.bfloat16) for s in shape_list)
-                for _ in range(set_count(nbytes))
-            ]
-            fd = define(pattern.build, *shape_list)
+            sets = pattern.random(m, n)
+            fd = pattern.define(m, n)
             began = time.perf_counter()
             (out,) = fd.execute(sets[0])
             torch.cuda.synchronize()
             first_s = time.perf_counter() - began
-            exact = pattern.peer(*(t.double() if name.endswith("sum") else t for t in sets[0]))
+            exact = pattern.peer(*(t.double() if "sum" in name else t for t in sets[0]))
             error = float((out.double() - exact.double()).norm() / exact.double().norm())
             del out, exact
             candidates: dict[str, Callable[..., Any]] = {"ours": lambda *a, fd=fd: fd.execute(a)}
             if not args.no_peer:
                 torch._dynamo.reset()
                 candidates["torch.compile"] = torch.compile(pattern.peer, dynamic=False)
+                if pattern.library is not None:
+                    candidates["torch"] = pattern.library
             timed = time_interleaved([Replay(fn, sets) for fn in candidates.values()])
             for candidate, (median, low, high) in zip(candidates, timed, strict=True):
                 emit(
@@ -269,6 +314,9 @@ def neighbours(params: Any) -> list[Any]:
         for unroll, x, threads in itertools.product((1, 2, 4), (16, 32, 64, 128), (128, 256)):
             y = max(threads // x, 1)
             found.append(replace(params, unroll=unroll, threads_x=x, threads_y=y))
+    elif params.threads_y == 1:
+        for unroll, x, columns in itertools.product((1, 2, 4, 8), (64, 128, 256), (1, 2, 4)):
+            found.append(replace(params, unroll=unroll, threads_x=x, columns=columns))
     else:
         grids = (4, 8, 16, 32, 64, 128)
         shapes = itertools.product((8, 16, 32), (16, 32, 64, 128), (256, 512), grids)
@@ -276,6 +324,10 @@ def neighbours(params: Any) -> list[Any]:
             made = replace(params, unroll=unroll, threads_x=x, threads_y=threads // x, grid=grid)
             found.append(made)
     return list(dict.fromkeys(found))
+
+
+def _always(params: Any, *_: Any) -> Callable[..., Any]:
+    return lambda _: params
 
 
 def _run_kernel(executor: Any, like: torch.Tensor, sizes: Any, *inputs: Any) -> torch.Tensor:
@@ -295,13 +347,9 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, (m, n) in itertools.product(chosen_patterns(args), chosen_shapes(args)):
         pattern = PATTERNS[name]
-        shapes = pattern.inputs(m, n)
-        sets = [
-            tuple(torch.randn(*s, device="cuda").to(torch.bfloat16) for s in shapes)
-            for _ in range(set_count(pattern.nbytes(m, n)))
-        ]
+        sets = pattern.random(m, n)
         out = pattern.peer(*sets[0])
-        fd = define(pattern.build, *shapes)
+        fd = pattern.define(m, n)
         bound = InputBinder(fd.fusion).bind(sets[0], sets[0][0].device)
         sizes = {s: int(v) for s, v in bound.items()}
         fusion, _ = concretize(fd.fusion, sizes)
@@ -316,7 +364,7 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
         candidates: dict[str, KernelExecutor] = {}
         for params in neighbours(launch[0].params):
             e = candidates[str(params)] = executor()
-            e.scheduler = replace(e.scheduler, heuristics=lambda *_, params=params: params)
+            e.scheduler = replace(e.scheduler, chooser=partial(_always, params))
         compile_many([(e, sets[0], [out], sizes) for e in candidates.values()], device="cuda")
         results: dict[str, float] = {}
         for text, e in candidates.items():
