@@ -52,6 +52,7 @@ from hostir.layout import parts
 from hostir.lower_params import check_number_of_streams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Body, Updates
+from hostir.pattern import Pattern
 from hostir.plan import Plan
 from hostir.rehearsal import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.replay import Recorder
@@ -172,6 +173,7 @@ class HostIrEvaluator:
         self._device = None if device is None else torch_device(device)
         self._runners: dict[int, KernelRunner] = {}
         self._arenas: dict[torch.device, Arenas] = {}
+        self._patterns: dict[torch.device, Pattern] = {}
         # A class of inputs does not know the values of floats.
         self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
         self._can_bind = late_stream is None and self._is_replayed and can_bind(program)
@@ -402,8 +404,13 @@ class HostIrEvaluator:
         """Return the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        arenas = self._arenas_on(device)
-        found = rehearse_plan(frame, self.free, self._visible, arenas)
+        pattern = self._patterns.get(device)
+        plan = None if pattern is None else pattern.plan(frame)
+        if plan is not None:
+            return plan
+        found = rehearse_plan(frame, self.free, self._visible, self._arenas_on(device))
+        if found.pattern is not None:
+            self._patterns[device] = found.pattern
         if not found.is_compiled:
             self._compile(found, frame)
         return found.plan

@@ -31,6 +31,7 @@ from hostir.ops import (
     LocalSlice,
     SymmetricContiguousView,
 )
+from hostir.pattern import Pattern, pattern_of
 from hostir.plan import Plan
 from hostir.replay import Recorder
 from hostir.replay_tensors import OnlyRunTells
@@ -66,6 +67,8 @@ class Rehearsal:
 
     requests: Sequence[KernelRequest]
     plan: Plan | None = None
+    # Of this plan and those of other sizes, where they have one.
+    pattern: Pattern | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -110,9 +113,10 @@ def rehearse_plan(
         except OnlyRunTells:
             return rehearse(frame)
         plan = recorder.finish(outputs, arenas)
+        pattern = pattern_of(recorder, plan)
     # The plan's steps know this frame; they need none of its tensors.
     walked.tensors.clear()
-    return Rehearsal(requests, plan)
+    return Rehearsal(requests, plan, pattern)
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:

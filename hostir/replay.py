@@ -43,6 +43,7 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
+from hostir.pattern import Buffer
 from hostir.plan import Plan
 from hostir.post import (
     Call,
@@ -190,6 +191,15 @@ class Recorder:
             [(self._begin[t], self._end[t], b.nbytes) for t, b in zip(tensors, blocks, strict=True)]
         )
         return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Return the buffers that are made at once or lie in an arena, in order of their begin."""
+        tensors = sorted(self._blocks, key=self._begin.__getitem__)
+        ends = ((t, self._blocks[t], self._end.get(t)) for t in tensors)
+        return tuple(
+            Buffer(t, b.slot, b.dtype, None if end is None else (self._begin[t], end))
+            for t, b, end in ends
+        )
 
     def _make(self, tv: TensorView, block: Block) -> Closure:
         """Return the step that makes a buffer which outlives the run."""

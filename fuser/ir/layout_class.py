@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fuser.errors import UnsupportedError
 from fuser.ir.domain import TensorDomain
+from fuser.ir.laid import Laid
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 
@@ -68,7 +69,7 @@ class LayoutClasses:
         is_plain = self.order == tuple(range(tv.ndim)) and not any(self._skipped)
         self._dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
-    def layout_of(self, t: torch.Tensor) -> Layout:
+    def layout_of(self, t: torch.Tensor | Laid) -> Layout:
         """Return the layout class of a tensor."""
         if self._dense is not None and t.is_contiguous() and t.numel():
             return self._dense

@@ -26,6 +26,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import free_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
+from fuser.ir.laid import Laid
 from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -191,6 +192,23 @@ class KernelExecutor:
                 self._compiled(variant, tensors)
         return KernelLaunch(variant, launch, partial(self._explained, variant))
 
+    def launch_laid(
+        self, tensors: Sequence[Laid], sizes: Sizes, device: torch.device
+    ) -> KernelLaunch | None:
+        """Return what `launch_for` does, for inputs and outputs that lie so; None where it has more
+        to look at, or where the kernel has to be compiled."""
+        if self.checked:
+            return None
+        with self._lock:
+            bound = self._extents.at_once(tensors, sizes)
+            if bound is None:
+                return None
+            info = self._device or describe_device(device)
+            variant, launch = self._bind_to(bound, tensors, info)
+        if variant.compiled is None:
+            return None
+        return KernelLaunch(variant, launch, partial(self._explained, variant))
+
     def _record(
         self,
         inputs: Sequence[Value],
@@ -281,12 +299,17 @@ class KernelExecutor:
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
         if bound is None:
             return None
+        return self._bind_to(bound, tensors, self._device or device or _describe(tensors))
+
+    def _bind_to(
+        self, bound: Bound, tensors: Sequence[torch.Tensor | Laid], device: DeviceInfo
+    ) -> Record:
+        """Return the variant and the launch for tensors of which the sizes are bound."""
         layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
         alignments = {
             number: _alignment(t, layout)
             for number, t, layout in zip(self._numbers, tensors, layouts, strict=True)
         }
-        device = self._device or device or _describe(tensors)
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, dict.fromkeys(alignments, 1), None):
             variant, launch = self._variant(layouts, known, alignments, bound, tensors, device)
@@ -302,7 +325,7 @@ class KernelExecutor:
     def _launch_of(
         self,
         variant: Variant,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor | Laid],
         values: Mapping[Symbol, Number],
         alignments: Mapping[int, int],
     ) -> BoundLaunch | None:
@@ -316,7 +339,7 @@ class KernelExecutor:
         known: Mapping[int, int] | None,
         alignments: Mapping[int, int],
         bound: Bound,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor | Laid],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
         """Return the variant for these layouts and the alignments that it may rely on (`known`;
@@ -349,7 +372,7 @@ class KernelExecutor:
         key: VariantKey,
         alignments: Mapping[int, int],
         values: Mapping[Symbol, Number],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor | Laid],
     ) -> Record | None:
         """Return a variant made for a size not much smaller, for inputs too small for their own,
         and its launch."""
@@ -498,23 +521,23 @@ def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ..
     return tuple(s for s in used if s not in bound and s not in scalars)
 
 
-def _index_dtype(iterations: int, tensors: Sequence[torch.Tensor]) -> DataType:
+def _index_dtype(iterations: int, tensors: Sequence[torch.Tensor | Laid]) -> DataType:
     """Return Int32 where every offset and every iteration count fits, over-run included."""
     largest = max(iterations, *map(_span, tensors))
     return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
 
-def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+def _nbytes(tensors: Sequence[torch.Tensor | Laid]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _span(t: torch.Tensor) -> int:
+def _span(t: torch.Tensor | Laid) -> int:
     if t.is_contiguous():
         return t.numel()
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
-def _alignment(t: torch.Tensor, layout: Layout) -> int:
+def _alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
     """Return the largest power of two, at most 16, that divides the address and every stride, in
     bytes, of an axis that is not contiguous."""
     found = gcd(_address(t), VECTOR_BYTES)
@@ -527,10 +550,12 @@ def _alignment(t: torch.Tensor, layout: Layout) -> int:
     return found
 
 
-def _address(t: torch.Tensor) -> int:
+def _address(t: torch.Tensor | Laid) -> int:
     """Return the address of a tensor; of one without contents, where it begins in memory that will
     be as aligned as any."""
-    return int(t.storage_offset()) * t.element_size() if t.is_meta else t.data_ptr()
+    if isinstance(t, Laid) or t.is_meta:
+        return int(t.storage_offset()) * t.element_size()
+    return t.data_ptr()
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:

@@ -13,6 +13,7 @@ from fuser.errors import InputError
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument, Binder
 from fuser.ir.fusion import Fusion
+from fuser.ir.laid import Laid
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import expanded_positions
@@ -73,10 +74,8 @@ class KernelExtents:
         Raises `InputError` for tensors that the kernel does not take, or whose sizes contradict
         `sizes` or each other.
         """
-        if not self._has_scalars and len(tensors) == len(self._shapes) == len(inputs) + len(
-            outputs
-        ):
-            found = self._at_once(tensors, sizes)
+        if len(tensors) == len(inputs) + len(outputs):
+            found = self.at_once(tensors, sizes)
             if found is not None:
                 return found
         self._check(inputs, tensors)
@@ -96,9 +95,11 @@ class KernelExtents:
         """Return the values of all symbols; see `Binder.bind`."""
         return self._binder.bind([*inputs, *outputs], sizes)
 
-    def _at_once(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Bound | None:
+    def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> Bound | None:
         """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
         None."""
+        if self._has_scalars or len(tensors) != len(self._shapes):
+            return None
         found = self._all.at_once(sizes)
         if found is None:
             return None

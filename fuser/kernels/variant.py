@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fuser.ir import scalar as sc
+from fuser.ir.laid import Laid
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
@@ -104,7 +105,7 @@ class Needs:
 
 def launch_of(
     variant: Variant,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | Laid],
     values: Mapping[Symbol, Number],
     alignments: Mapping[int, int],
     scalars: Sequence[Symbol],

@@ -1,0 +1,175 @@
+"""What the plans of a program have in common, whatever the sizes: most of a rehearsal, done once.
+
+A rehearsal walks a program for one class of inputs. Where it came upon buffers, kernels and
+products alone, the same steps serve other sizes: between the same slots, with the same lifetimes.
+Then a new size only asks where its tensors lie, which launch each kernel takes, and how torch is to
+see the operands of each product. What is not as usual (an extent of 0, a kernel to be compiled) is
+left to a rehearsal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from fuser.ir import nodes
+from fuser.ir.core import Op
+from fuser.ir.laid import Laid
+from fuser.ir.tensor import TensorView
+from fuser.kernels.executor import KernelExecutor
+from fuser.ops.products import Product, bind_contraction
+from fuser.schedule.vectorize import VECTOR_BYTES
+from hostir.arena import Block, first_fit
+from hostir.frame import Frame, KernelRunner
+from hostir.layout import allocated_strides
+from hostir.ops import Allocate, LaunchKernel
+from hostir.plan import Plan
+from hostir.slices import dropped_axes
+from hostir.steps import Action, Launch, Multiply, Release, Step, allocation
+
+if TYPE_CHECKING:
+    from hostir.replay import Recorder
+
+# What makes a step of a size, from where the tensors lie, by slot; None where a rehearsal has to.
+_Make = Callable[[dict[int, Laid], Frame], Step | None]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer that a program allocates, and where in it the buffer is used: None if it lasts."""
+
+    tv: TensorView
+    slot: int
+    dtype: torch.dtype
+    lifetime: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The plans of one program on one device. `steps` are those of every size, or what makes them;
+    `like` is the plan of some size."""
+
+    inputs: tuple[tuple[TensorView, int], ...]
+    buffers: tuple[Buffer, ...]
+    steps: tuple[tuple[Step | _Make, Op | None], ...]
+    like: Plan
+    # Whether torch reads something, so that it would record gradients.
+    reads: bool
+
+    def plan(self, frame: Frame) -> Plan | None:
+        """Return the plan of the inputs of a frame; None where a rehearsal has to make it."""
+        laid: dict[int, Laid] = {}
+        requires_grad = False
+        for tv, slot in self.inputs:
+            t = frame.tensors[tv]
+            requires_grad = requires_grad or t.requires_grad
+            skipped, rest = divmod(t.data_ptr() % VECTOR_BYTES, t.element_size())
+            if rest:
+                return None
+            laid[slot] = Laid(tuple(t.shape), t.stride(), t.element_size(), skipped)
+        blocks: list[Block] = []
+        for buffer in self.buffers:
+            shape = frame.local_shape(buffer.tv)
+            block = Block(buffer.slot, shape, allocated_strides(buffer.tv, shape), buffer.dtype)
+            laid[block.slot] = Laid(shape, block.strides, block.dtype.itemsize)
+            blocks.append(block)
+        if not all(one.numel() for one in laid.values()):
+            return None
+        steps: list[tuple[Step, Op | None]] = []
+        for step, op in self.steps:
+            made = step(laid, frame) if callable(step) else step
+            if made is None:
+                return None
+            steps.append((made, op))
+        return self._plan(blocks, tuple(steps), frame, requires_grad)
+
+    def _plan(
+        self,
+        blocks: list[Block],
+        steps: tuple[tuple[Step, Op | None], ...],
+        frame: Frame,
+        requires_grad: bool,
+    ) -> Plan:
+        made = dict(self.like.made)
+        placed: list[Block] = []
+        lifetimes: list[tuple[int, int, int]] = []
+        for buffer, block in zip(self.buffers, blocks, strict=True):
+            if buffer.lifetime is None:
+                made[block.slot] = allocation(buffer.tv, block, frame.machine, frame.program)
+            else:
+                placed.append(block)
+                lifetimes.append((*buffer.lifetime, block.nbytes))
+        offsets, nbytes = first_fit(lifetimes)
+        blocks = [b.at(offset) for b, offset in zip(placed, offsets, strict=True)]
+        return replace(
+            self.like,
+            made=made,
+            steps=steps,
+            blocks=tuple(blocks),
+            nbytes=nbytes,
+            records=requires_grad and self.reads,
+        )
+
+
+def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
+    """Return the pattern of a plan that was rehearsed; None where other sizes may take other
+    steps."""
+    program = recorder.frame.program
+    inputs = [v for v in program.inputs if isinstance(v, TensorView) and not v.is_cpu_scalar]
+    buffers = recorder.buffers()
+    whole = {*range(len(inputs)), *(b.slot for b in buffers)}
+    if len(inputs) < len(program.inputs) or not {*plan.made, *plan.outputs} <= whole:
+        return None
+    steps: list[tuple[Step | _Make, Op | None]] = []
+    for step, op in plan.steps:
+        made = _same(step, op) or _kernel(step, op, recorder, whole) or _product(step, op, whole)
+        if made is None:
+            return None
+        steps.append((made, op))
+    reads = any(not isinstance(step, Launch | Release | Action) for step, _ in plan.steps)
+    places = tuple((v, i) for i, v in enumerate(inputs))
+    return Pattern(places, buffers, tuple(steps), plan, reads)
+
+
+def _same(step: Step, op: Op | None) -> Step | None:
+    """Return a step that is the same for all sizes."""
+    is_same = isinstance(step, Release) or (isinstance(step, Action) and isinstance(op, Allocate))
+    return step if is_same else None
+
+
+def _kernel(step: Step, op: Op | None, recorder: Recorder, whole: set[int]) -> _Make | None:
+    if not isinstance(step, Launch) or not isinstance(op, LaunchKernel):
+        return None
+    runner: KernelRunner = recorder.machine.runner(op.group)
+    program = recorder.frame.program
+    operands, stream = step.operands, step.stream
+    is_plain = all(isinstance(v, TensorView) for v in op.ins) and whole.issuperset(operands)
+    if not is_plain or not isinstance(runner, KernelExecutor) or any(dropped_axes(op, program)):
+        return None
+
+    def launch(laid: dict[int, Laid], frame: Frame) -> Launch | None:
+        tensors = [laid[slot] for slot in operands]
+        kernel = runner.launch_laid(tensors, frame.sizes, frame.machine.device)
+        return None if kernel is None else Launch(kernel, operands, (), None, stream)
+
+    return launch
+
+
+def _product(step: Step, op: Op | None, whole: set[int]) -> _Make | None:
+    if not isinstance(step, Multiply) or not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
+        return None
+    ins, out = step.ins, step.out
+    if not whole.issuperset((*ins, out)) or min(op.inputs[0].ndim, op.inputs[1].ndim) < 2:
+        return None
+
+    def multiply(laid: dict[int, Laid], frame: Frame) -> Multiply | None:
+        result = laid[out]
+        if not result.is_contiguous():
+            return None
+        way: Any = bind_contraction(op, cast("Any", [laid[i] for i in ins]), cast("Any", result))
+        return Multiply(way, ins, out) if isinstance(way, Product) else None
+
+    return multiply
