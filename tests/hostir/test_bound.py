@@ -143,17 +143,17 @@ def test_a_run_inside_of_a_run_has_its_own_launches() -> None:
 
 # ------------------------------------------------------------------ new shapes
 def test_a_new_shape_binds_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk before the run does; the run, and what records it, find that again."""
+    """What makes the plan does; the run finds that again."""
     fd, binds = _chain(), list[str]()
     # Equal definitions share kernels: sizes that no other test here has.
     fd.execute([torch.randn(20, 20), torch.randn(20, 20)])
-    bind = KernelExecutor.bind
+    bind = KernelExecutor._bind_to
 
     def counted(self: KernelExecutor, *args: Any, **kwargs: Any) -> Any:
         binds.append(self.name)
         return bind(self, *args, **kwargs)
 
-    monkeypatch.setattr(KernelExecutor, "bind", counted)
+    monkeypatch.setattr(KernelExecutor, "_bind_to", counted)
     for n in (21, 22, 22, 23):
         inputs = [torch.randn(n, n) / 4, torch.randn(n, n) / 4]
         (got,) = fd.execute(inputs)
