@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +32,6 @@ def connect(device: torch.device) -> None:
 
     mine = store(0) if is_first else None
     port = int(communicator.exchange(str(mine.port if mine else 0).encode())[0])
-    # Torch's hook writes nothing where ours, called by it, ends the job.
-    hook = sys.excepthook
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=mine or store(port),
@@ -43,7 +40,6 @@ def connect(device: torch.device) -> None:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    sys.excepthook = hook
 
 
 def gather(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:

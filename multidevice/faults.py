@@ -9,14 +9,16 @@ wait.
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from fuser.errors import CommunicationError
 
@@ -50,6 +52,13 @@ class _ExitRequest(SystemExit):
             sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         except ValueError:
             self._record(self.code)
+
+
+def _terminal() -> TextIO:
+    """Returns where a last word arrives. A hook around ours, as that of torch.distributed, collects
+    what is written to sys.stderr until ours returns; ours ends the process."""
+    collects = isinstance(sys.stderr, io.StringIO)
+    return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr
 
 
 class Guard:
@@ -112,8 +121,9 @@ class Guard:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        self._previous_hook(kind, error, trace)
-        self._end(_error_text(kind, error, trace), 130 if kind is KeyboardInterrupt else 1)
+        with redirect_stderr(_terminal()):
+            self._previous_hook(kind, error, trace)
+            self._end(_error_text(kind, error, trace), 130 if kind is KeyboardInterrupt else 1)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         self._previous_thread_hook(args)

