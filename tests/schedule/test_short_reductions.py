@@ -14,6 +14,7 @@ from fuser.device import H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
+from fuser.schedule.facts import Facts
 from fuser.schedule.reduction import ReductionParams
 from tests.lower.build import P
 from tests.schedule.programs import Build, define, random, run, scheduled, sizes_of
@@ -83,6 +84,20 @@ def test_loops() -> None:
     assert [a.ptype for a in total.domain.loop] == [*shared, *inside, P.serial]
     assert [a.ptype for a in copy.outputs[0].domain.loop] == [*shared, P.unroll, P.vectorize]
     assert (load.compute_at, total.compute_at) == (4, 2)
+    # Neighbouring threads take neighbouring vectors; the other vectors of a thread lie beyond.
+    facts = Facts(sizes_of(copy, (3, 60_002)))
+    extents = [facts.value(copy, a.extent) for a in load.domain.loop]
+    assert extents == [-(-30_001 // 512), 128, 1, 1, 3, 4, 2]
+
+
+def test_short_rows_fill_blocks_together() -> None:
+    shape = (70, 4, 37)
+    fusion = define(lambda x: ops.sum(x, [1]), (None,) * 3)
+    copy, params = scheduled(fusion, H200, shape)
+    assert params == ReductionParams(False, 128, 1, 1, 4)
+    facts = Facts(sizes_of(copy, shape))
+    extents = [facts.value(copy, a.extent) for a in copy.outputs[0].domain.loop]
+    assert extents == [-(-70 * 37 // 128), 128, 1, 1, 4]
 
 
 # ------------------------------------------------------------------ text
