@@ -56,6 +56,10 @@ MAX_UNROLL = 16
 THREADS_PER_SM = 1024
 THREADS_INNER = 128
 THREADS_OUTER = 256
+# Where a load is no wider than this, an odd number of half-precision columns: measured on an H200,
+# 50257 columns take 71 us, with 256 threads 111.
+NARROW = 2
+THREADS_OUTER_NARROW = 512
 MAX_THREADS_PER_ROW = 256
 # An outer reduction of at most this many rows is short: a thread sums whole columns.
 SHORT_ROWS = 16
@@ -258,7 +262,8 @@ def _outer_params(
     vector, nbytes = step
     chunks, rows = -(-iterated[-1] // vector), prod(reduced)
     x = min(power_of_two_at_least(chunks), device.warp_size)
-    y = min(THREADS_OUTER // x, power_of_two_at_least(rows))
+    threads = THREADS_OUTER_NARROW if nbytes <= NARROW else THREADS_OUTER
+    y = min(threads // x, power_of_two_at_least(rows))
     unroll = min(_unroll(BYTES_OUTER, nbytes), power_of_two_at_least(-(-rows // y)))
     blocks = prod(iterated[:-1]) * -(-chunks // x)
     steps = -(-rows // (y * unroll))

@@ -194,6 +194,7 @@ def test_few_rows_are_split_over_the_grid() -> None:
         ((32768, 1024), ReductionParams(False, 32, 8, 8, 8, 128)),
         ((100000, 8), ReductionParams(False, 1, 256, 8, 8, 32)),
         ((4096, 770), ReductionParams(False, 32, 8, 2, 16, 32)),
+        ((4096, 50257), ReductionParams(False, 32, 16, 1, 16, 1)),
     ],
 )
 def test_outer_reduction_parameters(shape: tuple[int, int], expected: ReductionParams) -> None:
