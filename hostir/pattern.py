@@ -10,7 +10,7 @@ left to a rehearsal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,6 +44,7 @@ class Buffer:
     tv: TensorView
     slot: int
     dtype: torch.dtype
+    lies_in_order: bool
     lifetime: tuple[int, int] | None
 
 
@@ -69,13 +70,14 @@ class Pattern:
             skipped, rest = divmod(t.data_ptr() % VECTOR_BYTES, t.element_size())
             if rest:
                 return None
-            laid[slot] = Laid(tuple(t.shape), t.stride(), t.element_size(), skipped)
-        blocks: list[Block] = []
+            laid[slot] = Laid.of(t, skipped)
         for buffer in self.buffers:
-            shape = frame.local_shape(buffer.tv)
-            block = Block(buffer.slot, shape, allocated_strides(buffer.tv, shape), buffer.dtype)
-            laid[block.slot] = Laid(shape, block.strides, block.dtype.itemsize)
-            blocks.append(block)
+            shape, itemsize = frame.local_shape(buffer.tv), buffer.dtype.itemsize
+            if buffer.lies_in_order:
+                laid[buffer.slot] = Laid.dense(shape, itemsize)
+            else:
+                strides = allocated_strides(buffer.tv, shape)
+                laid[buffer.slot] = Laid.with_strides(shape, strides, itemsize)
         if not all(one.numel() for one in laid.values()):
             return None
         steps: list[tuple[Step, Op | None]] = []
@@ -84,34 +86,29 @@ class Pattern:
             if made is None:
                 return None
             steps.append((made, op))
-        return self._plan(blocks, tuple(steps), frame, requires_grad)
-
-    def _plan(
-        self,
-        blocks: list[Block],
-        steps: tuple[tuple[Step, Op | None], ...],
-        frame: Frame,
-        requires_grad: bool,
-    ) -> Plan:
-        made = dict(self.like.made)
-        placed: list[Block] = []
+        made, placed = dict(self.like.made), list[Buffer]()
         lifetimes: list[tuple[int, int, int]] = []
-        for buffer, block in zip(self.buffers, blocks, strict=True):
+        for buffer in self.buffers:
             if buffer.lifetime is None:
+                block = _block(buffer, laid)
                 made[block.slot] = allocation(buffer.tv, block, frame.machine, frame.program)
             else:
-                placed.append(block)
-                lifetimes.append((*buffer.lifetime, block.nbytes))
+                placed.append(buffer)
+                lifetimes.append((*buffer.lifetime, laid[buffer.slot].nbytes()))
         offsets, nbytes = first_fit(lifetimes)
-        blocks = [b.at(offset) for b, offset in zip(placed, offsets, strict=True)]
-        return replace(
-            self.like,
+        blocks = [_block(b, laid, offset) for b, offset in zip(placed, offsets, strict=True)]
+        return self.like.of_size(
             made=made,
-            steps=steps,
+            steps=tuple(steps),
             blocks=tuple(blocks),
             nbytes=nbytes,
             records=requires_grad and self.reads,
         )
+
+
+def _block(buffer: Buffer, laid: dict[int, Laid], offset: int = 0) -> Block:
+    one = laid[buffer.slot]
+    return Block(buffer.slot, one.shape, one.stride(), buffer.dtype, offset)
 
 
 def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:

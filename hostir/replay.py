@@ -18,6 +18,7 @@ from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
+from fuser.ir.storage import lies_in_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.runtime.graphs import MAKERS
@@ -197,7 +198,13 @@ class Recorder:
         tensors = sorted(self._blocks, key=self._begin.__getitem__)
         ends = ((t, self._blocks[t], self._end.get(t)) for t in tensors)
         return tuple(
-            Buffer(t, b.slot, b.dtype, None if end is None else (self._begin[t], end))
+            Buffer(
+                t,
+                b.slot,
+                b.dtype,
+                lies_in_order(t),
+                None if end is None else (self._begin[t], end),
+            )
             for t, b, end in ends
         )
 

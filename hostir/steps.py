@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -71,8 +71,7 @@ class Binding:
         return lambda slots: slots[slot].data_ptr()
 
 
-@dataclass(frozen=True, eq=False)
-class BoundKernel:
+class BoundKernel(NamedTuple):
     """A launch whose arguments are packed, but for the addresses of slots that are not fixed."""
 
     call: LaunchCall
@@ -220,8 +219,7 @@ class View:
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class Multiply:
+class Multiply(NamedTuple):
     """A matrix product into a buffer."""
 
     product: Product
@@ -291,8 +289,7 @@ class Exchange:
         return start
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
+class Launch(NamedTuple):
     """A kernel on the tensors of these slots, in the order that its launch counts them.
 
     The class of the plan decides shapes, strides and alignments, so that of all that is packed only

@@ -151,7 +151,10 @@ class Binder:
                     return None
             later += [(shape[i] * blocks, extent) for i, extent, blocks in fixed]
         for x, y in self._fusion.equal_extents():
-            a, b = _evaluated(x, values), _evaluated(y, values)
+            if isinstance(x, Symbol) and isinstance(y, Symbol):
+                a, b = values.get(x), values.get(y)
+            else:
+                a, b = _evaluated(x, values), _evaluated(y, values)
             if a is None and b is not None and isinstance(x, Symbol):
                 values[x] = b
             elif b is None and a is not None and isinstance(y, Symbol):
@@ -216,11 +219,15 @@ def complete(fusion: Fusion, values: Values) -> None:
     is_done = False
     while not is_done:
         is_done = True
-        for x, y in (*relations, *((y, x) for x, y in relations)):
-            found = _evaluated(y, values)
-            if isinstance(x, Symbol) and x not in values and found is not None:
-                values[x] = found
-                is_done = False
+        for is_turned in (False, True):
+            for pair in relations:
+                x, y = pair[::-1] if is_turned else pair
+                if not isinstance(x, Symbol) or x in values:
+                    continue
+                found = _evaluated(y, values)
+                if found is not None:
+                    values[x] = found
+                    is_done = False
 
 
 def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:

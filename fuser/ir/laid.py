@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-from typing import overload
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Laid:
@@ -17,17 +19,47 @@ class Laid:
     __slots__ = ("_is_contiguous", "_itemsize", "_numel", "_skipped", "_strides", "shape")
 
     def __init__(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, skipped: int = 0
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        itemsize: int,
+        *,
+        numel: int,
+        is_contiguous: bool,
+        skipped: int = 0,
     ) -> None:
-        self.shape = shape
-        self._strides, self._itemsize, self._skipped = strides, itemsize, skipped
-        self._numel = prod(shape)
-        dense, self._is_contiguous = 1, True
-        for n, step in zip(reversed(shape), reversed(strides), strict=False):
-            if n != 1 and step != dense:
-                self._is_contiguous = self._numel == 0
-                break
-            dense *= n
+        self.shape, self._strides, self._itemsize = shape, strides, itemsize
+        self._numel, self._is_contiguous, self._skipped = numel, is_contiguous, skipped
+
+    @staticmethod
+    def of(t: torch.Tensor, skipped: int) -> Laid:
+        """Return how a tensor lies."""
+        numel, is_contiguous = t.numel(), t.is_contiguous()
+        return Laid(
+            t.shape,
+            t.stride(),
+            t.element_size(),
+            numel=numel,
+            is_contiguous=is_contiguous,
+            skipped=skipped,
+        )
+
+    @staticmethod
+    def dense(shape: tuple[int, ...], itemsize: int) -> Laid:
+        """Return how elements lie one behind the other, the last axis innermost."""
+        strides, step = [0] * len(shape), 1
+        for axis in range(len(shape) - 1, -1, -1):
+            strides[axis] = step
+            step *= shape[axis]
+        return Laid(shape, tuple(strides), itemsize, numel=step, is_contiguous=True)
+
+    @staticmethod
+    def with_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Laid:
+        """Return how elements lie with these strides."""
+        like = Laid.dense(shape, itemsize)
+        steps = zip(shape, strides, like._strides, strict=True)
+        is_contiguous = all(n == 1 or step == dense for n, step, dense in steps)
+        return Laid(shape, strides, itemsize, numel=like._numel, is_contiguous=is_contiguous)
 
     @property
     def ndim(self) -> int:
@@ -57,6 +89,13 @@ class Laid:
 
     def element_size(self) -> int:
         return self._itemsize
+
+    def nbytes(self) -> int:
+        """Return the bytes from the first element to past the last one."""
+        if self._is_contiguous:
+            return self._numel * self._itemsize
+        last = sum((n - 1) * step for n, step in zip(self.shape, self._strides, strict=True))
+        return (last + 1) * self._itemsize
 
     def storage_offset(self) -> int:
         return self._skipped

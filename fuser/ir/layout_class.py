@@ -67,12 +67,13 @@ class LayoutClasses:
         self.order = declared_order(tv)
         self._skipped = [a.is_broadcast for a in tv.domain.no_reductions]
         is_plain = self.order == tuple(range(tv.ndim)) and not any(self._skipped)
-        self._dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
+        # That of contiguous tensors, None where it follows from their sizes.
+        self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor | Laid) -> Layout:
         """Return the layout class of a tensor."""
-        if self._dense is not None and t.is_contiguous() and t.numel():
-            return self._dense
+        if self.dense is not None and t.is_contiguous() and t.numel():
+            return self.dense
         return (
             ((), ())
             if self.order is None

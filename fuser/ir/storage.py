@@ -76,6 +76,16 @@ def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def lies_in_order(tv: TensorView) -> bool:
+    """Whether memory has all logical axes (reductions left out) in their order, and every element:
+    without gaps, it is contiguous whatever the sizes."""
+    try:
+        rule = tv.domain.dense_rule
+    except UnsupportedError:
+        return False
+    return tuple(rule) == tuple((p, False, True) for p in reversed(range(tv.ndim)))
+
+
 def memory_strides(
     tv: TensorView, size: Callable[[IterDomain], Scalar], gap: Callable[[IterDomain], Scalar]
 ) -> tuple[tuple[IterDomain, Scalar], ...]:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,8 +64,7 @@ VariantKey = tuple[tuple[Layout, ...], Any, DataType]
 Record = tuple[Variant, BoundLaunch]
 
 
-@dataclass(frozen=True, eq=False)
-class KernelLaunch:
+class KernelLaunch(NamedTuple):
     """A kernel and its launch for one class of tensors; `explain` adds op and line to an error."""
 
     variant: Variant
@@ -119,6 +117,11 @@ class KernelExecutor:
         self._numbers = [tv.number for tv in self._tensors]
         self._places = {number: k for k, number in enumerate(self._numbers)}
         self._classes = [LayoutClasses(tv) for tv in self._tensors]
+        # The layouts of contiguous tensors, where these do not follow from sizes; and alignments.
+        dense = [c.dense for c in self._classes if c.dense is not None]
+        self._dense = tuple(dense) if len(dense) == len(self._classes) else None
+        self._aligned = dict.fromkeys(self._numbers, VECTOR_BYTES)
+        self._unaligned = dict.fromkeys(self._numbers, 1)
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
         self._free = _free_symbols(fusion, self._scalars)
         free = free_inputs(fusion)
@@ -305,13 +308,16 @@ class KernelExecutor:
         self, bound: Bound, tensors: Sequence[torch.Tensor | Laid], device: DeviceInfo
     ) -> Record:
         """Return the variant and the launch for tensors of which the sizes are bound."""
-        layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
-        alignments = {
-            number: _alignment(t, layout)
-            for number, t, layout in zip(self._numbers, tensors, layouts, strict=True)
-        }
+        if self._dense is not None and all(map(_is_plain, tensors)):
+            layouts, alignments = self._dense, self._aligned
+        else:
+            layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
+            alignments = {
+                number: _alignment(t, layout)
+                for number, t, layout in zip(self._numbers, tensors, layouts, strict=True)
+            }
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
-        for known in (alignments, dict.fromkeys(alignments, 1), None):
+        for known in (alignments, self._unaligned, None):
             variant, launch = self._variant(layouts, known, alignments, bound, tensors, device)
             launch = launch or self._launch_of(variant, tensors, bound.values, alignments)
             if launch is not None:
@@ -548,6 +554,11 @@ def _alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
         if not flag and t.stride(k):
             found = gcd(found, t.stride(k) * t.element_size())
     return found
+
+
+def _is_plain(t: torch.Tensor | Laid) -> bool:
+    """Whether a tensor with elements has no gaps, and begins where a vector of memory does."""
+    return t.is_contiguous() and not _address(t) % VECTOR_BYTES
 
 
 def _address(t: torch.Tensor | Laid) -> int:

@@ -49,15 +49,15 @@ class Needs:
     """
 
     guards: Computed
-    # Arguments, grid, block, bytes of shared memory and of workspaces: where a guard fails, they
-    # may have no value.
+    # Each parameter (0 where it is no scalar), grid, block, bytes of shared memory and of
+    # workspaces: where a guard fails, they may have no value.
     scalars: Computed
     # (number of a tensor in the fusion, bytes that divide its address and outer strides)
     alignments: tuple[tuple[int, int], ...]
     # (place, axis, symbol) of each stride that a scalar names.
     strides: tuple[tuple[int, int, Symbol], ...]
-    # A 0 for each parameter, and the scalars of those that are evaluated.
-    arguments: tuple[int, ...]
+    # How many parameters there are, and the scalars of those that are evaluated.
+    parameters: int
     evaluated: dict[int, Scalar]
     # (parameter, place), and (parameter, place, axis).
     pointers: tuple[tuple[int, int], ...]
@@ -81,7 +81,7 @@ class Needs:
         evaluated = {i: a.scalar for i, a in args if isinstance(a, ScalarArg)}
         spaces = [(i, kernel.workspaces[a.index]) for i, a in args if isinstance(a, WorkspaceArg)]
         scalars = (
-            *evaluated.values(),
+            *(evaluated.get(i, sc.ZERO) for i, _ in args),
             *kernel.grid,
             *kernel.block,
             kernel.smem_bytes,
@@ -95,7 +95,7 @@ class Needs:
             Computed(scalars),
             tuple((number_of[tv.number], nbytes) for tv, nbytes in kernel.alignments),
             tuple((*strides[s], s) for s in named),
-            (0,) * len(args),
+            len(args),
             evaluated,
             tuple((i, place[a.tv.number]) for i, a in args if isinstance(a, TensorArg)),
             tuple((i, place[a.tv.number], a.axis) for i, a in args if isinstance(a, StrideArg)),
@@ -127,9 +127,7 @@ def launch_of(
     if not needs.guards.hold(known):
         return None
     found = needs.scalars(known)
-    args: list[Any] = list(needs.arguments)
-    for param, value in zip(needs.evaluated, found, strict=False):
-        args[param] = value
+    args: list[Any] = list(found[: needs.parameters])
     for param, k, axis in needs.stride_arguments:
         args[param] = tensors[k].stride(axis)
     numbers: list[tuple[int, Callable[[Sequence[Number]], Number]]] = []
@@ -138,8 +136,7 @@ def launch_of(
         for param, scalar in needs.evaluated.items():
             if not dynamic.isdisjoint(sc.symbols(scalar)):
                 numbers.append((param, partial(_value, scalar, known, tuple(scalars))))
-    shape = [int(x) for x in found[len(needs.evaluated) :]]
-    gx, gy, gz, bx, by, bz, smem_bytes, *spaces = shape
+    gx, gy, gz, bx, by, bz, smem_bytes, *spaces = map(int, found[needs.parameters :])
     return BoundLaunch(
         args,
         (gx, gy, gz),
@@ -147,7 +144,9 @@ def launch_of(
         smem_bytes,
         needs.pointers,
         tuple(numbers),
-        tuple([(p, n, z) for (p, z), n in zip(needs.workspaces, spaces, strict=True)]),
+        tuple([(p, n, z) for (p, z), n in zip(needs.workspaces, spaces, strict=True)])
+        if spaces
+        else (),
         is_repeatable=not checked,
     )
 

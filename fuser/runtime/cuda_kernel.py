@@ -106,7 +106,7 @@ class _Arguments:
     def __init__(self, params: int) -> None:
         self.slots = (ctypes.c_uint64 * max(params, 1))()
         first = ctypes.addressof(self.slots)
-        self.addresses = (ctypes.c_void_p * max(params, 1))(*(first + 8 * i for i in range(params)))
+        self.addresses = (ctypes.c_void_p * max(params, 1))(*range(first, first + 8 * params, 8))
         self.address = ctypes.addressof(self.addresses)
 
 

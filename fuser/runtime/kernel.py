@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from fuser.device import device_parts
 from fuser.errors import KernelError
@@ -29,8 +28,7 @@ class TensorLike(Protocol):
 Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
 
 
-@dataclass(frozen=True, eq=False)
-class LaunchCall:
+class LaunchCall(NamedTuple):
     """A launch as one foreign call: `function(*arguments)` returns 0, or what `fail` is told.
 
     `words[i]` is parameter i as the kernel will read it, 8 bytes: addresses are replaced there.
