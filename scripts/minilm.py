@@ -257,14 +257,9 @@ class Encoder:
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings [b, h] (float32) of token ids and mask [b, s]."""
-        both = torch.stack((ids, mask))
-        if both.device.type == "cpu" and self.words.is_cuda:
-            # One copy, for which the host does not wait.
-            both = both.pin_memory().to(self.device, non_blocking=True)
-        ids, mask = both
-        words = torch.nn.functional.embedding(ids, self.words)
+        ids, mask = ids.to(self.device), mask.to(self.device)
         x, additive = self.embedding.fd.execute(
-            [words, self.positions[: ids.shape[1]], mask, *self.embedding_weights]
+            [self.words[ids], self.positions[: ids.shape[1]], mask, *self.embedding_weights]
         )
         for weights in self.layer_weights:
             (x,) = self.layer.fd.execute([x, additive, *weights])
