@@ -87,6 +87,10 @@ class InputBinder:
                     )
         return values
 
+    def values(self, inputs: Sequence[Argument]) -> Values:
+        """Return what `bind` does, for inputs that another binder of the definition has checked."""
+        return self._binder.bind(inputs)
+
 
 def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):

@@ -374,23 +374,23 @@ class HostIrEvaluator:
         values = self._frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in (RANK, NUMBER_OF_STREAMS)}
 
-    def prepare(self, inputs: Sequence[Argument]) -> Known:
+    def prepare(
+        self, inputs: Sequence[Argument], *, checked_on: torch.device | None = None
+    ) -> Known:
         """Lower and compile, all at once, every kernel that `run` needs for inputs like these;
         return what `run_known` remembers them by.
 
+        `checked_on` is the device for which the caller has checked kinds, dtypes and layouts.
         Nothing is launched, computed or communicated. Raises what `run` would raise about these
         inputs or their kernels.
         """
         inputs = flatten(inputs)
-        frame = self._frame(inputs)
+        frame = self._frame(inputs, checked_on=checked_on)
         known = self.know(inputs)
-        if not self._can_bind:
-            self._compile(rehearse(frame), frame)
-            return known
-        if not self._is_prepared:
+        if not (self._can_bind and self._is_prepared):
             # The first kernels: each is compiled while the next is lowered.
             self._compile(rehearse(frame), frame)
-        plan = self._bind(frame)
+        plan = self._bind(frame) if self._can_bind else None
         self._is_prepared = True
         if plan is not None:
             known.expect(inputs, plan)
@@ -404,9 +404,7 @@ class HostIrEvaluator:
         """Return the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        pattern = self._patterns.get(device)
-        plan = None if pattern is None else pattern.plan(frame)
-        if plan is not None:
+        if (pattern := self._patterns.get(device)) and (plan := pattern.plan(frame)):
             return plan
         found = rehearse_plan(frame, self.free, self._visible, self._arenas_on(device))
         if found.pattern is not None:
@@ -491,14 +489,20 @@ class HostIrEvaluator:
             raise
         return [frame.result(tv) for tv in self._visible]
 
-    def _frame(self, inputs: list[Argument], results: Sequence[TensorView] = ()) -> Frame:
+    def _frame(
+        self,
+        inputs: list[Argument],
+        results: Sequence[TensorView] = (),
+        checked_on: torch.device | None = None,
+    ) -> Frame:
         """Bind and check the inputs, and the program when it is new.
 
         Raises `VerifyError` where its streams race or its ranks would wait for ever.
         """
-        device = self._device or _device_of(self.program, inputs)
+        device = checked_on or self._device or _device_of(self.program, inputs)
+        binder = self._binder
         values = {
-            **self._binder.bind(inputs, device),
+            **(binder.values(inputs) if checked_on else binder.bind(inputs, device)),
             RANK: self._rank,
             NUMBER_OF_STREAMS: self._number_of_streams,
         }

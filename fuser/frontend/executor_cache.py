@@ -366,7 +366,7 @@ class FusionExecutorCache:
             overlaps = self._overlaps[key] = bound.overlaps
             self._by_class[key, overlaps.choose(sizes)] = bound
         bound.program.check_divisible(sizes)
-        known = bound.evaluator.prepare(inputs)
+        known = bound.evaluator.prepare(inputs, checked_on=where)
         if not self.devices:
             return bound, _NOTHING, known
         # Ranks that run with different options disagree, as with different programs.

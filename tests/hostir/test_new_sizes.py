@@ -363,10 +363,10 @@ COUNTED: dict[str, int] = {
     "hostir/cross_rank.py:find_mismatches": 0,
     "hostir/storage.py:of": 1,
     "hostir/handlers.py:run_block": 0,
-    "hostir/bind.py:bind": 2,
+    "hostir/bind.py:bind": 1,
 }
 # Python calls per launched or computed op of the host program (5 kernels and 3 products below).
-MAX_CALLS_PER_OP = 200
+MAX_CALLS_PER_OP = 110
 
 
 def _count(call: Callable[[], object]) -> Counter[str]:
