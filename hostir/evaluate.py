@@ -234,9 +234,9 @@ class HostIrEvaluator:
         if known is None:
             known = self._known.recall(key)
         if known is not None:
-            return self.run_known(known, inputs, known.contents.check(inputs))
+            return self.run_known(known, inputs, known.contents.check(inputs), has_begun=True)
         known = self.know(inputs)
-        outputs = self.run_known(known, inputs)
+        outputs = self.run_known(known, inputs, has_begun=True)
         self._known[key] = known
         return outputs
 
@@ -250,12 +250,17 @@ class HostIrEvaluator:
         inputs: Sequence[Argument],
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
+        *,
+        has_begun: bool = False,
     ) -> list[torch.Tensor]:
         """Like `run`, for inputs of a signature that is known.
 
         `places` is what their `Contents.check` returned, None before the first run; `are_apart` is
-        what the method of this name returned, where the caller has asked it.
+        what the method of this name returned, where the caller has asked it. `has_begun`: the run
+        has been counted.
         """
+        if self._copies_from_peers and not has_begun:
+            self._begin()
         plan = None if places is None else known.plans.get(places)
         # Entering and leaving no_grad costs a tenth of a small program.
         if plan is not None and self._updates is None and not plan.records:
