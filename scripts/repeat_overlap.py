@@ -264,9 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", default="", help="programs whose name has this")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=int, default=0, help="extents, times; 32 on GPUs, else 1")
+    parser.add_argument("--scale", type=int, default=0, help="extents, times; 16 on GPUs, else 1")
     args = parser.parse_args(argv)
-    args.scale = args.scale or (32 if args.device == "cuda" else 1)
+    args.scale = args.scale or (16 if args.device == "cuda" else 1)
     return int(run(args) > 0)
 
 
