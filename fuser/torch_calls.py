@@ -72,15 +72,14 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
 
 
-def elsewhere(device: torch.device) -> Callable[[], bool] | None:
-    """Return what tells whether another CUDA device than this one is the current one; None where
-    that cannot be."""
+def current_device_beside(device: torch.device) -> Callable[[], int] | None:
+    """Return what asks for the number of the current CUDA device, which may be another than this
+    one; None where it cannot be."""
     import torch
 
     if device.type != "cuda" or device.index is None:
         return None
-    index, current = device.index, _private("_cuda_getDevice") or torch.cuda.current_device
-    return lambda: current() != index
+    return _private("_cuda_getDevice") or torch.cuda.current_device
 
 
 def raw_stream_on(device: torch.device) -> Callable[[], int]:

@@ -63,9 +63,9 @@ class Plan:
     # Those of the run, if the program switches between them.
     streams: Streams | None
     arenas: Arenas
-    # The raw handle of the current stream, and whether another CUDA device is the current one.
+    # The raw handle of the current stream, and the current CUDA device, where it may be another.
     current_stream: Callable[[], int]
-    is_elsewhere: Callable[[], bool] | None
+    current_device: Callable[[], int] | None
     # Those that communicate, and how the ranks agree on each run (None: each may go its own way);
     # why no graph can repeat the steps, "" where one may.
     backends: tuple[Backend, ...]
@@ -95,7 +95,7 @@ class Plan:
             self.streams,
             self.arenas,
             self.current_stream,
-            self.is_elsewhere,
+            self.current_device,
             self.backends,
             self.vote,
             self.why_not,
@@ -149,7 +149,7 @@ class Plan:
 
         Raises `ExecutionError` naming op and user line where torch refuses one.
         """
-        if self.is_elsewhere is not None and self.is_elsewhere():
+        if self.current_device is not None and self.current_device() != self.device.index:
             with on_device(self.device):
                 return self.run(inputs)
         entry = None if self.streams is None else self.streams.current()
@@ -178,7 +178,9 @@ class Plan:
                 raise
             raise explained from error
         self.arenas.give(arena)
-        return [slots[i] for i in self.outputs]
+        outputs = self.outputs
+        # Nearly all programs have one, which is had sooner than a list of all.
+        return [slots[outputs[0]]] if len(outputs) == 1 else [slots[i] for i in outputs]
 
 
 def _explained(error: BaseException, op: Op | None) -> BaseException:

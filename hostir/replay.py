@@ -22,7 +22,7 @@ from fuser.ir.storage import lies_in_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.runtime.graphs import MAKERS
-from fuser.torch_calls import elsewhere, raw_stream_on
+from fuser.torch_calls import current_device_beside, raw_stream_on
 from hostir.announce import announcer
 from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
@@ -177,7 +177,7 @@ class Recorder:
             self.machine.streams if self._switches else None,
             arenas,
             raw_stream_on(self.machine.device),
-            elsewhere(self.machine.device),
+            current_device_beside(self.machine.device),
             tuple(self._backends),
             self.machine.vote,
             arenas.why_not or self._why_not,

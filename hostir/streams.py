@@ -17,7 +17,7 @@ from typing import Protocol, cast
 
 import torch
 
-from fuser.torch_calls import elsewhere
+from fuser.torch_calls import current_device_beside
 
 Work = Callable[[], object]
 Ready = Callable[[], bool]
@@ -34,8 +34,9 @@ def raw_handle(stream: Handle | None) -> int | None:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which a CUDA device is the current one: kernels and buffers go there."""
-    is_elsewhere = elsewhere(device)
-    return torch.cuda.device(device) if is_elsewhere and is_elsewhere() else nullcontext()
+    current = current_device_beside(device)
+    is_current = current is None or current() == device.index
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class Streams(Protocol):

@@ -62,8 +62,8 @@ class Communicator:
         self.turns = Turns()
         self._channels: dict[Team, Channel | None] = {}
 
-    @classmethod
-    def instance(cls) -> Communicator:
+    @staticmethod
+    def instance() -> Communicator:
         """Returns the communicator of the simulated rank that runs here, else the one of this
         process.
         """

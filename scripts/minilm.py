@@ -257,7 +257,8 @@ class Encoder:
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings [b, h] (float32) of token ids and mask [b, s]."""
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        # Nobody writes into a batch: the host need not wait until the GPU has it.
+        ids, mask = (t.to(self.device, non_blocking=True) for t in (ids, mask))
         x, additive = self.embedding.fd.execute(
             [self.words[ids], self.positions[: ids.shape[1]], mask, *self.embedding_weights]
         )
