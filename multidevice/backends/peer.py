@@ -207,6 +207,8 @@ class PeerBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self._pages: dict[Team, Page] = {}
+        # That of the team which voted last: all ranks of the program that runs.
+        self._voting: Page | None = None
         # Of the run that this rank is in: its place in tags, and what it has started so far.
         self._run: tuple[Team, int] = (), 0
         self._first_tag = 0
@@ -255,22 +257,25 @@ class PeerBackend(CheckedBackend):
 
     def _forget(self, key: str) -> None:
         """Gives up the pages of teams whose members no longer agree where they are."""
-        lost = [t for t in self._pages if key.endswith(team_text(t))]
-        for team in lost:
+        self._give_up([t for t in self._pages if key.endswith(team_text(t))])
+
+    def _give_up(self, teams: Sequence[Team]) -> None:
+        for team in teams:
             del self._pages[team]
-        if lost:
+        if teams:
             self.make_void()
 
     # ------------------------------------------------------------ votes
     def vote(self, team: Team, kind: int) -> tuple[int, ...]:
         """See `Captured.vote`; collective over the team. Raises what waiting for it raises."""
-        page = self.page(team)
+        page = self._voting = self.page(team)
         return page.said.tell(kind, self.control.ledger.enter(page.votes))
 
     def start_over(self, team: Team) -> None:
         """See `Captured.start_over`: what was posted and not found never matches later calls."""
         self.control.begin_run(team)
-        self._forget(team_text(team))
+        # Parts of the team have pages, too, with what nobody will answer.
+        self._give_up([t for t in self._pages if {*t} <= {*team}])
         self.page(team)
 
     # ------------------------------------------------------------ transfers

@@ -32,7 +32,7 @@ from multidevice.backends.ipc_memory import WAIT, WRITE, FlagOp, IpcMemory, besi
 from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Sent
 from multidevice.backends.peer_allreduce import AllreduceKernels
-from multidevice.backends.protocol import Post, Work
+from multidevice.backends.protocol import Post, Team, Work
 from multidevice.control import Control
 from multidevice.waiting import team_text
 
@@ -152,8 +152,8 @@ class CudaPeerBackend(PeerBackend):
         self.control.agree(error, team=team)
         self._flags[page], self._theirs[page] = flags, theirs
 
-    def _forget(self, key: str) -> None:
-        super()._forget(key)
+    def _give_up(self, teams: Sequence[Team]) -> None:
+        super()._give_up(teams)
         kept = set(self._pages.values())
         for page in [p for p in self._flags if p not in kept]:
             del self._flags[page], self._theirs[page]
@@ -226,10 +226,10 @@ class CudaPeerBackend(PeerBackend):
     def _poll(
         self, done: Callable[[], bool], call: Call | Exchange, open_ones: Sequence[Numbered]
     ) -> None:
-        if self._capture is None:
+        page = self._voting
+        if self._capture is None or page is None:
             super()._poll(done, call, open_ones)
             return
-        page = self.page(call.team)
 
         def gone() -> list[int]:
             number = self.control.ledger.entered.get(page.votes, 0)

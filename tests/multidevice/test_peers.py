@@ -12,6 +12,8 @@ import torch
 import multidevice
 from fuser.errors import CommunicationError
 from multidevice import Communicator
+from multidevice.backends import peer_cuda
+from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED
 from multidevice.backends.peer import SLOTS, Page
 from multidevice.backends.peer_cpu import SharedMemory
 from multidevice.backends.protocol import Transfer
@@ -128,6 +130,48 @@ def test_what_a_failed_run_has_sent_is_not_received_by_the_next(comm: Communicat
                 work.wait()
                 assert found.tolist() == [10.0 * run + 1 - me] * 3
     comm.barrier()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_capture_ends_where_any_rank_of_the_program_gave_it_up(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks tell it to all that run the program; who waits may wait within a part of them."""
+    monkeypatch.setenv("FUSER_TIMEOUT_S", "5")
+    monkeypatch.setattr(peer_cuda, "IpcMemory", lambda device: SharedMemory())
+    monkeypatch.setattr(peer_cuda.CudaPeerBackend, "_connected", lambda self, page: None)
+    peers, world = peer_cuda.CudaPeerBackend(comm._control, CPU), tuple(range(comm.size()))
+    call: Any = SimpleNamespace(team=(0, 1), describe=lambda: "a recv", needs=list)
+    try:
+        if comm.rank() < 2:
+            peers.connect((0, 1))
+        peers.vote(world, FIRST_GRAPH)
+        if comm.rank() == 0:
+            gone = pytest.raises(CommunicationError, match="could not capture it")
+            with gone, peers.capturing(0):
+                peers._poll(lambda: False, call, ())
+        assert NOT_CAPTURED in peers.vote(world, NOT_CAPTURED)
+    finally:
+        comm._control.on_lost.remove(peers._forget)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_what_a_capture_left_behind_takes_no_room(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSER_TIMEOUT_S", "5")
+    peers, me, team = comm.peers_for(CPU), comm.rank(), (0, 1)
+    if me < 2:
+        peers.connect(team)
+    for _ in range(SLOTS * (me == 0)):
+        peers.send(torch.zeros(3), peer=1, team=team)
+    peers.start_over(tuple(range(comm.size())))
+    if me == 0:
+        peers.send(torch.ones(3), peer=1, team=team).wait()
+    if me == 1:
+        found = torch.zeros(3)
+        peers.recv(found, peer=0, team=team).wait()
+        assert found.tolist() == [1.0] * 3
 
 
 @pytest.mark.mpi(min_size=2)
