@@ -378,8 +378,7 @@ def spread_reductions(fusion: Fusion) -> None:
     for op in fusion.exprs:
         for index in reference_operands(op):
             for out in op.outputs:
-                cuts = _uncontested(op, index, out, _reduction_only(op, index, out))
-                apply_transfers(out, cuts, DEVICE_TYPES)
+                apply_transfers(out, _reduction_only(op, index, out), DEVICE_TYPES)
 
 
 class _Propagation:
@@ -405,7 +404,6 @@ class _Propagation:
         else:
             self._take_mesh(out, source, "forward")
             cuts = forward_cuts(op, index, out)
-        cuts = _uncontested(op, index, out, cuts, is_placed=out in self.frozen)
         self._apply(out, source, "forward", cuts, SPREAD_TYPES)
 
     def backward(self, ops: Iterator[TensorOp]) -> None:
@@ -455,43 +453,6 @@ def sibling_cuts(out: TensorView, sibling: TensorView) -> Transfers:
     cuts = axis_cuts(out)
     pairs = zip(out.domain.logical, sibling.domain.logical, strict=True)
     return tuple((b, cuts[a.number]) for a, b in pairs if a.number in cuts)
-
-
-def _uncontested(
-    op: TensorOp, index: int, out: TensorView, transfers: Transfers, *, is_placed: bool = True
-) -> Transfers:
-    """Leave out cuts of reduction axes for which another factor would have to move: the result has
-    that operand's cut, along the same type, of an axis that it keeps. `is_placed`: the result has
-    no cuts but those that it has now.
-
-    out [DIDx(N), K, r] = matmul(g [DIDx(N), M], x [DIDx(M), K]) gathers x; with r cut, g would be
-    exchanged and the sums be scattered.
-    """
-    if not any(axis.is_reduction() for axis, _ in transfers):
-        return transfers
-    have = {a.number: c for a, c in zip(out.domain.no_reductions, placement(out), strict=True)}
-    contested: set[ParallelType] = set()
-    for other, _ in tensor_operands(op):
-        if other == index or not _is_factor(op, other, out):
-            continue
-        summed, kept = set[ParallelType](), set[ParallelType]()
-        for axis, cuts in forward_cuts(op, other, out):
-            types = {c.ptype for c in cuts}
-            if axis.is_reduction():
-                summed |= types
-            else:
-                kept |= types & {c.ptype for c in have[axis.number]} if is_placed else types
-        contested |= kept - summed
-    return tuple(
-        (axis, tuple(c for c in cuts if c.ptype not in contested) if axis.is_reduction() else cuts)
-        for axis, cuts in transfers
-    )
-
-
-def _is_factor(op: TensorOp, index: int, out: TensorView) -> bool:
-    """Whether an operand has what the op sums over; a bias has not."""
-    mapped = zip(out.domain.maybe_root, op.axis_map(index), strict=True)
-    return any(root.is_reduction() and position is not None for root, position in mapped)
 
 
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:

@@ -26,18 +26,14 @@ def placed(tv: TensorView, d: int, axis: int | None = None) -> TensorView:
 
 
 def of_weight(
-    op: str = "matmul",
-    *,
-    columns: bool = True,
-    is_set: bool = True,
-    dtype: DataType = DataType.Float,
+    op: str = "matmul", *, columns: bool = True, dtype: DataType = DataType.Float
 ) -> Build:
     """g^T x, of rows x that are gathered and g, which each rank has all rows of: its columns, or
     all of them."""
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         x, g = inputs_of(fd, d, 2, 2, dtype=dtype)
-        rows = placed(fd.ops.set(x), d) if is_set else x
+        rows = placed(fd.ops.set(x), d)
         left = transposed(fd, g)
         y = (
             fd.ops.matmul(left, rows)
@@ -199,7 +195,6 @@ def gradients(m: int, k: int, n: int) -> dict[str, Form]:
     half = DataType.BFloat16
     return {
         "weight gradient": Form(of_weight(), weight, xg),
-        "weight gradient, not set": Form(of_weight(is_set=False), weight, xg),
         "weight gradient, linear": Form(of_weight("linear"), weight, xg),
         "weight gradient, half": Form(of_weight(dtype=half), weight, xg, dtype=torch.bfloat16),
         "weight gradient, all columns": Form(of_weight(columns=False), weight, xg),

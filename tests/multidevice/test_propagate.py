@@ -79,57 +79,6 @@ def test_two_dimensions_meet_in_one_result() -> None:
     assert loops(out) == "y2 S x2 S rS"
 
 
-@pytest.mark.parametrize(
-    ("g_axis", "out_axis", "collectives"),
-    [
-        # The result keeps the columns of g as they are cut: x alone moves.
-        (1, None, ["Allgather"]),
-        (1, 0, ["Allgather"]),
-        # Both are cut along what is summed; or g has all of it.
-        (0, 0, ["ReduceScatter"]),
-        (None, 0, ["ReduceScatter"]),
-        # The result is cut otherwise: g moves in any case.
-        (1, 1, ["Allgather", "ReduceScatter"]),
-    ],
-)
-def test_rows_that_are_summed_are_gathered_where_the_other_operand_could_stay(
-    g_axis: int | None, out_axis: int | None, collectives: list[str]
-) -> None:
-    """out [N, K] = matmul(permute(g [M, N]), x [DIDx(M), K])"""
-    fusion = Fusion()
-    with FusionGuard(fusion):
-        t = models.inputs({"x": [8, 4], "g": [8, 6]})
-        out = ops.matmul(ops.permute(t["g"], [1, 0]), t["x"])
-        fusion.add_output(out)
-    models.set_mesh(mesh(2), *t.values())
-    shard_axis(t["x"], 0, 2)
-    if g_axis is not None:
-        shard_axis(t["g"], g_axis, 2)
-    if out_axis is not None:
-        models.set_mesh(mesh(2), out)
-        shard_axis(out, out_axis, 2)
-    x, g = (torch.randn(8, n, dtype=torch.float64) for n in (4, 6))
-    done = run(fusion, [x, g])
-    torch.testing.assert_close(done.outputs[0], g.t() @ x)
-    assert [kind for kind, _ in done.collectives] == collectives
-
-
-def test_a_bias_is_no_factor_of_what_is_summed() -> None:
-    """It is cut as the result is; the rows of x and w are cut along what is summed."""
-    fusion = Fusion()
-    with FusionGuard(fusion):
-        t = models.inputs({"x": [4, 8], "w": [6, 8], "b": [6]})
-        out = ops.linear(t["x"], t["w"], t["b"])
-        fusion.add_output(out)
-    models.set_mesh(mesh(2), *t.values(), out)
-    for tv, axis in ((t["x"], 1), (t["w"], 1), (t["b"], 0), (out, 1)):
-        shard_axis(tv, axis, 2)
-    x, w, b = (torch.randn(*s, dtype=torch.float64) for s in ((4, 8), (6, 8), (6,)))
-    done = run(fusion, [x, w, b])
-    torch.testing.assert_close(done.outputs[0], torch.nn.functional.linear(x, w, b))
-    assert [kind for kind, _ in done.collectives] == ["ReduceScatter"]
-
-
 # ------------------------------------------------------------------ backward
 def test_a_residual_turns_the_allreduce_into_a_reduce_scatter() -> None:
     fusion = Fusion()
