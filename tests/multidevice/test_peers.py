@@ -161,6 +161,7 @@ def test_what_a_capture_left_behind_takes_no_room(
 ) -> None:
     monkeypatch.setenv("FUSER_TIMEOUT_S", "5")
     peers, me, team = comm.peers_for(CPU), comm.rank(), (0, 1)
+    peers.start_over(tuple(range(comm.size())))
     if me < 2:
         peers.connect(team)
     for _ in range(SLOTS * (me == 0)):
