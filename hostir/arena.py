@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Offsets are multiples of this, so that every block is as well aligned as a fresh tensor.
 ALIGNMENT_NBYTES = 256
+# By which a buffer is larger than what asked for it: torch's allocator rounds as much.
+MAX_ROOM_NBYTES = 2 << 20
 # Plans that stay bound to one arena.
 MAX_BOUND = 256
 # Arenas of one stream that are kept for the next runs: as many runs beside one another.
@@ -58,6 +60,14 @@ def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Te
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+
+
+def with_room(nbytes: int) -> int:
+    """Return how large a buffer is made for so many bytes: up to a fourth larger, and by less than
+    MAX_ROOM_NBYTES, so that somewhat larger sizes of a program fit, too, and nothing is bound anew.
+    """
+    step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
+    return -(-nbytes // step) * step
 
 
 def first_fit(lifetimes: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
@@ -107,7 +117,8 @@ class Arena:
             if self._buffer is None or self._buffer.numel() < plan.nbytes:
                 # Views of the smaller buffer would keep it alive.
                 self.bound.clear()
-                self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
+                room = with_room(plan.nbytes)
+                self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
             if len(self.bound) >= MAX_BOUND:
                 self.bound.clear()
             found = self.bound[plan] = plan.bind(self._buffer, self)

@@ -198,10 +198,10 @@ class CudaKernel(CompiledKernel):
             )
 
     def _allow_smem(self, smem_bytes: int) -> None:
-        import torch
-
         if smem_bytes <= _DEFAULT_SMEM_BYTES:
             return
+        import torch
+
         index = torch.cuda.current_device()
         if smem_bytes <= self._smem_allowed.get(index, _DEFAULT_SMEM_BYTES):
             return

@@ -102,6 +102,8 @@ class BoundLaunch:
 
     def make_memories(self, device: torch.device) -> list[torch.Tensor]:
         """Return new workspaces: launches that may overlap share none."""
+        if not self.workspaces:
+            return []
         import torch
 
         return [

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostir.arena import ALIGNMENT_NBYTES, MAX_SPARE, Arena, Arenas, Block, first_fit
+from hostir.arena import (
+    ALIGNMENT_NBYTES,
+    MAX_ROOM_NBYTES,
+    MAX_SPARE,
+    Arena,
+    Arenas,
+    Block,
+    first_fit,
+    with_room,
+)
 from hostir.evaluate import HostIrEvaluator
 from tests.hostir.programs import CASES, Case, build, expected
 
@@ -86,3 +95,10 @@ def test_a_larger_plan_moves_the_arena_and_the_smaller_one_follows() -> None:
             got = evaluator.run(case.inputs())
         for a, b in zip(got, expected(case), strict=True):  # pyright: ignore[reportPossiblyUnboundVariable]
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
+
+
+def test_room_for_somewhat_larger_sizes() -> None:
+    for nbytes in (0, 1, 7, 255, 256, 4097, 10**5, 3 << 20, (64 << 20) + 1):
+        room = with_room(nbytes)
+        assert nbytes <= room <= nbytes * 5 // 4 and room - nbytes < MAX_ROOM_NBYTES
+    assert with_room(10**5) == with_room(10**5 + 1000), "each new size would need a new buffer"
