@@ -13,7 +13,7 @@ they vote. Each tells a number that stands for its own key, and the numbers of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -57,6 +57,10 @@ class _Refused(Exception):
 
 class _Postponed(Exception):
     """Why a plan is not captured now."""
+
+
+def _beside(threads: Sequence[str]) -> str:
+    return f"the threads {', '.join(threads)} run programs, too"
 
 
 class _Watched(list[Any]):
@@ -172,6 +176,8 @@ class Replays:
         self._seen: Recent[Hashable, int] = Recent(MAX_KEYS)
         # What this rank tells others in votes, by its own key.
         self._told: dict[Hashable, int] = {}
+        # Those of its numbers that stand in the key of a graph.
+        self._agreed: set[int] = set()
         self._is_full = False
         self._captures = self._misses = 0
         self._generations = [b.generation for b in self._plan.backends]
@@ -221,7 +227,7 @@ class Replays:
         if backends and [b.generation for b in backends] != self._generations:
             self.forget()
         key = self._key(slots)
-        if vote is not None and (told := vote.ask(self._number(key))) is not None:
+        if vote is not None and (told := vote.ask(self._saying(key))) is not None:
             if STEP_BY_STEP in told:
                 return False
             key = told
@@ -248,6 +254,7 @@ class Replays:
             graphs.forget()
         # New numbers: others may have kept what they captured together with this rank.
         self._told.clear()
+        self._agreed.clear()
         self._is_full = False
         self._generations = [b.generation for b in self._plan.backends]
 
@@ -261,6 +268,14 @@ class Replays:
         if self._choices is not None:
             key += self._choices()
         return tuple(key)
+
+    def _saying(self, key: Hashable) -> int:
+        """Return what to tell the other ranks of a run: once they capture, this one must, too."""
+        number = self._number(key)
+        if number in self._agreed or not (others := USERS.others()):
+            return number
+        self.why_not_now = _beside(others)
+        return STEP_BY_STEP
 
     def _number(self, key: Hashable) -> int:
         """Return the number that stands for a key of this rank in votes."""
@@ -291,7 +306,7 @@ class Replays:
                 raise _Refused(f"{MAX_CAPTURES} were captured already")
             with USERS.alone() as others:
                 if others:
-                    raise _Postponed(f"the threads {', '.join(others)} run programs, too")
+                    raise _Postponed(_beside(others))
                 captured = self._capture(slots)
                 self._captures += 1
         except _Refused as refused:
@@ -314,6 +329,8 @@ class Replays:
             for backend in self._plan.backends:
                 backend.repeated_by(self)
             self._graphs[told or mine] = captured
+            if told is not None:
+                self._agreed.add(self._told[mine])
         return captured
 
     def _capture(self, slots: Slots) -> _Captured:

@@ -85,15 +85,18 @@ class Users:
 
     @contextmanager
     def alone(self) -> Generator[list[str]]:
-        """A context in which no thread begins to run programs; has the names of those, beside this
-        one, that have begun to."""
+        """A context in which no thread begins to run programs; has the `others`."""
+        with self._lock:
+            yield self.others()
+
+    def others(self) -> list[str]:
+        """Returns the names of the threads, beside this one, that have begun to run programs."""
         mine = {threading.get_ident()}
         if is_backward():
             # One of torch's, which computes gradients for a thread that waits for them.
             mine.add(threading.main_thread().ident or 0)
-        with self._lock:
-            others = (t for t in threading.enumerate() if t.ident not in mine)
-            yield [thread.name for thread in others if thread in self._known]
+        others = (t for t in threading.enumerate() if t.ident not in mine)
+        return [thread.name for thread in others if thread in self._known]
 
 
 USERS = Users()

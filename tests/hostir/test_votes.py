@@ -3,13 +3,15 @@ tests/gpu/test_peer_graphs.py has them."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from fuser.runtime.graphs import MAKERS
 from hostir import capture, steps
 from multidevice import Communicator
-from multidevice.backends.captured import Captured
+from multidevice.backends.captured import Captured, Vote
 from tests.hostir.peer_graph_cases import CASES, Case
 from tests.hostir.stand_in_graphs import CpuGraphs, Recycled
 
@@ -82,3 +84,35 @@ def test_one_rank_that_cannot_capture(
     why = "this rank has no memory for it" if is_last else "another rank could not capture it"
     assert case.lines() == [f"not captured: {why}"]
     assert replays(made) <= 0
+
+
+def test_one_rank_with_another_thread(
+    comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is begun that would have to be given up again in each third run."""
+    began: list[Vote] = []
+    monkeypatch.setattr(Vote, "start_over", began.append)
+    case, is_last = Case("gather in steps", comm, CPU), comm.rank() == comm.size() - 1
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        capture.USERS.enter()
+        has_begun.set()
+        may_end.wait()
+
+    server = threading.Thread(target=serve, name="a server")
+    if is_last:
+        server.start()
+        has_begun.wait()
+    try:
+        case.repeat(20, [case.inputs(0)], lambda run: 0)
+    finally:
+        may_end.set()
+    assert not began and not any(maker.made for maker in made)
+    why = "the threads a server run programs, too" if is_last else "it has not run often enough"
+    assert case.lines() == [f"not captured: {why}"]
+    if is_last:
+        server.join()
+    comm.barrier()
+    case.repeat(20, [case.inputs(0)], lambda run: 0)
+    assert replays(made) > 5, case.lines()
