@@ -257,8 +257,7 @@ class Encoder:
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings [b, h] (float32) of token ids and mask [b, s]."""
-        # Nobody writes into a batch: the host need not wait until the GPU has it.
-        ids, mask = (t.to(self.device, non_blocking=True) for t in (ids, mask))
+        ids, mask = ids.to(self.device), mask.to(self.device)
         x, additive = self.embedding.fd.execute(
             [self.words[ids], self.positions[: ids.shape[1]], mask, *self.embedding_weights]
         )
