@@ -240,8 +240,13 @@ class Replays:
             self._misses = 0
             if backends:
                 backends[0].enter_again(self._calls[0])
-        self._update(captured, slots)
-        captured.graph.launch(stream)
+        try:
+            self._update(captured, slots)
+            captured.graph.launch(stream)
+        except BaseException:
+            if vote is not None:
+                vote.take_back()
+            raise
         for view in self._views:
             view(slots)
         for slot, tensor in self._nothing.items():

@@ -28,6 +28,8 @@ class _Voters(Protocol):
 
     def start_over(self, team: Team) -> None: ...
 
+    def take_back(self, team: Team) -> None: ...
+
 
 @dataclass(frozen=True)
 class Vote:
@@ -45,6 +47,10 @@ class Vote:
     def start_over(self) -> None:
         """See `Captured.start_over`; collective over the team."""
         self.voters().start_over(self.team)
+
+    def take_back(self) -> None:
+        """See `Captured.take_back`."""
+        self.voters().take_back(self.team)
 
 
 class Repeats(Protocol):
@@ -101,6 +107,11 @@ class Captured:
 
     def start_over(self, team: Team) -> None:
         """Makes up for a capture that members of a team have begun and not ended; collective."""
+        del team
+
+    def take_back(self, team: Team) -> None:
+        """Has the ranks of a team find, when they next exchange claims, that this one has not
+        repeated what the others did: what they captured together is void."""
         del team
 
     @contextmanager

@@ -248,8 +248,9 @@ class PeerBackend(CheckedBackend):
                     f"backend CUDA: ranks {team_text(team)} do not share a host and its processes, "
                     "and peer copies need both: use NCCL"
                 )
-            found = self._pages[team] = Page(words, team, self.control)
+            found = Page(words, team, self.control)
             self._connected(found)
+            self._pages[team] = found
         return found
 
     def _connected(self, page: Page) -> None:
@@ -277,6 +278,10 @@ class PeerBackend(CheckedBackend):
         # Parts of the team have pages, too, with what nobody will answer.
         self._give_up([t for t in self._pages if {*t} <= {*team}])
         self.page(team)
+
+    def take_back(self, team: Team) -> None:
+        """See `Captured.take_back`."""
+        self.control.ledger.entered[self.page(team).votes] -= 1
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:

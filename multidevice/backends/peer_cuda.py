@@ -134,7 +134,12 @@ class CudaPeerBackend(PeerBackend):
         """Makes the flags, and maps those of the others."""
         team = page.team
         flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
-        torch.cuda.current_stream(self.device).synchronize()
+        # Also all that came before: what waits for a rank that failed may never end.
+        self.control.poll_until(
+            torch.cuda.current_stream(self.device).query,
+            what=lambda: f"what {self.device} did before team {team_text(team)} met anew",
+            needs=list,
+        )
         place = self._memory.name_of(flags)
         assert place is not None, "memory made for peers has a name"
         name, at = place

@@ -12,8 +12,8 @@ from fuser.runtime.graphs import MAKERS
 from hostir import capture, steps
 from multidevice import Communicator
 from multidevice.backends.captured import Captured, Vote
-from tests.hostir.peer_graph_cases import CASES, Case
-from tests.hostir.stand_in_graphs import CpuGraphs, Recycled
+from tests.hostir.peer_graph_cases import CASES, ROWS, Case, K, N, numbers
+from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, Recycled
 
 pytestmark = pytest.mark.mpi(min_size=2)
 CPU = torch.device("cpu")
@@ -116,3 +116,39 @@ def test_one_rank_with_another_thread(
     comm.barrier()
     case.repeat(20, [case.inputs(0)], lambda run: 0)
     assert replays(made) > 5, case.lines()
+
+
+def test_a_rank_that_could_not_launch_its_graph(
+    comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of the others wait for it: were it to launch the next one, they would take its data
+    for that of the run before."""
+    d, rank, fails = comm.size(), comm.rank(), [False]
+    launch = CpuGraph.launch
+
+    def fail(self: CpuGraph, stream: int) -> None:
+        if not fails[0]:
+            launch(self, stream)
+        elif rank == d - 1:
+            raise RuntimeError("no memory to launch it")
+
+    monkeypatch.setattr(CpuGraph, "launch", fail)
+    fd, mine, w = CASES["gather in steps"](d), torch.empty(ROWS, K), numbers((N, K), 1)
+    y: torch.Tensor | None = None
+    for run in range(30):
+        x = numbers((ROWS * d, K), run)
+        mine.copy_(x.chunk(d, 0)[rank])
+        y = None  # so that the next run finds this place again
+        fails[0] = run == 10
+        try:
+            (y,) = fd.execute([mine, w], _enable_options=["peer_copies"])
+        except RuntimeError as error:
+            is_mine = "no memory to launch it" in str(error)
+            assert (run, is_mine) == (10, rank == d - 1) or run == 11, f"run {run}: {error}"
+            assert run == 10 or "were out of step after an earlier error" in str(error)
+            continue
+        assert (run, rank) != (10, d - 1) and run != 11, (
+            "a graph that nobody else repeats was repeated"
+        )
+        assert run == 10 or torch.equal(y.double(), x.double() @ w.double().T), f"run {run}"
+    assert sum(len(maker.made) for maker in made) >= 2, "nothing was captured anew"
