@@ -281,7 +281,8 @@ class PeerBackend(CheckedBackend):
 
     def take_back(self, team: Team) -> None:
         """See `Captured.take_back`."""
-        self.control.ledger.entered[self.page(team).votes] -= 1
+        # Not the number of votes: words of a number that came before would be taken for new ones.
+        self.control.ledger.enter(f"failed repetition {team_text(team)}")
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:

@@ -118,18 +118,20 @@ def test_one_rank_with_another_thread(
     assert replays(made) > 5, case.lines()
 
 
+@pytest.mark.parametrize("who", ["the last rank", "all ranks"])
 def test_a_rank_that_could_not_launch_its_graph(
-    comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+    who: str, comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs of the others wait for it: were it to launch the next one, they would take its data
     for that of the run before."""
     d, rank, fails = comm.size(), comm.rank(), [False]
+    is_failing, is_alone = who == "all ranks" or rank == d - 1, who == "the last rank"
     launch = CpuGraph.launch
 
     def fail(self: CpuGraph, stream: int) -> None:
         if not fails[0]:
             launch(self, stream)
-        elif rank == d - 1:
+        elif is_failing:
             raise RuntimeError("no memory to launch it")
 
     monkeypatch.setattr(CpuGraph, "launch", fail)
@@ -144,11 +146,13 @@ def test_a_rank_that_could_not_launch_its_graph(
             (y,) = fd.execute([mine, w], _enable_options=["peer_copies"])
         except RuntimeError as error:
             is_mine = "no memory to launch it" in str(error)
-            assert (run, is_mine) == (10, rank == d - 1) or run == 11, f"run {run}: {error}"
+            assert (run, is_mine) == (10, is_failing) or (run == 11 and is_alone), (
+                f"run {run}: {error}"
+            )
             assert run == 10 or "were out of step after an earlier error" in str(error)
             continue
         assert (run, rank) != (10, d - 1) and run != 11, (
             "a graph that nobody else repeats was repeated"
         )
         assert run == 10 or torch.equal(y.double(), x.double() @ w.double().T), f"run {run}"
-    assert sum(len(maker.made) for maker in made) >= 2, "nothing was captured anew"
+    assert sum(len(maker.made) for maker in made) >= 1 + is_alone, "nothing was captured anew"
