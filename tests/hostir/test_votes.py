@@ -151,8 +151,6 @@ def test_a_rank_that_could_not_launch_its_graph(
             )
             assert run == 10 or "were out of step after an earlier error" in str(error)
             continue
-        assert (run, rank) != (10, d - 1) and run != 11, (
-            "a graph that nobody else repeats was repeated"
-        )
+        assert run != 11 or not is_alone, "a graph that nobody else repeats was repeated"
         assert run == 10 or torch.equal(y.double(), x.double() @ w.double().T), f"run {run}"
     assert sum(len(maker.made) for maker in made) >= 1 + is_alone, "nothing was captured anew"
