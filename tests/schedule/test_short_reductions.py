@@ -132,7 +132,7 @@ def test_steps_in_a_loop_leave_registers_for_all_loads() -> None:
 def executor_of(build: Build, *inputs: torch.Tensor, rows: int | None = None) -> KernelExecutor:
     shapes = [(rows, *[None] * (x.dim() - 1)) for x in inputs]
     fusion = define(build, *shapes, dtype=from_torch(inputs[0].dtype))
-    return KernelExecutor(fusion, scheduler="reduction", name="short", device=ONE, checked=True)
+    return KernelExecutor(fusion, scheduler="reduction", name="few_rows", device=ONE, checked=True)
 
 
 def check(
