@@ -249,10 +249,12 @@ class PeerMemory(Backend, Protocol):
         ...
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """See `multidevice/backends/captured.py`, as for the next one."""
+        """See `multidevice/backends/captured.py`, as for the next two."""
         ...
 
     def start_over(self, team: Team) -> None: ...
+
+    def take_back(self, team: Team) -> None: ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""
