@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from fuser import dumps, options
+from fuser import options
 from fuser.arguments import require, show
 from fuser.errors import (
     ExecutionError,
@@ -56,7 +56,7 @@ from hostir.pattern import Pattern
 from hostir.plan import Plan
 from hostir.rehearsal import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.replay import Recorder
-from hostir.step_kernels import StepKernels, split_tensor
+from hostir.step_kernels import make_kernel_executor
 from hostir.storage import Storage
 from hostir.streams import (
     CpuStreams,
@@ -71,12 +71,11 @@ from hostir.unit import UnitRunner
 from hostir.verify import verify
 from multidevice.backends.captured import STEP_BY_STEP, Vote
 from multidevice.backends.protocol import Backend
-from multidevice.placement import Block
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from fuser.kernels.executor import KernelExecutor, KernelRequest
+    from fuser.kernels.executor import KernelRequest
     from hostir.measured import Trace
     from hostir.tracing import Source
     from multidevice.communicator import Communicator
@@ -86,32 +85,6 @@ R = TypeVar("R", bound=Recorder)
 _NAME = "HostIrEvaluator"
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
-
-
-def make_kernel_executor(
-    group: KernelGroup, settings: Settings, *, of: str = "a host program", rank: int = 0
-) -> KernelExecutor | StepKernels:
-    """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
-
-    Dumps say that it is a kernel of `of`, made by `rank`.
-    """
-    from fuser.kernels.executor import KernelExecutor
-    from multidevice.localize import localize
-
-    def make(block: Block) -> KernelExecutor:
-        fusion, _ = localize(group.fusion, block)
-        last = "" if block == "first" else f"_{block}"
-        return KernelExecutor(
-            fusion,
-            scheduler=group.scheduler,
-            name=f"kernel{group.number}{last}",
-            settings=settings,
-            of=f"kernel group {group.number}{last} of {of}",
-            dump=partial(dumps.write, rank=rank),
-        )
-
-    split = split_tensor(group.fusion)
-    return make("first") if split is None else StepKernels(*split, make)
 
 
 class HostIrEvaluator:

@@ -10,7 +10,7 @@ left to a rehearsal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -97,7 +97,8 @@ class Pattern:
                 lifetimes.append((*buffer.lifetime, laid[buffer.slot].nbytes()))
         offsets, nbytes = first_fit(lifetimes)
         blocks = [_block(b, laid, offset) for b, offset in zip(placed, offsets, strict=True)]
-        return self.like.of_size(
+        return replace(
+            self.like,
             made=made,
             steps=tuple(steps),
             blocks=tuple(blocks),

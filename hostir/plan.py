@@ -72,35 +72,6 @@ class Plan:
     vote: Vote | None
     why_not: str
 
-    def of_size(
-        self,
-        *,
-        made: Mapping[int, Closure],
-        steps: tuple[tuple[Step, Op | None], ...],
-        blocks: tuple[Block, ...],
-        nbytes: int,
-        records: bool,
-    ) -> Plan:
-        """Return a plan between the same slots for other sizes."""
-        return Plan(
-            made,
-            steps,
-            self.inputs,
-            self.size,
-            self.outputs,
-            blocks,
-            nbytes,
-            self.device,
-            records,
-            self.streams,
-            self.arenas,
-            self.current_stream,
-            self.current_device,
-            self.backends,
-            self.vote,
-            self.why_not,
-        )
-
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
         """Return the plan for runs that begin on the stream of an arena, with this memory."""
         stream = arena.stream

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from fuser import dumps
 from fuser.errors import ExecutionError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
@@ -22,6 +24,8 @@ from multidevice.streams import StreamAxis, block_extents, stream_axes
 
 if TYPE_CHECKING:
     from fuser.kernels.executor import KernelExecutor, KernelLaunch
+    from fuser.options import Settings
+    from hostir.container import KernelGroup
 
 Sizes = Mapping[Symbol, int]
 
@@ -127,3 +131,29 @@ class StepKernels:
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is not None:
             kernel.run(inputs, outputs, sizes=sizes)
+
+
+def make_kernel_executor(
+    group: KernelGroup, settings: Settings, *, of: str = "a host program", rank: int = 0
+) -> KernelExecutor | StepKernels:
+    """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
+
+    Dumps say that it is a kernel of `of`, made by `rank`.
+    """
+    from fuser.kernels.executor import KernelExecutor
+    from multidevice.localize import localize
+
+    def make(block: Block) -> KernelExecutor:
+        fusion, _ = localize(group.fusion, block)
+        last = "" if block == "first" else f"_{block}"
+        return KernelExecutor(
+            fusion,
+            scheduler=group.scheduler,
+            name=f"kernel{group.number}{last}",
+            settings=settings,
+            of=f"kernel group {group.number}{last} of {of}",
+            dump=partial(dumps.write, rank=rank),
+        )
+
+    split = split_tensor(group.fusion)
+    return make("first") if split is None else StepKernels(*split, make)

@@ -149,7 +149,9 @@ class StepTransfers(StepParts):
                     backend=backend,
                 ),
             )
-        if self._lowering.params.inter_stream_synchronization:
+        if self._lowering.params.inter_stream_synchronization and not (
+            is_ring and self._is_in_turn
+        ):
             self._steps.append(self._next_stream_waits())
 
     def _receive_from_owner(
@@ -220,8 +222,8 @@ class StepTransfers(StepParts):
         own: Sequence[Op],
         after: Sequence[Op] = (),
     ) -> None:
-        """Send `inp` to one member of the team and receive `out` from another, and carry out
-        `after`; `own` is what is done where that is this rank. Members are coordinates."""
+        """Send `inp` to one member of the team and receive `out` from another; `own` is what is
+        done where that is this rank, `after` what follows a peer copy. Members are coordinates."""
         team = team_of(op)
         (ptype,) = team.ptypes
         number, backend = self._lowering.next_number, self._lowering.step_backend
@@ -241,8 +243,7 @@ class StepTransfers(StepParts):
             self._last.append(IfThenElse(is_own, then=(), orelse=(Wait(number=sent),)))
         else:
             both = number()
-            group = StartCoalescing(), recv, send, EndCoalescing(number=both)
-            ring = *group, Wait(number=both), *after
+            ring = StartCoalescing(), recv, send, EndCoalescing(number=both), Wait(number=both)
         self._steps.append(IfThenElse(is_own, then=tuple(own), orelse=ring))
 
     @property

@@ -20,8 +20,7 @@ from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
 from hostir.auto_overlap import Overlaps
 from hostir.container import HostIrContainer, KernelGroup
-from hostir.evaluate import make_kernel_executor
-from hostir.step_kernels import StepKernels
+from hostir.step_kernels import StepKernels, make_kernel_executor
 from multidevice.sharding import CutAxis, check_cuts, cut_axes
 
 # Programs that the process keeps; those used least lately go first.

@@ -76,12 +76,12 @@ class Users:
         self.here = _Here()
 
     def enter(self) -> None:
-        """Notes this thread, once nobody captures; `here.is_known` says that it is noted."""
+        """Notes this thread, once nobody captures; `here.is_known` says that it has come here. One
+        that Python did not start, as those of torch that compute gradients, has no name to note."""
         with self._lock:
-            for thread in threading.enumerate():
-                if thread.ident == threading.get_ident():
-                    self._known.add(thread)
-                    self.here.is_known = True
+            mine = threading.get_ident()
+            self._known.update(t for t in threading.enumerate() if t.ident == mine)
+            self.here.is_known = True
 
     @contextmanager
     def alone(self) -> Generator[list[str]]:

@@ -56,8 +56,8 @@ MAX_UNROLL = 16
 THREADS_PER_SM = 1024
 THREADS_INNER = 128
 THREADS_OUTER = 256
-# Where a load is no wider than this, an odd number of half-precision columns: measured on an H200,
-# 50257 columns take 71 us, with 256 threads 111.
+# Where a load is no wider than this, an odd number of half-precision columns: more threads keep as
+# many bytes under way. With them 4096 x 50257 took 133 us on an H200, torch.compile's kernel 128.
 NARROW = 2
 THREADS_OUTER_NARROW = 512
 MAX_THREADS_PER_ROW = 256

@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Protocol
 from weakref import WeakSet
 
-from multidevice.backends.protocol import Team
+from multidevice.backends.protocol import PeerMemory, Team
 from multidevice.waiting import Ledger
 
 # What ranks say of a run that graphs repeat on all of them or on none (`Captured.vote`): "step by
@@ -19,23 +19,11 @@ from multidevice.waiting import Ledger
 STEP_BY_STEP, NOT_CAPTURED, FIRST_GRAPH = 0, 2, 3
 
 
-class _Voters(Protocol):
-    """A backend of which graphs of one rank must not go together with steps of another."""
-
-    def connect(self, team: Team) -> None: ...
-
-    def vote(self, team: Team, kind: int) -> tuple[int, ...] | None: ...
-
-    def start_over(self, team: Team) -> None: ...
-
-    def take_back(self, team: Team) -> None: ...
-
-
 @dataclass(frozen=True)
 class Vote:
     """How the ranks of a team agree on how each run of a program is carried out."""
 
-    voters: Callable[[], _Voters]
+    voters: Callable[[], PeerMemory]
     team: Team
 
     def ask(self, kind: int) -> tuple[int, ...] | None:

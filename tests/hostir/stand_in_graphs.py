@@ -10,10 +10,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
-from fuser.runtime.graphs import Slots
+from fuser.runtime.graphs import MAKERS, Slots
 from fuser.runtime.kernel import LaunchCall
+from hostir import steps
 from hostir.layout import spanned
 
 
@@ -137,3 +139,17 @@ class CpuGraphs:
             self.next += 1
         node.launch()
         return node
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
+    """Let the CPU capture, and return what will: one per stream and arena."""
+    found: list[CpuGraphs] = []
+
+    def make(device: torch.device) -> CpuGraphs:
+        found.append(CpuGraphs(device))
+        return found[-1]
+
+    monkeypatch.setitem(MAKERS, "cpu", make)
+    # So that addresses come back for certain.
+    monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
+    return found

@@ -16,11 +16,11 @@ from fuser import DataType, FusionDefinition, ParallelType, multidevice, ops
 from fuser.runtime import cuda_graph
 from fuser.runtime.graphs import MAKERS
 from fuser.torch_calls import arithmetic_choices
-from hostir import Allocate, HostIrContainer, HostIrEvaluator, arena, capture, steps
+from hostir import Allocate, HostIrContainer, HostIrEvaluator, arena, capture
 from hostir.plan import BoundPlan, Plan
 from multidevice.backends.captured import Captured
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
-from tests.hostir.stand_in_graphs import CpuGraphs, Recycled
+from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
 
 CPU = torch.device("cpu")
 
@@ -28,17 +28,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
     """What captured, one per stream and arena."""
-    found: list[CpuGraphs] = []
-
-    def make(device: torch.device) -> CpuGraphs:
-        found.append(CpuGraphs(device))
-        return found[-1]
-
-    monkeypatch.setitem(MAKERS, "cpu", make)
     monkeypatch.setattr(capture, "MIN_STEPS", 1)
-    # So that addresses come back for certain.
-    monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
-    return found
+    return stand_in(monkeypatch)
 
 
 def launches(made: list[CpuGraphs]) -> int:

@@ -8,12 +8,11 @@ import threading
 import pytest
 import torch
 
-from fuser.runtime.graphs import MAKERS
-from hostir import capture, steps
+from hostir import capture
 from multidevice import Communicator
 from multidevice.backends.captured import Captured, Vote
 from tests.hostir.peer_graph_cases import CASES, ROWS, Case, K, N, numbers
-from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, Recycled
+from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, stand_in
 
 pytestmark = pytest.mark.mpi(min_size=2)
 CPU = torch.device("cpu")
@@ -21,16 +20,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
-    found: list[CpuGraphs] = []
-
-    def make(device: torch.device) -> CpuGraphs:
-        found.append(CpuGraphs(device))
-        return found[-1]
-
-    monkeypatch.setitem(MAKERS, "cpu", make)
     monkeypatch.setattr(Captured, "can_capture", lambda self, what: True)
-    monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
-    return found
+    return stand_in(monkeypatch)
 
 
 def replays(made: list[CpuGraphs]) -> int:
