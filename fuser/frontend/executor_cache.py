@@ -55,8 +55,10 @@ if TYPE_CHECKING:
     from multidevice.sharding import Sharding
 
 
-# What one definition remembers: signatures of inputs, and programs bound to a rank.
+# What one definition remembers: signatures of inputs, those that a glance finds when they take
+# turns, and programs bound to a rank.
 MAX_SIGNATURES = 256
+MAX_TURNS = 16
 MAX_BOUND = 64
 
 
@@ -126,6 +128,8 @@ class FusionExecutorCache:
         )
         # The latest of them, where it had no options and no device of its own.
         self._latest: Call | None = None
+        # Such calls that came again, by the shape of their first input.
+        self._in_turns: Recent[torch.Size, Call] = Recent(MAX_TURNS)
         self._ran: Call | None = None
         self._is_warned = False
         # Sizes of jobs that have all ranks which the meshes name.
@@ -176,6 +180,9 @@ class FusionExecutorCache:
             and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
         ):
             places = call.glance(inputs)
+            if places is None and not self.devices:
+                other, places = self._glance_at_others(inputs, communicator)
+                call = other or call
         if call is None or places is None:
             given = inputs, device, _enable_options, _disable_options
             if not self.devices:
@@ -184,6 +191,29 @@ class FusionExecutorCache:
         if self.devices and (channel := communicator.channel(self.devices)) is not None:
             return channel.run(partial(call.prepare, inputs, places))
         return call.bound.evaluator.run_known(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
+
+    def _glance_at_others(
+        self, inputs: Iterable[object], communicator: Communicator
+    ) -> tuple[Call | None, tuple[int, ...] | None]:
+        """Return what is known of calls with inputs like these, other than the latest, and the
+        places of the inputs; None where a glance does not tell."""
+        try:
+            call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
+        except Exception:  # of what is no list of tensors, which may raise anything
+            return None, None
+        if call is None or call.communicator is not communicator:
+            return None, None
+        places = call.glance(inputs)
+        if places is not None:
+            self._latest = call
+            self._has_run(call)
+        return call, places
+
+    def _has_run(self, call: Call) -> None:
+        self._ran = call
+        # It takes a lock.
+        if self._recent.get(call.communicator) is not call.bound:
+            self._recent[call.communicator] = call.bound
 
     def prepare(
         self,
@@ -217,7 +247,7 @@ class FusionExecutorCache:
         numbers = tuple(given[i] for i in self._numbers)
 
         def run() -> Trace:
-            self._ran, self._recent[call.communicator] = call, call.bound
+            self._has_run(call)
             return call.bound.evaluator.trace(
                 self._resolved(given),
                 asked.path,
@@ -257,7 +287,10 @@ class FusionExecutorCache:
         else:
             self._warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
-        self._latest = call if is_plain and device is None else None
+        is_plain = is_plain and device is None
+        self._latest = call if is_plain else None
+        if is_plain and call.glance is not _sees_nothing:
+            self._in_turns[given[0].shape] = call  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return call, given, places
 
     def _learn(
@@ -284,8 +317,7 @@ class FusionExecutorCache:
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
         if call is not self._ran:
-            self._ran = call
-            self._recent[call.communicator] = call.bound
+            self._has_run(call)
         if call.is_lazy:
             inputs = self._resolved(inputs)
             places = None if places is None else call.known.contents.check(inputs)

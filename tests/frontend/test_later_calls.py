@@ -10,6 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fuser import DataType, FusionDefinition, InputError
+from fuser.frontend import executor_cache
 
 
 def doubled() -> FusionDefinition:
@@ -67,16 +68,57 @@ def nested() -> torch.Tensor:
         lambda: [torch.randn(2, 3, dtype=torch.float64)],
     ],
 )
-def test_what_is_known_at_a_glance_is_still_looked_at(given: Callable[[], list[object]]) -> None:
-    """After the second call of a kind, inputs are compared in one go."""
-    fd, x = doubled(), torch.randn(2, 3)
-    for _ in range(2):
+@pytest.mark.parametrize("shapes", [((2, 3),), ((2, 3), (4, 3))])
+def test_what_is_known_at_a_glance_is_still_looked_at(
+    given: Callable[[], list[object]], shapes: list[tuple[int, int]]
+) -> None:
+    """After the second call of a kind, inputs are compared in one go: with those of the call
+    before, then with those whose first input had this shape."""
+    fd, tensors = doubled(), [torch.randn(shape) for shape in shapes]
+    for x in tensors * 2:
         fd.execute([x])
     for _ in range(2):
-        with pytest.raises(InputError):
-            fd.execute(given())
-        assert torch.equal(fd.execute([x])[0], x * 2)
-        assert torch.equal(fd.execute(iter([x]))[0], x * 2)
+        for x in tensors:
+            with pytest.raises(InputError):
+                fd.execute(given())
+            assert torch.equal(fd.execute([x])[0], x * 2)
+            assert torch.equal(fd.execute(iter([x]))[0], x * 2)
+
+
+def test_sizes_in_turns_are_known_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        fd.add_output(fd.ops.matmul(x, w))
+    sets = [(torch.randn(n, 3), torch.randn(3, n)) for n in (2, 4, 5)]
+    for x, w in sets * 3:
+        fd.execute([x, w])
+    # The first input has a shape that is known with another second one.
+    other = torch.randn(3, 7)
+    for x, w in [*sets, (sets[0][0], other), sets[0], (sets[0][0], other)]:
+        torch.testing.assert_close(fd.execute([x, w])[0], x @ w)
+
+    def look(*given: object) -> None:
+        raise AssertionError("a signature was made of inputs that are known")
+
+    for x, w in sets:
+        fd.execute([x, w])
+    monkeypatch.setattr(executor_cache, "signature_of", look)
+    for x, w in sets * 2:
+        torch.testing.assert_close(fd.execute([x, w])[0], x @ w)
+
+
+def test_programs_in_turns_are_the_latest_ones() -> None:
+    """Of two classes with a program each, the one of the latest call is told."""
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1, -1]) for _ in range(2))
+        fd.add_output(fd.ops.add(x, y))
+    sets = [[torch.randn(4, 3)] * 2, [torch.randn(3, 4).t().contiguous().t()] * 2]
+    programs: list[object] = []
+    for given in sets * 4:
+        (out,) = fd.execute(given)
+        assert torch.equal(out, given[0] * 2)
+        programs.append(fd.fec.host_program())
+    assert programs[-2:] == programs[:2] and programs[0] is not programs[1]
 
 
 def test_a_view_between_two_vectors_has_a_kernel_of_its_own() -> None:
