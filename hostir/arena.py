@@ -1,7 +1,8 @@
-"""The memory of replayed runs: one buffer per stream, which all intermediates share by liveness.
+"""The memory of replayed runs: one buffer, which the intermediates of all streams share.
 
 Only tensors that a program deallocates lie here, so nothing that a caller can hold is ever reused.
-Each plan has fixed offsets; two tensors share bytes when one is given up before the other begins.
+Each plan has fixed offsets; two tensors share bytes when one is given up before the other begins,
+by the program's own waits (`hostir.lifetimes`). The runs that use one buffer begin on one stream.
 A plan is bound to an arena once: its steps then know where their intermediates lie.
 """
 
@@ -15,6 +16,7 @@ import torch
 from fuser.runtime.graphs import MAKERS, GraphMaker
 from fuser.torch_calls import capturing_on, lasting
 from hostir.layout import spanned
+from hostir.lifetimes import Lifetime, Moment
 
 if TYPE_CHECKING:
     from hostir.plan import BoundPlan, Plan
@@ -70,27 +72,32 @@ def with_room(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def first_fit(lifetimes: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Return (offsets, total bytes) of blocks (begin, end, bytes), in order of their begin.
+def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
+    """Return (offsets, total bytes) of blocks (lifetime, bytes), in the order of their allocations.
 
-    Each block takes the lowest gap between the blocks that are alive when it begins.
+    Each block takes the lowest gap of memory that nobody uses any more for all that its allocation
+    knows of other streams.
     """
     offsets: list[int] = []
-    # (begin, end) in memory, and the end in time, of the blocks that may be alive.
-    placed: list[tuple[int, int, int]] = []
-    total = 0
-    for begin, end, nbytes in lifetimes:
-        placed = [block for block in placed if block[2] > begin]
-        offset = 0
-        for start, stop, _ in sorted(placed):
-            if start - offset >= nbytes:
+    # Who had each part of memory last: beginning, end, and where that one's lifetime ends. Whoever
+    # comes after it comes after all that had the part before. The parts follow one another.
+    parts: list[tuple[int, int, Moment]] = []
+    for lifetime, nbytes in blocks:
+        begin, size = lifetime.begin, _aligned(nbytes)
+        start, first, last = 0, 0, -1
+        for last, (_, stop, (stream, tick)) in enumerate(parts):
+            if stop - start >= size and begin.get(stream, 0) >= tick:
                 break
-            offset = max(offset, stop)
-        offsets.append(offset)
-        stop = offset + _aligned(nbytes)
-        placed.append((offset, stop, end))
-        total = max(total, stop)
-    return offsets, total
+            if begin.get(stream, 0) < tick:
+                start, first = stop, last + 1
+        offsets.append(start)
+        if not size:
+            continue
+        mine = [(start, start + size, lifetime.end)]
+        if parts and parts[last][1] > start + size:
+            mine.append((start + size, *parts[last][1:]))
+        parts[first : last + 1] = mine
+    return offsets, parts[-1][1] if parts else 0
 
 
 class Arena:

@@ -17,11 +17,13 @@ class Clocks:
     """The streams of one run: which is current, which names mean what, and all clocks.
 
     `number` evaluates a scalar. A stream's own entry counts the ops that it was given; the stream
-    of the caller has one before the program begins, which is what the caller did.
+    of the caller has one before the program begins, which is what the caller did. `default` is the
+    device's default stream.
     """
 
     number: Callable[[Scalar], object]
     current: Hashable = ENTRY
+    default: Hashable = ENTRY
     captured: dict[str, Hashable] = field(default_factory=dict[str, Hashable])
     of: dict[Hashable, Clock] = field(default_factory=lambda: {ENTRY: {ENTRY: 1}})
 
@@ -43,7 +45,9 @@ class Clocks:
         if stream.index is not None:
             return self.number(stream.index)
         found = self.captured.get(stream.name)
-        return found if found is not None else ENTRY if stream.name == "Default" else stream.name
+        if found is not None:
+            return found
+        return self.default if stream.name == "Default" else stream.name
 
     def enter(self, stream: Stream) -> None:
         self.current = self.find(stream)

@@ -25,6 +25,7 @@ from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Block, first_fit
 from hostir.frame import Frame, KernelRunner
 from hostir.layout import allocated_strides
+from hostir.lifetimes import Lifetime
 from hostir.ops import Allocate, LaunchKernel
 from hostir.plan import Plan
 from hostir.slices import dropped_axes
@@ -45,7 +46,7 @@ class Buffer:
     slot: int
     dtype: torch.dtype
     lies_in_order: bool
-    lifetime: tuple[int, int] | None
+    lifetime: Lifetime | None
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,14 @@ class Pattern:
                 return None
             steps.append((made, op))
         made, placed = dict(self.like.made), list[Buffer]()
-        lifetimes: list[tuple[int, int, int]] = []
+        lifetimes: list[tuple[Lifetime, int]] = []
         for buffer in self.buffers:
             if buffer.lifetime is None:
                 block = _block(buffer, laid)
                 made[block.slot] = allocation(buffer.tv, block, frame.machine, frame.program)
             else:
                 placed.append(buffer)
-                lifetimes.append((*buffer.lifetime, laid[buffer.slot].nbytes()))
+                lifetimes.append((buffer.lifetime, laid[buffer.slot].nbytes()))
         offsets, nbytes = first_fit(lifetimes)
         blocks = [_block(b, laid, offset) for b, offset in zip(placed, offsets, strict=True)]
         return replace(

@@ -8,7 +8,7 @@ is given once in a run: where a loop makes a tensor anew, that is another slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ from fuser.torch_calls import current_device_beside, raw_stream_on
 from hostir.announce import announcer
 from hostir.arena import Arenas, Block, first_fit
 from hostir.bind import Argument
+from hostir.clocks import Clock
 from hostir.effects import Stream
 from hostir.frame import Frame, Machine
 from hostir.layout import share_storage
+from hostir.lifetimes import Lifetime, Order
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -66,6 +68,7 @@ from hostir.steps import (
     Collective,
     Exchange,
     Launch,
+    Make,
     Release,
     Slots,
     Step,
@@ -100,20 +103,24 @@ class Recorder:
         self.free = _free_scalars(frame, free)
         self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
-        # Buffers and where in the program they begin and end (None: they outlive it).
-        self._blocks: dict[TensorView, Block] = {}
-        self._begin: dict[TensorView, int] = {}
+        # Buffers that may lie in an arena, by slot, in the order of their allocations: whose, what
+        # their allocation comes after, and on which stream; and where those that do not outlive the
+        # program end.
+        self._blocks: dict[int, tuple[TensorView, Block]] = {}
+        self._begins: dict[int, tuple[Clock, Hashable]] = {}
+        self._lifetimes: dict[int, Lifetime] = {}
+        # Those of them that a step makes where they do not.
+        self._in_steps: set[int] = set()
         # What makes the buffers that outlive a run, by slot.
         self._made: dict[int, Closure] = {}
-        self._end: dict[TensorView, int] = {}
-        self._position = 0
+        self._order = Order(frame.integer)
         self._switches = frame.storage.switches_streams
         # The sends and receives since StartCoalescing: op, slot, peer.
         self._group: list[tuple[P2PCommunication, int, int]] | None = None
         # The same as the backend takes them.
         self._halves: list[Transfer] = []
         # The current stream, and those that the program captured; None is the one on which the run
-        # began. Its order is that of the arena: what other streams allocate is torch's to place.
+        # began.
         self._stream: Handle | None = None
         self._captured: dict[str, Handle | None] = {}
         # Which libraries communicate, and the first reason why no graph can repeat these steps.
@@ -122,7 +129,7 @@ class Recorder:
 
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
-        self._position += 1
+        self._order.follow(op)
         step = RECORD[type(op)](self, op) if type(op) in RECORD else tensor_op(self, op)
         if step is None:
             return
@@ -162,8 +169,8 @@ class Recorder:
             elif tv in self.frame.storage.borrowed:
                 self._steps.append((Action(self._copy(tv)), None))
         blocks, nbytes = self._place()
-        lasting = {t: b for t, b in self._blocks.items() if t not in self._end}
-        self._made.update({b.slot: self._make(t, b) for t, b in lasting.items()})
+        lasting = self._blocks.keys() - self._lifetimes.keys() - self._in_steps
+        self._made.update({i: self._make(*self._blocks[i]) for i in sorted(lasting)})
         return Plan(
             self._made,
             tuple(self._steps),
@@ -184,28 +191,22 @@ class Recorder:
         )
 
     def _place(self) -> tuple[tuple[Block, ...], int]:
-        """Give every buffer that the program deallocates its place in the arena."""
-        tensors = list(self._end)
-        tensors.sort(key=self._begin.__getitem__)
-        blocks = [self._blocks[t] for t in tensors]
+        """Give the buffers that the program deallocates their places in the arena: those that are
+        used within the order of the stream on which runs begin, whose runs share the arena."""
+        is_within = self._order.is_within
+        lifetimes = {i: self._lifetimes[i] for i in self._blocks if i in self._lifetimes}
+        placed = {i: at for i, at in lifetimes.items() if is_within(at)}
+        blocks = [self._blocks[i][1] for i in placed]
         offsets, nbytes = first_fit(
-            [(self._begin[t], self._end[t], b.nbytes) for t, b in zip(tensors, blocks, strict=True)]
+            [(at, b.nbytes) for at, b in zip(placed.values(), blocks, strict=True)]
         )
         return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return the buffers that are made at once or lie in an arena, in order of their begin."""
-        tensors = sorted(self._blocks, key=self._begin.__getitem__)
-        ends = ((t, self._blocks[t], self._end.get(t)) for t in tensors)
         return tuple(
-            Buffer(
-                t,
-                b.slot,
-                b.dtype,
-                lies_in_order(t),
-                None if end is None else (self._begin[t], end),
-            )
-            for t, b, end in ends
+            Buffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
+            for i, (tv, b) in self._blocks.items()
         )
 
     def _make(self, tv: TensorView, block: Block) -> Closure:
@@ -246,21 +247,24 @@ class Recorder:
         i, made = self.new_slot(tv), self.frame.tensors[tv]
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
         clear = _clearing(i) if op.zero_init else None
-        is_mapped = tv.memory is MemoryType.symmetric
-        if self.frame.indices or self._stream is not None or is_mapped:
-            # Torch keeps what is freed for the stream that it was made on.
+        if tv.memory is MemoryType.symmetric:
             make = self._make(tv, block)
             return make if clear is None else Both(Action(make), Action(clear))
-        self._blocks[tv] = block
-        self._begin[tv] = self._position
-        return clear
+        self._blocks[i] = tv, block
+        self._begins[i] = self._order.now(), self._order.clocks.current
+        if not self.frame.indices and self._stream is None:
+            return clear
+        # Torch keeps what is freed for the stream that it was made on.
+        self._in_steps.add(i)
+        make = Make(i, self._make(tv, block))
+        return make if clear is None else Both(make, Action(clear))
 
     def _deallocate(self, op: Deallocate) -> Release | None:
-        tv = op.buffer
-        if tv in self._blocks:
-            self._end[tv] = self._position
-            return None
-        return Release(self.slot(tv))
+        i = self.slot(op.buffer)
+        if i in self._blocks:
+            begin, stream = self._begins[i]
+            self._lifetimes[i] = Lifetime(begin, self._order.moment(stream))
+        return None if i in self._blocks and i not in self._in_steps else Release(i)
 
     def _launch(self, op: LaunchKernel) -> Step | Closure:
         for out in op.outs:

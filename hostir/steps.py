@@ -155,6 +155,17 @@ def allocation(tv: TensorView, block: Block, machine: Machine, program: HostIrCo
 
 
 @dataclass(frozen=True, eq=False)
+class Make:
+    """Makes the buffer of a slot, unless that lies in the arena."""
+
+    slot: int
+    make: Closure
+
+    def bind(self, binding: Binding) -> Closure | None:
+        return None if self.slot in binding.fixed else self.make
+
+
+@dataclass(frozen=True, eq=False)
 class Both:
     """Two steps, one after the other."""
 

@@ -17,6 +17,8 @@ from hostir.arena import (
     with_room,
 )
 from hostir.evaluate import HostIrEvaluator
+from hostir.lifetimes import Lifetime
+from hostir.streams import ENTRY
 from tests.hostir.programs import CASES, Case, build, expected
 
 _LIFETIMES = st.lists(
@@ -24,10 +26,15 @@ _LIFETIMES = st.lists(
 ).map(lambda rows: sorted((begin, begin + length, n) for begin, length, n in rows))
 
 
+def on_one_stream(row: tuple[int, int, int]) -> tuple[Lifetime, int]:
+    begin, end, nbytes = row
+    return Lifetime({ENTRY: begin}, (ENTRY, end)), nbytes
+
+
 @settings(max_examples=300, deadline=None)
 @given(_LIFETIMES)
 def test_live_blocks_never_overlap(lifetimes: list[tuple[int, int, int]]) -> None:
-    offsets, total = first_fit(lifetimes)
+    offsets, total = first_fit(list(map(on_one_stream, lifetimes)))
     for i, (begin, end, nbytes) in enumerate(lifetimes):
         assert offsets[i] % ALIGNMENT_NBYTES == 0
         assert offsets[i] + nbytes <= total
@@ -39,7 +46,7 @@ def test_live_blocks_never_overlap(lifetimes: list[tuple[int, int, int]]) -> Non
 
 def test_a_chain_needs_two_buffers() -> None:
     """t1 = f(t0); t2 = f(t1); ...: a block begins while only its predecessor is alive."""
-    offsets, total = first_fit([(i, i + 2, 1024) for i in range(10)])
+    offsets, total = first_fit([on_one_stream((i, i + 2, 1024)) for i in range(10)])
     assert total == 2048
     assert offsets == [0, 1024] * 5
 
