@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuser.errors import InputError, ShardingError, user_code
+from fuser.errors import FuserError, InputError, ShardingError, user_code
 from fuser.ir.dtypes import misfit
 from fuser.ir.scalar import Const, Number, Scalar, Symbol, evaluate, symbols
+from fuser.ir.scalar_python import PythonText
 from fuser.ir.tensor import TensorView
 from fuser.record import record
 from fuser.torch_calls import class_check
@@ -45,10 +46,6 @@ class _Axis:
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
 
 
-# An axis whose extent is no symbol: its place, its extent, its number of blocks.
-_Fixed = tuple[int, Scalar, int]
-
-
 class Binder:
     """Gives the symbols of one fusion their values.
 
@@ -66,22 +63,17 @@ class Binder:
         self._fusion = fusion
         self._declared = list(fusion.inputs if declared is None else declared)
         self._axes: list[tuple[_Axis, ...]] = []
-        # What `_bind_at_once` goes through: declared value, its axes' symbols and blocks, the
-        # others' places, extents and blocks.
-        self._rows: list[tuple[Scalar | None, list[tuple[int, Symbol, int]], list[_Fixed]]] = []
         for value in self._declared:
             if not isinstance(value, TensorView):
                 self._axes.append(())
-                self._rows.append((value, [], []))
                 continue
             counts = blocks(value) if blocks is not None else (1,) * value.ndim
             sized = zip(value.shape(), counts, strict=True)
             self._axes.append(
                 tuple(_Axis(value, i, fusion.canonical(x), n) for i, (x, n) in enumerate(sized))
             )
-            axes = [(a.position, a.extent, a.blocks) for a in self._axes[-1]]
-            named = [(i, x, n) for i, x, n in axes if isinstance(x, Symbol)]
-            self._rows.append((None, named, [a for a in axes if not isinstance(a[1], Symbol)]))  # pyright: ignore[reportArgumentType]
+        self._at_once: Callable[[Sequence[Argument]], Values | None] | None = None
+        self._is_known = False
 
     def bind(
         self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
@@ -93,9 +85,14 @@ class Binder:
         """
         if len(arguments) != len(self._declared):
             raise InputError(f"expected {len(self._declared)} inputs, got {len(arguments)}")
-        found = self._bind_at_once(arguments, known or {})
-        if found is not None:
-            return found
+        if not known:
+            # Compiled at the second call: many definitions see one size.
+            if self._at_once is None and self._is_known:
+                self._at_once = self._make_at_once()
+            self._is_known = True
+            found = None if self._at_once is None else self._at_once(arguments)
+            if found is not None:
+                return found
         values: Values = dict(known or {})
         source: dict[Symbol, object] = {}
         later: list[tuple[_Axis, int]] = []
@@ -126,42 +123,64 @@ class Binder:
         self._check_relations(values, source)
         return values
 
-    def _bind_at_once(
-        self, arguments: Sequence[Argument], known: Mapping[Symbol, Number]
-    ) -> Values | None:
-        """Return the values where every equality holds as soon as it is come to; None where not
-        all symbols are found in that order, or where `bind` has an error to tell."""
-        values: Values = dict(known)
-        later: list[tuple[int, Scalar]] = []
-        for (scalar, named, fixed), given in zip(self._rows, arguments, strict=True):
-            if not isinstance(given, torch.Tensor):
-                if scalar is None:
-                    return None
-                if isinstance(scalar, Symbol):
-                    number = Const(given, scalar.dtype).value
-                    if values.setdefault(scalar, number) != number:
-                        return None
+    def _make_at_once(self) -> Callable[[Sequence[Argument]], Values | None]:
+        """Return what gives the values where every equality holds as soon as it is come to; None
+        where not all symbols are found in that order, or where `bind` has an error to tell."""
+        text, order = PythonText(), list[Symbol]()
+        names, lines, constant = text.names, text.lines, text.constant
+        tensor, const = constant(torch.Tensor), constant(Const)
+        later: list[tuple[Scalar, str]] = []
+
+        def refuse_unless(condition: str) -> None:
+            lines.append(f"if not ({condition}): return None")
+
+        def give(symbol: Symbol, value: str) -> None:
+            if symbol in names:
+                refuse_unless(f"{names[symbol]} == {value}")
+                return
+            order.append(symbol)
+            text.assign(symbol, value)
+
+        for k, (declared, axes) in enumerate(zip(self._declared, self._axes, strict=True)):
+            given = f"given[{k}]"
+            if not isinstance(declared, TensorView):
+                refuse_unless(f"not isinstance({given}, {tensor})")
+                if isinstance(declared, Symbol):
+                    give(declared, f"{const}({given}, {constant(declared.dtype)}).value")
                 continue
-            shape = given.shape
-            if scalar is not None or len(shape) != len(named) + len(fixed):
-                return None
-            for i, symbol, blocks in named:
-                size = shape[i] * blocks
-                if values.setdefault(symbol, size) != size:
-                    return None
-            later += [(shape[i] * blocks, extent) for i, extent, blocks in fixed]
+            refuse_unless(f"isinstance({given}, {tensor})")
+            sizes = [f"n{k}_{axis.position}" for axis in axes]
+            lines.append(f"({''.join(f'{n}, ' for n in sizes)}) = {given}.shape")
+            for axis, size in zip(axes, sizes, strict=True):
+                size = size if axis.blocks == 1 else f"{size} * {axis.blocks}"
+                if isinstance(axis.extent, Symbol):
+                    give(axis.extent, size)
+                else:
+                    later.append((axis.extent, size))
         for x, y in self._fusion.equal_extents():
-            if isinstance(x, Symbol) and isinstance(y, Symbol):
-                a, b = values.get(x), values.get(y)
+            are_known = [all(s in names for s in symbols(z)) for z in (x, y)]
+            if are_known[1] and isinstance(x, Symbol):
+                give(x, _counted(text, y))
+            elif are_known[0] and isinstance(y, Symbol):
+                give(y, _counted(text, x))
+            elif all(are_known):
+                refuse_unless(f"{_counted(text, x)} == {_counted(text, y)}")
             else:
-                a, b = _evaluated(x, values), _evaluated(y, values)
-            if a is None and b is not None and isinstance(x, Symbol):
-                values[x] = b
-            elif b is None and a is not None and isinstance(y, Symbol):
-                values[y] = a
-            elif a is None or a != b:
+                return lambda given: None
+        for extent, size in later:
+            if not all(s in names for s in symbols(extent)):
+                return lambda given: None
+            refuse_unless(f"{_counted(text, extent)} == {size}")
+        values = ", ".join(f"{constant(s)}: {names[s]}" for s in order)
+        run = text.function("given", f"{{{values}}}")
+
+        def bind(given: Sequence[Argument]) -> Values | None:
+            try:
+                return run(given)
+            except (ArithmeticError, TypeError, ValueError, FuserError):
                 return None
-        return None if any(_evaluated(x, values) != size for size, x in later) else values
+
+        return bind
 
     def _check_axis(
         self, axis: _Axis, size: int, values: Values, source: Mapping[Symbol, object]
@@ -238,6 +257,11 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
     if isinstance(x, Const):
         return int(x.value)
     return size_of(x, values) if all(s in values for s in symbols(x)) else None
+
+
+def _counted(text: PythonText, x: Scalar) -> str:
+    """Return the expression of an extent whose symbols have names."""
+    return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
 
 def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:

@@ -58,29 +58,51 @@ def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], A
 
     It computes both branches of a choice, and its errors say nothing of the scalars.
     """
-    known: dict[str, object] = {}
-    names: dict[Scalar, str] = {}
-    lines: list[str] = []
-    for x in scalars:
-        for y in postorder(x, names.__contains__):
-            names[y] = f"v{len(names)}"
-            lines.append(f"    {names[y]} = {_text(y, names, known)}")
-    results = "".join(f"{names[x]}, " for x in scalars)
-    text = "\n".join(["def compute(values):", *lines, f"    return ({results})"])
-    made: dict[str, Any] = {}
-    exec(text, known, made)
-    return made["compute"]
+    text = PythonText()
+    names = [text.name(x) for x in scalars]
+    return text.function("values", f"({''.join(f'{name}, ' for name in names)})")
 
 
-def _text(x: Scalar, names: Mapping[Scalar, str], known: dict[str, object]) -> str:
-    """Return the Python expression of a scalar over the names of its parts; what it names beside
-    them is added to `known`."""
+class PythonText:
+    """The lines of a function that computes scalars, each part once.
 
-    def named(value: object) -> str:
-        name = f"k{len(known)}"
-        known[name] = value
+    `names` has the variable of each scalar that is computed; `lines` are the statements.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[Scalar, str] = {}
+        self.lines: list[str] = []
+        self._known: dict[str, object] = {}
+
+    def name(self, x: Scalar) -> str:
+        """Return the variable that has the value of a scalar from here on. Symbols without a name
+        are looked up in `values`."""
+        for y in postorder(x, self.names.__contains__):
+            self.assign(y, _text(y, self.names, self.constant))
+        return self.names[x]
+
+    def assign(self, x: Scalar, text: str) -> None:
+        """Let a new variable have the value of a scalar."""
+        self.names[x] = f"v{len(self.names)}"
+        self.lines.append(f"{self.names[x]} = {text}")
+
+    def constant(self, value: object) -> str:
+        """Return a name for an object."""
+        name = f"k{len(self._known)}"
+        self._known[name] = value
         return name
 
+    def function(self, parameter: str, result: str) -> Callable[..., Any]:
+        """Return the function of one parameter."""
+        body = "\n    ".join([*self.lines, f"return {result}"])
+        made: dict[str, Any] = {}
+        exec(f"def compute({parameter}):\n    {body}", self._known, made)
+        return made["compute"]
+
+
+def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
+    """Return the Python expression of a scalar over the names of its parts; `named` names what
+    stands in it beside them."""
     match x:
         case Const():
             is_plain = isinstance(x.value, int) or math.isfinite(x.value)
