@@ -54,6 +54,8 @@ class InputBinder:
         self._specs: list[_TensorSpec | Scalar] = [
             _spec(i, v) if isinstance(v, TensorView) else v for i, v in enumerate(values.inputs)
         ]
+        # Then every symbol stands for an extent.
+        self.has_only_tensors = all(isinstance(v, TensorView) for v in values.inputs)
         self._updated = {a.into: a.out for a in values.aliases}
         self._binder = Binder(values, blocks=parts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -288,29 +288,31 @@ class HostIrEvaluator:
     def _run(
         self, inputs: Sequence[Argument], known: Known, plan: Plan | None
     ) -> list[torch.Tensor]:
-        plan = plan or known.recall(inputs)
         if plan is not None:
             return plan.run(inputs)
-        plan = known.take(inputs)
+        places = known.contents.places(inputs)
+        plan = known.plans.recall(places)
         if plan is not None:
-            return self._first_replay(plan, inputs, known)
+            return plan.run(inputs)
+        if (plan := known.take(places)) is not None:
+            return self._first_replay(plan, inputs, known, places)
         frame = self._frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
         plan = self._bind(frame) if self._can_bind else None
         if plan is not None:
-            return self._first_replay(plan, inputs, known)
+            return self._first_replay(plan, inputs, known, places)
         recorder = Recorder(frame, self.free)
         outputs = self._walk(frame, recorder)
         device = frame.machine.device
         arenas = self._arenas_on(device)
-        known.keep(inputs, recorder.finish(self._visible, arenas))
+        known.plans[places] = recorder.finish(self._visible, arenas)
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()
         return outputs
 
     def _first_replay(
-        self, plan: Plan, inputs: Sequence[Argument], known: Known
+        self, plan: Plan, inputs: Sequence[Argument], known: Known, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
         """Run a new plan. Where there is no memory for all of its intermediates at once, op by op:
         that needs less, or names the op that finds none."""
@@ -322,7 +324,7 @@ class HostIrEvaluator:
         except RuntimeError:
             return self._walk(self._frame(list(inputs)), None)
         outputs = plan.run(inputs)
-        known.keep(inputs, plan)
+        known.plans[places] = plan
         return outputs
 
     def _arenas_on(self, device: torch.device) -> Arenas:
@@ -479,12 +481,11 @@ class HostIrEvaluator:
         """
         device = checked_on or self._device or _device_of(self.program, inputs)
         binder = self._binder
-        values = {
-            **(binder.values(inputs) if checked_on else binder.bind(inputs, device)),
-            RANK: self._rank,
-            NUMBER_OF_STREAMS: self._number_of_streams,
-        }
+        bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
+        values = {**bound, RANK: self._rank, NUMBER_OF_STREAMS: self._number_of_streams}
         frame = Frame(self.program, self._machine(device), self._storage, values, {})
+        if binder.has_only_tensors:
+            frame.sizes = cast("dict[Symbol, int]", bound)
         for tv in self._sized:
             frame.local_shape(tv)
         for declared, given in zip(self.program.inputs, inputs, strict=True):

@@ -202,7 +202,7 @@ class Frame:
         return frame
 
     @cached_property
-    def sizes(self) -> dict[Symbol, int]:
+    def sizes(self) -> Mapping[Symbol, int]:
         """The integer symbols of the inputs: what kernels are sized by."""
         own = (RANK, NUMBER_OF_STREAMS, *self.indices)
         return {s: int(v) for s, v in self.values.items() if isinstance(v, int) and s not in own}

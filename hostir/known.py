@@ -26,21 +26,13 @@ class Known:
         self._new: dict[tuple[int, ...], Plan] = {}
         self._forget = forget
 
-    def recall(self, inputs: Sequence[Argument]) -> Plan | None:
-        """Return the plan of these inputs, None for the first of their kind."""
-        return self.plans.recall(self.contents.places(inputs)) if self.plans.size() else None
-
-    def keep(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Remember the plan of these inputs."""
-        self.plans[self.contents.places(inputs)] = plan
-
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
         """Remember the plan of these inputs for their first run."""
         self._new[self.contents.places(inputs)] = plan
 
-    def take(self, inputs: Sequence[Argument]) -> Plan | None:
-        """Return the plan that was made for the first run of these inputs, if there is one."""
-        return self._new.pop(self.contents.places(inputs), None) if self._new else None
+    def take(self, places: tuple[int, ...]) -> Plan | None:
+        """Return the plan that was made for the first run in these places, if there is one."""
+        return self._new.pop(places, None)
 
     def forget(self) -> None:
         """Let go of what the plans are bound to."""

@@ -25,6 +25,7 @@ from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Symbol
 from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
@@ -386,7 +387,9 @@ class FusionExecutorCache:
             self._worlds.add(size)
         where = device_of(inputs, device)
         values = self._binder.bind(inputs, where)
-        sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
+        sizes: dict[Symbol, int] = values  # pyright: ignore[reportAssignmentType]
+        if not self._binder.has_only_tensors:
+            sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
         input_class = self._classifier.classify(inputs, sizes, where)
         key = (communicator, settings, input_class.key)
         overlaps = self._overlaps.recall(key)

@@ -80,10 +80,13 @@ class KeyOfSizes:
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
         self._extents = _used_extents(fusion)
         self._sizes = Computed(list(self._extents))
+        related = (x for pair in fusion.equal_extents() for x in pair)
+        self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
     def __call__(self, sizes: Mapping[Symbol, int]) -> Hashable:
-        values: dict[Symbol, Number] = dict(sizes)
-        complete(self._fusion, values)
+        values: Mapping[Symbol, Number] = sizes
+        if not self._related <= sizes.keys():
+            values = _all_values(self._fusion, sizes)
         plans: list[ReshapePlan] = []
         for op, counts in self._reshapes:
             if counts is not None:
