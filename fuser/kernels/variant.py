@@ -52,6 +52,8 @@ class Needs:
     # Each parameter (0 where it is no scalar), grid, block, bytes of shared memory and of
     # workspaces: where a guard fails, they may have no value.
     scalars: Computed
+    # The guards, then the scalars.
+    all: Computed
     # (number of a tensor in the fusion, bytes that divide its address and outer strides)
     alignments: tuple[tuple[int, int], ...]
     # (place, axis, symbol) of each stride that a scalar names.
@@ -93,6 +95,7 @@ class Needs:
         return Needs(
             Computed(kernel.guards),
             Computed(scalars),
+            Computed((*kernel.guards, *scalars)),
             tuple((number_of[tv.number], nbytes) for tv, nbytes in kernel.alignments),
             tuple((*strides[s], s) for s in named),
             len(args),
@@ -124,9 +127,16 @@ def launch_of(
     known = values
     if needs.strides:
         known = {**values, **{s: tensors[k].stride(axis) for k, axis, s in needs.strides}}
-    if not needs.guards.hold(known):
-        return None
-    found = needs.scalars(known)
+    found = needs.all.at_once(known)
+    if found is None:
+        if not needs.guards.hold(known):
+            return None
+        found = needs.scalars(known)
+    else:
+        guards = len(needs.guards.scalars)
+        if not all(found[:guards]):
+            return None
+        found = found[guards:]
     args: list[Any] = list(found[: needs.parameters])
     for param, k, axis in needs.stride_arguments:
         args[param] = tensors[k].stride(axis)

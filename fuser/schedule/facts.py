@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
 
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
@@ -14,13 +15,12 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """Sizes by symbol, and per tensor number the largest power of two, at most 16, that divides its
     address and its outer strides in bytes. A tensor without an entry counts as aligned to 16."""
 
     sizes: Mapping[Symbol, int]
-    alignments: Mapping[int, int] = field(default_factory=dict)
+    alignments: Mapping[int, int] = MappingProxyType({})
 
     def value(self, fusion: Fusion, x: Scalar) -> int:
         """Return the value of an extent.
@@ -59,4 +59,4 @@ class RunExtents:
         found = self._counts.at_once(facts.sizes)
         if found is None:  # a symbol that has its size by another name, or none
             return [facts.numel(self._fusion, run) for run in self._runs]
-        return [int(n) for n in found]
+        return list(map(int, found))

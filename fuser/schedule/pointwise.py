@@ -42,7 +42,7 @@ from fuser.schedule.tiling import (
     split_tile,
     vectorize_last,
 )
-from fuser.schedule.vectorize import power_of_two_at_least, vector_width
+from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least
 
 PT = ParallelType
 NOT_POINTWISE = (ReductionOp, WelfordOp, MatmulOp, LinearOp)
@@ -158,15 +158,14 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
     space = space_of(fusion)
     runs = space.runs(space.memory_order())
     logical = space.reference.domain.logical
-    candidates = space.vector_candidates(runs[-1][-1]) if runs else ()
-
+    widths = VectorWidths(space.vector_candidates(runs[-1][-1]) if runs else ())
     loaded = loaded_bytes(space)
     extents = RunExtents(fusion, [[logical[p] for p in run] for run in runs])
 
     def choose(facts: Facts) -> PointwiseParams:
         *outer_runs, inner = extents.of(facts) or [1]
         outer = prod(outer_runs)
-        vector = vector_width(candidates, [facts.alignment(a.tv.number) for a in candidates], inner)
+        vector = widths.of(facts, inner)
         threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
         wanted = BYTES_IN_FLIGHT if len(runs) < 2 else BYTES_IN_FLIGHT_TWO_RUNS
         unroll = unroll_of(loaded, inner * outer, vector, wanted, device)

@@ -44,7 +44,7 @@ from fuser.schedule.tiling import (
     split_tile,
     vectorize_last,
 )
-from fuser.schedule.vectorize import power_of_two_at_least, power_of_two_at_most, vector_width
+from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
 
 PT = ParallelType
 REDUCTIONS = (ReductionOp, WelfordOp)
@@ -214,7 +214,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     logical = space.reference.domain.logical
     candidates = space.vector_candidates(runs.innermost)
     # An inner reduction's outputs are rows: none of them is stored in vectors.
-    inputs = [a for a in candidates if not (runs.inner and a.is_output)]
+    widths = VectorWidths([a for a in candidates if not (runs.inner and a.is_output)])
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
     loaded = loaded_bytes(space)
     decide = _inner_params if runs.inner else _outer_params
@@ -226,7 +226,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
         found = extents.of(facts)
         iterated, reduced = found[:rows], found[rows:]
         last = (reduced if runs.inner else iterated)[-1]
-        vector = vector_width(inputs, [facts.alignment(a.tv.number) for a in inputs], last)
+        vector = widths.of(facts, last)
         if not runs.inner and prod(reduced) <= SHORT_ROWS:
             return _short_params(prod(iterated), prod(reduced), vector, loaded, device)
         return decide(iterated, reduced, (vector, vector * widest), device)

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import gcd
 
+from fuser.schedule.facts import Facts
 from fuser.schedule.space import Access
 
 VECTOR_BYTES = 16
 
 
-def vector_width(candidates: Iterable[Access], alignments: Iterable[int], inner_extent: int) -> int:
-    """Return the widest power of two that suits all candidates.
+class VectorWidths:
+    """The widest power of two that suits all candidates, for the facts of many input classes.
 
     At most 16 bytes of the largest element; a divisor of the extent of the contiguous inner run
     (the last vector of a row is then a whole one); within every tensor's alignment in bytes.
     """
-    width = VECTOR_BYTES
-    seen = False
-    for access, alignment in zip(candidates, alignments, strict=True):
-        seen = True
-        width = min(width, VECTOR_BYTES // access.nbytes, max(alignment // access.nbytes, 1))
-    if not seen:
-        return 1
-    return gcd(width, inner_extent) if inner_extent else 1
+
+    def __init__(self, candidates: Sequence[Access]) -> None:
+        self._candidates = candidates
+        self._aligned = self._within(Facts({}))
+
+    def of(self, facts: Facts, inner_extent: int) -> int:
+        """Return the width where the inner run has this extent."""
+        width = self._within(facts) if facts.alignments else self._aligned
+        return gcd(width, inner_extent) if inner_extent else 1
+
+    def _within(self, facts: Facts) -> int:
+        width = VECTOR_BYTES if self._candidates else 1
+        for access in self._candidates:
+            aligned = facts.alignment(access.tv.number) // access.nbytes
+            width = min(width, VECTOR_BYTES // access.nbytes, max(aligned, 1))
+        return width
 
 
 def power_of_two_at_least(n: int) -> int:
