@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
@@ -10,56 +11,43 @@ if TYPE_CHECKING:
 
 
 class Laid:
-    """Stands for a tensor where only its sizes, strides and alignment count, as one on torch's meta
-    device would, which takes ten times as long to make.
+    """Stands for a tensor with elements where only its sizes, strides and alignment count, as one
+    on torch's meta device would, which takes ten times as long to make.
 
-    `skipped` counts elements from a multiple of VECTOR_BYTES to the first one.
+    `skipped` counts elements from a multiple of VECTOR_BYTES to the first one, `span` those from
+    the first to past the last one in memory. What has no gaps and skips nothing is *plain*.
     """
 
-    __slots__ = ("_is_contiguous", "_itemsize", "_numel", "_skipped", "_strides", "shape")
+    __slots__ = ("_is_contiguous", "_itemsize", "_skipped", "_strides", "is_plain", "shape", "span")
 
     def __init__(
         self,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         itemsize: int,
-        *,
-        numel: int,
+        span: int,
         is_contiguous: bool,
         skipped: int = 0,
     ) -> None:
         self.shape, self._strides, self._itemsize = shape, strides, itemsize
-        self._numel, self._is_contiguous, self._skipped = numel, is_contiguous, skipped
+        self.span, self._is_contiguous, self._skipped = span, is_contiguous, skipped
+        self.is_plain = is_contiguous and not skipped
 
     @staticmethod
     def of(t: torch.Tensor, skipped: int) -> Laid:
         """Return how a tensor lies."""
-        numel, is_contiguous = t.numel(), t.is_contiguous()
-        return Laid(
-            t.shape,
-            t.stride(),
-            t.element_size(),
-            numel=numel,
-            is_contiguous=is_contiguous,
-            skipped=skipped,
-        )
-
-    @staticmethod
-    def dense(shape: tuple[int, ...], itemsize: int) -> Laid:
-        """Return how elements lie one behind the other, the last axis innermost."""
-        strides, step = [0] * len(shape), 1
-        for axis in range(len(shape) - 1, -1, -1):
-            strides[axis] = step
-            step *= shape[axis]
-        return Laid(shape, tuple(strides), itemsize, numel=step, is_contiguous=True)
+        shape, strides, is_contiguous = t.shape, t.stride(), t.is_contiguous()
+        span = t.numel() if is_contiguous else _span(shape, strides)
+        return Laid(shape, strides, t.element_size(), span, is_contiguous, skipped)
 
     @staticmethod
     def with_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Laid:
         """Return how elements lie with these strides."""
-        like = Laid.dense(shape, itemsize)
-        steps = zip(shape, strides, like._strides, strict=True)
-        is_contiguous = all(n == 1 or step == dense for n, step, dense in steps)
-        return Laid(shape, strides, itemsize, numel=like._numel, is_contiguous=is_contiguous)
+        is_contiguous, dense = True, 1
+        for n, step in zip(reversed(shape), reversed(strides), strict=True):
+            is_contiguous = is_contiguous and (n == 1 or step == dense)
+            dense *= n
+        return Laid(shape, strides, itemsize, _span(shape, strides), is_contiguous)
 
     @property
     def ndim(self) -> int:
@@ -69,7 +57,7 @@ class Laid:
         return len(self.shape)
 
     def numel(self) -> int:
-        return self._numel
+        return self.span if self._is_contiguous else prod(self.shape)
 
     def size(self, axis: int) -> int:
         return self.shape[axis]
@@ -92,10 +80,7 @@ class Laid:
 
     def nbytes(self) -> int:
         """Return the bytes from the first element to past the last one."""
-        if self._is_contiguous:
-            return self._numel * self._itemsize
-        last = sum((n - 1) * step for n, step in zip(self.shape, self._strides, strict=True))
-        return (last + 1) * self._itemsize
+        return self.span * self._itemsize
 
     def storage_offset(self) -> int:
         return self._skipped
@@ -109,3 +94,7 @@ class Laid:
         if not self._is_contiguous:
             raise RuntimeError("only what is contiguous can be seen with any shape")
         return self
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))

@@ -62,6 +62,7 @@ Value = torch.Tensor | Number
 # Layouts, parameters of the scheduler, index type.
 VariantKey = tuple[tuple[Layout, ...], Any, DataType]
 Record = tuple[Variant, BoundLaunch]
+_Choose = Callable[[Facts], Any]
 
 
 class KernelLaunch(NamedTuple):
@@ -130,7 +131,8 @@ class KernelExecutor:
         self._structural = [k for k, i in enumerate(numbers) if i not in free]
         self._extents = KernelExtents(fusion, self._tensors, name)
         # What chooses parameters, for the layouts that came.
-        self._choosers: Recent[object, Callable[[Facts], Any]] = Recent(MAX_LAYOUTS)
+        self._choosers: Recent[object, _Choose] = Recent(MAX_LAYOUTS)
+        self._latest_chooser: tuple[object, object, _Choose] = None, None, _chooses_nothing
         self._records: Recent[object, Record | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
@@ -195,19 +197,29 @@ class KernelExecutor:
                 self._compiled(variant, tensors)
         return KernelLaunch(variant, launch, partial(self._explained, variant))
 
+    def sizes_fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
+        """Whether tensors of these shapes are inputs and outputs, whatever the sizes."""
+        return self._extents.fit(shapes)
+
     def launch_laid(
-        self, tensors: Sequence[Laid], sizes: Sizes, device: torch.device
+        self,
+        tensors: Sequence[Laid],
+        sizes: Sizes,
+        device: torch.device,
+        *,
+        are_sized: bool = False,
     ) -> KernelLaunch | None:
         """Return what `launch_for` does, for inputs and outputs that lie so; None where it has more
-        to look at, or where the kernel has to be compiled."""
+        to look at, or where the kernel has to be compiled. `are_sized`: `sizes_fit` says so."""
         if self.checked:
             return None
         with self._lock:
-            bound = self._extents.at_once(tensors, sizes)
+            bound = self._extents.at_once(tensors, sizes, are_sized=are_sized)
             if bound is None:
                 return None
             info = self._device or describe_device(device)
-            variant, launch = self._bind_to(bound, tensors, info)
+            are_plain = all([t.is_plain for t in tensors])
+            variant, launch = self._bind_to(bound, tensors, info, are_plain=are_plain)
         if variant.compiled is None:
             return None
         return KernelLaunch(variant, launch, partial(self._explained, variant))
@@ -302,13 +314,19 @@ class KernelExecutor:
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
         if bound is None:
             return None
-        return self._bind_to(bound, tensors, self._device or device or _describe(tensors))
+        info = self._device or device or _describe(tensors)
+        return self._bind_to(bound, tensors, info, are_plain=all(map(_is_plain, tensors)))
 
     def _bind_to(
-        self, bound: Bound, tensors: Sequence[torch.Tensor | Laid], device: DeviceInfo
+        self,
+        bound: Bound,
+        tensors: Sequence[torch.Tensor | Laid],
+        device: DeviceInfo,
+        *,
+        are_plain: bool,
     ) -> Record:
         """Return the variant and the launch for tensors of which the sizes are bound."""
-        if self._dense is not None and all(map(_is_plain, tensors)):
+        if self._dense is not None and are_plain:
             layouts, alignments = self._dense, self._aligned
         else:
             layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
@@ -319,7 +337,8 @@ class KernelExecutor:
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, self._unaligned, None):
             variant, launch = self._variant(layouts, known, alignments, bound, tensors, device)
-            launch = launch or self._launch_of(variant, tensors, bound.values, alignments)
+            if launch is None:
+                launch = self._launch_of(variant, tensors, bound.values, alignments)
             if launch is not None:
                 return variant, launch
         raise KernelError(
@@ -355,11 +374,12 @@ class KernelExecutor:
         is_full = self._generic is not None and len(self._variants) >= MAX_VARIANTS
         if is_full and not any(k[0] == layouts for k in self._variants):
             return self._generic_variant(device), None
-        choose = self._choosers.recall((layouts, device))
-        if choose is None:
-            choose = self.scheduler.chooser(self._specialized(layouts)[0], device)
-            self._choosers[layouts, device] = choose
-        params = choose(Facts(bound.sizes, known))
+        latest, its_device, choose = self._latest_chooser
+        if latest is not layouts or its_device is not device:
+            choose = self._chooser(layouts, device)
+            self._latest_chooser = layouts, device, choose
+        facts = Facts(bound.sizes) if known is self._aligned else Facts(bound.sizes, known)
+        params = choose(facts)
         key = (layouts, params, _index_dtype(bound.iterations, tensors))
         found = self._variants.get(key)
         if found is not None:
@@ -372,6 +392,13 @@ class KernelExecutor:
         found = self._variants[key] = self._lower_first(key, device)
         found.nbytes = _nbytes(tensors)
         return found, None
+
+    def _chooser(self, layouts: tuple[Layout, ...], device: DeviceInfo) -> _Choose:
+        found = self._choosers.recall((layouts, device))
+        if found is None:
+            found = self.scheduler.chooser(self._specialized(layouts)[0], device)
+            self._choosers[layouts, device] = found
+        return found
 
     def _nearby(
         self,
@@ -527,9 +554,13 @@ def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ..
     return tuple(s for s in used if s not in bound and s not in scalars)
 
 
+def _chooses_nothing(facts: Facts) -> None:
+    """Stands for a chooser before the first one."""
+
+
 def _index_dtype(iterations: int, tensors: Sequence[torch.Tensor | Laid]) -> DataType:
     """Return Int32 where every offset and every iteration count fits, over-run included."""
-    largest = max(iterations, *map(_span, tensors))
+    largest = max(iterations, *[t.span if isinstance(t, Laid) else _span(t) for t in tensors])
     return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
 
@@ -537,7 +568,7 @@ def _nbytes(tensors: Sequence[torch.Tensor | Laid]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _span(t: torch.Tensor | Laid) -> int:
+def _span(t: torch.Tensor) -> int:
     if t.is_contiguous():
         return t.numel()
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))

@@ -52,6 +52,7 @@ class KernelExtents:
         self._iterations = Computed(spaces)
         # All at once: the extents of all tensors, symbols, sides of equalities, iterations.
         shapes = [[fusion.canonical(x) for x in tv.shape()] for tv in tensors]
+        self._extents = shapes
         ends = [0]
         for shape in shapes:
             ends.append(ends[-1] + len(shape))
@@ -60,6 +61,8 @@ class KernelExtents:
         sides = [*(x for x, _ in equal), *(y for _, y in equal)]
         self._parts = ends[-1] + len(self._symbols), len(equal)
         self._all = Computed([*chain(*shapes), *self._symbols, *sides, *spaces])
+        # The same where tensors fit for any sizes.
+        self._others = Computed([*self._symbols, *sides, *spaces])
         self._has_scalars = any(isinstance(v, Scalar) for v in fusion.inputs)
 
     def bind(
@@ -95,21 +98,32 @@ class KernelExtents:
         """Return the values of all symbols; see `Binder.bind`."""
         return self._binder.bind([*inputs, *outputs], sizes)
 
-    def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> Bound | None:
+    def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
+        """Whether tensors of these shapes are those of the fusion, whatever the sizes."""
+        canonical = self._fusion.canonical
+        return self._extents == [[canonical(x) for x in shape] for shape in shapes]
+
+    def at_once(
+        self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes, *, are_sized: bool = False
+    ) -> Bound | None:
         """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
-        None."""
+        None. `are_sized`: the shapes `fit`, and have elements."""
         if self._has_scalars or len(tensors) != len(self._shapes):
             return None
-        found = self._all.at_once(sizes)
+        extents, pairs = self._parts
+        if are_sized:
+            found, extents = self._others.at_once(sizes), len(self._symbols)
+        else:
+            found = self._all.at_once(sizes)
         if found is None:
             return None
-        for (begin, end), t in zip(self._shapes, tensors, strict=True):
-            if t.shape != found[begin:end]:
-                return None
+        if not are_sized:
+            for (begin, end), t in zip(self._shapes, tensors, strict=True):
+                if t.shape != found[begin:end]:
+                    return None
         for k, axis in self._expanded:
             if tensors[k].size(axis) > 1 and tensors[k].stride(axis):
                 return None
-        extents, pairs = self._parts
         middle, end = extents + pairs, extents + 2 * pairs
         if self._is_empty or 0 in found[:extents] or found[extents:middle] != found[middle:end]:
             return None
