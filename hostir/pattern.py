@@ -9,31 +9,38 @@ left to a rehearsal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from fuser.ir import nodes
+from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.laid import Laid
+from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar_python import Computed
+from fuser.ir.storage import dense_strides
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
 from fuser.ops.products import Product, bind_contraction
 from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Block, first_fit
 from hostir.frame import Frame, KernelRunner
-from hostir.layout import allocated_strides
 from hostir.lifetimes import Lifetime
 from hostir.ops import Allocate, LaunchKernel
 from hostir.plan import Plan
 from hostir.slices import dropped_axes
 from hostir.steps import Action, Launch, Multiply, Release, Step, allocation
+from multidevice.sharding import local_extents
 
 if TYPE_CHECKING:
     from hostir.replay import Recorder
 
+# What of a plan belongs to a size.
+_OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records"})
 # What makes a step of a size, from where the tensors lie, by slot; None where a rehearsal has to.
 _Make = Callable[[dict[int, Laid], Frame], Step | None]
 
@@ -52,12 +59,14 @@ class Buffer:
 @dataclass(frozen=True)
 class Pattern:
     """The plans of one program on one device. `steps` are those of every size, or what makes them;
-    `like` is the plan of some size."""
+    `like` is the plan of some size, and `shared` what all have in common."""
 
     inputs: tuple[tuple[TensorView, int], ...]
     buffers: tuple[Buffer, ...]
+    layouts: Layouts
     steps: tuple[tuple[Step | _Make, Op | None], ...]
     like: Plan
+    shared: Mapping[str, Any]
     # Whether torch reads something, so that it would record gradients.
     reads: bool
 
@@ -72,14 +81,9 @@ class Pattern:
             if rest:
                 return None
             laid[slot] = Laid.of(t, skipped)
-        for buffer in self.buffers:
-            shape, itemsize = frame.local_shape(buffer.tv), buffer.dtype.itemsize
-            if buffer.lies_in_order:
-                laid[buffer.slot] = Laid.dense(shape, itemsize)
-            else:
-                strides = allocated_strides(buffer.tv, shape)
-                laid[buffer.slot] = Laid.with_strides(shape, strides, itemsize)
-        if not all(one.numel() for one in laid.values()):
+            if 0 in t.shape:
+                return None
+        if not self.layouts.lay(frame.values, laid):
             return None
         steps: list[tuple[Step, Op | None]] = []
         for step, op in self.steps:
@@ -98,14 +102,56 @@ class Pattern:
                 lifetimes.append((buffer.lifetime, laid[buffer.slot].nbytes()))
         offsets, nbytes = first_fit(lifetimes)
         blocks = [_block(b, laid, offset) for b, offset in zip(placed, offsets, strict=True)]
-        return replace(
-            self.like,
+        return Plan(
+            **self.shared,
             made=made,
             steps=tuple(steps),
             blocks=tuple(blocks),
             nbytes=nbytes,
             records=requires_grad and self.reads,
         )
+
+
+class Layouts:
+    """How the buffers of a program lie, for many sizes."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        # All at once: the extents of all buffers, then the strides and the span of each.
+        shapes = [local_shape_of(b.tv) for b in buffers]
+        scalars = [x for shape in shapes for x in shape]
+        self._extents = begin = len(scalars)
+        self._rows: list[tuple[int, int, bool, slice, slice, int]] = []
+        end = 0
+        for buffer, shape in zip(buffers, shapes, strict=True):
+            strides = dense_strides(buffer.tv, shape)
+            last = (sc.mul(sc.sub(n, sc.ONE), step) for n, step in zip(shape, strides, strict=True))
+            is_dense = buffer.lies_in_order
+            span = sc.product(shape) if is_dense else reduce(sc.add, last, sc.ONE)
+            scalars += (*strides, span)
+            rank = len(shape)
+            places = slice(end, end + rank), slice(begin, begin + rank), begin + rank
+            self._rows.append((buffer.slot, buffer.dtype.itemsize, is_dense, *places))
+            begin, end = begin + rank + 1, end + rank
+        self._all = Computed(scalars)
+
+    def lay(self, values: Mapping[Symbol, Number], laid: dict[int, Laid]) -> bool:
+        """Add each buffer by its slot; whether all have elements, and sizes that are known."""
+        found: Any = self._all.at_once(values)
+        if found is None or min(found[: self._extents], default=1) < 1:
+            return False
+        for slot, itemsize, is_dense, extents, strides, span in self._rows:
+            shape, steps = found[extents], found[strides]
+            laid[slot] = (
+                Laid(shape, steps, itemsize, found[span], True)
+                if is_dense
+                else Laid.with_strides(shape, steps, itemsize)
+            )
+        return True
+
+
+def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
+    """Return the sizes of a rank's shard, which exist for sizes that `Frame.local_shape` has."""
+    return local_extents(tv) if tv.domain.has_devices else tv.shape()
 
 
 def _block(buffer: Buffer, laid: dict[int, Laid], offset: int = 0) -> Block:
@@ -130,7 +176,8 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
         steps.append((made, op))
     reads = any(not isinstance(step, Launch | Release | Action) for step, _ in plan.steps)
     places = tuple((v, i) for i, v in enumerate(inputs))
-    return Pattern(places, buffers, tuple(steps), plan, reads)
+    shared = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _OF_A_SIZE}
+    return Pattern(places, buffers, Layouts(buffers), tuple(steps), plan, shared, reads)
 
 
 def _same(step: Step, op: Op | None) -> Step | None:
@@ -149,9 +196,13 @@ def _kernel(step: Step, op: Op | None, recorder: Recorder, whole: set[int]) -> _
     if not is_plain or not isinstance(runner, KernelExecutor) or any(dropped_axes(op, program)):
         return None
 
+    shapes = [local_shape_of(v) for v in (*op.ins, *op.outs) if isinstance(v, TensorView)]
+    are_sized = runner.sizes_fit(shapes)
+
     def launch(laid: dict[int, Laid], frame: Frame) -> Launch | None:
         tensors = [laid[slot] for slot in operands]
-        kernel = runner.launch_laid(tensors, frame.sizes, frame.machine.device)
+        device = frame.machine.device
+        kernel = runner.launch_laid(tensors, frame.sizes, device, are_sized=are_sized)
         return None if kernel is None else Launch(kernel, operands, (), None, stream)
 
     return launch

@@ -218,7 +218,7 @@ class KernelExecutor:
             if bound is None:
                 return None
             info = self._device or describe_device(device)
-            are_plain = all([t.is_plain for t in tensors])
+            are_plain = False not in [t.is_plain for t in tensors]
             variant, launch = self._bind_to(bound, tensors, info, are_plain=are_plain)
         if variant.compiled is None:
             return None
