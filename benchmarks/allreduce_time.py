@@ -51,7 +51,7 @@ def bench(
 ) -> Iterator[dict[str, object]]:
     device = torch.device("cuda", torch.cuda.current_device())
     team = tuple(range(communicator.size()))
-    shape = shape_of(nbytes, len(team))
+    shape = shape_of(nbytes, len(team), dtype)
     candidates: dict[str, CheckedBackend] = {"kernel": _kernel(communicator, device)}
     if torch.cuda.device_count() >= communicator.local_size():
         candidates["nccl"] = _nccl(communicator, device)

@@ -36,8 +36,7 @@ from hostir.op_costs import BUS, whole_waves
 from hostir.ops import Allocate
 from hostir.transfers import Communication, Wait
 from multidevice import DeviceMesh
-from multidevice.backends.allreduce_kernel import Way, sent_nbytes, shape_of
-from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES
+from multidevice.backends.allreduce_kernel import MAX_NBYTES, Way, sent_nbytes, shape_of
 from multidevice.backends.protocol import Transfer, Work
 from multidevice.communication import TeamOf
 from multidevice.communicator import Communicator
@@ -341,8 +340,8 @@ def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) 
     smallest and the largest of them."""
     n = len(bench.team)
     sizes: dict[Way, list[int]] = {}
-    for nbytes in (1 << k for k in range(10, BESIDE_NCCL_NBYTES.bit_length())):
-        if (shape := shape_of(nbytes, n)) is not None:
+    for nbytes in (1 << k for k in range(10, MAX_NBYTES.bit_length())):
+        if (shape := shape_of(nbytes, n, torch.float32)) is not None:
             sizes.setdefault(shape.way, []).append(nbytes)
     times = {
         way: [(sent_nbytes(way, k, n), bench.seconds(make(k))) for k in (found[0], found[-1])]

@@ -203,7 +203,7 @@ class Replays:
 
     def describe(self) -> str:
         """Return what is captured, or why nothing is."""
-        if self._key_slots is None:
+        if self._key_slots is None or not self._graphs.size():
             why = self.why_not or self.why_not_now or "it has not run often enough"
             return f"not captured: {why}"
         fixed = sum(map(len, self._key_slots))

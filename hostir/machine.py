@@ -35,7 +35,13 @@ _DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
 _NCCL = {"Allgather": 325e9, "ReduceScatter": 325e9, "Allreduce": 345e9}
 
 # Of an allreduce that is one kernel: what it takes besides sending, by the way that it goes.
-_ALLREDUCE_KERNEL = {Way.PACKETS.name: 2.6e-6, Way.ONE_SHOT.name: 4.4e-6, Way.TWO_SHOTS.name: 10e-6}
+_ALLREDUCE_KERNEL = {
+    Way.PACKETS.name: 2.6e-6,
+    Way.ONE_SHOT.name: 5.3e-6,
+    Way.TWO_SHOTS.name: 12.5e-6,
+    Way.ONE_OF_WORDS.name: 3.2e-6,
+    Way.TWO_OF_WORDS.name: 4.4e-6,
+}
 # What the tables of a description have an entry for.
 _KEYS: dict[str, Sequence[str]] = {
     "matmul_dtypes": [d.name for d in DataType],
@@ -99,7 +105,7 @@ class Machine:
     allreduce_kernel_s: Mapping[str, float] = field(
         default_factory=lambda: _frozen(_ALLREDUCE_KERNEL)
     )
-    allreduce_kernel_bandwidth: float = 260e9
+    allreduce_kernel_bandwidth: float = 360e9
     host_run_s: float = 19e-6
     host_kernel_s: float = 8e-6
     host_library_s: float = 13e-6

@@ -23,8 +23,7 @@ from hostir.effects import Effect, Shows
 from hostir.machine import Machine
 from hostir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
 from hostir.transfers import PEER_COPIES
-from multidevice.backends.allreduce_kernel import MAX_NBYTES, is_known, sent_nbytes, shape_of
-from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES
+from multidevice.backends.allreduce_kernel import is_known, sent_nbytes, shape_of
 from multidevice.backends.protocol import RedOp
 
 Shape = tuple[int, ...]
@@ -202,9 +201,8 @@ def allreduce_kernel_cost(
 ) -> Cost | None:
     """Return the cost of an allreduce that is one kernel, among GPUs of a host; None for one that
     the library carries out itself."""
-    largest = MAX_NBYTES if backend == PEER_COPIES else BESIDE_NCCL_NBYTES
-    shape = shape_of(nbytes, members)
-    if shape is None or nbytes > largest or not is_known(to_torch(dtype), reduce):
+    shape = shape_of(nbytes, members, to_torch(dtype))
+    if shape is None or not is_known(to_torch(dtype), reduce):
         return None
     if options.disabled("allreduce_kernel"):
         return None

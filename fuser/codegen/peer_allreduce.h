@@ -14,6 +14,8 @@
 //   one shot  (medium)  Every rank writes its message to all others, then a flag for each block.
 //   two shots (large)   Every rank reduces one slice: it gets the slice from all others, and sends the result to them.
 //
+// Floats of 4 and 2 bytes go in one shot or two without flags, see "words that are their own flags".
+//
 // Block b of a rank works on what block b of all others works on, and waits for nobody else. Values are added in the order
 // of the team, so all ranks get the same bits; 16-bit floats are added as floats and rounded once.
 #ifdef FUSER_SIMT
@@ -196,6 +198,9 @@ struct Reduction {
   }
 };
 
+// So many vectors of a thread are loaded before any is used.
+constexpr int BATCH = 4, PARTS_BATCH = RANKS < 8 ? 8 / RANKS : 1;
+
 // ---- a team ------------------------------------------------------------------------------------------------------------
 struct Peers {
   char* areas[RANKS];
@@ -205,9 +210,15 @@ struct Peers {
   int64_t limit_ns;
   uint64_t tag;
   uint32_t epoch;
+  // Of the kernels whose words are their own flags: which buffer this one uses, and how many vectors of theirs the last
+  // one and this one use.
+  uint32_t turn, used_before, used;
 
-  FUSER_METHOD volatile uint32_t* counters() const { return reinterpret_cast<volatile uint32_t*>(own); }
-  FUSER_METHOD bool is_dead() const { return counters()[MAX_BLOCKS] != 0; }
+  // Each block has three: epoch, turn, and the vectors used in that turn.
+  FUSER_METHOD volatile uint32_t* counters(int which = 0) const {
+    return reinterpret_cast<volatile uint32_t*>(own) + which * MAX_BLOCKS;
+  }
+  FUSER_METHOD bool is_dead() const { return counters(3)[0] != 0; }
   FUSER_METHOD uint32_t* flag(char* area, int round, int source) const {
     return reinterpret_cast<uint32_t*>(area + FLAGS_AT) + (round * MAX_BLOCKS + blockIdx.x) * RANKS + source;
   }
@@ -215,10 +226,15 @@ struct Peers {
     return reinterpret_cast<uint64_t*>(area + PACKETS_AT + ((epoch & 1) * RANKS + source) * PACKETS_NBYTES);
   }
   FUSER_METHOD char* data(char* area) const { return area + DATA_AT + (epoch & 1) * DATA_NBYTES; }
+  FUSER_METHOD void take_turn(int64_t vectors) {
+    turn = (turn + 1) % 3;
+    used = static_cast<uint32_t>(vectors);
+  }
+  FUSER_METHOD char* words(char* area, uint32_t turn) const { return area + WORDS_AT + turn * WORDS_NBYTES; }
   // Tells the host which rank is missing. The host reads that and ends the job, or raises; where nobody does, the
   // kernel fails, because what it leaves behind is no result.
   FUSER_METHOD void give_up(int missing) const {
-    counters()[MAX_BLOCKS] = 1;
+    counters(3)[0] = 1;
     set_report(report + 1, static_cast<uint64_t>(missing));
     set_report(report + 2, tag);
     set_report(report + 3, epoch);
@@ -273,48 +289,188 @@ FUSER_DEVICE void meet(const Peers& peers, int round) {
   __syncthreads();
 }
 
-// ---- the three ways ----------------------------------------------------------------------------------------------------
+// ---- the ways ----------------------------------------------------------------------------------------------------------
 // Of the 16 bytes v of a message, the two halves lie in two planes: neighbours write neighbouring memory.
+constexpr int64_t PLANE = PACKETS_NBYTES / 16;  // in words of 8 bytes
+
+FUSER_DEVICE void put_packet(const Peers& peers, int to, int64_t v, const Words& x) {
+  const uint64_t mark = static_cast<uint64_t>(peers.epoch) << 32;
+  uint64_t* const at = peers.packets(peers.areas[to], peers.me) + 2 * v;
+  put_pair(at, mark | x[0], mark | x[1]);
+  put_pair(at + PLANE, mark | x[2], mark | x[3]);
+}
+
+// The packets v of all other ranks, once they are here.
+FUSER_DEVICE void get_packets(const Peers& peers, int64_t v, Words (&parts)[RANKS]) {
+  const uint64_t mark = static_cast<uint64_t>(peers.epoch) << 32;
+  Wait wait(peers);
+  int missing;
+  do {
+    missing = -1;
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r) {
+      if (r == peers.me) continue;
+      const uint64_t* const from = peers.packets(peers.own, r) + 2 * v;
+      uint64_t a, b, c, d;
+      get_pair(from, a, b);
+      get_pair(from + PLANE, c, d);
+      if (((a ^ mark) | (b ^ mark) | (c ^ mark) | (d ^ mark)) >> 32) missing = r;
+      parts[r][0] = static_cast<uint32_t>(a);
+      parts[r][1] = static_cast<uint32_t>(b);
+      parts[r][2] = static_cast<uint32_t>(c);
+      parts[r][3] = static_cast<uint32_t>(d);
+    }
+  } while (missing >= 0 && wait.goes_on(missing));
+}
+
+// Puts this rank's own part among those of the others.
+FUSER_DEVICE void put_own(const Peers& peers, Words (&parts)[RANKS], const Words& x) {
+  FUSER_UNROLL
+  for (int r = 0; r < RANKS; ++r)
+    if (r == peers.me) parts[r] = x;
+}
+
 template <class R, class M = Message<typename R::element>>
 FUSER_DEVICE void in_packets(const Peers& peers, M out, M inp) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x, vectors = inp.vectors();
-  const uint64_t mark = static_cast<uint64_t>(peers.epoch) << 32;
   for (int64_t v = first; v < vectors; v += step) {
-    const Words x = inp.load(v);
-    FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r) {
-      if (r == peers.me) continue;
-      uint64_t* const to = peers.packets(peers.areas[r], peers.me) + 2 * v;
-      put_pair(to, mark | x[0], mark | x[1]);
-      put_pair(to + PACKETS_NBYTES / 16, mark | x[2], mark | x[3]);
-    }
-  }
-  for (int64_t v = first; v < vectors; v += step) {
-    Words parts[RANKS];
-    Wait wait(peers);
-    int missing;
-    do {
-      missing = -1;
-      FUSER_UNROLL
-      for (int r = 0; r < RANKS; ++r) {
-        if (r == peers.me) continue;
-        const uint64_t* const from = peers.packets(peers.own, r) + 2 * v;
-        uint64_t a, b, c, d;
-        get_pair(from, a, b);
-        get_pair(from + PACKETS_NBYTES / 16, c, d);
-        if (((a ^ mark) | (b ^ mark) | (c ^ mark) | (d ^ mark)) >> 32) missing = r;
-        parts[r][0] = static_cast<uint32_t>(a);
-        parts[r][1] = static_cast<uint32_t>(b);
-        parts[r][2] = static_cast<uint32_t>(c);
-        parts[r][3] = static_cast<uint32_t>(d);
-      }
-    } while (missing >= 0 && wait.goes_on(missing));
     const Words x = inp.load(v);
     FUSER_UNROLL
     for (int r = 0; r < RANKS; ++r)
-      if (r == peers.me) parts[r] = x;
+      if (r != peers.me) put_packet(peers, r, v, x);
+  }
+  for (int64_t v = first; v < vectors; v += step) {
+    Words parts[RANKS];
+    get_packets(peers, v, parts);
+    put_own(peers, parts, inp.load(v));
     out.store(v, R::reduce(parts));
+  }
+}
+
+// ---- words that are their own flags -------------------------------------------------------------------------------------
+// Each 4 bytes are sent with all bits turned over, so that 0 stands for what has not come. The one word that would be 0,
+// two NaN of 2 bytes or one of 4, is sent as another NaN.
+//
+// Of three buffers, by turns of these kernels alone: the kernel of turn t uses one and clears that of t - 1. Others write
+// there at t + 2 at the earliest: they have ended t + 1, for which this rank had begun t + 1, and so ended t.
+FUSER_DEVICE uint32_t as_sent(uint32_t word) { return word == 0xffffffffu ? 0x00010000u : ~word; }
+
+FUSER_DEVICE void put_words(const Peers& peers, int to, int64_t slot, int64_t v, const Words& x) {
+  char* const at = peers.words(peers.areas[to], peers.turn) + slot + v * 16;
+  const uint64_t first = static_cast<uint64_t>(x[1]) << 32 | x[0], second = static_cast<uint64_t>(x[3]) << 32 | x[2];
+  put_pair(reinterpret_cast<uint64_t*>(at), first, second);
+}
+
+FUSER_DEVICE Words sent_words(const Words& x) {
+  Words y;
+  FUSER_UNROLL
+  for (int i = 0; i < 4; ++i) y[i] = as_sent(x[i]);
+  return y;
+}
+
+FUSER_DEVICE Words received_words(const Words& x) {
+  Words y;
+  FUSER_UNROLL
+  for (int i = 0; i < 4; ++i) y[i] = ~x[i];
+  return y;
+}
+
+// The words v of all other ranks, once they are here; rank r's begin at first + r * slot.
+FUSER_DEVICE void get_words(const Peers& peers, int64_t first, int64_t slot, int64_t v, Words (&parts)[RANKS]) {
+  const char* const own = peers.words(peers.own, peers.turn) + first + v * 16;
+  Wait wait(peers);
+  int missing;
+  do {
+    missing = -1;
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r) {
+      if (r == peers.me) continue;
+      uint64_t a, b;
+      get_pair(reinterpret_cast<const uint64_t*>(own + r * slot), a, b);
+      parts[r][0] = static_cast<uint32_t>(a);
+      parts[r][1] = static_cast<uint32_t>(a >> 32);
+      parts[r][2] = static_cast<uint32_t>(b);
+      parts[r][3] = static_cast<uint32_t>(b >> 32);
+      FUSER_UNROLL
+      for (int i = 0; i < 4; ++i)
+        if (parts[r][i] == 0) missing = r;
+    }
+  } while (missing >= 0 && wait.goes_on(missing));
+  FUSER_UNROLL
+  for (int r = 0; r < RANKS; ++r)
+    if (r != peers.me) parts[r] = received_words(parts[r]);
+}
+
+// Clears what the turn before has used.
+FUSER_DEVICE void clear_words(const Peers& peers) {
+  char* const before = peers.words(peers.own, (peers.turn + 2) % 3);
+  const int64_t end = static_cast<int64_t>(peers.used_before) * 16;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * 16;
+  for (int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 16; at < end; at += step)
+    put_pair(reinterpret_cast<uint64_t*>(before + at), 0, 0);
+}
+
+template <class R, class M = Message<typename R::element>>
+FUSER_DEVICE void in_one_of_words(Peers& peers, M out, M inp) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x, vectors = inp.vectors(), slot = vectors * 16;
+  peers.take_turn(RANKS * vectors);
+  for (int64_t v = first; v < vectors; v += BATCH * step) {
+    Words x[BATCH];
+    FUSER_UNROLL
+    for (int u = 0; u < BATCH; ++u)
+      if (v + u * step < vectors) x[u] = sent_words(inp.load(v + u * step));
+    FUSER_UNROLL
+    for (int u = 0; u < BATCH; ++u)
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r)
+        if (r != peers.me && v + u * step < vectors) put_words(peers, r, peers.me * slot, v + u * step, x[u]);
+  }
+  clear_words(peers);
+  for (int64_t v = first; v < vectors; v += step) {
+    Words parts[RANKS];
+    const Words own = received_words(sent_words(inp.load(v)));
+    get_words(peers, 0, slot, v, parts);
+    put_own(peers, parts, own);
+    out.store(v, R::reduce(parts));
+  }
+}
+
+// What lies behind the end of the message is sent as zeros, so that every rank hears of every other.
+template <class R, class M = Message<typename R::element>>
+FUSER_DEVICE void in_two_of_words(Peers& peers, M out, M inp) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t length = (inp.vectors() + RANKS - 1) / RANKS, slot = length * 16, mine = peers.me * length;
+  peers.take_turn(2 * RANKS * length);
+  for (int64_t k = first; k < length; k += step) {
+    Words x[RANKS];
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me) x[r] = sent_words(inp.load(r * length + k));
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me) put_words(peers, r, peers.me * slot, k, x[r]);
+  }
+  clear_words(peers);
+  for (int64_t k = first; k < length; k += step) {
+    Words parts[RANKS];
+    const Words own = received_words(sent_words(inp.load(mine + k)));
+    get_words(peers, 0, slot, k, parts);
+    put_own(peers, parts, own);
+    const Words total = sent_words(R::reduce(parts));
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me) put_words(peers, r, (RANKS + peers.me) * slot, k, total);
+    out.store(mine + k, received_words(total));
+  }
+  for (int64_t k = first; k < length; k += step) {
+    Words parts[RANKS];
+    get_words(peers, RANKS * slot, slot, k, parts);
+    FUSER_UNROLL
+    for (int r = 0; r < RANKS; ++r)
+      if (r != peers.me) out.store(r * length + k, parts[r]);
   }
 }
 
@@ -327,9 +483,6 @@ struct Chunk {
     end = fm_minimum(begin + size, vectors);
   }
 };
-
-// So many vectors of a thread are loaded before any is used.
-constexpr int BATCH = 4, PARTS_BATCH = RANKS < 8 ? 8 / RANKS : 1;
 
 template <class R, class M = Message<typename R::element>>
 FUSER_DEVICE void in_one_shot(const Peers& peers, M out, M inp) {
@@ -370,50 +523,73 @@ FUSER_DEVICE void in_two_shots(const Peers& peers, M out, M inp) {
   const int64_t vectors = inp.vectors(), length = (vectors + RANKS - 1) / RANKS;
   const int64_t slot = length * 16, results = RANKS * slot;
   const Chunk chunk(length);
-  const int64_t mine = peers.me * length;
-  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += blockDim.x) {
-    Words x[RANKS];
+  const int64_t mine = peers.me * length, step = blockDim.x;
+  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += PARTS_BATCH * step) {
+    Words x[PARTS_BATCH][RANKS];
     FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r)
-      if (r != peers.me && r * length + k < vectors) x[r] = inp.load(r * length + k);
+    for (int u = 0; u < PARTS_BATCH; ++u)
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r)
+        if (r != peers.me && k + u * step < chunk.end) x[u][r] = inp.load(r * length + k + u * step);
     FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r)
-      if (r != peers.me && r * length + k < vectors)
-        store_words(peers.data(peers.areas[r]) + peers.me * slot + k * 16, x[r]);
+    for (int u = 0; u < PARTS_BATCH; ++u)
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r)
+        if (r != peers.me && k + u * step < chunk.end)
+          store_words(peers.data(peers.areas[r]) + peers.me * slot + (k + u * step) * 16, x[u][r]);
   }
   meet(peers, 0);
-  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end && mine + k < vectors; k += blockDim.x) {
-    Words parts[RANKS];
+  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += PARTS_BATCH * step) {
+    Words parts[PARTS_BATCH][RANKS];
     FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r)
-      parts[r] = r == peers.me ? inp.load(mine + k) : load_words(peers.data(peers.own) + r * slot + k * 16);
-    const Words total = R::reduce(parts);
-    out.store(mine + k, total);
+    for (int u = 0; u < PARTS_BATCH; ++u)
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r) {
+        const int64_t at = k + u * step;
+        if (at < chunk.end)
+          parts[u][r] = r == peers.me ? inp.load(mine + at) : load_words(peers.data(peers.own) + r * slot + at * 16);
+      }
     FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r)
-      if (r != peers.me) store_words(peers.data(peers.areas[r]) + results + (mine + k) * 16, total);
+    for (int u = 0; u < PARTS_BATCH; ++u) {
+      const int64_t at = k + u * step;
+      if (at >= chunk.end) continue;
+      const Words total = R::reduce(parts[u]);
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r)
+        if (r != peers.me) store_words(peers.data(peers.areas[r]) + results + (mine + at) * 16, total);
+      out.store(mine + at, total);
+    }
   }
   meet(peers, 1);
-  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += blockDim.x) {
-    Words x[RANKS];
+  for (int64_t k = chunk.begin + threadIdx.x; k < chunk.end; k += PARTS_BATCH * step) {
+    Words x[PARTS_BATCH][RANKS];
     FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r)
-      if (r != peers.me && r * length + k < vectors)
-        x[r] = load_words(peers.data(peers.own) + results + (r * length + k) * 16);
+    for (int u = 0; u < PARTS_BATCH; ++u)
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r)
+        if (r != peers.me && k + u * step < chunk.end)
+          x[u][r] = load_words(peers.data(peers.own) + results + (r * length + k + u * step) * 16);
     FUSER_UNROLL
-    for (int r = 0; r < RANKS; ++r)
-      if (r != peers.me && r * length + k < vectors) out.store(r * length + k, x[r]);
+    for (int u = 0; u < PARTS_BATCH; ++u)
+      FUSER_UNROLL
+      for (int r = 0; r < RANKS; ++r)
+        if (r != peers.me && k + u * step < chunk.end) out.store(r * length + k + u * step, x[u][r]);
   }
 }
 
-// Grid, block and count are the same on all ranks. `way`: one of the three.
+// Grid, block and count are the same on all ranks. `way`: one of those above.
 template <class R, class T, class Way>
 FUSER_DEVICE void allreduce(Peers& peers, T* out, T* inp, int64_t count, Way way) {
   peers.epoch = peers.counters()[blockIdx.x] + 1;
+  peers.turn = peers.counters(1)[blockIdx.x];
+  peers.used = peers.used_before = peers.counters(2)[blockIdx.x];
   if (peers.is_dead()) return;
   way(peers, Message<T>(out, count), Message<T>(inp, count));
-  // All threads have read the epoch. Blocks that this grid does not have advance, too.
+  // All threads have read the counters. Those of blocks that this grid does not have advance, too.
   __syncthreads();
-  for (unsigned b = blockIdx.x + threadIdx.x * gridDim.x; b < MAX_BLOCKS; b += blockDim.x * gridDim.x)
+  for (unsigned b = blockIdx.x + threadIdx.x * gridDim.x; b < MAX_BLOCKS; b += blockDim.x * gridDim.x) {
     peers.counters()[b] = peers.epoch;
+    peers.counters(1)[b] = peers.turn;
+    peers.counters(2)[b] = peers.used;
+  }
 }

@@ -17,15 +17,21 @@ from multidevice.backends.protocol import RedOp
 
 # Ranks of one host, each of whose areas is a parameter of the kernel.
 MAX_RANKS = 8
-# The most that a message may have: an area has room for it four times.
+# The most that a message may have: an area has room for it four times. Beyond, NCCL's bandwidth
+# makes up for its longer way to the first byte.
 MAX_NBYTES = 8 << 20
 # In packets a message crosses the link twice as large, but it need not be announced.
 _PACKETS_NBYTES = 64 << 10
+# The most that goes in words: an area has room for it six times.
+_WORDS_NBYTES = 4 << 20
 # What one shot may send more than two shots do: the time of their second meeting.
 _EXTRA_NBYTES = 512 << 10
 
-# So few that all blocks run at once, and the multiprocessors are left to whoever else computes.
-MAX_BLOCKS = 32
+# The most that goes in one shot of words: in two, a thread has less to add.
+_ONE_OF_WORDS_NBYTES = 1 << 20
+
+# So few that all blocks run at once, and multiprocessors are left to whoever else computes.
+MAX_BLOCKS, MAX_THREADS = 64, 512
 
 # Words of the report that a kernel leaves when it gives up: whether it has, the position in the
 # team of the rank that has not come, the tag of the launch, the number of the kernel; and whether
@@ -62,9 +68,14 @@ class Way(Enum):
     PACKETS = "in_packets"
     ONE_SHOT = "in_one_shot"
     TWO_SHOTS = "in_two_shots"
+    ONE_OF_WORDS = "in_one_of_words"
+    TWO_OF_WORDS = "in_two_of_words"
 
 
-_THREADS = {Way.PACKETS: 256, Way.ONE_SHOT: 512, Way.TWO_SHOTS: 512}
+# In which a rank reduces a slice alone.
+_TWO = (Way.TWO_SHOTS, Way.TWO_OF_WORDS)
+# Whose words, turned over, can say that they have not come: a NaN is free for that.
+_IN_WORDS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -89,21 +100,28 @@ class Layout:
     packets_nbytes: int
     data_at: int
     data_nbytes: int
+    # Of one of three.
+    words_at: int
+    words_nbytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.data_at + 2 * self.data_nbytes
+        return self.words_at + 3 * self.words_nbytes
 
     @staticmethod
     def of(size: int) -> Layout:
         """Returns the layout for a team of `size` ranks."""
-        flags_at = 256
+        flags_at = _aligned(4 * (3 * MAX_BLOCKS + 1))
         packets_at = _aligned(flags_at + 2 * MAX_BLOCKS * size * 4)
         packets_nbytes = 2 * _PACKETS_NBYTES
         data_at = _aligned(packets_at + 2 * size * packets_nbytes)
         # One slot for each rank, and the results; slots are whole vectors.
         data_nbytes = _aligned(2 * (MAX_NBYTES + 16 * size))
-        return Layout(flags_at, packets_at, packets_nbytes, data_at, data_nbytes)
+        words_at = data_at + 2 * data_nbytes
+        words_nbytes = _aligned(2 * (_WORDS_NBYTES + 16 * size))
+        return Layout(
+            flags_at, packets_at, packets_nbytes, data_at, data_nbytes, words_at, words_nbytes
+        )
 
 
 def _aligned(nbytes: int) -> int:
@@ -115,21 +133,28 @@ def is_known(dtype: torch.dtype, reduce: RedOp) -> bool:
     return dtype in _TYPES and reduce in _OPS
 
 
-def shape_of(nbytes: int, size: int) -> Shape | None:
+def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
     """Returns how a team of `size` ranks reduces a message; None for what it does not take."""
     if not 0 < nbytes <= MAX_NBYTES or not 2 <= size <= MAX_RANKS:
         return None
     extra = sent_nbytes(Way.ONE_SHOT, nbytes, size) - sent_nbytes(Way.TWO_SHOTS, nbytes, size)
-    way = Way.ONE_SHOT if extra <= _EXTRA_NBYTES else Way.TWO_SHOTS
-    if nbytes <= _PACKETS_NBYTES // (1 if size <= 4 else 2):
+    is_one = extra <= _EXTRA_NBYTES
+    if dtype in _IN_WORDS and nbytes <= _WORDS_NBYTES:
+        is_one = is_one and nbytes <= _ONE_OF_WORDS_NBYTES
+        way = Way.ONE_OF_WORDS if is_one else Way.TWO_OF_WORDS
+    elif nbytes <= _PACKETS_NBYTES // (1 if size <= 4 else 2):
         way = Way.PACKETS
-    vectors, threads = -(-nbytes // 16), _THREADS[way]
-    return Shape(way, min(-(-vectors // threads), MAX_BLOCKS), threads)
+    else:
+        way = Way.ONE_SHOT if is_one else Way.TWO_SHOTS
+    vectors = -(-nbytes // 16)
+    each = -(-vectors // size) if way in _TWO else vectors
+    threads = MAX_THREADS // (2 if each <= MAX_BLOCKS * MAX_THREADS // 2 else 1)
+    return Shape(way, min(-(-each // threads), MAX_BLOCKS), threads)
 
 
 def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
     """Returns how many bytes each rank of a team writes into the memory of the others."""
-    if way is Way.TWO_SHOTS:  # a part of every rank's message, and the sum of the own one
+    if way in _TWO:  # a part of every rank's message, and the sum of the own one
         return 2 * (size - 1) * nbytes // size
     return (size - 1) * nbytes * (2 if way is Way.PACKETS else 1)
 
@@ -153,6 +178,8 @@ def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> 
         "int64_t PACKETS_NBYTES": layout.packets_nbytes,
         "int64_t DATA_AT": layout.data_at,
         "int64_t DATA_NBYTES": layout.data_nbytes,
+        "int64_t WORDS_AT": layout.words_at,
+        "int64_t WORDS_NBYTES": layout.words_nbytes,
         "int REPORT_READ": _REPORT_READ,
         "int64_t GRACE_NS": _GRACE_S * 10**9,
         "unsigned SPINS": _SPINS,
@@ -173,7 +200,7 @@ def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> 
 #define nvfuser_index_t int64_t
 {"".join(f"static constexpr {name} = {value};{chr(10)}" for name, value in constants.items())}\
 {codegen_text("peer_allreduce.h")}
-extern "C" __global__ void __launch_bounds__({_THREADS[way]}) peer_allreduce({listed}) {{
+extern "C" __global__ void __launch_bounds__({MAX_THREADS}) peer_allreduce({listed}) {{
   Peers peers = {{
       {{{", ".join(areas)}}}, own, report, me, limit_ns, static_cast<uint64_t>(tag), 0}};
   typedef Reduction<{element}, {total}, {_OPS[reduce]}<{total}>, {str(reduce == "AVG").lower()}> R;

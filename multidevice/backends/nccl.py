@@ -4,7 +4,7 @@ A collective is enqueued and ordered by its stream alone, so `wait` does nothing
 program's stream switches are the whole truth, and collectives can be captured in a CUDA graph.
 Communicators are made per team at first use; call what is captured once before.
 
-An allreduce of at most BESIDE_NCCL_NBYTES among GPUs of one host that can map each other's memory
+An allreduce of at most MAX_NBYTES among GPUs of one host that can map each other's memory
 is not NCCL's: it is one kernel (`peer_allreduce`).
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fuser.errors import CommunicationError, InputError
+from multidevice.backends.allreduce_kernel import MAX_NBYTES
 from multidevice.backends.base import (
     DONE,
     Call,
@@ -39,7 +40,7 @@ from multidevice.backends.nccl_binding import (
     NcclComm,
     load_binding,
 )
-from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES, AllreduceKernels
+from multidevice.backends.peer_allreduce import AllreduceKernels
 from multidevice.backends.protocol import Post, PostBatch, Team, Work
 from multidevice.control import Control
 from multidevice.waiting import Need, team_text
@@ -87,7 +88,7 @@ class NcclBackend(CheckedBackend):
         device: torch.device,
         binding: NcclBinding | None = None,
         *,
-        kernels_nbytes: int = BESIDE_NCCL_NBYTES,
+        kernels_nbytes: int = MAX_NBYTES,
     ) -> None:
         """`kernels_nbytes`: the largest allreduces that are not NCCL's."""
         super().__init__(control.rank, control.size, control.ledger)

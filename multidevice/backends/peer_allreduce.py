@@ -49,8 +49,6 @@ from multidevice.control import Control
 from multidevice.page import host
 from multidevice.waiting import team_text
 
-# NCCL has the larger bandwidth, and the longer way to the first byte.
-BESIDE_NCCL_NBYTES = 2 << 20
 _MAX_LAUNCHES = 256
 _MAX_STREAMS = 64
 _MAX_TAGS = 1 << 16
@@ -244,7 +242,7 @@ class AllreduceKernels:
             return False
         count, dtype = call.inp.numel(), call.inp.dtype
         nbytes = count * dtype.itemsize
-        if nbytes > self._largest or shape_of(nbytes, len(call.team)) is None:
+        if nbytes > self._largest or shape_of(nbytes, len(call.team), dtype) is None:
             return False
         return is_known(dtype, call.reduce) and self._areas.get(call.team, self) is not None
 
@@ -317,7 +315,7 @@ class AllreduceKernels:
         """
         assert call.inp is not None and call.reduce is not None, "it fits"
         count, dtype, team = call.inp.numel(), call.inp.dtype, call.team
-        shape = shape_of(count * dtype.itemsize, len(team))
+        shape = shape_of(count * dtype.itemsize, len(team), dtype)
         assert shape is not None, "it fits"
         key: Key = dtype, call.reduce, shape.way
         what = replace(call, seq=-1).describe()

@@ -17,7 +17,6 @@ from fuser.errors import CommunicationError, CommunicationTimeout
 from multidevice import Communicator
 from multidevice.backends.allreduce_kernel import MAX_NBYTES, Way, shape_of
 from multidevice.backends.nccl import NcclBackend
-from multidevice.backends.peer_allreduce import BESIDE_NCCL_NBYTES
 from multidevice.backends.peer_cuda import CudaPeerBackend
 from multidevice.backends.protocol import RedOp
 from tests.multidevice.programs import collectives
@@ -118,7 +117,7 @@ def test_random_messages(comm: Communicator, device: torch.device, seeded: int) 
     for k in range(200):
         (dtype, op), nbytes = random.choice(SOME), int(2 ** random.uniform(0, 23))
         count, shift = max(nbytes // dtype.itemsize, 1), random.randrange(3)
-        shape = shape_of(count * dtype.itemsize, size)
+        shape = shape_of(count * dtype.itemsize, size, dtype)
         assert shape is not None
         ways.add(shape.way)
         inps = [values(k, r, count, dtype) for r in world]
@@ -273,7 +272,7 @@ def test_what_is_larger_is_left_to_the_backend(
     peers.allreduce(x, x, op="SUM", team=world).wait()
     assert (x == comm.size()).all()
     if torch.cuda.device_count() >= comm.local_size():
-        x = torch.ones(BESIDE_NCCL_NBYTES // 4 + 1, device=device)
+        x = torch.ones(MAX_NBYTES // 4 + 1, device=device)
         backend.allreduce(x, x, op="SUM", team=world).wait()
         assert (x == comm.size()).all()
 

@@ -17,18 +17,26 @@ from multidevice import DeviceMesh
 
 BF16 = DataType.BFloat16
 KB, MB = 1 << 10, 1 << 20
-# Bytes and microseconds in a CUDA graph, bfloat16; of four ranks only sizes that go in two shots.
+# Bytes and microseconds in a CUDA graph, bfloat16.
 MEASURED: Mapping[int, Mapping[int, float]] = {
     2: {
-        1 * KB: 2.36,
         16 * KB: 2.99,
-        64 * KB: 3.33,
-        256 * KB: 5.05,
-        1 * MB: 8.65,
-        1376256: 10.31,
-        2 * MB: 13.20,
+        64 * KB: 3.22,
+        256 * KB: 3.81,
+        512 * KB: 4.62,
+        1376256: 8.03,
+        2 * MB: 10.0,
+        4 * MB: 15.86,
     },
-    4: {512 * KB: 13.83, 1 * MB: 16.52, 1376256: 18.91, 2 * MB: 22.40},
+    4: {
+        16 * KB: 3.44,
+        64 * KB: 3.87,
+        256 * KB: 5.68,
+        512 * KB: 6.96,
+        1376256: 9.89,
+        2 * MB: 13.44,
+        4 * MB: 24.63,
+    },
 }
 
 
@@ -39,15 +47,14 @@ MEASURED: Mapping[int, Mapping[int, float]] = {
 def test_small_allreduces_take_what_was_measured(ranks: int, nbytes: int, us: float) -> None:
     found = collective_cost("Allreduce", ranks, nbytes, "NCCL", H200, dtype=BF16)
     assert found.seconds * 1e6 == pytest.approx(us, rel=0.15)
-    # At most 32 blocks: most multiprocessors are left to others.
-    assert 1 / 132 <= found.share <= 32 / 132
+    # At most 64 blocks: half of the multiprocessors are left to others.
+    assert 1 / 132 <= found.share <= 64 / 132
 
 
 def test_without_nccl_larger_ones_are_kernels_too() -> None:
-    found = collective_cost("Allreduce", 4, 4 * MB, PEER_COPIES, H200, dtype=BF16)
-    assert found.seconds * 1e6 == pytest.approx(32.36, rel=0.15)
-    beside = collective_cost("Allreduce", 4, 4 * MB, "NCCL", H200, dtype=BF16)
-    assert beside.seconds * 1e6 == pytest.approx(44.18, rel=0.15)
+    assert collective_cost("Allreduce", 4, 8 * MB, PEER_COPIES, H200, dtype=BF16).share > 0
+    found = collective_cost("Allreduce", 4, 4 * MB, PEER_COPIES, H200, dtype=DataType.Int32)
+    assert found.seconds * 1e6 == pytest.approx(31.7, rel=0.15)
 
 
 def is_kernel(
@@ -64,8 +71,8 @@ def is_kernel(
 
 
 def test_what_is_a_kernel() -> None:
-    assert is_kernel(2, 1) and is_kernel(8, 2 * MB)
-    assert not is_kernel(2, 0) and not is_kernel(2, 2 * MB + 2)
+    assert is_kernel(2, 1) and is_kernel(8, 8 * MB)
+    assert not is_kernel(2, 0) and not is_kernel(2, 8 * MB + 2)
     assert is_kernel(2, 8 * MB, PEER_COPIES) and not is_kernel(2, 8 * MB + 2, PEER_COPIES)
     assert not is_kernel(9, KB)
     assert is_kernel(2, KB, dtype=DataType.Double) and not is_kernel(2, KB, dtype=DataType.Bool)
@@ -96,8 +103,8 @@ def seconds_of(nbytes: int, *, red_op: str = "SUM") -> float:
 
 def test_programs_are_charged_for_the_kernel() -> None:
     for red_op in ("SUM", "MAX"):
-        assert seconds_of(64 * KB, red_op=red_op) * 1e6 == pytest.approx(3.33, rel=0.15)
-    assert seconds_of(4 * MB) > 14e-6
+        assert seconds_of(64 * KB, red_op=red_op) * 1e6 == pytest.approx(3.22, rel=0.15)
+    assert seconds_of(16 * MB) > 14e-6
 
 
 def test_a_description_may_have_some_of_the_ways() -> None:

@@ -38,15 +38,22 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
+# Those whose words say by themselves that they are here, and the ways of all others.
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+WITH_FLAGS = (Way.PACKETS, Way.ONE_SHOT, Way.TWO_SHOTS)
 LIMIT_NS = 60 * 10**9
 
 
 @cache
 def kernels(size: int, dtype: torch.dtype) -> dict[tuple[RedOp, Way], CompiledKernel]:
     """Compiles a dtype's kernels together."""
-    keys: list[tuple[RedOp, Way]] = [(op, way) for op in reductions(dtype) for way in Way]
+    keys: list[tuple[RedOp, Way]] = [(op, way) for op in reductions(dtype) for way in ways(dtype)]
     made = compile_kernels([allreduce_source(size, dtype, *key) for key in keys], "cpu")
     return dict(zip(keys, made, strict=True))
+
+
+def ways(dtype: torch.dtype) -> list[Way]:
+    return [way for way in Way if way in WITH_FLAGS or dtype in FLOATS]
 
 
 def reductions(dtype: torch.dtype) -> list[RedOp]:
@@ -74,7 +81,7 @@ class Team:
         absent: Sequence[int] = (),
     ) -> None:
         first = inps[0]
-        shape = shape or shape_of(first.numel() * first.element_size(), self.size)
+        shape = shape or shape_of(first.numel() * first.element_size(), self.size, first.dtype)
         assert shape is not None
         function = kernels(self.size, first.dtype)[op, shape.way]
 
@@ -124,7 +131,7 @@ def check(
 def shapes(count: int, dtype: torch.dtype) -> list[Shape]:
     vectors = -(-count * dtype.itemsize // 16)
     blocks = sorted({1, min(3, vectors), min(MAX_BLOCKS, -(-vectors // 32))})
-    return [Shape(way, b, 32) for way in Way for b in blocks]
+    return [Shape(way, b, 32) for way in ways(dtype) for b in blocks]
 
 
 @pytest.mark.parametrize(
@@ -157,18 +164,21 @@ def test_eight_ranks(seeded: int) -> None:
     [(1 << 16, Way.PACKETS), (1 << 18, Way.ONE_SHOT), (1 << 21, Way.TWO_SHOTS)],
 )
 def test_the_shapes_that_are_chosen(seeded: int, nbytes: int, way: Way) -> None:
+    """Integers have no value that may stand for "not here"."""
+    in_words = {Way.TWO_SHOTS: Way.TWO_OF_WORDS}.get(way, Way.ONE_OF_WORDS)
     team = Team(4)
-    shape = shape_of(nbytes, 4)
-    assert shape is not None and shape.way is way
-    check(team, torch.bfloat16, "SUM", nbytes // 2)
-    check(team, torch.bfloat16, "SUM", nbytes // 2 - 3)
+    for dtype, expected in ((torch.int32, way), (torch.bfloat16, in_words)):
+        shape = shape_of(nbytes, 4, dtype)
+        assert shape is not None and shape.way is expected
+        check(team, dtype, "SUM", nbytes // dtype.itemsize)
+        check(team, dtype, "SUM", nbytes // dtype.itemsize - 3)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_kernels_that_follow_one_another(seeded: int, size: int) -> None:
     """Ranks may be a kernel apart: no data of one is taken for another's, whatever the shapes."""
     team, chance = Team(size), random.Random(seeded)
-    plan = []
+    plan: list[tuple[int, Shape]] = []
     for _ in range(200):
         count = chance.choice((1, 5, 64, 300))
         plan.append((count, chance.choice(shapes(count, torch.float32))))
@@ -223,6 +233,24 @@ def test_nan_is_kept(dtype: torch.dtype, op: RedOp) -> None:
         assert torch.equal(out.nan_to_num(6e4), expected.nan_to_num(6e4))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("way", [Way.ONE_OF_WORDS, Way.TWO_OF_WORDS])
+def test_no_bits_of_a_float_are_taken_for_what_has_not_come(way: Way, dtype: torch.dtype) -> None:
+    """All ones, which are sent as another NaN, and all zeros; the ranks have the same bits."""
+    team = Team(3)
+    for bits in (-1, 0, 0x0000FFFF, -65536):
+        inps = [torch.full((70,), bits, dtype=torch.int32).view(dtype) for _ in range(3)]
+        for mine in range(3):
+            given = [x if r == mine else torch.ones_like(x) for r, x in enumerate(inps)]
+            outs = [torch.zeros_like(x) for x in given]
+            team.allreduce(outs, given, "SUM", Shape(way, 2, 32))
+            expected = given[0].float() + given[1].float() + given[2].float()
+            for out in outs:
+                assert torch.equal(out.view(torch.int32), outs[0].view(torch.int32))
+                found, right = (x.nan_to_num(7.0) for x in (out, expected.to(dtype)))
+                collectives.same(found, right, f"{bits} from rank {mine}", ulps=1.0)
+
+
 def test_an_int32_sum_wraps_around() -> None:
     inps = [torch.full((5,), 2**31 - 1, dtype=torch.int32) for _ in range(2)]
     outs = [torch.zeros_like(x) for x in inps]
@@ -249,13 +277,16 @@ def test_what_the_areas_have_room_for() -> None:
     """Every message that a team takes fits, by brute force over sizes near the borders."""
     for size in range(2, allreduce_kernel.MAX_RANKS + 1):
         layout = Layout.of(size)
-        assert layout.flags_at >= 4 * (MAX_BLOCKS + 1)
+        assert layout.flags_at >= 4 * (3 * MAX_BLOCKS + 1)
         assert layout.packets_at >= layout.flags_at + 2 * MAX_BLOCKS * size * 4
         assert layout.data_at >= layout.packets_at + 2 * size * layout.packets_nbytes
+        assert layout.words_at >= layout.data_at + 2 * layout.data_nbytes
+        assert layout.nbytes >= layout.words_at + 3 * layout.words_nbytes
         near = [1 << k for k in range(24)] + [MAX_NBYTES]
         near += [random.randrange(1, MAX_NBYTES) for _ in range(2000)]
-        for nbytes in (m + d for m in near for d in (-1, 0, 1) if m + d <= MAX_NBYTES):
-            shape = shape_of(nbytes, size)
+        sizes = [m + d for m in near for d in (-1, 0, 1) if m + d <= MAX_NBYTES]
+        for nbytes, dtype in itertools.product(sizes, (torch.int64, torch.bfloat16)):
+            shape = shape_of(nbytes, size, dtype)
             assert (shape is None) == (nbytes == 0)
             if shape is None:
                 continue
@@ -263,13 +294,16 @@ def test_what_the_areas_have_room_for() -> None:
             assert 1 <= shape.blocks <= MAX_BLOCKS
             if shape.way is Way.PACKETS:
                 assert 32 * vectors <= layout.packets_nbytes
-            elif shape.way is Way.ONE_SHOT:
-                assert 16 * vectors * size <= layout.data_nbytes
+                continue
+            is_words = shape.way in (Way.ONE_OF_WORDS, Way.TWO_OF_WORDS)
+            room = layout.words_nbytes if is_words else layout.data_nbytes
+            if shape.way in (Way.ONE_SHOT, Way.ONE_OF_WORDS):
+                assert 16 * vectors * size <= room
             else:
                 length = -(-vectors // size)
-                assert 2 * size * length * 16 <= layout.data_nbytes
-        assert shape_of(MAX_NBYTES + 1, size) is None
-    assert shape_of(100, allreduce_kernel.MAX_RANKS + 1) is None
+                assert 2 * size * length * 16 <= room
+        assert shape_of(MAX_NBYTES + 1, size, torch.int64) is None
+    assert shape_of(100, allreduce_kernel.MAX_RANKS + 1, torch.int64) is None
 
 
 def test_all_kernels_compile_for_the_gpu() -> None:
