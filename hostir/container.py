@@ -42,6 +42,7 @@ from hostir.ops import (
     PostOnStream,
     SetCurrentStream,
     ShardByStream,
+    SymmetricContiguousView,
     loop_index,
 )
 from hostir.transfers import Communication, StartsCommunication
@@ -486,7 +487,12 @@ def _has_stream(tv: TensorView) -> bool:
 
 
 def has_communications(program: HostIrContainer) -> bool:
-    return any(isinstance(op, StartsCommunication) for op in walk(program.ops))
+    """Whether ranks meet in some op."""
+    return any(
+        isinstance(op, StartsCommunication)
+        or (isinstance(op, SymmetricContiguousView) and op.team is not None)
+        for op in walk(program.ops)
+    )
 
 
 def _values(ops: tuple[Op, ...]) -> Iterator[object]:

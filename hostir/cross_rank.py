@@ -24,7 +24,7 @@ from hostir.container import HostIrContainer, has_communications
 from hostir.effects import Part, Shows, Waits, effects_of
 from hostir.findings import Finding, Indices, Site
 from hostir.misplaced import first_difference, lost_on_the_way, misplaced
-from hostir.ops import Allocate, ForLoop, IfThenElse
+from hostir.ops import Allocate, Deallocate, ForLoop, IfThenElse, SymmetricContiguousView
 from hostir.rank_posts import (
     MISMATCH,
     MISPLACED,
@@ -38,7 +38,7 @@ from hostir.rank_posts import (
     follow,
     ranks_text,
 )
-from hostir.rank_values import Array, PerRank, RankValues, at, everywhere, np, pick
+from hostir.rank_values import Array, PerRank, RankValues, at, everywhere, np, outside_of, pick
 from hostir.regions import Region
 from hostir.spots import Shapes, Spot
 from hostir.storage import Storage
@@ -99,6 +99,8 @@ class RankWalker:
         self.teams: dict[TeamOf, Teams] = {}
         # Of an op that members enter: the teams, and which ranks are in one.
         self.entered: dict[int, tuple[Teams, Array]] = {}
+        # What stands for the views of several ranks' shards.
+        self.gathers: dict[SymmetricContiguousView, Communication] = {}
         self.held: dict[TensorView, Array] = {}
         self.me = np.arange(len(ranks))
         # The last place is that of every rank beyond, and of -1.
@@ -176,7 +178,7 @@ class RankWalker:
 
     def _in_range(self, op: Op, shows: Shows, part: Part, index: PerRank, limit: int) -> None:
         self._check_defined("part", part.index, self.mask, Site(op, self.indices))
-        outside = _outside(index, limit, self.mask)
+        outside = outside_of(index, limit, self.mask)
         if outside is not None:
             i = int(np.argmax(outside))
             what = f"part {part.index} = {at(index, i)} of axis {part.axis} of "
@@ -237,7 +239,7 @@ class RankWalker:
         elif here.any() and self._are_alike(event, here):
             self.met(event, here)
 
-    def _collective(self, op: Communication, site: Site) -> None:
+    def _collective(self, op: Communication, site: Site, library: str = "") -> None:
         teams, here = self._comes(op, site)
         inp, out = self.spot_of(op.inp), self.spot_of(op.out)
         mine, theirs = (
@@ -246,7 +248,7 @@ class RankWalker:
         root: PerRank = 0 if op.root is None else self._value(op.root, "root", here, site)
         terms = (
             ("type", op.type),
-            ("library", _library(op)),
+            ("library", library or _library(op)),
             ("dtype", dtype_text(op.inp.dtype())),
             ("reduction", op.red_op),
             ("root", root),
@@ -264,6 +266,25 @@ class RankWalker:
         event = Collective((site,), op.type, op.number, here, teams, terms, *parts, (mine, theirs))
         event.root = root
         self._enters(event, here)
+
+    def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
+        """Where ranks show each other their shards they meet as in an allgather of these."""
+        if op.team is None:
+            return self._names(op)
+        gather = self.gathers.get(op)
+        if gather is None:
+            made = Communication(op.inp, op.out, number=-1, type="Allgather", team=op.team)
+            gather = self.gathers[op] = made.replace(where=op.where)
+        self.spots[op.out] = self.shapes.spot(op.out)
+        return self._collective(gather, site, library="none: a view of shards")
+
+    def _close_view(self, op: Deallocate, site: Site) -> None:
+        view = self.storage.views.get(op.buffer)
+        if view is None or view not in self.gathers:
+            return
+        teams, here = self._comes(self.gathers[view], site)
+        terms = (("type", f"Deallocate of {op.buffer.label}"),)
+        self._enters(Collective((site,), "", -1, here, teams, terms, None, None, (0, 0)), here)
 
     def _are_alike(self, event: Collective, here: Array) -> bool:
         for what, value in event.terms:
@@ -291,7 +312,7 @@ class RankWalker:
             self.is_lost = True
 
     def _in_team(self, position: PerRank, size: int, here: Array, site: Site, what: str) -> bool:
-        outside = _outside(position, size, here)
+        outside = outside_of(position, size, here)
         if outside is not None:
             i = int(np.argmax(outside))
             text = f"{what} {at(position, i)} in a team of {size}, on {self._who(outside)}"
@@ -564,20 +585,13 @@ def _library(op: Communication | CollectivePermute | P2PCommunication) -> str:
     return "peer copies" if op.backend == PEER_COPIES else "that of the device"
 
 
-def _outside(x: PerRank, limit: int, here: Array) -> Array | None:
-    """Return which of the ranks here have a value below 0 or not below `limit`; None: none."""
-    wrong = (x < 0) | (x >= limit)
-    if not isinstance(wrong, np.ndarray):
-        return here if wrong and here.any() else None
-    wrong &= here
-    return wrong if wrong.any() else None
-
-
 HANDLERS: dict[type[Op], Callable[[RankWalker, Any, Site], None]] = {
     Allocate: RankWalker._allocate,  # pyright: ignore[reportPrivateUsage]
+    Deallocate: RankWalker._close_view,  # pyright: ignore[reportPrivateUsage]
     CollectivePermute: RankWalker._permute,  # pyright: ignore[reportPrivateUsage]
     Communication: RankWalker._collective,  # pyright: ignore[reportPrivateUsage]
     EndCoalescing: RankWalker._close,  # pyright: ignore[reportPrivateUsage]
     P2PCommunication: RankWalker._transfer,  # pyright: ignore[reportPrivateUsage]
     StartCoalescing: RankWalker._open,  # pyright: ignore[reportPrivateUsage]
+    SymmetricContiguousView: RankWalker._open_view,  # pyright: ignore[reportPrivateUsage]
 }

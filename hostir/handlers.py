@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuser.errors import ExecutionError, FuserError, UnsupportedError, user_code
+from fuser.errors import ExecutionError, FuserError, user_code
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
@@ -40,6 +40,7 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.post import Call, Done, Posted, exchange, permute, post, transfer
+from hostir.shown_shards import meet_at, show_shards
 from hostir.slices import dropped_axes
 from hostir.transfers import (
     AT_ROOT,
@@ -74,6 +75,9 @@ def _allocate(op: Allocate, frame: Frame) -> None:
 
 def _deallocate(op: Deallocate, frame: Frame) -> None:
     buffer = frame.tensors.pop(op.buffer)
+    view = frame.storage.views.get(op.buffer)
+    if view is not None and not is_rehearsed(frame):
+        frame.submit(partial(meet_at, view, frame.machine))
     if op.buffer in frame.owned and frame.machine.streams.delays:
         # The next to use this memory is on this stream, and may begin at once.
         frame.submit(partial(poison, buffer))
@@ -137,13 +141,16 @@ def _shard_by_stream(op: ShardByStream, frame: Frame) -> None:
 
 
 def _symmetric_view(op: SymmetricContiguousView, frame: Frame) -> None:
-    mesh = op.inp.mesh
-    if mesh is not None and mesh.size > 1:
-        raise UnsupportedError(
-            f"{op.name}: no backend maps {op.inp} of other ranks yet{user_code(op.where)}"
-        )
-    source = frame.tensors[op.inp]
-    frame.tensors[op.out] = source.view(frame.local_shape(op.out))
+    source, shape = frame.tensors[op.inp], frame.local_shape(op.out)
+    if op.team is None:
+        frame.tensors[op.out] = source.view(shape)
+    elif is_rehearsed(frame):
+        frame.tensors[op.out] = source.new_empty(shape)
+    else:
+        frame.tensors[op.out] = show_shards(op, frame.machine, source, shape)
+        if frame.machine.streams.delays:
+            # The others see what this stream has written when it comes to here.
+            frame.submit(partial(meet_at, op, frame.machine))
 
 
 def _share_handles(op: ShareMemHandles, frame: Frame) -> None:

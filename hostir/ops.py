@@ -12,6 +12,7 @@ Communications are in `hostir.transfers`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import ClassVar
 
 from fuser.errors import VerifyError
@@ -22,7 +23,7 @@ from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.types import MemoryType, ParallelType
+from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
 from hostir.effects import (
     Captures,
     Effect,
@@ -38,6 +39,8 @@ from hostir.effects import (
 )
 from hostir.fields import complete_fields
 from hostir.layout import allocated_elements
+from multidevice.communication import TeamOf
+from multidevice.placement import placement
 from multidevice.streams import stream_axis
 
 # What every run binds: this rank, and how many streams the evaluator has.
@@ -258,18 +261,42 @@ def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
 
 
 class SymmetricContiguousView(HostOp):
-    """Names all shards of `inp`, which lies in symmetric memory, as one tensor, back to back."""
+    """Names all shards of `inp`, which lies in symmetric memory, as one tensor, back to back.
+
+    Where several ranks have shards they meet here, and where the view is given up: what each has
+    written before the one is seen, and what it writes after the other is not. Between, nobody
+    writes.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
     TEXT = "{out} = SymmetricContiguousView({inp})"
 
+    @cached_property
+    def team(self) -> TeamOf | None:
+        """The ranks whose shards it shows, where they are several: those that share `inp`."""
+        mesh, cuts = self.inp.mesh, placement(self.inp, DEVICE_TYPES)
+        along = {cut.ptype for mine in cuts for cut in mine}
+        if mesh is None or not along:
+            return None
+        team = TeamOf(mesh, tuple(p for p in DEVICE_TYPES if p in along))
+        return team if team.size > 1 else None
+
     def effects(self) -> tuple[Effect, ...]:
-        return (Shows(self.out, self.inp),)
+        reads = () if self.team is None else (Reads(self.inp),)
+        return (*reads, Shows(self.out, self.inp))
 
     def verify(self) -> None:
         if self.inp.memory is not MemoryType.symmetric:
             raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
+        if self.team is None:
+            return
+        if self.out.mesh != self.inp.mesh or self.out.domain.has_devices:
+            raise VerifyError(
+                f"SymmetricContiguousView: {self.out} is on every rank of the mesh of {self.inp}, "
+                f"and spread over none: expected {self.inp.mesh}, found {self.out.mesh}"
+                + (", spread over devices" if self.out.domain.has_devices else "")
+            )
 
 
 # ------------------------------------------------------------------ streams

@@ -251,6 +251,11 @@ class Walker(Reports):
             source = self._part(source, effect.part, site)
         elif isinstance(site.op, TensorOp):
             source = self._view(source, site.op)
+        elif effect.out in self.storage.views:
+            # Which part of it is whose does not matter: nobody writes while there is a view.
+            shape = self._shape(effect.out)
+            whole, unknown = whole_box(source.buffer.shape), (None,) * len(shape)
+            source = Place(source.buffer, whole, shape, unknown)
         self.places[effect.out] = source
         self.freed.pop(effect.out, None)
 
@@ -300,6 +305,9 @@ class Walker(Reports):
             return
         self.freed[tv] = site
         buffer = place.buffer
+        if tv in self.storage.views:
+            # Other ranks have read, and all may write, when they have met here.
+            self._use((site, place, True))
         if buffer.owner is tv and not buffer.is_callers:
             for stream in dict.fromkeys((self.clocks.current, buffer.home)):
                 self._given_back(buffer, site, stream)

@@ -186,3 +186,12 @@ def at(value: PerRank, i: int) -> object:
 def pick(x: PerRank, places: PerRank) -> PerRank:
     """Return the values of the ranks at these places."""
     return x[places] if isinstance(x, np.ndarray) else x
+
+
+def outside_of(x: PerRank, limit: int, here: Array) -> Array | None:
+    """Return which of the ranks here have a value below 0 or not below `limit`; None: none."""
+    wrong = (x < 0) | (x >= limit)
+    if not isinstance(wrong, np.ndarray):
+        return here if wrong and here.any() else None
+    wrong &= here
+    return wrong if wrong.any() else None

@@ -60,6 +60,7 @@ from hostir.post import (
     transfer,
 )
 from hostir.replay_tensors import tensor_op, writer
+from hostir.shown_shards import meets_at, shows_shards
 from hostir.slices import dropped_axes
 from hostir.steps import (
     Action,
@@ -259,8 +260,10 @@ class Recorder:
         make = Make(i, self._make(tv, block))
         return make if clear is None else Both(make, Action(clear))
 
-    def _deallocate(self, op: Deallocate) -> Release | None:
+    def _deallocate(self, op: Deallocate) -> Step | None:
         i = self.slot(op.buffer)
+        if (view := self.frame.storage.views.get(op.buffer)) is not None:
+            return Both(meets_at(view, self.machine), Release(i))
         if i in self._blocks:
             begin, stream = self._begins[i]
             self._lifetimes[i] = Lifetime(begin, self._order.moment(stream))
@@ -528,6 +531,13 @@ class Recorder:
     def _name(self, op: HirAliasSelect | ShardByStream | SymmetricContiguousView) -> View:
         return self._view(op.inp, op.out)
 
+    def _symmetric_view(self, op: SymmetricContiguousView) -> Step:
+        if op.team is None:
+            return self._name(op)
+        self._keep_out_of_graphs(f"the ranks meet in each {op.name}")
+        shape = tuple(self.frame.tensors[op.out].shape)
+        return shows_shards(op, self.machine, self.slot(op.inp), self.new_slot(op.out), shape)
+
     def _view(self, source: TensorView, out: TensorView) -> View:
         """Return the step that names the same place of `source` as now."""
         before, after = self.frame.tensors[source], self.frame.tensors[out]
@@ -573,7 +583,7 @@ RECORD: dict[type[Op], Callable[[Recorder, Any], Step | Closure | None]] = {
     ShardByStream: Recorder._name,  # pyright: ignore[reportPrivateUsage]
     ShareMemHandles: Recorder._nothing,  # pyright: ignore[reportPrivateUsage]
     StartCoalescing: Recorder._start_coalescing,  # pyright: ignore[reportPrivateUsage]
-    SymmetricContiguousView: Recorder._name,  # pyright: ignore[reportPrivateUsage]
+    SymmetricContiguousView: Recorder._symmetric_view,  # pyright: ignore[reportPrivateUsage]
     Synchronize: Recorder._synchronize,  # pyright: ignore[reportPrivateUsage]
     Wait: Recorder._wait,  # pyright: ignore[reportPrivateUsage]
 }

@@ -12,7 +12,7 @@ from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Makes, Part, Shows, effects_of
-from hostir.ops import HostOp, SetCurrentStream
+from hostir.ops import HostOp, SetCurrentStream, SymmetricContiguousView
 from multidevice.streams import is_allocated_per_step
 
 
@@ -54,6 +54,8 @@ class Storage:
     escaping: frozenset[TensorView]
     # Outputs that show an input's memory without saying so: the caller gets a copy.
     borrowed: frozenset[TensorView]
+    # Those that show the shards of several ranks.
+    views: dict[TensorView, SymmetricContiguousView]
     # Whether some tensor has a mesh.
     is_placed: bool
     # Whether the current stream changes.
@@ -104,8 +106,19 @@ class Storage:
         is_placed = any(tv.mesh is not None for tv in tensors)
         switches = any(isinstance(op, SetCurrentStream) for op in ops)
         whole = WholeShapes(tensors)
+        views = [op for op in ops if isinstance(op, SymmetricContiguousView) and op.team]
         storage = Storage(
-            tensors, shows, parts, named, buffered, nothing, nothing, is_placed, switches, whole
+            tensors,
+            shows,
+            parts,
+            named,
+            buffered,
+            nothing,
+            nothing,
+            {op.out: op for op in views},
+            is_placed,
+            switches,
+            whole,
         )
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
         stated = inputs | {alias.out for alias in program.aliases}

@@ -31,7 +31,7 @@ from hostir.effects import (
 )
 from hostir.findings import Site
 from hostir.op_costs import Shape, is_computed
-from hostir.ops import Allocate
+from hostir.ops import Allocate, Deallocate, SymmetricContiguousView
 from hostir.rank_posts import Collective, Half, Teams
 from hostir.rank_values import Array, PerRank, at, most, np
 from hostir.regions import Region
@@ -187,6 +187,8 @@ class Unroller(RankWalker):
     def met(self, met: Collective, here: Array) -> None:
         """See `Judge`."""
         super().met(met, here)
+        if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):
+            return  # costs nothing that is known
         items = self._items(met.sites)
         for item in items:
             item.peers, item.root = met.peers, met.root

@@ -71,7 +71,8 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
     where a branch in it reads), and used neither before its allocation nor after its Deallocate,
     which a loop does only to what it allocated; every buffer that is not the caller's is
     deallocated exactly once if any is; every communication has a Wait, later, its buffers are left
-    alone until then, and its team is in the meshes; kernel groups exist and agree with their
+    alone until then, and its team is in the meshes; nobody writes what a view shows to other ranks,
+    which the region that made it gives up; kernel groups exist and agree with their
     launches; inputs and open loops bind every symbol; domains are well-formed. Streams are
     `hostir.race`'s matter.
     """
@@ -143,6 +144,9 @@ class _Checker:
     in_flight: dict[int, _Flight] = field(default_factory=dict[int, _Flight])
     group: list[_Flight] | None = None
     loops: list[_Steps] = field(default_factory=list["_Steps"])
+    # Views of several ranks' shards that are not given up, and those that outer regions made.
+    views: dict[TensorView, Op] = field(default_factory=dict[TensorView, Op])
+    outer_views: frozenset[TensorView] = frozenset()
     # How many loops are open around the innermost branch: not every step of theirs comes there.
     depth: int = 0
     is_branch: bool = False
@@ -204,6 +208,8 @@ class _Checker:
                 writes = tuple(e.tensor for e in effects if isinstance(e, Writes))
                 self._start(effect.number, _Flight(op, reads, writes))
         op.verify()
+        if op.outputs and op.outputs[0] in self.storage.views:
+            self.views[op.outputs[0]] = op
         check_results(op)
         self._memory_of_its_own(op, effects)
         self._present(op, effects)
@@ -285,9 +291,11 @@ class _Checker:
             raise VerifyError(f"FOR {op.index} inside of a loop or a program with an {op.index}")
         self.indices.append(op.index)
         self.loops.append(_Steps(makes, numbers, writes - makes))
-        group = self.group
+        group, outer, self.outer_views = self.group, self.outer_views, frozenset(self.views)
         for inner in op.body:
             self.check(inner)
+        self._no_view_left()
+        self.outer_views = outer
         if self.group is not group:
             self.at = op
             raise VerifyError("a group of transfers begins and ends in the same step")
@@ -301,9 +309,11 @@ class _Checker:
             branch.known, branch.written = set(self.known), set(self.written)
             branch.freed, branch.in_flight = set(self.freed), dict(self.in_flight)
             branch.depth, branch.is_branch = len(self.loops), True
+            branch.views, branch.outer_views = dict(self.views), frozenset(self.views)
             for inner in region:
                 self.at = inner
                 branch.check(inner)
+            branch._no_view_left()
             if branch.group is not self.group:
                 self.at = op
                 raise VerifyError("a group of transfers begins and ends in the same branch")
@@ -321,9 +331,18 @@ class _Checker:
             for n, flight in both.items()
         }
 
+    def _no_view_left(self) -> None:
+        """Require that a region has given up the views of several ranks' shards that it made."""
+        for view in self.views.keys() - self.outer_views:
+            self.at = self.views[view]
+            until = f"until {view} is given up, in the region that made it"
+            shown = f"other ranks read {self.storage.shows[view]} {until}"
+            raise VerifyError(f"{shown}: Deallocate {{ {view} }} is missing")
+
     def finish(self) -> None:
         if self.group is not None:
             raise VerifyError("StartCoalescing without EndCoalescing")
+        self._no_view_left()
         for number, flight in self.in_flight.items():
             if flight.is_certain or number not in self.awaited:
                 self.at = flight.op
@@ -403,6 +422,7 @@ class _Checker:
                 raise VerifyError(f"{tv} is written before it is allocated")
             self.known.add(tv)  # an output that is written into an input in place
         self._not_in_flight(tv, is_write=True)
+        self._not_in_view(tv, "written")
         self.written.add(self.storage.root(tv))
 
     def _makes(self, effect: Makes) -> None:
@@ -439,9 +459,20 @@ class _Checker:
                 f"{tv} belongs to the caller: it shares memory with an input or output"
             )
         self._not_in_flight(tv, is_write=True)
+        if tv in self.outer_views:
+            raise VerifyError(f"{tv}, a view of several ranks' shards, was made outside of this")
+        if self.views.pop(tv, None) is None and tv not in self.storage.shows:
+            self._not_in_view(tv, "given up")
         self.freed.add(tv)
         assert self.at is not None
         self.freed_at[tv] = self.at
+
+    def _not_in_view(self, tv: TensorView, what: str) -> None:
+        """Require that no other rank may read a buffer."""
+        for view, op in self.views.items():
+            if self.storage.root(view) is self.storage.root(tv):
+                shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
+                raise VerifyError(f"{tv} is {what} while {shows}: Deallocate {{ {view} }} before")
 
     def _alive(self, tv: TensorView) -> None:
         shown: TensorView | None = tv

@@ -24,7 +24,8 @@ import torch
 from fuser.errors import CommunicationError, UnsupportedError
 from multidevice.backends.base import Call, CheckedBackend, Exchange, tensor_text, transfer_key
 from multidevice.backends.direct import steps_of
-from multidevice.backends.protocol import Team, Transfer, Work
+from multidevice.backends.protocol import NAME_WORDS, Team, Transfer, Work
+from multidevice.backends.side_by_side import all_come
 from multidevice.control import Control
 from multidevice.page import LINE_NBYTES
 from multidevice.waiting import Need, team_text
@@ -32,8 +33,6 @@ from multidevice.words import Words
 
 # Transfers between two ranks, in one direction, that may be under way at once.
 SLOTS = 32
-# How memory is named to peers, in 8-byte words.
-NAME_WORDS = 9
 # elements, dtype, bytes from the beginning of the memory to the data, how often the slot was used
 _RECORD_WORDS = 4 + NAME_WORDS
 # Words of one direction between two ranks: tags, answers, records.
@@ -223,6 +222,14 @@ class PeerBackend(CheckedBackend):
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns how peers call the memory of a tensor, and the bytes from its beginning to the
         data; None where they cannot map it."""
+
+    @abstractmethod
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        """See `PeerMemory.side_by_side`."""
+
+    def meet(self, team: Team, what: str) -> None:
+        """See `PeerMemory.meet`."""
+        all_come(self.control, team, what)
 
     @abstractmethod
     def _carry_out(

@@ -7,155 +7,19 @@ streams of CPU ranks are served at once.
 
 from __future__ import annotations
 
-import bisect
-import mmap
-import os
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-import numpy
 import torch
 
 from fuser.errors import CommunicationError, InputError
-from fuser.locks import make_lock
 from multidevice.backends.base import Call, Exchange
-from multidevice.backends.peer import NAME_WORDS, Numbered, Page, PeerBackend, Sent
+from multidevice.backends.peer import Numbered, Page, PeerBackend, Sent
+from multidevice.backends.protocol import Team
+from multidevice.backends.shared_memory import SharedMemory
+from multidevice.backends.side_by_side import side_by_side
 from multidevice.control import Control
 from multidevice.waiting import team_text
-
-# Memory is taken from the system in pieces of at least this; what nobody touches costs nothing.
-_CHUNK_NBYTES = 64 << 20
-_ALIGNMENT_NBYTES = 256
-# How many pieces of the peers' memory stay mapped.
-_MAX_MAPPED = 64
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """A piece of shared memory: its file, its address, and the free ranges [start, stop)."""
-
-    fd: int
-    array: numpy.ndarray
-    address: int
-    free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-
-    def take(self, nbytes: int) -> int:
-        """Returns the beginning of a free range of this size; -1 when there is none."""
-        for k, (start, stop) in enumerate(self.free):
-            if stop - start >= nbytes:
-                self.free[k : k + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
-                return start
-        return -1
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        stop = start + nbytes
-        k = bisect.bisect(self.free, (start, stop))
-        if k < len(self.free) and self.free[k][0] == stop:
-            stop = self.free.pop(k)[1]
-        if k and self.free[k - 1][1] == start:
-            start = self.free.pop(k - 1)[0]
-            k -= 1
-        self.free.insert(k, (start, stop))
-
-
-class SharedMemory:
-    """Memory of this process that the others of its host can map."""
-
-    def __init__(self) -> None:
-        self._chunks: list[_Chunk] = []
-        self._addresses: list[int] = []
-        # What is not held any more; noted by finalizers, which run anywhere.
-        self._returned: deque[tuple[_Chunk, int, int]] = deque()
-        self._mapped: dict[tuple[int, ...], torch.Tensor] = {}
-        self._lock = make_lock()
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes of it, as uint8, for as long as somebody holds them."""
-        wanted = -(-max(nbytes, 1) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        with self._lock:
-            while self._returned:
-                chunk, start, size = self._returned.popleft()
-                chunk.give_back(start, size)
-            chunk, start = self._place(wanted)
-        part = chunk.array[start : start + nbytes]
-        # A tensor holds the array that it was made of for as long as its memory is in use.
-        weakref.finalize(part, self._returned.append, (chunk, start, wanted))
-        return _tensor(part)
-
-    def _place(self, nbytes: int) -> tuple[_Chunk, int]:
-        for chunk in self._chunks:
-            start = chunk.take(nbytes)
-            if start >= 0:
-                return chunk, start
-        # Powers of two, so that slowly growing sizes find room where smaller ones were.
-        chunk = _make_chunk(max(1 << (nbytes - 1).bit_length(), _CHUNK_NBYTES))
-        place = bisect.bisect(self._addresses, chunk.address)
-        self._chunks.insert(place, chunk)
-        self._addresses.insert(place, chunk.address)
-        return chunk, chunk.take(nbytes)
-
-    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """See `PeerBackend.name_of`."""
-        address = tensor.data_ptr()
-        place = bisect.bisect(self._addresses, address) - 1
-        if place < 0:
-            return None
-        chunk = self._chunks[place]
-        at = address - chunk.address
-        if at >= chunk.array.nbytes:
-            return None
-        name = os.getpid(), chunk.fd, chunk.array.nbytes
-        return (*name, *(0,) * (NAME_WORDS - len(name))), at
-
-    def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
-        """Returns the memory of a peer, as uint8.
-
-        Raises `CommunicationError` when its process is gone.
-        """
-        found = self._mapped.pop(name, None)
-        if found is None:
-            pid, fd, nbytes = name[:3]
-            try:
-                opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-                try:
-                    found = _tensor(_array(opened, nbytes))
-                finally:
-                    os.close(opened)
-            except OSError as error:
-                raise CommunicationError(
-                    f"rank {peer}'s memory cannot be mapped: {error}"
-                ) from None
-        self._mapped[name] = found
-        while len(self._mapped) > _MAX_MAPPED:
-            del self._mapped[next(iter(self._mapped))]
-        return found
-
-    def close(self) -> None:
-        """Closes the files; tensors that are still held keep their memory."""
-        self._mapped.clear()
-        for chunk in self._chunks:
-            with suppress(OSError):
-                os.close(chunk.fd)
-        self._chunks.clear()
-        self._addresses.clear()
-
-
-def _make_chunk(nbytes: int) -> _Chunk:
-    fd = os.memfd_create("fuser-peer")
-    os.ftruncate(fd, nbytes)
-    array = _array(fd, nbytes)
-    return _Chunk(fd, array, array.ctypes.data, [(0, nbytes)])
-
-
-def _tensor(array: numpy.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _array(fd: int, nbytes: int) -> numpy.ndarray:
-    return numpy.frombuffer(mmap.mmap(fd, nbytes), dtype=numpy.uint8)
 
 
 class _Copies:
@@ -252,6 +116,9 @@ class CpuPeerBackend(PeerBackend):
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         return self._memory.name_of(tensor)
+
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        return side_by_side(self.control, self._memory, tensor, team, what)
 
     def _carry_out(
         self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange

@@ -129,6 +129,13 @@ class CudaPeerBackend(PeerBackend):
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         return self._memory.name_of(tensor)
 
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        # What is exported for the processes of other GPUs is mapped where the driver wants it.
+        raise UnsupportedError(
+            f"{what}: on {self.device} memory of other GPUs is mapped shard by shard, not back to "
+            "back: gather the shards by an Allgather with backend=CUDA"
+        )
+
     # ------------------------------------------------------------ flags
     def _connected(self, page: Page) -> None:
         """Makes the flags, and maps those of the others."""

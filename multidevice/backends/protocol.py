@@ -238,6 +238,10 @@ class Backend(Protocol):
         ...
 
 
+# How memory is named to peers, in 8-byte words.
+NAME_WORDS = 9
+
+
 class PeerMemory(Backend, Protocol):
     """A backend whose members copy out of each other's memory."""
 
@@ -258,4 +262,17 @@ class PeerMemory(Backend, Protocol):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""
+        ...
+
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        """Returns the bytes of this dense tensor and of those of the other members, one behind the
+        other in team order, as memory that may be read; it returns when all members have come.
+
+        `what` names the call. Raises `UnsupportedError` where their memory cannot be mapped so, and
+        `CommunicationError` where members bring something else; on all members.
+        """
+        ...
+
+    def meet(self, team: Team, what: str) -> None:
+        """Returns when all members of a team have come."""
         ...

@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from fuser.errors import CommunicationError, DeadlockError, PeerError
+from fuser.errors import CommunicationError, DeadlockError, PeerError, UnsupportedError
 from multidevice.backends.base import Call, CheckedBackend, Exchange, stream_at, tensor_text
 from multidevice.backends.protocol import Team, Transfer
+from multidevice.backends.shared_memory import SharedMemory
+from multidevice.backends.side_by_side import all_come, side_by_side
 from multidevice.control import Control, Step
 from multidevice.waiting import Need
 
@@ -333,13 +335,31 @@ class SimulatedPeers(SimulatedBackend):
     def __init__(self, control: SimulatedControl, device: torch.device) -> None:
         super().__init__(control)
         self._device = device
+        self._memory = SharedMemory()
 
     def connect(self, team: Team) -> None:
         """See `PeerMemory.connect`; there is nothing to be found."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `PeerMemory.empty`."""
+        if self._device.type == "cpu":
+            return self._memory.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
+        """See `PeerMemory.side_by_side`."""
+        if self._device.type != "cpu":
+            raise UnsupportedError(f"{what}: on {self._device}, simulated ranks map no memory")
+        return side_by_side(self.control, self._memory, tensor, team, what)
+
+    def meet(self, team: Team, what: str) -> None:
+        """See `PeerMemory.meet`."""
+        all_come(self.control, team, what)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        super().close()
+        self._memory.close()
 
 
 def _current_stream(stream: object) -> torch.cuda.Stream:

@@ -19,8 +19,8 @@ from multidevice import Communicator
 from multidevice.backends.base import Call
 from multidevice.backends.launch_order import LaunchOrder
 from multidevice.backends.peer_allreduce import AllreduceKernels
-from multidevice.backends.peer_cpu import SharedMemory
 from multidevice.backends.protocol import RED_OPS, RedOp, Team
+from multidevice.backends.shared_memory import SharedMemory
 from tests.multidevice.programs import collectives
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from multidevice import Communicator
 from multidevice.backends import peer_cuda
 from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED
 from multidevice.backends.peer import SLOTS, Page
-from multidevice.backends.peer_cpu import SharedMemory
 from multidevice.backends.protocol import Transfer
+from multidevice.backends.shared_memory import SharedMemory
 from tests import mpi_abort
 from tests.multidevice.programs import collectives
 from tests.multidevice.test_communicator_jobs import END_S, needs_mpi, run_job

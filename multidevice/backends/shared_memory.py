@@ -1,0 +1,231 @@
+"""Memory that the processes of a host share: taken in files without a name, mapped by whoever asks.
+
+A shard of each rank may also be mapped one behind the other (`side_by_side`): shards that are pages
+of memory, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy
+import torch
+
+from fuser.errors import CommunicationError
+from fuser.locks import make_lock
+from multidevice.backends.protocol import NAME_WORDS
+
+# Memory is taken from the system in pieces of at least this; what nobody touches costs nothing.
+_CHUNK_NBYTES = 64 << 20
+_ALIGNMENT_NBYTES = mmap.PAGESIZE
+# How many pieces of the peers' memory stay mapped, and how many rows of shards.
+_MAX_MAPPED, _MAX_ROWS = 64, 16
+# What the module `mmap` has no names for.
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+# File descriptors are used again: pieces of this process are told apart by these.
+_SERIALS = itertools.count()
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A piece of shared memory: its file, its address, and the free ranges [start, stop)."""
+
+    serial: int
+    fd: int
+    array: numpy.ndarray
+    address: int
+    free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def take(self, nbytes: int) -> int:
+        """Returns the beginning of a free range of this size; -1 when there is none."""
+        for k, (start, stop) in enumerate(self.free):
+            if stop - start >= nbytes:
+                self.free[k : k + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                return start
+        return -1
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        stop = start + nbytes
+        k = bisect.bisect(self.free, (start, stop))
+        if k < len(self.free) and self.free[k][0] == stop:
+            stop = self.free.pop(k)[1]
+        if k and self.free[k - 1][1] == start:
+            start = self.free.pop(k - 1)[0]
+            k -= 1
+        self.free.insert(k, (start, stop))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the memory of a rank is: how its process calls it, and where in it."""
+
+    rank: int
+    name: tuple[int, ...]
+    at: int
+
+
+class SharedMemory:
+    """Memory of this process that the others of its host can map."""
+
+    def __init__(self) -> None:
+        self._chunks: list[_Chunk] = []
+        self._addresses: list[int] = []
+        # What is not held any more; noted by finalizers, which run anywhere.
+        self._returned: deque[tuple[_Chunk, int, int]] = deque()
+        self._mapped: dict[tuple[int, ...], torch.Tensor] = {}
+        self._rows: dict[tuple[object, ...], torch.Tensor] = {}
+        self._lock = make_lock()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns `nbytes` bytes of it, as uint8, for as long as somebody holds them."""
+        wanted = -(-max(nbytes, 1) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        with self._lock:
+            while self._returned:
+                chunk, start, size = self._returned.popleft()
+                chunk.give_back(start, size)
+            chunk, start = self._place(wanted)
+        part = chunk.array[start : start + nbytes]
+        # A tensor holds the array that it was made of for as long as its memory is in use.
+        weakref.finalize(part, self._returned.append, (chunk, start, wanted))
+        return _tensor(part)
+
+    def _place(self, nbytes: int) -> tuple[_Chunk, int]:
+        for chunk in self._chunks:
+            start = chunk.take(nbytes)
+            if start >= 0:
+                return chunk, start
+        # Powers of two, so that slowly growing sizes find room where smaller ones were.
+        chunk = _make_chunk(max(1 << (nbytes - 1).bit_length(), _CHUNK_NBYTES))
+        place = bisect.bisect(self._addresses, chunk.address)
+        self._chunks.insert(place, chunk)
+        self._addresses.insert(place, chunk.address)
+        return chunk, chunk.take(nbytes)
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """See `PeerBackend.name_of`."""
+        address = tensor.data_ptr()
+        place = bisect.bisect(self._addresses, address) - 1
+        if place < 0:
+            return None
+        chunk = self._chunks[place]
+        at = address - chunk.address
+        if at >= chunk.array.nbytes:
+            return None
+        name = os.getpid(), chunk.fd, chunk.array.nbytes, chunk.serial
+        return (*name, *(0,) * (NAME_WORDS - len(name))), at
+
+    def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
+        """Returns the memory of a peer, as uint8.
+
+        Raises `CommunicationError` when its process is gone.
+        """
+        found = self._mapped.pop(name, None)
+        if found is None:
+            pid, fd, nbytes = name[:3]
+            try:
+                opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+                try:
+                    found = _tensor(_array(opened, nbytes))
+                finally:
+                    os.close(opened)
+            except OSError as error:
+                raise _not_mapped(peer, error) from None
+        self._mapped[name] = found
+        while len(self._mapped) > _MAX_MAPPED:
+            del self._mapped[next(iter(self._mapped))]
+        return found
+
+    def row(self, places: Sequence[Place], nbytes: int) -> torch.Tensor:
+        """Returns so many bytes of each place, one behind the other, as uint8 that may be read.
+
+        Places begin with a page, and `nbytes` are pages. Raises `CommunicationError` when a process
+        is gone.
+        """
+        key = (*((place.name, place.at) for place in places), nbytes)
+        found = self._rows.pop(key, None)
+        if found is None:
+            found = _row(places, nbytes)
+        self._rows[key] = found
+        while len(self._rows) > _MAX_ROWS:
+            del self._rows[next(iter(self._rows))]
+        return found
+
+    def close(self) -> None:
+        """Closes the files; tensors that are still held keep their memory."""
+        self._mapped.clear()
+        self._rows.clear()
+        for chunk in self._chunks:
+            with suppress(OSError):
+                os.close(chunk.fd)
+        self._chunks.clear()
+        self._addresses.clear()
+
+
+def _make_chunk(nbytes: int) -> _Chunk:
+    fd = os.memfd_create("fuser-peer")
+    os.ftruncate(fd, nbytes)
+    array = _array(fd, nbytes)
+    return _Chunk(next(_SERIALS), fd, array, array.ctypes.data, [(0, nbytes)])
+
+
+def _tensor(array: numpy.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _array(fd: int, nbytes: int) -> numpy.ndarray:
+    return numpy.frombuffer(mmap.mmap(fd, nbytes), dtype=numpy.uint8)
+
+
+def _not_mapped(rank: int, error: OSError) -> CommunicationError:
+    return CommunicationError(f"rank {rank}'s memory cannot be mapped: {error}")
+
+
+def _row(places: Sequence[Place], nbytes: int) -> torch.Tensor:
+    """Maps parts of files over one range of addresses, which is theirs until nobody holds it."""
+    total = nbytes * len(places)
+    start = _map(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    memory = (ctypes.c_uint8 * total).from_address(start)
+    weakref.finalize(memory, _libc().munmap, ctypes.c_void_p(start), ctypes.c_size_t(total))
+    for k, place in enumerate(places):
+        pid, fd = place.name[:2]
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
+            try:
+                fixed = mmap.MAP_SHARED | _MAP_FIXED
+                _map(start + k * nbytes, nbytes, mmap.PROT_READ, fixed, opened, place.at)
+            finally:
+                os.close(opened)
+        except OSError as error:
+            raise _not_mapped(place.rank, error) from None
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _map(at: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
+    """Calls the system's mmap, which Python's lets choose no address."""
+    if flags & mmap.MAP_ANONYMOUS:
+        flags |= _MAP_NORESERVE
+    found = _libc().mmap(at, nbytes, access, flags, fd, offset)
+    if found in (None, ctypes.c_void_p(-1).value):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return found
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size = ctypes.c_size_t
+    libc.mmap.argtypes = (ctypes.c_void_p, size, *[ctypes.c_int] * 3, ctypes.c_int64)
+    libc.munmap.argtypes = (ctypes.c_void_p, size)
+    return libc
