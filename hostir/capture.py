@@ -25,6 +25,7 @@ from fuser.errors import KernelError
 from fuser.recent import Recent
 from fuser.runtime.graphs import USERS, Graph, GraphMaker
 from fuser.torch_calls import arithmetic_choices, lasting
+from hostir.ops import SetCurrentStream
 from hostir.steps import Binding, BoundKernel, Closure, Slots
 from hostir.transfers import P2PCommunication
 from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
@@ -386,7 +387,7 @@ class Replays:
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
         """Let nothing but further transfers come between a transfer and its flags."""
         flushes = [backend.flush for backend in self._plan.backends]
-        if not flushes or isinstance(op, P2PCommunication):
+        if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):
             return action
 
         def after_flags(slots: Slots) -> None:

@@ -58,6 +58,12 @@ class StepParts:
         self._parts: dict[TensorView, TensorView] = {}
         # What was whole before the loop, by what its slices are called.
         self._sliced: dict[TensorView, TensorView] = {}
+        # What products read in place of a block that this rank has: (when it is its own, what).
+        self._own: dict[TensorView, tuple[Scalar, TensorView]] = {}
+        # Products whose blocks are exchanged: this rank's own is computed where it belongs.
+        self._exchanged: dict[TensorView, TensorOp] = {}
+        # The stream on which the loop begins.
+        self._entry = lowering.next_stream()
         ops = [op for s in segments for op in s.exprs]
         # The loop is named after what it computes, not after what it reads.
         op = next((op for op in ops if not is_step_slice(op)), ops[0])

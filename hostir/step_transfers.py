@@ -14,6 +14,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
+from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import Segment
@@ -47,7 +48,9 @@ from multidevice.communication import (
     sliced_axis,
     team_of,
 )
-from multidevice.streams import scatters_steps
+from multidevice.streams import is_allocated_per_step, scatters_steps
+
+_PRODUCTS = nodes.LinearOp, nodes.MatmulOp
 
 
 class StepTransfers(StepParts):
@@ -126,6 +129,7 @@ class StepTransfers(StepParts):
         swizzle = self._axis_of(op).swizzle
         is_ring = self._offset or swizzle is not None
         if swizzle is not None and backend != PEER_COPIES:
+            # At the first step a copy, beside which NCCL's kernels begin before the matmul.
             to = reached(self._index, self._count, team.mesh, swizzle)
             source = rotated(self._index, self._count, team.mesh, swizzle)
             self._start(
@@ -165,13 +169,56 @@ class StepTransfers(StepParts):
         to = reached(self._step, self._count, team.mesh, ptype)
         source = rotated(self._step, self._count, team.mesh, ptype)
         own, copied = inp, list[Op]()
-        if out.ndim < inp.ndim:
-            own = self._element(inp, self._axis_of(op).position, copied)
-        copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
+        if self._is_for_products(op.out):
+            self._own[op.out] = self._is_own(to, team), inp
+        else:
+            if out.ndim < inp.ndim:
+                own = self._element(inp, self._axis_of(op).position, copied)
+            copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
         # One copy after another comes as early as it can; side by side, all come as late as the
         # last.
         after = [self._next_stream_waits()] if self._is_in_turn else []
-        self._pass_on(op, inp, out, to=to, source=source, own=copied, after=after)
+        self._pass_on(
+            op, inp, out, to=to, source=source, own=copied, after=after, sent_on=self._entry
+        )
+
+    def _is_for_products(self, tv: TensorView) -> bool:
+        """Whether nothing but matmuls reads the blocks of a tensor that peers' copies bring: they
+        can as well read the own one where it lies. NCCL's kernels would wait for that matmul."""
+        uses = self._lowering.segmented.fusion.uses(tv)
+        return (
+            self._is_in_turn
+            and is_allocated_per_step(tv)
+            and all(isinstance(op, _PRODUCTS) and not self._rows_or_columns(op) for op in uses)
+        )
+
+    def _product(self, op: TensorOp, step: TensorOp) -> None:
+        """Add the step of an op of the library."""
+        if self._is_exchanged(op):
+            self._exchanged[op.out_tensor] = step
+            return
+        found = [self._own[v] for v in op.inputs if v in self._own]
+        if not found:
+            self._steps.append(step)
+            return
+        own = {self._twin(v): self._own[v][1] for v in op.inputs if v in self._own}
+        mine = step.map_values(lambda v: own.get(v, v))
+        self._steps.append(IfThenElse(found[0][0], then=(mine,), orelse=(step,)))
+
+    def _is_exchanged(self, op: TensorOp) -> bool:
+        """Whether an op is a matmul of which every block belongs to one device, which has room for
+        one of each: what it computes for itself can lie there."""
+        out = op.out_tensor
+        uses = self._lowering.segmented.fusion.uses(out)
+        is_product = isinstance(op, _PRODUCTS) and is_allocated_per_step(out)
+        if self._lowering.params.standalone or not is_product or len(uses) != 1:
+            return False
+        (use,) = uses
+        if not isinstance(use, nodes.Reshard) or not is_exchange(use):
+            return False
+        parts = [a for a in out.domain.no_reductions if a.rfactor]
+        kept = [a for a in use.out.domain.no_reductions if a.rfactor]
+        return len(parts) == 1 and not kept and stepping_axis(use.out).is_logical
 
     def _exchange(self, op: nodes.Reshard) -> None:
         """Send what this step has computed to the device that it is for, and receive from another
@@ -179,10 +226,7 @@ class StepTransfers(StepParts):
 
         The last step's block is the own one; with offset_stream_indexing_by_rank, the first one's.
         """
-        source, target = op.source, op.target
-        assert source is not None and target is not None, f"{op} exchanges no axes"
-        axis = stepping_axis(op.inp)
-        if not self._offset and axis.swizzle is None:
+        if not self._offset and stepping_axis(op.inp).swizzle is None:
             raise UnsupportedError(
                 f"set of {op.inp} to {op.out} without offset_stream_indexing_by_rank: each step "
                 "sends a block to one device and receives one from another, so every device begins "
@@ -196,20 +240,32 @@ class StepTransfers(StepParts):
         out.give_memory()
         self._before.append(Allocate(out))
         received = self._part_at(op.out, out, sender)
-        # Without the axes of one block, both sides have the same ones.
+        own: list[Op] = []
+        product = self._exchanged.get(op.inp)
+        if product is None:
+            own = self._copied_block(op, inp, received)
+        else:
+            straight = product.with_values(product.inputs, [received])
+            is_own = self._is_own(owner, team_of(op))
+            self._steps.append(IfThenElse(is_own, then=(straight,), orelse=(product,)))
+        if self._is_in_turn:
+            # The first block is there early only if it does not share the device with the others.
+            self._steps.append(self._next_stream_waits())
+        self._pass_on(op, inp, received, to=owner, source=sender, own=own)
+
+    def _copied_block(self, op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
+        """Return the copy of an exchange's block; without the axes of one block, both sides have
+        the same ones."""
+        source, target = op.source, op.target
+        assert source is not None and target is not None, f"{op} exchanges no axes"
         copied: list[Op] = []
-        mine, theirs = inp, received
-        drops = (axis.is_logical, stepping_axis(op.out).is_logical)
+        drops = (stepping_axis(op.inp).is_logical, stepping_axis(op.out).is_logical)
         if drops != (True, True) or abs(source - target) != 1:
             if drops[1]:
                 mine = self._element(mine, source - (drops[0] and target < source), copied)
             if drops[0]:
                 theirs = self._element(theirs, target - (drops[1] and source < target), copied)
-        copied.append(nodes.LoadStoreOp(theirs, mine).replace(where=op.where))
-        if self._is_in_turn:
-            # The first block is there early only if it does not share the device with the others.
-            self._steps.append(self._next_stream_waits())
-        self._pass_on(op, inp, received, to=owner, source=sender, own=copied)
+        return [*copied, nodes.LoadStoreOp(theirs, mine).replace(where=op.where)]
 
     def _pass_on(
         self,
@@ -221,9 +277,11 @@ class StepTransfers(StepParts):
         source: Scalar,
         own: Sequence[Op],
         after: Sequence[Op] = (),
+        sent_on: Stream | None = None,
     ) -> None:
         """Send `inp` to one member of the team and receive `out` from another; `own` is what is
-        done where that is this rank, `after` what follows a peer copy. Members are coordinates."""
+        done where that is this rank, `after` what follows a peer copy. Members are coordinates.
+        `sent_on` is the stream on which `inp` was made, where that is another one."""
         team = team_of(op)
         (ptype,) = team.ptypes
         number, backend = self._lowering.next_number, self._lowering.step_backend
@@ -236,15 +294,23 @@ class StepTransfers(StepParts):
                 P2PCommunication(inp, peers[1], number=sent, type="send", backend=backend),
             )
         )
-        is_own = sc.eq(to, coordinate(team.mesh, ptype))
+        is_own = self._is_own(to, team)
         if backend == PEER_COPIES:
+            # Peers may copy as soon as it is there, whatever this step waits for.
+            mine = SetCurrentStream(stream=self._stream)
+            sends = (SetCurrentStream(stream=sent_on), send, mine) if sent_on else (send,)
             # The receiver copies: nothing of this step waits for the one that copies from here.
-            ring = ShareMemHandles((out, inp)), send, recv, Wait(number=received), *after
+            ring = ShareMemHandles((out, inp)), *sends, recv, Wait(number=received), *after
             self._last.append(IfThenElse(is_own, then=(), orelse=(Wait(number=sent),)))
         else:
             both = number()
             ring = StartCoalescing(), recv, send, EndCoalescing(number=both), Wait(number=both)
         self._steps.append(IfThenElse(is_own, then=tuple(own), orelse=ring))
+
+    def _is_own(self, member: Scalar, team: TeamOf) -> Scalar:
+        """Return whether a member of a team is this rank."""
+        (ptype,) = team.ptypes
+        return sc.eq(member, coordinate(team.mesh, ptype))
 
     @property
     def _is_in_turn(self) -> bool:

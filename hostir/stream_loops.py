@@ -101,7 +101,7 @@ class StreamLoopBuilder(StepTransfers):
                 continue
             ins = self._operands(op)
             outs = [self._result(o) for o in op.outputs]
-            self._steps.append(op.with_values(ins, outs))
+            self._product(op, op.with_values(ins, outs))
 
     def _with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
         """Return the step of an op on blocks of one element along these stream axes."""
@@ -146,8 +146,7 @@ class StreamLoopBuilder(StepTransfers):
         return ForLoop(index=self._index, stop=self._count, body=body)
 
     def _joined_in_the_loop(self) -> list[Op]:
-        entry = self._lowering.next_stream()
-        mine = self._stream
+        entry, mine = self._entry, self._stream
         return [
             GetCurrentStream(stream=entry),
             self._for(SetCurrentStream(stream=mine), Synchronize(stream=entry)),
@@ -160,8 +159,7 @@ class StreamLoopBuilder(StepTransfers):
         ]
 
     def _joined_behind(self) -> list[Op]:
-        entry = self._lowering.next_stream()
-        mine = self._stream
+        entry, mine = self._entry, self._stream
         return [
             GetCurrentStream(stream=entry),
             self._for(SetCurrentStream(stream=mine), Synchronize(stream=entry), *self._steps),

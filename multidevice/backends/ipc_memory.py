@@ -132,17 +132,33 @@ class IpcMemory:
     def aside(self, act: Callable[[], object], stream: int) -> None:
         """Carries out what enqueues to a stream that is captured; what follows on the stream does
         not wait for it, though the graph does."""
-        cuda = self._cuda
-        found = cuda.cuStreamGetCaptureInfo(stream)
-        self._check("cuStreamGetCaptureInfo", found[0])
-        before: list[Any] = next(part for part in found if isinstance(part, list))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        before = self.captured(stream)
         act()
+        self._goes_on(stream, before)
+
+    def beside(self, act: Callable[[], object], after: Sequence[object], stream: int) -> None:
+        """Carries out what enqueues to a stream that is captured: behind the nodes `after`, beside
+        what the stream has been given so far; what follows on the stream waits for both."""
+        before = self.captured(stream)
+        self._goes_on(stream, after)
+        act()
+        self._goes_on(stream, [*before, *self.captured(stream)])
+
+    def captured(self, stream: int) -> list[Any]:
+        """Returns the nodes that the next one on a captured stream will follow."""
+        found = self._cuda.cuStreamGetCaptureInfo(stream)
+        self._check("cuStreamGetCaptureInfo", found[0])
+        return next(part for part in found if isinstance(part, list))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+    def _goes_on(self, stream: int, after: Sequence[object]) -> None:
+        """Has the next node on a captured stream follow these."""
+        cuda, nodes = self._cuda, [*after]
         replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         update = cuda.cuStreamUpdateCaptureDependencies
         try:
-            (status,) = update(stream, before, None, len(before), int(replace))
+            (status,) = update(stream, nodes, None, len(nodes), int(replace))
         except TypeError:  # CUDA 12's
-            (status,) = update(stream, before, len(before), int(replace))
+            (status,) = update(stream, nodes, len(nodes), int(replace))
         self._check("cuStreamUpdateCaptureDependencies", status)
 
     def _call(self, name: str, *args: object) -> Any:

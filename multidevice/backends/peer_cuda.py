@@ -8,8 +8,10 @@ allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
 
 A transfer in a graph has two flags of its own, which whoever waits for them sets back to 0: all
 ranks repeat a graph equally often (`PeerBackend.vote`), and when it ends all its flags are 0. Each
-node of flags takes a GPU microseconds: what comes together is one, and nobody waits for *done*
-being written.
+node of flags takes a GPU microseconds: what comes together is one, nobody waits for *done* being
+written, and a receiver looks for *ready* beside what its stream does before the copy, as soon as it
+has itself said *ready* of what it has sent before. That one node does both lets no ranks wait for
+each other in a circle, in whichever order a GPU takes the nodes of a graph: it is the same on all.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
 from multidevice.backends.captured import NOT_CAPTURED
 from multidevice.backends.ipc_memory import WAIT, WRITE, FlagOp, IpcMemory, beside
 from multidevice.backends.launch_order import CudaDriver, LaunchOrder
-from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Sent
+from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Record, Sent
 from multidevice.backends.peer_allreduce import AllreduceKernels
 from multidevice.backends.protocol import Post, Team, Work
 from multidevice.control import Control
@@ -49,12 +51,15 @@ _READY, _DONE = 0, 1
 @dataclass
 class _Capture:
     """What a graph, which `stream` will repeat, needs to be kept; its sends that no stream has
-    waited for yet; and flags that are still to be written, by stream."""
+    waited for yet; and flags that are still to be written, behind these nodes."""
 
     stream: int
     held: list[object] = field(default_factory=list[object])
     open: set[Sent] = field(default_factory=set[Sent])
-    writes: dict[int, list[FlagOp]] = field(default_factory=dict[int, list[FlagOp]])
+    writes: list[FlagOp] = field(default_factory=list[FlagOp])
+    after: dict[int, object] = field(default_factory=dict[int, object])
+    # A stream that is captured.
+    last: int = 0
 
 
 class _Enqueued:
@@ -188,7 +193,9 @@ class CudaPeerBackend(PeerBackend):
         if capture is None:
             self._memory.set_flag(address, value, stream)
         elif kind == _READY:
-            capture.writes.setdefault(stream, []).append((WRITE, address, value))
+            capture.last = stream
+            capture.writes.append((WRITE, address, value))
+            capture.after.update((int(node), node) for node in self._memory.captured(stream))
         else:
             # Nothing of this run follows from it.
             write = partial(self._memory.set_flag, address, value, stream)
@@ -204,19 +211,26 @@ class CudaPeerBackend(PeerBackend):
             for address, value in flags:
                 self._memory.wait_flag(address, value, stream)
             return
-        ops = capture.writes.pop(stream, [])
-        self.flush()
-        for address, value in flags:
-            ops += [(WAIT, address, value), (WRITE, address, 0)]
-        if ops:
+        ops = [op for at, value in flags for op in ((WAIT, at, value), (WRITE, at, 0))]
+        if kind == _READY and capture.writes:
+            self._use_beside(capture, ops, stream)
+        else:
+            self.flush()
             self._memory.use_flags(ops, stream)
+
+    def _use_beside(self, capture: _Capture, waits: Sequence[FlagOp], stream: int) -> None:
+        """Write the flags that were put off, behind what they stand for, then wait for others."""
+        ops, after = [*capture.writes, *waits], [*capture.after.values()]
+        capture.writes.clear()
+        capture.after.clear()
+        self._memory.beside(lambda: self._memory.use_flags(ops, stream), after, stream)
 
     def flush(self) -> None:
         """See `Captured.flush`."""
-        if self._capture is not None:
-            for stream, ops in self._capture.writes.items():
-                self._memory.use_flags(ops, stream)
-            self._capture.writes.clear()
+        capture = self._capture
+        if capture is not None and capture.writes:
+            stream = capture.last
+            self._memory.aside(lambda: self._use_beside(capture, (), stream), stream)
 
     # ------------------------------------------------------------ graphs
     def can_capture(self, what: str) -> bool:
@@ -292,9 +306,7 @@ class CudaPeerBackend(PeerBackend):
                     for one in step
                     if one.transfer.kind == "send"
                 ]
-                for one in step:
-                    if one.transfer.kind == "recv":
-                        self._pull(page, one, call, stream)
+                self._pull(page, [o for o in step if o.transfer.kind == "recv"], call, stream)
         if self._capture is None:
             self._held.update(dict.fromkeys(sent, page))
         else:
@@ -309,8 +321,24 @@ class CudaPeerBackend(PeerBackend):
             self._capture.open.add(sent)
         return sent
 
-    def _pull(self, page: Page, one: Numbered, call: Call | Exchange, stream: int) -> None:
-        peer, tensor = one.transfer.peer, one.transfer.tensor
+    def _pull(
+        self, page: Page, ones: Sequence[Numbered], call: Call | Exchange, stream: int
+    ) -> None:
+        """Let a stream copy what peers have sent: one after another, when all of it is ready."""
+        found = [(one.transfer, self._find(page, one, call)) for one in ones]
+        if not found:
+            return
+        uses = [(t.peer, record.slot, record.use) for t, record in found]
+        self._await(page, _READY, uses, stream)
+        for t, record in found:
+            if record.nbytes:
+                source = self._mapped(record.name, t.peer) + record.offset
+                self._memory.copy(t.tensor.data_ptr(), source, record.nbytes, stream)
+            self._set(page, _DONE, t.peer, record.slot, record.use, stream)
+
+    def _find(self, page: Page, one: Numbered, call: Call | Exchange) -> Record:
+        """Return where a peer's data lies, once its host has said so; answer that it is known."""
+        peer = one.transfer.peer
         record = page.find(peer, one.tag)
         if record is None:
             self._poll(lambda: page.find(peer, one.tag) is not None, call, (one,))
@@ -318,11 +346,7 @@ class CudaPeerBackend(PeerBackend):
         assert record is not None, "it was found"
         self._check_fits(page, one, record)
         page.answer(peer, record.slot, one.tag)
-        self._await(page, _READY, [(peer, record.slot, record.use)], stream)
-        if record.nbytes:
-            source = self._mapped(record.name, peer) + record.offset
-            self._memory.copy(tensor.data_ptr(), source, record.nbytes, stream)
-        self._set(page, _DONE, peer, record.slot, record.use, stream)
+        return record
 
     def _mapped(self, name: tuple[int, ...], peer: int) -> int:
         if self._capture is None or self._memory.is_mapped(name):

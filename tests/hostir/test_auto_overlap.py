@@ -273,7 +273,7 @@ BALANCED = {"m": 8192, "k": 4096, "n": 14336}
         (4, (), PEER_COPIES),  # the host is as busy either way
         (4, ("NCCL",), ""),  # the host has nothing to do for the program as it is
         (2, (), PEER_COPIES),
-        (2, ("NCCL",), "NCCL"),  # nor for sends, which take as long on two ranks
+        (2, ("NCCL",), "NCCL"),  # nor for sends, which take nearly as long on two ranks
         (4, ("NCCL", PEER_COPIES), PEER_COPIES),
     ],
 )
@@ -289,7 +289,7 @@ def test_steps_that_no_graph_repeats_cost_the_whole_program_its_host_time(
     assert choice is not None and choice.backend == library
     assert {getattr(op, "backend", "") for op in program.started()} == {library or "NCCL"}
     told = "the host would take 1." in overlaps.report(values)
-    assert told == (steps > 0) == (captured == ("NCCL",) and d == 4)
+    assert told == (steps > 0) == (captured == ("NCCL",))
     # Also when the same sizes are asked for later, and others.
     assert overlaps.choose(values) == choice
     larger = {s: 32768 if n == 8192 else n for s, n in values.items()}
