@@ -200,7 +200,7 @@ def test_the_own_block_comes_first_and_the_others_in_turn() -> None:
         (made,) = [o for o in program.ops if isinstance(o, Allocate) and o.mem_type == "symmetric"]
         sent = next(o for o in ops_of(program) if getattr(o, "type", "") == "send")
         assert sent.buffer is made.buffer  # pyright: ignore
-        last = next(o for o in ops_of(program) if isinstance(o, IfThenElse) and not o.then)
+        (*_, last) = (o for o in ops_of(program) if isinstance(o, IfThenElse) and not o.then)
         assert [type(o) for o in last.orelse] == [Wait]
         assert findings(program, {**symbol_values(program, {}), NUMBER_OF_STREAMS: 4}) == []
 

@@ -79,3 +79,22 @@ def test_waits_that_come_late(comm: Communicator, device: torch.device) -> None:
     torch.cuda.synchronize()
     for k, one in enumerate(found):
         assert (one == 1000.0 * source + k).all()
+
+
+def test_halves_of_a_large_allreduce_are_added_in_order(
+    comm: Communicator, device: torch.device
+) -> None:
+    """In float32, one rank's after the other's, and rounded once."""
+    me, n, count = comm.rank(), comm.size(), 5 << 20
+    peers, world = comm.peers_for(device), tuple(range(n))
+
+    def of(rank: int) -> torch.Tensor:
+        generator = torch.Generator(device=device).manual_seed(rank)
+        return torch.randn(count, generator=generator, device=device).bfloat16()
+
+    want = of(0).float()
+    for rank in range(1, n):
+        want += of(rank)
+    found = torch.empty(count, dtype=torch.bfloat16, device=device)
+    peers.allreduce(found, of(me), op="SUM", team=world).wait()
+    assert torch.equal(found, want.bfloat16())

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import multidevice
 from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.ir.core import Op
+from fuser.ir.nodes import LinearOp, LoadStoreOp
+from hostir.container import HostIrContainer
 from hostir.lower_params import LowerParams
+from hostir.ops import Allocate, ForLoop, HirAliasSelect, IfThenElse
 from multidevice import Communicator
 from tests.hostir.peer_graph_cases import CASES, numbers
 
 ORDER = {
-    # The own block is computed beside the first copy; each copy beside the matmul of the last one.
-    "gather in steps": ["type=send", "type=recv", "Stream ( i", "Synchronize", "= linear"],
+    # What peers copy is offered on the entry stream. The own block is computed beside the first
+    # copy; each copy beside the matmul of the last one.
+    "gather in steps": [
+        *("Stream S0)", "type=send", "Stream i", "type=recv", "Stream ( i", "Synchronize"),
+        "= linear",
+    ],
     # A block is sent when it is there, while the next one is computed.
     "scatter": ["= linear", "Stream ( i", "Synchronize", "type=send", "type=recv"],
 }
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_steps_take_turns(name: str) -> None:
-    def text() -> str:
+def program_of(name: str) -> HostIrContainer:
+    def body() -> HostIrContainer:
         fd = CASES[name](4)
         rank = Communicator.instance().rank()
         cache = FusionExecutorCache(fd.fusion, params=LowerParams(backend="CUDA"))
@@ -31,10 +40,15 @@ def test_steps_take_turns(name: str) -> None:
         else:
             inputs = [x.chunk(4, 0)[rank], w]
         cache.execute(inputs, _disable_options=["auto_overlap"])
-        return str(cache.host_program())
+        return cache.host_program()
 
     with multidevice.simulate(4) as world:
-        body = world.run(text)[0].partition("  FOR ")[2]
+        return world.run(body)[0]
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_steps_take_turns(name: str) -> None:
+    body = str(program_of(name)).partition("  FOR ")[2]
     if name == "gather in steps":
         # The own block is not waited for: the wait stands in the branch of the others.
         branch, wait = (
@@ -46,3 +60,33 @@ def test_steps_take_turns(name: str) -> None:
         found = body.find(piece, at + 1)
         assert found > at, f"{piece} does not follow in {body}"
         at = found
+
+
+def branches(program: HostIrContainer) -> Iterator[tuple[Op, Op]]:
+    """Yield what the steps compute of the own block, and of any other."""
+    (loop, *_) = (op for op in program.ops if isinstance(op, ForLoop))
+    for op in loop.body:
+        if isinstance(op, IfThenElse) and op.then and op.orelse:
+            (mine,), (other,) = op.then, op.orelse
+            yield mine, other
+
+
+def test_the_own_rows_are_read_where_they_lie() -> None:
+    program = program_of("gather in steps")
+    ((mine, other),) = branches(program)
+    assert isinstance(mine, LinearOp) and isinstance(other, LinearOp)
+    assert mine.x is program.inputs[0] and mine.out is other.out
+    (loop, *_) = (op for op in program.ops if isinstance(op, ForLoop))
+    assert other.x in {op.buffer for op in loop.body if isinstance(op, Allocate)}
+    assert not any(isinstance(op, LoadStoreOp) for op in loop.body)
+
+
+def test_the_own_part_of_a_sum_is_computed_where_it_is_added() -> None:
+    program = program_of("scatter")
+    ((mine, other),) = branches(program)
+    assert isinstance(mine, LinearOp) and isinstance(other, LinearOp)
+    assert mine.inputs == other.inputs
+    (loop, *_) = (op for op in program.ops if isinstance(op, ForLoop))
+    room = next(op.inp for op in loop.body if isinstance(op, HirAliasSelect) and op.out is mine.out)
+    assert room in {op.buffer for op in program.ops if isinstance(op, Allocate)}
+    assert other.out in {op.buffer for op in loop.body if isinstance(op, Allocate)}
