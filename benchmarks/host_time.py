@@ -3,6 +3,8 @@
 Microseconds of `fd.execute([...])` without synchronisation, on the GPU where there is one and else
 on the CPU (there with the kernels' own time on a few elements). steady: the same class of inputs
 again. alternate: two classes in turn. new_shape: sizes that the program has not seen yet.
+`ours` has the compiled runner where it can be made, `ours-python` is without it. What steady makes
+is let go at once, so that it lies where it lay; held keeps each result until the next, as loops do.
 On a GPU, eager torch and torch.compile (default, and reduce-overhead) take turns in the same run.
 Under mpirun the cases with a communication run, too. Each row is the median of the repeats, with
 minimum and maximum; a repeat is few enough calls that the GPU's queue does not fill.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 
 from fuser import DeviceMesh, FusionDefinition, ParallelType
+from fuser.runtime import compiled_runner
 from multidevice import Communicator
 
 REPEATS, CALLS, NEW_SHAPES = 15, 100, 12
@@ -143,19 +147,47 @@ def _peers(case: Case, inputs: Tensors) -> Iterator[tuple[str, Callable[[], obje
         yield name, partial(compiled, *inputs)
 
 
+class _Held:
+    """Calls whose result is kept until the next one is there."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self._result = call, None
+
+    def __call__(self) -> None:
+        self._result = self._call()
+
+
+def _ways(case: Case, inputs: Tensors, check: bool) -> Iterator[tuple[str, FusionDefinition]]:
+    """Our program with and without the compiled runner, steady."""
+    before = os.environ.get("FUSER_DISABLE", "")
+    for who, more in (("ours", ""), ("ours-python", "compiled_runner")):
+        os.environ["FUSER_DISABLE"] = ",".join(filter(None, (before, more)))
+        fd = case.define()
+        (out,) = fd.execute(inputs)
+        if check:
+            torch.testing.assert_close(out, case.peer(*inputs), rtol=1e-3, atol=1e-3)
+        del out
+        hold = _Held(partial(fd.execute, inputs))
+        for call in [hold] * 20 + [partial(fd.execute, inputs)] * 40:
+            call()
+        yield who, fd
+    os.environ["FUSER_DISABLE"] = before
+
+
 def bench_steady(name: str, case: Case, device: str, peers: bool) -> Iterator[dict[str, object]]:
-    fd, inputs = case.define(), case.inputs(N, device)
-    (out,) = fd.execute(inputs)
-    torch.testing.assert_close(out, case.peer(*inputs), rtol=1e-3, atol=1e-3)
-    for _ in range(20):
-        fd.execute(inputs)
-    candidates = {"ours": Timed(partial(fd.execute, inputs), CALLS)}
+    inputs = case.inputs(N, device)
+    ways = dict(_ways(case, inputs, check=True))
+    candidates = {who: Timed(partial(fd.execute, inputs), CALLS) for who, fd in ways.items()}
     if peers:
         candidates |= {who: Timed(call, CALLS) for who, call in _peers(case, inputs)}
     _in_turns(candidates, REPEATS)
-    segments = fd.fec.statistics()["segments"]
-    for who, timed in candidates.items():
-        yield timed.row(what="steady", case=name, who=who, segments=segments)
+    held = {who: Timed(_Held(timed.call), CALLS) for who, timed in candidates.items()}
+    _in_turns(held, REPEATS)
+    about = {"case": name, "segments": ways["ours"].fec.statistics()["segments"]}
+    print("#", name, *ways["ours"].compiled_runner(), *ways["ours"].cuda_graphs(), file=sys.stderr)
+    for what, timings in (("steady", candidates), ("held", held)):
+        for who, timed in timings.items():
+            yield timed.row(what=what, who=who, **about)
 
 
 def bench_alternate(name: str, case: Case, device: str) -> dict[str, object]:
@@ -225,6 +257,8 @@ def main() -> int:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     communicator = Communicator.instance()
+    compiled_runner.wait(60.0)
+    print("# the compiled runner:", compiled_runner.why_not() or "is there", file=sys.stderr)
     rows: list[dict[str, object]] = []
 
     def emit(row: dict[str, object]) -> None:

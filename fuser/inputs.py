@@ -70,3 +70,17 @@ def torch_device(device: object) -> torch.device:
         raise InputError(f"device={show(device)}: {error}") from None
     except Exception:  # what is no device may have a repr that raises
         raise InputError(f"device={show(device)} is no device") from None
+
+
+def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:
+    """Return where the program runs: `device`, else that of the first tensor input (not a 0-dim CPU
+    tensor among CUDA ones), else the CPU.
+
+    Raises `InputError` for a device that torch does not know.
+    """
+    if device is not None:
+        return torch_device(device)
+    devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
+    return next(
+        (d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu")
+    )

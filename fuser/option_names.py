@@ -43,6 +43,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
     "DISABLE": {
         "cuda_graphs": "every run on a GPU launches step by step; without it, runs that come back "
         "are captured as CUDA graphs and repeated by one call",
+        "compiled_runner": "every call runs in Python; without it, calls that come back are "
+        "repeated by one function in C, where a C++ compiler and Python's headers can make it",
         "allreduce_kernel": "allreduces of small tensors among the GPUs of a host are NCCL's, or "
         "peer copies, in place of one kernel; read when a team first has one",
         "auto_overlap": "no matmul runs beside a communication unless the definition says so",

@@ -143,11 +143,13 @@ def is_backward() -> bool:
     return current is not None and current() != -1
 
 
-def capturing_on(device: torch.device) -> Callable[[], bool] | None:
-    """Return what tells whether torch's current stream is being captured into a CUDA graph; None
-    where that cannot be."""
+def capturing_on(device: torch.device) -> Callable[[int], bool] | None:
+    """Return what tells whether torch's current stream, which has this raw handle, is being
+    captured into a CUDA graph; None where that cannot be."""
     import torch
 
     if device.type != "cuda":
         return None
-    return _private("_cuda_isCurrentStreamCapturing") or torch.cuda.is_current_stream_capturing
+    ask = _private("_cuda_isCurrentStreamCapturing") or torch.cuda.is_current_stream_capturing
+    # The stream without a handle cannot be captured, and asking takes a third of a microsecond.
+    return lambda stream: stream != 0 and ask()

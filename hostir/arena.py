@@ -150,7 +150,7 @@ class Arenas:
 
     def take(self, stream: int) -> Arena:
         """Return an arena for a run that begins on this stream, the current one."""
-        if self._is_capturing is not None and self._is_capturing():
+        if self._is_capturing is not None and self._is_capturing(stream):
             return Arena(self.device, stream, is_captured=True)
         try:
             return self._spare[stream].pop()  # at once, whatever other threads do
@@ -164,6 +164,10 @@ class Arenas:
             spare = self._spare[arena.stream]
             if len(spare) < MAX_SPARE:
                 spare.append(arena)
+
+    def spare(self, stream: int) -> list[Arena]:
+        """Return the arenas of a stream that no run uses now; `take` takes the last one."""
+        return self._spare.setdefault(stream, [])
 
     def bound(self, plan: Plan) -> list[BoundPlan]:
         """Return how a plan is bound to those that no run uses now."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STE
 
 if TYPE_CHECKING:
     from fuser.ir.core import Op
+    from fuser.runtime.kernel import LaunchCall
     from hostir.arena import Arena
     from hostir.plan import Plan
 
@@ -155,6 +156,20 @@ class _Node:
     numbers: list[object] | None
 
 
+class Replayed(NamedTuple):
+    """What a graph's run consists of, for the compiled runner; names are those of `Replays`."""
+
+    replays: Replays
+    graphs: dict[Hashable, _Captured]
+    keys: tuple[int, ...]
+    choices: Callable[[], tuple[object, ...]] | None
+    moving: tuple[int, ...]
+    readers: tuple[tuple[tuple[int, int, int], ...], ...]
+    kernels: tuple[tuple[LaunchCall, memoryview], ...]
+    views: tuple[Closure, ...]
+    nothing: dict[int, torch.Tensor]
+
+
 @dataclass
 class _Captured:
     """A graph, where it finds the tensors that only kernels read, and what lives as long as it."""
@@ -253,6 +268,30 @@ class Replays:
         for slot, tensor in self._nothing.items():
             slots[slot] = tensor
         return True
+
+    @property
+    def never(self) -> bool:
+        """Whether nothing has been captured, and nothing will be."""
+        return bool(self.why_not) and self._key_slots is None
+
+    def replayed(self) -> Replayed | str:
+        """Return what the compiled runner needs to repeat runs by the graphs, or why it cannot."""
+        if self._key_slots is None or self._binding is None:
+            return "it has not been captured"
+        tensors, numbers = self._key_slots
+        if numbers or self._numbered:
+            return "numbers are a part of its graphs"
+        return Replayed(
+            self,
+            self._graphs,
+            tuple(tensors),
+            self._choices,
+            tuple(self._moving),
+            tuple(map(tuple, self._readers)),
+            tuple((k.call, w) for k, w in zip(self._binding.kernels, self._words, strict=True)),
+            tuple(self._views),
+            self._nothing,
+        )
 
     def forget(self) -> None:
         """Drop what was captured: its communicators go."""

@@ -32,6 +32,7 @@ from fuser.ir.tensor import TensorView
 from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
+from fuser.runtime import compiled_runner
 from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Arenas
 from hostir.bind import Argument, InputBinder, Values
@@ -56,6 +57,7 @@ from hostir.pattern import Pattern
 from hostir.plan import Plan
 from hostir.rehearsal import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.replay import Recorder
+from hostir.steady import Steady, Surroundings, steady
 from hostir.step_kernels import make_kernel_executor
 from hostir.storage import Storage
 from hostir.streams import (
@@ -340,6 +342,21 @@ class HostIrEvaluator:
     def plans(self) -> list[Plan]:
         """Return the plans of the classes of inputs that `run` remembers."""
         return [plan for known in self._known.values() for plan in known.plans.values()]
+
+    def steady(
+        self, known: Known, inputs: Sequence[Argument], around: Surroundings
+    ) -> Steady | str:
+        """Return what repeats runs on inputs like these, which have run, in one call of the
+        compiled runner, or why there is none now."""
+        if self._settings.disabled("compiled_runner"):
+            return "FUSER_DISABLE=compiled_runner"
+        if self._updates is not None or self._copies_from_peers:
+            return "it updates inputs in place, or copies from peers"
+        plan = known.plans.recall(known.contents.places(inputs))
+        runner = compiled_runner.find()
+        if plan is None or runner is None:
+            return compiled_runner.why_not() or "its steps are not recorded"
+        return steady(runner, plan, inputs, around)
 
     def cuda_graphs(self, known: Known | None = None) -> list[str]:
         """Return for each class of inputs (or for one) and each stream that ran it how many CUDA

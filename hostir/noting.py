@@ -79,7 +79,7 @@ class NotingRecorder(Recorder):
         """Return the plan; then `ops` has all of its steps."""
         plan = super().finish(outputs, arenas)
         # Also the making of buffers is a step here.
-        makes = tuple((Action(make), None) for make in plan.made.values())
+        makes = tuple((Action(make.run), None) for make in plan.made.values())
         plan = replace(plan, made={}, steps=(*makes, *plan.steps))
         recorded, behind = len(self.ops), len(self._steps) - len(self.ops)
         storage = self.frame.storage

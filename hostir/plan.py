@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -14,7 +15,7 @@ from hostir.arena import Arena, Arenas, Block, views_of
 from hostir.bind import Argument
 from hostir.capture import Replays, gains_nothing
 from hostir.memory import OutOfMemoryError, op_failed
-from hostir.steps import Binding, Closure, Slots, Step
+from hostir.steps import Allocation, Binding, BoundKernel, Closure, Slots, Step
 from hostir.streams import Streams, on_device
 from multidevice.backends.captured import STEP_BY_STEP, Vote
 from multidevice.backends.protocol import Backend
@@ -32,6 +33,8 @@ class BoundPlan:
     rest: Slots
     # Which op each closure carries out.
     ops: tuple[Op | None, ...]
+    # The closures that are launches and nothing else.
+    launches: Mapping[Closure, BoundKernel]
     kept: list[object]
     # None where no graph can repeat the plan, or none would be faster.
     replays: Replays | None
@@ -39,6 +42,13 @@ class BoundPlan:
     def op(self, closure: Closure) -> Op | None:
         """Return which op a closure carries out."""
         return self.ops[self.closures.index(closure)]
+
+    def explain(self, error: BaseException, closure: Closure) -> NoReturn:
+        """Raise an error of a closure as the caller of the run is to see it."""
+        explained = _explained(error, self.op(closure))
+        if explained is error:
+            raise error
+        raise explained from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +60,7 @@ class Plan:
     `records` tells whether torch would record gradients: inputs require some, and torch reads them.
     """
 
-    made: Mapping[int, Closure]
+    made: Mapping[int, Allocation]
     # With the op that each carries out; None for what no single op does.
     steps: tuple[tuple[Step, Op | None], ...]
     inputs: int
@@ -89,8 +99,9 @@ class Plan:
         # A graph cannot be launched into one that the caller captures.
         is_repeated = not (self.why_not or arena.is_captured or gains_nothing(len(closures)))
         replays = Replays(self, memory, arena) if is_repeated else None
-        makes = tuple(self.made.values())
-        return BoundPlan(makes, tuple(closures), rest, tuple(ops), binding.kept, replays)
+        makes = tuple(made.run for made in self.made.values())
+        launches = binding.launches
+        return BoundPlan(makes, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
 
     def graphs(self) -> list[str]:
         """Return, for each stream on which it has run, what is captured, or why nothing is."""

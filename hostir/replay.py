@@ -64,6 +64,7 @@ from hostir.shown_shards import meets_at, shows_shards
 from hostir.slices import dropped_axes
 from hostir.steps import (
     Action,
+    Allocation,
     Both,
     Closure,
     Collective,
@@ -113,7 +114,7 @@ class Recorder:
         # Those of them that a step makes where they do not.
         self._in_steps: set[int] = set()
         # What makes the buffers that outlive a run, by slot.
-        self._made: dict[int, Closure] = {}
+        self._made: dict[int, Allocation] = {}
         self._order = Order(frame.integer)
         self._switches = frame.storage.switches_streams
         # The sends and receives since StartCoalescing: op, slot, peer.
@@ -210,8 +211,8 @@ class Recorder:
             for i, (tv, b) in self._blocks.items()
         )
 
-    def _make(self, tv: TensorView, block: Block) -> Closure:
-        """Return the step that makes a buffer which outlives the run."""
+    def _make(self, tv: TensorView, block: Block) -> Allocation:
+        """Return what makes a buffer which outlives the run."""
         return allocation(tv, block, self.machine, self.frame.program)
 
     def slot(self, value: object) -> int:
@@ -249,7 +250,7 @@ class Recorder:
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
         clear = _clearing(i) if op.zero_init else None
         if tv.memory is MemoryType.symmetric:
-            make = self._make(tv, block)
+            make = self._make(tv, block).run
             return make if clear is None else Both(Action(make), Action(clear))
         self._blocks[i] = tv, block
         self._begins[i] = self._order.now(), self._order.clocks.current
@@ -257,7 +258,7 @@ class Recorder:
             return clear
         # Torch keeps what is freed for the stream that it was made on.
         self._in_steps.add(i)
-        make = Make(i, self._make(tv, block))
+        make = Make(i, self._make(tv, block).run)
         return make if clear is None else Both(make, Action(clear))
 
     def _deallocate(self, op: Deallocate) -> Step | None:
@@ -305,7 +306,7 @@ class Recorder:
         ins = [self._argument(v) for v in op.ins]
         outs = [(self.slot(o), self.frame.tensors[o]) for o in op.outs]
         makes = [
-            self._make(o, Block(i, tuple(t.shape), t.stride(), t.dtype))
+            self._make(o, Block(i, tuple(t.shape), t.stride(), t.dtype)).run
             for o, (i, t) in zip(op.outs, outs, strict=True)
             if o not in self.frame.storage.buffered
         ]

@@ -18,7 +18,7 @@ from fuser.ir.scalar import Number
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.ops.products import Product, ViewOf
-from fuser.torch_calls import empty_on
+from fuser.torch_calls import EmptyStrided, empty_on
 from hostir.arena import Block
 from hostir.container import HostIrContainer
 from hostir.frame import Machine
@@ -42,6 +42,8 @@ class Binding:
     fixed: dict[int, torch.Tensor]
     # Memory of launches: what they point to must live as long as they do.
     kept: list[object] = field(default_factory=list[object])
+    # The closures that are launches and nothing else.
+    launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
 
     def raw(self, stream: int | None) -> int:
         """Return the handle of a stream of the program; None is the one on which runs begin."""
@@ -54,7 +56,9 @@ class Binding:
 
     def launch(self, kernel: BoundKernel) -> Closure:
         """Return the closure of a launch."""
-        return kernel.closure()
+        closure = kernel.closure()
+        self.launches[closure] = kernel
+        return closure
 
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
         """Return how to read a slot."""
@@ -134,7 +138,18 @@ class Action:
         return self.run
 
 
-def allocation(tv: TensorView, block: Block, machine: Machine, program: HostIrContainer) -> Closure:
+class Allocation(NamedTuple):
+    """What makes a buffer in memory of its own."""
+
+    run: Closure
+    block: Block
+    # What makes it of shape, strides and dtype; None for memory of another kind.
+    empty: EmptyStrided | None
+
+
+def allocation(
+    tv: TensorView, block: Block, machine: Machine, program: HostIrContainer
+) -> Allocation:
     """Return what makes a buffer of a tensor in memory of its own.
 
     Raises `OutOfMemoryError` where there is none.
@@ -151,7 +166,9 @@ def allocation(tv: TensorView, block: Block, machine: Machine, program: HostIrCo
     def allocate_symmetric(slots: Slots) -> None:
         slots[i] = new_buffer(program, tv, shape, device, machine.symmetric)
 
-    return allocate_symmetric if tv.memory is MemoryType.symmetric else allocate
+    if tv.memory is MemoryType.symmetric:
+        return Allocation(allocate_symmetric, block, None)
+    return Allocation(allocate, block, make)
 
 
 @dataclass(frozen=True, eq=False)

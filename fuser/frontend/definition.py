@@ -269,6 +269,14 @@ class FusionDefinition:
         """
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
 
+    def compiled_runner(self) -> list[str]:
+        """Return, for each class of inputs that `execute` knows, how many calls the compiled runner
+        has repeated since it last took such calls over, or why it repeats none.
+
+        `FUSER_DISABLE=compiled_runner`, or that option of a call, leaves all to Python.
+        """
+        return self.fec.compiled_runner() if hasattr(self, "fec") else []
+
     def overlap_report(self, inputs: Iterable[object]) -> str:
         """Return which matmuls and communications of the most recent program run side by side for
         inputs like these, and the predicted times that decided it (docs/cost.md).

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import forward_ad
@@ -20,9 +20,10 @@ from torch.autograd import forward_ad
 from fuser import dumps, options
 from fuser.dumps import Dump
 from fuser.errors import FuserError, InputError, user_code
+from fuser.frontend.known_call import MAX_DECLINED, MAX_PATIENCE, BoundProgram, Call, sees_nothing
 from fuser.frontend.overlap import overlaps_of
 from fuser.frontend.program_cache import PROGRAMS, Program
-from fuser.inputs import flatten, torch_device
+from fuser.inputs import device_of, flatten
 from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
@@ -45,10 +46,11 @@ from hostir.evaluate import HostIrEvaluator, Known
 from hostir.input_class import Classifier, InputClass
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.pipeline import build_program
+from hostir.steady import Steady, Surroundings
 from hostir.transfers import PEER_COPIES
 from multidevice import sharding
 from multidevice.agreement import Claim, Prepared, run_agreed
-from multidevice.communicator import Communicator
+from multidevice.communicator import Communicator, current_communicator
 
 if TYPE_CHECKING:
     from hostir.measured import Trace
@@ -61,42 +63,6 @@ if TYPE_CHECKING:
 MAX_SIGNATURES = 256
 MAX_TURNS = 16
 MAX_BOUND = 64
-
-
-@dataclass
-class BoundProgram:
-    """A program and what runs it on this rank."""
-
-    program: Program
-    evaluator: HostIrEvaluator
-    overlaps: Overlaps | NoOverlap
-
-
-def _sees_nothing(inputs: Iterable[Any]) -> None:
-    """What sees no inputs at a glance."""
-    del inputs
-
-
-@dataclass(eq=False)
-class Call:
-    """What is known of calls with inputs of one signature."""
-
-    communicator: Communicator
-    bound: BoundProgram
-    claim: Claim
-    contents: Contents
-    # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
-    is_lazy: bool
-    known: Known
-    # `Contents.glance`; it sees nothing before the second call: many sizes come once.
-    glance: Callable[[Iterable[Any]], tuple[int, ...] | None] = _sees_nothing
-    has_come_again: bool = False
-
-    def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
-        """Return what `FusionExecutorCache.prepare` does, for inputs that the glance has seen."""
-        evaluator, known = self.bound.evaluator, self.known
-        are_apart = evaluator.are_apart(inputs, known)
-        return self.claim, (), partial(evaluator.run_known, known, inputs, places, are_apart)
 
 
 class FusionExecutorCache:
@@ -127,8 +93,9 @@ class FusionExecutorCache:
         self._by_signature: Recent[object, Call] = Recent(
             MAX_SIGNATURES, on_drop=lambda call: call.known.forget()
         )
-        # The latest of them, where it had no options and no device of its own.
+        # The latest of them, where it had no options and no device of its own, and what repeats it.
         self._latest: Call | None = None
+        self._steady: Steady | None = None
         # Such calls that came again, by the shape of their first input.
         self._in_turns: Recent[torch.Size, Call] = Recent(MAX_TURNS)
         self._ran: Call | None = None
@@ -169,6 +136,11 @@ class FusionExecutorCache:
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
+        if (steady := self._steady) is not None:
+            outputs = steady(inputs, device, _enable_options, _disable_options)
+            if outputs is not None:
+                return outputs
+            self._has_declined(steady)
         communicator = Communicator.instance()
         call, places = self._latest, None
         if (
@@ -191,7 +163,47 @@ class FusionExecutorCache:
             return run_agreed(communicator, self.devices, partial(self.prepare, *given))
         if self.devices and (channel := communicator.channel(self.devices)) is not None:
             return channel.run(partial(call.prepare, inputs, places))
-        return call.bound.evaluator.run_known(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
+        outputs = call.bound.evaluator.run_known(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
+        call.runs_left -= 1
+        if not call.runs_left:
+            self._consider(call, inputs)  # pyright: ignore[reportArgumentType]
+        return outputs
+
+    def _consider(self, call: Call, given: Sequence[Argument]) -> None:
+        """Give calls like this one, which has run, to the compiled runner if it takes them."""
+        call.patience = call.runs_left = min(2 * call.patience, MAX_PATIENCE)
+        if call.steady is not None:
+            return
+        inputs = tuple(given)
+        if call.is_lazy or (self.devices and call.communicator.size() > 1):
+            call.why_not = "lazy views are computed" if call.is_lazy else "its ranks agree on each"
+            return
+        found = call.bound.evaluator.steady(call.known, inputs, _SURROUNDINGS)
+        if isinstance(found, str):
+            call.why_not = found
+        elif self._is_like(call, inputs) and self._ran is call:
+            call.steady = self._steady = found
+
+    def _is_like(self, call: Call, inputs: Sequence[Argument]) -> bool:
+        """Whether inputs are still of this call: another thread may have changed them."""
+        if call.glance is not sees_nothing:
+            return call.glance(inputs) is not None
+        try:
+            given = call.communicator, inputs, None, options.NONE, options.NONE
+            return self._find(*given)[0] is call
+        except FuserError:
+            return False
+
+    def _has_declined(self, steady: Steady) -> None:
+        """Let go of what repeats calls that no longer come."""
+        call = self._latest
+        if steady.declined > MAX_DECLINED and call is not None and call.steady is steady:
+            call.steady = self._steady = None
+            call.runs_left = call.patience
+
+    def compiled_runner(self) -> list[str]:
+        """See `FusionDefinition.compiled_runner`."""
+        return [call.repeated() for call in list(self._by_signature.values())]
 
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
@@ -206,7 +218,7 @@ class FusionExecutorCache:
             return None, None
         places = call.glance(inputs)
         if places is not None:
-            self._latest = call
+            self._latest, self._steady = call, call.steady
             self._has_run(call)
         return call, places
 
@@ -284,13 +296,13 @@ class FusionExecutorCache:
             places = call.contents.check(given)
             if not call.has_come_again:
                 call.has_come_again = True
-                call.glance = (not call.is_lazy and call.contents.glance(given)) or _sees_nothing
+                call.glance = (not call.is_lazy and call.contents.glance(given)) or sees_nothing
         else:
             self._warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
         is_plain = is_plain and device is None
-        self._latest = call if is_plain else None
-        if is_plain and call.glance is not _sees_nothing:
+        self._latest, self._steady = call if is_plain else None, None
+        if is_plain and call.glance is not sees_nothing:
             self._in_turns[given[0].shape] = call  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return call, given, places
 
@@ -322,7 +334,13 @@ class FusionExecutorCache:
         if call.is_lazy:
             inputs = self._resolved(inputs)
             places = None if places is None else call.known.contents.check(inputs)
-        return call.bound.evaluator.run_known(call.known, inputs, places, are_apart)
+        outputs = call.bound.evaluator.run_known(call.known, inputs, places, are_apart)
+        if call is self._latest:
+            self._steady = call.steady
+            call.runs_left -= 1
+            if not call.runs_left:
+                self._consider(call, inputs)
+        return outputs
 
     def _resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
         """Return the inputs with lazy negative views computed; kernels read by address.
@@ -571,18 +589,6 @@ class FusionExecutorCache:
         return recent
 
 
-def device_of(inputs: Sequence[Argument], device: int | str | torch.device | None) -> torch.device:
-    """Return where the program runs: `device`, else that of the first tensor input (not a 0-dim CPU
-    tensor among CUDA ones), else the CPU.
-
-    Raises `InputError` for a device that torch does not know.
-    """
-    if device is not None:
-        return torch_device(device)
-    devices = [v.device for v in inputs if isinstance(v, torch.Tensor)]
-    return next((d for d in devices if d.type == "cuda"), devices[0] if devices else _CPU)
-
-
-_CPU = torch.device("cpu")
+_SURROUNDINGS = Surroundings(current_communicator, options.NONE)
 # What is claimed of a program that no other rank runs.
 _NOTHING = Claim(("",))

@@ -8,8 +8,9 @@ import torch
 
 from fuser import dumps
 from fuser.errors import DefinitionError, UnsupportedError
-from fuser.frontend.executor_cache import Argument, device_of
+from fuser.inputs import device_of
 from fuser.ir import scalar as sc
+from fuser.ir.binding import Argument
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
 from fuser.kernels.executor import KernelExecutor

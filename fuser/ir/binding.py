@@ -366,7 +366,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return "a tensor inside a function transform (torch.func): its values lie elsewhere"
     if found < nbytes:
         return f"a tensor of {nbytes} bytes, whose storage was resized to {found}"
-    return None
+    return "zeros that lie nowhere: pass clone()" if nbytes and not tensor.data_ptr() else None
 
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
@@ -408,9 +408,11 @@ class Contents:
         try:
             for i, nbytes, itemsize in self._tensors:
                 v = arguments[i]
-                if v.untyped_storage().nbytes() < nbytes + v.storage_offset() * itemsize:
+                has_room = v.untyped_storage().nbytes() >= nbytes + v.storage_offset() * itemsize
+                address = v.data_ptr() if has_room else 0
+                if not address:
                     raise InputError(f"input {i} is {tensor_problem(v)}")
-                bits |= v.data_ptr()
+                bits |= address
         except NotImplementedError:
             raise InputError(f"input {i} is {tensor_problem(arguments[i])}") from None
         for i, declared in self._numbers:

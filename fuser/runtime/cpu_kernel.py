@@ -155,7 +155,8 @@ class PreparedCpuLaunch(PreparedLaunch):
     def bind(self, stream: int) -> LaunchCall:
         params = len(self._words) - self._first
         words = (ctypes.c_uint64 * params).from_buffer(self._words, 8 * self._first)
-        return LaunchCall(words, self._function, (self.address,), self._fail)
+        raw = self.entry, self.address
+        return LaunchCall(words, self._function, (self.address,), self._fail, raw=raw)
 
     def _fail(self, status: int) -> None:
         del status

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuser.errors import KernelError
 from fuser.locks import make_lock
-from fuser.runtime.cuda_kernel import bind_primary_context, load_driver
+from fuser.runtime.cuda_kernel import address_of, bind_primary_context, load_driver
 from fuser.runtime.graphs import Slots
 from fuser.runtime.kernel import LaunchCall
 
@@ -94,6 +94,15 @@ class CudaGraph:
         self._launch = library.cuGraphLaunch
         self._set_params = library.cuGraphExecKernelNodeSetParams_v2
         weakref.finalize(self, library.cuGraphExecDestroy, self._handle)
+        # For a caller in C: what launches, what replaces arguments, and the graph.
+        handle = self._handle.value or 0
+        self.raw = address_of(self._launch), address_of(self._set_params), handle
+
+    def raw_node(self, node: object, call: LaunchCall) -> tuple[int, int]:
+        """The addresses of a kernel and of its parameters, which point to the words of a call."""
+        assert isinstance(node, _Node)
+        node.params.arguments = call.packed
+        return node.handle.value or 0, ctypes.addressof(node.params)
 
     def launch(self, stream: int) -> None:
         status = self._launch(self._handle, ctypes.c_void_p(stream))

@@ -64,6 +64,11 @@ def _launch_directly() -> Callable[..., int] | None:
         return None
 
 
+def address_of(function: Callable[..., int]) -> int:
+    """The address of a foreign function."""
+    return ctypes.cast(cast("Any", function), ctypes.c_void_p).value or 0
+
+
 @functools.cache
 def _current_raw_stream() -> Callable[[], int]:
     """How to ask torch for the handle of its current stream."""
@@ -250,13 +255,10 @@ class PreparedCudaLaunch(PreparedLaunch):
         if launch is None:
             return LaunchCall(self._arguments.slots, enqueue, (), again, self._arguments.address)
         config = LaunchConfig(grid, block, smem_bytes, stream or None, None, 0)
-        arguments = (
-            ctypes.byref(config),
-            ctypes.c_void_p(int(self._kernel._handle)),
-            ctypes.c_void_p(self._arguments.address),
-            None,
-        )
-        return LaunchCall(self._arguments.slots, launch, arguments, again, self._arguments.address)
+        handle, packed = int(self._kernel._handle), self._arguments.address
+        arguments = ctypes.byref(config), ctypes.c_void_p(handle), ctypes.c_void_p(packed), None
+        raw = address_of(launch), ctypes.addressof(config), handle, packed, 0
+        return LaunchCall(self._arguments.slots, launch, arguments, again, packed, raw)
 
 
 def bind_primary_context() -> None:

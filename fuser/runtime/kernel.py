@@ -41,6 +41,8 @@ class LaunchCall(NamedTuple):
     fail: Callable[[int], None]
     # On CUDA, where the addresses of the words stand, as the driver takes them.
     packed: int = 0
+    # The addresses of the function and of what it is given, for a caller in C; () for none.
+    raw: tuple[int, ...] = ()
 
 
 class PreparedLaunch(ABC):

@@ -49,7 +49,8 @@ _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
 
 
 # ---- the compiler -------------------------------------------------------------------------------
-def _compiler() -> str:
+def cxx_compiler() -> str:
+    """The C++ compiler. Raises `CompileError` where there is none."""
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:
@@ -108,7 +109,7 @@ def _run_compiler(flags: Sequence[str], text: str, texts: dict[str, str]) -> byt
     Raises:
         CompileError: with the log and the lines around the first error.
     """
-    compiler = _compiler()
+    compiler = cxx_compiler()
     with _scratch_folder(text) as (source, library):
         command = [compiler, *_COMMON_FLAGS, *flags, "-o", str(library), str(source), "-lm"]
         environment = os.environ | {"LC_ALL": "C"}
@@ -183,7 +184,9 @@ namespace {symbol}_unit {{
 @functools.cache
 def _key_prefix(checked: bool) -> str:
     flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS)
-    return digest(preamble(SIMT_FILES + RT_FILES), " ".join(flags), _compiler_identity(_compiler()))
+    return digest(
+        preamble(SIMT_FILES + RT_FILES), " ".join(flags), _compiler_identity(cxx_compiler())
+    )
 
 
 def _kernel_key(source: KernelSource, *, checked: bool) -> str:
@@ -282,20 +285,27 @@ _libraries: weakref.WeakValueDictionary[str, _Library] = weakref.WeakValueDictio
 _loads = itertools.count(1)
 
 
+@contextlib.contextmanager
+def in_memory(binary: Binary) -> Iterator[str]:
+    """Yields a path from which the loader reads an object."""
+    handle = os.memfd_create(binary.name, os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(handle, "wb", closefd=False) as file:
+            file.write(binary.data)
+        # The loader takes one path for one library, and numbers of closed files come again: so
+        # each load spells its path in a way of its own.
+        spelling = "".join("./" if bit == "1" else "/" for bit in f"{next(_loads):b}")
+        yield f"/proc/self/fd/{spelling}{handle}"
+    finally:
+        os.close(handle)
+
+
 def _library(binary: Binary) -> _Library:
     """Loads a library from memory that nobody else can change, or finds it loaded."""
     loaded = _libraries.get(binary.name)
     if loaded is None:
-        handle = os.memfd_create(binary.name, os.MFD_CLOEXEC)
-        try:
-            with os.fdopen(handle, "wb", closefd=False) as file:
-                file.write(binary.data)
-            # The loader takes one path for one library, and numbers of closed files come again: so
-            # each load spells its path in a way of its own.
-            spelling = "".join("./" if bit == "1" else "/" for bit in f"{next(_loads):b}")
-            loaded = _libraries[binary.name] = _Library(f"/proc/self/fd/{spelling}{handle}")
-        finally:
-            os.close(handle)
+        with in_memory(binary) as path:
+            loaded = _libraries[binary.name] = _Library(path)
     return loaded
 
 
@@ -318,7 +328,7 @@ def _engine() -> Callable[[], int]:
         '#include "simt_abi.h"', ""
     )
     key = digest(
-        text, " ".join(_COMMON_FLAGS + _ENGINE_FLAGS), _compiler_identity(_compiler()), "engine"
+        text, " ".join(_COMMON_FLAGS + _ENGINE_FLAGS), _compiler_identity(cxx_compiler()), "engine"
     )
     cache = KernelCache()
 

@@ -203,7 +203,7 @@ def test_what_a_caller_captures_has_memory_of_its_own(
 ) -> None:
     """Else later runs, and larger ones, would take away what the caller's graph writes into."""
     is_captured = False
-    monkeypatch.setattr(arena, "capturing_on", lambda device: lambda: is_captured)
+    monkeypatch.setattr(arena, "capturing_on", lambda device: lambda stream: is_captured)
     lent: list[weakref.ref[arena.Arena]] = []
     bind = arena.Arena.bind
 

@@ -1,0 +1,220 @@
+"""The compiled runner: an extension module that repeats steady calls, or why there is none.
+
+It is made by the C++ compiler that kernels for the CPU need, beside the runs of a process that
+calls often: nobody waits for the compiler. The kernel cache keeps it, by text and by the ABI of
+Python. Without a compiler, Python's headers, or what it needs of torch, all runs as without it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fuser.errors import CompileError, FuserError
+from fuser.locks import make_lock
+from fuser.runtime.kernel_cache import Binary, KernelCache, digest
+from fuser.runtime.simt import cxx_compiler, in_memory
+
+_NAME = "fuser_runner"
+_FILES = ("runner.c", "runner_graphs.h", "runner_tensors.h")
+_FLAGS = ("-x", "c", "-std=c11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
+_POLL_S = 0.01
+
+
+class _Absent(Exception):
+    """Why there is no compiled runner."""
+
+
+class _Build:
+    """A compiler at work. Whoever drops it ends it."""
+
+    def __init__(self, key: str, cache: KernelCache) -> None:
+        self._key, self._cache = key, cache
+        self._owner = os.getpid()
+        self._ends = contextlib.ExitStack()
+        self.process: subprocess.Popen[bytes] | None = None
+        # One rank of a host compiles; the lock goes with this process, however it ends.
+        if not self._ends.enter_context(cache.lock(key, deadline_s=0.001)):
+            self._ends.close()
+            return
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="fuser-"))
+            self._ends.callback(shutil.rmtree, folder, ignore_errors=True)
+            self._library, self._log = folder / "runner.so", folder / "log"
+            command = [cxx_compiler(), *_FLAGS, *_include_flags(), str(_source(_FILES[0]))]
+            with self._log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    [*command, "-o", str(self._library)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | {"LC_ALL": "C"},
+                )
+        except (OSError, CompileError) as error:
+            self.end()
+            raise _Absent(str(error)) from error
+
+    def poll(self) -> bool:
+        """Returns whether the compiler has ended; then the cache has the library."""
+        if self.process is None or self.process.poll() is None:
+            return False
+        try:
+            if self.process.returncode:
+                log = self._log.read_text(errors="replace").strip()
+                raise _Absent(f"the compiler refused it: {log.partition(chr(10))[0]}")
+            self._cache.store({self._key: _NAME}, self._library.read_bytes(), "so")
+        except OSError as error:
+            raise _Absent(f"what the compiler made cannot be read: {error}") from error
+        finally:
+            self.end()
+        return True
+
+    def end(self) -> None:
+        """Ends the compiler if it still runs, and removes what it made; in a forked child, neither:
+        both are its parent's."""
+        if self._owner != os.getpid():
+            return
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+        self._ends.close()
+
+
+class _State:
+    def __init__(self) -> None:
+        self.lock = make_lock()
+        self.module: ModuleType | None = None
+        self.why = "no call has come often enough"
+        self.is_absent = False
+        self.build: _Build | None = None
+
+
+_state = _State()
+
+
+def find() -> ModuleType | None:
+    """Returns the runner, or None while it is made, or where it cannot be; never waits."""
+    if _state.module is not None or _state.is_absent:
+        return _state.module
+    with _state.lock:
+        try:
+            _state.module = _look()
+            _state.why = "" if _state.module else "it is being compiled"
+        except (_Absent, FuserError) as error:
+            _state.is_absent, _state.why = True, str(error)
+    return _state.module
+
+
+def why_not() -> str:
+    """Returns why there is no runner yet, or at all; "" where there is one."""
+    return _state.why
+
+
+def wait(timeout_s: float) -> ModuleType | None:
+    """Returns the runner once it is made; None where it cannot be, or not so soon."""
+    expiry = time.monotonic() + timeout_s
+    while find() is None and not _state.is_absent and time.monotonic() < expiry:
+        time.sleep(_POLL_S)
+    return _state.module
+
+
+def _look() -> ModuleType | None:
+    """Loads what the cache has, else looks after the compiler."""
+    if _state.build is not None:
+        if not _state.build.poll():
+            return None
+        _state.build = None
+    key, kernels = _key(), KernelCache()
+    binary = kernels.find(key, _NAME)
+    if binary is not None:
+        return _loaded(binary)
+    build = _Build(key, kernels)
+    if build.process is not None:
+        _state.build = build
+        atexit.register(build.end)
+    return None
+
+
+def _key() -> str:
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise _Absent("this Python has no global lock, which the runner relies on")
+    try:
+        texts = [_source(name).read_text() for name in _FILES]
+    except OSError as error:
+        raise _Absent(f"its text cannot be read: {error}") from error
+    return digest(*texts, " ".join(_FLAGS), sys.version, sysconfig.get_config_var("SOABI") or "")
+
+
+def _source(name: str) -> Path:
+    return Path(__file__).with_name(name)
+
+
+def _include_flags() -> list[str]:
+    folders = dict.fromkeys(sysconfig.get_path(name) for name in ("include", "platinclude"))
+    if not any(Path(folder, "Python.h").is_file() for folder in folders):
+        raise _Absent(f"Python.h is not in {' or '.join(folders)}")
+    return [f"-I{folder}" for folder in folders]
+
+
+def _loaded(binary: Binary) -> ModuleType:
+    tables = _tables()
+    try:
+        with in_memory(binary) as path:
+            loader = importlib.machinery.ExtensionFileLoader(_NAME, path)
+            spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+            assert spec is not None, "a loader that is given has a spec"
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+        module.setup(*tables)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise _Absent(f"it cannot be loaded: {error}") from error
+    return module
+
+
+def _tables() -> tuple[Any, ...]:
+    """What the runner's `setup` takes of torch."""
+    import torch
+
+    table: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    tells_modes: Any = getattr(torch._C, "_is_torch_function_mode_enabled", None)
+    base: Any = torch._C.TensorBase
+    if table is None or tells_modes is None:
+        raise _Absent("this torch has no C exchange table (2.10 does)")
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # Torch has loaded it; another one must not be.
+        shim = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD)
+        asks = [shim[f"aoti_torch_get_storage_{what}"] for what in ("size", "offset")]
+    except (OSError, AttributeError) as error:
+        raise _Absent(f"torch's C shim cannot be had: {error}") from error
+    addresses = [ctypes.cast(ask, ctypes.c_void_p).value for ask in asks]
+    return table, base.requires_grad, base._cdata, base.is_neg, tells_modes, *addresses
+
+
+# Of a parent: dropped, it would wait for a process that is none of this one's children.
+_inherited: list[_Build] = []
+
+
+def _forget() -> None:
+    if _state.build is not None:
+        _inherited.append(_state.build)
+        if (process := _state.build.process) is not None:
+            process.returncode = 0
+        _state.build = None
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,104 @@
+"""How the compiled runner is made, and what happens where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuser.errors import CompileError
+from fuser.runtime import compiled_runner
+from tests.frontend.steady_programs import (
+    ENOUGH,
+    add,
+)
+
+
+def _in_python(text: str, *flags: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", text],
+        env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr.strip(), done.stderr
+    return done.stdout
+
+
+def _no_compiler() -> str:
+    raise CompileError("kernels for the CPU need a compiler, and it was not found")
+
+
+_CALLS = """
+import torch
+from fuser import FusionDefinition
+from fuser.runtime import compiled_runner
+{before}
+with FusionDefinition() as fd:
+    x, y = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+    fd.add_output(fd.ops.add(x, y))
+inputs = [torch.randn(6, 8), torch.randn(6, 8)]
+fd.execute(inputs)
+for _ in range({calls}):
+    (z,) = fd.execute(inputs)
+    assert torch.equal(z, inputs[0] + inputs[1])
+print(fd.compiled_runner()[0])
+"""
+
+
+def test_in_developer_mode() -> None:
+    text = _CALLS.format(before="assert compiled_runner.wait(60.0)", calls=2000)
+    assert _in_python(text, "-X", "dev").startswith("repeated: ")
+
+
+def test_a_process_that_ends_before_the_compiler(tmp_path: Path) -> None:
+    """Nothing waits for it, nothing is left of it, nobody is told."""
+    text = _CALLS.format(before="", calls=40)
+    cache = tmp_path / "cache"
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    slow, pid = tmp_path / "slow", tmp_path / "pid"
+    waits = f'*runner.c*) echo $$ > "{pid}"; exec sleep 60;;'
+    slow.write_text(f'#!/bin/sh\ncase "$*" in {waits} esac\nexec g++ "$@"\n')
+    slow.chmod(0o755)
+    places = {"FUSER_CACHE_DIR": str(cache), "TMPDIR": str(folder), "CXX": str(slow)}
+    said = _in_python(text, "-X", "dev", **places)
+    assert said.strip() == "not repeated: it is being compiled"
+    assert not list(folder.iterdir())
+    assert not Path("/proc", pid.read_text().strip()).exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "why"),
+    [
+        (compiled_runner, "cxx_compiler", _no_compiler, "was not found"),
+        (compiled_runner, "cxx_compiler", lambda: "false", "the compiler refused it"),
+        (compiled_runner, "cxx_compiler", lambda: "/no/such/compiler", "No such file"),
+        (compiled_runner, "_FILES", ("nothing.h",), "cannot be read"),
+        (sysconfig, "get_path", lambda name: "/nowhere", "Python.h is not in"),
+        (torch.Tensor, "__dlpack_c_exchange_api__", None, "no C exchange table"),
+    ],
+)
+def test_absent_without_harm(
+    place: Any, name: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(place, name, value)
+    monkeypatch.setattr(compiled_runner, "_state", compiled_runner._State())
+    if place is not torch.Tensor:
+        monkeypatch.setattr(compiled_runner, "_FLAGS", (f"-DANOTHER={tmp_path.name}",))
+    fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
+    for _ in range(ENOUGH):
+        assert torch.equal(fd.execute(inputs)[0], inputs[0] + inputs[1])
+    assert compiled_runner.wait(60.0) is None
+    assert why in compiled_runner.why_not()
+    for _ in range(2 * ENOUGH):
+        assert torch.equal(fd.execute(inputs)[0], inputs[0] + inputs[1])
+    assert fd.compiled_runner() == [f"not repeated: {compiled_runner.why_not()}"]
