@@ -7,6 +7,7 @@ tells all and else for real, and replays it afterwards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -29,6 +30,7 @@ from fuser.ir.dtypes import category
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import MemoryType
 from fuser.locks import make_lock
 from fuser.options import Settings
 from fuser.recent import Recent
@@ -171,6 +173,9 @@ class HostIrEvaluator:
         self._copies_from_peers = any(
             getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
         )
+        is_mapped = any(tv.memory is MemoryType.symmetric for tv in self._storage.tensors)
+        if communicator is not None and (is_mapped or self._copies_from_peers):
+            weakref.finalize(self, communicator.release_peers).atexit = False
         check_devices(program, self._size)
         # Whose local shape may be impossible, which is checked before anything runs.
         self._sized = [tv for tv in program.tensors() if _is_computed(tv)]

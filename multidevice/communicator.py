@@ -123,6 +123,11 @@ class Communicator:
         `CommunicatorBackend.cuda`."""
         return _found(self._peers, self._make_peers, torch.device(device))
 
+    def release_peers(self) -> None:
+        """Notes that a program which copied between peers has gone; see `PeerMemory.release`."""
+        for made in list(self._peers.values()):
+            made.release()
+
     def are_on_one_host(self, devices: Team) -> bool:
         """Returns whether the ranks that agree with this one are of its host; see `channel`."""
         channel = self.channel(devices)

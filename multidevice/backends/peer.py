@@ -219,6 +219,10 @@ class PeerBackend(CheckedBackend):
         """Returns memory that peers can map, as uint8; it is given back when nobody holds it."""
 
     @abstractmethod
+    def release(self) -> None:
+        """See `PeerMemory.release`."""
+
+    @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns how peers call the memory of a tensor, and the bytes from its beginning to the
         data; None where they cannot map it."""

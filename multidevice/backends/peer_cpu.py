@@ -114,6 +114,14 @@ class CpuPeerBackend(PeerBackend):
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._memory.empty(nbytes)
 
+    def connect(self, team: Team) -> None:
+        # Each run comes here before anything is copied.
+        self._memory.tidy()
+        super().connect(team)
+
+    def release(self) -> None:
+        self._memory.release()
+
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         return self._memory.name_of(tensor)
 

@@ -131,6 +131,9 @@ class CudaPeerBackend(PeerBackend):
         capture.held.append(made)
         return made
 
+    def release(self) -> None:
+        """Later programs use the memory again: the driver must not free what peers have mapped."""
+
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         return self._memory.name_of(tensor)
 

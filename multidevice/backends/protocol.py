@@ -264,6 +264,11 @@ class PeerMemory(Backend, Protocol):
         """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""
         ...
 
+    def release(self) -> None:
+        """Notes that a program has gone: memory that only it had is given back at the next run, on
+        this rank alone. Finalizers may call it."""
+        ...
+
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
         """Returns the bytes of this dense tensor and of those of the other members, one behind the
         other in team order, as memory that may be read; it returns when all members have come.

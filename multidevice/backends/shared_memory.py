@@ -14,7 +14,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -45,6 +44,15 @@ class _Chunk:
     array: numpy.ndarray
     address: int
     free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def __post_init__(self) -> None:
+        # Once: the number of a file that is closed may be another one's.
+        self.close = weakref.finalize(self, os.close, self.fd)
+        self.close.atexit = False
+
+    @property
+    def is_free(self) -> bool:
+        return self.free == [(0, self.array.nbytes)]
 
     def take(self, nbytes: int) -> int:
         """Returns the beginning of a free range of this size; -1 when there is none."""
@@ -82,22 +90,62 @@ class SharedMemory:
         self._addresses: list[int] = []
         # What is not held any more; noted by finalizers, which run anywhere.
         self._returned: deque[tuple[_Chunk, int, int]] = deque()
-        self._mapped: dict[tuple[int, ...], torch.Tensor] = {}
+        # What is mapped of others, by name, with the number of its file; and how many pieces each
+        # process had closed when it was last looked at.
+        self._mapped: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
+        self._closed_by: dict[int, int] = {}
+        # How many pieces of its own this process has closed, and whether it is time to look again.
+        self._closed = 0
+        self._is_untidy = False
         self._rows: dict[tuple[object, ...], torch.Tensor] = {}
         self._lock = make_lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` bytes of it, as uint8, for as long as somebody holds them."""
         wanted = -(-max(nbytes, 1) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        self.tidy()
         with self._lock:
-            while self._returned:
-                chunk, start, size = self._returned.popleft()
-                chunk.give_back(start, size)
+            self._take_back()
             chunk, start = self._place(wanted)
         part = chunk.array[start : start + nbytes]
         # A tensor holds the array that it was made of for as long as its memory is in use.
         weakref.finalize(part, self._returned.append, (chunk, start, wanted))
         return _tensor(part)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            chunk, start, size = self._returned.popleft()
+            chunk.give_back(start, size)
+
+    def release(self) -> None:
+        """Notes that a user has gone: `tidy` gives back what nobody holds. Finalizers may call it,
+        before what the user held has gone."""
+        self._is_untidy = True
+
+    def tidy(self) -> None:
+        """Gives memory that nobody holds back to the system, if a user has gone since.
+
+        What a peer has not copied yet is held, and what it has mapped stays until it, too, finds
+        that the file was closed.
+        """
+        if not self._is_untidy:
+            return
+        self._is_untidy = False
+        with self._lock:
+            self._take_back()
+            self._rows.clear()
+            for chunk in [c for c in self._chunks if c.is_free]:
+                place = self._chunks.index(chunk)
+                del self._chunks[place], self._addresses[place]
+                chunk.close()
+                self._closed += 1
+        self._forget_closed(None)
+
+    def _forget_closed(self, pid: int | None) -> None:
+        """Unmaps the pieces whose files their process, or any process, has closed."""
+        for name, (_, number) in list(self._mapped.items()):
+            if pid in (None, name[0]) and not _is_open(name, number):
+                self._mapped.pop(name, None)
 
     def _place(self, nbytes: int) -> tuple[_Chunk, int]:
         for chunk in self._chunks:
@@ -114,14 +162,15 @@ class SharedMemory:
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """See `PeerBackend.name_of`."""
         address = tensor.data_ptr()
-        place = bisect.bisect(self._addresses, address) - 1
-        if place < 0:
-            return None
-        chunk = self._chunks[place]
+        with self._lock:
+            place = bisect.bisect(self._addresses, address) - 1
+            if place < 0:
+                return None
+            chunk = self._chunks[place]
         at = address - chunk.address
         if at >= chunk.array.nbytes:
             return None
-        name = os.getpid(), chunk.fd, chunk.array.nbytes, chunk.serial
+        name = os.getpid(), chunk.fd, chunk.array.nbytes, chunk.serial, self._closed
         return (*name, *(0,) * (NAME_WORDS - len(name))), at
 
     def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
@@ -129,21 +178,25 @@ class SharedMemory:
 
         Raises `CommunicationError` when its process is gone.
         """
-        found = self._mapped.pop(name, None)
+        pid, fd, nbytes, _, closed = name[:5]
+        if self._closed_by.get(pid, 0) != closed:
+            self._closed_by[pid] = closed
+            self._forget_closed(pid)
+        key = name[:4]
+        found = self._mapped.pop(key, None)
         if found is None:
-            pid, fd, nbytes = name[:3]
             try:
                 opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
                 try:
-                    found = _tensor(_array(opened, nbytes))
+                    found = _tensor(_array(opened, nbytes)), os.fstat(opened).st_ino
                 finally:
                     os.close(opened)
             except OSError as error:
                 raise _not_mapped(peer, error) from None
-        self._mapped[name] = found
+        self._mapped[key] = found
         while len(self._mapped) > _MAX_MAPPED:
             del self._mapped[next(iter(self._mapped))]
-        return found
+        return found[0]
 
     def row(self, places: Sequence[Place], nbytes: int) -> torch.Tensor:
         """Returns so many bytes of each place, one behind the other, as uint8 that may be read.
@@ -151,7 +204,7 @@ class SharedMemory:
         Places begin with a page, and `nbytes` are pages. Raises `CommunicationError` when a process
         is gone.
         """
-        key = (*((place.name, place.at) for place in places), nbytes)
+        key = (*((place.name[:4], place.at) for place in places), nbytes)
         found = self._rows.pop(key, None)
         if found is None:
             found = _row(places, nbytes)
@@ -165,8 +218,7 @@ class SharedMemory:
         self._mapped.clear()
         self._rows.clear()
         for chunk in self._chunks:
-            with suppress(OSError):
-                os.close(chunk.fd)
+            chunk.close()
         self._chunks.clear()
         self._addresses.clear()
 
@@ -184,6 +236,14 @@ def _tensor(array: numpy.ndarray) -> torch.Tensor:
 
 def _array(fd: int, nbytes: int) -> numpy.ndarray:
     return numpy.frombuffer(mmap.mmap(fd, nbytes), dtype=numpy.uint8)
+
+
+def _is_open(name: tuple[int, ...], number: int) -> bool:
+    """Whether a process still has the file of a piece of its memory open."""
+    try:
+        return os.stat(f"/proc/{name[0]}/fd/{name[1]}").st_ino == number
+    except OSError:
+        return False
 
 
 def _not_mapped(rank: int, error: OSError) -> CommunicationError:

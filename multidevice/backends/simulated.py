@@ -346,6 +346,10 @@ class SimulatedPeers(SimulatedBackend):
             return self._memory.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    def release(self) -> None:
+        """See `PeerMemory.release`."""
+        self._memory.release()
+
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
         """See `PeerMemory.side_by_side`."""
         if self._device.type != "cpu":
