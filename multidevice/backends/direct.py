@@ -42,7 +42,7 @@ def _allgather(call: Call) -> Steps:
     parts = _parts(out, call)
     if inp.data_ptr() != parts[call.index].data_ptr():
         parts[call.index].copy_(inp.view(-1))
-    yield _share(call, parts)
+    yield _swap(call, [inp.view(-1)] * len(parts), parts)
 
 
 def _alltoall(call: Call) -> Steps:

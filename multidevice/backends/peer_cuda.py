@@ -60,6 +60,10 @@ class _Capture:
     after: dict[int, object] = field(default_factory=dict[int, object])
     # A stream that is captured.
     last: int = 0
+    # By stream: its last copy, and what was open then.
+    copied: dict[int, tuple[list[object], set[Sent]]] = field(
+        default_factory=dict[int, tuple[list[object], set[Sent]]]
+    )
 
 
 class _Enqueued:
@@ -73,13 +77,16 @@ class _Enqueued:
 
     def wait(self) -> None:
         """Lets the current stream wait until the peers have copied what this rank sends."""
+        self._wait_on(None)
+
+    def _wait_on(self, stream: object) -> None:
         if self._sent:
-            self._backend.settle(self._page, self._sent, self._call.stream)
+            self._backend.settle(self._page, self._sent, stream)
             self._sent = []
 
     def synchronize(self) -> None:
         """See `Work.synchronize`; polls the stream under the deadline."""
-        self.wait()
+        self._wait_on(self._call.stream)
         self._backend.synchronize(self._call)
 
 
@@ -338,6 +345,9 @@ class CudaPeerBackend(PeerBackend):
                 source = self._mapped(record.name, t.peer) + record.offset
                 self._memory.copy(t.tensor.data_ptr(), source, record.nbytes, stream)
             self._set(page, _DONE, t.peer, record.slot, record.use, stream)
+        if self._capture is not None:
+            copies = self._memory.captured(stream)
+            self._capture.copied[stream] = copies, set(self._capture.open)
 
     def _find(self, page: Page, one: Numbered, call: Call | Exchange) -> Record:
         """Return where a peer's data lies, once its host has said so; answer that it is known."""
@@ -360,7 +370,14 @@ class CudaPeerBackend(PeerBackend):
         """Lets a stream wait until the receivers have copied."""
         handle = self._handle(stream)
         if sent:
-            self._await(page, _DONE, [(one.peer, one.slot, one.use) for one in sent], handle)
+            uses = [(one.peer, one.slot, one.use) for one in sent]
+            copies, were_open = self._copied(handle)
+            if were_open.issuperset(sent):
+                # Peers copy these when this rank copies theirs, whatever it has computed since.
+                wait = partial(self._await, page, _DONE, uses, handle)
+                self._memory.beside(wait, copies, handle)
+            else:
+                self._await(page, _DONE, uses, handle)
         for one in sent:
             if self._capture is not None:
                 self._capture.open.discard(one)
@@ -369,6 +386,10 @@ class CudaPeerBackend(PeerBackend):
                 # Torch keeps what is freed for the stream that it was made for.
                 one.held.record_stream(stream_at(handle, self.device))
             self._held.pop(one, None)
+
+    def _copied(self, stream: int) -> tuple[list[object], set[Sent]]:
+        nothing: tuple[list[object], set[Sent]] = [], set()
+        return nothing if self._capture is None else self._capture.copied.get(stream, nothing)
 
     def synchronize(self, call: Call | Exchange) -> None:
         """Returns when the stream of a call has done its work."""
