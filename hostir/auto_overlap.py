@@ -377,13 +377,14 @@ class _Unit:
             return _Times((base,), why)
         found = [base]
         for form in forms_of(self.pair):
-            found += (self._candidate(form.name, t, values, machine) for t in transports)
+            for transport in transports if form.transfers else ("",):
+                found.append(self._candidate(form.name, transport, values, machine))
         return _Times(tuple(found))
 
     def _candidate(self, form: str, backend: str, values: Values, machine: Machine) -> Candidate:
         one = next((f for f in forms_of(self.pair) if f.name == form), None)
         try:
-            if one is not None and one.by_device:
+            if one is not None and one.transfers:
                 self._check_divisible(values)
             program = self._program(one, backend)
             made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, machine)

@@ -10,11 +10,8 @@ from hostir.container import HostIrContainer, walk
 from hostir.effects import Reads
 from hostir.ops import Allocate
 from hostir.storage import Storage
-from hostir.transfers import PEER_COPIES, Communication, ShareMemHandles, StartsCommunication
+from hostir.transfers import PEER_COPIES, ShareMemHandles, StartsCommunication
 from multidevice.placement import clone_domain
-
-# What members have received, or summed, of the result they send on.
-_PASSED_ON = frozenset({"Allreduce", "Broadcast"})
 
 
 def let_peers_map(program: HostIrContainer) -> HostIrContainer:
@@ -33,8 +30,6 @@ def let_peers_map(program: HostIrContainer) -> HostIrContainer:
         if getattr(op, "backend", "") == PEER_COPIES:
             read = (e.tensor for e in op.effects() if isinstance(e, Reads))
             sent.update((tv, op.where) for tv in read)
-            if isinstance(op, Communication) and op.type in _PASSED_ON:
-                sent[op.out] = op.where
     made = {o.buffer for o in walk(program.ops) if isinstance(o, Allocate)}
     moved = made & {storage.root(tv) for tv in sent}
     for tv in program.tensors():

@@ -81,9 +81,6 @@ class StepTransfers(StepParts):
 
     def _collective(self, op: nodes.Reshard, inp: TensorView) -> None:
         out = self._result(op.out)
-        if self._is_in_turn:
-            # As in an exchange.
-            self._steps.append(self._next_stream_waits())
         self._start(
             op,
             lambda number: Communication(
@@ -93,7 +90,7 @@ class StepTransfers(StepParts):
                 type=communication_type(op),
                 team=team_of(op),
                 red_op=RED_OP_OF[op.reduction] if op.reduction else "SUM",
-                backend=self._lowering.step_backend,
+                backend=self._lowering.backend_name,
             ),
         )
 

@@ -192,12 +192,12 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
 class Form:
-    """A way to compute a pair in steps. `by_device`: the steps send blocks from rank to rank, one of
-    each device, else each has a collective. `take` gives a pair its steps, or raises
-    `UnsupportedError`; `fits` says for which pairs of a kind the form is one."""
+    """A way to compute a pair in steps. `transfers`: the steps send blocks from rank to rank, else
+    each has a collective. `take` gives a pair its steps, or raises `UnsupportedError`; `fits` says
+    for which pairs of a kind the form is one."""
 
     name: str
-    by_device: bool
+    transfers: bool
     take: Callable[[Fusion, Pair], None]
     fits: Callable[[Pair], bool] = lambda _: True
 
