@@ -172,12 +172,8 @@ class Fusion:
 
     def tensors(self) -> tuple[TensorView, ...]:
         """Return every tensor: inputs, then op results and operands in program order."""
-        seen: dict[TensorView, None] = {}
-        for v in (*self.inputs, *(v for e in self._exprs for v in (*e.inputs, *e.outputs))):
-            if isinstance(v, TensorView):
-                seen[v] = None
-        seen.update(dict.fromkeys(self.outputs))
-        return tuple(seen)
+        given = (v for v in self.inputs if isinstance(v, TensorView))
+        return tuple(dict.fromkeys((*given, *_tensors_of(self._exprs), *self.outputs)))
 
     def vals(self) -> list[Value]:
         """Return inputs, tensors and the scalar operands of ops."""
@@ -296,14 +292,20 @@ class Fusion:
         return self.extents.relations()
 
     # ------------------------------------------------------------ copying, comparing, printing
-    def copy(self) -> tuple[Fusion, dict[TensorView, TensorView]]:
-        """Return a copy that keeps all numbers, and the map from old to new tensors."""
+    def copy(
+        self, ops: Sequence[TensorOp] | None = None
+    ) -> tuple[Fusion, dict[TensorView, TensorView]]:
+        """Return a copy that keeps all numbers, and the map from old to new tensors.
+
+        With `ops`, of these alone: inputs and outputs are the caller's to say.
+        """
         new = Fusion()
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
             setattr(new, name, getattr(self, name))
         new.extents, new.origins = self.extents.copy(), self.origins
         mapping: dict[TensorView, TensorView] = {}
-        for tv in self.tensors():
+        read = self.tensors() if ops is None else _tensors_of(ops)
+        for tv in read:
             twin = TensorView(
                 new,
                 tv.number,
@@ -320,10 +322,12 @@ class Fusion:
         def twin_of(v: Value) -> Value:
             return mapping[v] if isinstance(v, TensorView) else v
 
+        new.exprs = tuple(e.map_values(twin_of) for e in (self._exprs if ops is None else ops))
+        if ops is not None:
+            return new, mapping
         new.inputs = [twin_of(v) for v in self.inputs]
         new.outputs = [mapping[v] for v in self.outputs]
         new.aliases = [replace(a, out=mapping[a.out], into=mapping[a.into]) for a in self.aliases]
-        new.exprs = tuple(e.map_values(twin_of) for e in self._exprs)
         return new, mapping
 
     def print_math(self, from_outputs_only: bool = True) -> str:
@@ -334,6 +338,12 @@ class Fusion:
 
     def __str__(self) -> str:
         return self.print_math(False)
+
+
+def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
+    """Return the operands and results of ops, each once, in their order."""
+    values = (v for e in ops for v in (*e.inputs, *e.outputs))
+    return tuple(dict.fromkeys(v for v in values if isinstance(v, TensorView)))
 
 
 def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:

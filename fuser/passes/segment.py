@@ -500,23 +500,19 @@ def extract(
     Inputs forget how they were made: their logical axes become the roots, reductions are dropped.
     Scalar inputs of the whole fusion that the ops use become inputs too.
     """
-    whole, mapping = fusion.copy()
-    whole.origins = ()
+    part, mapping = fusion.copy(ops)
+    part.origins = ()
     used = {s for e in ops for v in e.inputs if isinstance(v, Scalar) for s in sc.symbols(v)}
-    whole.exprs = tuple(
-        e.map_values(lambda v: mapping[v] if isinstance(v, TensorView) else v) for e in ops
-    )
     scalars = [v for v in fusion.inputs if isinstance(v, Scalar) and v in used]
-    whole.inputs = [*(mapping[t] for t in inputs), *scalars]
-    whole.outputs = [mapping[t] for t in dict.fromkeys(outputs)]
-    whole.aliases = []
+    part.inputs = [*(mapping[t] for t in inputs), *scalars]
+    part.outputs = [mapping[t] for t in dict.fromkeys(outputs)]
     for t in inputs:
         twin = mapping[t]
         twin.domain = as_input_domain(twin.domain)
         twin.memory = MemoryType.global_
-    for t in whole.outputs:
+    for t in part.outputs:
         t.memory = MemoryType.global_
-    return whole
+    return part
 
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
