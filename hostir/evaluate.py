@@ -55,7 +55,7 @@ from hostir.layout import parts
 from hostir.lower_params import check_number_of_streams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Body, Updates
-from hostir.pattern import Pattern
+from hostir.pattern import Pattern, pattern_of
 from hostir.plan import Plan
 from hostir.rehearsal import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.replay import Recorder
@@ -306,14 +306,17 @@ class HostIrEvaluator:
         frame = self._frame(list(inputs))
         if frame.machine.streams.delays or not self._is_replayed:
             return self._walk(frame, None)
-        plan = self._bind(frame) if self._can_bind else None
+        plan = self._by_pattern(frame) or (self._rehearsed(frame) if self._can_bind else None)
         if plan is not None:
             return self._first_replay(plan, inputs, known, places)
         recorder = Recorder(frame, self.free)
         outputs = self._walk(frame, recorder)
         device = frame.machine.device
         arenas = self._arenas_on(device)
-        known.plans[places] = recorder.finish(self._visible, arenas)
+        plan = known.plans[places] = recorder.finish(self._visible, arenas)
+        pattern = pattern_of(recorder, plan)
+        if pattern is not None:
+            self._patterns[device] = pattern
         # The plan's steps know the frame's values; they must not keep its tensors.
         frame.tensors.clear()
         return outputs
@@ -331,6 +334,9 @@ class HostIrEvaluator:
         except RuntimeError:
             return self._walk(self._frame(list(inputs)), None)
         outputs = plan.run(inputs)
+        if plan.settled is not None:
+            self._forget(plan)
+            plan = plan.settled()
         known.plans[places] = plan
         return outputs
 
@@ -389,10 +395,12 @@ class HostIrEvaluator:
         inputs = flatten(inputs)
         frame = self._frame(inputs, checked_on=checked_on)
         known = self.know(inputs)
-        if not (self._can_bind and self._is_prepared):
+        plan = self._by_pattern(frame)
+        if plan is None and not (self._can_bind and self._is_prepared):
             # The first kernels: each is compiled while the next is lowered.
             self._compile(rehearse(frame), frame)
-        plan = self._bind(frame) if self._can_bind else None
+        if plan is None and self._can_bind:
+            plan = self._rehearsed(frame)
         self._is_prepared = True
         if plan is not None:
             known.expect(inputs, plan)
@@ -402,12 +410,16 @@ class HostIrEvaluator:
         """Return what `prepare` compiles, one request for all steps of a loop that are alike."""
         return rehearse(self._frame(flatten(inputs))).requests
 
-    def _bind(self, frame: Frame) -> Plan | None:
+    def _by_pattern(self, frame: Frame) -> Plan | None:
+        """Return the plan of inputs like those of a frame, whose kernels are compiled, by what
+        earlier sizes have shown; None where that does not tell."""
+        pattern = self._patterns.get(frame.machine.device)
+        return None if pattern is None else pattern.plan(frame)
+
+    def _rehearsed(self, frame: Frame) -> Plan | None:
         """Return the plan of inputs like those of a frame, with all kernels compiled; None where
         only a run can tell."""
         device = frame.machine.device
-        if (pattern := self._patterns.get(device)) and (plan := pattern.plan(frame)):
-            return plan
         found = rehearse_plan(frame, self.free, self._visible, self._arenas_on(device))
         if found.pattern is not None:
             self._patterns[device] = found.pattern

@@ -1,17 +1,18 @@
 """What the plans of a program have in common, whatever the sizes: most of a rehearsal, done once.
 
-A rehearsal walks a program for one class of inputs. Where it came upon buffers, kernels and
-products alone, the same steps serve other sizes: between the same slots, with the same lifetimes.
-Then a new size only asks where its tensors lie, which launch each kernel takes, and how torch is to
-see the operands of each product. What is not as usual (an extent of 0, a kernel to be compiled) is
-left to a rehearsal.
+A rehearsal, or the first run, walks a program for one class of inputs. Where it came upon buffers,
+views, kernels, products and communications of whole buffers alone, the same steps serve other
+sizes: between the same slots, with the same lifetimes. Then a new size only asks where its tensors
+lie, which launch each kernel takes, and how torch is to see the operands of each product. What is
+not as usual (an extent of 0, a copy where there was a view, a kernel to be compiled) is left to a
+rehearsal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
+from dataclasses import dataclass, fields, replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,30 +20,49 @@ import torch
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.laid import Laid
+from fuser.ir.laid import VECTOR_BYTES, Laid
+from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import dense_strides
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
-from fuser.ops.products import Product, bind_contraction
-from fuser.schedule.vectorize import VECTOR_BYTES
+from hostir.announce import announcer
 from hostir.arena import Block, first_fit
 from hostir.frame import Frame, KernelRunner
+from hostir.laid_views import VIEWS, seen
+from hostir.layout import is_repeated, write
 from hostir.lifetimes import Lifetime
-from hostir.ops import Allocate, LaunchKernel
+from hostir.numbers import free_scalars, numbers_reader
+from hostir.ops import Allocate, Deallocate, LaunchKernel, LocalSlice
 from hostir.plan import Plan
+from hostir.posting import FirstPost
+from hostir.replay_tensors import contraction
 from hostir.slices import dropped_axes
-from hostir.steps import Action, Launch, Multiply, Release, Step, allocation
+from hostir.steps import Action, Launch, Multiply, Release, Slots, Step, View, allocation
+from hostir.transfers import Communication, Wait
 from multidevice.sharding import local_extents
 
 if TYPE_CHECKING:
     from hostir.replay import Recorder
 
 # What of a plan belongs to a size.
-_OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records"})
-# What makes a step of a size, from where the tensors lie, by slot; None where a rehearsal has to.
-_Make = Callable[[dict[int, Laid], Frame], Step | None]
+_OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "settled"})
+
+
+@dataclass
+class Size:
+    """A new size of a program: how the tensors lie and the shapes of views, by slot; and what the
+    communications are first started by."""
+
+    frame: Frame
+    laid: dict[int, Laid]
+    shapes: dict[int, tuple[int, ...]]
+    posts: dict[int, FirstPost]
+
+
+# What makes a step of a size; None where a rehearsal has to.
+_Make = Callable[[Size], Step | None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,8 @@ class Pattern:
     `like` is the plan of some size, and `shared` what all have in common."""
 
     inputs: tuple[tuple[TensorView, int], ...]
+    # The positions of scalar inputs on which no size depends, and those that changed in the class.
+    free: tuple[frozenset[int], tuple[Symbol, ...]]
     buffers: tuple[Buffer, ...]
     layouts: Layouts
     steps: tuple[tuple[Step | _Make, Op | None], ...]
@@ -78,16 +100,19 @@ class Pattern:
             t = frame.tensors[tv]
             requires_grad = requires_grad or t.requires_grad
             skipped, rest = divmod(t.data_ptr() % VECTOR_BYTES, t.element_size())
-            if rest:
+            if rest or 0 in t.shape:
                 return None
             laid[slot] = Laid.of(t, skipped)
-            if 0 in t.shape:
-                return None
-        if not self.layouts.lay(frame.values, laid):
+        positions, free = self.free
+        if free_scalars(frame, positions) != free:
             return None
+        shapes = self.layouts.lay(frame.values, laid)
+        if shapes is None:
+            return None
+        size = Size(frame, laid, shapes, {})
         steps: list[tuple[Step, Op | None]] = []
         for step, op in self.steps:
-            made = step(laid, frame) if callable(step) else step
+            made = step(size) if callable(step) else step
             if made is None:
                 return None
             steps.append((made, op))
@@ -102,7 +127,7 @@ class Pattern:
                 lifetimes.append((buffer.lifetime, laid[buffer.slot].nbytes()))
         offsets, nbytes = first_fit(lifetimes)
         blocks = [_block(b, laid, offset) for b, offset in zip(placed, offsets, strict=True)]
-        return Plan(
+        plan = Plan(
             **self.shared,
             made=made,
             steps=tuple(steps),
@@ -110,19 +135,30 @@ class Pattern:
             nbytes=nbytes,
             records=requires_grad and self.reads,
         )
+        return replace(plan, settled=partial(_settled, plan, size.posts)) if size.posts else plan
+
+
+def _settled(plan: Plan, posts: Mapping[int, FirstPost]) -> Plan:
+    """Return a plan that has run once, with its communications started as later runs do."""
+    steps = list(plan.steps)
+    for k, first in posts.items():
+        assert first.step is not None, "a communication that the first run did not start"
+        steps[k] = first.step, steps[k][1]
+    return replace(plan, steps=tuple(steps))
 
 
 class Layouts:
-    """How the buffers of a program lie, for many sizes."""
+    """How the buffers of a program lie, and the shapes of views, for many sizes."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        # All at once: the extents of all buffers, then the strides and the span of each.
-        shapes = [local_shape_of(b.tv) for b in buffers]
+    def __init__(self, buffers: Sequence[Buffer], views: Mapping[int, TensorView]) -> None:
+        # All at once: the extents of all buffers and views, then the strides and the span of each
+        # buffer.
+        shapes = [local_shape_of(tv) for tv in (*(b.tv for b in buffers), *views.values())]
         scalars = [x for shape in shapes for x in shape]
         self._extents = begin = len(scalars)
         self._rows: list[tuple[int, int, bool, slice, slice, int]] = []
         end = 0
-        for buffer, shape in zip(buffers, shapes, strict=True):
+        for buffer, shape in zip(buffers, shapes, strict=False):
             strides = dense_strides(buffer.tv, shape)
             last = (sc.mul(sc.sub(n, sc.ONE), step) for n, step in zip(shape, strides, strict=True))
             is_dense = buffer.lies_in_order
@@ -132,13 +168,20 @@ class Layouts:
             places = slice(end, end + rank), slice(begin, begin + rank), begin + rank
             self._rows.append((buffer.slot, buffer.dtype.itemsize, is_dense, *places))
             begin, end = begin + rank + 1, end + rank
+        self._views: list[tuple[int, slice]] = []
+        for slot, tv in views.items():
+            self._views.append((slot, slice(end, end + tv.ndim)))
+            end += tv.ndim
         self._all = Computed(scalars)
 
-    def lay(self, values: Mapping[Symbol, Number], laid: dict[int, Laid]) -> bool:
-        """Add each buffer by its slot; whether all have elements, and sizes that are known."""
+    def lay(
+        self, values: Mapping[Symbol, Number], laid: dict[int, Laid]
+    ) -> dict[int, tuple[int, ...]] | None:
+        """Add each buffer by its slot and return the shapes of views; None unless all have
+        elements, and sizes that are known."""
         found: Any = self._all.at_once(values)
         if found is None or min(found[: self._extents], default=1) < 1:
-            return False
+            return None
         for slot, itemsize, is_dense, extents, strides, span in self._rows:
             shape, steps = found[extents], found[strides]
             laid[slot] = (
@@ -146,7 +189,7 @@ class Layouts:
                 if is_dense
                 else Laid.with_strides(shape, steps, itemsize)
             )
-        return True
+        return {slot: found[extents] for slot, extents in self._views}
 
 
 def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
@@ -159,67 +202,160 @@ def _block(buffer: Buffer, laid: dict[int, Laid], offset: int = 0) -> Block:
     return Block(buffer.slot, one.shape, one.stride(), buffer.dtype, offset)
 
 
+# ------------------------------------------------------------------ from a plan
+class _Known:
+    """What is known of a plan while its steps are gone through, in order."""
+
+    def __init__(self, recorder: Recorder, slots: set[int]) -> None:
+        self.recorder = recorder
+        # Of which it can be told how they lie; and the views among them.
+        self.slots = slots
+        self.views: dict[int, TensorView] = {}
+        # The place of the step among all.
+        self.place = 0
+
+
 def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
-    """Return the pattern of a plan that was rehearsed; None where other sizes may take other
-    steps."""
-    program = recorder.frame.program
-    inputs = [v for v in program.inputs if isinstance(v, TensorView) and not v.is_cpu_scalar]
+    """Return the pattern of a plan that was rehearsed, or recorded in a run; None where other sizes
+    may take other steps."""
+    frame = recorder.frame
+    inputs = [
+        (v, i)
+        for i, v in enumerate(frame.program.inputs)
+        if isinstance(v, TensorView) and not v.is_cpu_scalar and frame.is_mine(v)
+    ]
     buffers = recorder.buffers()
-    whole = {*range(len(inputs)), *(b.slot for b in buffers)}
-    if len(inputs) < len(program.inputs) or not {*plan.made, *plan.outputs} <= whole:
+    own = {b.slot for b in buffers}
+    known = _Known(recorder, own | {i for _, i in inputs})
+    if frame.storage.switches_streams or not plan.made.keys() <= own:
         return None
     steps: list[tuple[Step | _Make, Op | None]] = []
-    for step, op in plan.steps:
-        made = _same(step, op) or _kernel(step, op, recorder, whole) or _product(step, op, whole)
+    for known.place, (step, op) in enumerate(plan.steps):
+        made = next(filter(None, (rule(step, op, known) for rule in _RULES)), None)
         if made is None:
             return None
         steps.append((made, op))
-    reads = any(not isinstance(step, Launch | Release | Action) for step, _ in plan.steps)
-    places = tuple((v, i) for i, v in enumerate(inputs))
+    if not known.slots.issuperset(plan.outputs):
+        return None
+    reads = not all(
+        isinstance(step, Launch) or isinstance(op, Allocate | Deallocate) for step, op in plan.steps
+    )
     shared = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _OF_A_SIZE}
-    return Pattern(places, buffers, Layouts(buffers), tuple(steps), plan, shared, reads)
+    layouts = Layouts(buffers, known.views)
+    free = recorder.given_free, recorder.free
+    return Pattern(tuple(inputs), free, buffers, layouts, tuple(steps), plan, shared, reads)
 
 
-def _same(step: Step, op: Op | None) -> Step | None:
+def _same(step: Step, op: Op | None, known: _Known) -> Step | None:
     """Return a step that is the same for all sizes."""
-    is_same = isinstance(step, Release) or (isinstance(step, Action) and isinstance(op, Allocate))
+    is_same = isinstance(step, Release) or (
+        isinstance(step, Action) and isinstance(op, Allocate | Wait)
+    )
     return step if is_same else None
 
 
-def _kernel(step: Step, op: Op | None, recorder: Recorder, whole: set[int]) -> _Make | None:
+def _view(step: Step, op: Op | None, known: _Known) -> _Make | None:
+    if not isinstance(step, View) or not isinstance(op, TensorOp) or type(op) not in VIEWS:
+        return None
+    source, out, itemsize, kind = step.source, step.out, step.itemsize, op
+    if source not in known.slots:
+        return None
+    known.slots.add(out)
+    known.views[out] = op.out_tensor
+
+    def view(size: Size) -> View | None:
+        one, shape = size.laid[source], size.shapes[out]
+        found = seen(kind, one, shape, size.frame.values)
+        if found is None:
+            return None
+        strides, shift = found
+        size.laid[out] = one.seen(shape, strides, shift)
+        return View(source, out, shape, strides, shift, itemsize)
+
+    return view
+
+
+def _kernel(step: Step, op: Op | None, known: _Known) -> _Make | None:
     if not isinstance(step, Launch) or not isinstance(op, LaunchKernel):
         return None
+    recorder = known.recorder
     runner: KernelRunner = recorder.machine.runner(op.group)
-    program = recorder.frame.program
     operands, stream = step.operands, step.stream
-    is_plain = all(isinstance(v, TensorView) for v in op.ins) and whole.issuperset(operands)
-    if not is_plain or not isinstance(runner, KernelExecutor) or any(dropped_axes(op, program)):
+    if not isinstance(runner, KernelExecutor) or not known.slots.issuperset(operands):
         return None
-
+    if any(dropped_axes(op, recorder.frame.program)):
+        return None
+    scalars = [v for v in op.ins if isinstance(v, Scalar)]
+    places, free = recorder.places, recorder.free
     shapes = [local_shape_of(v) for v in (*op.ins, *op.outs) if isinstance(v, TensorView)]
     are_sized = runner.sizes_fit(shapes)
 
-    def launch(laid: dict[int, Laid], frame: Frame) -> Launch | None:
+    def launch(size: Size) -> Launch | None:
+        frame, laid = size.frame, size.laid
         tensors = [laid[slot] for slot in operands]
-        device = frame.machine.device
-        kernel = runner.launch_laid(tensors, frame.sizes, device, are_sized=are_sized)
-        return None if kernel is None else Launch(kernel, operands, (), None, stream)
+        numbers = tuple([frame.number(v) for v in scalars]) if scalars else ()
+        kernel = runner.launch_laid(
+            tensors, frame.sizes, frame.machine.device, numbers, are_sized=are_sized
+        )
+        if kernel is None:
+            return None
+        read = numbers_reader(scalars, places, free, frame) if scalars else None
+        return Launch(kernel, operands, numbers, read, stream)
 
     return launch
 
 
-def _product(step: Step, op: Op | None, whole: set[int]) -> _Make | None:
-    if not isinstance(step, Multiply) or not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
+def _product(step: Step, op: Op | None, known: _Known) -> _Make | None:
+    if not isinstance(step, Multiply | Action) or not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
         return None
-    ins, out = step.ins, step.out
-    if not whole.issuperset((*ins, out)) or min(op.inputs[0].ndim, op.inputs[1].ndim) < 2:
+    recorder = known.recorder
+    places = tuple(recorder.slot(v) for v in op.inputs), recorder.slot(op.out)
+    ins, out = places
+    if not known.slots.issuperset((*ins, out)) or min(v.ndim for v in op.inputs[:2]) < 2:
         return None
 
-    def multiply(laid: dict[int, Laid], frame: Frame) -> Multiply | None:
-        result = laid[out]
-        if not result.is_contiguous():
-            return None
-        way: Any = bind_contraction(op, cast("Any", [laid[i] for i in ins]), cast("Any", result))
-        return Multiply(way, ins, out) if isinstance(way, Product) else None
+    def multiply(size: Size) -> Step:
+        laid = size.laid
+        made = contraction(op, places, cast("Any", [laid[i] for i in ins]), cast("Any", laid[out]))
+        return Action(made) if callable(made) else made
 
     return multiply
+
+
+def _local_slice(step: Step, op: Op | None, known: _Known) -> _Make | None:
+    if not isinstance(op, LocalSlice) or not isinstance(step, Action):
+        return None
+    inp, out, axis = known.recorder.slot(op.inp), known.recorder.slot(op.out), op.axis
+    if not known.slots.issuperset((inp, out)):
+        return None
+
+    def make(size: Size) -> Action:
+        start, length = size.frame.slice_bounds(op)
+        put = write if is_repeated(cast("Any", size.laid[out])) else torch.Tensor.copy_
+
+        def local_slice(slots: Slots) -> None:
+            put(slots[out], slots[inp].narrow(axis, start, length))
+
+        return Action(local_slice)
+
+    return make
+
+
+def _communication(step: Step, op: Op | None, known: _Known) -> _Make | None:
+    recorder, place = known.recorder, known.place
+    if not isinstance(op, Communication) or op not in recorder.posted:
+        return None
+    posting = recorder.posted[op]
+    buffers = {posting.inp, posting.out} - {-1}
+    is_fixed = op.root is None or sc.int_value(op.root) is not None
+    if announcer(op, recorder.machine) or not is_fixed or not buffers <= known.slots:
+        return None
+
+    def start(size: Size) -> Action:
+        first = size.posts[place] = FirstPost(posting)
+        return Action(first.run)
+
+    return start
+
+
+_RULES = (_same, _view, _kernel, _product, _local_slice, _communication)

@@ -81,6 +81,8 @@ class Plan:
     backends: tuple[Backend, ...]
     vote: Vote | None
     why_not: str
+    # What returns the plan of later runs, after the first one; None where it is this one.
+    settled: Callable[[], Plan] | None = None
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
         """Return the plan for runs that begin on the stream of an arena, with this memory."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
 from fuser.ir.nodes import TensorOp
@@ -46,19 +45,19 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
+from hostir.numbers import free_scalars, numbers_reader, reader
 from hostir.pattern import Buffer
 from hostir.plan import Plan
 from hostir.post import (
     Call,
     Done,
     bind_exchange,
-    bind_post,
     exchange,
     halves,
     permute,
-    post,
     transfer,
 )
+from hostir.posting import Posting
 from hostir.replay_tensors import tensor_op, writer
 from hostir.shown_shards import meets_at, shows_shards
 from hostir.slices import dropped_axes
@@ -67,7 +66,6 @@ from hostir.steps import (
     Allocation,
     Both,
     Closure,
-    Collective,
     Exchange,
     Launch,
     Make,
@@ -102,7 +100,9 @@ class Recorder:
         inputs = frame.program.inputs
         self._slot: dict[object, int] = {v: i for i, v in enumerate(inputs)}
         self._size = len(inputs)
-        self.free = _free_scalars(frame, free)
+        # The slots of the input scalars; and those that may change within the class.
+        self.places = {v: i for i, v in enumerate(inputs) if isinstance(v, Symbol)}
+        self.given_free, self.free = free, free_scalars(frame, free)
         self._requires_grad = any(t.requires_grad for t in frame.tensors.values())
         self._steps: list[tuple[Step, Op | None]] = []
         # Buffers that may lie in an arena, by slot, in the order of their allocations: whose, what
@@ -128,6 +128,8 @@ class Recorder:
         # Which libraries communicate, and the first reason why no graph can repeat these steps.
         self._backends: list[Backend] = []
         self._why_not = ""
+        # How the communications of whole buffers are started.
+        self.posted: dict[Op, Posting] = {}
 
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
@@ -283,7 +285,9 @@ class Recorder:
         if kernel is not None:
             operands = (*(self.slot(v) for v in op.ins if isinstance(v, TensorView)), *outs)
             numbers = tuple(x for x in given if not isinstance(x, torch.Tensor))
-            return Launch(kernel, operands, numbers, self._numbers(op), raw_handle(self._stream))
+            scalars = [v for v in op.ins if isinstance(v, Scalar)]
+            read = numbers_reader(scalars, self.places, self.free, self.frame)
+            return Launch(kernel, operands, numbers, read, raw_handle(self._stream))
         self._keep_out_of_graphs(f"the launch of kernel group {op.group} is looked up in each run")
         run, ins = runner.run, [self._argument(v) for v in op.ins]
         dropped = dropped_axes(op, self.frame.program)
@@ -320,32 +324,12 @@ class Recorder:
 
         return post_on_stream
 
-    def _numbers(self, op: LaunchKernel) -> Callable[[Slots], list[Any]] | None:
-        """Return how a run reads a kernel's scalars; None where they are those of the class."""
-        scalars = [v for v in op.ins if isinstance(v, Scalar)]
-        if not any(self._changes(v) for v in scalars):
-            return None
-        readers = [self._argument(v) for v in scalars]
-        return lambda slots: [read(slots) for read in readers]
-
-    def _changes(self, value: Scalar) -> bool:
-        return any(s in self.free for s in sc.symbols(value))
-
     def _argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
         """Return how to read an operand: a slot, or a scalar over the run's input scalars."""
-        if isinstance(value, TensorView) or value in self._slot:
+        if isinstance(value, TensorView):
             i = self.slot(value)
             return lambda slots: slots[i]
-        frame = self.frame
-        if not self._changes(value):
-            number = frame.number(value)
-            return lambda slots: number
-        places, values = {s: self._slot[s] for s in self.free}, frame.values
-
-        def evaluate(slots: Slots) -> Argument:
-            return sc.evaluate(value, {**values, **{s: slots[i] for s, i in places.items()}})
-
-        return evaluate
+        return reader(value, self.places, self.free, self.frame)
 
     # ------------------------------------------------------------ communications
     def _work(self, number: int) -> int:
@@ -377,17 +361,9 @@ class Recorder:
         call = Call(op, rank, team, self._backend(op.backend, op, op.type), root)
         work, inp, out = self._work(op.number), self._held(op.inp), self._held(op.out)
         held = [frame.tensors[tv] if frame.is_mine(tv) else None for tv in (op.inp, op.out)]
-        bound = bind_post(call, *held)
-        if bound is not None:
-            stream = raw_handle(self._stream)
-            return self._marked(work, Collective(bound, inp, out, work, stream))
-
-        def communicate(slots: Slots) -> None:
-            slots[work] = post(
-                call, slots[inp] if inp >= 0 else None, slots[out] if out >= 0 else None
-            )
-
-        return self._marked(work, Action(communicate))
+        posting = Posting(call, inp, out, work, raw_handle(self._stream))
+        self.posted[op] = posting
+        return self._marked(work, posting.step(*held))
 
     def _permute(self, op: CollectivePermute) -> Step | None:
         frame = self.frame
@@ -552,13 +528,6 @@ def _clearing(slot: int) -> Closure:
         slots[slot].zero_()
 
     return clear
-
-
-def _free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
-    """Return the input scalars whose value may change within a class of inputs."""
-    inputs = frame.program.inputs
-    scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
-    return tuple(v for i, v in scalars if i in free or not isinstance(frame.values[v], int))
 
 
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,17 +38,28 @@ def tensor_op(of: Recorder, op: Op) -> Step | Closure:
 def _into(of: Recorder, op: TensorOp) -> Step | Closure:
     if not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
         return _copied(of, op)
-    ins, out = [of.slot(v) for v in op.inputs], of.slot(op.out)
+    tensors = of.frame.tensors
+    ins, out = tuple(of.slot(v) for v in op.inputs), of.slot(op.out)
+    return contraction(op, (ins, out), [tensors[v] for v in op.inputs], tensors[op.out])
 
-    sample = of.frame.tensors[op.out]
+
+def contraction(
+    op: nodes.MatmulOp | nodes.LinearOp,
+    slots: tuple[tuple[int, ...], int],
+    operands: Sequence[torch.Tensor],
+    sample: torch.Tensor,
+) -> Step | Closure:
+    """Return the step that computes a product for operands and a result that lie like these; they
+    are in these slots."""
+    ins, out = slots
     result = as_contracted(op, sample)
     if is_repeated(result):
         return lambda slots: contract_repeated(
             op, [slots[i] for i in ins], as_contracted(op, slots[out])
         )
-    way = bind_contraction(op, [of.frame.tensors[v] for v in op.inputs], result)
+    way = bind_contraction(op, operands, result)
     if isinstance(way, Product) and result is sample:
-        return Multiply(way, tuple(ins), out)
+        return Multiply(way, ins, out)
 
     def contract(slots: Slots) -> None:
         way([slots[i] for i in ins], slots[out])

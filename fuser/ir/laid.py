@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, overload
 if TYPE_CHECKING:
     import torch
 
+VECTOR_BYTES = 16
+
 
 class Laid:
     """Stands for a tensor with elements where only its sizes, strides and alignment count, as one
@@ -41,13 +43,20 @@ class Laid:
         return Laid(shape, strides, t.element_size(), span, is_contiguous, skipped)
 
     @staticmethod
-    def with_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Laid:
+    def with_strides(
+        shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, skipped: int = 0
+    ) -> Laid:
         """Return how elements lie with these strides."""
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):
             is_contiguous = is_contiguous and (n == 1 or step == dense)
             dense *= n
-        return Laid(shape, strides, itemsize, _span(shape, strides), is_contiguous)
+        return Laid(shape, strides, itemsize, _span(shape, strides), is_contiguous, skipped)
+
+    def seen(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> Laid:
+        """Return how a view lies that begins so many elements behind this."""
+        skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
+        return Laid.with_strides(shape, strides, self._itemsize, skipped)
 
     @property
     def ndim(self) -> int:
@@ -86,14 +95,63 @@ class Laid:
         return self._skipped
 
     def view(self, shape: Sequence[int]) -> Laid:
-        """Say that there is a view of another shape: this returns no such view.
+        """Return the view of another shape, of which one axis may be -1.
 
-        Raises `RuntimeError`, as torch does, where one cannot tell.
+        Raises `RuntimeError`, as torch does, where there is none.
         """
-        del shape
-        if not self._is_contiguous:
-            raise RuntimeError("only what is contiguous can be seen with any shape")
-        return self
+        if -1 in shape:
+            rest = -prod(shape)
+            shape = [self.numel() // rest if n == -1 else n for n in shape]
+        strides = viewed_strides(self.shape, self._strides, shape)
+        if strides is None:
+            raise RuntimeError(f"no view of {self.shape} has the shape {tuple(shape)}")
+        return self.seen(tuple(shape), strides, 0)
+
+    def squeeze(self, axis: int) -> Laid:
+        """Return the view without an axis of one element."""
+        shape, strides = list(self.shape), list(self._strides)
+        assert shape.pop(axis) == 1, f"axis {axis} has more than one element"
+        del strides[axis]
+        return self.seen(tuple(shape), tuple(strides), 0)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of elements that lie one behind the other, the last axis innermost."""
+    strides, step = [0] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
+
+
+def viewed_strides(
+    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return the strides of torch's view of another shape; None where there is no view, or where
+    axes of one element have the strides that torch happens to give them."""
+    if prod(shape) != prod(wanted):
+        return None
+    if tuple(strides) == dense_strides(shape):
+        return dense_strides(wanted)
+    if 1 in shape or 1 in wanted:
+        return None
+    # Elements at one distance from one another: how many, and the distance; innermost first.
+    runs: list[tuple[int, int]] = []
+    for n, step in zip(reversed(shape), reversed(strides), strict=True):
+        if runs and step == runs[-1][0] * runs[-1][1]:
+            runs[-1] = runs[-1][0] * n, runs[-1][1]
+        else:
+            runs.append((n, step))
+    made: list[int] = []
+    left = step = 1
+    for n in reversed(wanted):
+        if left == 1:
+            left, step = runs.pop(0)
+        if left % n:
+            return None
+        made.append(step)
+        left, step = left // n, step * n
+    return tuple(reversed(made))
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:

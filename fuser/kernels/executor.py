@@ -25,7 +25,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import free_inputs
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.laid import Laid
+from fuser.ir.laid import VECTOR_BYTES, Laid
 from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -53,7 +53,6 @@ MAX_RECORDS = 256
 SMALL_BYTES = 32 << 20
 TINY_BYTES = 4 << 20
 NEARBY = 8
-VECTOR_BYTES = 16
 # Blocks and unrolled steps run past the end of a tensor by less than this many elements.
 _OVERRUN = 1 << 20
 _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
@@ -206,17 +205,21 @@ class KernelExecutor:
         tensors: Sequence[Laid],
         sizes: Sizes,
         device: torch.device,
+        numbers: Sequence[Number] = (),
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Return what `launch_for` does, for inputs and outputs that lie so; None where it has more
-        to look at, or where the kernel has to be compiled. `are_sized`: `sizes_fit` says so."""
-        if self.checked:
+        """Return what `launch_for` does, for inputs and outputs that lie so, and these scalar
+        inputs; None where it has more to look at, or where the kernel has to be compiled.
+        `are_sized`: `sizes_fit` says so."""
+        if self.checked or self._steps is not None:
             return None
         with self._lock:
             bound = self._extents.at_once(tensors, sizes, are_sized=are_sized)
             if bound is None:
                 return None
+            if self._scalars:
+                bound = bound.with_numbers(zip(self._scalars, numbers, strict=True))
             info = self._device or describe_device(device)
             are_plain = False not in [t.is_plain for t in tensors]
             variant, launch = self._bind_to(bound, tensors, info, are_plain=are_plain)

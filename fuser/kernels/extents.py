@@ -3,7 +3,7 @@ iterate. Tensors that do not fit the fusion are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument, Binder
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import Laid
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar import Const, Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
@@ -28,6 +28,12 @@ class Bound(NamedTuple):
     values: Mapping[Symbol, Number]
     sizes: Sizes
     iterations: int
+
+    def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> Bound:
+        """Return the same with the values of scalar inputs."""
+        values = {**self.values, **{s: Const(x, s.dtype).value for s, x in numbers}}
+        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
+        return Bound(values, sizes, self.iterations)
 
 
 class KernelExtents:
@@ -77,7 +83,7 @@ class KernelExtents:
         Raises `InputError` for tensors that the kernel does not take, or whose sizes contradict
         `sizes` or each other.
         """
-        if len(tensors) == len(inputs) + len(outputs):
+        if not self._has_scalars and len(tensors) == len(inputs) + len(outputs):
             found = self.at_once(tensors, sizes)
             if found is not None:
                 return found
@@ -107,8 +113,8 @@ class KernelExtents:
         self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes, *, are_sized: bool = False
     ) -> Bound | None:
         """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
-        None. `are_sized`: the shapes `fit`, and have elements."""
-        if self._has_scalars or len(tensors) != len(self._shapes):
+        None. `are_sized`: the shapes `fit`, and have elements. It knows of no scalar inputs."""
+        if len(tensors) != len(self._shapes):
             return None
         extents, pairs = self._parts
         if are_sized:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
+from fuser.ir.laid import VECTOR_BYTES as VECTOR_BYTES
 from fuser.schedule.facts import Facts
 from fuser.schedule.space import Access
-
-VECTOR_BYTES = 16
 
 
 class VectorWidths:
