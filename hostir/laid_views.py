@@ -7,7 +7,7 @@ from typing import Any
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
-from fuser.ir.laid import Laid, viewed_strides
+from fuser.ir.laid import Laid, dense_strides, viewed_strides
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Number, Symbol
 
@@ -44,6 +44,8 @@ def _expand(op: nodes.ExpandOp, x: Laid, shape: Shape, values: object) -> Seen:
 
 
 def _reshape(op: nodes.ReshapeOp, x: Laid, shape: Shape, values: object) -> Seen:
+    if (1 in x.shape or 1 in shape) and x.stride() != dense_strides(x.shape):
+        return None  # torch gives axes of one element strides of its own
     strides = viewed_strides(x.shape, x.stride(), shape)
     return None if strides is None else (strides, 0)
 

@@ -29,15 +29,24 @@ from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
 from hostir.announce import announcer
 from hostir.arena import Block, first_fit
+from hostir.container import walk
 from hostir.frame import Frame, KernelRunner
 from hostir.laid_views import VIEWS, seen
-from hostir.layout import is_repeated, write
 from hostir.lifetimes import Lifetime
 from hostir.numbers import free_scalars, numbers_reader
-from hostir.ops import Allocate, Deallocate, LaunchKernel, LocalSlice
+from hostir.ops import (
+    NUMBER_OF_STREAMS,
+    RANK,
+    Allocate,
+    Deallocate,
+    ForLoop,
+    IfThenElse,
+    LaunchKernel,
+    LocalSlice,
+)
 from hostir.plan import Plan
 from hostir.posting import FirstPost
-from hostir.replay_tensors import contraction
+from hostir.replay_tensors import computing, contraction, copying, writer
 from hostir.slices import dropped_axes
 from hostir.steps import Action, Launch, Multiply, Release, Slots, Step, View, allocation
 from hostir.transfers import Communication, Wait
@@ -46,6 +55,7 @@ from multidevice.sharding import local_extents
 if TYPE_CHECKING:
     from hostir.replay import Recorder
 
+_PRODUCTS = nodes.MatmulOp, nodes.LinearOp
 # What of a plan belongs to a size.
 _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "settled"})
 
@@ -229,6 +239,8 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     known = _Known(recorder, own | {i for _, i in inputs})
     if frame.storage.switches_streams or not plan.made.keys() <= own:
         return None
+    if not all(map(_goes_one_way, walk(frame.program.ops))):
+        return None
     steps: list[tuple[Step | _Make, Op | None]] = []
     for known.place, (step, op) in enumerate(plan.steps):
         made = next(filter(None, (rule(step, op, known) for rule in _RULES)), None)
@@ -244,6 +256,13 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     layouts = Layouts(buffers, known.views)
     free = recorder.given_free, recorder.free
     return Pattern(tuple(inputs), free, buffers, layouts, tuple(steps), plan, shared, reads)
+
+
+def _goes_one_way(op: Op) -> bool:
+    """Whether no size decides what is done inside of an op."""
+    if isinstance(op, IfThenElse):
+        return {RANK, NUMBER_OF_STREAMS}.issuperset(sc.symbols(op.predicate))
+    return not isinstance(op, ForLoop)
 
 
 def _same(step: Step, op: Op | None, known: _Known) -> Step | None:
@@ -306,7 +325,7 @@ def _kernel(step: Step, op: Op | None, known: _Known) -> _Make | None:
 
 
 def _product(step: Step, op: Op | None, known: _Known) -> _Make | None:
-    if not isinstance(step, Multiply | Action) or not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
+    if not isinstance(step, Multiply | Action) or not isinstance(op, _PRODUCTS):
         return None
     recorder = known.recorder
     places = tuple(recorder.slot(v) for v in op.inputs), recorder.slot(op.out)
@@ -331,7 +350,7 @@ def _local_slice(step: Step, op: Op | None, known: _Known) -> _Make | None:
 
     def make(size: Size) -> Action:
         start, length = size.frame.slice_bounds(op)
-        put = write if is_repeated(cast("Any", size.laid[out])) else torch.Tensor.copy_
+        put = writer(cast("Any", size.laid[out]))
 
         def local_slice(slots: Slots) -> None:
             put(slots[out], slots[inp].narrow(axis, start, length))
@@ -358,4 +377,23 @@ def _communication(step: Step, op: Op | None, known: _Known) -> _Make | None:
     return start
 
 
-_RULES = (_same, _view, _kernel, _product, _local_slice, _communication)
+def _copy(step: Step, op: Op | None, known: _Known) -> _Make | None:
+    """What torch computes, and copies into buffers."""
+    if not isinstance(step, Action) or not isinstance(op, TensorOp) or isinstance(op, _PRODUCTS):
+        return None
+    recorder = known.recorder
+    tensors = [(v, recorder.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
+    scalars = [(s, recorder.places[s]) for s in recorder.free]
+    outs = [recorder.slot(v) for v in op.outputs]
+    if not known.slots.issuperset([*outs, *(i for _, i in tensors)]):
+        return None
+    copied = op
+
+    def make(size: Size) -> Action:
+        puts = [writer(cast("Any", size.laid[i])) for i in outs]
+        return Action(copying(computing(copied, size.frame, tensors, scalars), outs, puts))
+
+    return make
+
+
+_RULES = (_same, _view, _kernel, _product, _local_slice, _copy, _communication)

@@ -30,6 +30,7 @@ from hostir.effects import Stream
 from hostir.frame import Frame, Machine
 from hostir.layout import share_storage
 from hostir.lifetimes import Lifetime, Order
+from hostir.numbers import free_scalars, numbers_reader, reader
 from hostir.ops import (
     Allocate,
     Deallocate,
@@ -45,7 +46,6 @@ from hostir.ops import (
     SymmetricContiguousView,
     Synchronize,
 )
-from hostir.numbers import free_scalars, numbers_reader, reader
 from hostir.pattern import Buffer
 from hostir.plan import Plan
 from hostir.post import (
@@ -487,7 +487,7 @@ class Recorder:
         start, length = self.frame.slice_bounds(op)
         inp, out, axis = self.slot(op.inp), self.slot(op.out), op.axis
 
-        put = writer(self, op.out)
+        put = writer(self.frame.tensors[op.out])
 
         def local_slice(slots: Slots) -> None:
             put(slots[out], slots[inp].narrow(axis, start, length))

@@ -10,9 +10,10 @@ import torch
 from fuser.ir import nodes
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ops.products import Product, bind_contraction
-from hostir.frame import Frame
+from hostir.frame import Frame, Machine
 from hostir.layout import is_repeated, write
 from hostir.library import as_contracted, compute, contract_repeated
 from hostir.steps import Closure, Multiply, Slots, Step
@@ -71,9 +72,16 @@ def contraction(
 
 
 def _copied(of: Recorder, op: TensorOp) -> Closure:
-    compute_step, outs = _computing(of, op), [of.slot(o) for o in op.outputs]
+    outs = [of.slot(o) for o in op.outputs]
+    return copying(_computing(of, op), outs, [writer(of.frame.tensors[o]) for o in op.outputs])
 
-    puts = [writer(of, o) for o in op.outputs]
+
+def copying(
+    compute_step: Callable[[Slots], list[torch.Tensor]],
+    outs: Sequence[int],
+    puts: Sequence[Callable[[torch.Tensor, torch.Tensor], object]],
+) -> Closure:
+    """Return what computes values and copies them into the tensors of slots."""
 
     def copy(slots: Slots) -> None:
         for put, out, value in zip(puts, outs, compute_step(slots), strict=True):
@@ -82,9 +90,9 @@ def _copied(of: Recorder, op: TensorOp) -> Closure:
     return copy
 
 
-def writer(of: Recorder, tv: TensorView) -> Callable[[torch.Tensor, torch.Tensor], object]:
+def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
     """Return how values are copied into a tensor of this layout."""
-    return write if is_repeated(of.frame.tensors[tv]) else torch.Tensor.copy_
+    return write if is_repeated(like) else torch.Tensor.copy_
 
 
 def _computed(of: Recorder, op: TensorOp) -> Closure:
@@ -98,16 +106,28 @@ def _computed(of: Recorder, op: TensorOp) -> Closure:
 
 
 def _computing(of: Recorder, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-    frame, values, indices = of.frame, of.frame.values, of.frame.indices
-    machine = of.machine
     tensors = [(v, of.slot(v)) for v in op.inputs if isinstance(v, TensorView)]
     scalars = [(s, of.slot(s)) for s in of.free]
+    return computing(op, of.frame, tensors, scalars, of.machine)
+
+
+def computing(
+    op: TensorOp,
+    frame: Frame,
+    tensors: Sequence[tuple[TensorView, int]],
+    scalars: Sequence[tuple[Symbol, int]],
+    machine: Machine | None = None,
+) -> Callable[[Slots], list[torch.Tensor]]:
+    """Return how torch computes an op on the tensors and scalars of slots; on the machine of the
+    frame, or on another."""
+    program, storage, values, indices = frame.program, frame.storage, frame.values, frame.indices
+    where = machine or frame.machine
 
     def run(slots: Slots) -> list[torch.Tensor]:
         now = Frame(
-            frame.program,
-            machine,
-            frame.storage,
+            program,
+            where,
+            storage,
             {**values, **{s: slots[i] for s, i in scalars}},
             {v: slots[i] for v, i in tensors},
             indices=indices,

@@ -39,7 +39,6 @@ from hostir.container import HostIrContainer
 from hostir.digest import (
     claim_of,
     communications_text,
-    first_line,
     input_names,
 )
 from hostir.evaluate import HostIrEvaluator, Known
@@ -430,14 +429,13 @@ class FusionExecutorCache:
         )
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
-        line = first_line(bound.program.container)
         claim = claim_of(
             parts,
             self._names,
             inputs,
             fixed,
             free=self._numbers,
-            where=line,
+            where=bound.program.first_line,
             ops=self._fusion.exprs,
         )
         return bound, claim, known

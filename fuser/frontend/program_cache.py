@@ -20,6 +20,7 @@ from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
 from hostir.auto_overlap import Overlaps
 from hostir.container import HostIrContainer, KernelGroup
+from hostir.digest import first_line
 from hostir.step_kernels import StepKernels, make_kernel_executor
 from multidevice.sharding import CutAxis, check_cuts, cut_axes
 
@@ -44,6 +45,11 @@ class Program:
     rank: int
     dumps: list[Dump]
     _kernels: dict[int, KernelExecutor | StepKernels] = field(default_factory=dict)
+
+    @cached_property
+    def first_line(self) -> str:
+        """The user's line of the first communication, "" for none."""
+        return first_line(self.container)
 
     @cached_property
     def _cut_axes(self) -> tuple[CutAxis, ...]:

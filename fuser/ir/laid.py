@@ -127,25 +127,23 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def viewed_strides(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Return the strides of torch's view of another shape; None where there is no view, or where
-    axes of one element have the strides that torch happens to give them."""
+    """Return the strides of a view of another shape, those of axes of one element as may be; None
+    where there is no such view."""
     if prod(shape) != prod(wanted):
         return None
     if tuple(strides) == dense_strides(shape):
         return dense_strides(wanted)
-    if 1 in shape or 1 in wanted:
-        return None
     # Elements at one distance from one another: how many, and the distance; innermost first.
     runs: list[tuple[int, int]] = []
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
-        if runs and step == runs[-1][0] * runs[-1][1]:
+        if n > 1 and runs and step == runs[-1][0] * runs[-1][1]:
             runs[-1] = runs[-1][0] * n, runs[-1][1]
-        else:
+        elif n > 1:
             runs.append((n, step))
     made: list[int] = []
     left = step = 1
     for n in reversed(wanted):
-        if left == 1:
+        if left == 1 and n > 1:
             left, step = runs.pop(0)
         if left % n:
             return None

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,7 +19,7 @@ from hostir import rehearsal
 from hostir.evaluate import HostIrEvaluator
 from hostir.plan import Plan
 from hostir.rehearsal import can_bind, rehearse_plan
-from hostir.steps import Launch, Multiply
+from hostir.steps import Launch, Multiply, View
 from tests.hostir.programs import CASES, build
 
 SIZES = [5, 1, 0, 2, 3, 8, 64, 7, 16, 33, 100, 1, 17, 0, 31]
@@ -283,7 +284,14 @@ def _assert_alike(made: Plan, told: Plan) -> None:
         assert op is other and type(a) is type(b)
         if isinstance(a, Launch) and isinstance(b, Launch):
             assert a.operands == b.operands and a.kernel.variant is b.kernel.variant
-            assert a.kernel.launch == b.kernel.launch
+            launches = a.kernel.launch, b.kernel.launch
+            assert replace(launches[0], numbers=()) == replace(launches[1], numbers=())
+            # What a run's scalars change: which parameters, and their values for those of now.
+            assert repr(a.numbers) == repr(b.numbers) and (a.read is None) is (b.read is None)
+            values = [[(i, repr(of(a.numbers))) for i, of in one.numbers] for one in launches]
+            assert values[0] == values[1]
+        elif isinstance(a, View) and isinstance(b, View):
+            assert vars(a) == vars(b)
         elif isinstance(a, Multiply) and isinstance(b, Multiply):
             assert (a.ins, a.out) == (b.ins, b.out)
             assert a.product.function is b.product.function
