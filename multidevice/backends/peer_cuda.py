@@ -301,7 +301,7 @@ class CudaPeerBackend(PeerBackend):
         self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
     ) -> _Enqueued:
         stream = self._handle(call.stream)
-        if self._capture is None and self._is_captured is not None and self._is_captured():
+        if self._capture is None and self._is_captured is not None and self._is_captured(stream):
             raise UnsupportedError(
                 f"{call.describe()}: peer copies cannot be a part of a graph that the caller "
                 "captures: the ranks agree on each run, and repeat it by graphs of their own"
