@@ -16,7 +16,7 @@ import torch
 from fuser.runtime.graphs import MAKERS, GraphMaker
 from fuser.torch_calls import capturing_on, lasting
 from hostir.layout import spanned
-from hostir.lifetimes import Lifetime, Moment
+from hostir.lifetimes import Lifetime
 
 if TYPE_CHECKING:
     from hostir.plan import BoundPlan, Plan
@@ -60,10 +60,6 @@ def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Te
     return {b.slot: b.view(typed[b.dtype]) for b in blocks}
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-
-
 def with_room(nbytes: int) -> int:
     """Return how large a buffer is made for so many bytes: up to a fourth larger, and by less than
     MAX_ROOM_NBYTES, so that somewhat larger sizes of a program fit, too, and nothing is bound anew.
@@ -78,22 +74,36 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
     Each block takes the lowest gap of memory that nobody uses any more for all that its allocation
     knows of other streams.
     """
+    return fit(successions([lifetime for lifetime, _ in blocks]), [n for _, n in blocks])
+
+
+def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
+    """Return, for each lifetime, which of those before it are over when it begins."""
+    ends = [lifetime.end for lifetime in lifetimes]
+    return [
+        [one.begin.get(stream, 0) >= tick for stream, tick in ends[:k]]
+        for k, one in enumerate(lifetimes)
+    ]
+
+
+def fit(after: Sequence[Sequence[bool]], sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return `first_fit` of blocks of these sizes, of which each comes `after` earlier ones."""
     offsets: list[int] = []
-    # Who had each part of memory last: beginning, end, and where that one's lifetime ends. Whoever
-    # comes after it comes after all that had the part before. The parts follow one another.
-    parts: list[tuple[int, int, Moment]] = []
-    for lifetime, nbytes in blocks:
-        begin, size = lifetime.begin, _aligned(nbytes)
+    # Who had each part of memory last: beginning, end, and which block. Whoever comes after it
+    # comes after all that had the part before. The parts follow one another.
+    parts: list[tuple[int, int, int]] = []
+    for block, (is_over, nbytes) in enumerate(zip(after, sizes, strict=True)):
+        size = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         start, first, last = 0, 0, -1
-        for last, (_, stop, (stream, tick)) in enumerate(parts):
-            if stop - start >= size and begin.get(stream, 0) >= tick:
-                break
-            if begin.get(stream, 0) < tick:
+        for last, (_, stop, owner) in enumerate(parts):
+            if not is_over[owner]:
                 start, first = stop, last + 1
+            elif stop - start >= size:
+                break
         offsets.append(start)
         if not size:
             continue
-        mine = [(start, start + size, lifetime.end)]
+        mine = [(start, start + size, block)]
         if parts and parts[last][1] > start + size:
             mine.append((start + size, *parts[last][1:]))
         parts[first : last + 1] = mine

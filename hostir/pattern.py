@@ -28,7 +28,7 @@ from fuser.ir.storage import dense_strides
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
 from hostir.announce import announcer
-from hostir.arena import Block, first_fit
+from hostir.arena import Block, fit, successions
 from hostir.container import walk
 from hostir.frame import Frame, KernelRunner
 from hostir.laid_views import VIEWS, seen
@@ -75,7 +75,7 @@ class Size:
 _Make = Callable[[Size], Step | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Buffer:
     """A buffer that a program allocates, and where in it the buffer is used: None if it lasts."""
 
@@ -94,7 +94,10 @@ class Pattern:
     inputs: tuple[tuple[TensorView, int], ...]
     # The positions of scalar inputs on which no size depends, and those that changed in the class.
     free: tuple[frozenset[int], tuple[Symbol, ...]]
-    buffers: tuple[Buffer, ...]
+    # The buffers that outlive a run; those of the arena, and which of these come after which.
+    lasting: tuple[Buffer, ...]
+    placed: tuple[Buffer, ...]
+    after: Sequence[Sequence[bool]]
     layouts: Layouts
     steps: tuple[tuple[Step | _Make, Op | None], ...]
     like: Plan
@@ -126,17 +129,12 @@ class Pattern:
             if made is None:
                 return None
             steps.append((made, op))
-        made, placed = dict(self.like.made), list[Buffer]()
-        lifetimes: list[tuple[Lifetime, int]] = []
-        for buffer in self.buffers:
-            if buffer.lifetime is None:
-                block = _block(buffer, laid)
-                made[block.slot] = allocation(buffer.tv, block, frame.machine, frame.program)
-            else:
-                placed.append(buffer)
-                lifetimes.append((buffer.lifetime, laid[buffer.slot].nbytes()))
-        offsets, nbytes = first_fit(lifetimes)
-        blocks = [_block(b, laid, offset) for b, offset in zip(placed, offsets, strict=True)]
+        made = dict(self.like.made)
+        for buffer in self.lasting:
+            block = _block(buffer, laid)
+            made[block.slot] = allocation(buffer.tv, block, frame.machine, frame.program)
+        offsets, nbytes = fit(self.after, [laid[b.slot].nbytes() for b in self.placed])
+        blocks = [_block(b, laid, offset) for b, offset in zip(self.placed, offsets, strict=True)]
         plan = Plan(
             **self.shared,
             made=made,
@@ -255,7 +253,21 @@ def pattern_of(recorder: Recorder, plan: Plan) -> Pattern | None:
     shared = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _OF_A_SIZE}
     layouts = Layouts(buffers, known.views)
     free = recorder.given_free, recorder.free
-    return Pattern(tuple(inputs), free, buffers, layouts, tuple(steps), plan, shared, reads)
+    lasting = tuple(b for b in buffers if b.lifetime is None)
+    placed = {b: b.lifetime for b in buffers if b.lifetime is not None}
+    after = successions(tuple(placed.values()))
+    return Pattern(
+        tuple(inputs),
+        free,
+        lasting,
+        tuple(placed),
+        after,
+        layouts,
+        tuple(steps),
+        plan,
+        shared,
+        reads,
+    )
 
 
 def _goes_one_way(op: Op) -> bool:

@@ -335,8 +335,9 @@ class Launch(NamedTuple):
     def bind(self, binding: Binding) -> Closure:
         kernel, launch = self.kernel.kernel, self.kernel.launch
         memories = launch.make_memories(binding.device)
-        tensors = [binding.fixed.get(slot, 0) for slot in self.operands]
-        prepared = launch.prepare(kernel, tensors, self.numbers, memories)
+        prepared, moving = launch.prepare(
+            kernel, self.operands, binding.fixed, self.numbers, memories
+        )
         stream = binding.raw(self.stream)
         call = prepared.bind(stream)
         binding.kept.append((prepared, call, memories))
@@ -347,10 +348,5 @@ class Launch(NamedTuple):
             except KernelError as error:
                 raise self.kernel.explain(error) from None
 
-        moving = tuple(
-            (param, self.operands[k])
-            for param, k in launch.pointers
-            if self.operands[k] not in binding.fixed
-        )
         writers = () if self.read is None else launch.number_writers(kernel)
         return binding.launch(BoundKernel(call, moving, self.read, writers, stream, fail))

@@ -215,7 +215,11 @@ class KernelExecutor:
         if self.checked or self._steps is not None:
             return None
         with self._lock:
-            bound = self._extents.at_once(tensors, sizes, are_sized=are_sized)
+            if are_sized:
+                iterations = self._extents.iterations(sizes)
+                bound = None if iterations is None else Bound(sizes, sizes, iterations)
+            else:
+                bound = self._extents.at_once(tensors, sizes)
             if bound is None:
                 return None
             if self._scalars:

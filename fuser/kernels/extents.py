@@ -3,7 +3,7 @@ iterate. Tensors that do not fit the fusion are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from fuser.ir.binding import Argument, Binder
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import Laid
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
-from fuser.ir.scalar_python import Computed
+from fuser.ir.scalar_python import Computed, PythonText
 from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
 
@@ -67,8 +67,8 @@ class KernelExtents:
         sides = [*(x for x, _ in equal), *(y for _, y in equal)]
         self._parts = ends[-1] + len(self._symbols), len(equal)
         self._all = Computed([*chain(*shapes), *self._symbols, *sides, *spaces])
-        # The same where tensors fit for any sizes.
-        self._others = Computed([*self._symbols, *sides, *spaces])
+        self._equal, self._spaces = equal, spaces
+        self._count: Callable[[Sizes], int | None] | None = None
         self._has_scalars = any(isinstance(v, Scalar) for v in fusion.inputs)
 
     def bind(
@@ -105,28 +105,44 @@ class KernelExtents:
         return self._binder.bind([*inputs, *outputs], sizes)
 
     def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
-        """Whether tensors of these shapes are those of the fusion, whatever the sizes."""
+        """Whether any tensors of these shapes are taken, whatever the sizes and strides."""
         canonical = self._fusion.canonical
-        return self._extents == [[canonical(x) for x in shape] for shape in shapes]
+        fits = self._extents == [[canonical(x) for x in shape] for shape in shapes]
+        return fits and not self._expanded and not self._is_empty
 
-    def at_once(
-        self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes, *, are_sized: bool = False
-    ) -> Bound | None:
+    def iterations(self, sizes: Sizes) -> int | None:
+        """Return the iterations of what `at_once` finds, for tensors that `fit` and have elements;
+        None where it finds none."""
+        run = self._count
+        if run is None:
+            run = self._count = self._compiled_count()
+        try:
+            return run(sizes)
+        except (ArithmeticError, KeyError, TypeError, ValueError):
+            return None
+
+    def _compiled_count(self) -> Callable[[Sizes], int | None]:
+        text, known = PythonText(), {x for shape in self._extents for x in shape}
+        for symbol in self._symbols:
+            if symbol not in known:
+                text.lines.append(f"if {text.name(symbol)} == 0: return None")
+        for x, y in self._equal:
+            text.lines.append(f"if {text.name(x)} != {text.name(y)}: return None")
+        counts = dict.fromkeys(text.name(x) for x in self._spaces)
+        return text.function("values", f"max(({''.join(f'{n}, ' for n in counts)}), default=0)")
+
+    def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> Bound | None:
         """Return what `bind` finds where `sizes` has every symbol and all is as it should be, else
-        None. `are_sized`: the shapes `fit`, and have elements. It knows of no scalar inputs."""
+        None. It knows of no scalar inputs."""
         if len(tensors) != len(self._shapes):
             return None
         extents, pairs = self._parts
-        if are_sized:
-            found, extents = self._others.at_once(sizes), len(self._symbols)
-        else:
-            found = self._all.at_once(sizes)
+        found = self._all.at_once(sizes)
         if found is None:
             return None
-        if not are_sized:
-            for (begin, end), t in zip(self._shapes, tensors, strict=True):
-                if t.shape != found[begin:end]:
-                    return None
+        for (begin, end), t in zip(self._shapes, tensors, strict=True):
+            if t.shape != found[begin:end]:
+                return None
         for k, axis in self._expanded:
             if tensors[k].size(axis) > 1 and tensors[k].stride(axis):
                 return None

@@ -12,7 +12,7 @@ import torch
 from fuser.ir import scalar as sc
 from fuser.ir.laid import Laid
 from fuser.ir.scalar import Number, Scalar, Symbol
-from fuser.ir.scalar_python import Computed
+from fuser.ir.scalar_python import Computed, PythonText
 from fuser.ir.tensor import TensorView
 from fuser.kernels.kernel import Kernel
 from fuser.lower.kernel import ScalarArg, StrideArg, TensorArg, WorkspaceArg, stride_symbol
@@ -52,8 +52,9 @@ class Needs:
     # Each parameter (0 where it is no scalar), grid, block, bytes of shared memory and of
     # workspaces: where a guard fails, they may have no value.
     scalars: Computed
-    # The guards, then the scalars.
-    all: Computed
+    # What gives at once for the values of symbols: arguments, grid, block, bytes of shared memory
+    # and of workspaces; False where a guard fails.
+    at_once: Callable[[Mapping[Symbol, Number]], tuple[Any, ...] | bool]
     # (number of a tensor in the fusion, bytes that divide its address and outer strides)
     alignments: tuple[tuple[int, int], ...]
     # (place, axis, symbol) of each stride that a scalar names.
@@ -95,7 +96,7 @@ class Needs:
         return Needs(
             Computed(kernel.guards),
             Computed(scalars),
-            Computed((*kernel.guards, *scalars)),
+            _shaped_at_once(kernel.guards, scalars, len(args)),
             tuple((number_of[tv.number], nbytes) for tv, nbytes in kernel.alignments),
             tuple((*strides[s], s) for s in named),
             len(args),
@@ -104,6 +105,19 @@ class Needs:
             tuple((i, place[a.tv.number], a.axis) for i, a in args if isinstance(a, StrideArg)),
             tuple((i, space.zeroed) for i, space in spaces),
         )
+
+
+def _shaped_at_once(
+    guards: Sequence[Scalar], scalars: Sequence[Scalar], parameters: int
+) -> Callable[[Mapping[Symbol, Number]], tuple[Any, ...] | bool]:
+    text = PythonText()
+    for guard in guards:
+        text.lines.append(f"if not {text.name(guard)}: return False")
+    args = ", ".join(text.name(x) for x in scalars[:parameters])
+    shape = [text.name(x) if sc.is_int(x) else f"int({text.name(x)})" for x in scalars[parameters:]]
+    dims = [", ".join(shape[i : i + 3]) for i in (0, 3)]
+    spaces = "".join(f"{n}, " for n in shape[7:])
+    return text.function("values", f"[{args}], ({dims[0]}), ({dims[1]}), {shape[6]}, ({spaces})")
 
 
 def launch_of(
@@ -127,17 +141,18 @@ def launch_of(
     known = values
     if needs.strides:
         known = {**values, **{s: tensors[k].stride(axis) for k, axis, s in needs.strides}}
-    found = needs.all.at_once(known)
-    if found is None:
+    try:
+        found: Any = needs.at_once(known)
+    except (ArithmeticError, KeyError, TypeError, ValueError):
+        # One by one may do, or has an error to tell.
         if not needs.guards.hold(known):
             return None
-        found = needs.scalars(known)
-    else:
-        guards = len(needs.guards.scalars)
-        if not all(found[:guards]):
-            return None
-        found = found[guards:]
-    args: list[Any] = list(found[: needs.parameters])
+        each = needs.scalars(known)
+        shape = tuple(map(int, each[needs.parameters :]))
+        found = list(each[: needs.parameters]), shape[:3], shape[3:6], shape[6], shape[7:]
+    if found is False:
+        return None
+    args, grid, block, smem_bytes, spaces = found
     for param, k, axis in needs.stride_arguments:
         args[param] = tensors[k].stride(axis)
     numbers: list[tuple[int, Callable[[Sequence[Number]], Number]]] = []
@@ -146,11 +161,10 @@ def launch_of(
         for param, scalar in needs.evaluated.items():
             if not dynamic.isdisjoint(sc.symbols(scalar)):
                 numbers.append((param, partial(_value, scalar, known, tuple(scalars))))
-    gx, gy, gz, bx, by, bz, smem_bytes, *spaces = map(int, found[needs.parameters :])
     return BoundLaunch(
         args,
-        (gx, gy, gz),
-        (bx, by, bz),
+        grid,
+        block,
         smem_bytes,
         needs.pointers,
         tuple(numbers),

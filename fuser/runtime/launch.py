@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -77,17 +77,29 @@ class BoundLaunch:
     def prepare(
         self,
         kernel: CompiledKernel,
-        tensors: Sequence[torch.Tensor | int],
+        names: Sequence[int],
+        fixed: Mapping[int, torch.Tensor],
         numbers: Sequence[Number],
         memories: Sequence[torch.Tensor],
-    ) -> PreparedLaunch:
-        """Return a launch of its own arguments; 0 stands for a tensor that every call replaces.
+    ) -> tuple[PreparedLaunch, tuple[tuple[int, int], ...]]:
+        """Return a launch of its own arguments, and (parameter, name) of each tensor that is not
+        among the `fixed` ones, by name, and which every call replaces.
 
         `memories` are the workspaces (`make_memories`), which the caller keeps.
         """
-        args = self._filled(tensors, numbers, memories)
+        args, moving = list(self.args), list[tuple[int, int]]()
+        for param, position in self.pointers:
+            name = names[position]
+            tensor = fixed.get(name)
+            if tensor is None:
+                moving.append((param, name))
+                args[param] = 0
+            else:
+                args[param] = tensor
+        self._fill(args, numbers, memories)
         grid, block, smem_bytes = self.grid, self.block, self.smem_bytes
-        return kernel.prepare(args, grid=grid, block=block, smem_bytes=smem_bytes)
+        prepared = kernel.prepare(args, grid=grid, block=block, smem_bytes=smem_bytes)
+        return prepared, tuple(moving)
 
     def number_writers(
         self, kernel: CompiledKernel
@@ -119,18 +131,24 @@ class BoundLaunch:
 
     def _filled(
         self,
-        tensors: Sequence[torch.Tensor | int],
+        tensors: Sequence[torch.Tensor],
         numbers: Sequence[Number],
         memories: Sequence[torch.Tensor],
     ) -> list[Any]:
         args = list(self.args)
         for param, position in self.pointers:
             args[param] = tensors[position]
+        self._fill(args, numbers, memories)
+        return args
+
+    def _fill(
+        self, args: list[Any], numbers: Sequence[Number], memories: Sequence[torch.Tensor]
+    ) -> None:
         for param, value_for in self.numbers:
             args[param] = value_for(numbers)
-        for (param, _, _), memory in zip(self.workspaces, memories, strict=True):
-            args[param] = memory
-        return args
+        if self.workspaces:
+            for (param, _, _), memory in zip(self.workspaces, memories, strict=True):
+                args[param] = memory
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
         """Return the workspaces of a stream: launches on two streams may overlap. A graph that is
