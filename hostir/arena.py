@@ -118,6 +118,8 @@ class Arena:
         self.stream, self.is_captured = stream, is_captured
         self._device = device
         self._buffer: torch.Tensor | None = None
+        # Whether peers can map it.
+        self._is_mapped = False
         # Plans whose intermediates lie here.
         self.bound: dict[Plan, BoundPlan] = {}
         self._graphs: GraphMaker | None = None
@@ -131,11 +133,13 @@ class Arena:
     def bind(self, plan: Plan) -> BoundPlan:
         """Let the intermediates of a plan lie here."""
         with lasting():
-            if self._buffer is None or self._buffer.numel() < plan.nbytes:
+            is_mapped = plan.symmetric is not None
+            has_room = self._buffer is not None and self._buffer.numel() >= plan.nbytes
+            if self._buffer is None or not has_room or (is_mapped and not self._is_mapped):
                 # Views of the smaller buffer would keep it alive.
                 self.bound.clear()
-                room = with_room(plan.nbytes)
-                self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
+                self._buffer = plan.memory(with_room(plan.nbytes))
+                self._is_mapped = is_mapped
             if len(self.bound) >= MAX_BOUND:
                 self.bound.clear()
             found = self.bound[plan] = plan.bind(self._buffer, self)

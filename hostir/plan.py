@@ -68,6 +68,8 @@ class Plan:
     outputs: tuple[int, ...]
     blocks: tuple[Block, ...]
     nbytes: int
+    # What makes memory for them that peers can map; None where they may lie anywhere.
+    symmetric: Callable[[int], torch.Tensor] | None
     device: torch.device
     records: bool
     # Those of the run, if the program switches between them.
@@ -83,6 +85,13 @@ class Plan:
     why_not: str
     # What returns the plan of later runs, after the first one; None where it is this one.
     settled: Callable[[], Plan] | None = None
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory for intermediates, for the current stream. Raises torch's error where there
+        is none."""
+        if self.symmetric is not None:
+            return self.symmetric(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
         """Return the plan for runs that begin on the stream of an arena, with this memory."""

@@ -113,6 +113,10 @@ class Recorder:
         self._lifetimes: dict[int, Lifetime] = {}
         # Those of them that a step makes where they do not.
         self._in_steps: set[int] = set()
+        # What makes memory for them that peers can map, if some must lie in such; and whose begin
+        # with a page of memory, as no other block does.
+        self._symmetric: Callable[[int], torch.Tensor] | None = None
+        self._shown = frozenset(map(frame.storage.root, frame.storage.views))
         # What makes the buffers that outlive a run, by slot.
         self._made: dict[int, Allocation] = {}
         self._order = Order(frame.integer)
@@ -183,6 +187,7 @@ class Recorder:
             tuple(self._slot.get(("copy", t), self.slot(t)) for t in outputs),
             blocks,
             nbytes,
+            self._symmetric,
             self.machine.device,
             self._requires_grad and not all(map(_leaves_gradients_alone, self._steps)),
             self.machine.streams if self._switches else None,
@@ -201,6 +206,8 @@ class Recorder:
         lifetimes = {i: self._lifetimes[i] for i in self._blocks if i in self._lifetimes}
         placed = {i: at for i, at in lifetimes.items() if is_within(at)}
         blocks = [self._blocks[i][1] for i in placed]
+        if any(self._blocks[i][0].memory is MemoryType.symmetric for i in placed):
+            self._symmetric = self.machine.symmetric
         offsets, nbytes = first_fit(
             [(at, b.nbytes) for at, b in zip(placed.values(), blocks, strict=True)]
         )
@@ -251,12 +258,13 @@ class Recorder:
         i, made = self.new_slot(tv), self.frame.tensors[tv]
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
         clear = _clearing(i) if op.zero_init else None
-        if tv.memory is MemoryType.symmetric:
+        is_mapped = tv.memory is MemoryType.symmetric
+        if is_mapped and tv in self._shown:
             make = self._make(tv, block).run
             return make if clear is None else Both(Action(make), Action(clear))
         self._blocks[i] = tv, block
         self._begins[i] = self._order.now(), self._order.clocks.current
-        if not self.frame.indices and self._stream is None:
+        if not (self.frame.indices or is_mapped) and self._stream is None:
             return clear
         # Torch keeps what is freed for the stream that it was made on.
         self._in_steps.add(i)

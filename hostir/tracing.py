@@ -222,8 +222,7 @@ class _Runs:
 
     def bound(self, plan: Plan) -> Callable[[], None]:
         """Return a run of a plan, in memory of its own, on the stream that is current now."""
-        buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
-        found = plan.bind(buffer, Arena(plan.device, plan.current_stream()))
+        found = plan.bind(plan.memory(plan.nbytes), Arena(plan.device, plan.current_stream()))
         streams = plan.streams
 
         def run() -> None:

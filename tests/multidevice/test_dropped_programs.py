@@ -11,8 +11,10 @@ import torch
 import multidevice
 from multidevice.backends import shared_memory
 from multidevice.backends.shared_memory import SharedMemory
+from multidevice.backends.simulated import SimulatedPeers
+from multidevice.communicator import Communicator
 from tests import mpi_abort
-from tests.multidevice.programs.dropped_programs import Exchange
+from tests.multidevice.programs.dropped_programs import MB, Exchange
 from tests.multidevice.programs.shown_shards import program_of, run_here
 from tests.multidevice.test_communicator_jobs import needs_mpi, run_job
 
@@ -102,3 +104,28 @@ def test_a_file_under_the_number_of_another_is_told_apart(
         memory.tidy()
     assert values == [0.0, 1.0, 2.0, 3.0]
     assert len(names) == 1, "the system gave other numbers: nothing was shown"
+
+
+def test_a_steady_run_takes_no_memory_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent lies in the arena: in memory that peers can map, and always in the same place."""
+    made = list[int]()
+    before = SimulatedPeers.empty
+
+    def empty(self: SimulatedPeers, nbytes: int) -> torch.Tensor:
+        made.append(nbytes)
+        return before(self, nbytes)
+
+    monkeypatch.setattr(SimulatedPeers, "empty", empty)
+
+    def body() -> list[int]:
+        one = Exchange(1)
+        one.run(3)
+        (plan,) = one.evaluator.plans()
+        assert [b.nbytes for b in plan.blocks] == [MB]
+        Communicator.instance().barrier()
+        count = len(made)
+        one.run(3)
+        return made[count:]
+
+    with multidevice.simulate(2) as world:
+        assert world.run(body) == [[], []]

@@ -24,6 +24,7 @@ from hostir import (
     StartCoalescing,
     Wait,
 )
+from hostir.passes.allocation import insert_deallocate
 from multidevice.communicator import Communicator
 from tests.multidevice.programs.shown_shards import double, program_of, run_here
 
@@ -59,7 +60,7 @@ def exchange_of(ranks: int, rows: int) -> HostIrContainer:
             Wait(2),
         )
         program.add_output(y)
-    return program
+    return insert_deallocate(program)
 
 
 class Exchange:
