@@ -3,6 +3,7 @@
 Only tensors that a program deallocates lie here, so nothing that a caller can hold is ever reused.
 Each plan has fixed offsets; two tensors share bytes when one is given up before the other begins,
 by the program's own waits (`hostir.lifetimes`). The runs that use one buffer begin on one stream.
+Where some tensors must lie in memory that peers can map, the whole buffer does.
 A plan is bound to an arena once: its steps then know where their intermediates lie.
 """
 

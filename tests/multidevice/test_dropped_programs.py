@@ -107,7 +107,7 @@ def test_a_file_under_the_number_of_another_is_told_apart(
 
 
 def test_a_steady_run_takes_no_memory_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent lies in the arena: in memory that peers can map, and always in the same place."""
+    """What is sent lies in the arena: in memory that peers can map, always in the same place."""
     made = list[int]()
     before = SimulatedPeers.empty
 
