@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from hostir.arena import Arena
     from hostir.plan import Plan
 
-# Runs with one set of addresses before they are captured.
-RUNS_BEFORE = 2
-# Steps of a run below which a graph would not be faster.
+# Runs with one set of addresses before they are captured; more where a graph saves little of each.
+RUNS_BEFORE, RUNS_BEFORE_FEW = 2, 16
+# Steps of a run below which a graph saves little, or nothing where they are not kernels alone.
 MIN_STEPS = 3
+# Twins of a graph, for tensors that lie elsewhere in turns; moves before there is one.
+MAX_TWINS, MOVES_BEFORE = 3, 8
 # Graphs of one plan on one stream; sets of addresses that are counted; captures at all.
 MAX_GRAPHS, MAX_KEYS, MAX_CAPTURES = 256, 1024, 512
 # Runs that found no graph, one after another, before none is looked for.
@@ -48,9 +50,11 @@ MAX_MISSES = 512
 _NUMBERS = count(FIRST_GRAPH)
 
 
-def gains_nothing(steps: int) -> str:
-    """Return why a run of so many steps is not captured, "" where a graph would be faster."""
-    return f"{steps} step(s) gain nothing by it" if steps < MIN_STEPS else ""
+def gains_nothing(steps: int, kernels: int) -> str:
+    """Return why a run of so many steps, among them kernels, is not captured; "" where a graph
+    would be faster."""
+    is_slower = steps < (1 if steps == kernels else MIN_STEPS)
+    return f"{steps} step(s) gain nothing by it" if is_slower else ""
 
 
 class _Refused(Exception):
@@ -178,13 +182,20 @@ class _Captured:
     nodes: dict[int, _Node]
     places: list[int]
     held: list[object]
+    # The same graph again, which finds these tensors elsewhere; how often they had moved.
+    twins: list[_Captured] = field(default_factory=list["_Captured"])
+    moves: int = 0
 
 
 class Replays:
     """The graphs of a plan on one stream, and the reason where there are none."""
 
-    def __init__(self, plan: Plan, memory: dict[int, torch.Tensor], arena: Arena) -> None:
+    def __init__(
+        self, plan: Plan, memory: dict[int, torch.Tensor], arena: Arena, steps: int
+    ) -> None:
+        """`memory` has the tensors of fixed slots; of so many steps, something is left to do."""
         self._plan, self._memory = plan, memory
+        self._is_long = steps >= MIN_STEPS
         self._stream, self._make = arena.stream, arena.graphs
         self._binding: CaptureBinding | None = None
         self._actions: list[Closure] = []
@@ -257,8 +268,7 @@ class Replays:
             if backends:
                 backends[0].enter_again(self._calls[0])
         try:
-            self._update(captured, slots)
-            captured.graph.launch(stream)
+            self._updated(captured, slots).graph.launch(stream)
         except BaseException:
             if vote is not None:
                 vote.take_back()
@@ -341,7 +351,7 @@ class Replays:
         kept = (self._seen, MAX_KEYS), (self._graphs, MAX_GRAPHS)
         self._is_full = any(len(entries) >= limit // 2 for entries, limit in kept)
         self._misses += 1
-        if seen <= RUNS_BEFORE:
+        if seen <= (RUNS_BEFORE if self._is_long else RUNS_BEFORE_FEW):
             if self._misses > MAX_MISSES:
                 self.why_not = "inputs and outputs lie elsewhere in each run"
             return None
@@ -470,11 +480,38 @@ class Replays:
         self._numbered = [i for i, k in enumerate(binding.kernels) if k.read is not None]
         self._words = [_seen_as_words(kernel.call.words) for kernel in binding.kernels]
 
-    def _update(self, captured: _Captured, slots: Slots) -> None:
-        """Tell the kernels of a graph where tensors lie, and the numbers of this run."""
+    def _updated(self, captured: _Captured, slots: Slots) -> _Captured:
+        """Return a graph, or a twin of it, whose kernels know where tensors lie, and the numbers
+        of this run."""
         places = [slots[i].data_ptr() for i in self._moving]
-        if places == captured.places and not self._numbered:
-            return
+        if places != captured.places:
+            captured = self._twin(captured, places)
+        if places != captured.places or self._numbered:
+            self._update(captured, places, slots)
+        return captured
+
+    def _twin(self, captured: _Captured, places: list[int]) -> _Captured:
+        """Return the one of a graph and its twins that is to find its tensors in these places."""
+        for twin in captured.twins:
+            if twin.places == places:
+                return twin
+        captured.moves += 1
+        if captured.moves <= MOVES_BEFORE or len(captured.twins) == MAX_TWINS:
+            return captured
+        assert self._binding is not None
+        nodes: dict[int, _Node] = {}
+        twin = _Captured(captured.graph.twin(), nodes, list(captured.places), captured.held)
+        # It has the words of the capture, which may be others by now.
+        for number, node in captured.nodes.items():
+            words = _seen_as_words(bytearray(node.words))
+            nodes[number] = _Node(node.node, words, node.numbers)
+            self._words[number][:] = words
+            twin.graph.update(node.node, self._binding.kernels[number].call)
+        captured.twins.append(twin)
+        return twin
+
+    def _update(self, captured: _Captured, places: list[int], slots: Slots) -> None:
+        """Tell the kernels of a graph where tensors lie, and the numbers of this run."""
         assert self._binding is not None
         nodes, kernels = captured.nodes, self._binding.kernels
         changed: set[int] = set()

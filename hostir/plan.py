@@ -43,9 +43,9 @@ class BoundPlan:
         """Return which op a closure carries out."""
         return self.ops[self.closures.index(closure)]
 
-    def explain(self, error: BaseException, closure: Closure) -> NoReturn:
-        """Raise an error of a closure as the caller of the run is to see it."""
-        explained = _explained(error, self.op(closure))
+    def explain(self, error: BaseException, closure: Closure | None) -> NoReturn:
+        """Raise an error of a closure, or of a graph, as the caller of the run is to see it."""
+        explained = _explained(error, None if closure is None else self.op(closure))
         if explained is error:
             raise error
         raise explained from error
@@ -108,8 +108,9 @@ class Plan:
                 ops.append(op)
         rest = [fixed.get(slot) for slot in range(self.inputs, self.size)]
         # A graph cannot be launched into one that the caller captures.
-        is_repeated = not (self.why_not or arena.is_captured or gains_nothing(len(closures)))
-        replays = Replays(self, memory, arena) if is_repeated else None
+        gains = not gains_nothing(len(closures), len(binding.launches))
+        is_repeated = gains and not (self.why_not or arena.is_captured)
+        replays = Replays(self, memory, arena, len(closures)) if is_repeated else None
         makes = tuple(made.run for made in self.made.values())
         launches = binding.launches
         return BoundPlan(makes, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
@@ -119,7 +120,7 @@ class Plan:
         if self.why_not:
             return [f"not captured: {self.why_not}"]
         return [
-            f"not captured: {gains_nothing(len(bound.closures))}"
+            f"not captured: {gains_nothing(len(bound.closures), len(bound.launches))}"
             if bound.replays is None
             else bound.replays.describe()
             for bound in self.arenas.bound(self)

@@ -24,10 +24,14 @@ from hostir.arena import MAX_SPARE, Arena
 from hostir.bind import Argument
 from hostir.capture import Replayed
 from hostir.plan import BoundPlan, Plan
-from hostir.steps import Closure
+from hostir.steps import Closure, Slots
 
 # (address of the function, of its arguments, of the words, (parameter, slot), what a status means)
 _Launch = tuple[int, tuple[int, ...], int, tuple[tuple[int, int], ...], Callable[[int], None]]
+
+
+# Of what has another class, its methods may say anything.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
 
 
 class Steady(Protocol):
@@ -37,9 +41,7 @@ class Steady(Protocol):
     runs: int
     declined: int
 
-    def __call__(
-        self, inputs: Any, device: Any, enable: Any, disable: Any, /
-    ) -> list[torch.Tensor] | None: ...
+    def __call__(self, inputs: Any, /, *device_and_options: Any) -> list[torch.Tensor] | None: ...
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,8 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """What the runner is made of; it lives as long."""
+    """What the runner is made of, which lives as long; never a tensor of the caller."""
 
-    inputs: tuple[Argument, ...]
     # Where in a vector of memory tensors begin, the device (-1: the CPU), the stream, spare arenas.
     numbers: tuple[int, int, int, int]
     context: ContextVar[Any]
@@ -67,6 +68,8 @@ class _Description:
     capturing: Callable[[], bool] | None
     enter: Callable[[], None]
     explain: Callable[[BaseException, Closure], Any]
+    # What carries out a run, whose buffers are made, without a graph that is known.
+    others: Callable[[Slots], None]
     plan: Plan
     bound: BoundPlan
     arena: Arena
@@ -102,6 +105,8 @@ def steady(
     why there is none now."""
     if why := _why_not(plan):
         return why
+    if not all(type(v) in _PLAIN for v in inputs):
+        return "an input is of a class of its own"
     stream = plan.current_stream()
     arena = plan.arenas.take(stream)
     try:
@@ -125,7 +130,6 @@ def steady(
         try:
             return runner.Steady(
                 _Description(
-                    tuple(inputs),
                     (VECTOR_BYTES - 1, plan.device.index if is_cuda else -1, stream, MAX_SPARE),
                     around.context,
                     around.context.get(),
@@ -136,6 +140,7 @@ def steady(
                     capturing,
                     _enter,
                     bound.explain,
+                    _others(plan, bound, stream),
                     plan,
                     bound,
                     arena,
@@ -149,12 +154,32 @@ def steady(
                     () if graph is not None else tuple(_step(bound, c) for c in bound.closures),
                     plan.outputs,
                     graph,
-                )
+                ),
+                tuple(inputs),
             )
         except (RuntimeError, TypeError, ValueError) as error:
             return f"the runner does not take it: {error}"
     finally:
         plan.arenas.give(arena)
+
+
+def _others(plan: Plan, bound: BoundPlan, stream: int) -> Callable[[Slots], None]:
+    """Return what carries out a run, whose buffers are made, where the runner finds no graph. Made
+    anew, they would lie elsewhere, and no graph could be found for the next run either."""
+
+    def run(slots: Slots) -> None:
+        entry = None if plan.streams is None else plan.streams.current()
+        step = None
+        try:
+            if bound.replays is None or not bound.replays.run(slots, stream):
+                for step in bound.closures:
+                    step(slots)
+        except BaseException as error:
+            if plan.streams is not None:
+                plan.streams.enter(entry)
+            bound.explain(error, step)
+
+    return run
 
 
 def _step(bound: BoundPlan, closure: Closure) -> Closure | _Launch:

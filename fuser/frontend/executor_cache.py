@@ -137,9 +137,11 @@ class FusionExecutorCache:
         """Run on `inputs`; see `FusionDefinition.execute`."""
         if (steady := self._steady) is not None:
             outputs = steady(inputs, device, _enable_options, _disable_options)
+            if outputs is None:
+                given = inputs, device, _enable_options, _disable_options
+                outputs = self._others_turn(steady, *given)
             if outputs is not None:
                 return outputs
-            self._has_declined(steady)
         communicator = Communicator.instance()
         call, places = self._latest, None
         if (
@@ -193,12 +195,26 @@ class FusionExecutorCache:
         except FuserError:
             return False
 
-    def _has_declined(self, steady: Steady) -> None:
-        """Let go of what repeats calls that no longer come."""
+    def _others_turn(
+        self, declined: Steady, inputs: Iterable[object], *others: object
+    ) -> list[torch.Tensor] | None:
+        """Return what the compiled runner makes of inputs that have the shape of other calls, None
+        for inputs that are not its own. Lets go of what repeats calls that no longer come."""
         call = self._latest
-        if steady.declined > MAX_DECLINED and call is not None and call.steady is steady:
+        if declined.declined > MAX_DECLINED and call is not None and call.steady is declined:
             call.steady = self._steady = None
             call.runs_left = call.patience
+        try:
+            call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
+        except Exception:  # of what is no list of tensors, which may raise anything
+            return None
+        if call is None or call.steady is None or call.steady is declined:
+            return None
+        outputs = call.steady(inputs, *others)
+        if outputs is not None:
+            self._latest, self._steady = call, call.steady
+            self._has_run(call)
+        return outputs
 
     def compiled_runner(self) -> list[str]:
         """See `FusionDefinition.compiled_runner`."""

@@ -82,14 +82,22 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-class CudaGraph:
-    """An executable graph; `Graph` of fuser/runtime/graphs.py."""
+class _Template:
+    """A graph as it was captured, of which executable ones are made."""
 
     def __init__(self, graph: Any, library: Any, maker: CudaGraphs) -> None:
+        self.graph, self.library = graph, library
         # In whose place lies what was allocated while it was captured.
         self._maker = maker
         weakref.finalize(self, library.cuGraphDestroy, ctypes.c_void_p(int(graph)))
-        made = _checked("cuGraphInstantiate", load_driver().cuGraphInstantiate(graph, 0))
+
+
+class CudaGraph:
+    """An executable graph; `Graph` of fuser/runtime/graphs.py."""
+
+    def __init__(self, template: _Template) -> None:
+        self._template, library = template, template.library
+        made = _checked("cuGraphInstantiate", load_driver().cuGraphInstantiate(template.graph, 0))
         self._handle = ctypes.c_void_p(int(made))
         self._launch = library.cuGraphLaunch
         self._set_params = library.cuGraphExecKernelNodeSetParams_v2
@@ -103,6 +111,9 @@ class CudaGraph:
         assert isinstance(node, _Node)
         node.params.arguments = call.packed
         return node.handle.value or 0, ctypes.addressof(node.params)
+
+    def twin(self) -> CudaGraph:
+        return CudaGraph(self._template)
 
     def launch(self, stream: int) -> None:
         status = self._launch(self._handle, ctypes.c_void_p(stream))
@@ -210,7 +221,7 @@ class CudaGraphs:
                 driver.cuStreamEndCapture(stream)
                 raise
             graph = _checked("cuStreamEndCapture", driver.cuStreamEndCapture(stream))
-        return CudaGraph(graph, self._library, self)
+        return CudaGraph(_Template(graph, self._library, self))
 
     def kernel(self, call: LaunchCall, stream: int) -> _Node:
         status = call.function(*call.arguments)

@@ -36,6 +36,11 @@ class Graph(Protocol):
         """Gives a kernel, from the next launch on, the arguments that its call holds now."""
         ...
 
+    def twin(self) -> Graph:
+        """Returns the graph as it was captured, once more: what updates one leaves the other as it
+        is. Their launches share memory, too."""
+        ...
+
 
 class GraphMaker(Protocol):
     """Captures runs that follow one another on one stream."""

@@ -144,7 +144,8 @@ static int take(Steady *self) {
 }
 
 static int give(Steady *self) {
-  return PyList_GET_SIZE(self->spare) < self->max_spare ? PyList_Append(self->spare, self->arena) : 0;
+  return PyList_GET_SIZE(self->spare) < self->max_spare ? PyList_Append(self->spare, self->arena)
+                                                        : 0;
 }
 
 /* 1, or 0 where there is no memory: Python asks again, and says so. */
@@ -164,19 +165,28 @@ static int make_all(const Steady *self, PyObject *slots, uint64_t *known) {
   return 1;
 }
 
+/* Repeats a run for whose tensors no graph is known: captured here and now, or step by step. */
+static int run_others(const Steady *self, PyObject *slots) {
+  PyObject *none = PyObject_CallOneArg(self->others, slots);
+  Py_XDECREF(none);
+  return none ? 1 : -1;
+}
+
 static PyObject *not_mine(Steady *self) {
   if (PyErr_Occurred()) return NULL;
   self->declined++;
   return Py_NewRef(Py_None);
 }
 
-static PyObject *call_steady(PyObject *object, PyObject *const *given, size_t flags, PyObject *names) {
+static PyObject *call_steady(PyObject *object, PyObject *const *given, size_t flags,
+                             PyObject *names) {
   Steady *self = (Steady *)object;
   if (PyVectorcall_NARGS(flags) != 4 || names) {
     PyErr_SetString(PyExc_TypeError, "a steady call takes inputs, device and two lists of options");
     return NULL;
   }
-  if (given[1] != Py_None || given[2] != self->no_options || given[3] != self->no_options || !self->given)
+  if (given[1] != Py_None || given[2] != self->no_options || given[3] != self->no_options ||
+      !self->given)
     return not_mine(self);
   if (is_here(self) != 1) return not_mine(self);
   uint64_t known[self->size + 1];
@@ -189,8 +199,12 @@ static PyObject *call_steady(PyObject *object, PyObject *const *given, size_t fl
   }
   int status = make_all(self, slots, known);
   if (status == 1) {
-    if (self->replays) status = run_graph(self, slots, known);
-    else if (run_steps(self, slots, known)) status = -1;
+    if (self->replays) {
+      status = run_graph(self, slots, known);
+      if (!status) status = run_others(self, slots);
+    }
+    else if (run_steps(self, slots, known))
+      status = -1;
   }
   PyObject *outputs = NULL;
   /* After an error, what is in flight may write into the arena: no other run takes it. */
@@ -258,8 +272,8 @@ static int fill_step(Steady *self, Step *step, PyObject *given) {
     step->closure = given;
     return 0;
   }
-  if (!PyArg_ParseTuple(given, "KO!KO!O", &function, &PyTuple_Type, &arguments, &words, &PyTuple_Type, &moving,
-                        &step->fail))
+  if (!PyArg_ParseTuple(given, "KO!KO!O", &function, &PyTuple_Type, &arguments, &words,
+                        &PyTuple_Type, &moving, &step->fail))
     return -1;
   step->function = (void *)(uintptr_t)function;
   step->words = (uint64_t *)(uintptr_t)words;
@@ -298,7 +312,8 @@ static int fill_graph(Steady *self, PyObject *graph) {
         PyObject_GetBuffer(words, &kernel->words, PyBUF_WRITABLE))
       return -1;
   }
-  if (n < 0 || count(graph, "readers", sizeof(Reader *), &self->reader, &items) != self->moving) return -1;
+  if (n < 0 || count(graph, "readers", sizeof(Reader *), &self->reader, &items) != self->moving)
+    return -1;
   self->readers = PyMem_Calloc(self->moving + 1, sizeof(int));
   if (!self->readers) return -1;
   for (int i = 0; i < self->moving; i++) {
@@ -308,7 +323,8 @@ static int fill_graph(Steady *self, PyObject *graph) {
     for (int k = 0; k < self->readers[i]; k++) {
       Reader *r = &self->reader[i][k];
       long long nbytes;
-      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(found, k), "iiL", &r->kernel, &r->param, &nbytes)) return -1;
+      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(found, k), "iiL", &r->kernel, &r->param, &nbytes))
+        return -1;
       r->nbytes = nbytes;
       if (r->kernel < 0 || r->kernel >= self->kernels || r->param < 0 ||
           8 * (r->param + 1) > self->kernel[r->kernel].words.len) {
@@ -318,10 +334,11 @@ static int fill_graph(Steady *self, PyObject *graph) {
     }
   }
   self->entry = PyMem_Calloc(MAX_ENTRIES + 1, sizeof(Entry));
-  return self->entry && PyTuple_CheckExact(self->views) && PyDict_CheckExact(self->nothing) ? 0 : -1;
+  return self->entry && PyTuple_CheckExact(self->views) && PyDict_CheckExact(self->nothing) ? 0
+                                                                                            : -1;
 }
 
-static int fill(Steady *self, PyObject *given) {
+static int fill(Steady *self, PyObject *given, PyObject *inputs) {
   PyObject *items;
   self->no_options = borrow(given, "no_options");
   self->context = borrow(given, "context");
@@ -332,6 +349,7 @@ static int fill(Steady *self, PyObject *given) {
   self->capturing = borrow_optional(given, "capturing");
   self->enter = borrow(given, "enter");
   self->explain = borrow(given, "explain");
+  self->others = borrow(given, "others");
   self->plan = borrow(given, "plan");
   self->bound = borrow(given, "bound");
   self->arena = borrow(given, "arena");
@@ -340,27 +358,31 @@ static int fill(Steady *self, PyObject *given) {
   self->rest = borrow(given, "rest");
   PyObject *numbers = borrow(given, "numbers");
   unsigned long long stream;
-  if (PyErr_Occurred() || !PyArg_ParseTuple(numbers, "KlKn", &self->mask, &self->device, &stream, &self->max_spare))
+  if (PyErr_Occurred() ||
+      !PyArg_ParseTuple(numbers, "KlKn", &self->mask, &self->device, &stream, &self->max_spare))
     return -1;
   self->stream = (void *)(uintptr_t)stream;
-  if (!PyList_CheckExact(self->spare) || !PyDict_CheckExact(self->bound_here) || !PyDict_Check(self->levels) ||
-      !PyList_CheckExact(self->rest)) {
+  if (!PyList_CheckExact(self->spare) || !PyDict_CheckExact(self->bound_here) ||
+      !PyDict_Check(self->levels) || !PyList_CheckExact(self->rest)) {
     PyErr_SetString(PyExc_TypeError, "a description of another version");
     return -1;
   }
-  if ((self->inputs = count(given, "inputs", sizeof(Row), &self->rows, &items)) < 0) return -1;
+  self->rows = PyMem_Calloc(PyTuple_GET_SIZE(inputs) + 1, sizeof(Row));
+  if (!self->rows) return -1;
+  self->inputs = (int)PyTuple_GET_SIZE(inputs);
   self->size = self->inputs + (int)PyList_GET_SIZE(self->rest);
   if (self->size > MAX_SLOTS) {
     PyErr_SetString(PyExc_ValueError, "too many slots");
     return -1;
   }
   for (int i = 0; i < self->inputs; i++)
-    if (make_row(&self->rows[i], self->mask, PyTuple_GET_ITEM(items, i))) return -1;
+    if (make_row(&self->rows[i], self->mask, PyTuple_GET_ITEM(inputs, i))) return -1;
   if ((self->makings = count(given, "makes", sizeof(Making), &self->made, &items)) < 0) return -1;
   for (int i = 0; i < self->makings; i++) {
     Making *m = &self->made[i];
     PyObject **a = m->arguments;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(items, i), "iOOOO", &m->slot, &m->function, a, a + 1, a + 2) ||
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(items, i), "iOOOO", &m->slot, &m->function, a, a + 1,
+                          a + 2) ||
         !is_slot(self, m->slot))
       return -1;
   }
@@ -375,11 +397,16 @@ static int fill(Steady *self, PyObject *given) {
 static int traverse(PyObject *object, visitproc visit, void *arg) {
   Steady *self = (Steady *)object;
   Py_VISIT(self->given);
+  for (int i = 0; self->rows && i < self->inputs; i++) {
+    Py_VISIT(self->rows[i].type);
+    Py_VISIT(self->rows[i].number);
+  }
   for (int i = 0; i < self->entries; i++) {
     Py_VISIT(self->entry[i].captured);
     Py_VISIT(self->entry[i].choices);
     Py_VISIT(self->entry[i].graph);
-    for (int k = 0; self->entry[i].nodes && k < self->kernels; k++) Py_VISIT(self->entry[i].nodes[k].object);
+    for (int k = 0; self->entry[i].nodes && k < self->kernels; k++)
+      Py_VISIT(self->entry[i].nodes[k].object);
   }
   return 0;
 }
@@ -388,6 +415,10 @@ static int clear(PyObject *object) {
   Steady *self = (Steady *)object;
   while (self->entries) drop_entry(self, &self->entry[--self->entries]);
   for (; self->kernels; self->kernels--) PyBuffer_Release(&self->kernel[self->kernels - 1].words);
+  for (int i = 0; self->rows && i < self->inputs; i++) {
+    Py_CLEAR(self->rows[i].type);
+    Py_CLEAR(self->rows[i].number);
+  }
   Py_CLEAR(self->given);
   return 0;
 }
@@ -408,8 +439,8 @@ static void free_steady(PyObject *object) {
 }
 
 static PyObject *make_steady(PyTypeObject *type, PyObject *arguments, PyObject *names) {
-  PyObject *given;
-  if (names || !PyArg_ParseTuple(arguments, "O", &given)) return NULL;
+  PyObject *given, *inputs;
+  if (names || !PyArg_ParseTuple(arguments, "OO!", &given, &PyTuple_Type, &inputs)) return NULL;
   if (!torch_api) {
     PyErr_SetString(PyExc_RuntimeError, "setup comes first");
     return NULL;
@@ -418,7 +449,7 @@ static PyObject *make_steady(PyTypeObject *type, PyObject *arguments, PyObject *
   if (!self) return NULL;
   self->call = call_steady;
   self->given = Py_NewRef(given);
-  if (!fill(self, given)) return (PyObject *)self;
+  if (!fill(self, given, inputs)) return (PyObject *)self;
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a description of another version");
   Py_DECREF(self);
   return NULL;
@@ -427,7 +458,8 @@ static PyObject *make_steady(PyTypeObject *type, PyObject *arguments, PyObject *
 static PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Steady, call), READONLY, NULL},
     {"runs", T_LONGLONG, offsetof(Steady, runs), READONLY, "calls that were this one's"},
-    {"declined", T_LONGLONG, offsetof(Steady, declined), READONLY, "calls since the latest that were not"},
+    {"declined", T_LONGLONG, offsetof(Steady, declined), READONLY,
+     "calls since the latest that were not"},
     {NULL},
 };
 
@@ -447,7 +479,8 @@ static PyTypeObject steady_type = {
 
 static PyMethodDef functions[] = {{"setup", setup, METH_VARARGS, "Find torch's tables."}, {NULL}};
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fuser_runner", NULL, -1, functions, NULL, NULL, NULL, NULL};
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "fuser_runner", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_fuser_runner(void) {
   number_zero = PyLong_FromLong(0);

@@ -1,5 +1,5 @@
 /* The graphs of a plan, found by addresses and told where tensors lie: `Replays.run` in C. What
-   Python captured is looked up in its own dictionary, and what changes is changed in its objects. */
+   Python captured is looked up in its own dictionary, and what changes is changed there. */
 
 #include <stddef.h>
 
@@ -52,12 +52,11 @@ typedef struct {
 } Reader;
 
 typedef struct {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   /* What was given; all that is borrowed below lives as long. */
   PyObject *given;
   PyObject *no_options, *context, *simulated, *levels, *level, *current_device, *capturing, *enter;
-  PyObject *explain, *plan, *bound, *arena, *spare, *bound_here, *rest;
+  PyObject *explain, *others, *plan, *bound, *arena, *spare, *bound_here, *rest;
   PyObject *replays, *graphs, *choices, *views, *nothing;
   Py_ssize_t max_spare;
   uint64_t mask;
@@ -100,7 +99,6 @@ static void drop_entry(Steady *self, Entry *entry) {
   memset(entry, 0, sizeof *entry);
 }
 
-
 /* The words of a captured kernel and, where the graph is launched by address, the driver's. */
 static int fill_node(Entry *entry, Node *node, const Kernel *kernel, PyObject *captured) {
   PyObject *words = PyObject_GetAttrString(captured, "words");
@@ -123,7 +121,8 @@ static int fill_node(Entry *entry, Node *node, const Kernel *kernel, PyObject *c
 }
 
 /* Fills an entry from what Python captured under a key. */
-static int fill_entry(Steady *self, Entry *entry, const uint64_t *key, PyObject *choices, PyObject *captured) {
+static int fill_entry(Steady *self, Entry *entry, const uint64_t *key, PyObject *choices,
+                      PyObject *captured) {
   entry->captured = Py_NewRef(captured);
   entry->choices = Py_XNewRef(choices);
   entry->key = PyMem_Calloc(self->keys + 1, sizeof *key);
@@ -153,7 +152,8 @@ static int fill_entry(Steady *self, Entry *entry, const uint64_t *key, PyObject 
   return status;
 }
 
-static int is_entry(const Steady *self, const Entry *entry, const uint64_t *key, PyObject *choices) {
+static int is_entry(const Steady *self, const Entry *entry, const uint64_t *key,
+                    PyObject *choices) {
   if (memcmp(entry->key, key, self->keys * sizeof *key)) return 0;
   return !choices || PyObject_RichCompareBool(entry->choices, choices, Py_EQ) == 1;
 }
@@ -172,8 +172,10 @@ static Entry *find_entry(Steady *self, const uint64_t *key, PyObject *choices) {
   PyObject *whole = PyTuple_New(self->keys + more), *captured = NULL;
   for (int i = 0; whole && i < self->keys; i++) {
     PyObject *number = PyLong_FromUnsignedLongLong(key[i]);
-    if (number) PyTuple_SET_ITEM(whole, i, number);
-    else Py_CLEAR(whole);
+    if (number)
+      PyTuple_SET_ITEM(whole, i, number);
+    else
+      Py_CLEAR(whole);
   }
   for (Py_ssize_t i = 0; whole && i < more; i++)
     PyTuple_SET_ITEM(whole, self->keys + i, Py_NewRef(PyTuple_GET_ITEM(choices, i)));
@@ -229,7 +231,8 @@ static int update_entry(Steady *self, Entry *entry, PyObject *slots, const uint6
     Kernel *kernel = &self->kernel[i];
     memcpy(kernel->words.buf, node->words.buf, node->words.len);
     if (entry->launch && !entry->set_params(entry->handle, node->handle, node->params)) continue;
-    PyObject *none = PyObject_CallMethodObjArgs(entry->graph, text_update, node->object, kernel->call, NULL);
+    PyObject *none =
+        PyObject_CallMethodObjArgs(entry->graph, text_update, node->object, kernel->call, NULL);
     if (!none) goto failed;
     Py_DECREF(none);
   }

@@ -6,18 +6,25 @@
 #include <stdint.h>
 #include <string.h>
 
-/* ------------------------------------------------------------ DLPack's C exchange table, version 1 */
+/* ------------------------------------------------------------ DLPack's C exchange table, v1 */
 typedef struct {
   void *data;
-  struct { int32_t type, id; } device;
+  struct {
+    int32_t type, id;
+  } device;
   int32_t ndim;
-  struct { uint8_t code, bits; uint16_t lanes; } dtype;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
   int64_t *shape, *strides;
   uint64_t byte_offset;
 } View;
 
 typedef struct {
-  struct { uint32_t major, minor; } version;
+  struct {
+    uint32_t major, minor;
+  } version;
   void *previous;
   void *allocate, *from_object, *to_object;
   int (*look)(void *object, View *out);
@@ -35,7 +42,8 @@ static PyCFunction modes;
 static int (*storage_nbytes)(void **tensor, int64_t *out);
 static int (*storage_offset)(void **tensor, int64_t *out);
 
-/* One input of the calls that are mine: a tensor like this one, or this number. */
+/* One input of the calls that are mine: a tensor like this one, or this number. It holds the number
+   and the type, never a tensor. */
 typedef struct {
   PyTypeObject *type;
   PyObject *number, *requires_grad;
@@ -45,7 +53,9 @@ typedef struct {
 } Row;
 
 /* ------------------------------------------------------------ looking at tensors */
-static uint64_t address_of(const View *view) { return (uint64_t)(uintptr_t)view->data + view->byte_offset; }
+static uint64_t address_of(const View *view) {
+  return (uint64_t)(uintptr_t)view->data + view->byte_offset;
+}
 
 static int is_number(PyObject *x) {
   return PyFloat_CheckExact(x) || PyLong_CheckExact(x) || PyBool_Check(x);
@@ -93,7 +103,8 @@ static int is_like(const Row *row, uint64_t mask, PyObject *x, uint64_t *address
   size_t nbytes = (size_t)row->view.ndim * sizeof(int64_t);
   if (memcmp(&view.device, &row->view.device, sizeof view.device) || view.ndim != row->view.ndim ||
       memcmp(&view.dtype, &row->view.dtype, sizeof view.dtype) ||
-      memcmp(view.shape, row->view.shape, nbytes) || memcmp(view.strides, row->view.strides, nbytes))
+      memcmp(view.shape, row->view.shape, nbytes) ||
+      memcmp(view.strides, row->view.strides, nbytes))
     return 0;
   *address = address_of(&view);
   if (row->nbytes && (!view.data || (*address & mask) != row->place)) return 0;
@@ -105,14 +116,14 @@ static int is_like(const Row *row, uint64_t mask, PyObject *x, uint64_t *address
 /* Fills a row from an input of a call that is mine. */
 static int make_row(Row *row, uint64_t mask, PyObject *x) {
   if (is_number(x)) {
-    row->number = x;
+    row->number = Py_NewRef(x);
     return 0;
   }
-  row->type = Py_TYPE(x);
+  row->type = (PyTypeObject *)Py_NewRef(Py_TYPE(x));
   if (torch_api->look(x, &row->view)) return -1;
   View *view = &row->view;
   int n = view->ndim;
-  if (n > MAX_AXES || view->dtype.code == COMPLEX || view->dtype.bits % 8 || !view->strides != !n) {
+  if (n > MAX_AXES || view->dtype.code == COMPLEX || view->dtype.bits % 8 || (n && !view->strides)) {
     PyErr_SetString(PyExc_ValueError, "a tensor of a kind that is not looked at");
     return -1;
   }
@@ -153,9 +164,11 @@ static PyObject *setup(PyObject *module, PyObject *given) {
   PyObject *table, *gradient, *raw, *lazy, *mode;
   unsigned long long nbytes, offset;
   (void)module;
-  if (!PyArg_ParseTuple(given, "OOOOOKK", &table, &gradient, &raw, &lazy, &mode, &nbytes, &offset)) return NULL;
+  if (!PyArg_ParseTuple(given, "OOOOOKK", &table, &gradient, &raw, &lazy, &mode, &nbytes, &offset))
+    return NULL;
   const Exchange *found = PyCapsule_GetPointer(table, "dlpack_exchange_api");
-  if (!found || !(requires_grad = getter_of(gradient)) || !(raw_tensor = getter_of(raw))) return NULL;
+  if (!found || !(requires_grad = getter_of(gradient)) || !(raw_tensor = getter_of(raw)))
+    return NULL;
   int is_method = Py_TYPE(lazy) == &PyMethodDescr_Type && PyCFunction_CheckExact(mode);
   is_lazy = is_method ? ((PyMethodDescrObject *)lazy)->d_method : NULL;
   if (found->version.major != 1 || !found->look || !found->current_stream || !is_lazy ||

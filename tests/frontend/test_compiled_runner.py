@@ -36,7 +36,14 @@ def _runner() -> None:
     assert compiled_runner.wait(100.0) is not None, compiled_runner.why_not()
 
 
-PROGRAMS: dict[str, tuple[Callable[[], FusionDefinition], tuple[tuple[int, int], ...]]] = {
+def _without_axes() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([]) for _ in range(2))
+        fd.add_output(fd.ops.add(x, y))
+    return fd
+
+
+PROGRAMS: dict[str, tuple[Callable[[], FusionDefinition], tuple[tuple[int, ...], ...]]] = {
     "add": (add, ((6, 8), (6, 8))),
     "two outputs": (
         lambda: program(2, lambda ops, x, y: [ops.mul(x, y), ops.sum(x, [1])]),
@@ -46,6 +53,7 @@ PROGRAMS: dict[str, tuple[Callable[[], FusionDefinition], tuple[tuple[int, int],
     "matmuls and views": (lambda: program(2, layers), ((8, 8), (8, 8))),
     "an input alone": (lambda: program(1, lambda ops, x: [x, ops.permute(x, [1, 0])]), ((3, 4),)),
     "no elements": (add, ((0, 8), (0, 8))),
+    "no axes": (_without_axes, ((), ())),
 }
 
 
@@ -248,6 +256,10 @@ def test_what_it_does_not_take() -> None:
         for _ in range(ENOUGH):
             fd.execute(inputs)
     assert fd.compiled_runner() == ["not repeated: torch records gradients of its inputs"]
+    fd, inputs = add(), [torch.randn(6, 8).as_subclass(_Tensor), torch.randn(6, 8)]
+    for _ in range(ENOUGH):
+        fd.execute(inputs)
+    assert fd.compiled_runner() == ["not repeated: an input is of a class of its own"]
 
 
 def test_numbers_are_its_own_while_they_stay() -> None:

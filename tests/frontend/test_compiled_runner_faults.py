@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import FusionDefinition
+from fuser import DataType, FusionDefinition
 from fuser.errors import FuserError, KernelError
 from fuser.frontend.known_call import MAX_DECLINED
 from fuser.multidevice import simulate
@@ -259,9 +260,28 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_it_goes_with_its_definition() -> None:
-    import weakref
+def test_no_input_is_kept() -> None:
+    """What it was made for goes, as what it repeats."""
+    fd, gone = _weighted(), list[weakref.ref[torch.Tensor]]()
+    for _ in range(3 * ENOUGH):
+        inputs: list[Any] = [torch.randn(6, 8), 0.5]
+        outputs = fd.execute(inputs)
+        gone += [weakref.ref(x) for x in (inputs[0], *outputs)]
+        del inputs, outputs
+    assert runs(fd) > 0
+    # The walk that the first call takes is garbage with cycles.
+    gc.collect()
+    assert not [x for x in gone if x() is not None]
 
+
+def _weighted() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x, s = fd.define_tensor([-1, -1], contiguity=True), fd.define_scalar(None, DataType.Double)
+        fd.add_output(fd.ops.mul(x, s))
+    return fd
+
+
+def test_it_goes_with_its_definition() -> None:
     fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
     steady(fd, inputs)
     gone = weakref.ref(fd.fec)

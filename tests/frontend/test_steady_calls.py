@@ -40,6 +40,9 @@ class _Nothing:
 
     def update(self, node: object, call: object) -> None: ...
 
+    def twin(self) -> _Nothing:
+        return self
+
 
 def python_calls(call: Callable[[], object]) -> Counter[str]:
     """Return which functions of the packages are called, and how often."""

@@ -59,8 +59,8 @@ class _Node:
         self.call = call
         self.words = list(call.words)
 
-    def launch(self) -> None:
-        self.call.words[:] = self.words
+    def launch(self, words: list[int]) -> None:
+        self.call.words[:] = words
         assert self.call.function(*self.call.arguments) == 0
 
 
@@ -68,12 +68,17 @@ class CpuGraph:
     def __init__(self, maker: CpuGraphs, actions: Sequence[Callable[[Slots], object]]) -> None:
         self._maker, self._actions = maker, actions
         self.nodes: list[_Node] = []
+        # What was replaced of the words of the capture.
+        self.words: dict[_Node, list[int]] = {}
+        self.twins: list[CpuGraph] = []
         self.slots: Slots = []
         # The tensors that the capture put into slots.
         self._first: dict[int, torch.Tensor] = {}
         # The capture itself has run, which on a GPU it does not.
         self._has_run = False
+        # Those of its twins, too.
         self.launches = 0
+        self._origin = self
 
     def run(self, slots: Slots) -> None:
         for act in self._actions:
@@ -87,7 +92,7 @@ class CpuGraph:
                         list.__setitem__(slots, i, kept)
 
     def launch(self, stream: int) -> None:
-        self.launches += 1
+        self._origin.launches += 1
         if not self._has_run:
             self._has_run = True
             return
@@ -102,7 +107,14 @@ class CpuGraph:
             isinstance(node, _Node) and node in self.nodes and self._has_run
         ) or self.launches == 0
         assert isinstance(node, _Node)
-        node.words = list(call.words)
+        self.words[node] = list(call.words)
+
+    def twin(self) -> CpuGraph:
+        made = CpuGraph(self._maker, self._actions)
+        made.nodes, made.slots, made._first = self.nodes, self.slots, self._first
+        made._has_run, made._origin = True, self._origin
+        self.twins.append(made)
+        return made
 
 
 class CpuGraphs:
@@ -134,10 +146,11 @@ class CpuGraphs:
         if graph is None:
             node = _Node(call)
             self._captured.nodes.append(node)
-        else:
-            node = graph.nodes[self.next]
-            self.next += 1
-        node.launch()
+            node.launch(node.words)
+            return node
+        node = graph.nodes[self.next]
+        self.next += 1
+        node.launch(graph.words.get(node, node.words))
         return node
 
 

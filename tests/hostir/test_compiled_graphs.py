@@ -9,13 +9,13 @@ import torch
 
 from fuser.errors import KernelError
 from fuser.runtime import compiled_runner
-from hostir import capture
+from hostir import capture, steps
 from tests.frontend.steady_programs import (
     runs,
     steady,
 )
 from tests.hostir.graph_cases import CASES, Inputs, check, defined, repeat
-from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
+from tests.hostir.stand_in_graphs import CpuGraphs, Recycled, stand_in
 
 CPU = torch.device("cpu")
 
@@ -63,6 +63,32 @@ def test_graphs_are_told_where_tensors_lie(made: list[CpuGraphs]) -> None:
     assert runs(fd) == before + 40
     (maker,) = made
     assert len(maker.made) == 1
+
+
+def _captures_per_batch(made: list[CpuGraphs]) -> list[int]:
+    """Six layers, each of its own weights, feed one another in every batch."""
+    case, captured = CASES["layers"], list[int]()
+    fd = defined(case)
+    weights = [[torch.randn(12, 16) / 4, torch.randn(16, 12) / 4] for _ in range(6)]
+    for _ in range(12):
+        x = torch.randn(8, 16)
+        for w, v in weights:
+            wanted = case.meaning(*(t.double() for t in (x, w, v)))
+            x = fd.execute([x, w, v])[0]
+            torch.testing.assert_close(x.double(), wanted[0], rtol=1e-3, atol=1e-3)
+        captured.append(sum(len(maker.made) for maker in made))
+    return captured
+
+
+def test_as_soon_as_without_the_runner(
+    made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps nothing, and allocates nothing twice: tensors lie where they lay without it."""
+    with_it = _captures_per_batch(made)
+    made.clear()
+    monkeypatch.setattr(steps, "empty_on", Recycled().empty_on)
+    monkeypatch.setenv("FUSER_DISABLE", "compiled_runner")
+    assert with_it == _captures_per_batch(made)
 
 
 class _Raw:

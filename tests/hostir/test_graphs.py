@@ -20,7 +20,7 @@ from hostir import Allocate, HostIrContainer, HostIrEvaluator, arena, capture
 from hostir.plan import BoundPlan, Plan
 from multidevice.backends.captured import Captured
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
-from tests.hostir.stand_in_graphs import CpuGraphs, stand_in
+from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, stand_in
 
 CPU = torch.device("cpu")
 
@@ -337,8 +337,54 @@ def test_few_steps_are_not_captured(made: list[CpuGraphs], monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.setitem(MAKERS, "cpu", CpuGraphs)
     with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.relu(fd.ops.matmul(x, x)))
+    for _ in range(ENOUGH):
+        fd.execute([torch.ones(3, 3)])
+    assert fd.cuda_graphs() == ["not captured: 2 step(s) gain nothing by it"]
+
+
+def test_a_kernel_alone_is_captured_later(
+    made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph saves little of each run, which many shapes that come a few times must not pay."""
+    monkeypatch.setattr(capture, "MIN_STEPS", 3)
+    monkeypatch.setenv("FUSER_DISABLE", "compiled_runner")
+    with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         fd.add_output(fd.ops.add(x, x))
-    for _ in range(ENOUGH):
-        fd.execute([torch.ones(3)])
-    assert fd.cuda_graphs() == ["not captured: 1 step(s) gain nothing by it"]
+    inputs = [torch.ones(3)]
+    for _ in range(capture.RUNS_BEFORE_FEW):
+        fd.execute(inputs)
+    assert not any(maker.made for maker in made)
+    for k in range(4):
+        assert torch.equal(fd.execute([torch.full((3,), float(k))])[0], torch.full((3,), 2.0 * k))
+    assert launches(made) > 2
+
+
+def test_tensors_that_take_turns_have_a_twin_each(
+    made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no kernel is told anything, once each place has come."""
+    monkeypatch.setenv("FUSER_DISABLE", "compiled_runner")
+    case = CASES["kernels"]
+    fd, sets = defined(case), [case.make(CPU) for _ in range(3)]
+    for k in range(60):
+        check(case, sets[k % 3], fd.execute(sets[k % 3]))
+    updates = 0
+
+    def count(self: CpuGraph, node: object, call: object) -> None:
+        nonlocal updates
+        updates += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CpuGraph, "update", count)
+        for k in range(30):
+            check(case, sets[k % 3], fd.execute(sets[k % 3]))
+    assert not updates
+    # More places than twins: one of them is told.
+    sets += [case.make(CPU) for _ in range(3)]
+    for k in range(60):
+        check(case, sets[k % 6], fd.execute(sets[k % 6]))
+    ((graph,),) = [maker.made for maker in made]
+    assert len(graph.twins) == capture.MAX_TWINS
