@@ -98,3 +98,29 @@ def test_halves_of_a_large_allreduce_are_added_in_order(
     found = torch.empty(count, dtype=torch.bfloat16, device=device)
     peers.allreduce(found, of(me), op="SUM", team=world).wait()
     assert torch.equal(found, want.bfloat16())
+
+
+def test_a_wait_stands_in_the_stream_that_waits(comm: Communicator, device: torch.device) -> None:
+    """Not in the one that sends, which may have more to send."""
+    peers, me, n = comm.peers_for(device), comm.rank(), comm.size()
+    world, to, source = tuple(range(n)), (me + 1) % n, (me - 1) % n
+    sending, waiting = torch.cuda.Stream(), torch.cuda.Stream()
+    mine = peers.empty(4 << 16).view(torch.float32)
+    found = torch.empty(1 << 16, device=device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    sending.wait_stream(torch.cuda.current_stream())
+    for k in range(20):
+        with torch.cuda.stream(sending):
+            mine.fill_(1000 * me + k)
+            if (me + k) % 2:
+                torch.cuda._sleep(3_000_000)  # this rank copies late
+        both = [Transfer("recv", found, source), Transfer("send", mine, to)]
+        work = peers.batch(both, team=world, stream=sending)
+        with torch.cuda.stream(waiting):
+            work.wait()
+            mine.fill_(-1)
+        with torch.cuda.stream(sending):
+            wrong += (found != 1000 * source + k).sum()
+        sending.wait_stream(waiting)
+    torch.cuda.synchronize()
+    assert wrong.item() == 0
