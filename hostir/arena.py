@@ -9,15 +9,17 @@ A plan is bound to an arena once: its steps then know where their intermediates 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from fuser.runtime.graphs import MAKERS, GraphMaker
 from fuser.torch_calls import capturing_on, lasting
+from hostir.clocks import Clock
 from hostir.layout import spanned
-from hostir.lifetimes import Lifetime
+from hostir.lifetimes import Lifetime, Moment
 
 if TYPE_CHECKING:
     from hostir.plan import BoundPlan, Plan
@@ -75,7 +77,28 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
     Each block takes the lowest gap of memory that nobody uses any more for all that its allocation
     knows of other streams.
     """
-    return fit(successions([lifetime for lifetime, _ in blocks]), [n for _, n in blocks])
+    ends = [lifetime.end for lifetime, _ in blocks]
+    # Of thousands of blocks only those are compared that lie where another one might.
+    after = (_Over(lifetime.begin, ends) for lifetime, _ in blocks)
+    return fit(after, [nbytes for _, nbytes in blocks])
+
+
+class IsOver(Protocol):
+    """Which blocks are over, by their place in the order of their allocations."""
+
+    def __getitem__(self, owner: int, /) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Which are over when a block begins: found out when somebody asks."""
+
+    begin: Clock
+    ends: Sequence[Moment]
+
+    def __getitem__(self, owner: int, /) -> bool:
+        stream, tick = self.ends[owner]
+        return self.begin.get(stream, 0) >= tick
 
 
 def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
@@ -87,7 +110,7 @@ def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
     ]
 
 
-def fit(after: Sequence[Sequence[bool]], sizes: Sequence[int]) -> tuple[list[int], int]:
+def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return `first_fit` of blocks of these sizes, of which each comes `after` earlier ones."""
     offsets: list[int] = []
     # Who had each part of memory last: beginning, end, and which block. Whoever comes after it

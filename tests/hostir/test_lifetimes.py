@@ -378,7 +378,8 @@ def test_placing_thousands_of_blocks_takes_milliseconds() -> None:
         for k, nbytes in enumerate((4096, 100, 70000)):
             begin = {stream: tick + k + 1, ENTRY: 1}
             blocks.append((Lifetime(begin, (stream, tick + 9)), nbytes))
-    start = time.perf_counter()
+    start = time.process_time()
     _, total = first_fit(blocks)
-    assert time.perf_counter() - start < 1.0
+    # 15 ms on an idle machine; where each pair is compared, 500.
+    assert time.process_time() - start < 0.15
     assert total == 8 * (4096 + 256 + 70144)
