@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from math import gcd
 from typing import Any, NamedTuple
@@ -65,16 +64,20 @@ _Choose = Callable[[Facts], Any]
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel and its launch for one class of tensors; `explain` adds op and line to an error."""
+    """A kernel and its launch for one class of tensors."""
 
     variant: Variant
     launch: BoundLaunch
-    explain: Callable[[KernelError], KernelError]
+    executor: KernelExecutor
 
     @property
     def kernel(self) -> CompiledKernel:
         assert self.variant.compiled is not None, "a kernel is launched before it is compiled"
         return self.variant.compiled
+
+    def explain(self, error: KernelError) -> KernelError:
+        """Return an error of the launch with op and line."""
+        return self.executor.explained(self.variant, error)
 
 
 class KernelExecutor:
@@ -167,7 +170,7 @@ class KernelExecutor:
                 kernel = variant.compiled or self._compiled(variant, tensors)
                 launch.run(kernel, tensors, numbers, stream)
             except KernelError as error:
-                raise self._explained(variant, error) from None
+                raise self.explained(variant, error) from None
 
     def launch_for(
         self,
@@ -194,7 +197,7 @@ class KernelExecutor:
             variant, launch = record
             if device is None and variant.compiled is None:
                 self._compiled(variant, tensors)
-        return KernelLaunch(variant, launch, partial(self._explained, variant))
+        return KernelLaunch(variant, launch, self)
 
     def sizes_fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
         """Whether tensors of these shapes are inputs and outputs, whatever the sizes."""
@@ -229,7 +232,7 @@ class KernelExecutor:
             variant, launch = self._bind_to(bound, tensors, info, are_plain=are_plain)
         if variant.compiled is None:
             return None
-        return KernelLaunch(variant, launch, partial(self._explained, variant))
+        return KernelLaunch(variant, launch, self)
 
     def _record(
         self,
@@ -269,7 +272,8 @@ class KernelExecutor:
         with self._lock:
             return self._record(inputs, outputs, tensors, numbers, sizes, device)
 
-    def _explained(self, variant: Variant, error: KernelError) -> KernelError:
+    def explained(self, variant: Variant, error: KernelError) -> KernelError:
+        """Return an error of a launch of a variant with op and line."""
         return KernelError(f"{error}\n{self._blame(variant, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
