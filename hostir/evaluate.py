@@ -28,7 +28,7 @@ from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Contents, signature_of
 from fuser.ir.dtypes import category
 from fuser.ir.fusion import Value
-from fuser.ir.scalar import Symbol
+from fuser.ir.scalar import Const, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.locks import make_lock
@@ -598,7 +598,9 @@ class HostIrEvaluator:
 
 def _is_computed(tv: TensorView) -> bool:
     """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
-    return any(n > 1 for n in parts(tv)) or not all(isinstance(x, Symbol) for x in tv.shape())
+    return any(n > 1 for n in parts(tv)) or not all(
+        isinstance(x, Symbol | Const) for x in tv.shape()
+    )
 
 
 def _device_of(program: HostIrContainer, inputs: Sequence[Argument]) -> torch.device:

@@ -44,7 +44,9 @@ def _expand(op: nodes.ExpandOp, x: Laid, shape: Shape, values: object) -> Seen:
 
 
 def _reshape(op: nodes.ReshapeOp, x: Laid, shape: Shape, values: object) -> Seen:
-    if (1 in x.shape or 1 in shape) and x.stride() != dense_strides(x.shape):
+    if x.stride() == dense_strides(x.shape):
+        return dense_strides(shape), 0
+    if 1 in x.shape or 1 in shape:
         return None  # torch gives axes of one element strides of its own
     strides = viewed_strides(x.shape, x.stride(), shape)
     return None if strides is None else (strides, 0)

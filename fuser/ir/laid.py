@@ -95,17 +95,19 @@ class Laid:
         return self._skipped
 
     def view(self, shape: Sequence[int]) -> Laid:
-        """Return the view of another shape, of which one axis may be -1.
+        """Say that there is a view of another shape, of which one axis may be -1: this returns no
+        such view.
 
         Raises `RuntimeError`, as torch does, where there is none.
         """
+        if self._is_contiguous:
+            return self
         if -1 in shape:
             rest = -prod(shape)
             shape = [self.numel() // rest if n == -1 else n for n in shape]
-        strides = viewed_strides(self.shape, self._strides, shape)
-        if strides is None:
+        if viewed_strides(self.shape, self._strides, shape) is None:
             raise RuntimeError(f"no view of {self.shape} has the shape {tuple(shape)}")
-        return self.seen(tuple(shape), strides, 0)
+        return self
 
     def squeeze(self, axis: int) -> Laid:
         """Return the view without an axis of one element."""
