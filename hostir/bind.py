@@ -11,8 +11,8 @@ from fuser.arguments import show
 from fuser.errors import InputError
 from fuser.ir.binding import Argument, Binder, Values, tensor_problem
 from fuser.ir.dtypes import category, dtype_text, from_torch, misfit, to_torch
-from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Scalar
+from fuser.ir.fusion import Fusion, Value
+from fuser.ir.scalar import Const, Scalar, Symbol
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from hostir.layout import parts
@@ -154,3 +154,18 @@ def _check_scalar(index: int, spec: Scalar, value: Argument) -> None:
     problem = misfit(value, spec.dtype)
     if problem:
         raise InputError(f"Expected input {index}, {spec}, to fit its dtype, but {problem}")
+
+
+def is_computed(tv: TensorView) -> bool:
+    """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
+    is_given = all(isinstance(x, Symbol | Const) for x in tv.shape())
+    return not is_given or any(n > 1 for n in parts(tv))
+
+
+def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.device:
+    """Return the device of the first tensor (CPU scalars aside), else torch's default."""
+    for value, given in zip(declared, inputs, strict=False):
+        is_scalar = isinstance(value, TensorView) and value.is_cpu_scalar
+        if isinstance(given, torch.Tensor) and not is_scalar:
+            return given.device
+    return torch.get_default_device()

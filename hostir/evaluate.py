@@ -28,7 +28,7 @@ from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Contents, signature_of
 from fuser.ir.dtypes import category
 from fuser.ir.fusion import Value
-from fuser.ir.scalar import Const, Symbol
+from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
 from fuser.locks import make_lock
@@ -37,7 +37,7 @@ from fuser.recent import Recent
 from fuser.runtime import compiled_runner
 from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.arena import Arenas
-from hostir.bind import Argument, InputBinder, Values
+from hostir.bind import Argument, InputBinder, Values, device_of, is_computed
 from hostir.container import (
     HostIrContainer,
     KernelGroup,
@@ -51,7 +51,6 @@ from hostir.given import bind_buffers
 from hostir.handlers import run_block
 from hostir.job import check_devices, check_grouped
 from hostir.known import Known
-from hostir.layout import parts
 from hostir.lower_params import check_number_of_streams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.overlap import Body, Updates
@@ -178,7 +177,7 @@ class HostIrEvaluator:
             weakref.finalize(self, communicator.release_peers).atexit = False
         check_devices(program, self._size)
         # Whose local shape may be impossible, which is checked before anything runs.
-        self._sized = [tv for tv in program.tensors() if _is_computed(tv)]
+        self._sized = [tv for tv in program.tensors() if is_computed(tv)]
         # An input that is an output is the caller's own tensor, whatever else it is written into.
         into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
         hidden = {a.out for a in program.aliases if a.hidden}
@@ -513,7 +512,7 @@ class HostIrEvaluator:
 
         Raises `VerifyError` where its streams race or its ranks would wait for ever.
         """
-        device = checked_on or self._device or _device_of(self.program, inputs)
+        device = checked_on or self._device or device_of(self.program.inputs, inputs)
         binder = self._binder
         bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
         values = {**bound, RANK: self._rank, NUMBER_OF_STREAMS: self._number_of_streams}
@@ -594,19 +593,3 @@ class HostIrEvaluator:
             )
             self._units.setdefault(key, made)
         return self._units[key]
-
-
-def _is_computed(tv: TensorView) -> bool:
-    """Whether a mesh or a formula decides some extent, rather than the inputs alone."""
-    return any(n > 1 for n in parts(tv)) or not all(
-        isinstance(x, Symbol | Const) for x in tv.shape()
-    )
-
-
-def _device_of(program: HostIrContainer, inputs: Sequence[Argument]) -> torch.device:
-    """Return the device of the first tensor (CPU scalars aside), else torch's default."""
-    for declared, given in zip(program.inputs, inputs, strict=False):
-        is_scalar = isinstance(declared, TensorView) and declared.is_cpu_scalar
-        if isinstance(given, torch.Tensor) and not is_scalar:
-            return given.device
-    return torch.get_default_device()

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from multidevice.sharding import Sharding
 
 
-# What one definition remembers: signatures of inputs, those that a glance finds when they take
-# turns, and programs bound to a rank.
+# What one definition remembers: signatures of inputs, those that take turns, and programs bound to
+# a rank.
 MAX_SIGNATURES = 256
 MAX_TURNS = 16
 MAX_BOUND = 64
@@ -223,8 +223,7 @@ class FusionExecutorCache:
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
     ) -> tuple[Call | None, tuple[int, ...] | None]:
-        """Return what is known of calls with inputs like these, other than the latest, and the
-        places of the inputs; None where a glance does not tell."""
+        """Return what a glance tells of calls other than the latest, and the places; else None."""
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
         except Exception:  # of what is no list of tensors, which may raise anything
@@ -233,14 +232,13 @@ class FusionExecutorCache:
             return None, None
         places = call.glance(inputs)
         if places is not None:
-            self._latest, self._steady = call, call.steady
+            self._latest = call
             self._has_run(call)
         return call, places
 
     def _has_run(self, call: Call) -> None:
         self._ran = call
-        # It takes a lock.
-        if self._recent.get(call.communicator) is not call.bound:
+        if self._recent.get(call.communicator) is not call.bound:  # to set it takes a lock
             self._recent[call.communicator] = call.bound
 
     def prepare(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from fuser.ir.text import fusion_text, op_text
 from fuser.kernel_source import KernelSource
 from fuser.kernels.extents import Bound, KernelExtents, Sizes
 from fuser.kernels.kernel import make_kernel
+from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
 from fuser.kernels.variant import Variant, launch_of
 from fuser.locks import make_reentrant_lock
 from fuser.lower.stream import steps_of, with_stream_index
@@ -52,9 +52,6 @@ MAX_RECORDS = 256
 SMALL_BYTES = 32 << 20
 TINY_BYTES = 4 << 20
 NEARBY = 8
-# Blocks and unrolled steps run past the end of a tensor by less than this many elements.
-_OVERRUN = 1 << 20
-_INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 Value = torch.Tensor | Number
 # Layouts, parameters of the scheduler, index type.
@@ -244,7 +241,7 @@ class KernelExecutor:
         device: DeviceInfo | None = None,
     ) -> Record | None:
         """Return what is remembered of this class of tensors; None for an empty one."""
-        places = [(t.shape, t.stride(), _address(t) & 15) for t in tensors]
+        places = [(t.shape, t.stride(), address(t) & 15) for t in tensors]
         key: object = (
             *places,
             *[sizes.get(s) for s in self._free],
@@ -325,8 +322,8 @@ class KernelExecutor:
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
         if bound is None:
             return None
-        info = self._device or device or _describe(tensors)
-        return self._bind_to(bound, tensors, info, are_plain=all(map(_is_plain, tensors)))
+        info = self._device or device or describe(tensors)
+        return self._bind_to(bound, tensors, info, are_plain=all(map(is_plain, tensors)))
 
     def _bind_to(
         self,
@@ -342,7 +339,7 @@ class KernelExecutor:
         else:
             layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
             alignments = {
-                number: _alignment(t, layout)
+                number: alignment(t, layout)
                 for number, t, layout in zip(self._numbers, tensors, layouts, strict=True)
             }
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
@@ -391,7 +388,7 @@ class KernelExecutor:
             self._latest_chooser = layouts, device, choose
         facts = Facts(bound.sizes) if known is self._aligned else Facts(bound.sizes, known)
         params = choose(facts)
-        key = (layouts, params, _index_dtype(bound.iterations, tensors))
+        key = (layouts, params, index_dtype(bound.iterations, tensors))
         found = self._variants.get(key)
         if found is not None:
             return found, None
@@ -401,7 +398,7 @@ class KernelExecutor:
         if len(self._variants) >= MAX_VARIANTS:
             return self._generic_variant(device), None
         found = self._variants[key] = self._lower_first(key, device)
-        found.nbytes = _nbytes(tensors)
+        found.nbytes = total_nbytes(tensors)
         return found, None
 
     def _chooser(self, layouts: tuple[Layout, ...], device: DeviceInfo) -> _Choose:
@@ -421,7 +418,7 @@ class KernelExecutor:
         """Return a variant made for a size not much smaller, for inputs too small for their own,
         and its launch."""
         layouts, params, index = key
-        nbytes = _nbytes(tensors)
+        nbytes = total_nbytes(tensors)
         if nbytes > SMALL_BYTES or not self._reuses_nearby:
             return None
         # Up to TINY_BYTES a launch takes longer than the work; and when half of the variants are
@@ -567,51 +564,3 @@ def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ..
 
 def _chooses_nothing(facts: Facts) -> None:
     """Stands for a chooser before the first one."""
-
-
-def _index_dtype(iterations: int, tensors: Sequence[torch.Tensor | Laid]) -> DataType:
-    """Return Int32 where every offset and every iteration count fits, over-run included."""
-    largest = max(iterations, *[t.span if isinstance(t, Laid) else _span(t) for t in tensors])
-    return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
-
-
-def _nbytes(tensors: Sequence[torch.Tensor | Laid]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _span(t: torch.Tensor) -> int:
-    if t.is_contiguous():
-        return t.numel()
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-
-
-def _alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
-    """Return the largest power of two, at most 16, that divides the address and every stride, in
-    bytes, of an axis that is not contiguous."""
-    found = gcd(_address(t), VECTOR_BYTES)
-    order, flags = layout
-    if all(flags):
-        return found
-    for k, flag in zip(order, flags, strict=True):
-        if not flag and t.stride(k):
-            found = gcd(found, t.stride(k) * t.element_size())
-    return found
-
-
-def _is_plain(t: torch.Tensor | Laid) -> bool:
-    """Whether a tensor with elements has no gaps, and begins where a vector of memory does."""
-    return t.is_contiguous() and not _address(t) % VECTOR_BYTES
-
-
-def _address(t: torch.Tensor | Laid) -> int:
-    """Return the address of a tensor; of one without contents, where it begins in memory that will
-    be as aligned as any."""
-    if isinstance(t, Laid) or t.is_meta:
-        return int(t.storage_offset()) * t.element_size()
-    return t.data_ptr()
-
-
-def _describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
-    if not tensors:
-        raise InputError("a kernel without tensors has no device")
-    return describe_device(tensors[0].device)
