@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from multidevice.sharding import Sharding
 
 
-# What one definition remembers: signatures of inputs, those that take turns, and programs bound to
-# a rank.
+# What one definition remembers: signatures, those that take turns, programs bound to a rank.
 MAX_SIGNATURES = 256
 MAX_TURNS = 16
 MAX_BOUND = 64
@@ -443,15 +442,9 @@ class FusionExecutorCache:
         )
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
-        claim = claim_of(
-            parts,
-            self._names,
-            inputs,
-            fixed,
-            free=self._numbers,
-            where=bound.program.first_line,
-            ops=self._fusion.exprs,
-        )
+        line, ops = bound.program.first_line, self._fusion.exprs
+        given = parts, self._names, inputs, fixed
+        claim = claim_of(*given, free=self._numbers, where=line, ops=ops)
         return bound, claim, known
 
     def _bind(
@@ -565,10 +558,8 @@ class FusionExecutorCache:
         return self._bind(found, Communicator.instance(), where, self._settings).program.container
 
     def statistics(self) -> dict[str, int]:
-        """Return launches per execution of the most recent program, by kind of segment.
-
-        Keys: segments, kernels, library_calls, aliases, collectives.
-        """
+        """Return launches per execution of the most recent program, by kind: segments, kernels,
+        library_calls, aliases, collectives."""
         program = self._last().program
         kinds = [s.kind for s in program.segmented.segments]
         return {
