@@ -46,7 +46,8 @@ from hostir.container import (
     unlowered,
     walk,
 )
-from hostir.frame import Frame, KernelRunner, Machine
+from hostir.devices import Devices
+from hostir.frame import Frame, KernelRunner
 from hostir.given import bind_buffers
 from hostir.handlers import run_block
 from hostir.job import check_devices, check_grouped
@@ -62,18 +63,11 @@ from hostir.steady import Steady, Surroundings, steady
 from hostir.step_kernels import make_kernel_executor
 from hostir.storage import Storage
 from hostir.streams import (
-    CpuStreams,
-    CudaStreams,
-    DelayedStreams,
-    Streams,
-    Work,
     on_device,
 )
 from hostir.transfers import PEER_COPIES
-from hostir.unit import UnitRunner
 from hostir.verify import verify
-from multidevice.backends.captured import STEP_BY_STEP, Vote
-from multidevice.backends.protocol import Backend
+from multidevice.backends.captured import STEP_BY_STEP
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -142,8 +136,6 @@ class HostIrEvaluator:
         self._is_checked = late_stream is None and (
             has_streams(program) or has_communications(program)
         )
-        self._streams: dict[torch.device, Streams] = {}
-        self._machines: dict[torch.device, Machine] = {}
         self._binder = InputBinder(program.values)
         self.free = program.free_inputs()
         self._device = None if device is None else torch_device(device)
@@ -166,8 +158,6 @@ class HostIrEvaluator:
         self._make_runner = make_runner or partial(
             make_kernel_executor, settings=self._settings, rank=self._rank
         )
-        self._units: dict[tuple[int, torch.device], UnitRunner] = {}
-        self._size = communicator.size() if communicator is not None else 1
         self._team = program.devices() or (self._rank,)
         self._copies_from_peers = any(
             getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
@@ -175,7 +165,16 @@ class HostIrEvaluator:
         is_mapped = any(tv.memory is MemoryType.symmetric for tv in self._storage.tensors)
         if communicator is not None and (is_mapped or self._copies_from_peers):
             weakref.finalize(self, communicator.release_peers).atexit = False
-        check_devices(program, self._size)
+        check_devices(program, communicator.size() if communicator is not None else 1)
+        self._devices = Devices(
+            program,
+            communicator,
+            self._settings,
+            self.kernel,
+            team=self._team,
+            votes=self._copies_from_peers,
+            late_stream=late_stream,
+        )
         # Whose local shape may be impossible, which is checked before anything runs.
         self._sized = [tv for tv in program.tensors() if is_computed(tv)]
         # An input that is an output is the caller's own tensor, whatever else it is written into.
@@ -289,7 +288,7 @@ class HostIrEvaluator:
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
         """Return the stream on which this thread would go on: a name on the CPU."""
-        return self._streams_of(torch_device(device)).current()
+        return self._devices.streams(torch_device(device)).current()
 
     def _run(
         self, inputs: Sequence[Argument], known: Known, plan: Plan | None
@@ -516,7 +515,7 @@ class HostIrEvaluator:
         binder = self._binder
         bound = binder.values(inputs) if checked_on else binder.bind(inputs, device)
         values = {**bound, RANK: self._rank, NUMBER_OF_STREAMS: self._number_of_streams}
-        frame = Frame(self.program, self._machine(device), self._storage, values, {})
+        frame = Frame(self.program, self._devices.machine(device), self._storage, values, {})
         if binder.has_only_tensors:
             frame.sizes = cast("dict[Symbol, int]", bound)
         for tv in self._sized:
@@ -529,67 +528,3 @@ class HostIrEvaluator:
 
             check_before_run(self.program, values, rank=self._rank, given=results)
         return frame
-
-    def _machine(self, device: torch.device) -> Machine:
-        found = self._machines.get(device)
-        if found is None:
-            found = self._machines.setdefault(device, self._machine_on(device))
-        return found
-
-    def _machine_on(self, device: torch.device) -> Machine:
-        def backend(library: str) -> Backend:
-            assert self._communicator is not None, "a program without a mesh communicates"
-            if library == PEER_COPIES:
-                return self._communicator.peers_for(device)
-            return self._communicator.backend_for(device)
-
-        def symmetric(nbytes: int) -> torch.Tensor:
-            if self._communicator is None:
-                return torch.empty(nbytes, dtype=torch.uint8, device=device)
-            return self._communicator.peers_for(device).empty(nbytes)
-
-        def launch(
-            group: int,
-            ins: Sequence[Argument],
-            outs: Sequence[torch.Tensor],
-            sizes: Mapping[Symbol, int],
-        ) -> Work:
-            return partial(self.kernel(group).run, ins, outs, sizes=sizes)
-
-        vote = None
-        # All ranks of the program vote, also those that will send and receive nothing.
-        if self._copies_from_peers and self._communicator is not None and self._rank in self._team:
-            vote = Vote(partial(self._communicator.peers_for, device), self._team)
-        return Machine(
-            self._rank,
-            self._size,
-            device,
-            self._team,
-            backend,
-            symmetric,
-            launch,
-            self.kernel,
-            self._streams_of(device),
-            partial(self._unit, device=device),
-            vote,
-        )
-
-    def _streams_of(self, device: torch.device) -> Streams:
-        if device not in self._streams:
-            if self._late is not None and device.type != "cuda":
-                self._streams[device] = DelayedStreams(None if self._late == "all" else self._late)
-            else:
-                self._streams[device] = (
-                    CudaStreams(device) if device.type == "cuda" else CpuStreams()
-                )
-        return self._streams[device]
-
-    def _unit(self, number: int, device: torch.device) -> UnitRunner:
-        """Return what runs a host unit on local shards, made at its first use."""
-        key = number, device
-        if key not in self._units:
-            made = UnitRunner(
-                number, self.program.units[number], self._communicator, device, self._settings
-            )
-            self._units.setdefault(key, made)
-        return self._units[key]

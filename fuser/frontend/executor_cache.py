@@ -8,7 +8,6 @@ below, the kernel executors' own caches. All are bounded.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,7 +18,8 @@ from torch.autograd import forward_ad
 
 from fuser import dumps, options
 from fuser.dumps import Dump
-from fuser.errors import FuserError, InputError, user_code
+from fuser.errors import FuserError, user_code
+from fuser.frontend.autograd import Autograd
 from fuser.frontend.known_call import MAX_DECLINED, MAX_PATIENCE, BoundProgram, Call, sees_nothing
 from fuser.frontend.overlap import overlaps_of
 from fuser.frontend.program_cache import PROGRAMS, Program
@@ -97,7 +97,7 @@ class FusionExecutorCache:
         # Such calls that came again, by the shape of their first input.
         self._in_turns: Recent[torch.Size, Call] = Recent(MAX_TURNS)
         self._ran: Call | None = None
-        self._is_warned = False
+        self._autograd = Autograd(fusion)
         # Sizes of jobs that have all ranks which the meshes name.
         self._worlds: set[int] = set()
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
@@ -274,7 +274,7 @@ class FusionExecutorCache:
         def run() -> Trace:
             self._has_run(call)
             return call.bound.evaluator.trace(
-                self._resolved(given),
+                self._autograd.resolved(given),
                 asked.path,
                 warm_up=asked.warm_up,
                 repeat=asked.repeat,
@@ -296,7 +296,7 @@ class FusionExecutorCache:
         the first call)."""
         given: Sequence[Argument] = flatten(inputs)
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
-            given = self._without_tangents(given)
+            given = self._autograd.without_tangents(given)
         is_plain = enable is options.NONE and disable is options.NONE
         settings = self._settings if is_plain else options.settings(enable, disable)
         where = None if device is None else device_of(given, device)
@@ -310,7 +310,7 @@ class FusionExecutorCache:
                 call.has_come_again = True
                 call.glance = (not call.is_lazy and call.contents.glance(given)) or sees_nothing
         else:
-            self._warn_of_gradients(given)
+            self._autograd.warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
         is_plain = is_plain and device is None
         self._latest, self._steady = call if is_plain else None, None
@@ -326,7 +326,7 @@ class FusionExecutorCache:
         settings: Settings,
     ) -> Call:
         """Find or build the program for inputs of a new signature."""
-        resolved = self._resolved(inputs)
+        resolved = self._autograd.resolved(inputs)
         bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
         is_lazy = resolved is not inputs
         contents = known.contents
@@ -344,7 +344,7 @@ class FusionExecutorCache:
         if call is not self._ran:
             self._has_run(call)
         if call.is_lazy:
-            inputs = self._resolved(inputs)
+            inputs = self._autograd.resolved(inputs)
             places = None if places is None else call.known.contents.check(inputs)
         outputs = call.bound.evaluator.run_known(call.known, inputs, places, are_apart)
         if call is self._latest:
@@ -353,56 +353,6 @@ class FusionExecutorCache:
             if not call.runs_left:
                 self._consider(call, inputs)
         return outputs
-
-    def _resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Return the inputs with lazy negative views computed; kernels read by address.
-
-        Raises `InputError` for one that the program writes into.
-        """
-        lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.is_neg()]
-        if not lazy:
-            return inputs
-        targets = {alias.into for alias in self._fusion.aliases}
-        for i in lazy:
-            if i < len(self._fusion.inputs) and self._fusion.inputs[i] in targets:
-                raise InputError(
-                    f"input {i}, {self._fusion.inputs[i]}, is updated in place, but is a lazy "
-                    "negative view: pass resolve_neg()"
-                )
-        return [v.resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs]
-
-    def _without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Return the inputs with the values of dual tensors alone: torch would carry tangents
-        through some ops of a program, and kernels through none. Warns once."""
-        duals = {
-            i: forward_ad.unpack_dual(v)
-            for i, v in enumerate(inputs)
-            if isinstance(v, torch.Tensor) and v.is_floating_point()
-        }
-        lost = {i: dual.primal for i, dual in duals.items() if dual.tangent is not None}
-        for i in lost:
-            self._warn(i, "has a forward-mode tangent", "forward_ad.unpack_dual(x).primal")
-        return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
-
-    def _warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
-        """Warn once that outputs carry no gradient although an input asks for one."""
-        if self._is_warned or not torch.is_grad_enabled():
-            return
-        for i, v in enumerate(inputs):
-            if isinstance(v, torch.Tensor) and v.requires_grad:
-                self._warn(i, "requires grad", "detach(), or run under torch.no_grad()")
-                return
-
-    def _warn(self, position: int, what: str, instead: str) -> None:
-        if self._is_warned:
-            return
-        self._is_warned = True
-        declared = self._fusion.inputs[position] if position < len(self._fusion.inputs) else "extra"
-        warnings.warn(
-            f"input {position}, {declared}, {what}, but no output will carry a gradient: "
-            f"pass {instead}",
-            stacklevel=2,
-        )
 
     def _find_or_build(
         self,

@@ -1,0 +1,71 @@
+"""What torch's autograd and lazy views leave to be done before a fusion runs on inputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import forward_ad
+
+from fuser.errors import InputError
+from fuser.ir.binding import Argument
+from fuser.ir.fusion import Fusion
+
+
+class Autograd:
+    """Makes the inputs of one fusion plain, and warns once where that loses a gradient."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._is_warned = False
+
+    def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the inputs with lazy negative views computed; kernels read by address.
+
+        Raises `InputError` for one that the program writes into.
+        """
+        lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.is_neg()]
+        if not lazy:
+            return inputs
+        targets = {alias.into for alias in self._fusion.aliases}
+        for i in lazy:
+            if i < len(self._fusion.inputs) and self._fusion.inputs[i] in targets:
+                raise InputError(
+                    f"input {i}, {self._fusion.inputs[i]}, is updated in place, but is a lazy "
+                    "negative view: pass resolve_neg()"
+                )
+        return [v.resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs]
+
+    def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the inputs with the values of dual tensors alone: torch would carry tangents
+        through some ops of a program, and kernels through none. Warns once."""
+        duals = {
+            i: forward_ad.unpack_dual(v)
+            for i, v in enumerate(inputs)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+        }
+        lost = {i: dual.primal for i, dual in duals.items() if dual.tangent is not None}
+        for i in lost:
+            self._warn(i, "has a forward-mode tangent", "forward_ad.unpack_dual(x).primal")
+        return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
+
+    def warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
+        """Warn once that outputs carry no gradient although an input asks for one."""
+        if self._is_warned or not torch.is_grad_enabled():
+            return
+        for i, v in enumerate(inputs):
+            if isinstance(v, torch.Tensor) and v.requires_grad:
+                self._warn(i, "requires grad", "detach(), or run under torch.no_grad()")
+                return
+
+    def _warn(self, position: int, what: str, instead: str) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        declared = self._fusion.inputs[position] if position < len(self._fusion.inputs) else "extra"
+        warnings.warn(
+            f"input {position}, {declared}, {what}, but no output will carry a gradient: "
+            f"pass {instead}",
+            stacklevel=2,
+        )
