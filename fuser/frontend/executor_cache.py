@@ -231,7 +231,7 @@ class FusionExecutorCache:
             return None, None
         places = call.glance(inputs)
         if places is not None:
-            self._latest = call
+            self._latest, self._steady = call, call.steady
             self._has_run(call)
         return call, places
 
