@@ -65,11 +65,32 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     make = _private("_dynamo.guards.TensorGuards")
     if make is None or not tensors:
         return None
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+
+    def check_of(some: Sequence[torch.Tensor]) -> Callable[..., bool]:
+        sizes, strides = [list(t.shape) for t in some], [list(t.stride()) for t in some]
+        return make(*some, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+    # Torch says no to a tensor that it is given twice: those that come again are asked about apart.
+    turns: list[list[int]] = []
+    for i, t in enumerate(tensors):
+        turn = sum(t is other for other in tensors[:i])
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(i)
     try:
-        return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        checks = [check_of([tensors[i] for i in places]) for places in turns]
     except (TypeError, AttributeError):  # another torch's
         return None
+    if len(checks) == 1:
+        return checks[0]
+    count, pairs = len(tensors), tuple(zip(checks, turns, strict=True))
+
+    def check(*given: Any) -> bool:
+        if len(given) != count:
+            return False
+        return all(alike(*[given[i] for i in places]) for alike, places in pairs)
+
+    return check
 
 
 def current_device_beside(device: torch.device) -> Callable[[], int] | None:

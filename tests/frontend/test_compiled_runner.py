@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -295,6 +296,23 @@ def test_it_lets_go_of_calls_that_no_longer_come() -> None:
         assert torch.equal(fd.execute(places)[0], places[0] + places[1])
     assert runs(fd) > 0
     assert torch.equal(fd.execute(inputs)[0], inputs[0] + inputs[1])
+
+
+def test_one_tensor_in_several_places() -> None:
+    """As weights that layers share; apart, later, they are the same call."""
+    x, y, z = (torch.randn(8, 8) for _ in range(3))
+    for inputs in ([x, x, x], [x, y, x], [y, x, x]):
+        fd = program(3, lambda ops, a, b, c: [ops.sub(ops.add(a, b), c)])
+        steady(fd, inputs)
+        before, others = runs(fd), (inputs, [x, y, z], [z.clone(), x, x])
+        for a, b, c in others:
+            assert torch.equal(fd.execute([a, b, c])[0], a + b - c)
+        assert runs(fd) == before + len(others)
+        for wrong in ([x, x], [*inputs, x], [x, x, x.double()], [x, x.as_subclass(_Tensor), x]):
+            with contextlib.suppress(InputError):
+                assert torch.equal(fd.execute(wrong)[0], wrong[0] + wrong[1] - wrong[2])
+                assert len(wrong) == 3
+        assert runs(fd) == before + len(others)
 
 
 def test_sizes_in_turns() -> None:
