@@ -14,8 +14,11 @@ import torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout, LayoutClasses, with_layout
 from fuser.ir.scalar import Symbol
+from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from fuser.passes.concretize import KeyOfSizes
+from fuser.schedule.inner_persistent import pays, row_extents
+from fuser.schedule.rows import REDUCTIONS
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Classifier:
             LayoutClasses(v) if isinstance(v, TensorView) else None for v in fusion.inputs
         ]
         self._key_of = KeyOfSizes(fusion)
+        # How many rows of which length reductions have: whether one kernel takes them whole.
+        reductions = [op.out_tensor for op in fusion.used_exprs() if isinstance(op, REDUCTIONS)]
+        extents = dict.fromkeys(map(row_extents, reductions))
+        self._rows = Computed([x for pair in extents for x in pair])
 
     def classify(
         self,
@@ -53,8 +60,12 @@ class Classifier:
             else None
             for known, given in zip(self._layouts, inputs, strict=True)
         )
-        key = (device.type, device.index, layouts, self._key_of(sizes))
+        key = (device.type, device.index, layouts, self._key_of(sizes), self._pays(sizes))
         return InputClass(key, sizes, layouts)
+
+    def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[bool, ...]:
+        found = self._rows.at_once(sizes) or ()
+        return tuple([pays(int(r), int(c)) for r, c in zip(found[::2], found[1::2], strict=True)])
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from fuser.ir.binding import complete
 from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Symbol
 from fuser.ir.text import fusion_text
 from fuser.passes import fusion_passes
-from fuser.passes.concretize import concretize
+from fuser.passes.concretize import concretize, refined_sizes
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
 from hostir.container import HostIrContainer
@@ -23,6 +25,8 @@ from multidevice import streams
 from multidevice.localize import localize
 from multidevice.sharding import check_types
 from multidevice.sharding_passes import shard_fusion
+
+NO_SIZES: Mapping[Symbol, int] = {}
 
 
 class Dump(Protocol):
@@ -75,17 +79,28 @@ def build_program(
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
     if any(libraries):
         params = replace(params, step_backend=libraries[0])
-    return lower_sharded(fusion, backend_name=backend_name, params=params, dump=dump)
+    return lower_sharded(
+        fusion, backend_name=backend_name, params=params, dump=dump, sizes=input_class.sizes
+    )
 
 
 def lower_sharded(
     fusion: Fusion,
     *,
     backend_name: str,
+    sizes: Mapping[Symbol, int] = NO_SIZES,
     params: LowerParams = DEFAULT,
     dump: Dump = _no_dump,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
-    """Return the segments and the verified host program of a sharded and finalized fusion."""
+    """Return the segments and the verified host program of a sharded and finalized fusion. What
+    schedulers decide by `sizes` they decide alike for all of the input class."""
+    values: dict[Symbol, Number] = dict(refined_sizes(sizes))
+    complete(fusion, values)
+
+    def scheduler_of(segment: Fusion) -> str | None:
+        return find_scheduler(
+            localize(segment)[0], suits=lambda scheduler: scheduler.suits(segment, values)
+        )
 
     def after(name: str, program: HostIrContainer) -> None:
         text = partial(program.full_text, first_line="")
@@ -94,7 +109,7 @@ def lower_sharded(
     loops = streams.StreamLoops(fusion)
     segmented = segment_fusion(
         fusion,
-        find_scheduler=lambda f: find_scheduler(localize(f)[0]),
+        find_scheduler=scheduler_of,
         local_shape=streams.held_extents,
         may_share_kernel=loops.may_share_kernel,
         stands_alone=stands_alone(loops, params),

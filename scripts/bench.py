@@ -29,144 +29,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from cold_start import bench_cold
+from kernel_patterns import PATTERNS, define
 
-from fuser import DataType, FusionDefinition
-from fuser.ir.dtypes import from_torch
+from fuser import FusionDefinition
 
 SHAPES = ((16384, 8192), (32768, 1024))
 LARGE_COPY = (32768, 16384)
 REPLAYS, WARM_UPS = 15, 10
-
-
-# ------------------------------------------------------------------ patterns
-def gelu_tanh(fd: FusionDefinition, x: Any) -> Any:
-    """The tanh form of GELU, as torch's approximate="tanh"."""
-    ops = fd.ops
-    cube = ops.mul(ops.mul(x, x), x)
-    inner = ops.mul(ops.add(x, ops.mul(cube, 0.044715)), 0.7978845608028654)
-    return ops.mul(ops.mul(x, 0.5), ops.add(ops.tanh(inner), 1.0))
-
-
-def define(
-    build: Callable[..., Any],
-    *shapes: Sequence[int],
-    dtype: DataType = DataType.BFloat16,
-    known: int = 0,
-) -> FusionDefinition:
-    """Define a fusion with symbolic extents of these ranks; the first `known` are constants."""
-    with FusionDefinition() as fd:
-        tensors = [
-            fd.define_tensor([*s[:known], *[-1] * len(s[known:])], contiguity=True, dtype=dtype)
-            for s in shapes
-        ]
-        fd.add_output(build(fd, *tensors))
-    return fd
-
-
-def _bf16(fd: FusionDefinition, x: Any) -> Any:
-    return fd.ops.cast(x, DataType.BFloat16)
-
-
-def gelu_mul_add(fd: FusionDefinition, x: Any, y: Any, z: Any) -> Any:
-    return _bf16(fd, fd.ops.add(fd.ops.mul(gelu_tanh(fd, x), y), z))
-
-
-def bias_gelu(fd: FusionDefinition, x: Any, b: Any) -> Any:
-    return _bf16(fd, gelu_tanh(fd, fd.ops.add(x, b)))
-
-
-def row_sum(fd: FusionDefinition, x: Any) -> Any:
-    return fd.ops.sum(fd.ops.cast(x, DataType.Float), dim=1)
-
-
-def column_sum(fd: FusionDefinition, x: Any) -> Any:
-    return fd.ops.sum(fd.ops.cast(x, DataType.Float), dim=0)
-
-
-def _torch_gelu(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Our definition, the peer's function, the input shapes, the minimal bytes; the first `known`
-    extents are constants of the definition, `library` is torch's own op."""
-
-    build: Callable[..., Any]
-    peer: Callable[..., torch.Tensor]
-    inputs: Callable[[int, int], tuple[tuple[int, ...], ...]]
-    nbytes: Callable[[int, int], int]
-    dtype: torch.dtype = torch.bfloat16
-    known: int = 0
-    library: Callable[..., torch.Tensor] | None = None
-
-    def define(self, m: int, n: int) -> FusionDefinition:
-        return define(
-            self.build, *self.inputs(m, n), dtype=from_torch(self.dtype), known=self.known
-        )
-
-    def random(self, m: int, n: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return sets of inputs that together exceed the cache."""
-        return [
-            tuple(torch.randn(*s, device="cuda").to(self.dtype) for s in self.inputs(m, n))
-            for _ in range(set_count(self.nbytes(m, n)))
-        ]
-
-
-def few_rows(rows: int, dtype: torch.dtype = torch.bfloat16, *, known: int = 1) -> Pattern:
-    """The sum of `rows` blocks of an m x n tensor, which ends a matmul beside a reduce-scatter."""
-
-    def total(x: torch.Tensor) -> torch.Tensor:
-        return x.sum(0)
-
-    return Pattern(
-        lambda fd, x: fd.ops.cast(fd.ops.sum(x, dim=0), from_torch(dtype)),
-        total,
-        lambda m, n: ((rows, m // rows, n),),
-        lambda m, n: (rows + 1) * (m // rows) * n * dtype.itemsize,
-        dtype,
-        known,
-        total,
-    )
-
-
-PATTERNS = {
-    "gelu_mul_add": Pattern(
-        gelu_mul_add,
-        lambda x, y, z: (_torch_gelu(x.float()) * y.float() + z.float()).to(x.dtype),
-        lambda m, n: ((m, n),) * 3,
-        lambda m, n: 8 * m * n,
-    ),
-    "bias_gelu": Pattern(
-        bias_gelu,
-        lambda x, b: _torch_gelu(x.float() + b.float()).to(x.dtype),
-        lambda m, n: ((m, n), (n,)),
-        lambda m, n: 4 * m * n + 2 * n,
-    ),
-    "row_sum": Pattern(
-        row_sum, lambda x: x.float().sum(1), lambda m, n: ((m, n),), lambda m, n: 2 * m * n + 4 * m
-    ),
-    "column_sum": Pattern(
-        column_sum,
-        lambda x: x.float().sum(0),
-        lambda m, n: ((m, n),),
-        lambda m, n: 2 * m * n + 4 * n,
-    ),
-    "sum_of_2_rows": few_rows(2),
-    "sum_of_4_rows": few_rows(4),
-    "sum_of_8_rows": few_rows(8),
-    "sum_of_4_rows_fp16": few_rows(4, torch.float16),
-    "sum_of_4_rows_fp32": few_rows(4, torch.float32),
-    # The number of rows is a symbol of the definition.
-    "sum_of_4_rows_any": few_rows(4, known=0),
-}
 
 
 # ------------------------------------------------------------------ timing
@@ -262,13 +138,14 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
         pattern = PATTERNS[name]
         for m, n in shapes:
             nbytes = pattern.nbytes(m, n)
-            sets = pattern.random(m, n)
+            sets = pattern.random(m, n, set_count(pattern.nbytes(m, n)))
             fd = pattern.define(m, n)
             began = time.perf_counter()
-            (out,) = fd.execute(sets[0])
+            out, *_ = fd.execute(sets[0])
             torch.cuda.synchronize()
             first_s = time.perf_counter() - began
             exact = pattern.peer(*(t.double() if "sum" in name else t for t in sets[0]))
+            exact = exact[0] if isinstance(exact, tuple) else exact
             error = float((out.double() - exact.double()).norm() / exact.double().norm())
             del out, exact
             candidates: dict[str, Callable[..., Any]] = {"ours": lambda *a, fd=fd: fd.execute(a)}
@@ -304,9 +181,12 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ tuning
 def neighbours(params: Any) -> list[Any]:
     """Return scheduler parameters near the chosen ones, the chosen first."""
+    from fuser.schedule.inner_persistent import InnerPersistentParams
     from fuser.schedule.pointwise import PointwiseParams
 
     found: list[Any] = [params]
+    if isinstance(params, InnerPersistentParams):
+        return _persistent_neighbours(params)
     if isinstance(params, PointwiseParams):
         for unroll, x in itertools.product((1, 2, 4, 8), (64, 128, 256)):
             found.append(replace(params, unroll=unroll, threads_x=x, threads_y=1))
@@ -323,6 +203,21 @@ def neighbours(params: Any) -> list[Any]:
         for unroll, x, threads, grid in shapes:
             made = replace(params, unroll=unroll, threads_x=x, threads_y=threads // x, grid=grid)
             found.append(made)
+    return list(dict.fromkeys(found))
+
+
+def _persistent_neighbours(params: Any) -> list[Any]:
+    """Twice and half the threads of a row, other numbers of registers, and the looped form."""
+    found = [params, replace(params, kept=0, keeps_costly=False, resident=0, unroll=2)]
+    for shift, resident, costly in itertools.product(
+        (-1, 0, 1), (0, 768, 1024, 1536), (False, True)
+    ):
+        threads = params.threads_x << 1 if shift > 0 else params.threads_x >> -shift
+        kept = params.kept >> 1 if shift > 0 else params.kept << -shift
+        if params.kept and 1 <= threads <= 1024 and kept % params.vector == 0:
+            y = max(128 // threads, 1)
+            shape = replace(params, threads_x=threads, threads_y=y, kept=kept)
+            found.append(replace(shape, resident=resident, keeps_costly=costly))
     return list(dict.fromkeys(found))
 
 
@@ -347,7 +242,7 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, (m, n) in itertools.product(chosen_patterns(args), chosen_shapes(args)):
         pattern = PATTERNS[name]
-        sets = pattern.random(m, n)
+        sets = pattern.random(m, n, set_count(pattern.nbytes(m, n)))
         out = pattern.peer(*sets[0])
         fd = pattern.define(m, n)
         bound = InputBinder(fd.fusion).bind(sets[0], sets[0][0].device)

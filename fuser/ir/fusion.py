@@ -17,7 +17,7 @@ from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
 from fuser.ir.origin import Origin
-from fuser.ir.scalar import Scalar, Symbol, int_value
+from fuser.ir.scalar import Scalar, Symbol, eq, int_value
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
 from fuser.record import record
@@ -54,6 +54,10 @@ class Fusion:
         self._next_scalar = 0
         self._zero_is_numbered = False
         self.extents = ExtentClasses()
+        # What a schedule relies on beyond them; a kernel's launch checks it.
+        self.assumed: tuple[Scalar, ...] = ()
+        # Threads that the registers of a multiprocessor are to suffice for; 0: any number.
+        self.resident_threads = 0
         # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
         self.origins: tuple[Origin, ...] = ()
 
@@ -283,6 +287,11 @@ class Fusion:
         """State that two extents are equal; `reason` is shown where inputs contradict it."""
         self.extents.unify(a, b, reason)
 
+    def assume(self, extent: Scalar, value: Scalar) -> None:
+        """Take an extent to have a value, in this kernel alone: launches check it."""
+        self.assumed = (*self.assumed, eq(self.canonical(extent), value))
+        self.unify_extents(extent, value, "the schedule")
+
     def canonical(self, x: Scalar) -> Scalar:
         """Rewrite a scalar over class representatives."""
         return self.extents.canonical(x)
@@ -303,6 +312,7 @@ class Fusion:
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
             setattr(new, name, getattr(self, name))
         new.extents, new.origins = self.extents.copy(), self.origins
+        new.assumed, new.resident_threads = self.assumed, self.resident_threads
         mapping: dict[TensorView, TensorView] = {}
         read = self.tensors() if ops is None else _tensors_of(ops)
         for tv in read:

@@ -184,7 +184,7 @@ def _finish(state: State, name: str, index_dtype: DataType) -> LoweredKernel:
     threads = sc.int_value(sc.product(block))
     if threads is None:
         raise UnsupportedError(f"kernel {name}: the block size {sc.product(block)} is not constant")
-    guards = [*ctx.guards, *ctx.assumptions.guards()]
+    guards = [*ctx.nesting.fusion.assumed, *ctx.guards, *ctx.assumptions.guards()]
     if index_dtype is DataType.Int32:
         guards += _int32_guards(state, tensors)
     return LoweredKernel(
@@ -233,8 +233,11 @@ def _min_blocks(state: State, threads: int) -> int:
     Where each thread sums on its own in steps of several loads, the compiler would save registers:
     use the first load of a step before it starts the last, and so wait twice.
     """
-    if state.ctx.is_cpu or any(isinstance(s, ThreadReduce) for s in walk(state.body)):
+    if state.ctx.is_cpu:
         return 0
+    wanted = state.ctx.nesting.fusion.resident_threads
+    if wanted or any(isinstance(s, ThreadReduce) for s in walk(state.body)):
+        return wanted // max(threads, 32)
     loops = [s for s in walk(state.body) if isinstance(s, For) and not s.unroll]
     steps = [s.body for s in loops if any(isinstance(i, Accumulate) for i in walk(s.body))]
     unrolled = [u for step in steps for u in walk(step) if isinstance(u, For) and u.unroll]

@@ -185,9 +185,10 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
         is_buffered = stage is not None and stage.storage != "global"
         frontier.update(dict.fromkeys(op.outputs, (stage,) if is_buffered else below))
     _build_nests(nesting)
+    sharing = _Sharing(nesting)
     for tv, stages in _computed_by(nesting, exprs).items():
         if (tv.compute_at or tv in fusion.inputs) and len(stages) > 1:
-            _fuse_readers(nesting, tuple(sorted(stages, key=lambda s: s.number)))
+            sharing.fuse_readers(tuple(sorted(stages, key=lambda s: s.number)))
     _assign_symbols(nesting)
     return nesting
 
@@ -249,6 +250,7 @@ class _Nests:
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
+        self.waits = _Waits()
         self._graph: AxisGraph | None = None
 
     @property
@@ -344,6 +346,8 @@ class _Nests:
         depth = places[-1] + 1 if places else 0
         if depth != stage.depth:
             _refuse(stage, f"inlined at different depths in {first.tv} and {other.tv}")
+        if depth > min(self.waits.limit(first, other), self.waits.limit(other, first)):
+            _refuse(stage, f"read by {first.tv} and {other.tv}, one of which waits for the other")
         for a, b in zip(first.loops[:depth], other.loops[:depth], strict=True):
             if a.find() is not b.find() and (a.extent != b.extent or a.ptype is not b.ptype):
                 _refuse(
@@ -387,28 +391,70 @@ def _build_nests(nesting: Nesting) -> None:
         nests.build(s, readers[s])
 
 
-def _fuse_readers(nesting: Nesting, stages: tuple[Stage, ...]) -> None:
-    """Share equal outer loops among stages that compute the same inlined tensor."""
-    first = stages[0]
-    for other in stages[1:]:
-        limit = min(_limit(first, other), _limit(other, first))
-        for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
-            if level >= limit or a.extent != b.extent or a.ptype is not b.ptype:
-                break
-            if a.is_reduction != b.is_reduction and len(first.loops) != len(other.loops):
-                break
-            a.join(b)
+class _Waits:
+    """How many loops two stages may share when one waits for the other."""
+
+    def __init__(self) -> None:
+        self._known: dict[Stage, dict[Stage, float]] = {}
+
+    def limits(self, target: Stage) -> dict[Stage, float]:
+        """Return every stage that `target` waits for, with the number of loops they may share."""
+        todo = [target]
+        while todo:
+            stage = todo[-1]
+            missing = [s for s in stage.reads if s not in self._known]
+            if missing:
+                todo += missing
+                continue
+            todo.pop()
+            found: dict[Stage, float] = {}
+            for mid in stage.reads:
+                for source, through in ((mid, float("inf")), *self._known[mid].items()):
+                    limit = min(through, mid.depth)
+                    found[source] = min(found.get(source, limit), limit)
+            self._known[stage] = found
+        return self._known[target]
+
+    def limit(self, source: Stage, target: Stage) -> float:
+        return self.limits(target).get(source, float("inf"))
 
 
-def _limit(source: Stage, target: Stage) -> float:
-    """Return how many loops two stages may share when `target` depends on `source`."""
-    never = float("inf")
-    limit: float = source.depth if source in target.reads else never
-    for mid in target.reads:
-        through = _limit(source, mid) if mid is not source else never
-        if through != never:
-            limit = min(limit, through, mid.depth)
-    return limit
+class _Sharing:
+    """Which stages share which loops, as far as they do not wait for each other."""
+
+    def __init__(self, nesting: Nesting) -> None:
+        waits = _Waits()
+        self._limits: dict[Stage, dict[Stage, float]] = {s: {} for s in nesting.stages}
+        self._members: dict[Loop, set[Stage]] = {}
+        for stage in nesting.stages:
+            for source, limit in waits.limits(stage).items():
+                self._limits[stage][source] = self._limits[source][stage] = limit
+            for loop in stage.loops:
+                self._members.setdefault(loop.find(), set()).add(stage)
+
+    def fuse_readers(self, stages: tuple[Stage, ...]) -> None:
+        """Share equal outer loops among stages that compute the same inlined tensor."""
+        first = stages[0]
+        for other in stages[1:]:
+            for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
+                if a.extent != b.extent or a.ptype is not b.ptype:
+                    break
+                if a.is_reduction != b.is_reduction and len(first.loops) != len(other.loops):
+                    break
+                if not self._join(a.find(), b.find(), level):
+                    break
+
+    def _join(self, a: Loop, b: Loop, level: int) -> bool:
+        """Make two loops one unless a stage of one waits for a stage of the other to finish it."""
+        if a is b:
+            return True
+        few, many = sorted((self._members[a], self._members[b]), key=len)
+        for stage in few:
+            if any(level >= n and s in many for s, n in self._limits[stage].items()):
+                return False
+        a.join(b)
+        self._members[a] |= self._members.pop(b)
+        return True
 
 
 def _assign_symbols(nesting: Nesting) -> None:

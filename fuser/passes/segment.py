@@ -124,6 +124,8 @@ class _Segmenter:
             else:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
         self.strides: dict[TensorView, tuple[Scalar, ...]] = {}
+        # Pairs of groups that no scheduler takes as one.
+        self.refused: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
 
     def run(self) -> SegmentedFusion:
         self._mark_aliases()
@@ -347,36 +349,61 @@ class _Segmenter:
             stored.update(dict.fromkeys(ends))
 
     def _merge(self, groups: list[_Group]) -> list[_Group]:
-        """Merge groups that share inputs or feed one another while a scheduler accepts them."""
-        merged = True
-        while merged:
-            merged = False
-            for i in range(len(groups)):
-                for j in range(i + 1, len(groups)):
-                    union = self._try_merge(groups, i, j)
-                    if union is not None:
-                        groups[i] = union
-                        del groups[j]
-                        merged = True
-                        break
-                if merged:
-                    break
+        """Merge groups that share inputs or feed one another while a scheduler accepts them.
+
+        Reductions that share inputs come first: what waits for one of them mostly waits for all.
+        """
+        for kind in ("reduction", None, "pointwise"):
+            while (pair := self._mergeable(groups, kind)) is not None:
+                (i, j), union = pair
+                groups[i] = union
+                del groups[j]
         return groups
 
-    def _try_merge(self, groups: list[_Group], i: int, j: int) -> _Group | None:
+    def _mergeable(
+        self, groups: list[_Group], kind: str | None
+    ) -> tuple[tuple[int, int], _Group] | None:
+        """Return the first two groups that merge, both of a kind; None: of which one waits for a
+        reduction of the other."""
+        for i in range(len(groups)):
+            for j in range(i + 1, len(groups)):
+                union = self._try_merge(groups, i, j, kind)
+                if union is not None:
+                    return (i, j), union
+        return None
+
+    def _try_merge(self, groups: list[_Group], i: int, j: int, kind: str | None) -> _Group | None:
         a, b = groups[i], groups[j]
         feeds = bool(set(a.outputs) & set(b.inputs)) or bool(set(b.outputs) & set(a.inputs))
-        if not feeds and not set(a.inputs) & set(b.inputs):
+        if not feeds and (kind is None or not set(a.inputs) & set(b.inputs)):
             return None
-        if _space(a) != _space(b) or self._path_outside(groups, i, j):
+        spaces = _space(a), _space(b)
+        if kind is None and not any(space[0] == "reduction" for space in spaces):
+            return None
+        if kind is not None and (spaces[0] != spaces[1] or spaces[0][0] != kind):
+            return None
+        if kind == "reduction" and feeds:
+            return None  # such a kernel goes over its rows several times
+        if (a.ops, b.ops) in self.refused or self._path_outside(groups, i, j):
             return None
         if not self.may_share_kernel(next(iter(a.ops)), next(iter(b.ops))):
             return None
-        if feeds and _space(a)[0] == "reduction":
-            return None  # a kernel does not read a reduction that it computes itself
-        outputs = (*a.outputs, *(o for o in b.outputs if o not in a.outputs))
-        inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in outputs)
-        return self._accepted(_Group(a.ops | b.ops, outputs, inputs))
+        union = self._accepted(self._union(groups, a, b))
+        if union is None or (kind is None and union.scheduler != "inner_persistent"):
+            self.refused.add((a.ops, b.ops))
+            return None
+        return union
+
+    def _union(self, groups: list[_Group], a: _Group, b: _Group) -> _Group:
+        """Return both groups as one, which writes what others read."""
+        ops = a.ops | b.ops
+        others = {t for g in groups if g is not a and g is not b for t in g.inputs}
+        others.update(v for e in self.exprs if self.kind[e] != "kernel" for v in e.inputs)  # pyright: ignore[reportArgumentType]
+        others.update(self.fusion.outputs)
+        outputs = tuple(o for o in dict.fromkeys((*a.outputs, *b.outputs)) if o in others)
+        made = {*a.outputs, *b.outputs}
+        inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in made)
+        return _Group(ops, outputs, inputs)
 
     def _path_outside(self, groups: list[_Group], i: int, j: int) -> bool:
         """Whether a path between two groups runs through a third step (merging would cycle)."""

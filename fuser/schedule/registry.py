@@ -8,8 +8,9 @@ from typing import Any
 from fuser.device import DeviceInfo
 from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
+from fuser.ir.scalar import Number, Symbol
 from fuser.record import record
-from fuser.schedule import plain, pointwise, reduction
+from fuser.schedule import inner_persistent, plain, pointwise, reduction
 from fuser.schedule.facts import Facts
 from fuser.schedule.ladder import rungs
 
@@ -25,7 +26,8 @@ class Scheduler:
     returns what chooses parameters from sizes and alignments, of which there may be many; `apply`
     schedules in place and depends on the parameters alone. `generic` gives
     parameters that rely on nothing, for the variant that serves every input; `ladder` all that are
-    worth a try, from those chosen down.
+    worth a try, from those chosen down. `suits` tells for which sizes the kernel is as fast as
+    separate ones.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Scheduler:
     chooser: Callable[[Fusion, DeviceInfo], Callable[[Facts], Params]]
     apply: Callable[[Fusion, Params], None]
     generic: Callable[[DeviceInfo], Params]
+    suits: Callable[[Fusion, Mapping[Symbol, Number]], bool] = lambda fusion, sizes: True
 
     def heuristics(self, fusion: Fusion, facts: Facts, device: DeviceInfo) -> Params:
         """Return the parameters for one class of inputs."""
@@ -50,6 +53,14 @@ _ROWS = (
     ),
     Scheduler(
         "reduction", reduction.accepts, reduction.chooser, reduction.apply, reduction.generic
+    ),
+    Scheduler(
+        "inner_persistent",
+        inner_persistent.accepts,
+        inner_persistent.chooser,
+        inner_persistent.apply,
+        inner_persistent.generic,
+        inner_persistent.suits,
     ),
 )
 
@@ -92,9 +103,12 @@ SCHEDULERS: Mapping[str, Scheduler] = {row.name: row for row in _ROWS}
 _BY_NAME: Mapping[str, Scheduler] = {row.name: row for row in (*_ROWS, _PLAIN, _USER)}
 
 
-def find_scheduler(fusion: Fusion) -> str | None:
-    """Return the name of the first scheduler that accepts the fusion, None for none."""
-    return next((s.name for s in (*_ROWS, _PLAIN) if s.accepts(fusion) is None), None)
+def find_scheduler(
+    fusion: Fusion, *, suits: Callable[[Scheduler], bool] = lambda row: True
+) -> str | None:
+    """Return the name of the first scheduler that accepts the fusion and `suits`, None for none."""
+    rows = (s for s in (*_ROWS, _PLAIN) if s.accepts(fusion) is None)
+    return next((s.name for s in rows if suits(s)), None)
 
 
 def rejections(fusion: Fusion) -> dict[str, str]:

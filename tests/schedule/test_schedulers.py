@@ -246,7 +246,7 @@ def test_reasons_for_refusal() -> None:
 
 
 def test_every_scheduler_is_found_by_its_name() -> None:
-    assert list(SCHEDULERS) == ["pointwise", "reduction"]
+    assert list(SCHEDULERS) == ["pointwise", "reduction", "inner_persistent"]
     assert find_scheduler(define(gelu_mul_add, *[(None, None)] * 3)) == "pointwise"
     assert find_scheduler(define(row_sum, (None, None))) == "reduction"
 

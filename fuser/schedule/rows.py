@@ -1,0 +1,161 @@
+"""Kernels in which reductions wait for each other: levels, what is kept between them, rewrites.
+
+The *level* of a value counts the reductions that it waits for, one after the other. Reductions and
+outputs of one level go over the row together:
+
+    level 0  m = max(x)        level 1  s = sum(exp(x - m))        level 2  y = exp(x - m) / s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fuser import ops
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import HALF_LIKE, nbytes_of
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.nodes import ReductionOp, TensorOp, WelfordOp
+from fuser.ir.tensor import TensorView
+from fuser.record import record
+
+REDUCTIONS = (ReductionOp, WelfordOp)
+# What costs a thread more than keeping the result in a register: special functions and divisions.
+EXPENSIVE = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cos cosh div erf erfc erfcinv erfinv exp exp2 expm1 "
+    "fmod lgamma log log10 log1p log2 pow reciprocal remainder rsqrt sigmoid silu sin sinh sqrt "
+    "tan tanh".split()
+)
+
+
+def levels_of(fusion: Fusion) -> dict[TensorView, int]:
+    """Return the level of every tensor."""
+    found: dict[TensorView, int] = {}
+    for op in fusion.exprs:
+        level = max((found.get(v, 0) for v in op.inputs if isinstance(v, TensorView)), default=0)
+        found.update(dict.fromkeys(op.outputs, level + isinstance(op, REDUCTIONS)))
+    return found
+
+
+def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
+    """Return the level at which an op goes over the row."""
+    return levels[op.out_tensor] - isinstance(op, REDUCTIONS)
+
+
+# ------------------------------------------------------------------ what is kept
+@record
+class Kept:
+    """A value that is kept over the row: from when, until when. Level `l` computes what is kept
+    from there on at `2 * l`, and then reduces at `2 * l + 1`."""
+
+    tv: TensorView
+    begin: int
+    end: int
+
+
+def kept_values(
+    fusion: Fusion, rows: frozenset[TensorView], *, is_costly: Callable[[TensorOp], bool]
+) -> list[Kept]:
+    """Return the inputs that have the row (`rows` are all tensors that do), and the results of
+    costly ops that several levels need."""
+    levels = levels_of(fusion)
+    times: dict[TensorView, set[int]] = {}
+    found: list[Kept] = []
+    for op in reversed(fusion.used_exprs()):
+        level = level_of_step(op, levels)
+        mine: set[int] = set()
+        for out in op.outputs:
+            mine |= times.get(out, set())
+        if isinstance(op, REDUCTIONS) or any(out in fusion.outputs for out in op.outputs):
+            mine = {2 * level + 1}
+        elif op.out_tensor in rows and len({t // 2 for t in mine}) > 1 and is_costly(op):
+            found.append(Kept(op.out_tensor, 2 * level, max(mine)))
+            mine = {2 * level}
+        for v in op.inputs:
+            if isinstance(v, TensorView):
+                times.setdefault(v, set()).update(mine)
+    inputs = [v for v in fusion.inputs if isinstance(v, TensorView) and v in rows and times.get(v)]
+    return [*(Kept(v, -1, max(times[v])) for v in inputs), *reversed(found)]
+
+
+def most_bytes(kept: Iterable[Kept], vector: int) -> int:
+    """Return the bytes of registers that one element of a row takes at most. What no vector of
+    memory fills takes a register of its own."""
+    values = list(kept)
+    costs = [
+        (k, n if (n := nbytes_of(k.tv.dtype())) * vector >= 4 else 4)
+        for k in values
+    ]  # fmt: skip
+    ends = {t for k in values for t in (k.begin, k.end - 1)}
+    return max((sum(n for k, n in costs if k.begin <= t < k.end) for t in ends), default=0)
+
+
+# ------------------------------------------------------------------ rewrites
+def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> None:
+    """Give every level its own ops for what several levels compute, `shared` tensors excepted, so
+    that each can load its operands ahead.
+
+        c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
+    """
+    levels = levels_of(fusion)
+    # Level of each op: that of the reductions and outputs which it is computed for.
+    needed: dict[TensorOp, set[int]] = {}
+    for op in reversed(fusion.used_exprs()):
+        if _is_step(fusion, op) or any(out in shared for out in op.outputs):
+            needed[op] = {level_of_step(op, levels)}
+            continue
+        users = [u for out in op.outputs for u in fusion.uses(out) if u in needed]
+        needed[op] = set().union(*(needed[u] for u in users)) if users else {0}
+    for op in reversed(fusion.used_exprs()):
+        wanted = sorted(needed[op])
+        for level in wanted[1:]:
+            twin = _clone(fusion, op)
+            needed[twin] = {level}
+            for old, new in zip(op.outputs, twin.outputs, strict=True):
+                readers = {u for u in fusion.uses(old) if needed.get(u) == {level}}
+                fusion.replace_uses(old, new, where=lambda u, r=readers: u in r)
+        needed[op] = {wanted[0]}
+
+
+def _is_step(fusion: Fusion, op: TensorOp) -> bool:
+    return isinstance(op, REDUCTIONS) or any(out in fusion.outputs for out in op.outputs)
+
+
+def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
+    """Insert a copy of a pointwise op, with a result of its own, behind it."""
+    twins: dict[TensorView, TensorView] = {}
+    for out in op.outputs:
+        axes = {n: fusion.clone_axis(a, rfactor=a.rfactor) for n, a in out.domain.axes.items()}
+        domain = out.domain.map_axes(lambda a, axes=axes: axes[a.number])
+        twins[out] = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
+    twin = op.map_values(lambda v: twins.get(v, v) if isinstance(v, TensorView) else v)
+    fusion.insert_after(op, [twin])
+    return twin
+
+
+def two_pass_welford(fusion: Fusion) -> None:
+    """Compute variances from the row that is kept: a sum for the mean, then one of the squared
+    deviations from it. No element costs a division.
+
+    A Welford whose count is asked for, or whose sums would be of half precision, stays.
+    """
+    for op in fusion.exprs:
+        if not isinstance(op, WelfordOp) or op.inp.dtype() in HALF_LIKE:
+            continue
+        if fusion.uses(op.n) or op.n in fusion.outputs:
+            continue
+        dims = [k for k, a in enumerate(op.avg.domain.logical) if a.is_reduction()]
+        at = fusion.exprs.index(op)
+        before = fusion.exprs
+        with FusionGuard(fusion):
+            count = sc.product(op.inp.size(d) for d in dims)
+            mean = ops.div(ops.sum(op.inp, dims=dims), count)
+            flags = [a.is_reduction() for a in op.avg.domain.logical]
+            deviation = ops.sub(op.inp, ops.broadcast(mean, flags))
+            squares = ops.sum(ops.mul(deviation, deviation), dims=dims)
+        made = fusion.exprs[len(before) :]
+        fusion.exprs = (*before[:at], *made, *before[at + 1 :])
+        for old, new in ((op.avg, mean), (op.var, squares)):
+            fusion.replace_uses(old, new)
+            fusion.outputs = [new if out is old else out for out in fusion.outputs]
+            new.memory = old.memory

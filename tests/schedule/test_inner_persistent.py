@@ -1,0 +1,220 @@
+"""Softmax, norms and their backwards as one kernel, against torch in float64.
+
+As in `test_numeric.py`: with the CPU's loops, and with the H200's schedule in checked mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fuser import ops
+from fuser.ir.dtypes import DataType
+from fuser.ir.tensor import TensorView
+from fuser.schedule import find_scheduler
+from tests.schedule.programs import define, random
+from tests.schedule.test_numeric import BOTH, back, check
+
+F = DataType.Float
+
+
+def wide(x: TensorView) -> TensorView:
+    return x if x.dtype() is DataType.Double else ops.cast(x, F)
+
+
+def softmax(x: TensorView, dim: int = -1) -> TensorView:
+    x = wide(x)
+    e = ops.exp(ops.sub(x, ops.max(x, dim, keepdim=True)))
+    return ops.div(e, ops.sum(e, dim, keepdim=True))
+
+
+def log_softmax(x: TensorView) -> TensorView:
+    x = wide(x)
+    shifted = ops.sub(x, ops.max(x, -1, keepdim=True))
+    return ops.sub(shifted, ops.log(ops.sum(ops.exp(shifted), -1, keepdim=True)))
+
+
+def normalized(x: TensorView) -> tuple[TensorView, TensorView, TensorView]:
+    x = wide(x)
+    var, mean = ops.var_mean(x, [-1], correction=0, keepdim=True)
+    rstd = ops.rsqrt(ops.add(var, 1e-5))
+    return ops.mul(ops.sub(x, mean), rstd), mean, rstd
+
+
+def layer_norm(x: TensorView, w: TensorView, b: TensorView) -> TensorView:
+    y, _, _ = normalized(x)
+    return back_to(x, ops.add(ops.mul(y, wide(w)), wide(b)))
+
+
+def back_to(x: TensorView, y: TensorView) -> TensorView:
+    return ops.cast(y, x.dtype())
+
+
+SHAPES = [(1, 31), (7, 1), (3, 384), (130, 48), (2, 1000), (3, 4096), (2, 8191), (1, 50257)]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_softmax(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    check(
+        lambda x: back(softmax(x), dtype),
+        lambda x: torch.softmax(x, -1),
+        [random(shape, dtype)],
+        device,
+        broadcast_ones=False,
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(1, 31), (3, 384), (2, 4096)], ids=str)
+def test_log_softmax(shape: tuple[int, int], device: str) -> None:
+    check(log_softmax, lambda x: torch.log_softmax(x, -1), [random(shape, torch.float32)], device)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 31), (130, 48), (3, 384), (2, 1001), (2, 30000)], ids=str)
+def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    def build(x: TensorView, w: TensorView, b: TensorView) -> Sequence[TensorView]:
+        y, mean, rstd = normalized(x)
+        out = back_to(x, ops.add(ops.mul(y, wide(w)), wide(b)))
+        return out, ops.squeeze(mean, [1]), ops.squeeze(rstd, [1])
+
+    def reference(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+        var, mean = torch.var_mean(x, -1, correction=0)
+        y = torch.nn.functional.layer_norm(x, x.shape[1:], w, b)
+        return y, mean.float(), torch.rsqrt(var + 1e-5).float()
+
+    inputs = [random(shape, dtype), *(random(shape[1:], dtype, seed) for seed in (1, 2))]
+    check(build, reference, inputs, device, scale=4)
+
+
+@BOTH
+def test_a_residual_and_its_sum_is_an_output(device: str) -> None:
+    def build(x: TensorView, r: TensorView, w: TensorView) -> Sequence[TensorView]:
+        h = ops.add(wide(x), wide(r))
+        mean = ops.div(ops.sum(ops.mul(h, h), -1, keepdim=True), h.size(1))
+        y = ops.mul(ops.mul(h, ops.rsqrt(ops.add(mean, 1e-6))), wide(w))
+        return back_to(x, h), back_to(x, y)
+
+    def reference(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Sequence[torch.Tensor]:
+        h = x + r
+        return h, h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-6) * w
+
+    shape = (5, 768)
+    inputs = [random(shape, torch.bfloat16, s) for s in (0, 1)] + [random((768,), torch.bfloat16)]
+    check(build, reference, inputs, device)
+
+
+@BOTH
+def test_softmax_backward(device: str) -> None:
+    def build(dy: TensorView, y: TensorView) -> TensorView:
+        g, y32 = wide(dy), wide(y)
+        return back_to(dy, ops.mul(y32, ops.sub(g, ops.sum(ops.mul(g, y32), -1, keepdim=True))))
+
+    inputs = [random((6, 1000), torch.bfloat16, s) for s in (0, 1)]
+    check(build, lambda g, y: y * (g - (g * y).sum(-1, keepdim=True)), inputs, device, scale=20)
+
+
+@BOTH
+def test_layer_norm_backward_of_the_input(device: str) -> None:
+    def build(dy: TensorView, x: TensorView, w: TensorView, m: TensorView, r: TensorView):
+        n = x.size(1)
+        x_hat = ops.mul(ops.sub(wide(x), m), r)
+        g = ops.mul(wide(dy), wide(w))
+        first = ops.div(ops.sum(g, -1, keepdim=True), n)
+        second = ops.div(ops.sum(ops.mul(g, x_hat), -1, keepdim=True), n)
+        return back_to(dy, ops.mul(r, ops.sub(ops.sub(g, first), ops.mul(x_hat, second))))
+
+    def reference(dy, x, w, m, r):
+        x_hat, g = (x - m) * r, dy * w
+        return r * (g - g.mean(-1, keepdim=True) - x_hat * (g * x_hat).mean(-1, keepdim=True))
+
+    shapes = [(7, 520), (7, 520), (520,), (7, 1), (7, 1)]
+    inputs = [random(s, torch.float32, k) for k, s in enumerate(shapes)]
+    check(build, reference, inputs, device, scale=10)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_a_mask_that_heads_share(kind: str, device: str) -> None:
+    b, h, s = 3, 4, 136
+
+    def build(x: TensorView, mask: TensorView) -> TensorView:
+        x = ops.mul(wide(x), 0.125)
+        kept = ops.ge(mask, 0.0)
+        x = ops.where(kept, x, -1e30) if kind == "bool" else ops.add(x, wide(mask))
+        return softmax(x)
+
+    def reference(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = x * 0.125
+        return torch.softmax(torch.where(mask >= 0, x, -1e30) if kind == "bool" else x + mask, -1)
+
+    inputs = [random((b, h, s, s), torch.float32), random((b, 1, 1, s), torch.float32, 1)]
+    check(build, reference, inputs, device)
+
+
+@BOTH
+def test_softmaxes_of_softmaxes(device: str) -> None:
+    def build(x: TensorView) -> TensorView:
+        for _ in range(4):
+            x = ops.mul(softmax(x), 3.0)
+        return x
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.softmax(x, -1) * 3.0
+        return x
+
+    check(build, reference, [random((5, 264), torch.float32)], device)
+
+
+@BOTH
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
+def test_permuted_inputs(order: tuple[int, int, int], device: str) -> None:
+    x = random((6, 10, 64), torch.float32).permute(*order)
+    check(softmax, lambda x: torch.softmax(x, -1), [x], device)
+
+
+@BOTH
+def test_rows_with_gaps_and_expanded_inputs(device: str) -> None:
+    x = random((9, 80), torch.float32)[:, 3:70]
+    y = random((1, 67), torch.float32, 1).expand(9, 67)
+    check(
+        lambda x, y: softmax(ops.add(x, y)),
+        lambda x, y: torch.softmax(x + y, -1),
+        [x, y],
+        device,
+    )
+
+
+@BOTH
+def test_several_reduced_axes(device: str) -> None:
+    def build(x: TensorView) -> TensorView:
+        var, mean = ops.var_mean(x, [1, 2, 3], correction=0, keepdim=True)
+        return ops.mul(ops.sub(x, mean), ops.rsqrt(ops.add(var, 1e-5)))
+
+    x = random((5, 3, 8, 12), torch.float32)
+    check(build, lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]), [x], device, scale=4)
+
+
+@BOTH
+def test_rows_of_nan_and_infinity(device: str) -> None:
+    x = random((6, 512), torch.float32)
+    x[0, 3], x[1, 5], x[2, 7] = float("nan"), float("inf"), -float("inf")
+    x[3] = -float("inf")
+    check(softmax, lambda x: torch.softmax(x, -1), [x], device)
+    check(
+        lambda x: normalized(x)[0],
+        lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
+        [x],
+        device,
+        scale=4,
+    )
+
+
+def test_what_is_accepted() -> None:
+    assert find_scheduler(define(softmax, [None, None])) == "inner_persistent"
