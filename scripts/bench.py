@@ -225,10 +225,10 @@ def _always(params: Any, *_: Any) -> Callable[..., Any]:
     return lambda _: params
 
 
-def _run_kernel(executor: Any, like: torch.Tensor, sizes: Any, *inputs: Any) -> torch.Tensor:
-    out = torch.empty_like(like)
-    executor.run(inputs, [out], sizes=sizes)
-    return out
+def _run_kernel(executor: Any, like: Any, sizes: Any, *inputs: Any) -> list[torch.Tensor]:
+    outs = [torch.empty_like(t) for t in like]
+    executor.run(inputs, outs, sizes=sizes)
+    return outs
 
 
 def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -243,7 +243,8 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, (m, n) in itertools.product(chosen_patterns(args), chosen_shapes(args)):
         pattern = PATTERNS[name]
         sets = pattern.random(m, n, set_count(pattern.nbytes(m, n)))
-        out = pattern.peer(*sets[0])
+        made = pattern.peer(*sets[0])
+        outs = list(made) if isinstance(made, tuple) else [made]
         fd = pattern.define(m, n)
         bound = InputBinder(fd.fusion).bind(sets[0], sets[0][0].device)
         sizes = {s: int(v) for s, v in bound.items()}
@@ -254,16 +255,16 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         executor = partial(KernelExecutor, fusion, scheduler=scheduler, name="kernel")
 
-        launch = executor().bind(sets[0], [out], sizes=sizes)
+        launch = executor().bind(sets[0], outs, sizes=sizes)
         assert launch is not None
         candidates: dict[str, KernelExecutor] = {}
         for params in neighbours(launch[0].params):
             e = candidates[str(params)] = executor()
             e.scheduler = replace(e.scheduler, chooser=partial(_always, params))
-        compile_many([(e, sets[0], [out], sizes) for e in candidates.values()], device="cuda")
+        compile_many([(e, sets[0], outs, sizes) for e in candidates.values()], device="cuda")
         results: dict[str, float] = {}
         for text, e in candidates.items():
-            run = partial(_run_kernel, e, out, sizes)
+            run = partial(_run_kernel, e, outs, sizes)
             ((results[text], _, _),) = time_interleaved([Replay(run, sets)])
         best = sorted(results, key=results.__getitem__)[:5]
         for text in dict.fromkeys((str(launch[0].params), *best)):
