@@ -450,7 +450,10 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
     writer.body(kernel.body)
     used = _coordinates(kernel.body)
     head = [f"  const {INDEX} {c} = {t};" for c, t in COORDINATE_TEXT.items() if c in used]
-    if kernel.needs_smem:
+    if any(isinstance(s, ThreadReduce) for s in walk(kernel.body)):
+        shape = ", ".join(map(scalar_text, kernel.block))
+        head.insert(0, f"  FUSER_BLOCK_SMEM(smem, {shape});")
+    elif kernel.needs_smem:
         head.insert(0, "  FUSER_SMEM(smem);")
     params, declared = _parameters(kernel, index_ctype)
     signature = ",\n    ".join(declared)

@@ -26,6 +26,7 @@
 //                load_vec_cs, store_vec_cs: same, data used once (streaming); load_cs(T0, i), store_cs(T0, i, value): one element
 //                `array` is an Array or a C array; T0 a global or a shared pointer (_cs: global)
 //   shared       FUSER_SMEM(smem);                       the block's one dynamic buffer, of the launch's smem_bytes
+//                FUSER_BLOCK_SMEM(smem, X, Y, Z); the same in a block of this shape, for which reductions are compiled
 //                FUSER_SHARED(float) T3 = FUSER_SHARED_AT(float, smem, offset_bytes, count);
 //                (FUSER_SHARED(T) is T*, a checked pointer in the checked build; uninitialised reads and races are found)
 //   threads      threadIdx blockIdx blockDim gridDim; __syncthreads __syncwarp __shfl_sync __shfl_xor_sync __shfl_up_sync
@@ -100,6 +101,15 @@ struct alignas(2) __bfloat {
 #define FUSER_PTR(...) __VA_ARGS__* __restrict__
 #define FUSER_ALIASED_PTR(...) __VA_ARGS__*
 #define FUSER_SMEM(name) extern __shared__ __align__(16) char name[]
+#define FUSER_BLOCK_SMEM(name, X, Y, Z) \
+  extern __shared__ __align__(16) char fuser_smem[]; \
+  const FuserShaped<X, Y, Z> name { fuser_smem }
+template <unsigned X, unsigned Y, unsigned Z>
+struct FuserShaped {
+  char* base;
+  template <class I>
+  FUSER_METHOD char* operator+(I offset) const { return base + offset; }
+};
 #define FUSER_SHARED(T) T*
 #define FUSER_SHARED_AT(T, smem, offset, count) reinterpret_cast<T*>((smem) + (offset))
 #endif

@@ -276,6 +276,24 @@ FUSER_DEVICE float fm_abs(float x) { return ::fabsf(x); }
 FUSER_DEVICE double fm_abs(double x) { return ::fabs(x); }
 #endif
 
+// The larger and the smaller of two; NaN wins. One instruction where there is one.
+template <class T>
+FUSER_DEVICE T fuser_larger(T x, T y) { return x > y || x != x ? x : y; }
+template <class T>
+FUSER_DEVICE T fuser_smaller(T x, T y) { return x < y || x != x ? x : y; }
+#if !defined(FUSER_SIMT) && __CUDA_ARCH__ >= 800
+FUSER_DEVICE float fuser_larger(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+FUSER_DEVICE float fuser_smaller(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+#endif
+
 #define FUSER_FLOATING(T)                                                                                             \
   FUSER_DEVICE bool fm_isnan(T x) { return fuser_isnan(x); }                                                          \
   FUSER_DEVICE bool fm_isinf(T x) { return fuser_isinf(x); }                                                          \
@@ -294,8 +312,8 @@ FUSER_DEVICE double fm_abs(double x) { return ::fabs(x); }
   }                                                                                                                   \
   FUSER_DEVICE T fm_silu(T x) { return x * fm_sigmoid(x); }                                                           \
   FUSER_DEVICE T fm_div(T x, T y) { return x / y; }                                                                   \
-  FUSER_DEVICE T fm_maximum(T x, T y) { return x > y || x != x ? x : y; }                                             \
-  FUSER_DEVICE T fm_minimum(T x, T y) { return x < y || x != x ? x : y; }                                             \
+  FUSER_DEVICE T fm_maximum(T x, T y) { return fuser_larger(x, y); }                                                  \
+  FUSER_DEVICE T fm_minimum(T x, T y) { return fuser_smaller(x, y); }                                                 \
   /* one step of a maximum or minimum whose NaNs are collected apart: see FUSER_SIMD_MAX_NAN */                       \
   FUSER_DEVICE void fm_max_step(T& x, int& nan, T v) {                                                                \
     nan |= fuser_isnan(v);                                                                                            \

@@ -116,17 +116,28 @@ struct PairOp {
 };
 
 // ---- lanes -----------------------------------------------------------------------------------------------------------
-FUSER_DEVICE unsigned fuser_block_threads() { return blockDim.x * blockDim.y * blockDim.z; }
-FUSER_DEVICE unsigned fuser_linear_thread() {
-  return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+// The shape of the block; where FUSER_BLOCK_SMEM gave it, a constant, which decides how threads combine.
+struct FuserShape {
+  unsigned x, y, z;
+};
+template <class S>
+FUSER_DEVICE FuserShape fuser_shape(const S&) { return FuserShape{blockDim.x, blockDim.y, blockDim.z}; }
+#ifndef FUSER_SIMT
+template <unsigned X, unsigned Y, unsigned Z>
+FUSER_DEVICE FuserShape fuser_shape(const FuserShaped<X, Y, Z>&) { return FuserShape{X, Y, Z}; }
+#endif
+FUSER_DEVICE unsigned fuser_block_threads(FuserShape block) { return block.x * block.y * block.z; }
+FUSER_DEVICE unsigned fuser_linear_thread(FuserShape block) {
+  return threadIdx.x + block.x * (threadIdx.y + block.y * threadIdx.z);
 }
 // The lanes of this thread's warp that exist: the last warp of a block may be partial.
-FUSER_DEVICE unsigned fuser_warp_lanes() {
-  const unsigned rest = fuser_block_threads() - (fuser_linear_thread() & ~31u);
+FUSER_DEVICE unsigned fuser_warp_lanes(FuserShape block) {
+  if (fuser_block_threads(block) % 32u == 0u) return 32u;
+  const unsigned rest = fuser_block_threads(block) - (fuser_linear_thread(block) & ~31u);
   return rest < 32u ? rest : 32u;
 }
-FUSER_DEVICE unsigned fuser_warp_mask() {
-  const unsigned lanes = fuser_warp_lanes();
+FUSER_DEVICE unsigned fuser_warp_mask(FuserShape block) {
+  const unsigned lanes = fuser_warp_lanes(block);
   return lanes == 32u ? 0xffffffffu : (1u << lanes) - 1u;
 }
 
@@ -184,11 +195,11 @@ FUSER_DEVICE void fuser_place_axis(FuserPlace& place, bool reduced, unsigned ind
   }
 }
 template <bool X, bool Y, bool Z>
-FUSER_DEVICE FuserPlace fuser_thread_place() {
+FUSER_DEVICE FuserPlace fuser_thread_place(FuserShape block) {
   FuserPlace place = {0, 1, 0, 1};
-  fuser_place_axis(place, X, threadIdx.x, blockDim.x);
-  fuser_place_axis(place, Y, threadIdx.y, blockDim.y);
-  fuser_place_axis(place, Z, threadIdx.z, blockDim.z);
+  fuser_place_axis(place, X, threadIdx.x, block.x);
+  fuser_place_axis(place, Y, threadIdx.y, block.y);
+  fuser_place_axis(place, Z, threadIdx.z, block.z);
   return place;
 }
 template <bool X, bool Y, bool Z>
@@ -216,15 +227,16 @@ struct FuserArrayElement<T[N]> {
 template <bool X, bool Y, bool Z, int N, class A, class Op, class S>
 FUSER_DEVICE void fuser_block_reduce(A& values, Op combine, S smem) {
   typedef typename FuserArrayElement<A>::type T;
-  const FuserPlace place = fuser_thread_place<X, Y, Z>();
+  const FuserShape block = fuser_shape(smem);
+  const FuserPlace place = fuser_thread_place<X, Y, Z>(block);
   const unsigned count = place.count;
   if (count == 1u) return;
-  FUSER_SHARED(T) slots = FUSER_SHARED_AT(T, smem, 0, N * fuser_block_threads());
+  FUSER_SHARED(T) slots = FUSER_SHARED_AT(T, smem, 0, N * fuser_block_threads(block));
   // Reduced axes innermost: a group is a run of consecutive linear thread ids, so warps can do the first part.
   constexpr bool contiguous = X && (Y || !Z);
-  const unsigned lane = fuser_linear_thread() & 31u;
+  const unsigned lane = fuser_linear_thread(block) & 31u;
   if (contiguous && count < 32u && place.groups != 1u && (count & (count - 1u)) == 0u) {
-    const unsigned mask = fuser_warp_mask();
+    const unsigned mask = fuser_warp_mask(block);
     for (unsigned offset = 1; offset < count; offset *= 2) {
       FUSER_UNROLL
       for (int i = 0; i < N; ++i) values[i] = fuser_butterfly(mask, values[i], lane, offset, combine);
@@ -232,8 +244,8 @@ FUSER_DEVICE void fuser_block_reduce(A& values, Op combine, S smem) {
     return;
   }
   if (contiguous && (place.groups == 1u || count % 32u == 0u)) {
-    const unsigned lanes = fuser_warp_lanes();
-    const unsigned mask = fuser_warp_mask();
+    const unsigned lanes = fuser_warp_lanes(block);
+    const unsigned mask = fuser_warp_mask(block);
     FUSER_UNROLL
     for (int i = 0; i < N; ++i) values[i] = fuser_warp_reduce(T(values[i]), combine, lane, lanes, mask);
     const unsigned warps = (count + 31u) / 32u;
@@ -255,7 +267,7 @@ FUSER_DEVICE void fuser_block_reduce(A& values, Op combine, S smem) {
     return;
   }
   // A tree in shared memory over the positions, slot [i][position][group] so that neighbouring groups are neighbours.
-  const unsigned plane = fuser_block_threads();
+  const unsigned plane = fuser_block_threads(block);
   const unsigned own = place.position * place.groups + place.group;
   FUSER_UNROLL
   for (int i = 0; i < N; ++i) slots[i * plane + own] = values[i];
@@ -290,7 +302,8 @@ FUSER_DEVICE void block_reduce_array(A& values, Op combine, I, S smem) {
 
 template <bool X, bool Y, bool Z, class T, class S>
 FUSER_DEVICE T block_broadcast(T value, S smem) {
-  const FuserPlace place = fuser_thread_place<X, Y, Z>();
+  const FuserShape block = fuser_shape(smem);
+  const FuserPlace place = fuser_thread_place<X, Y, Z>(block);
   FUSER_SHARED(T) slots = FUSER_SHARED_AT(T, smem, 0, place.groups);
   if (place.position == 0u) slots[place.group] = value;
   __syncthreads();
@@ -323,7 +336,8 @@ template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, int N, class A, 
 FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q semaphore, S smem) {
   typedef typename FuserArrayElement<A>::type T;
   const FuserPlace block = fuser_block_place<BX, BY, BZ>();
-  const FuserPlace thread = fuser_thread_place<TX, TY, TZ>();
+  const FuserShape shape = fuser_shape(smem);
+  const FuserPlace thread = fuser_thread_place<TX, TY, TZ>(shape);
   if (block.count == 1u) return true;
   // work[group of blocks][block in the group][i][group of threads]
   const int64_t pitch = static_cast<int64_t>(N) * thread.groups;
@@ -335,14 +349,14 @@ FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q
   // The barrier orders the block's writes before the fence of the one thread that announces them.
   __syncthreads();
   int arrived = 0;
-  if (fuser_linear_thread() == 0u) {
+  if (fuser_linear_thread(shape) == 0u) {
     __threadfence();
     arrived = atomicAdd(semaphore + block.group, 1);
   }
   const bool last = block_broadcast<true, true, true>(arrived, smem) == static_cast<int>(block.count) - 1;
   if (!last) return false;
   // Nobody else touches the semaphore any more: leave it as the next launch needs it.
-  if (fuser_linear_thread() == 0u) semaphore[block.group] = 0;
+  if (fuser_linear_thread(shape) == 0u) semaphore[block.group] = 0;
   __threadfence();
   FUSER_UNROLL
   for (int i = 0; i < N; ++i) values[i] = T(identity);

@@ -195,6 +195,7 @@ static inline Ptr<T> pointer(const Launch* launch, int slot, int slots, const ch
 #define FUSER_ALIASED_PTR(...) simt::Ptr<__VA_ARGS__>
 #define FUSER_ATOMIC_TARGET(T) simt::Ptr<T>
 #define FUSER_SMEM(name) const simt::SharedPtr<char> name{0, simt::smem_bytes, 0, #name}
+#define FUSER_BLOCK_SMEM(name, X, Y, Z) FUSER_SMEM(name)
 #define FUSER_SHARED(T) simt::SharedPtr<T>
 #define FUSER_SHARED_AT(T, smem, offset, count) simt::shared_at<T>(smem, offset, count, (smem).name)
 
@@ -221,6 +222,7 @@ static inline T* pointer(const Launch* launch, int slot, int, const char*) {
 #define FUSER_ALIASED_PTR(...) __VA_ARGS__*
 #define FUSER_ATOMIC_TARGET(T) T*
 #define FUSER_SMEM(name) char* const name = simt::engine->smem()
+#define FUSER_BLOCK_SMEM(name, X, Y, Z) FUSER_SMEM(name)
 #define FUSER_SHARED(T) T*
 #define FUSER_SHARED_AT(T, smem, offset, count) reinterpret_cast<T*>((smem) + (offset))
 #endif

@@ -56,6 +56,8 @@ class Fusion:
         self.extents = ExtentClasses()
         # What a schedule relies on beyond them; a kernel's launch checks it.
         self.assumed: tuple[Scalar, ...] = ()
+        # Sizes that it takes to be multiples of a number.
+        self.divisible: dict[Symbol, int] = {}
         # Threads that the registers of a multiprocessor are to suffice for; 0: any number.
         self.resident_threads = 0
         # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
@@ -312,7 +314,8 @@ class Fusion:
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
             setattr(new, name, getattr(self, name))
         new.extents, new.origins = self.extents.copy(), self.origins
-        new.assumed, new.resident_threads = self.assumed, self.resident_threads
+        new.assumed, new.divisible = self.assumed, dict(self.divisible)
+        new.resident_threads = self.resident_threads
         mapping: dict[TensorView, TensorView] = {}
         read = self.tensors() if ops is None else _tensors_of(ops)
         for tv in read:

@@ -54,7 +54,7 @@ class _Builder:
         self.values = ValueBuilder(ctx, buffers)
         self._if_scopes: dict[int, Scope] = {}
         # Streaming loads cost a pointwise kernel 5% on an H200, where streaming stores save; a sum
-        # of which each thread makes its own is pointwise, too.
+        # of which each thread makes its own is pointwise, too, and so is what loads a row once.
         reductions = (s for s in ctx.nesting.stages if s.is_reduction)
         self._streams_loads = any(reduced_types(s) for s in reductions)
 
@@ -178,6 +178,7 @@ class _Builder:
                 stage.tv.dtype(),
                 streaming=origin is None
                 and self._streams_loads
+                and _is_repeated(stage)
                 and self.is_read_once(source, stage),
                 shared=origin is not None,
             )
@@ -283,6 +284,12 @@ class _Builder:
         offset = self.ctx.simplify(self.ctx.indexer.offset(out, index))
         value = buffer.element(buffer.own_index(), out)
         inside.body.statements.append(Store(f"T{out.number}", offset, convert(value, out.dtype())))
+
+
+def _is_repeated(stage: Stage) -> bool:
+    """Whether a loop around a stage makes it fill its registers again and again."""
+    around = stage.loops[: stage.depth]
+    return any(not loop.is_trivial for loop in around)
 
 
 def _uses_reduction(stage: Stage, cond: Scalar) -> bool:

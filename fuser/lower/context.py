@@ -102,6 +102,14 @@ class Context:
     def _incomplete_splits(self, tv: TensorView) -> list[Split]:
         return partial_splits(tv.domain, self.indexer.loop_transforms(tv))
 
+    def _is_whole(self, size: Scalar, factor: Scalar) -> bool:
+        """Whether a size is known to be a multiple of a factor."""
+        if (size, factor) in self._whole:
+            return True
+        by = self.assumptions.divisible.get(size) if isinstance(size, Symbol) else None
+        parts = sc.int_value(factor)
+        return by is not None and parts is not None and by % parts == 0
+
     def partial_splits(self, tv: TensorView) -> list[Split]:
         """Return the splits whose last part may be incomplete."""
         found = self._partial.get(tv)
@@ -109,7 +117,7 @@ class Context:
             found = [
                 s
                 for s in self._incomplete_splits(tv)
-                if (self.size(tv, s.inp), s.factor) not in self._whole
+                if not self._is_whole(self.size(tv, s.inp), s.factor)
             ]
             found = _without_implied(self.indexer.loop_transforms(tv), found)
             self._partial[tv] = found

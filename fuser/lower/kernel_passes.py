@@ -122,7 +122,7 @@ def lower_kernel(
     if index_dtype not in (DataType.Int, DataType.Int32):
         raise UnsupportedError(f"kernel {name}: index dtype {index_dtype.name}")
     _unify_extents(fusion)
-    assumptions = Assumptions()
+    assumptions = Assumptions(dict(fusion.divisible))
     for _ in range(MAX_ATTEMPTS):
         try:
             state = _attempt(fusion, assumptions, is_cpu=device.kind == "cpu")

@@ -346,7 +346,8 @@ class _Nests:
         depth = places[-1] + 1 if places else 0
         if depth != stage.depth:
             _refuse(stage, f"inlined at different depths in {first.tv} and {other.tv}")
-        if depth > min(self.waits.limit(first, other), self.waits.limit(other, first)):
+        limit = min(self.waits.limit(first, other), self.waits.limit(other, first))
+        if any(level >= limit and not a.is_parallel for level, a in enumerate(first.loops[:depth])):
             _refuse(stage, f"read by {first.tv} and {other.tv}, one of which waits for the other")
         for a, b in zip(first.loops[:depth], other.loops[:depth], strict=True):
             if a.find() is not b.find() and (a.extent != b.extent or a.ptype is not b.ptype):
@@ -449,7 +450,8 @@ class _Sharing:
         if a is b:
             return True
         few, many = sorted((self._members[a], self._members[b]), key=len)
-        for stage in few:
+        # Threads and blocks wait for nobody: what one of them does, it does in order.
+        for stage in () if a.is_parallel else few:
             if any(level >= n and s in many for s, n in self._limits[stage].items()):
                 return False
         a.join(b)

@@ -34,8 +34,8 @@ from fuser.schedule.propagate import AxisMatcher
 from fuser.schedule.rows import (
     EXPENSIVE,
     REDUCTIONS,
+    divide_once,
     kept_values,
-    level_of_step,
     levels_of,
     most_bytes,
     separate_levels,
@@ -54,6 +54,7 @@ from fuser.schedule.tiling import (
 from fuser.schedule.vectorize import power_of_two_at_least, power_of_two_at_most, vector_width
 
 PT = ParallelType
+NOTHING: Mapping[TensorView, Access] = {}
 # Registers that a thread keeps of its row: with two blocks or more on a multiprocessor one loads
 # while another computes.
 KEPT_REGISTERS = 32
@@ -65,7 +66,8 @@ THREADS_PER_BLOCK = 128
 # Bytes of a line of memory.
 LINE = 128
 # Threads of a multiprocessor: what is cheap is computed again rather than kept in more registers.
-RESIDENT = 1024
+RESIDENT = 768
+RESIDENT_ONE = 1024
 # Threads along a row, so that few shapes of kernels exist.
 ROW_THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LOOPED_THREADS = 512
@@ -85,6 +87,7 @@ class InnerPersistentParams:
     `kept` counts the elements of a row in one thread; 0: every level loops over the row, `unroll`
     vectors of each input at a time. `keeps_costly`: results of costly ops are kept, too.
     `resident` threads are to find registers on a multiprocessor (0: the compiler decides).
+    `exact`: what the threads keep is the row, so that nothing has to be tested.
     """
 
     threads_x: int = 0
@@ -94,6 +97,7 @@ class InnerPersistentParams:
     keeps_costly: bool = False
     unroll: int = 1
     resident: int = 0
+    exact: bool = False
 
     def is_near(self, other: InnerPersistentParams) -> bool:
         """Whether kernels of both differ in nothing that a small input would notice."""
@@ -101,8 +105,10 @@ class InnerPersistentParams:
 
     def is_alike(self, other: InnerPersistentParams) -> bool:
         """Whether a kernel made with `other` serves, if less well."""
-        mine = (self.vector, bool(self.threads_x), bool(self.kept))
-        return mine == (other.vector, bool(other.threads_x), bool(other.kept))
+        if (self.vector, bool(self.kept)) != (other.vector, bool(other.kept)):
+            return False
+        sizes = self.threads_x * self.kept, other.threads_x * other.kept
+        return max(sizes) <= 2 * min(sizes) and not other.exact
 
     def __str__(self) -> str:
         if not self.threads_x:
@@ -112,7 +118,8 @@ class InnerPersistentParams:
             what = f"kept {self.kept}" + (" with results" if self.keeps_costly else "")
         return (
             f"inner_persistent(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
-            f"{what}, resident {self.resident})"
+            f"{what}, resident {self.resident}"
+            f"{', exact' if self.exact else ''})"
         )
 
 
@@ -233,6 +240,11 @@ class _View:
         found = frozenset(m.number for m in matches if m is not None)
         return None if None in matches or len(found) < len(concrete) else found
 
+    def is_per_row(self, tv: TensorView) -> bool:
+        """Whether a tensor has one value for each row."""
+        axes = self.axes(tv)
+        return axes is not None and not axes & self.row_axes
+
     def full(self) -> frozenset[TensorView]:
         """Return the tensors that have all axes, those read at shifted indices excepted."""
         wanted = self.row_axes | self.iterated_axes
@@ -265,8 +277,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
         loops = InnerPersistentParams()
         return lambda facts: loops
     given, _ = fusion.copy()
-    _fork_outputs(given)
-    two_pass_welford(given)
+    _rewrite(given, InnerPersistentParams(threads_x=1, kept=1))
     view = _View(given)
     logical = view.reference.domain.logical
     candidates = view.space.vector_candidates(view.innermost)
@@ -299,7 +310,8 @@ def _kept_params(
 ) -> InnerPersistentParams:
     vector, widest = widths
     chunks = -(-columns // vector)
-    most = max(4 * KEPT_REGISTERS // (nbytes * vector), 1)
+    # The compiler keeps what it converts in its wider form.
+    most = max(4 * KEPT_REGISTERS // (max(nbytes, 4) * vector), 1)
     # Lanes that lie side by side read whole lines of memory; those without work cost as others do.
     least = min(max(LINE // (vector * widest), 1), device.warp_size, power_of_two_at_least(chunks))
     fit = [t for t in ROW_THREADS if least <= t and t * most >= chunks] or [ROW_THREADS[-1]]
@@ -307,7 +319,11 @@ def _kept_params(
     x = min(warp, key=lambda t: t * -(-chunks // t))
     batch = -(-chunks // x)
     y = min(max(THREADS_PER_BLOCK // x, 1), power_of_two_at_least(-(-rows // device.sm_count)))
-    return InnerPersistentParams(x, y, vector, batch * vector, costly, resident=RESIDENT)
+    exact = x * batch * vector == columns and rows % y == 0
+    kept = batch * vector
+    # Several narrow inputs take more registers once they are converted.
+    resident = RESIDENT_ONE if costly or nbytes < 4 else RESIDENT
+    return InnerPersistentParams(x, y, vector, kept, costly, resident=resident, exact=exact)
 
 
 def _looped_params(columns: int, vector: int, widest: int) -> InnerPersistentParams:
@@ -321,10 +337,7 @@ def _looped_params(columns: int, vector: int, widest: int) -> InnerPersistentPar
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     """Schedule the fusion in place."""
-    _fork_outputs(fusion)
-    fusion.resident_threads = params.resident
-    if params.kept:
-        two_pass_welford(fusion)
+    _rewrite(fusion, params)
     view = _View(fusion)
     if params.threads_x == 0:
         _apply_loops(view)
@@ -334,9 +347,19 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     if params.kept:
         kept = [k.tv for k in kept_values(fusion, view.full(), is_costly=is_costly)]
     kept = [tv for tv in kept if tv not in fusion.inputs]
-    per_row = [tv for tv in fusion.tensors() if not (view.axes(tv) or frozenset()) & view.row_axes]
-    separate_levels(fusion, frozenset({*kept, *per_row}))
-    _apply_threads(_View(fusion), params, kept)
+    per_row = [tv for tv in fusion.tensors() if view.is_per_row(tv)]
+    needed = separate_levels(fusion, frozenset({*kept, *per_row}))
+    _apply_threads(_View(fusion), params, kept, needed)
+
+
+def _rewrite(fusion: Fusion, params: InnerPersistentParams) -> None:
+    """Give the fusion the ops that suit the form."""
+    _fork_outputs(fusion)
+    fusion.resident_threads = params.resident
+    if params.kept:
+        two_pass_welford(fusion)
+    if params.threads_x:
+        divide_once(fusion, _View(fusion).is_per_row)
 
 
 def _fork_outputs(fusion: Fusion) -> None:
@@ -362,30 +385,40 @@ def _apply_loops(view: _View) -> None:
     _finish(view, 1 if view.iterated else 0, [])
 
 
-def _apply_threads(view: _View, params: InnerPersistentParams, kept: list[TensorView]) -> None:
-    fusion = view.fusion
+def _apply_threads(
+    view: _View,
+    params: InnerPersistentParams,
+    kept: list[TensorView],
+    needed: Mapping[TensorView, int],
+) -> None:
+    """Schedule a fusion whose levels are separate; `needed` gives that of each tensor."""
+    fusion, full, levels = view.fusion, view.full(), levels_of(view.fusion)
     accesses = {a.tv: a for a in view.space.accesses}
-    full, levels = view.full(), levels_of(fusion)
     ahead: dict[TensorView, Access] = {}
     for access in [a for a in view.space.accesses if not a.is_output and a.order]:
         tv = access.tv
+        is_wide = params.vector > 1 and access.is_vector_candidate(view.innermost)
         if params.kept and tv in full and fusion.uses(tv):
             copy = cache_input(tv)
             kept.append(copy)
             ahead[copy] = access
-        elif params.vector > 1 and access.is_vector_candidate(view.innermost):
-            for uses in _by_level(fusion.uses(tv), levels):
+        elif is_wide or (tv in full and params.unroll > 1):
+            for uses in _by_level(fusion.uses(tv), needed):
                 copy = primitives.cache_after(
                     tv, propagate_allocation_domain=False, cached_uses=uses
                 )
                 ahead[copy] = access
-    shared = _shape(view, params)
+    once = _once_per_row(view, levels) if view.iterated else []
+    shared, tile = _shape(view, params)
     wide = [
         out
         for out in dict.fromkeys(fusion.outputs)
         if params.vector > 1 and accesses[out].is_vector_candidate(view.innermost)
     ]
-    _finish(view, shared if view.iterated else 0, kept, ahead)
+    # What is loaded again and again is loaded a tile at a time: all of it is under way at once.
+    _finish(view, shared if view.iterated else 0, kept, ahead, 1 if params.kept else tile)
+    for tv in once:
+        tv.compute_at = 0
     for copy, access in ahead.items():
         if params.vector > 1 and access.is_vector_candidate(view.innermost):
             vectorize_last(copy)
@@ -393,16 +426,35 @@ def _apply_threads(view: _View, params: InnerPersistentParams, kept: list[Tensor
         vectorize_last(out)
 
 
-def _by_level(uses: Sequence[TensorOp], levels: dict[TensorView, int]) -> list[list[TensorOp]]:
+def _once_per_row(view: _View, levels: dict[TensorView, int]) -> list[TensorView]:
+    """Return what has a value for each row and is read along it: a register of each thread."""
+    fusion, found = view.fusion, list[TensorView]()
+    for access in view.space.accesses:
+        tv = access.tv
+        if not access.is_output and access.order and view.axes(tv) == view.iterated_axes:
+            if fusion.uses(tv):
+                found.append(cache_input(tv))
+    for op in fusion.exprs:
+        tv = op.out_tensor
+        if levels.get(tv) and not isinstance(op, REDUCTIONS) and tv not in fusion.outputs:
+            along = any(not view.is_per_row(out) for u in fusion.uses(tv) for out in u.outputs)
+            if along and view.axes(tv) == view.iterated_axes:
+                found.append(tv)
+    return found
+
+
+def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> list[list[TensorOp]]:
     found: dict[int, list[TensorOp]] = {}
     for op in uses:
-        found.setdefault(level_of_step(op, levels), []).append(op)
+        found.setdefault(needed.get(op.out_tensor, 0), []).append(op)
     return list(found.values())
 
 
-def _shape(view: _View, params: InnerPersistentParams) -> int:
-    """Build the loops of the reference; return how many of them are rows."""
+def _shape(view: _View, params: InnerPersistentParams) -> tuple[int, int]:
+    """Build the loops of the reference; return how many of them are rows, and the tile's."""
     tv, groups = view.reference, _groups(view)
+    if params.exact:
+        _assume_exact(view, groups, params)
     arrange(tv, groups)
     types: list[ParallelType] = []
     if len(groups) > 1:
@@ -419,18 +471,31 @@ def _shape(view: _View, params: InnerPersistentParams) -> int:
     if params.kept:
         # One tile holds the row.
         view.fusion.assume(tv.domain.loop[at].extent, sc.ONE)
-    types += [PT.serial, *tile, *([PT.serial] if params.vector > 1 else [])]
-    parallelize(tv, types)
-    return at
+    tile += [PT.serial] if params.vector > 1 else []
+    parallelize(tv, [*types, PT.serial, *tile])
+    return at, len(tile)
+
+
+def _assume_exact(view: _View, groups: list[list[int]], params: InnerPersistentParams) -> None:
+    """Make the length of the row a constant, and the rows whole blocks."""
+    logical = view.reference.domain.logical
+    *rows, row = groups
+    if len(row) == 1:
+        view.fusion.assume(logical[row[0]].extent, sc.const(params.threads_x * params.kept))
+    size = view.fusion.canonical(logical[rows[0][0]].extent) if rows else None
+    if params.threads_y > 1 and isinstance(size, Symbol) and len(rows[0]) == 1:
+        view.fusion.divisible[size] = params.threads_y
 
 
 def _finish(
     view: _View,
     shared: int,
     kept: Sequence[TensorView],
-    ahead: dict[TensorView, Access] | None = None,
+    ahead: Mapping[TensorView, Access] = NOTHING,
+    inside: int = 0,
 ) -> None:
-    """Give all tensors their loops and positions: `shared` loop axes of the reference are rows."""
+    """Give all tensors their loops and positions: `shared` loop axes of the reference are rows,
+    what is loaded `ahead` has `inside` loops of its own."""
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), _View(fusion)
     for tv in (*fusion.outputs, *intermediates(fusion, ())):
@@ -445,7 +510,7 @@ def _finish(
     for tv in intermediates(fusion, ()):
         if isinstance(tv.definition(), REDUCTIONS) or tv in kept:
             tv.compute_at = shared
-        elif ahead and tv in ahead:
-            tv.compute_at = len(tv.domain.loop) - 1
+        elif tv in ahead:
+            tv.compute_at = len(tv.domain.loop) - inside
         else:
             loops.inline_whole(tv)

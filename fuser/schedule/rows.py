@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from fuser import ops
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, nbytes_of
+from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import ReductionOp, TensorOp, WelfordOp
@@ -91,30 +91,33 @@ def most_bytes(kept: Iterable[Kept], vector: int) -> int:
 
 
 # ------------------------------------------------------------------ rewrites
-def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> None:
+def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
     """Give every level its own ops for what several levels compute, `shared` tensors excepted, so
-    that each can load its operands ahead.
+    that each can load its operands ahead; return the level that each tensor is computed for.
 
         c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
     """
     levels = levels_of(fusion)
-    # Level of each op: that of the reductions and outputs which it is computed for.
-    needed: dict[TensorOp, set[int]] = {}
+    # By results: ops are made anew when their operands change.
+    needed: dict[TensorView, set[int]] = {}
     for op in reversed(fusion.used_exprs()):
         if _is_step(fusion, op) or any(out in shared for out in op.outputs):
-            needed[op] = {level_of_step(op, levels)}
-            continue
-        users = [u for out in op.outputs for u in fusion.uses(out) if u in needed]
-        needed[op] = set().union(*(needed[u] for u in users)) if users else {0}
+            found = {level_of_step(op, levels)}
+        else:
+            users = [u.out_tensor for out in op.outputs for u in fusion.uses(out)]
+            found = set[int]().union(*(needed.get(u, ()) for u in users))
+        needed.update(dict.fromkeys(op.outputs, found))
     for op in reversed(fusion.used_exprs()):
-        wanted = sorted(needed[op])
-        for level in wanted[1:]:
+        first, *others = sorted(needed[op.out_tensor]) or [0]
+        needed.update(dict.fromkeys(op.outputs, {first}))
+        for level in others:
             twin = _clone(fusion, op)
-            needed[twin] = {level}
+            needed.update(dict.fromkeys(twin.outputs, {level}))
             for old, new in zip(op.outputs, twin.outputs, strict=True):
-                readers = {u for u in fusion.uses(old) if needed.get(u) == {level}}
-                fusion.replace_uses(old, new, where=lambda u, r=readers: u in r)
-        needed[op] = {wanted[0]}
+                fusion.replace_uses(
+                    old, new, where=lambda u, level=level: needed.get(u.out_tensor) == {level}
+                )
+    return {tv: min(found, default=0) for tv, found in needed.items()}
 
 
 def _is_step(fusion: Fusion, op: TensorOp) -> bool:
@@ -131,6 +134,42 @@ def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
     twin = op.map_values(lambda v: twins.get(v, v) if isinstance(v, TensorView) else v)
     fusion.insert_after(op, [twin])
     return twin
+
+
+def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
+    """Divide by a value of a row by multiplying with its reciprocal, which one division makes.
+
+        y = x / s   ->   k = 2^-64 where |s| is huge, 2^64 where it is tiny, else 1
+                         r = 1 / (s * k);  y = (x * k) * r
+
+    The scale keeps the reciprocal of any divisor a normal number; the quotient is within 1.5 units
+    of the last place.
+    """
+    for op in fusion.exprs:
+        divisor = op.inputs[1] if op.name == "div" else None
+        out = op.outputs[0]
+        if (
+            not isinstance(divisor, TensorView)
+            or not isinstance(op.inputs[0], TensorView)
+            or {divisor.dtype(), op.inputs[0].dtype(), out.dtype()} != {DataType.Float}
+            or not per_row(divisor)
+            or per_row(out)
+        ):
+            continue
+        with FusionGuard(fusion):
+            before = fusion.exprs
+            size = ops.abs(divisor)
+            small = ops.where(ops.lt(size, 2.0**-100), 2.0**64, 1.0)
+            scale = ops.where(ops.gt(size, 2.0**100), 2.0**-64, small)
+            scale = ops.cast(scale, DataType.Float)
+            factor = ops.reciprocal(ops.mul(divisor, scale))
+            quotient = ops.mul(ops.mul(op.inputs[0], scale), factor)
+            made = fusion.exprs[len(before) :]
+        at = before.index(op)
+        fusion.exprs = (*before[:at], *made, *before[at + 1 :])
+        fusion.replace_uses(out, quotient)
+        fusion.outputs = [quotient if o is out else o for o in fusion.outputs]
+        quotient.memory = out.memory
 
 
 def two_pass_welford(fusion: Fusion) -> None:

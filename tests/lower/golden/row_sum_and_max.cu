@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(128) row_sum_and_max(
     FUSER_PTR(int) W1,
     const int s0,
     const int i2) {
-  FUSER_SMEM(smem);
+  FUSER_BLOCK_SMEM(smem, 128, 1, 1);
   const nvfuser_index_t tx = threadIdx.x;
   const nvfuser_index_t bx = blockIdx.x;
   const nvfuser_index_t by = blockIdx.y;
