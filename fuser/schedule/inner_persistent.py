@@ -51,7 +51,7 @@ from fuser.schedule.tiling import (
     split_tile,
     vectorize_last,
 )
-from fuser.schedule.vectorize import power_of_two_at_least, power_of_two_at_most, vector_width
+from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
 
 PT = ParallelType
 NOTHING: Mapping[TensorView, Access] = {}
@@ -280,7 +280,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
     _rewrite(given, InnerPersistentParams(threads_x=1, kept=1))
     view = _View(given)
     logical = view.reference.domain.logical
-    candidates = view.space.vector_candidates(view.innermost)
+    widths = VectorWidths(view.space.vector_candidates(view.innermost))
     extents = RunExtents(given, [[logical[p] for p in run] for run in view.iterated + view.reduced])
     count = len(view.iterated)
     kept = kept_values(given, view.full(), is_costly=view.is_costly)
@@ -291,8 +291,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
     def choose(facts: Facts) -> InnerPersistentParams:
         found = extents.of(facts)
         rows, columns = prod(found[:count]), prod(found[count:])
-        alignments = [facts.alignment(a.tv.number) for a in candidates]
-        vector = vector_width(candidates, alignments, found[-1])
+        vector = widths.of(facts, found[-1])
         plans = [(most_bytes(inputs, vector), False)]
         if has_costly:
             plans.insert(0, (most_bytes(kept, vector), True))
