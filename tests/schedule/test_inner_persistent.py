@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.dtypes import DataType
+from fuser.device import H200
+from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
-from fuser.schedule import find_scheduler
-from tests.schedule.programs import define, random
+from fuser.runtime.cpu_kernel import CheckedCpuKernel, Counters
+from fuser.schedule import find_scheduler, rejections, scheduler
+from fuser.schedule.inner_persistent import pays
+from tests.schedule.programs import Build, define, make_executor, random, run, scheduled, sizes_of
 from tests.schedule.test_numeric import BOTH, back, check
 
 F = DataType.Float
+BF16 = DataType.BFloat16
 
 
 def wide(x: TensorView) -> TensorView:
@@ -109,14 +113,21 @@ def test_a_residual_and_its_sum_is_an_output(device: str) -> None:
     check(build, reference, inputs, device)
 
 
+def softmax_backward(dy: TensorView, y: TensorView) -> TensorView:
+    g, y32 = wide(dy), wide(y)
+    return back_to(dy, ops.mul(y32, ops.sub(g, ops.sum(ops.mul(g, y32), -1, keepdim=True))))
+
+
 @BOTH
 def test_softmax_backward(device: str) -> None:
-    def build(dy: TensorView, y: TensorView) -> TensorView:
-        g, y32 = wide(dy), wide(y)
-        return back_to(dy, ops.mul(y32, ops.sub(g, ops.sum(ops.mul(g, y32), -1, keepdim=True))))
-
     inputs = [random((6, 1000), torch.bfloat16, s) for s in (0, 1)]
-    check(build, lambda g, y: y * (g - (g * y).sum(-1, keepdim=True)), inputs, device, scale=20)
+    check(
+        softmax_backward,
+        lambda g, y: y * (g - (g * y).sum(-1, keepdim=True)),
+        inputs,
+        device,
+        scale=20,
+    )
 
 
 @BOTH
@@ -216,5 +227,116 @@ def test_rows_of_nan_and_infinity(device: str) -> None:
     )
 
 
-def test_what_is_accepted() -> None:
+# ------------------------------------------------------------------ what is accepted
+def test_softmax_is_accepted() -> None:
     assert find_scheduler(define(softmax, [None, None])) == "inner_persistent"
+
+
+def reason(build: Build, *shapes: Sequence[int | None]) -> str:
+    return rejections(define(build, *shapes))["inner_persistent"]
+
+
+def test_the_reason_against_a_fusion_names_its_tensors() -> None:
+    rows = (None, None)
+    assert "nothing along the reduced axes" in reason(lambda x: ops.sum(x, [1]), rows)
+    assert "not innermost in memory" in reason(lambda x: softmax(x, 0), rows)
+    both = reason(lambda x: ops.sub(softmax(x), softmax(x, 0)), rows)
+    assert "reduce different axes" in both
+    shifted = reason(lambda x: ops.slice(softmax(x), [0, 1], [4, 5]), (4, 6))
+    assert "does not have" in shifted
+    assert "there is no reduction" in reason(ops.relu, rows)
+
+
+def test_few_long_rows_are_left_to_kernels_that_share_them_between_blocks() -> None:
+    assert pays(1, 8192) and pays(32, 65536) and pays(1024, 1 << 20)
+    assert not pays(1, 8193) and not pays(31, 65536) and not pays(1023, 65537)
+    fusion = define(softmax, [None, None])
+    for shape, suits in (((4096, 50257), True), ((2, 1 << 20), False)):
+        row = scheduler("inner_persistent")
+        assert row.suits(fusion, sizes_of(fusion, shape)) is suits
+
+
+# ------------------------------------------------------------------ what it costs
+def counters(build: Build, inputs: Sequence[torch.Tensor], outputs: int = 1) -> Counters:
+    fusion = define(build, *([None] * t.dim() for t in inputs), dtype=from_torch(inputs[0].dtype))
+    executor = make_executor(fusion, "h200")
+    run(executor, inputs, [tuple(inputs[0].shape)] * outputs)
+    (variant,) = executor.variants
+    assert isinstance(variant.compiled, CheckedCpuKernel)
+    return variant.compiled.counters
+
+
+@pytest.mark.parametrize("shape", [(3, 384), (2, 4096), (2, 8192), (1, 32768)], ids=str)
+def test_a_row_that_fits_is_read_once_and_in_whole_words(shape: tuple[int, int]) -> None:
+    x = random(shape, torch.bfloat16)
+    words = x.numel() * 2 // 16
+    found = counters(lambda x: back(softmax(x), torch.bfloat16), [x])
+    assert found.global_loads == {16: words} and found.global_stores == {16: words}
+    w = random(shape[1:], torch.bfloat16)
+    found = counters(layer_norm, [x, w, w])
+    assert found.global_loads == {16: words + 2 * shape[0] * shape[1] * 2 // 16}
+    dy = random(shape, torch.bfloat16, 1)
+    assert counters(softmax_backward, [dy, x]).global_loads == {16: 2 * words}
+
+
+def test_a_longer_row_is_read_once_by_each_level() -> None:
+    x = random((1, 1 << 17), torch.bfloat16)
+    assert counters(lambda x: back(softmax(x), torch.bfloat16), [x]).global_loads == {
+        16: 3 * x.numel() * 2 // 16
+    }
+
+
+def test_a_short_row_takes_a_part_of_a_warp_and_no_barrier() -> None:
+    x = random((64, 384), torch.float32)
+    assert counters(softmax, [x]).block_barriers == 0
+
+
+def test_stacked_softmaxes_take_one_exponential_each() -> None:
+    def build(x: TensorView) -> TensorView:
+        for _ in range(16):
+            x = softmax(x)
+        return x
+
+    fusion = define(build, [None, None])
+    for device, times in (("h200", 16), ("cpu", None)):
+        executor = make_executor(fusion, device)
+        x = random((3, 136), torch.float32)
+        (out,) = run(executor, [x], [(3, 136)])
+        expected = x.double()
+        for _ in range(16):
+            expected = torch.softmax(expected, -1)
+        torch.testing.assert_close(out, expected.float())
+        if times is not None:
+            assert executor.variants[0].kernel.source.text.count("fm_exp(") == times
+
+
+def test_parameters_of_known_rows() -> None:
+    fusion = define(lambda x: back(softmax(x), torch.bfloat16), [None, None], dtype=BF16)
+    chosen = {
+        shape: str(scheduled(fusion, H200, shape)[1])
+        for shape in ((16384, 8192), (32768, 1024), (2048, 384), (2048, 50257))
+    }
+    assert chosen == {
+        (16384, 8192): "inner_persistent(threads 256x1, vector 8, kept 32 with results, "
+        "resident 1024, exact)",
+        (32768, 1024): "inner_persistent(threads 32x4, vector 8, kept 32 with results, "
+        "resident 1024, exact)",
+        (2048, 384): "inner_persistent(threads 16x8, vector 8, kept 24 with results, "
+        "resident 1024, exact)",
+        (2048, 50257): "inner_persistent(threads 512x1, vector 1, looped, unroll 8, resident 0)",
+    }
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e-38, 1e30, 3e38, 0.0, float("inf"), float("nan")])
+def test_a_division_by_a_value_of_the_row_is_right_for_any_divisor(value: float) -> None:
+    """It multiplies with a reciprocal, which would be subnormal or infinite for some of these."""
+
+    def build(x: TensorView, s: TensorView) -> TensorView:
+        return ops.div(ops.sub(x, ops.max(x, -1, keepdim=True)), s)
+
+    x = random((4, 64), torch.float32) * min(max(value, 1e-30), 1e30)
+    s = torch.full((4, 1), value)
+    executor = make_executor(define(build, [None, None], [None, 1]), "h200")
+    (out,) = run(executor, [x, s], [(4, 64)])
+    expected = (x.double() - x.double().amax(-1, keepdim=True)) / s.double()
+    torch.testing.assert_close(out, expected.float(), rtol=1e-6, atol=1e-44, equal_nan=True)
