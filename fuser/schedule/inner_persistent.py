@@ -72,12 +72,11 @@ RESIDENT_ONE = 1024
 ROW_THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LOOPED_THREADS = 512
 LOOPED_BYTES = 32
-# A row of more elements than this has a kernel to itself only where there are other rows to keep
-# the device busy: separate kernels share a long row between blocks.
+# Up to this many elements, any number of rows is one kernel; up to LONG_ROW, FEW_ROWS and more are:
+# separate kernels share a long row between blocks. Not every longer one fits registers.
 SHORT_ROW = 8192
+LONG_ROW = 16384
 FEW_ROWS = 32
-LONG_ROW = 65536
-MANY_ROWS = 1024
 
 
 @record
@@ -193,9 +192,7 @@ def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
 
 def pays(rows: int, columns: int) -> bool:
     """Whether one kernel takes no longer than several, which share a long row between blocks."""
-    if columns <= SHORT_ROW or rows >= MANY_ROWS:
-        return True
-    return columns <= LONG_ROW and rows >= FEW_ROWS
+    return columns <= SHORT_ROW or (columns <= LONG_ROW and rows >= FEW_ROWS)
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
@@ -430,9 +427,9 @@ def _once_per_row(view: _View, levels: dict[TensorView, int]) -> list[TensorView
     fusion, found = view.fusion, list[TensorView]()
     for access in view.space.accesses:
         tv = access.tv
-        if not access.is_output and access.order and view.axes(tv) == view.iterated_axes:
-            if fusion.uses(tv):
-                found.append(cache_input(tv))
+        is_input = not access.is_output and bool(access.order and fusion.uses(tv))
+        if is_input and view.axes(tv) == view.iterated_axes:
+            found.append(cache_input(tv))
     for op in fusion.exprs:
         tv = op.out_tensor
         if levels.get(tv) and not isinstance(op, REDUCTIONS) and tv not in fusion.outputs:

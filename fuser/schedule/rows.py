@@ -109,10 +109,12 @@ def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[Tenso
         needed.update(dict.fromkeys(op.outputs, found))
     for op in reversed(fusion.used_exprs()):
         first, *others = sorted(needed[op.out_tensor]) or [0]
-        needed.update(dict.fromkeys(op.outputs, {first}))
-        for level in others:
+        needed.update((out, {first}) for out in op.outputs)
+        # A factory relates the axes of what reads it: it stays one op.
+        is_factory = not any(isinstance(v, TensorView) for v in op.inputs)
+        for level in () if is_factory else others:
             twin = _clone(fusion, op)
-            needed.update(dict.fromkeys(twin.outputs, {level}))
+            needed.update((out, {level}) for out in twin.outputs)
             for old, new in zip(op.outputs, twin.outputs, strict=True):
                 fusion.replace_uses(
                     old, new, where=lambda u, level=level: needed.get(u.out_tensor) == {level}
