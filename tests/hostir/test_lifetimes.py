@@ -269,7 +269,7 @@ class Shuffled(DelayedStreams):
 def replayed(case: Program, seed: int) -> list[torch.Tensor]:
     """Return what a recorded plan yields in some order of its streams' work."""
     evaluator = HostIrEvaluator(case.build(), number_of_streams=N_STREAMS, late_stream="all")
-    streams = evaluator._streams[torch.device("cpu")] = Shuffled(seed)
+    streams = evaluator._devices._streams[torch.device("cpu")] = Shuffled(seed)
     inputs = case.inputs()
     _, plan = evaluator.recorded(inputs, Recorder)
     bound = plan.arenas.take(0).bind(plan)
