@@ -16,6 +16,7 @@ is computed from there; what costs more to compute than to keep, and is needed a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from fuser.device import DeviceInfo
@@ -99,15 +100,16 @@ class InnerPersistentParams:
     exact: bool = False
 
     def is_near(self, other: InnerPersistentParams) -> bool:
-        """Whether kernels of both differ in nothing that a small input would notice."""
-        return self == other
+        """Whether kernels of both differ in nothing that a small input would notice. Where one is
+        exact, its guards tell whether it serves."""
+        return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: InnerPersistentParams) -> bool:
-        """Whether a kernel made with `other` serves, if less well."""
+        """Whether a kernel made with `other` serves, if less well: not with most threads idle."""
         if (self.vector, bool(self.kept)) != (other.vector, bool(other.kept)):
             return False
         sizes = self.threads_x * self.kept, other.threads_x * other.kept
-        return max(sizes) <= 2 * min(sizes) and not other.exact
+        return max(sizes) <= 2 * min(sizes)
 
     def __str__(self) -> str:
         if not self.threads_x:
@@ -314,8 +316,11 @@ def _kept_params(
     warp = [t for t in fit if t <= device.warp_size] or fit[:1]
     x = min(warp, key=lambda t: t * -(-chunks // t))
     batch = -(-chunks // x)
-    y = min(max(THREADS_PER_BLOCK // x, 1), power_of_two_at_least(-(-rows // device.sm_count)))
+    y = max(THREADS_PER_BLOCK // x, 1) if rows > device.sm_count else 1
     exact = x * batch * vector == columns and rows % y == 0
+    if x * batch != chunks:
+        # Rows of many lengths share few kernels.
+        batch = max(min(power_of_two_at_least(batch), most), batch)
     kept = batch * vector
     # Several narrow inputs take more registers once they are converted.
     resident = RESIDENT_ONE if costly or nbytes < 4 else RESIDENT

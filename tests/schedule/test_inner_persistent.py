@@ -363,3 +363,16 @@ def test_a_division_by_a_value_of_the_row_is_right_for_any_divisor(value: float)
     (out,) = run(executor, [x, s], [(4, 64)])
     expected = (x.double() - x.double().amax(-1, keepdim=True)) / s.double()
     torch.testing.assert_close(out, expected.float(), rtol=1e-6, atol=1e-44, equal_nan=True)
+
+
+def test_rows_of_many_lengths_share_few_kernels() -> None:
+    fusion = define(lambda x: back(softmax(x), torch.bfloat16), [None, None], dtype=BF16)
+    executor = make_executor(fusion, "h200", checked=False)
+    for rows in (1, 3, 33, 200, 1000, 2048):
+        x = torch.empty(rows, 384, dtype=torch.bfloat16)
+        executor.bind([x], [x], sizes=sizes_of(fusion, x.shape))
+    assert len(executor.variants) == 2
+    for columns in range(392, 768, 8):
+        x = torch.empty(64, columns, dtype=torch.bfloat16)
+        executor.bind([x], [x], sizes=sizes_of(fusion, x.shape))
+    assert len(executor.variants) <= 6
