@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 
 from fuser.device import DeviceInfo
@@ -244,6 +245,7 @@ class _View:
         axes = self.axes(tv)
         return axes is not None and not axes & self.row_axes
 
+    @cached_property
     def full(self) -> frozenset[TensorView]:
         """Return the tensors that have all axes, those read at shifted indices excepted."""
         wanted = self.row_axes | self.iterated_axes
@@ -255,7 +257,7 @@ class _View:
     def is_costly(self, op: TensorOp) -> bool:
         """Whether computing an op again costs more than keeping its result: it is expensive, or
         reads memory that is not kept."""
-        full = self.full()
+        full = self.full
         return op.name in EXPENSIVE or any(
             isinstance(v, TensorView) and v in self.fusion.inputs and v not in full
             for v in op.inputs
@@ -282,8 +284,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
     widths = VectorWidths(view.space.vector_candidates(view.innermost))
     extents = RunExtents(given, [[logical[p] for p in run] for run in view.iterated + view.reduced])
     count = len(view.iterated)
-    kept = kept_values(given, view.full(), is_costly=view.is_costly)
-    inputs = kept_values(given, view.full(), is_costly=lambda op: False)
+    kept = kept_values(given, view.full, is_costly=view.is_costly)
+    inputs = kept_values(given, view.full, is_costly=lambda op: False)
     has_costly = len(kept) > len(inputs)
     widest = max((a.nbytes for a in view.space.accesses if not a.is_output), default=4)
 
@@ -346,7 +348,7 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     kept: list[TensorView] = []
     is_costly = view.is_costly if params.keeps_costly else lambda op: False
     if params.kept:
-        kept = [k.tv for k in kept_values(fusion, view.full(), is_costly=is_costly)]
+        kept = [k.tv for k in kept_values(fusion, view.full, is_costly=is_costly)]
     kept = [tv for tv in kept if tv not in fusion.inputs]
     per_row = [tv for tv in fusion.tensors() if view.is_per_row(tv)]
     needed = separate_levels(fusion, frozenset({*kept, *per_row}))
@@ -393,7 +395,7 @@ def _apply_threads(
     needed: Mapping[TensorView, int],
 ) -> None:
     """Schedule a fusion whose levels are separate; `needed` gives that of each tensor."""
-    fusion, full, levels = view.fusion, view.full(), levels_of(view.fusion)
+    fusion, full, levels = view.fusion, view.full, levels_of(view.fusion)
     accesses = {a.tv: a for a in view.space.accesses}
     ahead: dict[TensorView, Access] = {}
     for access in [a for a in view.space.accesses if not a.is_output and a.order]:

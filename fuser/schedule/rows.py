@@ -167,23 +167,25 @@ def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
             factor = ops.reciprocal(ops.mul(divisor, scale))
             quotient = ops.mul(ops.mul(op.inputs[0], scale), factor)
             made = fusion.exprs[len(before) :]
+        # The result stays the tensor that it was: its order in memory may be declared.
+        last = made[-1].map_values(lambda v, new=quotient, old=out: old if v is new else v)
         at = before.index(op)
-        fusion.exprs = (*before[:at], *made, *before[at + 1 :])
-        fusion.replace_uses(out, quotient)
-        fusion.outputs = [quotient if o is out else o for o in fusion.outputs]
-        quotient.memory = out.memory
+        fusion.exprs = (*before[:at], *made[:-1], last, *before[at + 1 :])
 
 
 def two_pass_welford(fusion: Fusion) -> None:
     """Compute variances from the row that is kept: a sum for the mean, then one of the squared
     deviations from it. No element costs a division.
 
-    A Welford whose count is asked for, or whose sums would be of half precision, stays.
+    A Welford stays whose count is asked for, whose sums would be of half precision, or whose
+    results are outputs of a declared order in memory.
     """
     for op in fusion.exprs:
         if not isinstance(op, WelfordOp) or op.inp.dtype() in HALF_LIKE:
             continue
         if fusion.uses(op.n) or op.n in fusion.outputs:
+            continue
+        if any(out.domain.allocation and out in fusion.outputs for out in op.outputs):
             continue
         dims = [k for k, a in enumerate(op.avg.domain.logical) if a.is_reduction()]
         at = fusion.exprs.index(op)

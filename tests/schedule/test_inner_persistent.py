@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fuser import ops
+from fuser import FusionDefinition, ops
 from fuser.device import H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
@@ -208,6 +208,30 @@ def test_rows_with_gaps_and_expanded_inputs(device: str) -> None:
         [x, y],
         device,
     )
+
+
+@pytest.mark.parametrize("options", [[], ["schedules_for(h200)"]], ids=["cpu", "h200"])
+def test_outputs_lie_as_they_were_declared(options: list[str]) -> None:
+    """The ops that a schedule puts in the place of a division or a Welford keep their results."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1, -1], contiguity=True)
+        var, mean = fd.ops.var_mean(x, [2], 0)
+        e = fd.ops.exp(fd.ops.sub(x, fd.ops.max(x, 2, keepdim=True)))
+        y = fd.ops.div(e, fd.ops.sum(e, 2, keepdim=True))
+        z = fd.ops.sub(x, fd.ops.broadcast(mean, [False, False, True]))
+        outs = [y, z, mean, var]
+        for out in outs:
+            fd.add_output(out)
+            axes = [out.axis(k) for k in range(out.ndim) if not out.axis(k).is_reduction()]
+            axes[0:2] = axes[1::-1]
+            out.set_allocation_domain(axes, True)
+    x = random((5, 6, 64), torch.float32)
+    got = fd.execute([x], _enable_options=options)
+    wide = x.double()
+    var, mean = torch.var_mean(wide, 2, correction=0)
+    for out, want in zip(got, (wide.softmax(2), wide - mean[..., None], mean, var), strict=True):
+        assert out.stride(0) < out.stride(1)
+        torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
 
 
 @BOTH
