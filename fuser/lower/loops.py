@@ -330,6 +330,8 @@ class _Nests:
         for axis in shared:
             at = picks[-1] + 1 if picks else 0
             picks.append(self._pick(axis, targets, at))
+        if picks and picks[-1] >= len(targets):
+            _refuse(stage, f"inlined into loops that {reader.tv} does not have")
         return [reader.positions[p] for p in picks]
 
     def _pick(self, axis: IterDomain, targets: Sequence[IterDomain], at: int) -> int:

@@ -177,6 +177,25 @@ def test_a_mask_that_heads_share(kind: str, device: str) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("is_static", [False, True], ids=["symbolic", "static"])
+def test_weights_with_broadcast_axes(is_static: bool, device: str) -> None:
+    """Their loops are fewer than those of what reads them."""
+
+    def build(x: TensorView, w: TensorView) -> TensorView:
+        return ops.mul(ops.mul(x, ops.sum(x, [2], keepdim=True)), w)
+
+    inputs = [random((5, 4, 8), torch.float32), random((1, 1, 8), torch.float32, 1)]
+    check(
+        build,
+        lambda x, w: x * x.sum(2, keepdim=True) * w,
+        inputs,
+        device,
+        scale=10,
+        is_static=is_static,
+    )
+
+
+@BOTH
 def test_softmaxes_of_softmaxes(device: str) -> None:
     def build(x: TensorView) -> TensorView:
         for _ in range(4):
