@@ -359,8 +359,10 @@ class HostIrEvaluator:
         compiled runner, or why there is none now."""
         if self._settings.disabled("compiled_runner"):
             return "FUSER_DISABLE=compiled_runner"
-        if self._updates is not None or self._copies_from_peers:
-            return "it updates inputs in place, or copies from peers"
+        if self._updates is not None:
+            return "it updates inputs in place"
+        if self._copies_from_peers:
+            return "it copies from peers"
         plan = known.plans.recall(known.contents.places(inputs))
         runner = compiled_runner.find()
         if plan is None or runner is None:

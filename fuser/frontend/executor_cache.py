@@ -176,7 +176,9 @@ class FusionExecutorCache:
             return
         inputs = tuple(given)
         if call.is_lazy or (self.devices and call.communicator.size() > 1):
-            call.why_not = "lazy views are computed" if call.is_lazy else "its ranks agree on each"
+            call.why_not = (
+                "lazy views are computed" if call.is_lazy else "its ranks agree on each call"
+            )
             return
         found = call.bound.evaluator.steady(call.known, inputs, _SURROUNDINGS)
         if isinstance(found, str):
@@ -312,7 +314,8 @@ class FusionExecutorCache:
         else:
             self._autograd.warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
-        is_plain = is_plain and device is None
+        if not (is_plain and device is None):
+            is_plain, call.why_not = False, "calls with options or a device of their own are not"
         self._latest, self._steady = call if is_plain else None, None
         if is_plain and call.glance is not sees_nothing:
             self._in_turns[given[0].shape] = call  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

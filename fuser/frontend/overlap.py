@@ -39,7 +39,10 @@ def overlaps_of(
     if machine is None and device.type == "cuda":
         machine = machine_of(device)
     if machine is None:
-        return NoOverlap(f"nothing describes these {device.type} ranks (docs/cost.md)")
+        return NoOverlap(
+            f"nothing describes these {device.type} ranks: FUSER_ENABLE=machine(h200) takes that "
+            "description, machine(measured) that of `python -m hostir calibrate` (docs/cost.md)"
+        )
     # What a description says of links is true within a host. Asked for last: it may connect.
     if not communicator.are_on_one_host(devices):
         return NoOverlap("the ranks are on several hosts")
