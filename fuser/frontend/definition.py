@@ -179,8 +179,11 @@ class FusionDefinition:
         cache = self.__dict__.get("fec")
         if cache is not None and save_repro_inputs is False:
             # An empty list says nothing: such a call is like all others.
-            enable, disable = _enable_options or NONE, _disable_options or NONE
-            return cache.execute(inputs, device, enable, disable)
+            if type(_enable_options) is list and not _enable_options:
+                _enable_options = NONE
+            if type(_disable_options) is list and not _disable_options:
+                _disable_options = NONE
+            return cache.execute(inputs, device, _enable_options, _disable_options)
         given = inputs, device, _enable_options, _disable_options
         return self._execute_first(*given, save_repro_inputs=save_repro_inputs)
 

@@ -319,3 +319,17 @@ def test_sizes_in_turns() -> None:
     for k in range(200):
         x, y = sets[k % 3]
         assert torch.equal(fd.execute([x, y])[0], x + y)
+
+
+def test_why_calls_with_options_are_not_repeated() -> None:
+    """An empty list says nothing, so such calls are like all others."""
+    fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
+    for _ in range(ENOUGH):
+        fd.execute(inputs, _enable_options=[], _disable_options=[])
+    steady(fd, inputs)
+    fd = add()
+    for _ in range(ENOUGH):
+        fd.execute(inputs, device="cpu")
+    assert fd.compiled_runner() == [
+        "not repeated: calls with options or a device of their own are not"
+    ]
