@@ -437,12 +437,21 @@ def _once_per_row(view: _View, levels: dict[TensorView, int]) -> list[TensorView
         is_input = not access.is_output and bool(access.order and fusion.uses(tv))
         if is_input and view.axes(tv) == view.iterated_axes:
             found.append(cache_input(tv))
+    # None waits for another: their loops would have to be shared, as those of reductions are.
+    waits: set[TensorView] = set(found)
     for op in fusion.exprs:
         tv = op.out_tensor
-        if levels.get(tv) and not isinstance(op, REDUCTIONS) and tv not in fusion.outputs:
+        if tv not in levels or isinstance(op, REDUCTIONS) or tv in fusion.outputs:
+            continue
+        if not view.is_per_row(tv):
+            continue
+        if any(v in waits for v in op.inputs):
+            waits.add(tv)
+        elif levels.get(tv) and view.axes(tv) == view.iterated_axes:
             along = any(not view.is_per_row(out) for u in fusion.uses(tv) for out in u.outputs)
-            if along and view.axes(tv) == view.iterated_axes:
+            if along:
                 found.append(tv)
+                waits.add(tv)
     return found
 
 

@@ -177,6 +177,20 @@ def test_a_mask_that_heads_share(kind: str, device: str) -> None:
 
 
 @BOTH
+def test_a_sum_that_divides_and_is_read_itself(device: str) -> None:
+    def build(x: TensorView) -> TensorView:
+        e = ops.exp(ops.sub(x, ops.max(x, 1, keepdim=True)))
+        total = ops.sum(e, 1, keepdim=True)
+        return ops.sub(ops.div(e, total), total)
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        e = torch.exp(x - x.amax(1, keepdim=True))
+        return e / e.sum(1, keepdim=True) - e.sum(1, keepdim=True)
+
+    check(build, reference, [random((6, 40), torch.float32)], device, scale=10)
+
+
+@BOTH
 @pytest.mark.parametrize("is_static", [False, True], ids=["symbolic", "static"])
 def test_weights_with_broadcast_axes(is_static: bool, device: str) -> None:
     """Their loops are fewer than those of what reads them."""
