@@ -7,6 +7,8 @@ of the user's program. `assert` is kept for our own bugs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 # What opens a `with` block of ours is no code of the user.
 _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
@@ -90,6 +92,9 @@ class CommunicationTimeout(CommunicationError, TimeoutError):
 
 class DeadlockError(CommunicationError):
     """No rank can run any more; the message shows the position of every rank."""
+
+    # The streams of calls in which each of these ranks waits.
+    keys: Mapping[int, Sequence[str]] = MappingProxyType({})
 
 
 class PeerError(CommunicationError):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fuser.errors import (
     CommunicationError,
+    DeadlockError,
     InputError,
     PeerError,
     ProgramMismatchError,
@@ -208,7 +209,26 @@ class Channel:
         raise error
 
     def _all_say(self, kind: int, claim: Claim | None) -> bool:
-        """Publishes this rank's word for the next call, and returns whether all are equal."""
+        """Publishes this rank's word for the next call, and returns whether all are equal.
+
+        Ranks that are still in a run that failed here learn of it by a deadlock with this wait. It
+        ends their run, not this call: it would be paired with a later one of theirs.
+        """
+        is_after_failure = self._is_doubtful
+        for _ in self._team:
+            try:
+                return self._say(kind, claim)
+            except DeadlockError as error:
+                if not is_after_failure or not self._are_in_runs(error):
+                    raise
+        return self._say(kind, claim)
+
+    def _are_in_runs(self, error: DeadlockError) -> bool:
+        """Whether all ranks of a deadlock wait inside of runs, or for this team's next call."""
+        keys = {key for found in error.keys.values() for key in found}
+        return not any(k.startswith(("control ", "call ")) for k in keys - {self._key})
+
+    def _say(self, kind: int, claim: Claim | None) -> bool:
         self._number = self._control.ledger.enter(self._key)
         if self._words is None:
             return self._by_message(word_of(kind, self._number))

@@ -148,7 +148,7 @@ class Control(ABC):
             deadlock = board.watch(what() + self.trouble, needs(), self.ledger.entered)
             if deadlock is not None:
                 self._count_as_entered(deadlock)
-                raise DeadlockError(deadlock.text())
+                raise _deadlocked(deadlock)
 
         def why() -> str:
             return board.suspects(needs()) if board is not None else ""
@@ -293,6 +293,12 @@ class Control(ABC):
                 + ", ".join(f"ranks {team_text(ranks)} in {kind}" for kind, ranks in groups)
             )
         return [(status, size, digest) for _, status, size, digest in rows]
+
+
+def _deadlocked(deadlock: Deadlock) -> DeadlockError:
+    error = DeadlockError(deadlock.text())
+    error.keys = {w.rank: [need.key for need in w.needs] for w in deadlock.waits}
+    return error
 
 
 class JobControl(Control):

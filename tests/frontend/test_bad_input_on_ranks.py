@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fuser.errors import (
     UnsupportedError,
 )
 from fuser.multidevice import Communicator, DeviceMesh
+from hostir.plan import Plan
 from multidevice import simulate
 
 Inputs = list[object]
@@ -282,3 +283,33 @@ def test_under_mpirun(name: str, comm: Communicator) -> None:
     if comm.size() != 2:
         pytest.skip("for 2 ranks")
     CHECKS[name]()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_run_that_fails_on_one_rank_is_one_error_on_each(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """The calls behind it are paired with those of the same place, not with later ones."""
+    size, rank, run = comm.size(), comm.rank(), Plan.run
+    fd, weights = row_parallel(ranks=size), torch.ones(5, 4)
+
+    def call(value: int) -> float:
+        (out,) = fd.execute([torch.full((3, 4), float(value)), weights])
+        return out[0, 0].item()
+
+    for value in range(4):
+        assert call(value) == 4 * size * value
+    left = [1]
+
+    def fails_once(plan: Plan, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        if rank == failing and left:
+            left.clear()
+            raise torch.OutOfMemoryError("no memory on this rank")
+        return run(plan, inputs)
+
+    monkeypatch.setattr(Plan, "run", fails_once)
+    with pytest.raises(RuntimeError, match="no memory" if rank == failing else "deadlock"):
+        call(10)
+    for value in range(11, 15):
+        assert call(value) == 4 * size * value
