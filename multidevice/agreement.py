@@ -182,7 +182,8 @@ class Channel:
             kind = _EXCHANGE
         elif numbers:
             kind = _with_numbers(kind, numbers)
-        if self._all_say(kind, claim) and not is_new:
+        say = self._all_say_after_failure if self._is_doubtful else self._all_say
+        if say(kind, claim) and not is_new:
             return
         self._exchange(claim, numbers, None)
         if len(self._known) >= _KNOWN_LIMIT:
@@ -200,7 +201,8 @@ class Channel:
     def refuse(self, error: BaseException) -> NoReturn:
         """Tells the others of an error of this rank, and raises it."""
         try:
-            self._all_say(_EXCHANGE, None)
+            say = self._all_say_after_failure if self._is_doubtful else self._all_say
+            say(_EXCHANGE, None)
             self._exchange(None, (), error)
         except BaseException as found:
             if found is error:
@@ -208,27 +210,27 @@ class Channel:
             raise error from found
         raise error
 
-    def _all_say(self, kind: int, claim: Claim | None) -> bool:
-        """Publishes this rank's word for the next call, and returns whether all are equal.
+    def _all_say_after_failure(self, kind: int, claim: Claim | None) -> bool:
+        """Does what `_all_say` does.
 
         Ranks that are still in a run that failed here learn of it by a deadlock with this wait. It
         ends their run, not this call: it would be paired with a later one of theirs.
         """
-        is_after_failure = self._is_doubtful
         for _ in self._team:
             try:
-                return self._say(kind, claim)
+                return self._all_say(kind, claim)
             except DeadlockError as error:
-                if not is_after_failure or not self._are_in_runs(error):
+                if not self._are_in_runs(error):
                     raise
-        return self._say(kind, claim)
+        return self._all_say(kind, claim)
 
     def _are_in_runs(self, error: DeadlockError) -> bool:
         """Whether all ranks of a deadlock wait inside of runs, or for this team's next call."""
         keys = {key for found in error.keys.values() for key in found}
         return not any(k.startswith(("control ", "call ")) for k in keys - {self._key})
 
-    def _say(self, kind: int, claim: Claim | None) -> bool:
+    def _all_say(self, kind: int, claim: Claim | None) -> bool:
+        """Publishes this rank's word for the next call, and returns whether all are equal."""
         self._number = self._control.ledger.enter(self._key)
         if self._words is None:
             return self._by_message(word_of(kind, self._number))
