@@ -355,8 +355,12 @@ class Fusion:
 
 def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
     """Return the operands and results of ops, each once, in their order."""
-    values = (v for e in ops for v in (*e.inputs, *e.outputs))
-    return tuple(dict.fromkeys(v for v in values if isinstance(v, TensorView)))
+    seen: dict[TensorView, None] = {}
+    for e in ops:
+        for v in (*e.inputs, *e.outputs):
+            if isinstance(v, TensorView):
+                seen[v] = None
+    return tuple(seen)
 
 
 def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:

@@ -365,8 +365,14 @@ class _Segmenter:
     ) -> tuple[tuple[int, int], _Group] | None:
         """Return the first two groups that merge, both of a kind; None: of which one waits for a
         reduction of the other."""
-        for i in range(len(groups)):
-            for j in range(i + 1, len(groups)):
+        touching: dict[TensorView, list[int]] = {}
+        for i, group in enumerate(groups):
+            for t in dict.fromkeys((*group.inputs, *group.outputs)):
+                touching.setdefault(t, []).append(i)
+        for i, group in enumerate(groups):
+            # Only groups that share a tensor may merge.
+            near = {j for t in (*group.inputs, *group.outputs) for j in touching[t] if j > i}
+            for j in sorted(near):
                 union = self._try_merge(groups, i, j, kind)
                 if union is not None:
                     return (i, j), union

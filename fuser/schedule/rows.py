@@ -82,10 +82,8 @@ def most_bytes(kept: Iterable[Kept], vector: int) -> int:
     """Return the bytes of registers that one element of a row takes at most. What no vector of
     memory fills takes a register of its own."""
     values = list(kept)
-    costs = [
-        (k, n if (n := nbytes_of(k.tv.dtype())) * vector >= 4 else 4)
-        for k in values
-    ]  # fmt: skip
+    sizes = [nbytes_of(k.tv.dtype()) for k in values]
+    costs = [(k, n if n * vector >= 4 else 4) for k, n in zip(values, sizes, strict=True)]
     ends = {t for k in values for t in (k.begin, k.end - 1)}
     return max((sum(n for k, n in costs if k.begin <= t < k.end) for t in ends), default=0)
 
