@@ -1,8 +1,8 @@
 """What runs when in a linear layer whose allgather runs in chunks: measured, and as predicted.
 
-mpirun -np 2 python examples/traced_linear.py trace.json               # on the GPUs, if there are
-mpirun -np 2 python examples/traced_linear.py trace.json --device cpu
-Open the file in ui.perfetto.dev.
+mpirun -np 2 python examples/traced_linear.py                # on the GPUs, if there are
+mpirun -np 2 python examples/traced_linear.py other.json --device cpu
+Open the file, trace.json if not named, in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("path", help="where to write the timeline")
+parser.add_argument("path", nargs="?", default="trace.json", help="where to write the timeline")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 parser.add_argument("--chunks", type=int, default=4)
 parser.add_argument("--source", default="auto", help="auto, cupti or events, on a GPU")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 
 # What opens a `with` block of ours is no code of the user.
 _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
@@ -95,6 +95,8 @@ class DeadlockError(CommunicationError):
 
     # The streams of calls in which each of these ranks waits.
     keys: Mapping[int, Sequence[str]] = MappingProxyType({})
+    # Whether the last call of any of them failed there.
+    is_after_failure = False
 
 
 class PeerError(CommunicationError):
@@ -113,6 +115,20 @@ def user_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def last_user_line(trace: TracebackType | None) -> str:
+    """Return `file.py:12` of the innermost frame of a traceback outside our packages, else of the
+    innermost one."""
+    found = ""
+    is_users = False
+    while trace is not None:
+        here = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
+        if here or not is_users:
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        is_users |= here
+        trace = trace.tb_next
+    return found
 
 
 def user_code(where: str) -> str:

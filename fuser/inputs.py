@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from fuser.arguments import Mismatch, list_items, python_number, show
-from fuser.errors import InputError, UnsupportedError
+from fuser.errors import InputError, UnsupportedError, user_code
 
 # More than any structure of inputs has; a list may hold itself.
 _DEEPEST = 64
@@ -15,8 +16,17 @@ _MOST_INPUTS = 1 << 20
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
 
 
-def flatten(inputs: Iterable[object], depth: int = 0) -> list[torch.Tensor | bool | int | float]:
-    """Return tensors and numbers with nested lists and tuples flattened in place."""
+def flatten(
+    inputs: Iterable[object],
+    depth: int = 0,
+    *,
+    first: int = 0,
+    declared: Sequence[Any] = (),
+) -> list[torch.Tensor | bool | int | float]:
+    """Return tensors and numbers with nested lists and tuples flattened in place.
+
+    The first one is input number `first` of those that are `declared`.
+    """
     if type(inputs) in (list, tuple):
         for value in inputs:
             if type(value) not in _PLAIN:
@@ -35,23 +45,26 @@ def flatten(inputs: Iterable[object], depth: int = 0) -> list[torch.Tensor | boo
     flat: list[torch.Tensor | bool | int | float] = []
     for value in inputs:
         if isinstance(value, list | tuple):
-            flat.extend(flatten(value, depth + 1))  # pyright: ignore[reportUnknownArgumentType]
+            here = first + len(flat)
+            flat.extend(flatten(value, depth + 1, first=here, declared=declared))  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(value, torch.Tensor | bool | int | float):
             flat.append(value)
         else:
-            flat.append(_number_input(value, len(flat)))
+            flat.append(_number_input(value, first + len(flat), declared))
     return flat
 
 
-def _number_input(value: object, position: int) -> bool | int | float:
+def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool | int | float:
     """Return a number of any library as Python's; raises `InputError` for anything else."""
     number = python_number(value)
     if isinstance(number, complex):
         raise UnsupportedError(f"complex inputs are not supported yet: {value}")
     if number is None:
         hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
+        name = f", {declared[position]}" if position < len(declared) else ""
         raise InputError(
-            f"input {position}: an input is a tensor or a number, got {type(value).__name__}{hint}"
+            f"input {position}{name}: an input is a tensor or a number, got "
+            f"{type(value).__name__}{hint}{_line(declared[position:])}"
         )
     return number
 
@@ -70,6 +83,25 @@ def torch_device(device: object) -> torch.device:
         raise InputError(f"device={show(device)}: {error}") from None
     except Exception:  # what is no device may have a repr that raises
         raise InputError(f"device={show(device)} is no device") from None
+
+
+def check_count(given: int, declared: Sequence[Any]) -> None:
+    """Raise `InputError` for another number of inputs than are declared, naming the first one that
+    is missing."""
+    expected = len(declared)
+    if given < expected:
+        raise InputError(
+            "KernelArgumentHolder contains less argument than kernel's input. "
+            f"Expected {expected}, got {given}: none for {declared[given]}{_line(declared[given:])}"
+        )
+    if given > expected:
+        labels = ", ".join(getattr(value, "label", str(value)) for value in declared)
+        raise InputError(f"Expected {expected} inputs, got {given}: they are {labels or 'none'}")
+
+
+def _line(values: Sequence[Any]) -> str:
+    """Return the user's line of the first of these values, if that is a tensor."""
+    return user_code(values[0].user_line()) if hasattr((*values, None)[0], "user_line") else ""
 
 
 def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:

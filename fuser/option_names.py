@@ -11,6 +11,7 @@ from collections.abc import Mapping
 EFFECTS: Mapping[str, Mapping[str, str]] = {
     "DUMP": {
         "host_ir": "the host program that runs; host_ir(short): without what only machines need; "
+        "host_ir(names): without the types of tensors, an op per line; "
         "host_ir(indices): as host_ir, where indices stand in the ops that use them",
         "host_ir_lowering": "the host program as lowered, and after each host pass",
         "communication": "each communication as it is posted, with the shapes of its shards",
@@ -34,8 +35,12 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "allocated with as many elements along it as there are streams",
         "peer_copies": "ranks copy out of each other's memory in place of NCCL, MPI or gloo: all "
         "ranks of a mesh share a host, and their GPUs have access to each other",
-        "machine": "machine(h200) or (measured): whether overlap pays is decided for that machine, "
-        "also on CPU ranks; measured: what python -m hostir calibrate has found out here",
+        "machine": "machine(h200), (measured) or (NAME.json): whether overlap pays is decided for "
+        "that machine, also on CPU ranks; measured: what python -m hostir calibrate has found out "
+        "here; NAME.json: a description (docs/cost.md)",
+        "steps": "a matmul beside a communication takes the fastest of its steps, also where these "
+        "do not pay, as those of small tensors on CPU ranks; fastest on the machine of "
+        "machine(..), else on these GPUs where they are described, else on an H200",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
         "stream is held back as far as the program's waits allow, so that a missing wait gives "
         "wrong numbers",
@@ -134,10 +139,11 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
 
 # Names that take part in what one process does once, so that one call cannot choose them.
 PROCESS_WIDE = frozenset({"allreduce_kernel", "multidevice"})
-# The argument of a name, one of these: a dump may have it, a feature must. The others take none.
+# The argument of a name, one of these, where * is any text: a dump may have it, a feature must. The
+# others take none.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "host_ir": ("short", "indices"),
+    "host_ir": ("short", "names", "indices"),
     "schedules_for": ("h200",),
-    "machine": ("h200", "measured"),
+    "machine": ("h200", "measured", "*.json"),
     "late_stream": ("all", "entry", *map(str, range(8))),
 }

@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
@@ -349,7 +350,8 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
         if name not in known:
             raise OptionError(
                 f"Parsing {kind} failed. Invalid option: '{name}'{_nearest(name, known)}\n"
-                f"Available options: {', '.join(sorted(known))}"
+                f"Available options: {', '.join(sorted(EFFECTS[kind])) or 'none'}; nvFuser's "
+                "others are known, and change nothing (docs/options.md)"
             )
         args: tuple[str, ...] = ()
         if rest.startswith("("):
@@ -374,7 +376,9 @@ def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
     choices = ARGUMENTS.get(name)
     if choices is None and args:
         raise OptionError(f"{name} takes no arguments, got {name}({','.join(args)})")
-    if choices is not None and (len(args) != 1 or args[0] not in choices):
+    if choices is None:
+        return
+    if len(args) != 1 or not any(fnmatchcase(args[0], choice) for choice in choices):
         wanted = " or ".join(f"{name}({c})" for c in choices)
         near = _nearest(args[0], choices) if len(args) == 1 else ""
         raise OptionError(f"{name}({','.join(args)}) is not known: expected {wanted}{near}")

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from reprlib import recursive_repr
-from typing import Any, NoReturn, TypeVar, dataclass_transform
+from typing import Any, Generic, NoReturn, TypeVar, dataclass_transform, overload
 
 _T = TypeVar("_T")
 _Fields = Sequence[dataclasses.Field[Any]]
@@ -35,10 +35,48 @@ def record(cls: type[_T]) -> type[_T]:
     return cls
 
 
+def replace(one: _T, **changes: Any) -> _T:
+    """Do what `dataclasses.replace` does, for records: that looks at each field's declaration."""
+    cls = type(one)
+    values = {name: getattr(one, name) for name in _FIELDS[cls]}
+    if not changes.keys() <= values.keys():
+        raise TypeError(f"{cls.__name__} has no field {min(changes.keys() - values.keys())!r}")
+    values.update(changes)
+    return cls(**values)
+
+
+class remembered(Generic[_T]):
+    """What `functools.cached_property` does, which takes a lock in Python 3.11.
+
+    It is for what follows from a frozen record: two threads that compute it find the same.
+    """
+
+    def __init__(self, compute: Callable[[Any], _T]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, one: None, owner: type) -> remembered[_T]: ...
+    @overload
+    def __get__(self, one: object, owner: type) -> _T: ...
+    def __get__(self, one: object, owner: type) -> remembered[_T] | _T:
+        if one is None:
+            return self
+        found = one.__dict__[self._name] = self._compute(one)
+        return found
+
+
+# The names of the fields of each record.
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
 def declare_fields(cls: type) -> _Fields:
     """Do what `record` does, and leave equality and hash as they are; return the fields."""
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     fields = dataclasses.fields(cls)
+    _FIELDS[cls] = tuple(f.name for f in fields)
     _add(cls, __init__=_init_of(cls, fields), __repr__=_repr)
     _add(cls, __setattr__=_refuse, __delattr__=_refuse)
     return fields

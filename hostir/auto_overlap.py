@@ -7,6 +7,7 @@ with one fusion, one class and sizes of inputs, and one machine description choo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,12 +26,12 @@ from fuser.recent import Recent
 from hostir.container import HostIrContainer
 from hostir.cost import seconds_of
 from hostir.lower_params import DEFAULT, LowerParams
-from hostir.machine import Machine
+from hostir.machine import CPU, Machine
 from hostir.op_costs import collective_cost, cost_of, held_nbytes
 from hostir.ops import NUMBER_OF_STREAMS
 from hostir.pipeline import lower_sharded
 from hostir.timetable import timetable_of
-from hostir.transfers import PEER_COPIES
+from hostir.transfers import library_name
 from multidevice.overlap import Form, Pair, alone, find_pairs, forms_of
 from multidevice.placement import placement
 from multidevice.sharding import local_extents
@@ -39,6 +40,8 @@ from multidevice.sharding_passes import complete_alone
 # Steps are taken where their predicted time is less by this part of the time without: the model is
 # not exact, and steps need memory and host time.
 MARGIN = 0.03
+# With this one every pair that can takes the fastest of its steps, however slow.
+FORCED = -math.inf
 _AS_IT_IS = "as it is"
 _MAX_SIZES = 256
 _STREAMS = 4
@@ -57,6 +60,10 @@ class Choice:
     def __bool__(self) -> bool:
         return any(self.forms)
 
+    def __str__(self) -> str:
+        forms = "; ".join(form or _AS_IT_IS for form in self.forms) or "none"
+        return f"{forms}, by {library_name(self.backend)}" if self.backend else forms
+
 
 _NO_STEPS = Choice()
 
@@ -73,7 +80,9 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return (self.form or _AS_IT_IS) + (f", {_library(self.backend)}" if self.backend else "")
+        return (self.form or _AS_IT_IS) + (
+            f", {library_name(self.backend)}" if self.backend else ""
+        )
 
     def __str__(self) -> str:
         return self.why if self.seconds is None else f"{self.seconds * 1e3:9.3f} ms"
@@ -225,7 +234,12 @@ class Overlaps:
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
         """Return the text of the decisions."""
-        head = f"on {self.machine.name}; steps must gain {self._margin:.0%}"
+        wanted = (
+            "taken wherever they can be"
+            if self._margin == FORCED
+            else f"must gain {self._margin:.0%}"
+        )
+        head = f"on {self.machine.name}; steps {wanted}"
         rows = [str(d) for d in self.decisions(sizes)]
         return "\n".join([head, *(rows or ["no matmul stands beside a communication"])])
 
@@ -272,7 +286,7 @@ class Overlaps:
         if max(seconds, host) < (1 - self._margin) * (seconds + gained):
             return ""
         return (
-            f"no CUDA graph repeats {_library(choice.backend)}: the host would take "
+            f"no CUDA graph repeats {library_name(choice.backend)}: the host would take "
             f"{host * 1e3:.3f} ms for the whole program, the GPU {seconds * 1e3:.3f}, "
             f"{gained * 1e3:.3f} more as it is"
         )
@@ -304,7 +318,7 @@ class Overlaps:
             refused = refused or self._refused_for.recall((choice, _key(sizes)))
             if refused:
                 why = why or f"not chosen: {refused}"
-            elif best is None or _total(plan) < (1 - self._margin) * _total(best):
+            elif best is None or _total(plan) < (1 - max(self._margin, 0)) * _total(best):
                 best = plan
         if best is None:
             best = [replace(d, chosen=d.candidates[0]) for d in plans[0]]
@@ -436,6 +450,10 @@ def _hopeless(
     def sizes(tv: TensorView) -> tuple[int, ...]:
         return tuple(int(sc.evaluate(x, values)) for x in local_extents(tv))
 
+    if margin == FORCED:
+        return ""
+    if machine.device == CPU:
+        return "a CPU rank computes and communicates in turns: steps gain nothing there"
     costs = [cost_of(op, sizes, machine) for op in pair.products]
     computes = sum(c.seconds for c in costs if c is not None)
     ends = pair.move.inputs[0], pair.move.out_tensor
@@ -452,8 +470,9 @@ def _hopeless(
     host = calls + (steps - 1) * machine.host_post_s
     if not is_repeated and host > (1 - margin) * (computes + moves + machine.host_run_s):
         return (
-            f"the host alone would take {host * 1e6:.1f} us for the steps, as the GPU takes "
-            f"{computes * 1e6:.1f} and {moves * 1e6:.1f} us"
+            f"the host would take {host * 1e6:.1f} us to issue the steps; the matmul and the "
+            f"communication, one after the other, take {computes * 1e6:.1f} and "
+            f"{moves * 1e6:.1f} us"
         )
     return ""
 
@@ -470,10 +489,6 @@ def _seconds(candidate: Candidate) -> float:
 
 def _total(plan: Sequence[Decision]) -> float:
     return sum(_seconds(d.chosen) for d in plan)
-
-
-def _library(backend: str) -> str:
-    return "peer copies" if backend == PEER_COPIES else backend
 
 
 def _key(sizes: Mapping[Symbol, int]) -> object:

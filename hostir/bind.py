@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from fuser.arguments import show
-from fuser.errors import InputError
+from fuser.errors import InputError, user_code
+from fuser.inputs import check_count
 from fuser.ir.binding import Argument, Binder, Values, tensor_problem
-from fuser.ir.dtypes import category, dtype_text, from_torch, misfit, to_torch
+from fuser.ir.dtypes import category, dtype_text, misfit, to_torch, torch_dtype_text
 from fuser.ir.fusion import Fusion, Value
 from fuser.ir.scalar import Const, Scalar, Symbol
 from fuser.ir.storage import memory_order
@@ -36,9 +37,10 @@ class _TensorSpec:
     # Whether memory has the axes in their own order.
     is_in_order: bool
 
-    @property
-    def where(self) -> str:
-        return f"Expected input {self.index}, {self.tv},"
+    def refuses(self, text: str, *, head: str = "") -> InputError:
+        """Return the error about what this input was expected to be."""
+        line = user_code(self.tv.user_line())
+        return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
 
 
 def _spec(index: int, tv: TensorView) -> _TensorSpec:
@@ -54,6 +56,7 @@ class InputBinder:
         self._specs: list[_TensorSpec | Scalar] = [
             _spec(i, v) if isinstance(v, TensorView) else v for i, v in enumerate(values.inputs)
         ]
+        self._declared = values.inputs
         # Then every symbol stands for an extent.
         self.has_only_tensors = all(isinstance(v, TensorView) for v in values.inputs)
         self._updated = {a.into: a.out for a in values.aliases}
@@ -65,13 +68,7 @@ class InputBinder:
         Raises `InputError` naming the input (and the tensor that bound a symbol first), or
         `ShardingError` when an extent does not fit the mesh.
         """
-        if len(inputs) < len(self._specs):
-            raise InputError(
-                "KernelArgumentHolder contains less argument than kernel's input. "
-                f"Expected {len(self._specs)}, got {len(inputs)}"
-            )
-        if len(inputs) > len(self._specs):
-            raise InputError(f"Expected {len(self._specs)} inputs, got {len(inputs)}")
+        check_count(len(inputs), self._declared)
         for i, (spec, value) in enumerate(zip(self._specs, inputs, strict=True)):
             if isinstance(spec, _TensorSpec):
                 _check_tensor(spec, value, device)
@@ -82,8 +79,8 @@ class InputBinder:
             if isinstance(spec, _TensorSpec) and isinstance(value, torch.Tensor):
                 _check_layout(spec, value)
                 if spec.tv in self._updated and overlaps_itself(value):
-                    raise InputError(
-                        f"{spec.where} into which {self._updated[spec.tv]} is written, to have a "
+                    raise spec.refuses(
+                        f"into which {self._updated[spec.tv]} is written, to have a "
                         f"place for every element, but got shape {tuple(value.shape)} with strides "
                         f"{value.stride()}"
                     )
@@ -96,26 +93,24 @@ class InputBinder:
 
 def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
-        raise InputError(f"{spec.where} to be an at::Tensor but got scalar {show(value)}")
+        raise spec.refuses(f"to be an at::Tensor but got scalar {show(value)}")
     problem = tensor_problem(value)
     if problem:
-        raise InputError(f"{spec.where} to be a plain tensor, but it is {problem}")
+        raise spec.refuses(f"to be a plain tensor, but it is {problem}")
     tv = spec.tv
     if value.dim() != tv.ndim:
-        raise InputError(
-            f"{spec.where} to be bound to a tensor of rank {tv.ndim}, but got a tensor of rank "
-            f"{value.dim()}"
+        raise spec.refuses(
+            f"to be bound to a tensor of rank {tv.ndim}, but got a tensor of rank {value.dim()}"
         )
     if value.dtype != spec.dtype:
-        raise InputError(
-            f"{spec.where} to be bound to a tensor of dtype {dtype_text(tv.dtype())}, but got a "
-            f"tensor of dtype {dtype_text(from_torch(value.dtype))}"
+        raise spec.refuses(
+            f"to be bound to a tensor of dtype {dtype_text(tv.dtype())}, but got a "
+            f"tensor of dtype {torch_dtype_text(value.dtype)}"
         )
     wanted = torch.device("cpu") if tv.is_cpu_scalar else device
     if value.device != wanted:
-        raise InputError(
-            f"{spec.where} to be bound to a tensor on device {wanted}, but got a tensor on device "
-            f"{value.device}"
+        raise spec.refuses(
+            f"to be bound to a tensor on device {wanted}, but got a tensor on device {value.device}"
         )
 
 
@@ -131,10 +126,11 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
         if flag is None:
             continue
         if flag and size > 1 and stride != expected:
-            raise InputError(
-                f"Stride mismatch with contiguity info. {spec.where} to have stride {expected} at "
-                f"axis {position}, but got shape {tuple(value.shape)} with strides "
-                f"{value.stride()}; declare the axis non-contiguous to pass such a tensor"
+            raise spec.refuses(
+                f"to have stride {expected} at axis {position}, but got shape "
+                f"{tuple(value.shape)} with strides {value.stride()}; declare the axis "
+                "non-contiguous to pass such a tensor",
+                head="Stride mismatch with contiguity info. ",
             )
         expected = size * (stride if size > 1 else expected)
 
@@ -143,13 +139,13 @@ def _check_scalar(index: int, spec: Scalar, value: Argument) -> None:
     if isinstance(value, torch.Tensor):
         raise InputError(
             f"Expected input {index}, {spec}, to be a scalar but got "
-            f"{dtype_text(from_torch(value.dtype))} tensor of rank {value.dim()}"
+            f"{torch_dtype_text(value.dtype)} tensor of rank {value.dim()}"
         )
     if not isinstance(value, _ACCEPTS[category(spec.dtype)]):  # pyright: ignore[reportUnnecessaryIsInstance]
         shown = f"({value.real:g},{value.imag:g})" if isinstance(value, complex) else value
         raise InputError(
-            f"Scalar value {shown} is not compatible with the expected data type: "
-            f"{dtype_text(spec.dtype)}."
+            f"Input {index}, {spec}: Scalar value {shown} is not compatible with the expected data "
+            f"type: {dtype_text(spec.dtype)}."
         )
     problem = misfit(value, spec.dtype)
     if problem:

@@ -26,12 +26,12 @@ import torch
 
 from fuser import ops, options
 from fuser.device import describe_device
-from fuser.errors import FuserError
+from fuser.errors import FuserError, InputError
 from fuser.ir.dtypes import DataType
 from fuser.ir.types import ParallelType
 from hostir.container import HostIrContainer
 from hostir.evaluate import HostIrEvaluator
-from hostir.machine import H200, Machine, machine_from_json, measured_file, read_once
+from hostir.machine import CPU, H200, Machine, machine_from_json, measured_file, read_once
 from hostir.op_costs import BUS, whole_waves
 from hostir.ops import Allocate
 from hostir.transfers import Communication, Wait
@@ -44,6 +44,9 @@ from multidevice.communicator import Communicator
 Fields = dict[str, Any]
 
 _ROUNDS = 5
+# Repetitions that differ by more are doubtful. A link that is faster than memory by more is none,
+# though caches may carry what CPU ranks send.
+_SPREAD, _CACHED = 2.0, 10.0
 # Cycles for which a GPU is kept waiting while the host enqueues a burst: about 10 ms.
 _HEAD_START = 20_000_000
 # Bytes and shapes by kind of device: a GPU needs much of both to be busy.
@@ -64,6 +67,7 @@ _DTYPES = {
 }
 # On a CPU the rank itself does everything: its time is the device's, and communication takes it.
 _CPU: Fields = {
+    "device": CPU,
     "multiprocessors": 1,
     "nccl_multiprocessors": 1,
     "kernel_fill_nbytes": 1.0,
@@ -82,9 +86,9 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
     if kind == "cuda":
         device = torch.device(kind, communicator.local_rank())
         torch.cuda.set_device(device)
-    before, found = calibrate(communicator, device)
+    before, found, doubts = calibrate(communicator, device)
     file = Path(output) if output else measured_file(device)
-    lines = [f"{file}:", *changes(before, found)]
+    lines = [f"{file}:", *changes(before, found), *(f"not sure: {doubt}" for doubt in doubts)]
     if communicator.rank() == 0:
         write(found, file)
     if communicator.size() == 1:
@@ -92,10 +96,13 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
     return "\n".join(lines)
 
 
-def calibrate(communicator: Communicator, device: torch.device) -> tuple[Machine, Machine]:
-    """Return what was known of this machine, and what is measured now; all ranks of the job call.
+def calibrate(
+    communicator: Communicator, device: torch.device
+) -> tuple[Machine, Machine, list[str]]:
+    """Return what was known of this machine, what is measured now, and what is doubtful about that;
+    all ranks of the job call.
 
-    Raises `FuserError` where ranks cannot communicate.
+    Raises `FuserError` where ranks cannot communicate, or a link is faster than it can be.
     """
     before = known_before(device)
     bench = _Bench(communicator, device)
@@ -103,7 +110,34 @@ def calibrate(communicator: Communicator, device: torch.device) -> tuple[Machine
     if communicator.size() > 1:
         found |= link_fields(bench)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return before, replace(before, name=f"{name}, measured", **rounded(found))
+    check_links(found)
+    after = replace(before, name=f"{name}, measured", **rounded(found))
+    return before, after, [*bench.doubts, *spread_text(bench.spreads)]
+
+
+def check_links(found: Fields) -> None:
+    """Raise `FuserError` for a link that is faster than the memory at its ends can be."""
+    memory, links = found["memory_bandwidth"], dict(found.get("nccl", {}))
+    links |= {k: found[k] for k in ("nccl_other_bandwidth", "pull_bandwidth") if k in found}
+    for name, bandwidth in links.items():
+        if bandwidth > _CACHED * memory:
+            raise FuserError(
+                f"{name}: {bandwidth / 1e9:.3g} GB/s between ranks, though the memory of each "
+                f"moves {memory / 1e9:.3g} GB/s: other work must have run beside the measurement. "
+                "Nothing is written: measure again when nothing else runs"
+            )
+
+
+def spread_text(spreads: Sequence[float]) -> list[str]:
+    """Return what to say of measurements whose repetitions differ, each by a factor."""
+    count = sum(spread > _SPREAD for spread in spreads)
+    if not count:
+        return []
+    return [
+        f"{count} of {len(spreads)} measurements differ by more than a factor of {_SPREAD:g} from "
+        f"repetition to repetition, the worst by {max(spreads):.3g}: measure again when nothing "
+        "else runs"
+    ]
 
 
 def rounded(fields: Fields) -> Fields:
@@ -129,11 +163,17 @@ def known_before(device: torch.device) -> Machine:
 
 
 def write(machine: Machine, file: Path) -> None:
-    """Write a description at once: who reads meanwhile finds the old one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Write a description at once: who reads meanwhile finds the old one.
+
+    Raises `InputError` where it cannot be written.
+    """
     part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(machine.to_json() + "\n")
-    part.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(machine.to_json() + "\n")
+        part.replace(file)
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error}") from error
     read_once.cache_clear()
 
 
@@ -149,12 +189,19 @@ class _Bench:
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.device = communicator, device
         self.team = tuple(range(communicator.size()))
+        # By which factor the repetitions of each measurement differ, the extremes left out; what
+        # else is doubtful.
+        self.spreads: list[float] = []
+        self.doubts: list[str] = []
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
         """Return how long the device takes for one call, among many."""
         for _ in range(3):
             call()
-        return statistics.median(self._slowest(self._burst(call, times)) for _ in range(_ROUNDS))
+        rounds = sorted(self._slowest(self._burst(call, times)) for _ in range(_ROUNDS))
+        inner = rounds[1:-1] or rounds
+        self.spreads.append(inner[-1] / max(inner[0], 1e-9))
+        return statistics.median(rounds)
 
     def kept_up(self, call: Callable[[], object]) -> float:
         """Return how long the device takes for one call after many: in a short burst its clock is
@@ -330,7 +377,7 @@ def link_fields(bench: _Bench) -> Fields:
         found["nccl_fill_s"] = statistics.mean(ramps)
         one, five = (_host_of_posts(bench, k) for k in (1, 5))
         found["host_post_s"] = max((five - one) / 4, 0.0)
-    if not options.disabled("allreduce_kernel"):
+    if bench.device.type == "cuda" and not options.disabled("allreduce_kernel"):
         found |= _allreduce_fields(bench, allreduce)
     return found | _peer_fields(bench)
 
@@ -371,6 +418,11 @@ def _fit(
     """Return latency, ramp, and the bytes per second between the two larger sizes; of each byte a
     rank moves the part `moved`."""
     few, middle, many = (bench.seconds(make(size)) for size in sizes)
+    if many < _SPREAD * few:
+        bench.doubts.append(
+            f"{make.__name__}: {sizes[2]} bytes took {many:.3g} s, {sizes[0]} bytes {few:.3g} s: "
+            "that says little of the time per byte"
+        )
     bandwidth = moved * sizes[2] / many
     # Where the middle took about as long as the most, something else did.
     if many - middle > 0.5 * (sizes[2] - sizes[1]) / sizes[2] * many:

@@ -18,6 +18,7 @@ from hostir.container import SHORT_FORM, HostIrContainer, has_communications, ha
 from hostir.cost import predict, report
 from hostir.diff import differences
 from hostir.findings import refuse
+from hostir.forms import NOTES, names_text
 from hostir.host_passes import PASSES, Pass, run_passes
 from hostir.lower_streams import lower_streams
 from hostir.machine import MACHINES, MEASURED, find_machine, usual_machine
@@ -26,11 +27,13 @@ from hostir.ops import NUMBER_OF_STREAMS
 from hostir.ranks import (
     DEFAULT_STREAMS,
     SMALLEST_SIZE,
+    chosen_sizes,
     load_inputs,
     random_inputs,
     run_here,
     run_simulated,
     save,
+    seed_words,
     summaries,
     symbol_values,
     together,
@@ -48,7 +51,13 @@ from multidevice.simulation import simulate
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (1: an error, or two programs that differ)."""
-    args = _arguments().parse_args(argv)
+    parser = _arguments()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        hint = (
+            "; each size has its own --size: -s i0=16 -s i1=8" if getattr(args, "size", ()) else ""
+        )
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
         return args.run(args) or 0
     except BrokenPipeError:
@@ -65,9 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ------------------------------------------------------------------ the commands
 def _print(args: argparse.Namespace) -> None:
-    """print a program; with --full, everything that it needs to run"""
+    """print a program; with --full, everything that it needs to run; with --names, no types"""
     program = read_program(args.file, number=args.program)
-    if args.full:
+    if args.names:
+        print(f"// {NOTES['names']}\n{names_text(program)}", end="")
+    elif args.full:
         program.check_full()
         print(program.full_text())
     else:
@@ -86,9 +97,16 @@ def _opt(args: argparse.Namespace) -> None:
 
     program = run_passes(program, chosen, after_each=show if args.print_after_all else None)
     if args.output:
-        Path(args.output).write_text(program.full_text())
+        _write(args.output, program.full_text())
     elif not args.print_after_all:
         print(program.full_text())
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--output {path} cannot be written: {error}") from None
 
 
 def _pass_of(name: str) -> Pass:
@@ -109,6 +127,7 @@ def _run(args: argparse.Namespace) -> None:
         _run_in_job(args, launch.size)
         return
     program = _checked(args)
+    _say_sizes(args, program)
     _say_unchecked(args)
     ranks = args.ranks or max((*program.devices(), 0)) + 1
     inputs = _inputs(args, program)
@@ -131,11 +150,11 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
         number_of_streams=args.streams,
         late_stream=args.late,
     )
-    error: OSError | None = None
+    error: FuserError | None = None
     try:
         if args.save:
             save(outputs, args.save, communicator.rank())
-    except OSError as found:
+    except FuserError as found:
         error = found
     text = together(communicator, error, summaries(outputs, communicator.rank()))
     if communicator.rank() == 0:
@@ -153,6 +172,7 @@ def _prepared(
         program = _checked(args)
         inputs = _inputs(args, program)
         if communicator.rank() == 0:
+            _say_sizes(args, program)
             _say_unchecked(args)
     except (FuserError, OSError) as error:
         communicator.agree(error)
@@ -188,6 +208,19 @@ def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument
     return random_inputs(program, sizes=_sizes(args.size), seed=args.seed or 0)
 
 
+def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
+    """Say which sizes hold: most are rarely given."""
+    given = _sizes(args.size)
+    found = chosen_sizes(program, given)
+    if found and not getattr(args, "inputs", None):
+        words = seed_words(program)
+        texts = (
+            f"{f'{words[k]} ' if k in words else ''}{k}={n}{'' if k in given else ' (not given)'}"
+            for k, n in found.items()
+        )
+        print(f"sizes: {', '.join(texts)}")
+
+
 def _sizes(options: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for option in options:
@@ -202,6 +235,7 @@ def _verify(args: argparse.Namespace) -> None:
     """check the rules of host programs, and what streams leave unordered"""
     program = _checked(args)
     values = symbol_values(program, _sizes(args.size))
+    _say_sizes(args, program)
     print(f"{sum(1 for _ in walk(program.ops))} ops: the program keeps the rules")
     values[NUMBER_OF_STREAMS] = args.streams
     found = findings(program, values)
@@ -218,7 +252,12 @@ def _cost(args: argparse.Namespace) -> None:
     """predict time, communication, memory and what is waited for, without running anything"""
     program, made = _timetable(args)
     found = predict(program, made)
-    print(json.dumps(found.to_dict(), indent=2) if args.json else report(found))
+    if args.json:
+        sizes = chosen_sizes(program, _sizes(args.size))
+        print(json.dumps({"sizes": sizes, **found.to_dict()}, indent=2))
+        return
+    _say_sizes(args, program)
+    print(report(found))
 
 
 def _trace(args: argparse.Namespace) -> None:
@@ -228,7 +267,8 @@ def _trace(args: argparse.Namespace) -> None:
             if getattr(args, name) is not None:
                 raise InputError(f"--{name} is for a real run: --run")
         program, made = _timetable(args)
-        Path(args.output).write_text(trace_text(program, made))
+        _write(args.output, trace_text(program, made))
+        _say_sizes(args, program)
         print(
             f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run"
         )
@@ -253,6 +293,7 @@ def _trace(args: argparse.Namespace) -> None:
         return
     program = _checked(args)
     inputs = _inputs(args, program)
+    _say_sizes(args, program)
     with simulate(args.ranks or max((*program.devices(), 0)) + 1) as world:
         print(world.run(here, program, inputs)[0].summary())
 
@@ -311,7 +352,9 @@ def _arguments() -> argparse.ArgumentParser:
         )
 
     one = command(_print)
-    one.add_argument("--full", action="store_true")
+    form = one.add_mutually_exclusive_group()
+    form.add_argument("--full", action="store_true")
+    form.add_argument("--names", action="store_true")
     file(one)
     opt = command(_opt)
     names = ",".join(p.__name__ for p in PASSES) + "; lower_streams: of a program by hand"

@@ -13,6 +13,7 @@ from hostir.busy import Busy, busy_of, union
 from hostir.container import HostIrContainer
 from hostir.findings import Site, line_numbers
 from hostir.links import traffic_of
+from hostir.machine import CPU
 from hostir.rank_posts import ranks_text
 from hostir.rank_values import at, np
 from hostir.timeline import Work, critical_path
@@ -69,9 +70,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """`seconds` per call, where calls follow one another: the longer of GPU and host."""
+    """`seconds` per call, where calls follow one another: the longer of device and host."""
 
     machine: str
+    device: str
     seconds: float
     classes: tuple[RankTimes, ...]
     links: tuple[tuple[int, int, int], ...] | None
@@ -122,7 +124,8 @@ def predict(program: HostIrContainer, made: Timetable) -> Prediction:
             (made.ranks[a], made.ranks[b], round(float(traffic.pairs[a, b]))) for a, b in ends
         )
     seconds = max((max(c.seconds, c.host_seconds) for c in found), default=0.0)
-    return Prediction(made.machine.name, seconds, tuple(found), links, _path(program, made.work))
+    name, device = made.machine.name, made.machine.device
+    return Prediction(name, device, seconds, tuple(found), links, _path(program, made.work))
 
 
 def stream_name(made: Timetable, number: int) -> str:
@@ -181,7 +184,7 @@ def report(found: Prediction) -> str:
     """Return the text of a prediction."""
     lines = [f"predicted on {found.machine}, not run: {ms(found.seconds)} per call"]
     for one in found.classes[:_SHOWN_CLASSES]:
-        lines += ["", *_class_lines(one)]
+        lines += ["", *_class_lines(one, found.device)]
     if (more := len(found.classes) - _SHOWN_CLASSES) > 0:
         lines += ["", f"and {more} more classes of ranks (--json has them)"]
     lines += ["", *_link_lines(found)]
@@ -193,12 +196,18 @@ def report(found: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _class_lines(one: RankTimes) -> list[str]:
-    host = f"the host issues it in {ms(one.host_seconds)}"
+def times_text(one: RankTimes, device: str) -> str:
+    """Return for how long a class of ranks is busy; of a CPU, host and device are one."""
+    text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
+    return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
+
+
+def _class_lines(one: RankTimes, device: str) -> list[str]:
+    text = times_text(one, device)
     if one.host_seconds > one.seconds:
-        host += ", which is what takes the time"
+        text += ", which is what takes the time"
     lines = [
-        f"{ranks_text(one.ranks)}: {ms(one.seconds)} on the GPU; {host}",
+        text,
         *busy_lines(one.streams, Busy(one.compute, one.communication, one.exposed, one.idle)),
     ]
     lines.append(

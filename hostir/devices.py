@@ -17,7 +17,7 @@ from hostir.streams import CpuStreams, CudaStreams, DelayedStreams, Streams, Wor
 from hostir.transfers import PEER_COPIES
 from hostir.unit import UnitRunner
 from multidevice.backends.captured import Vote
-from multidevice.backends.protocol import Backend, Team
+from multidevice.backends.protocol import Backend, PeerMemory, Team
 
 if TYPE_CHECKING:
     from multidevice.communicator import Communicator
@@ -75,10 +75,15 @@ class Devices:
                 return communicator.peers_for(device)
             return communicator.backend_for(device)
 
-        def symmetric(nbytes: int) -> torch.Tensor:
-            if communicator is None:
-                return torch.empty(nbytes, dtype=torch.uint8, device=device)
-            return communicator.peers_for(device).empty(nbytes)
+        def memory(
+            of: Callable[[PeerMemory], Callable[[int], torch.Tensor]],
+        ) -> Callable[[int], torch.Tensor]:
+            def make(nbytes: int) -> torch.Tensor:
+                if communicator is None:
+                    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+                return of(communicator.peers_for(device))(nbytes)
+
+            return make
 
         def launch(
             group: int,
@@ -98,7 +103,9 @@ class Devices:
             device,
             team,
             backend,
-            symmetric,
+            memory(lambda peers: peers.empty),
+            memory(lambda peers: peers.lasting),
+            memory(lambda peers: peers.shard),
             launch,
             self._kernel,
             self.streams(device),

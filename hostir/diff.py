@@ -112,7 +112,8 @@ def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool
 
 # ------------------------------------------------------------------ ops
 def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
-    """Align two lists of ops; `where` is the place of the region that they are."""
+    """Align two lists of ops; `where` is the place of the region that they are. The first op is
+    number 1, as in errors about ranks with different programs."""
     mine, theirs = list(map(op_key, a)), list(map(op_key, b))
     for kind, i, i_end, j, j_end in SequenceMatcher(None, mine, theirs, False).get_opcodes():
         if kind != "equal":
@@ -130,7 +131,7 @@ def _block(
     for kind, i, i_end, j, j_end in SequenceMatcher(None, *kinds, False).get_opcodes():
         if kind == "equal":
             for m, n in zip(range(i, i_end), range(j, j_end), strict=True):
-                place = f"{where}{at[0] + m}"
+                place = f"{where}{at[0] + m + 1}"
                 yield from _pair(a[at[0] + m], b[there[0] + n], place)
             continue
         for side, ops, start, stop in (
@@ -138,7 +139,7 @@ def _block(
             ("b", b, there[0] + j, there[0] + j_end),
         ):
             for k in range(start, stop):
-                yield f"op {where}{k} only in {side}: {' '.join(op_text(ops[k]).split())}"
+                yield f"op {where}{k + 1} only in {side}: {' '.join(op_text(ops[k]).split())}"
 
 
 def _pair(a: Op, b: Op, place: str) -> Iterator[str]:

@@ -12,6 +12,9 @@ from fuser.ir.text import op_text
 from hostir.container import HostIrContainer
 
 MAX_SHOWN = 8
+# Of a longer listing these lines around each mark are shown, so that what was said before it stays
+# on the screen.
+_LONGEST, _AROUND = 40, 4
 _MAX_TEXT = 160
 
 # Where an unrolled op stands: the indices of its loops.
@@ -127,8 +130,19 @@ def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None
     marked = {found.get(id(op)) for op in ops}
     lines = list(enumerate(str(program).splitlines(), 1))
     width = len(str(len(lines)))
-    shown = [(n, s) for n, s in lines if s and (within is None or n in within)]
-    return "\n".join(f"{'->' if n in marked else '  '} {n:{width}} {s}" for n, s in shown)
+    is_cut = within is None and len(lines) > _LONGEST
+    if is_cut:
+        ends = [n for n in marked if n is not None] or [1, len(lines)]
+        near = {n for end in ends for n in range(end - _AROUND, end + _AROUND + 1)}
+    else:
+        near = range(len(lines) + 1) if within is None else within
+    shown = [(n, s) for n, s in lines if s and n in near]
+    parts: list[str] = []
+    for (before, _), (n, s) in zip([(0, ""), *shown], shown, strict=False):
+        if is_cut and n > before + 1:
+            parts.append("   ...")
+        parts.append(f"{'->' if n in marked else '  '} {n:{width}} {s}")
+    return "\n".join(parts)
 
 
 def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:

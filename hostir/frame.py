@@ -76,8 +76,10 @@ class Machine:
     team: Team
     # Library of a communication -> what carries it out
     backend: Callable[[str], Backend]
-    # Bytes -> memory that peers can map
+    # Bytes -> memory that peers can map; such memory for many runs, and for shards that are shown
     symmetric: Callable[[int], torch.Tensor]
+    lasting: Callable[[int], torch.Tensor]
+    shard: Callable[[int], torch.Tensor]
     # (group, operands, results, global extents) -> the work of that kernel
     launch: Callable[[int, Sequence[Argument], Sequence[torch.Tensor], Mapping[Symbol, int]], Work]
     # Group -> what runs it
@@ -122,6 +124,13 @@ class Frame:
     launched: tuple[list[Argument], list[torch.Tensor]] | None = None
     # The op that is carried out now.
     op: Op | None = None
+
+    def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
+        """Return what makes memory for `tv` that peers can map."""
+        if tv in self.storage.shown:
+            return self.machine.shard
+        # A run that is recorded comes once: its memory is of no use to later ones.
+        return self.machine.symmetric if self.recorder is None else self.machine.lasting
 
     def number(self, x: Scalar) -> Number:
         """Return the value of `x`. Raises `InputError` where these inputs give it none."""

@@ -66,7 +66,7 @@ def _allocate(op: Allocate, frame: Frame) -> None:
         return
     shape = frame.local_shape(tv, op.stream_index)
     machine = frame.machine
-    buffer = new_buffer(frame.program, tv, shape, machine.device, machine.symmetric)
+    buffer = new_buffer(frame.program, tv, shape, machine.device, frame.symmetric(tv))
     frame.tensors[tv] = buffer.zero_() if op.zero_init else buffer
     frame.owned.add(tv)
     if frame.machine.streams.delays and not op.zero_init:
@@ -114,7 +114,7 @@ def _post_on_stream(op: PostOnStream, frame: Frame) -> None:
         if out not in frame.tensors:
             shape, machine = frame.local_shape(out), frame.machine
             frame.tensors[out] = new_buffer(
-                frame.program, out, shape, machine.device, machine.symmetric
+                frame.program, out, shape, machine.device, frame.symmetric(out)
             )
     ins, outs = launch_operands(op, frame)
     frame.submit(partial(frame.machine.unit(op.unit), ins, outs))

@@ -16,6 +16,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import evaluate_into, evaluate_op
 from hostir.frame import Frame
 from hostir.layout import is_repeated, write
+from hostir.places import check_places
 
 _CONTRACTIONS = (nodes.MatmulOp, nodes.LinearOp)
 _Shape = tuple[int, ...]
@@ -31,6 +32,7 @@ def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
     shaped = SHAPED.get(type(op))
     if shaped is not None:
         return [shaped(frame.tensors[op.inputs[0]], frame.local_shape(op.out_tensor))]
+    check_places([op])
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     return evaluate_op(op, inputs, frame.values, device=frame.machine.device)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.tensor import TensorView
+from hostir.rank_posts import Teams
 from hostir.rank_values import Array, PerRank, np
 from hostir.transfers import CollectivePermute, Communication, P2PCommunication
 from hostir.unrolled import UnrolledOp, Unroller
@@ -54,6 +55,8 @@ def traffic_of(unrolled: Unroller) -> Traffic:
 
 def _count(item: UnrolledOp, found: Traffic) -> None:
     op = item.site.op
+    for tv, (teams, n) in item.far.items():
+        _among(found, teams, _nbytes(item, tv) / n, n, item.mask, item.mask)
     if isinstance(op, Communication):
         _collective(item, op, found)
     elif isinstance(op, CollectivePermute):
@@ -94,8 +97,15 @@ def _collective(item: UnrolledOp, op: Communication, found: Traffic) -> None:
         gives, takes = is_root, mask & ~is_root
     elif op.type in _TO_ROOT:
         gives, takes = mask & ~is_root, is_root
-    found.sent += np.where(gives, block * (1 if op.type in _TO_ROOT else n - 1), 0.0)
-    found.received += np.where(takes, block * (1 if op.type in _FROM_ROOT else n - 1), 0.0)
+    _among(found, teams, block, n, gives, takes, op.type)
+
+
+def _among(
+    found: Traffic, teams: Teams, block: Array, n: int, gives: Array, takes: Array, kind: str = ""
+) -> None:
+    """Count what those who give send each of those of their team who take."""
+    found.sent += np.where(gives, block * (1 if kind in _TO_ROOT else n - 1), 0.0)
+    found.received += np.where(takes, block * (1 if kind in _FROM_ROOT else n - 1), 0.0)
     if found.pairs is not None:
-        same = (teams.team[:, None] == teams.team[None, :]) & ~np.eye(len(mask), dtype=bool)
+        same = (teams.team[:, None] == teams.team[None, :]) & ~np.eye(len(gives), dtype=bool)
         found.pairs += np.where(same & gives[:, None] & takes[None, :], block[:, None], 0.0)

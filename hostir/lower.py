@@ -13,7 +13,7 @@ value any more, else computed beside it and copied at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fuser.ir import nodes
 from fuser.ir.core import Op
@@ -26,6 +26,7 @@ from hostir.effects import Stream
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.ops import Allocate, LaunchKernel, LocalSlice
 from hostir.peer_memory import let_peers_map
+from hostir.places import with_places
 from hostir.stream_loops import StreamLoopBuilder
 from hostir.transfers import PEER_COPIES, Communication, Wait
 from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
@@ -128,9 +129,11 @@ class Lowering:
         for out in outs:
             if out not in self.in_place:
                 self._allocate(out)
-        self.add_group(segment)
-        ins = tuple(self._twin(v) if isinstance(v, TensorView) else v for v in segment.inputs)
-        self.ops.append(LaunchKernel(ins, outs, group=segment.number))
+        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
+        fusion, places = with_places(segment.fusion)
+        self.add_group(replace(segment, fusion=fusion))
+        ins = (self._twin(v) if isinstance(v, TensorView) else v for v in segment.inputs)
+        self.ops.append(LaunchKernel((*ins, *places), outs, group=segment.number))
 
     def add_group(self, segment: Segment) -> None:
         """Keep the kernel of a segment."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from fuser.errors import ArgumentError, DefinitionError
 
@@ -30,6 +30,10 @@ class LowerParams:
     stream_slots: bool = False
     backend: str = ""
     step_backend: str = ""
+
+    def __str__(self) -> str:
+        chosen = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in chosen) or "as usual"
 
 
 def check_number_of_streams(number: object, *, of: str) -> None:

@@ -48,6 +48,8 @@ _KEYS: dict[str, Sequence[str]] = {
     "nccl": COLLECTIVES,
     "allreduce_kernel_s": [way.name for way in Way],
 }
+CPU = "CPU"
+_DEVICES = ("GPU", CPU)
 
 
 def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
@@ -58,6 +60,7 @@ def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
 class Machine:
     """Seconds (`_s`), bytes per second (`_bandwidth`), and what else the name says.
 
+    `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
     `matmul`: (floating-point operations of one matmul in float16, those per second while every
     multiprocessor has a tile); between two points the rate follows the logarithm, outside it is
     that of the nearest. `matmul_dtypes` scales it. `tiles`: rows and columns of a tile that the
@@ -71,6 +74,7 @@ class Machine:
     """
 
     name: str = "h200"
+    device: str = "GPU"
     multiprocessors: int = 132
     memory_bandwidth: float = 4.2e12
     launch_s: float = 2e-6
@@ -126,6 +130,8 @@ def _check(machine: Machine, name: str, value: Any) -> None:
     default = _DEFAULTS[name]
     if isinstance(default, str):
         fits, wanted = isinstance(value, str) and bool(value), "a name"
+        if name == "device":
+            fits, wanted = value in _DEVICES, f"one of {', '.join(_DEVICES)}"
     elif isinstance(default, Mapping):
         table: Any = value
         fits = isinstance(value, Mapping) and all(map(_is_number, table.values()))
@@ -214,7 +220,7 @@ def measured_file(device: torch.device | None = None) -> Path:
     if kind == "cuda":
         name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
     else:
-        name, count = f"cpu {platform.machine()}", os.cpu_count() or 1
+        name, count = f"{platform.machine()} cpu", os.cpu_count() or 1
     key = re.sub(r"[^A-Za-z0-9.]+", "_", f"{name}_x{count}_torch{torch.__version__}")
     return options.cache_dir() / "machines" / f"{key}.json"
 
@@ -253,7 +259,7 @@ def find_machine(name: str, device: torch.device | None = None) -> Machine:
     """Return the machine of a name, what was `measured` here, or that of a description file
     (`*.json`). `device`: see `measured_file`.
 
-    Raises `InputError` for an unknown name, and where nothing was measured.
+    Raises `InputError` for an unknown name, a file that is none, and where nothing was measured.
     """
     if name in MACHINES:
         return MACHINES[name]
@@ -264,7 +270,13 @@ def find_machine(name: str, device: torch.device | None = None) -> Machine:
             raise InputError(f"nothing was measured here (no {file}): python -m hostir calibrate")
         return found
     if name.endswith(".json"):
-        return machine_from_json(Path(name).read_text(), where=name)
+        try:
+            found = read_once(Path(name).resolve())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"machine {name!r} cannot be read: {error}") from error
+        if found is None:
+            raise InputError(f"machine {name!r}: there is no such file")
+        return found
     raise InputError(
         f"there is no machine {name!r}: expected {', '.join(MACHINES)}, {MEASURED}, or a file "
         "NAME.json"

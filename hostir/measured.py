@@ -14,9 +14,8 @@ from fuser.arguments import show
 from fuser.errors import InputError
 from hostir.busy import Busy, Intervals, busy_of, union
 from hostir.container import HostIrContainer
-from hostir.cost import StreamTimes, busy_lines, ms, predict
+from hostir.cost import StreamTimes, busy_lines, ms, predict, times_text
 from hostir.noting import TracedOp
-from hostir.rank_posts import ranks_text
 from hostir.timetable import Timetable
 from hostir.trace import Event, file_text, predicted_events, stream_track, titles
 from hostir.watch import Round, Timed
@@ -300,8 +299,7 @@ class Trace:
                 busy = Busy(c.compute, c.communication, c.exposed, c.idle)
                 lines += [
                     "",
-                    f"predicted on {found.machine}, {ranks_text(c.ranks)}: {_ms(c.seconds)} on the "
-                    f"GPU; the host issues it in {_ms(c.host_seconds)}",
+                    f"predicted on {found.machine}, {times_text(c, found.device)}",
                     *busy_lines((), busy),
                 ]
         lines += ["", f"clocks: {self.clocks}"]

@@ -20,7 +20,7 @@ from fuser.ir.nodes import LinearOp, MatmulOp, TensorOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 from hostir.effects import Effect, Shows
-from hostir.machine import Machine
+from hostir.machine import CPU, Machine
 from hostir.ops import Allocate, LaunchKernel, LocalSlice, PostOnStream
 from hostir.transfers import PEER_COPIES
 from multidevice.backends.allreduce_kernel import is_known, sent_nbytes, shape_of
@@ -51,7 +51,8 @@ def held_nbytes(tv: TensorView, shape: Shape) -> int:
 # ------------------------------------------------------------------ kernels
 def _kernel(op: Op, sizes: Sizes, machine: Machine) -> Cost:
     """Every operand is read and every result written, once."""
-    touched = [v for v in (*op.inputs, *op.outputs) if isinstance(v, TensorView)]
+    both = dict.fromkeys((*op.inputs, *op.outputs))
+    touched = [v for v in both if isinstance(v, TensorView)]
     return _moves(sum(held_nbytes(tv, sizes(tv)) for tv in touched), machine)
 
 
@@ -193,7 +194,7 @@ def collective_cost(
     rounds = members - 1 if kind != "Allreduce" else 2 * (members - 1)
     seconds = rounds * machine.copy_latency_s + moved / machine.pull_bandwidth
     seconds += local / machine.memory_bandwidth
-    return Cost(seconds, 0.0, int(moved), 0, machine.host_post_s)
+    return Cost(seconds, _copy_share(machine), int(moved), 0, machine.host_post_s)
 
 
 def allreduce_kernel_cost(
@@ -201,6 +202,8 @@ def allreduce_kernel_cost(
 ) -> Cost | None:
     """Return the cost of an allreduce that is one kernel, among GPUs of a host; None for one that
     the library carries out itself."""
+    if machine.device == CPU:
+        return None
     shape = shape_of(nbytes, members, to_torch(dtype))
     if shape is None or not is_known(to_torch(dtype), reduce):
         return None
@@ -217,7 +220,12 @@ def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
     if backend != PEER_COPIES:
         return _nccl(nbytes, machine.nccl_other_bandwidth, machine)
     seconds = machine.copy_latency_s + nbytes / machine.pull_bandwidth
-    return Cost(seconds, 0.0, nbytes, 0, machine.host_post_s)
+    return Cost(seconds, _copy_share(machine), nbytes, 0, machine.host_post_s)
+
+
+def _copy_share(machine: Machine) -> float:
+    """Return what a peer copy takes from computing: GPUs have engines for copies."""
+    return 1.0 if machine.device == CPU else 0.0
 
 
 def _nccl(moved: float, bandwidth: float, machine: Machine) -> Cost:

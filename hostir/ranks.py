@@ -11,11 +11,12 @@ import torch
 from fuser.errors import FuserError, InputError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import category, to_torch
+from fuser.ir.nodes import RandomOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from hostir.bind import Argument
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, walk
 from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator, MakeRunner
 from hostir.measured import Trace
@@ -67,6 +68,27 @@ def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Sy
                 usual = devices.get(canonical(s), default)
                 values[s] = 1.5 if category(s.dtype) == "float" else sizes.get(s.name, usual)
     return values
+
+
+def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the value of each size by name, those of `sizes` and the usual ones."""
+    values = {s.name: n for s, n in symbol_values(program, sizes).items()}
+    return {name: int(values[name]) for name in size_symbols(program)}
+
+
+def seed_words(program: HostIrContainer) -> dict[str, str]:
+    """Return what each scalar input is that random ops, also those of kernels, take as seed or
+    offset, by name."""
+    inputs = {s.name for s in program.inputs if isinstance(s, Symbol)}
+    exprs = [op for group in program.groups.values() for op in group.fusion.exprs]
+    found: dict[str, str] = {}
+    for op in (*walk(program.ops), *exprs):
+        if isinstance(op, RandomOp):
+            for what, x in (("seed", op.seed), ("offset", op.offset)):
+                for s in sc.symbols(x) if x is not None else ():
+                    if s.name in inputs:
+                        found[s.name] = f"{what} of random numbers"
+    return found
 
 
 def random_inputs(
@@ -223,9 +245,15 @@ def _spread(out: torch.Tensor) -> str:
 
 
 def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
-    """Write a rank's outputs (its shards) as the list in `rank<N>.pt` of a folder."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    torch.save(list(outputs), Path(folder) / f"rank{rank}.pt")
+    """Write a rank's outputs (its shards) as the list in `rank<N>.pt` of a folder.
+
+    Raises `InputError` where they cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(list(outputs), Path(folder) / f"rank{rank}.pt")
+    except (OSError, RuntimeError) as error:  # torch's, of what it cannot open
+        raise InputError(f"--save {folder}: rank{rank}.pt cannot be written: {error}") from error
 
 
 def together(communicator: Communicator, error: FuserError | OSError | None, text: str) -> str:

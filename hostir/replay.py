@@ -84,6 +84,7 @@ from hostir.transfers import (
     ShareMemHandles,
     StartCoalescing,
     Wait,
+    library_name,
 )
 from multidevice.backends.protocol import Backend, Transfer
 
@@ -113,10 +114,8 @@ class Recorder:
         self._lifetimes: dict[int, Lifetime] = {}
         # Those of them that a step makes where they do not.
         self._in_steps: set[int] = set()
-        # What makes memory for them that peers can map, if some must lie in such; and whose begin
-        # with a page of memory, as no other block does.
+        # What makes memory for them that peers can map, if some must lie in such.
         self._symmetric: Callable[[int], torch.Tensor] | None = None
-        self._shown = frozenset(map(frame.storage.root, frame.storage.views))
         # What makes the buffers that outlive a run, by slot.
         self._made: dict[int, Allocation] = {}
         self._order = Order(frame.integer)
@@ -155,7 +154,9 @@ class Recorder:
         if found not in self._backends:
             self._backends.append(found)
         if not found.can_capture(what):
-            self._keep_out_of_graphs(f"{op.name} over {found.name} needs the host in each run")
+            self._keep_out_of_graphs(
+                f"{op.name} over {library_name(found.name)} needs the host in each run"
+            )
         return found
 
     def _announced(self, op: Op) -> Closure | None:
@@ -207,7 +208,7 @@ class Recorder:
         placed = {i: at for i, at in lifetimes.items() if is_within(at)}
         blocks = [self._blocks[i][1] for i in placed]
         if any(self._blocks[i][0].memory is MemoryType.symmetric for i in placed):
-            self._symmetric = self.machine.symmetric
+            self._symmetric = self.machine.lasting
         offsets, nbytes = first_fit(
             [(at, b.nbytes) for at, b in zip(placed.values(), blocks, strict=True)]
         )
@@ -259,8 +260,8 @@ class Recorder:
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
         clear = _clearing(i) if op.zero_init else None
         is_mapped = tv.memory is MemoryType.symmetric
-        if is_mapped and tv in self._shown:
-            make = self._make(tv, block).run
+        if is_mapped and tv in self.frame.storage.shown:
+            make = allocation(tv, block, self.machine, self.frame.program, self.machine.shard).run
             return make if clear is None else Both(Action(make), Action(clear))
         self._blocks[i] = tv, block
         self._begins[i] = self._order.now(), self._order.clocks.current

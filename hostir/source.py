@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fuser.errors import InputError, ParseError
 from hostir.container import HostIrContainer
+from hostir.forms import NOTES
 from hostir.parse import parse
 
 _DUMP = re.compile(
@@ -62,4 +63,8 @@ def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
         heads = (f"\n  --program {i}: {p.splitlines()[0]}" for i, (_, p) in enumerate(found))
         raise ParseError(f"{path} has several host programs; choose one:{''.join(heads)}")
     start, program = found[number or 0]
+    if NOTES["names"] in program.partition("%HostIrContainer")[0]:
+        raise ParseError(
+            f"{path} has a program with names only, for reading: FUSER_DUMP=host_ir writes all"
+        )
     return parse("\n" * text.count("\n", 0, start) + program)

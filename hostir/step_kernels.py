@@ -17,12 +17,14 @@ from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.effects import bounds
+from hostir.places import check_places
 from multidevice.localize import is_block
 from multidevice.placement import Block
 from multidevice.sharding import local_extents
 from multidevice.streams import StreamAxis, block_extents, stream_axes
 
 if TYPE_CHECKING:
+    from fuser.kernels.alike import Lowered
     from fuser.kernels.executor import KernelExecutor, KernelLaunch
     from fuser.options import Settings
     from hostir.container import KernelGroup
@@ -134,11 +136,16 @@ class StepKernels:
 
 
 def make_kernel_executor(
-    group: KernelGroup, settings: Settings, *, of: str = "a host program", rank: int = 0
+    group: KernelGroup,
+    settings: Settings,
+    *,
+    of: str = "a host program",
+    rank: int = 0,
+    lowered: Lowered | None = None,
 ) -> KernelExecutor | StepKernels:
     """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
-    Dumps say that it is a kernel of `of`, made by `rank`.
+    Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`.
     """
     from fuser.kernels.executor import KernelExecutor
     from multidevice.localize import localize
@@ -153,7 +160,9 @@ def make_kernel_executor(
             settings=settings,
             of=f"kernel group {group.number}{last} of {of}",
             dump=partial(dumps.write, rank=rank),
+            lowered=lowered,
         )
 
+    check_places(group.fusion.exprs)
     split = split_tensor(group.fusion)
     return make("first") if split is None else StepKernels(*split, make)

@@ -148,9 +148,14 @@ class Allocation(NamedTuple):
 
 
 def allocation(
-    tv: TensorView, block: Block, machine: Machine, program: HostIrContainer
+    tv: TensorView,
+    block: Block,
+    machine: Machine,
+    program: HostIrContainer,
+    symmetric: Callable[[int], torch.Tensor] | None = None,
 ) -> Allocation:
-    """Return what makes a buffer of a tensor in memory of its own.
+    """Return what makes a buffer of a tensor in memory of its own; `symmetric` makes what peers can
+    map, where it is not the machine's usual.
 
     Raises `OutOfMemoryError` where there is none.
     """
@@ -164,7 +169,7 @@ def allocation(
             raise no_memory(program, tv, shape, device) from error
 
     def allocate_symmetric(slots: Slots) -> None:
-        slots[i] = new_buffer(program, tv, shape, device, machine.symmetric)
+        slots[i] = new_buffer(program, tv, shape, device, symmetric or machine.symmetric)
 
     if tv.memory is MemoryType.symmetric:
         return Allocation(allocate_symmetric, block, None)

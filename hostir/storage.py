@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from fuser.errors import VerifyError
@@ -138,6 +139,17 @@ class Storage:
     def shown_by(self, tv: TensorView) -> TensorView | None:
         """Return the tensor that `tv` is a view of, None for the owner of a buffer."""
         return self.shows.get(tv)
+
+    def view(self, tv: TensorView) -> SymmetricContiguousView | None:
+        """Return what shows the shards of several ranks as `tv`, or as what it is a part of."""
+        while tv not in self.views and tv in self.shows:
+            tv = self.shows[tv]
+        return self.views.get(tv)
+
+    @cached_property
+    def shown(self) -> frozenset[TensorView]:
+        """The tensors whose shards of several ranks are shown as one."""
+        return frozenset(map(self.root, self.views))
 
     def root(self, tv: TensorView) -> TensorView:
         """Return the tensor that owns the buffer of `tv`."""

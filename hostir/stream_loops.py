@@ -40,6 +40,7 @@ from hostir.ops import (
     SetCurrentStream,
     Synchronize,
 )
+from hostir.places import with_places
 from hostir.step_kernels import block_type, split_tensor, with_block_number
 from hostir.step_transfers import StepTransfers
 from multidevice.communication import is_copy
@@ -83,10 +84,15 @@ class StreamLoopBuilder(StepTransfers):
             for v, mine in zip(segment.inputs, segment.fusion.inputs, strict=True)
         ]
         outs = [self._result(o) for o in segment.outputs]
-        split = split_tensor(segment.fusion)
+        fusion, places = with_places(
+            segment.fusion, lambda tv, ptype: self._digit(self._which(tv), ptype)
+        )
+        ins += places
+        segment = replace(segment, fusion=fusion)
+        split = split_tensor(fusion)
         if split is not None and split[0] < 0:
             ins.append(self._digit(self._which(split[1]), block_type(split[1])))
-            segment = replace(segment, fusion=with_block_number(segment.fusion, self._index))
+            segment = replace(segment, fusion=with_block_number(fusion, self._index))
         self._lowering.add_group(segment)
         self._steps.append(LaunchKernel(tuple(ins), tuple(outs), group=segment.number))
 

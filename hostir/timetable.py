@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.types import MemoryType
@@ -160,10 +160,20 @@ class _Builder:
 
     def _compute(self, item: UnrolledOp, cost: Cost, stream: int) -> None:
         self.host += cost.host_s
+        far_s = self._far_seconds(item)
+        cost = replace(cost, seconds=cost.seconds + far_s) if far_s else cost
         work = self.shared.add(item, cost, is_transfer=False)
         self._need(work, "multiprocessors", cost.share)
+        for link in ("out", "in") if far_s else ():
+            self._need(work, link, far_s / cost.seconds)
         self._issue(work, stream)
         self.last[stream] = (work,)
+
+    def _far_seconds(self, item: UnrolledOp) -> float:
+        """Return how long it takes to read what lies with other ranks."""
+        sizes = item.sizes(self.place) if item.far else {}
+        parts = (held_nbytes(tv, sizes[tv]) * (n - 1) / n for tv, (_, n) in item.far.items())
+        return sum(parts) / self.machine.pull_bandwidth
 
     # ------------------------------------------------------------ collectives
     def _collective(self, item: UnrolledOp, op: Communication, stream: int) -> None:
@@ -279,8 +289,9 @@ class _Builder:
             item = ends[1] if backend == PEER_COPIES else ends[0]
             work = self.shared.by_key[key] = self.shared.add(item, cost, is_transfer=True)
         self._need(work, "out" if is_send else "in", 1.0)
-        # A rank's send and receive are one kernel.
-        self._need(work, "multiprocessors", work.cost.share / 2)
+        # A rank's send and receive are one call; peer copies are the receiver's alone.
+        part = float(not is_send) if backend == PEER_COPIES else 0.5
+        self._need(work, "multiprocessors", work.cost.share * part)
         return work
 
     def _permute(self, item: UnrolledOp, op: CollectivePermute) -> list[tuple[Work, bool]]:

@@ -48,6 +48,12 @@ PEER_COPIES = "CUDA"
 # What a program may name: nvFuser's libraries, and those that carry out runs here.
 LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
 
+
+def library_name(backend: str) -> str:
+    """Return what people call a library: peer copies also stand in CPU ranks, without CUDA."""
+    return "peer copies" if backend.upper() == PEER_COPIES else backend.upper()
+
+
 TransferKind = Literal["send", "recv"]
 TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 

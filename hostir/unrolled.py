@@ -54,7 +54,8 @@ class UnrolledOp:
     it waits for. `shapes` are the local ones of what it touches.
 
     `team` [ranks] numbers the ranks' teams; `pairs` are, for a send or receive, the other half,
-    these ranks' places, and those of the partners. `group` has the halves of a group.
+    these ranks' places, and those of the partners. `group` has the halves of a group. `far` are
+    operands of which an equal part lies with each rank of these teams, of so many ranks.
     """
 
     site: Site
@@ -68,6 +69,7 @@ class UnrolledOp:
     peers: tuple[PerRank, PerRank] | None = None
     pairs: list[tuple[UnrolledOp, Array, Array]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     group: list[UnrolledOp] | None = None
+    far: dict[TensorView, tuple[Teams, int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     # Members may come in other ops: what they come in.
     together: tuple[UnrolledOp, ...] = ()
 
@@ -167,6 +169,10 @@ class Unroller(RankWalker):
                     item.shapes[tv] = self.spot_of(tv).shape
                     if tv.mesh is not None and not self.holds(tv).all():
                         item.mask = item.mask & self.holds(tv)
+        for tv in op.inputs if is_work and self.storage.views else ():
+            view = self.storage.view(tv) if isinstance(tv, TensorView) else None
+            if isinstance(tv, TensorView) and view is not None and view.team is not None:
+                item.far[tv] = self._teams(view.team), view.team.size
         if isinstance(op, Communication | CollectivePermute):
             item.teams = self._teams(op.team)
             item.mask = item.mask & (item.teams.team >= 0)
@@ -188,7 +194,7 @@ class Unroller(RankWalker):
         """See `Judge`."""
         super().met(met, here)
         if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):
-            return  # costs nothing that is known
+            return  # what reads the view moves the bytes; how long they meet is not known
         items = self._items(met.sites)
         for item in items:
             item.peers, item.root = met.peers, met.root

@@ -17,7 +17,7 @@ from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text, program_symbols
-from fuser.ir.verify import domain_problem, verify_fusion
+from fuser.ir.verify import verify_fusion
 from fuser.passes.segment import VIEW_OPS
 from hostir.container import HostIrContainer, computes, walk
 from hostir.effects import (
@@ -368,7 +368,7 @@ class _Checker:
                     f"own; make it a Set into {alias.into}"
                 )
         for tv in self.program.tensors():
-            problem = domain_problem(tv.domain)
+            problem = tv.domain.problem
             if problem:
                 raise VerifyError(f"{tv}: {problem}")
         ops = tuple(walk(self.program.ops))

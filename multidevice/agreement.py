@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fuser.errors import (
     CommunicationError,
+    CommunicationTimeout,
     DeadlockError,
+    FuserError,
     InputError,
     PeerError,
     ProgramMismatchError,
@@ -28,7 +30,10 @@ from fuser.errors import (
 )
 from fuser.locks import make_reentrant_lock
 from multidevice.backends.protocol import Team
+from multidevice.board import left_key
+from multidevice.control import OF_USERS, WITHIN_CALLS
 from multidevice.page import LINE_NBYTES
+from multidevice.realign import counts_of, realign
 from multidevice.waiting import team_text
 from multidevice.words import CLASSES, Words, word_of
 
@@ -41,8 +46,10 @@ T = TypeVar("T")
 # The class that says "exchange first"; neither it nor GAVE_UP is a digest.
 _EXCHANGE = 0
 _KNOWN_LIMIT = 4096
-# What counts as data in a ledger: calls of these streams must be equally many on all members.
-_NOT_DATA = ("control ", "call ", "send ", "recv ")
+# The stream of exchanges in the ledgers, and how many there are of one call at most.
+_CLAIMS, _MAX_EXCHANGES = "claims", 16
+# How the streams begin in which ranks talk to one another, besides the data of runs.
+_AMONG_RANKS = tuple(f"{name} " for name in (_CLAIMS, WITHIN_CALLS, OF_USERS, "call"))
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,15 @@ class Channel:
         self._team = team
         self._turns = turns
         self._key = f"call {team_text(team)}"
+        # Streams of what happens inside of calls.
+        self._claims = f"{_CLAIMS} {team_text(team)}"
+        self._keys = {self._key, self._claims, f"{WITHIN_CALLS} {team_text(team)}"}
+        # Whether this rank's last call failed in a way of which the others may not know.
         self._is_doubtful = False
+        # Whether all members have heard of the error that ends the present call.
+        self._is_agreed = False
+        # How many calls this rank has made: those of one place belong together.
+        self._calls = 0
         self._known: set[int] = set()
         # Definition -> the call in which the members first agreed on it; and the present call.
         self._ran: dict[str, int] = {}
@@ -155,14 +170,16 @@ class Channel:
         if not turns.lock.acquire(False):
             turns.latecomer = threading.current_thread().name
             with turns.lock:
+                self._calls += 1
                 self.refuse(_threads_error())
         try:
+            self._calls += 1
             try:
                 claim, numbers, run = prepare()
             except BaseException as error:
                 self.refuse(error)
-            self.enter(claim, numbers)
             try:
+                self.enter(claim, numbers)
                 result = run()
                 if turns.latecomer:
                     raise _threads_error(turns.latecomer)
@@ -177,15 +194,19 @@ class Channel:
     def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
         """Returns when all members run this; see `run_agreed` for what it raises."""
         kind = claim.kind
-        is_new = self._is_doubtful or kind not in self._known
-        if is_new:
-            kind = _EXCHANGE
-        elif numbers:
-            kind = _with_numbers(kind, numbers)
-        say = self._all_say_after_failure if self._is_doubtful else self._all_say
-        if say(kind, claim) and not is_new:
-            return
-        self._exchange(claim, numbers, None)
+        if kind in self._known and not self._is_doubtful:
+            if numbers:
+                kind = _with_numbers(kind, numbers)
+            try:
+                if self._all_say(kind, claim):
+                    return
+            except DeadlockError as error:
+                self._stay(error)
+                self._say_exchange(claim)
+        else:
+            self._say_exchange(claim)
+        while not self._exchange(claim, numbers, None):
+            self._say_exchange(claim)
         if len(self._known) >= _KNOWN_LIMIT:
             self._known.clear()
             self._ran.clear()
@@ -193,48 +214,61 @@ class Channel:
         self._ran.setdefault(claim.definition, self._number)
 
     def doubt(self, error: BaseException) -> None:
-        """Notes that a run failed here, perhaps before it had communicated what the others did."""
+        """Notes that a call failed here, perhaps before it had communicated what the others did."""
+        if self._is_agreed:
+            self._is_agreed = False
+            return
         self._is_doubtful = True
+        self._control.ledger.entered[left_key(self._key)] = self._number + 1
         if not isinstance(error, CommunicationError):
             self._control.trouble = f", after {_error_text(error)}"
 
     def refuse(self, error: BaseException) -> NoReturn:
         """Tells the others of an error of this rank, and raises it."""
         try:
-            say = self._all_say_after_failure if self._is_doubtful else self._all_say
-            say(_EXCHANGE, None)
-            self._exchange(None, (), error)
+            self._say_exchange(None)
+            while not self._exchange(None, (), error):
+                self._say_exchange(None)
         except BaseException as found:
+            self.doubt(found)
             if found is error:
                 raise
             raise error from found
         raise error
 
-    def _all_say_after_failure(self, kind: int, claim: Claim | None) -> bool:
-        """Does what `_all_say` does.
+    def _say_exchange(self, claim: Claim | None) -> None:
+        """Returns when all members are at this call, and know that they are to exchange claims.
 
-        Ranks that are still in a run that failed here learn of it by a deadlock with this wait. It
-        ends their run, not this call: it would be paired with a later one of theirs.
+        Ranks that are still in a call that failed here learn of it by a deadlock with this wait. It
+        ends that call of theirs, not this one: it would be paired with a later one.
         """
         for _ in self._team:
             try:
-                return self._all_say(kind, claim)
+                self._all_say(_EXCHANGE, claim)
+                return
             except DeadlockError as error:
-                if not self._are_in_runs(error):
-                    raise
-        return self._all_say(kind, claim)
+                self._stay(error)
+        self._all_say(_EXCHANGE, claim)
 
-    def _are_in_runs(self, error: DeadlockError) -> bool:
-        """Whether all ranks of a deadlock wait inside of runs, or for this team's next call."""
-        keys = {key for found in error.keys.values() for key in found}
-        return not any(k.startswith(("control ", "call ")) for k in keys - {self._key})
+    def _stay(self, error: DeadlockError) -> None:
+        """Raises a deadlock with this call, unless it is another call that ends by it: after one
+        has failed, where all its ranks wait inside of runs or in calls of this team."""
+        keys = {key for found in error.keys.values() for key in found} - self._keys
+        if not error.is_after_failure or any(k.startswith(_AMONG_RANKS) for k in keys):
+            raise error
+        self._calls += 1
 
     def _all_say(self, kind: int, claim: Claim | None) -> bool:
         """Publishes this rank's word for the next call, and returns whether all are equal."""
         self._number = self._control.ledger.enter(self._key)
-        if self._words is None:
-            return self._by_message(word_of(kind, self._number))
-        return self._words.say(kind, self._number, claim)
+        try:
+            if self._words is None:
+                return self._by_message(word_of(kind, self._number))
+            return self._words.say(kind, self._number, claim)
+        except DeadlockError:
+            # It counts as entered everywhere, though others have never made this call.
+            self._calls -= 1
+            raise
 
     def _by_message(self, word: int) -> bool:
         try:
@@ -250,8 +284,11 @@ class Channel:
     # ------------------------------------------------------------ the exchange
     def _exchange(
         self, claim: Claim | None, numbers: tuple[object, ...], error: BaseException | None
-    ) -> None:
-        entered = self._control.ledger.entered
+    ) -> bool:
+        """Tells the others what this rank is about to run, and compares; raises what is wrong.
+
+        Returns False where other ranks are still behind this call, and have heard of it by now.
+        """
         statement = {
             "error": None if error is None else _error_text(error),
             "digest": "" if claim is None else claim.digest.hex(),
@@ -261,15 +298,57 @@ class Channel:
             "inputs": () if claim is None else claim.inputs,
             "numbers": []
             if claim is None
-            else [*zip(claim.numbers, map(repr, numbers), strict=True)],
-            "entered": {k: n for k, n in entered.items() if not k.startswith(_NOT_DATA)},
+            else [*zip(claim.numbers, map(str, numbers), strict=True)],
+            "entered": counts_of(self._control),
+            "calls": self._calls,
+            "doubtful": self._is_doubtful,
         }
         payload = json.dumps(statement).encode()
-        told = self._control.exchange(payload, team=self._team)
+        # An error may have kept some from an earlier exchange: all agree about the call's number.
+        self._control.ledger.entered[self._claims] = _MAX_EXCHANGES * self._number
+        told = self._control.exchange(payload, team=self._team, stream=_CLAIMS)
         statements: list[dict[str, Any]] = [json.loads(one) for one in told]
-        out_of_step = self._realign([s["entered"] for s in statements])
+        failed = [rank for rank, s in zip(self._team, statements, strict=True) if s["doubtful"]]
+        counts = [s["entered"] for s in statements]
+        out_of_step = realign(self._control, self._team, counts, has_failed=bool(failed))
+        if failed:
+            self._control.mend(self._team)
+        # Whoever has heard nothing of an error may hold results of a run that never ended.
+        if len(failed) == len(self._team):
+            out_of_step = ""
+        try:
+            is_last = self._compare(statements, claim, error, out_of_step)
+        except BaseException as found:
+            self._is_agreed = found is error or _is_equal_on_all(found)
+            if self._is_agreed:
+                self._settle()
+            raise
+        self._settle()
+        return is_last
+
+    def _settle(self) -> None:
         self._is_doubtful = False
+        self._control.ledger.entered.pop(left_key(self._key), None)
         self._control.trouble = ""
+
+    def _compare(
+        self,
+        statements: Sequence[dict[str, Any]],
+        claim: Claim | None,
+        error: BaseException | None,
+        out_of_step: str,
+    ) -> bool:
+        """Returns whether all ranks are at this call; raises what is wrong with it."""
+        calls = [s["calls"] for s in statements]
+        if self._calls < max(calls):
+            ahead = [r for r, n in zip(self._team, calls, strict=True) if n > self._calls]
+            raise error or PeerError(
+                f"ranks {team_text(ahead)} gave up the call that meets this one: an error ended it "
+                f"(they are in their call {max(calls)} of the programs of team "
+                f"{team_text(self._team)}, this rank is in its call {self._calls})"
+            )
+        if min(calls) < self._calls:
+            return False
         self._check_errors([s["error"] for s in statements], error)
         if out_of_step:
             raise CommunicationError(
@@ -285,8 +364,12 @@ class Channel:
         self._check_numbers([s["numbers"] for s in statements])
         if len({s["digest"] for s in statements}) > 1:
             self._control.compare_texts(
-                "\n".join(claim.parts), team=self._team, where_of=lambda line: claim.where
+                "\n".join(claim.parts),
+                team=self._team,
+                where_of=lambda line: claim.where,
+                stream=_CLAIMS,
             )
+        return True
 
     def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
         failed = [(r, e) for r, e in zip(self._team, errors, strict=True) if e is not None]
@@ -297,23 +380,6 @@ class Channel:
             rest = [r for r, _ in failed[1:]]
             tail = f" (and ranks {team_text(rest)} failed too)" if rest else ""
             raise PeerError(f"rank {rank} failed: {text}{tail}")
-
-    def _realign(self, counts: Sequence[dict[str, int]]) -> str:
-        """Makes the members count equally many collectives; returns where they did not."""
-        text = ""
-        for key in sorted({key for count in counts for key in count}):
-            ranks = [
-                (rank, count.get(key, 0))
-                for rank, count in zip(self._team, counts, strict=True)
-                if str(rank) in key.partition("(")[2].rstrip(")").split()
-            ]
-            most = max((n for _, n in ranks), default=0)
-            if any(n != most for _, n in ranks):
-                text = text or ", ".join(f"rank {r} has entered {n} of {key}" for r, n in ranks)
-                if any(rank == self._control.rank for rank, _ in ranks):
-                    self._control.ledger.entered[key] = most
-                    self._control.lose(key)
-        return text
 
     def _check_definitions(self, found: Sequence[tuple[str, str]], claim: Claim) -> None:
         """Raises `ProgramMismatchError` with the first op in which the definitions differ."""
@@ -339,6 +405,7 @@ class Channel:
                 where_of=lambda line: ops.get(line) or claim.where,
                 head=f"{head}\nwhich",
                 part=part,
+                stream=_CLAIMS,
             )
 
     def _check_inputs(self, inputs: Sequence[list[Any]]) -> None:
@@ -360,6 +427,13 @@ class Channel:
                     f"{name} is {found}, but the ranks run one program on one set of numbers (in "
                     f"{self._what(self._number)})"
                 )
+
+
+def _is_equal_on_all(error: BaseException) -> bool:
+    """Whether an error of an exchange is what all members raise, not what ended it for this one."""
+    return isinstance(error, FuserError) and not isinstance(
+        error, (CommunicationTimeout, DeadlockError)
+    )
 
 
 def _error_text(error: BaseException) -> str:

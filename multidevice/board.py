@@ -35,6 +35,7 @@ _AREA_NBYTES = 1 << 16
 _GRACE_S = 0.5
 _KEPT_ENDS = 8
 _TRIES = 1000
+_LEFT = "left "
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead", "R": "running"}
 
 
@@ -45,11 +46,12 @@ def nbytes_of(size: int) -> int:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waits in `what` for the entries `needs`."""
+    """A rank, whose last call may have failed, waits in `what` for the entries `needs`."""
 
     rank: int
     what: str
     needs: tuple[Need, ...]
+    is_after_failure: bool = False
 
     def is_same(self, other: Wait) -> bool:
         """Whether both wait in one collective."""
@@ -113,14 +115,23 @@ class Board:
 
     # ------------------------------------------------------------ waiting
     def watch(
-        self, what: str, needs: Iterable[Need], entered: Mapping[str, int]
+        self,
+        what: str,
+        needs: Iterable[Need],
+        entered: Mapping[str, int],
+        *,
+        is_patient: bool = True,
     ) -> Deadlock | None:
         """Posts this rank's position and returns why its wait cannot end, if so.
+
+        A patient one still expects from peers what they have entered, though the call in which they
+        did has failed there and they are in their next.
 
         Raises:
             PeerError: the process of a rank that is needed is gone.
         """
-        mine = Wait(self._rank, what, tuple(needs))
+        has_failed = any(key.startswith(_LEFT) for key in entered)
+        mine = Wait(self._rank, what, tuple(needs), has_failed)
         peers = self._peers()
         for position in peers.values():
             for deadlock in position.ended:
@@ -129,7 +140,10 @@ class Board:
         behind = self._behind(mine, entered, peers)
         for need in mine.needs:
             peer = peers.get(need.rank)
-            if need.rank in behind and peer and peer.entered.get(need.key, 0) < need.count:
+            if need.rank not in behind or not peer:
+                continue
+            is_missing = peer.entered.get(need.key, 0) < need.count
+            if is_missing or not (is_patient or not _has_left(peer.entered, entered)):
                 # A collective that has ended since is being left: nobody is stuck there.
                 again = self._behind(mine, entered, self._peers())
                 if again.keys() >= behind.keys():
@@ -272,11 +286,23 @@ class Board:
             return None  # torn, on a machine that orders stores weakly: the next look reads again
 
 
+def left_key(key: str) -> str:
+    """Returns under which key a ledger has the number of the latest call of a stream, counted from
+    1, if that failed on its rank, until all others have heard of it."""
+    return f"{_LEFT}{key}"
+
+
+def _has_left(theirs: Mapping[str, int], mine: Mapping[str, int]) -> bool:
+    """Whether an error ended the call that this rank is in, or a later one, on a peer."""
+    left = ((key.removeprefix(_LEFT), n) for key, n in theirs.items() if key.startswith(_LEFT))
+    return any(0 < mine.get(key, 0) <= n for key, n in left)
+
+
 def _plain(value: Any) -> list[Any]:
     """Returns the fields of one of the records above, for JSON."""
     return [getattr(value, name) for name in value.__dataclass_fields__]
 
 
 def _wait(row: list[Any]) -> Wait:
-    rank, what, needs = row
-    return Wait(rank, what, tuple(Need(*need) for need in needs))
+    rank, what, needs, has_failed = row
+    return Wait(rank, what, tuple(Need(*need) for need in needs), has_failed)

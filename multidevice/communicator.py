@@ -17,7 +17,7 @@ from fuser.errors import CommunicationError, UnsupportedError
 from multidevice import early
 from multidevice.agreement import Channel, Turns
 from multidevice.backends.protocol import Backend, PeerMemory, Team
-from multidevice.control import Control, LocalControl
+from multidevice.control import OF_USERS, Control, LocalControl
 from multidevice.faults import Guard
 from multidevice.launch import ALONE, Launch, read_launch
 
@@ -112,7 +112,7 @@ class Communicator:
                 "program was started without a launcher: use mpirun or torchrun."
             )
         if self.size() > 1:
-            self._control.agree(None)
+            self._control.agree(None, stream=OF_USERS)
 
     def backend_for(self, device: torch.device | str) -> Backend:
         """Returns the backend that moves tensors of a device."""
@@ -151,10 +151,12 @@ class Communicator:
         """Counts a run of a program on a team: what a run that failed has sent is not received by a
         later one. Each rank of the team begins the same runs."""
         self._control.begin_run(team)
+        for made in tuple(self._peers.values()):
+            made.tidy()
 
     def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
         """Returns the payloads of all members (of the world by default), in team order."""
-        return self._control.exchange(payload, team=team)
+        return self._control.exchange(payload, team=team, stream=OF_USERS)
 
     def agree(
         self, error: BaseException | None, digest: bytes = b"", *, team: Team | None = None
@@ -166,11 +168,11 @@ class Communicator:
             PeerError: another member has an error; names rank, type and message.
             ProgramMismatchError: the digests differ; `compare_texts` then tells where.
         """
-        self._control.agree(error, digest=digest, team=team)
+        self._control.agree(error, digest=digest, team=team, stream=OF_USERS)
 
     def compare_texts(self, text: str, *, team: Team | None = None) -> None:
         """Raises ProgramMismatchError, on every member, with the first line that differs."""
-        self._control.compare_texts(text, team=team)
+        self._control.compare_texts(text, team=team, stream=OF_USERS)
 
     def channel(self, devices: Team) -> Channel | None:
         """Returns where the ranks of these devices agree, as far as the job has them.

@@ -39,6 +39,11 @@ _END = "end"
 LEAVERS_EVERY_S = 0.2
 # A wait that has lasted this long is posted on the board, and looks there.
 WATCH_AFTER_S = 0.1
+# How long what a call has started goes on for its peers, once it has failed on a rank.
+LEFT_AFTER_S = 0.5
+# In which streams of calls the ledgers count these operations: those that are a part of calls of
+# programs, and those that users ask for.
+WITHIN_CALLS, OF_USERS = "control", "talk"
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,13 @@ class Control(ABC):
         self.trouble = ""
         # The team of the run that this rank is in, and how many runs it has begun.
         self.run: tuple[Team, int] = (), 0
-        self._runs: dict[Team, int] = {}
+        self.runs: dict[Team, int] = {}
         # What backends have started and nobody has waited for yet: it goes on in every wait.
         self.works: set[Progressing] = set()
         # Called with the key of a stream of calls whose members no longer agree where they are.
         self.on_lost: list[Callable[[str], None]] = []
+        # Called, on all members of a team at once, when a call has failed on any of them.
+        self.on_mended: list[Callable[[Team], None]] = []
 
     @abstractmethod
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
@@ -145,7 +152,10 @@ class Control(ABC):
                 self.peers.check(what(), needs())
             if board is None or waited_s < WATCH_AFTER_S or done():
                 return
-            deadlock = board.watch(what() + self.trouble, needs(), self.ledger.entered)
+            is_patient = waited_s < LEFT_AFTER_S
+            deadlock = board.watch(
+                what() + self.trouble, needs(), self.ledger.entered, is_patient=is_patient
+            )
             if deadlock is not None:
                 self._count_as_entered(deadlock)
                 raise _deadlocked(deadlock)
@@ -159,6 +169,16 @@ class Control(ABC):
         finally:
             if board is not None:
                 board.clear()
+
+    def check_ended(self, what: Callable[[], str], needs: Iterable[Need]) -> None:
+        """Raises `DeadlockError` where one has ended the wait `what` on another rank."""
+        if self.board is None:
+            return
+        deadlock = self.board.watch(what() + self.trouble, needs, self.ledger.entered)
+        self.board.clear()
+        if deadlock is not None:
+            self._count_as_entered(deadlock)
+            raise _deadlocked(deadlock)
 
     def _count_as_entered(self, deadlock: Deadlock) -> None:
         """Ends the waits of a deadlock: later calls of all its ranks meet again."""
@@ -175,24 +195,39 @@ class Control(ABC):
         for forget in self.on_lost:
             forget(key)
 
+    def mend(self, team: Team) -> None:
+        """Gives up what a call that failed may have left behind in a team, and in parts of it."""
+        for give_up in self.on_mended:
+            give_up(team)
+
     def begin_run(self, team: Team) -> None:
         """Counts a run of a program on a team; each of its ranks begins as many."""
-        count = self._runs[team] = self._runs.get(team, 0) + 1
+        count = self.runs[team] = self.runs.get(team, 0) + 1
         self.run = team, count
 
     # Collective operations
 
-    def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
-        """Returns the payloads of all members, in team order."""
+    def exchange(
+        self, payload: bytes, *, team: Team | None = None, stream: str = WITHIN_CALLS
+    ) -> list[bytes]:
+        """Returns the payloads of all members, in team order.
+
+        `stream`: the calls among which the ledgers count this one, for errors.
+        """
         team = self._members(team, "exchange")
         if len(team) == 1:
             return [payload]
-        step = self._step("exchange", team)
+        step = self._step("exchange", team, stream)
         records = self._records(step, 0, len(payload), _NO_DIGEST)
         return self._gather_varied(payload, [size for _, size, _ in records], step)
 
     def agree(
-        self, error: BaseException | None, *, digest: bytes = b"", team: Team | None = None
+        self,
+        error: BaseException | None,
+        *,
+        digest: bytes = b"",
+        team: Team | None = None,
+        stream: str = WITHIN_CALLS,
     ) -> None:
         """Returns when no member has an error and all digests are equal.
 
@@ -209,7 +244,7 @@ class Control(ABC):
                 raise error
             return
         text = f"{type(error).__name__}: {error}".encode() if error is not None else b""
-        step = self._step("agree", team)
+        step = self._step("agree", team, stream)
         records = self._records(step, int(error is not None), len(text), digest.ljust(16, b"\0"))
         if any(status for status, _, _ in records):
             texts = self._gather_varied(text, [size for _, size, _ in records], step)
@@ -232,6 +267,7 @@ class Control(ABC):
         where_of: Callable[[str], str] = lambda line: "",
         head: str = "the programs of the ranks",
         part: str = "line",
+        stream: str = WITHIN_CALLS,
     ) -> None:
         """Returns when all members gave the same text.
 
@@ -243,7 +279,8 @@ class Control(ABC):
                 the users' lines.
         """
         team = self._members(team, "exchange")
-        texts = [part.decode() for part in self.exchange(text.encode(), team=team)]
+        told = self.exchange(text.encode(), team=team, stream=stream)
+        texts = [part.decode() for part in told]
         if len(set(texts)) == 1:
             return
         columns = [one.splitlines() for one in texts]
@@ -251,17 +288,21 @@ class Control(ABC):
             lines = [lines[number] if number < len(lines) else "<end>" for lines in columns]
             if len(set(lines)) > 1:
                 place = where_of(lines[team.index(self.rank)])
-                told = [part.decode() for part in self.exchange(place.encode(), team=team)]
+                told = self.exchange(place.encode(), team=team, stream=stream)
                 lines = [
-                    f"{one} (user code at {place})" if place else one
+                    f"{one} (user code at {place.decode()})" if place else one
                     for one, place in zip(lines, told, strict=True)
                 ]
                 shown = [
                     f"  ranks {team_text(ranks)}: {line}" for line, ranks in _groups(team, lines)
                 ]
-                raise ProgramMismatchError(
-                    f"{head} differ at {part} {number + 1}:\n" + "\n".join(shown)
+                # What a comment says stands in no line that anybody has seen.
+                at = (
+                    ""
+                    if all(one.startswith("// ") for one in lines)
+                    else f" at {part} {number + 1}"
                 )
+                raise ProgramMismatchError(f"{head} differ{at}:\n" + "\n".join(shown))
         raise ProgramMismatchError(f"{head} differ in their line endings")
 
     def _members(self, team: Team | None, kind: str) -> Team:
@@ -270,8 +311,8 @@ class Control(ABC):
             raise CommunicationError(f"{kind}: rank {self.rank} is not in team {team_text(team)}")
         return team
 
-    def _step(self, kind: str, team: Team) -> Step:
-        key = f"control {team_text(team)}"
+    def _step(self, kind: str, team: Team, stream: str = WITHIN_CALLS) -> Step:
+        key = f"{stream} {team_text(team)}"
         # Another error may have kept this rank from finding a deadlock that others have ended.
         for deadlock in self.board.news() if self.board is not None else ():
             self._count_as_entered(deadlock)
@@ -297,6 +338,7 @@ class Control(ABC):
 
 def _deadlocked(deadlock: Deadlock) -> DeadlockError:
     error = DeadlockError(deadlock.text())
+    error.is_after_failure = any(w.is_after_failure for w in deadlock.waits)
     error.keys = {w.rank: [need.key for need in w.needs] for w in deadlock.waits}
     return error
 

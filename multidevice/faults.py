@@ -14,13 +14,12 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from fuser.errors import CommunicationError
+from fuser.errors import CommunicationError, last_user_line
 
 if TYPE_CHECKING:
     from multidevice.control import JobControl
@@ -188,6 +187,5 @@ def _error_text(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> str:
     """Returns type, message and the last user line of an error."""
-    frames = traceback.extract_tb(trace)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"uncaught {kind.__name__}: {error}{where}"
+    where = last_user_line(trace)
+    return f"uncaught {kind.__name__}: {error}{f' ({os.path.basename(where)})' if where else ''}"

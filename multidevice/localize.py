@@ -46,7 +46,7 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
 
     The result has no meshes and no device axes; a logical axis that is a device axis as a whole
     has extent 1. Loop domains are the logical ones: schedules start from here. Inputs lose the
-    reduction axes of the ops that made them. Without meshes it is a plain copy.
+    reduction axes of the ops that made them. Without meshes it is the fusion itself.
 
     Of a tensor that is computed in steps, or read in step by such ops, it has one step's block, of
     the size that `block` says (see `streams.block_extents`): kernels in loops run on slices.
@@ -54,9 +54,9 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
     Raises:
         ShardingError: an op of the fusion is a resharding.
     """
-    local, twins = fusion.copy()
     if not (has_mesh(fusion) or has_streams(fusion)):
-        return local, twins
+        return fusion, {tv: tv for tv in fusion.tensors()}
+    local, twins = fusion.copy()
     for op in fusion.exprs:
         if isinstance(op, Reshard):
             raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")

@@ -23,7 +23,7 @@ from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import CatOp, IotaOp, LinearOp, MatmulOp, TensorOp
+from fuser.ir.nodes import CatOp, IotaOp, LinearOp, MatmulOp, RandomOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 from multidevice.placement import (
@@ -151,6 +151,8 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(op: TensorOp, ptypes: Collection[ParallelType]) -> set[int]:
     """Return the logical axes of the result whose cuts no operand can match, by number."""
     out = op.out_tensor
+    if isinstance(op, RandomOp):
+        return set()  # its numbers follow from their places in the whole (`hostir.places`)
     if isinstance(op, CatOp | IotaOp):
         return {out.domain.logical[op.dim if isinstance(op, CatOp) else 0].number}
     cuts = axis_cuts(out, ptypes)

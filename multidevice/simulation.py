@@ -41,7 +41,9 @@ class World:
         """Calls `fn` on every rank, in threads of which one runs at a time, and returns their
         results by rank.
 
-        Grad mode, the CUDA device and the context variables are those of the caller.
+        Grad mode, the CUDA device and the context variables are those of the caller. So is what
+        torch's random number generators begin with; each rank has its own, as processes have, and
+        those of rank 0 are the caller's afterwards.
 
         Raises:
             Exception: the error of the rank that failed first; the others got `PeerError`.
@@ -50,6 +52,7 @@ class World:
         if self._closed:
             raise CommunicationError("this simulated world has been left; use it inside its `with`")
         baton = Baton(self.size)
+        controls = [SimulatedControl(rank, self.size, baton) for rank in range(self.size)]
         results: dict[int, R] = {}
         errors: list[BaseException] = []
         grad = torch.is_grad_enabled()
@@ -62,7 +65,7 @@ class World:
                 torch.set_grad_enabled(grad)
                 if device is not None:
                     torch.cuda.set_device(device)
-                current_communicator.set(self._communicator(rank, baton))
+                current_communicator.set(self._communicator(rank, controls[rank]))
                 results[rank] = fn(*args, **kwargs)
             except BaseException as caught:
                 error = caught
@@ -89,13 +92,18 @@ class World:
         except KeyboardInterrupt:
             baton.fail(lambda: CommunicationError("the simulated run was interrupted"))
             raise
+        finally:
+            # What a backend holds goes with it, also where somebody still holds its control.
+            for control in controls:
+                control.on_lost.clear()
+                control.on_mended.clear()
+        baton.generators.take(0)
         if errors:
             raise _first_real(errors)
         return [results[rank] for rank in range(self.size)]
 
-    def _communicator(self, rank: int, baton: Baton) -> Communicator:
+    def _communicator(self, rank: int, control: SimulatedControl) -> Communicator:
         launch = Launch("simulated", rank, self.size, rank, self.size)
-        control = SimulatedControl(rank, self.size, baton)
         return Communicator(
             launch,
             control,

@@ -77,6 +77,14 @@ class Ledger:
             noted[key] += 1
         return number
 
+    def leave(self, key: str, number: int) -> None:
+        """Takes back the call of a number, the latest one, which could not be made."""
+        if self.entered.get(key) != number + 1:
+            return
+        self.entered[key] = number
+        if self.noted and (noted := self.noted.get(get_ident())) is not None:
+            noted[key] -= 1
+
 
 class Peers:
     """The events announced by the other ranks, as far as this rank has heard."""

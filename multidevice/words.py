@@ -136,6 +136,7 @@ class Words:
                 lambda: not behind() or bool(self._have_given_up(number)), what=what, needs=behind
             )
             if left := self._have_given_up(number):
+                self._control.check_ended(what, [Need(r, self._key, number + 1) for r, _ in others])
                 raise PeerError(
                     f"ranks {team_text(left)} gave up {what()}: an error ended their wait for it"
                 )

@@ -18,6 +18,9 @@ cpu: the encoder layer's kernel kinds on the CPU device beside torch's own op, o
 interleaved.
 
 cold: a fresh process to the first result of an encoder layer, on the GPU where there is one.
+
+compile: definition to CUDA text of long programs, in phases, beside what they may take; on any
+machine. `--only` takes the names of its cases.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from typing import Any
 
 import torch
 from cold_start import bench_cold
+from compile_time import bench_compile
 from kernel_patterns import PATTERNS, define
 
 from fuser import FusionDefinition
@@ -181,7 +185,7 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ tuning
 def neighbours(params: Any) -> list[Any]:
     """Return scheduler parameters near the chosen ones, the chosen first."""
-    from fuser.schedule.inner_persistent import InnerPersistentParams
+    from fuser.schedule.inner_persistent_params import InnerPersistentParams
     from fuser.schedule.pointwise import PointwiseParams
 
     found: list[Any] = [params]
@@ -208,7 +212,12 @@ def neighbours(params: Any) -> list[Any]:
 
 def _persistent_neighbours(params: Any) -> list[Any]:
     """Twice and half the threads of a row, other numbers of registers, and the looped form."""
-    found = [params, replace(params, kept=0, keeps_costly=False, resident=0, unroll=2)]
+    found = [params]
+    loops = replace(params, kept=0, keeps_costly=False, resident=0)
+    for unroll, threads in itertools.product((1, 2, 4), (256, 512, 1024)):
+        found.append(replace(loops, unroll=unroll, threads_x=threads, threads_y=1))
+    if params.shifted:
+        found.append(replace(params, vector=1, shifted=False))
     for shift, resident, costly in itertools.product(
         (-1, 0, 1), (0, 768, 1024, 1536), (False, True)
     ):
@@ -415,6 +424,7 @@ BENCHES = {
     "explore": bench_explore,
     "host": bench_host,
     "cpu": bench_cpu,
+    "compile": lambda args: bench_compile(args.only),
     "cold": lambda args: bench_cold("cuda" if torch.cuda.is_available() else "cpu"),
 }
 

@@ -29,6 +29,7 @@ ORDER = (
     "fuser.kernel_source",
     "fuser.torch_calls",
     "fuser.locks",
+    "fuser.collector",
     "fuser.recent",
     "fuser.option_names",
     "fuser.options",

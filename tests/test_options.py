@@ -54,6 +54,7 @@ def test_our_name_wins_over_the_alias(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FUSER_DUMP", "host_ir(shrt)", r"host_ir\(shrt\) is not known: .*did you mean 'short'"),
         ("FUSER_DUMP", "host_ir(short,full)", r"host_ir\(short,full\) is not known: expected"),
         ("FUSER_DUMP", "cuda_kernel(3)", r"cuda_kernel takes no arguments, got cuda_kernel\(3\)"),
+        ("FUSER_ENABLE", "machine(h100)", r"machine\(h100\) is not known: .*machine\(\*.json\)"),
         ("FUSER_ENABLE", "host_ir_lowerin", "did you mean 'host_ir_lowering'"),
         ("FUSER_DISABLE", "multi", "Parsing DISABLE failed"),
         ("FUSER_PROF", "on", "Parsing PROF failed"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fuser.record import record
+from fuser.record import replace as record_replace
 
 
 @record
@@ -85,7 +86,10 @@ def test_arguments() -> None:
 
 def test_tools_for_dataclasses() -> None:
     point = Point(1, 4, "here")
-    assert replace(point, y=5) == Point(1, 5)
+    assert replace(point, y=5) == Point(1, 5) == record_replace(point, y=5)
+    assert record_replace(point, note="there").note == "there"
+    with pytest.raises(TypeError, match="Point has no field 'z'"):
+        record_replace(point, z=1)
     assert [f.name for f in dataclasses.fields(Point)] == ["x", "y", "note", "shade"]
     assert copy.deepcopy(point) == pickle.loads(pickle.dumps(point)) == point
     match point:

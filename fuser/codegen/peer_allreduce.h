@@ -1,4 +1,4 @@
-// An allreduce as one kernel, over memory that the ranks of a team have mapped. Comes after rt.h, rt_math.h, rt_reduce.h
+// An allreduce as one kernel, over memory that the ranks of a team have mapped. Comes after rt.h, rt_math.h, rt_reduce.h, peer_memory.h
 // and the constants of `multidevice/backends/allreduce_kernel.py`, which also writes the kernel that calls allreduce().
 //
 // Every rank has an area, and all areas are laid out alike: counters, flags, packets, data. A rank only writes into the
@@ -8,7 +8,8 @@
 // lies in the area and each kernel advances it, so a launch can be repeated as it is, by a CUDA graph for instance. Packets
 // and data have two halves that epochs take in turn: who writes at epoch e has ended e - 1, for which every other rank had
 // begun e - 1 and so ended e - 2, the last reader of this half. The halves are those of the kernel, not of a block: epochs
-// of all blocks advance together, whatever the grid.
+// of all blocks advance together, whatever the grid. Behind LAST_EPOCH they begin anew: none is 0, which what was never
+// written holds, and what earlier kernels have left is cleared (`clear_before_the_first`).
 //
 //   packets   (small)   Each 8 bytes hold 4 of the message and the epoch, and arrive as one: who finds the epoch has the data.
 //   one shot  (medium)  Every rank writes its message to all others, then a flag for each block.
@@ -18,60 +19,6 @@
 //
 // Block b of a rank works on what block b of all others works on, and waits for nobody else. Values are added in the order
 // of the team, so all ranks get the same bits; 16-bit floats are added as floats and rounded once.
-#ifdef FUSER_SIMT
-extern "C" int sched_yield(void);
-extern "C" int clock_gettime(int clock, long* time);
-
-FUSER_DEVICE void put_pair(uint64_t* at, uint64_t first, uint64_t second) {
-  __atomic_store_n(at, first, __ATOMIC_RELAXED);
-  __atomic_store_n(at + 1, second, __ATOMIC_RELAXED);
-}
-FUSER_DEVICE void get_pair(const uint64_t* at, uint64_t& first, uint64_t& second) {
-  first = __atomic_load_n(at, __ATOMIC_RELAXED);
-  second = __atomic_load_n(at + 1, __ATOMIC_RELAXED);
-}
-FUSER_DEVICE void set_flag(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
-FUSER_DEVICE uint32_t get_flag(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
-FUSER_DEVICE void set_report(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_SEQ_CST); }
-FUSER_DEVICE uint64_t get_report(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
-FUSER_DEVICE uint64_t now_ns() {
-  long time[2];
-  clock_gettime(1, time);
-  return static_cast<uint64_t>(time[0]) * 1000000000u + static_cast<uint64_t>(time[1]);
-}
-FUSER_DEVICE void rest() { sched_yield(); }
-FUSER_DEVICE void stop_everything() {}
-#else
-FUSER_DEVICE void put_pair(uint64_t* at, uint64_t first, uint64_t second) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(first), "l"(second) : "memory");
-}
-FUSER_DEVICE void get_pair(const uint64_t* at, uint64_t& first, uint64_t& second) {
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(at) : "memory");
-}
-FUSER_DEVICE void set_flag(uint32_t* flag, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-FUSER_DEVICE uint32_t get_flag(const uint32_t* flag) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
-FUSER_DEVICE void set_report(uint64_t* word, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-FUSER_DEVICE uint64_t get_report(const uint64_t* word) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-FUSER_DEVICE uint64_t now_ns() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
-  return time;
-}
-FUSER_DEVICE void rest() { asm volatile("nanosleep.u32 200;"); }
-FUSER_DEVICE void stop_everything() { asm volatile("trap;"); }
-#endif
 
 // ---- 16 bytes of a message, as its elements ----------------------------------------------------------------------------
 typedef Array<uint32_t, 4> Words;
@@ -201,6 +148,10 @@ struct Reduction {
 // So many vectors of a thread are loaded before any is used.
 constexpr int BATCH = 4, PARTS_BATCH = RANKS < 8 ? 8 / RANKS : 1;
 
+// An odd one is followed by an even one, so that the halves take turns.
+constexpr uint32_t LAST_EPOCH = 0xfffffffdu, FIRST_EPOCH = 2;
+FUSER_DEVICE uint32_t next_epoch(uint32_t epoch) { return epoch == LAST_EPOCH ? FIRST_EPOCH : epoch + 1; }
+
 // ---- a team ------------------------------------------------------------------------------------------------------------
 struct Peers {
   char* areas[RANKS];
@@ -282,10 +233,26 @@ FUSER_DEVICE void meet(const Peers& peers, int round) {
   __syncwarp();  // nobody waits for one rank before all have been told
   if (other < RANKS && other != peers.me) {
     Wait wait(peers);
-    // The other rank may already be in its next kernel.
-    while (static_cast<int>(get_flag(peers.flag(peers.own, round, other)) - peers.epoch) < 0)
+    const uint32_t next = next_epoch(peers.epoch);
+    // The other rank may already be in its next kernel, but not beyond: anything else is an old flag.
+    for (uint32_t found; (found = get_flag(peers.flag(peers.own, round, other))) != peers.epoch && found != next;)
       if (!wait.goes_on(other)) break;
   }
+  __syncthreads();
+}
+
+// In the two last epochs: nobody writes packets of the next one before this block, which all others need, has sent
+// anything. A flag of this epoch may come meanwhile.
+FUSER_DEVICE void clear_before_the_first(const Peers& peers) {
+  char* const half = peers.own + PACKETS_AT + (next_epoch(peers.epoch) & 1) * RANKS * PACKETS_NBYTES;
+  for (int64_t at = threadIdx.x * 16; at < RANKS * PACKETS_NBYTES; at += blockDim.x * 16)
+    put_pair(reinterpret_cast<uint64_t*>(half + at), 0, 0);
+  uint32_t* const flags = reinterpret_cast<uint32_t*>(peers.own + FLAGS_AT);
+  for (unsigned k = threadIdx.x; k < 2 * MAX_BLOCKS * RANKS; k += blockDim.x) {
+    const uint32_t found = get_flag(flags + k);
+    if (found != peers.epoch && found != next_epoch(peers.epoch)) replace_flag(flags + k, found, 0);
+  }
+  fence();
   __syncthreads();
 }
 
@@ -580,10 +547,11 @@ FUSER_DEVICE void in_two_shots(const Peers& peers, M out, M inp) {
 // Grid, block and count are the same on all ranks. `way`: one of those above.
 template <class R, class T, class Way>
 FUSER_DEVICE void allreduce(Peers& peers, T* out, T* inp, int64_t count, Way way) {
-  peers.epoch = peers.counters()[blockIdx.x] + 1;
+  peers.epoch = next_epoch(peers.counters()[blockIdx.x]);
   peers.turn = peers.counters(1)[blockIdx.x];
   peers.used = peers.used_before = peers.counters(2)[blockIdx.x];
   if (peers.is_dead()) return;
+  if (peers.epoch >= LAST_EPOCH - 1 && blockIdx.x == 0) clear_before_the_first(peers);
   way(peers, Message<T>(out, count), Message<T>(inp, count));
   // All threads have read the counters. Those of blocks that this grid does not have advance, too.
   __syncthreads();

@@ -17,14 +17,31 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser import dumps, options
+from fuser.collector import uncollected
 from fuser.dumps import Dump
 from fuser.errors import FuserError, user_code
+from fuser.frontend import draws
 from fuser.frontend.autograd import Autograd
-from fuser.frontend.known_call import MAX_DECLINED, MAX_PATIENCE, BoundProgram, Call, sees_nothing
+from fuser.frontend.draws import Draws, T
+from fuser.frontend.known_call import (
+    MAX_DECLINED,
+    MAX_PATIENCE,
+    BoundProgram,
+    Call,
+    CallKey,
+    sees_nothing,
+    told,
+    why_never,
+)
 from fuser.frontend.overlap import overlaps_of
 from fuser.frontend.program_cache import PROGRAMS, Program
 from fuser.inputs import device_of, flatten
-from fuser.ir.binding import Argument, Contents, free_inputs, signature_of
+from fuser.ir.binding import (
+    Argument,
+    Contents,
+    free_inputs,
+    signature_of,
+)
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
 from fuser.ir.text import fusion_text
@@ -36,12 +53,9 @@ from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.bind import InputBinder
 from hostir.container import HostIrContainer
-from hostir.digest import (
-    claim_of,
-    communications_text,
-    input_names,
-)
+from hostir.digest import claim_of, communications_text, input_names
 from hostir.evaluate import HostIrEvaluator, Known
+from hostir.forms import NOTES, dumped
 from hostir.input_class import Classifier, InputClass
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.pipeline import build_program
@@ -75,7 +89,9 @@ class FusionExecutorCache:
         params: LowerParams = DEFAULT,
         number_of_streams: int = 4,
     ) -> None:
-        self._fusion = fusion
+        self._defined = fusion
+        self._draws = Draws.of(fusion)
+        self._fusion = fusion = fusion if self._draws is None else self._draws.fusion
         self._fusion_id = fusion_id
         self._label = dumps.next_fusion()
         self._built = 0
@@ -88,7 +104,7 @@ class FusionExecutorCache:
         self._settings = options.settings()
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
-        self._by_signature: Recent[object, Call] = Recent(
+        self._by_signature: Recent[CallKey, Call] = Recent(
             MAX_SIGNATURES, on_drop=lambda call: call.known.forget()
         )
         # The latest of them, where it had no options and no device of its own, and what repeats it.
@@ -105,11 +121,13 @@ class FusionExecutorCache:
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = sharding.requested_devices(fusion)
         self._names = input_names(fusion.inputs, fusion.exprs)
+        if self._draws is not None:
+            self._names = (*self._names[:-2], *self._draws.names)
         self._numbers = sorted(self._free) if self.devices else []
 
     def fusion(self) -> Fusion:
         """Return the fusion as defined."""
-        return self._fusion
+        return self._defined
 
     @cached_property
     def _text(self) -> str:
@@ -122,8 +140,10 @@ class FusionExecutorCache:
 
     def cuda_graphs(self) -> list[str]:
         """See `FusionDefinition.cuda_graphs`."""
-        calls = list(self._by_signature.values())
-        return [g for call in calls for g in call.bound.evaluator.cuda_graphs(call.known)]
+        return self._told(Call.graphs)
+
+    def _told(self, lines: Callable[[Call], list[str]]) -> list[str]:
+        return told(lines, self._by_signature, self._settings, len(self._defined.inputs))
 
     # ------------------------------------------------------------ running
     def execute(
@@ -134,6 +154,12 @@ class FusionExecutorCache:
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
+        if self._draws is not None:
+            if self.devices:
+                given = inputs, device, _enable_options, _disable_options
+                instance = Communicator.instance()
+                return run_agreed(instance, self.devices, partial(self.prepare, *given))
+            inputs = self._draws.take(inputs, device)
         if (steady := self._steady) is not None:
             outputs = steady(inputs, device, _enable_options, _disable_options)
             if outputs is None:
@@ -172,14 +198,9 @@ class FusionExecutorCache:
     def _consider(self, call: Call, given: Sequence[Argument]) -> None:
         """Give calls like this one, which has run, to the compiled runner if it takes them."""
         call.patience = call.runs_left = min(2 * call.patience, MAX_PATIENCE)
-        if call.steady is not None:
+        if call.never or call.steady is not None:
             return
         inputs = tuple(given)
-        if call.is_lazy or (self.devices and call.communicator.size() > 1):
-            call.why_not = (
-                "lazy views are computed" if call.is_lazy else "its ranks agree on each call"
-            )
-            return
         found = call.bound.evaluator.steady(call.known, inputs, _SURROUNDINGS)
         if isinstance(found, str):
             call.why_not = found
@@ -203,8 +224,8 @@ class FusionExecutorCache:
         for inputs that are not its own. Lets go of what repeats calls that no longer come."""
         call = self._latest
         if declined.declined > MAX_DECLINED and call is not None and call.steady is declined:
-            call.steady = self._steady = None
-            call.runs_left = call.patience
+            self._steady = None
+            call.let_go(declined)
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
         except Exception:  # of what is no list of tensors, which may raise anything
@@ -219,7 +240,7 @@ class FusionExecutorCache:
 
     def compiled_runner(self) -> list[str]:
         """See `FusionDefinition.compiled_runner`."""
-        return [call.repeated() for call in list(self._by_signature.values())]
+        return self._told(Call.repeated)
 
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
@@ -251,12 +272,32 @@ class FusionExecutorCache:
     ) -> Prepared[list[torch.Tensor]]:
         """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
         communicator = Communicator.instance()
+        inputs, begin = self._look(inputs, device)
         call, given, places = self._find(
             communicator, inputs, device, _enable_options, _disable_options
         )
         are_apart = call.bound.evaluator.are_apart(given, call.known)
-        numbers = tuple(given[i] for i in self._numbers)
-        return call.claim, numbers, partial(self._run, call, given, places, are_apart)
+        numbers = draws.claimed(given, self._numbers, device, self._draws)
+        return call.claim, numbers, begin(partial(self._run, call, given, places, are_apart))
+
+    def _look(
+        self, inputs: Iterable[object], device: int | str | torch.device | None
+    ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
+        """Return the inputs of a run that is to be agreed on, with what it draws, and what makes a
+        run of it that does so."""
+        if self._draws is None:
+            return inputs, lambda run: run
+        if not self.devices:
+            return self._draws.take(inputs, device), lambda run: run
+        return self._draws.look(inputs, device)
+
+    def _completed(self, inputs: Iterable[object]) -> list[Argument]:
+        """Return the inputs of a run that does not take place."""
+        return (
+            flatten(inputs, declared=self._fusion.inputs)
+            if self._draws is None
+            else self._draws.complete(inputs)
+        )
 
     def prepare_trace(
         self,
@@ -268,10 +309,11 @@ class FusionExecutorCache:
     ) -> Prepared[Trace]:
         """Return what this rank claims to trace, and how; nothing is launched."""
         communicator = Communicator.instance()
+        inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(communicator, inputs, device, _enable_options, _disable_options)
         # A rank that traces does not meet one that executes, or traces more runs.
         claim = replace(call.claim, parts=(*call.claim.parts, f"// traced: {asked.runs}"))
-        numbers = tuple(given[i] for i in self._numbers)
+        numbers = draws.claimed(given, self._numbers, device, self._draws)
 
         def run() -> Trace:
             self._has_run(call)
@@ -284,7 +326,7 @@ class FusionExecutorCache:
                 predicted=asked.predicted,
             )
 
-        return claim, numbers, run
+        return claim, numbers, begin(run)
 
     def _find(
         self,
@@ -296,7 +338,7 @@ class FusionExecutorCache:
     ) -> tuple[Call, Sequence[Argument], tuple[int, ...] | None]:
         """Return what is known of calls like this one, its flat inputs, and their places (None for
         the first call)."""
-        given: Sequence[Argument] = flatten(inputs)
+        given: Sequence[Argument] = flatten(inputs, declared=self._fusion.inputs)
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             given = self._autograd.without_tangents(given)
         is_plain = enable is options.NONE and disable is options.NONE
@@ -330,12 +372,15 @@ class FusionExecutorCache:
     ) -> Call:
         """Find or build the program for inputs of a new signature."""
         resolved = self._autograd.resolved(inputs)
-        bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
+        with uncollected:
+            bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
         is_lazy = resolved is not inputs
         contents = known.contents
         if is_lazy:
             contents = Contents(self._fusion.inputs, inputs, VECTOR_BYTES)
-        return Call(communicator, bound, claim, contents, is_lazy, known)
+        have_ranks = bool(self.devices) and communicator.size() > 1
+        why = why_never(draws=self._draws is not None, is_lazy=is_lazy, have_ranks=have_ranks)
+        return Call(communicator, bound, claim, contents, is_lazy, known, why)
 
     def _run(
         self,
@@ -390,7 +435,9 @@ class FusionExecutorCache:
         # Ranks that run with different options disagree, as with different programs.
         parts = (
             self._text,
-            f"// options: {settings}; {self._params}; {overlaps.choose(sizes)}",
+            f"// options: {settings}",
+            f"// steps by the cost model: {overlaps.choose(sizes)}",
+            f"// how it is lowered: {self._params}",
             bound.program.communications,
         )
         loose = {self._fusion.inputs[i] for i in self._free}
@@ -483,10 +530,8 @@ class FusionExecutorCache:
             if overlaps.accepts(program, input_class.sizes):
                 break
         dump("overlap", lambda: overlaps.report(input_class.sizes))
-        if "short" in options.dump_args("host_ir"):
-            dump("host_ir", lambda: str(program), "short form")
-        else:
-            dump("host_ir", lambda: program.full_text(first_line=""), "full form")
+        form = next(iter(options.dump_args("host_ir")), "")
+        dump("host_ir", lambda: dumped(program, form), NOTES.get(form, "full form"))
         sent, rank = communications_text(program), Communicator.instance().rank()
         return Program(segmented, program, sent, settings, label, rank, texts)
 
@@ -494,7 +539,8 @@ class FusionExecutorCache:
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Return whether a program for inputs like these exists."""
         del device
-        key = (Communicator.instance(), self._settings, None, signature_of(inputs, self._free))
+        signature = signature_of(self._completed(inputs), self._free)
+        key = (Communicator.instance(), self._settings, None, signature)
         return self._by_signature.recall(key) is not None
 
     def host_program(self) -> HostIrContainer:
@@ -505,6 +551,7 @@ class FusionExecutorCache:
         """Return the program of the most recent run, else lower one for inputs like these."""
         if self._recent.get(Communicator.instance()) is not None:
             return self.host_program()
+        inputs = self._completed(inputs)
         where = device_of(inputs, None)
         sizes = {s: v for s, v in self._binder.bind(inputs, where).items() if isinstance(v, int)}
         found = self._classifier.classify(inputs, sizes, where)
@@ -525,7 +572,7 @@ class FusionExecutorCache:
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
         """See `FusionDefinition.overlap_report`."""
-        given = flatten(inputs)
+        given = self._completed(inputs)
         sizes = self._binder.bind(given, device_of(given, None))
         overlaps = self._last().overlaps
         return overlaps.report({s: v for s, v in sizes.items() if isinstance(v, int)})

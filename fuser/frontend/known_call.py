@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fuser.frontend.program_cache import Program
-from fuser.ir.binding import Contents
+from fuser.ir.binding import Contents, Signature, inputs_text
+from fuser.options import Settings
 from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.evaluate import HostIrEvaluator
 from hostir.known import Known
@@ -23,6 +24,32 @@ from multidevice.communicator import Communicator
 RUNS_BEFORE, MAX_PATIENCE, MAX_DECLINED = 8, 1024, 64
 
 
+CallKey = tuple[Communicator, Settings, torch.device | None, Signature]
+
+
+def told(
+    lines: Callable[[Call], list[str]],
+    calls: Mapping[CallKey, Call],
+    usual: Settings,
+    passed: int,
+) -> list[str]:
+    """Return the lines of each class of calls, and at their ends what tells it from others: of the
+    inputs, those that the caller has `passed`."""
+    return [
+        f"{line} {_class_text(key, usual, passed)}"
+        for key, call in list(calls.items())
+        for line in lines(call)
+    ]
+
+
+def _class_text(key: CallKey, usual: Settings, passed: int) -> str:
+    _, settings, where, inputs = key
+    shown = [inputs_text(inputs[:passed])]
+    shown += [] if settings is usual else [str(settings)]
+    shown += [] if where is None else [f"device {where}"]
+    return f"(inputs {'; '.join(shown)})"
+
+
 @dataclass
 class BoundProgram:
     """A program and what runs it on this rank."""
@@ -30,6 +57,16 @@ class BoundProgram:
     program: Program
     evaluator: HostIrEvaluator
     overlaps: Overlaps | NoOverlap
+
+
+def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
+    """Return why the compiled runner will repeat no call of this kind; "" where it may."""
+    reasons = {
+        "it draws random numbers, which change from call to call": draws,
+        "lazy views are computed": is_lazy,
+        "its ranks agree on each call": have_ranks,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def sees_nothing(inputs: Iterable[Any]) -> None:
@@ -48,6 +85,8 @@ class Call:
     # Whether an input is a lazy view, to be computed before the run; `known` is of what it becomes.
     is_lazy: bool
     known: Known
+    # Why the compiled runner can repeat no such call, where that is known before it runs; else "".
+    never: str = ""
     # `Contents.glance`; it sees nothing before the second call: many sizes come once.
     glance: Callable[[Iterable[Any]], tuple[int, ...] | None] = sees_nothing
     has_come_again: bool = False
@@ -58,11 +97,23 @@ class Call:
     runs_left: int = RUNS_BEFORE
     patience: int = RUNS_BEFORE
 
-    def repeated(self) -> str:
+    def graphs(self) -> list[str]:
+        """Return how many CUDA graphs repeat such calls on each stream, or why none."""
+        return self.bound.evaluator.cuda_graphs(self.known)
+
+    def repeated(self) -> list[str]:
         """Return how many such calls the compiled runner has repeated, or why none."""
         if self.steady is None:
-            return f"not repeated: {self.why_not}"
-        return f"repeated: {self.steady.runs} call(s)"
+            return [f"not repeated: {self.never or self.why_not}"]
+        return [f"repeated: {self.steady.runs} call(s)"]
+
+    def let_go(self, declined: Steady) -> None:
+        """Drop what repeats such calls and no longer does. One that was of use is soon made anew:
+        an error, which takes its arena, may have ended that."""
+        self.steady, self.why_not = None, "the calls were of other kinds, or one has failed"
+        if declined.runs > MAX_DECLINED:
+            self.patience = RUNS_BEFORE
+        self.runs_left = self.patience
 
     def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
         """Return what `FusionExecutorCache.prepare` does, for inputs that the glance has seen."""

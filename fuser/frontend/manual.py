@@ -8,6 +8,7 @@ import torch
 
 from fuser import dumps
 from fuser.errors import DefinitionError, UnsupportedError
+from fuser.frontend.draws import Draws
 from fuser.inputs import device_of
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
@@ -24,7 +25,8 @@ class ManualKernel:
     """One kernel for a fusion, with the schedule that its tensors have when this is made.
 
     Raises:
-        UnsupportedError: the fusion has a mesh, a stream axis or aliased outputs.
+        UnsupportedError: the fusion has a mesh, a stream axis, aliased outputs, or random ops
+            without a seed.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -32,6 +34,10 @@ class ManualKernel:
             raise UnsupportedError("manual_execute: meshes and aliased outputs are for execute()")
         if steps_of(fusion) is not None:
             raise UnsupportedError("manual_execute: loops over streams are for execute()")
+        if Draws.of(fusion) is not None:
+            raise UnsupportedError(
+                "manual_execute: give random ops rng_seed and rng_offset, execute() draws them"
+            )
         if len(set(fusion.outputs)) != len(fusion.outputs):
             raise DefinitionError("manual_execute: an output was added twice")
         self._fusion, _ = fusion.copy()

@@ -10,9 +10,9 @@ from fuser.frontend.program_cache import PROGRAMS
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LinearOp, MatmulOp
 from fuser.options import Settings
-from hostir.auto_overlap import NoOverlap, Overlaps
+from hostir.auto_overlap import FORCED, MARGIN, NoOverlap, Overlaps
 from hostir.lower_params import LowerParams
-from hostir.machine import find_machine, machine_of
+from hostir.machine import H200, find_machine, machine_of
 from hostir.transfers import PEER_COPIES
 from multidevice.communicator import Communicator
 from multidevice.sharding import has_streams, requested_devices
@@ -29,7 +29,8 @@ def overlaps_of(
 ) -> Overlaps | NoOverlap:
     """Return what decides which steps the programs of a key take.
 
-    On CPU ranks, where streams do not run side by side, only the option `machine` asks for it.
+    On CPU ranks, where streams do not run side by side, only the options `machine` and `steps` ask
+    for it.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):
@@ -38,10 +39,13 @@ def overlaps_of(
     machine = find_machine(name, device) if name is not None else None
     if machine is None and device.type == "cuda":
         machine = machine_of(device)
+    is_forced = settings.enabled("steps")
+    machine = H200 if machine is None and is_forced else machine
     if machine is None:
         return NoOverlap(
             f"nothing describes these {device.type} ranks: FUSER_ENABLE=machine(h200) takes that "
-            "description, machine(measured) that of `python -m hostir calibrate` (docs/cost.md)"
+            "description, machine(measured) that of `python -m hostir calibrate` (docs/cost.md), "
+            "and FUSER_ENABLE=steps takes steps whether they pay or not"
         )
     # What a description says of links is true within a host. Asked for last: it may connect.
     if not communicator.are_on_one_host(devices):
@@ -52,7 +56,12 @@ def overlaps_of(
     return PROGRAMS.overlaps(
         (key, machine.to_json(), transports),
         lambda: Overlaps(
-            machine, backend=backend, transports=transports, params=params, captured=captured
+            machine,
+            backend=backend,
+            transports=transports,
+            params=params,
+            captured=captured,
+            margin=FORCED if is_forced else MARGIN,
         ),
     )
 

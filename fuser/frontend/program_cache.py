@@ -12,6 +12,7 @@ from functools import cached_property
 
 from fuser.dumps import Dump
 from fuser.ir.scalar import Symbol
+from fuser.kernels.alike import Lowered
 from fuser.kernels.executor import KernelExecutor
 from fuser.locks import make_reentrant_lock
 from fuser.options import Settings
@@ -45,6 +46,7 @@ class Program:
     rank: int
     dumps: list[Dump]
     _kernels: dict[int, KernelExecutor | StepKernels] = field(default_factory=dict)
+    _lowered: Lowered = field(default_factory=Lowered)
 
     @cached_property
     def first_line(self) -> str:
@@ -64,7 +66,9 @@ class Program:
         """Return what runs a kernel group, made at its first use."""
         found = self._kernels.get(group.number)
         if found is None:
-            made = make_kernel_executor(group, self.settings, of=self.label, rank=self.rank)
+            made = make_kernel_executor(
+                group, self.settings, of=self.label, rank=self.rank, lowered=self._lowered
+            )
             found = self._kernels.setdefault(group.number, made)
         return found
 

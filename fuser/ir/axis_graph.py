@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fuser.ir.axis import Axis
-from fuser.ir.domain import IterDomain, Merge, Resize, Split, Swizzle1D, Transform
+from fuser.ir.domain import IterDomain, Merge, Resize, Shift, Split, Swizzle1D, Transform
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
@@ -137,6 +137,8 @@ class AxisGraph:
                 return ("resize", *map(self._fusion.canonical, t.scalars))
             case Swizzle1D():
                 return ("swizzle", t.ptype)
+            case Shift():
+                return ("shift", t.width)
 
     def _close(self) -> None:
         """Forward and backward congruence, to a fixed point."""

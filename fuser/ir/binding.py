@@ -7,7 +7,7 @@ blocks has n times its local size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,7 +206,8 @@ class Binder:
         if not symbols(axis.extent):
             raise InputError(
                 f"{where.removesuffix(',')}: Tried to bind to a constant value: {expected} as "
-                f"{axis.found(size)} at axis {axis.position}{why}"
+                f"{axis.found(size)} at axis {axis.position}"
+                f"{why or user_code(axis.tv.user_line())}"
             )
         raise InputError(
             f"{where} to have extent {axis.extent} = {expected}{_from((axis.extent,), source)} at "
@@ -304,7 +305,22 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
     )
 
 
-def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Hashable:
+Signature = tuple[tuple[Any, ...], ...]
+
+
+def inputs_text(signature: Signature) -> str:
+    """Return the shapes of the inputs of a signature, and the numbers that are known."""
+    return ", ".join(
+        str(list(kind))
+        if isinstance(kind, torch.Size)
+        else kind.__name__
+        if value is None
+        else str(value)
+        for kind, value, *_ in signature
+    )
+
+
+def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Signature:
     """Return what decides everything but the contents.
 
     Per tensor: shape, strides, dtype, device, class, and what a call may change behind them:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
@@ -11,12 +10,15 @@ from fuser.ir.domain import (
     IterDomain,
     Merge,
     Resize,
+    Shift,
     Split,
     Swizzle1D,
     Transform,
+    shifted_extent,
 )
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
+from fuser.record import replace
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import Fusion
@@ -95,6 +97,15 @@ class DomainBuilder:
         out = self._derive(inp)
         self._lead(Swizzle1D(inp.number, out.number, ptype), inp)
         return out
+
+    def shift(
+        self, rows: IterDomain, inp: IterDomain, width: Scalar
+    ) -> tuple[IterDomain, IterDomain]:
+        """Shift the elements of each row to where they lie in words of memory; see `Shift`."""
+        same = self._derive(rows)
+        out = self._derive(inp, extent=shifted_extent(inp.extent, width))
+        self._lead(Shift(rows.number, inp.number, same.number, out.number, width), rows, inp)
+        return same, out
 
     def restate(self, axis: IterDomain, state: IterDomain) -> IterDomain:
         """Give an axis that was made here another state, under another number too."""

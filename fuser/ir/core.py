@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import field
-from typing import Any, ClassVar, Literal, Self, cast, dataclass_transform, overload
+from typing import Any, ClassVar, Literal, Self, dataclass_transform, overload
 
-from fuser.record import declare_fields
+from fuser.record import declare_fields, remembered, replace
 
 Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
 
@@ -30,9 +30,9 @@ def operand(**options: Any) -> Any:
     return field(metadata={"kind": "operand"}, **options)
 
 
-def operands() -> Any:
+def operands(**options: Any) -> Any:
     """Declare a tuple of values that the op reads."""
-    return field(metadata={"kind": "operands"})
+    return field(metadata={"kind": "operands"}, **options)
 
 
 def result() -> Any:
@@ -105,23 +105,33 @@ class Op:
             if "kind" in f.metadata
         )
 
-    def _values(self, one: Kind, many: Kind) -> Iterator[Any]:
-        for name, kind in self._kinds():
-            if kind == one:
-                if (value := getattr(self, name)) is not None:
-                    yield value
-            elif kind == many:
-                yield from getattr(self, name)
+    @classmethod
+    @functools.cache
+    def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
+        """Return the fields of these kinds (none: of all that hold values), and whether each is a
+        tuple of values."""
+        wanted = kinds or ("operand", "operands", "result", "results")
+        return tuple((name, kind.endswith("s")) for name, kind in cls._kinds() if kind in wanted)
+
+    def _values(self, one: Kind, many: Kind) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for name, has_many in self._value_names(one, many):
+            value = getattr(self, name)
+            if has_many:
+                found += value
+            elif value is not None:
+                found.append(value)
+        return tuple(found)
 
     # Asked for again and again; not for every op, so not when it is made.
-    @functools.cached_property
+    @remembered
     def inputs(self) -> tuple[Any, ...]:
         """The values read, in declaration order (absent optional ones left out)."""
-        return tuple(self._values("operand", "operands"))
+        return self._values("operand", "operands")
 
-    @functools.cached_property
+    @remembered
     def outputs(self) -> tuple[Any, ...]:
-        return tuple(self._values("result", "results"))
+        return self._values("result", "results")
 
     @property
     def regions(self) -> tuple[tuple[Op, ...], ...]:
@@ -148,8 +158,7 @@ class Op:
         return str(getattr(self, "kind", type(self).__name__))
 
     def replace(self, **changes: Any) -> Self:
-        made: Any = dataclasses.replace(cast("Any", self), **changes)
-        return made
+        return replace(self, **changes)
 
     def located(self, where: str) -> Self:
         """Return the op with this line where it, or what is in its regions, has results and no line
@@ -164,13 +173,13 @@ class Op:
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
         """Return the op with `fn` applied to every operand and result (not inside regions)."""
         changes: dict[str, Any] = {}
-        for name, kind in self._kinds():
+        for name, has_many in self._value_names():
             value = getattr(self, name)
-            if kind in ("operand", "result"):
-                changes[name] = None if value is None else fn(value)
-            elif kind in ("operands", "results"):
-                changes[name] = tuple(fn(v) for v in value)
-        return self.replace(**changes)
+            if has_many:
+                changes[name] = tuple([fn(v) for v in value])
+            elif value is not None:
+                changes[name] = fn(value)
+        return replace(self, **changes)
 
     def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
         """Return the op on other operands and results, in the order of `inputs` and `outputs`."""

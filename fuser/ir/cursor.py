@@ -24,6 +24,8 @@ class Cursor:
         self.text = text
         self.pos = pos
         self.end = len(text) if end is None else end
+        # A position, and the lines before it: what does not fit is an error that is mostly dropped.
+        self._counted = (0, 0)
 
     def fail(self, message: str, pos: int | None = None) -> ParseError:
         """Return the error for a position (here by default), with the line and a caret under it."""
@@ -31,12 +33,21 @@ class Cursor:
         start = self.text.rfind("\n", 0, at) + 1
         stop = self.text.find("\n", at)
         line = self.text[start : stop if stop >= 0 else len(self.text)]
-        number = self.text.count("\n", 0, at) + 1
+        number = self._lines_before(at) + 1
         error = ParseError(
             f"line {number}, column {at - start + 1}: {message}\n  {line}\n  {' ' * (at - start)}^"
         )
         error.add_note(f"position {at}")
         return error
+
+    def _lines_before(self, at: int) -> int:
+        known, lines = self._counted
+        if at >= known:
+            lines += self.text.count("\n", known, at)
+        else:
+            lines -= self.text.count("\n", at, known)
+        self._counted = (at, lines)
+        return lines
 
     def skip(self) -> None:
         found = _SKIPPED.match(self.text, self.pos, self.end)

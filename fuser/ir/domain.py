@@ -2,22 +2,22 @@
 
 A `TensorDomain` holds every axis once, by number, in one state. Root, logical, allocation and loop
 are tuples of numbers, and so are the inputs and outputs of the transforms (`Split`, `Merge`,
-`Resize`, `Swizzle1D`) that derive one view from another. Everything here is frozen: scheduling
-makes a new `TensorDomain` and the tensor rebinds it. What transforms do to sizes, indices, strides
-or cuts is asked from `fuser.ir.path`.
+`Resize`, `Swizzle1D`, `Shift`) that derive one view from another. Everything here is frozen:
+scheduling makes a new `TensorDomain` and the tensor rebinds it. What transforms do to sizes,
+indices, strides or cuts is asked from `fuser.ir.path`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
-from functools import cached_property
+from dataclasses import field
 from typing import Any
 
 from fuser.errors import UnsupportedError
+from fuser.ir import scalar as sc
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import IterType, ParallelType
-from fuser.record import record
+from fuser.record import record, remembered, replace
 
 
 @record
@@ -55,6 +55,10 @@ class IterDomain:
 
     def is_reduction(self) -> bool:
         return self.kind is IterType.reduction
+
+    def numbered(self, number: int) -> IterDomain:
+        """Return the same state under another number."""
+        return IterDomain(number, self.kind, self.extent, self.ptype, self.expanded, self.rfactor)
 
     def having(self, **state: Any) -> IterDomain:
         """Return the axis with these fields; itself where it has them already."""
@@ -103,7 +107,8 @@ class Split:
         return (self.factor,)
 
     def renumbered(self, fn: Renumber) -> Split:
-        return replace(self, inp=fn(self.inp), outer=fn(self.outer), inner=fn(self.inner))
+        inp, outer, inner = fn(self.inp), fn(self.outer), fn(self.inner)
+        return Split(inp, outer, inner, self.factor, self.inner_split)
 
     def rewritten(self, fn: Rewrite) -> Split:
         return replace(self, factor=fn(self.factor))
@@ -203,14 +208,61 @@ class Swizzle1D:
         return self
 
 
+@record
+class Shift:
+    """rows, inp -> same, out: index out = index in + (row * extent of inp) % width.
+
+    Where rows lie one behind the other, a multiple of `width` along `out` is one in memory, too.
+    `out` has width - 1 iterations more than `inp`: those before and behind a row are no elements.
+    """
+
+    rows: int
+    inp: int
+    same: int
+    out: int
+    width: Scalar
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.rows, self.inp)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (self.same, self.out)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.width,)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return (self.width,)
+
+    def renumbered(self, fn: Renumber) -> Shift:
+        return Shift(fn(self.rows), fn(self.inp), fn(self.same), fn(self.out), self.width)
+
+    def rewritten(self, fn: Rewrite) -> Shift:
+        return replace(self, width=fn(self.width))
+
+
+def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
+    """Return how many iterations a shift gives an axis."""
+    return sc.sub(sc.add(extent, width), 1)
+
+
 # Each has `inputs` and `outputs` (axis numbers), `form` (everything else), `scalars` (the scalars
 # in it), and copies of itself between other numbers or with other scalars.
-Transform = Split | Merge | Resize | Swizzle1D
+Transform = Split | Merge | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
     """Whether two transforms do the same to their axes."""
     return type(a) is type(b) and a.form == b.form
+
+
+def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
+    """Return the shifts among `transforms`."""
+    return [t for t in transforms if isinstance(t, Shift)]
 
 
 def splits_of(transforms: Iterable[Transform]) -> dict[int, Split]:
@@ -274,19 +326,19 @@ class TensorDomain:
         """Return the axes with these numbers."""
         return tuple(map(self.axes.__getitem__, group))
 
-    @cached_property
+    @remembered
     def root(self) -> tuple[IterDomain, ...]:
         return self.states(self.root_numbers)
 
-    @cached_property
+    @remembered
     def logical(self) -> tuple[IterDomain, ...]:
         return self.states(self.logical_numbers)
 
-    @cached_property
+    @remembered
     def allocation(self) -> tuple[IterDomain, ...]:
         return self.states(self.allocation_numbers)
 
-    @cached_property
+    @remembered
     def loop(self) -> tuple[IterDomain, ...]:
         return self.states(self.loop_numbers)
 
@@ -298,17 +350,17 @@ class TensorDomain:
     def maybe_allocation(self) -> tuple[IterDomain, ...]:
         return self.allocation or self.logical
 
-    @cached_property
+    @remembered
     def no_reductions(self) -> tuple[IterDomain, ...]:
         """The logical axes that consumers and users see."""
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
-    @cached_property
+    @remembered
     def has_devices(self) -> bool:
         """Whether devices share some axis, or a part of one."""
         return any(a.is_device for a in self.axes.values())
 
-    @cached_property
+    @remembered
     def memory_order(self) -> tuple[tuple[int, bool | None], ...]:
         """See `fuser.ir.storage.memory_order`."""
         axes = self.no_reductions
@@ -333,14 +385,14 @@ class TensorDomain:
             raise UnsupportedError("the allocation domain is no permutation of the logical axes")
         return tuple(order)
 
-    @cached_property
+    @remembered
     def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
         """What `fuser.ir.storage.dense_strides_of` goes through, innermost in memory first:
         position, whether expanded, whether memory holds all of its elements."""
         axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
 
-    @cached_property
+    @remembered
     def splits(self) -> Mapping[int, Split]:
         """The splits, by the number of the axis that they split."""
         return splits_of(self.transforms)
@@ -456,8 +508,19 @@ class TensorDomain:
             transforms=kept,
         )
 
-    def __str__(self) -> str:
+    @remembered
+    def _text(self) -> str:
         return "[" + ", ".join(map(str, self.loop)) + "]"
+
+    def __str__(self) -> str:
+        return self._text
+
+    @remembered
+    def problem(self) -> str | None:
+        """What is wrong with the domain, None when nothing is; see `fuser.ir.verify`."""
+        from fuser.ir.verify import domain_problem
+
+        return domain_problem(self)
 
 
 def _pruned(

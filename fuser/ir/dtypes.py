@@ -130,6 +130,13 @@ def from_torch(dtype: torch.dtype) -> DataType:
     return found
 
 
+def torch_dtype_text(dtype: torch.dtype) -> str:
+    """Return how messages call a torch dtype: as in IR text, or as torch does where that has no
+    such dtype."""
+    found = FROM_TORCH.get(dtype)
+    return str(dtype) if found is None else dtype_text(found)
+
+
 def misfit(value: bool | int | float, dtype: DataType) -> str | None:
     """Return why a number is no value of a dtype, None when it is one: `2**40 is out of the range
     of int`."""

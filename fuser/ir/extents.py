@@ -30,12 +30,14 @@ class ExtentClasses:
         self._answers: dict[Scalar, Scalar] = {}
         self._rules: dict[Scalar, Scalar] = {}
         self._relations: tuple[Relation, ...] | None = None
+        # Whether a copy reads the same dictionaries: then they are not changed in place.
+        self._is_shared = False
 
     def copy(self) -> ExtentClasses:
         """Return a copy that changes on its own."""
         new = ExtentClasses()
-        new._classes, new._whole = dict(self._classes), dict(self._whole)
-        new._reasons, new._rules = dict(self._reasons), dict(self._rules)
+        new.__dict__.update(self.__dict__)
+        self._is_shared = new._is_shared = True
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
@@ -45,6 +47,9 @@ class ExtentClasses:
             return
         if _rank(a) > _rank(b):
             a, b = b, a
+        if self._is_shared:
+            self._classes, self._whole = dict(self._classes), dict(self._whole)
+            self._reasons, self._is_shared = dict(self._reasons), False
         if isinstance(b, Symbol):
             self._classes[b] = a
             self._reasons[b] = reason
@@ -96,8 +101,7 @@ class ExtentClasses:
     def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
         """Replace symbols in every equality; those that say nothing any more are dropped."""
         said = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
-        self._classes, self._whole, self._reasons = {}, {}, {}
-        self._answers, self._rules, self._relations = {}, {}, None
+        self.__init__()
         for x, y, reason in said:
             self.unify(substitute(y, values), substitute(x, values), reason)
 

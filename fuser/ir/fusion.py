@@ -7,7 +7,7 @@ never change the user's fusion; they work on `Fusion.copy()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 
 from fuser.errors import DefinitionError, user_code
 from fuser.ir.axis import Axis
@@ -20,7 +20,7 @@ from fuser.ir.origin import Origin
 from fuser.ir.scalar import Scalar, Symbol, eq, int_value
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
-from fuser.record import record
+from fuser.record import record, replace
 
 Value = TensorView | Scalar
 
@@ -46,9 +46,14 @@ class Fusion:
         # Every output once per add_output call, hidden aliases included.
         self.outputs: list[TensorView] = []
         self.aliases: list[Alias] = []
+        # In order; those that were added since somebody asked for all are not in the tuple yet.
         self._exprs: tuple[TensorOp, ...] = ()
+        self._added: list[TensorOp] = []
         self._definitions: dict[TensorView, TensorOp] | None = None
         self._uses: dict[TensorView, list[TensorOp]] | None = None
+        self._tensors: tuple[TensorView, ...] | None = None
+        # The ops that some outputs depend on.
+        self._used: tuple[list[TensorView], tuple[TensorOp, ...]] | None = None
         self._next_tensor = 0
         self._next_axis = 0
         self._next_scalar = 0
@@ -137,29 +142,38 @@ class Fusion:
     @property
     def exprs(self) -> tuple[TensorOp, ...]:
         """All ops in topological order."""
+        if self._added:
+            self._exprs = (*self._exprs, *self._added)
+            self._added.clear()
         return self._exprs
 
     @exprs.setter
     def exprs(self, exprs: Iterable[TensorOp]) -> None:
         self._exprs = tuple(exprs)
-        self._definitions = self._uses = None
+        self._added.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what follows from the ops."""
+        self._definitions = self._uses = self._tensors = self._used = None
 
     def add(self, op: TensorOp) -> TensorOp:
         """Append an op."""
-        self.exprs = (*self._exprs, op)
+        self._added.append(op)
+        self._forget()
         return op
 
     def definition(self, tv: TensorView) -> TensorOp | None:
         """Return the op that defines `tv`, None for an input."""
         if self._definitions is None:
-            self._definitions = {o: e for e in self._exprs for o in e.outputs}
+            self._definitions = {o: e for e in self.exprs for o in e.outputs}
         return self._definitions.get(tv)
 
     def uses(self, tv: TensorView) -> list[TensorOp]:
         """Return the ops that read `tv`, in order."""
         if self._uses is None:
             uses: dict[TensorView, list[TensorOp]] = {}
-            for e in self._exprs:
+            for e in self.exprs:
                 for v in dict.fromkeys(e.inputs):
                     if isinstance(v, TensorView):
                         uses.setdefault(v, []).append(e)
@@ -168,23 +182,28 @@ class Fusion:
 
     def used_exprs(self) -> tuple[TensorOp, ...]:
         """Return the ops that some output depends on, in order."""
+        if self._used is not None and self._used[0] == self.outputs:
+            return self._used[1]
         needed = set(self.outputs)
         kept: list[TensorOp] = []
-        for e in reversed(self._exprs):
+        for e in reversed(self.exprs):
             if any(o in needed for o in e.outputs):
                 kept.append(e)
                 needed.update(v for v in e.inputs if isinstance(v, TensorView))
-        return tuple(reversed(kept))
+        self._used = [*self.outputs], tuple(reversed(kept))
+        return self._used[1]
 
     def tensors(self) -> tuple[TensorView, ...]:
         """Return every tensor: inputs, then op results and operands in program order."""
+        if self._tensors is None:
+            self._tensors = _tensors_of(self.exprs)
         given = (v for v in self.inputs if isinstance(v, TensorView))
-        return tuple(dict.fromkeys((*given, *_tensors_of(self._exprs), *self.outputs)))
+        return tuple(dict.fromkeys((*given, *self._tensors, *self.outputs)))
 
     def vals(self) -> list[Value]:
         """Return inputs, tensors and the scalar operands of ops."""
         seen: dict[Value, None] = dict.fromkeys(self.inputs)
-        for e in self._exprs:
+        for e in self.exprs:
             seen.update(dict.fromkeys((*e.inputs, *e.outputs)))
         return list(seen)
 
@@ -194,22 +213,22 @@ class Fusion:
         """Make the ops (that `where` accepts) read `new` instead of `old`. Outputs stay."""
         self.exprs = tuple(
             _with_operand(e, old, new) if old in e.inputs and (where is None or where(e)) else e
-            for e in self._exprs
+            for e in self.exprs
         )
 
     def insert_after(self, anchor: TensorOp | None, ops: Sequence[TensorOp]) -> None:
         """Insert ops after `anchor` (None: at the front)."""
-        at = 0 if anchor is None else self._exprs.index(anchor) + 1
-        self.exprs = (*self._exprs[:at], *ops, *self._exprs[at:])
+        at = 0 if anchor is None else self.exprs.index(anchor) + 1
+        self.exprs = (*self.exprs[:at], *ops, *self.exprs[at:])
 
     def insert_before(self, anchor: TensorOp, ops: Sequence[TensorOp]) -> None:
-        at = self._exprs.index(anchor)
-        self.exprs = (*self._exprs[:at], *ops, *self._exprs[at:])
+        at = self.exprs.index(anchor)
+        self.exprs = (*self.exprs[:at], *ops, *self.exprs[at:])
 
     def replace_expr(self, old: TensorOp, new: Sequence[TensorOp]) -> None:
         """Put `new` where `old` stood."""
-        at = self._exprs.index(old)
-        self.exprs = (*self._exprs[:at], *new, *self._exprs[at + 1 :])
+        at = self.exprs.index(old)
+        self.exprs = (*self.exprs[:at], *new, *self.exprs[at + 1 :])
 
     # ------------------------------------------------------------ inputs and outputs
     def add_input(self, value: Value) -> None:
@@ -335,7 +354,7 @@ class Fusion:
         def twin_of(v: Value) -> Value:
             return mapping[v] if isinstance(v, TensorView) else v
 
-        new.exprs = tuple(e.map_values(twin_of) for e in (self._exprs if ops is None else ops))
+        new.exprs = tuple(e.map_values(twin_of) for e in (self.exprs if ops is None else ops))
         if ops is not None:
             return new, mapping
         new.inputs = [twin_of(v) for v in self.inputs]

@@ -231,6 +231,61 @@ class IotaOp(TensorOp):
         return (None,)
 
 
+class RandomOp(TensorOp):
+    """out[i] is a number that follows from `seed`, `offset` and the place of i in `shape` alone.
+
+    kind: uniform, in [a, b), or normal, of mean a and deviation b; in [0, 1), or standard, without.
+    A tensor without a seed draws from torch's generator in each call. `begin` is the index of out's
+    first element in a larger tensor of this shape, () where out is all of it.
+    """
+
+    out: TensorView = result()
+    shape: tuple[Scalar, ...] = operands()
+    a: Scalar | None = operand(default=None)
+    b: Scalar | None = operand(default=None)
+    seed: Scalar | None = operand(default=None)
+    offset: Scalar | None = operand(default=None)
+    begin: tuple[Scalar, ...] = operands(default=())
+    kind: str = attr()
+    # Spelled without and with a and b.
+    KINDS: ClassVar[dict[str, tuple[str, str]]] = {
+        "uniform": ("rng_uniform", "rng_uniform_range"),
+        "normal": ("rng_normal_standard", "rng_normal_general"),
+    }
+
+    def template(self) -> str:
+        return self._template(
+            self.KINDS[self.kind][self.a is not None], self.seed is not None, bool(self.begin)
+        )
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for kind, spellings in cls.KINDS.items():
+            for spelled in spellings:
+                general = {} if spelled is spellings[1] else {"a": None, "b": None}
+                fixed: dict[str, object] = {"kind": kind, **general}
+                yield {**fixed, "begin": ()}, cls._template(spelled, True, False)
+                yield fixed, cls._template(spelled, True, True)
+                drawn = {"seed": None, "offset": None, "begin": ()}
+                yield {**fixed, **drawn}, cls._template(spelled, False, False)
+
+    @staticmethod
+    def _template(spelled: str, has_seed: bool, has_begin: bool) -> str:
+        ends = ", {a}, {b}" if spelled in ("rng_uniform_range", "rng_normal_general") else ""
+        seed = ", {seed}, {offset}" if has_seed else ""
+        begin = ", begin = {begin}" if has_begin else ""
+        return "{out}\n   = " + spelled + "({shape}" + ends + ", {out.dtype}" + seed + begin + ");"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        return (None,) * len(self.out.domain.maybe_root)
+
+    def verify(self) -> None:
+        rank = self.out.ndim
+        are_pairs = (self.a is None, self.seed is None) == (self.b is None, self.offset is None)
+        if not are_pairs or len(self.shape) != rank or len(self.begin) not in (0, rank):
+            raise VerifyError(f"{self.kind} of shape {self.shape} does not give {self.out}")
+
+
 # ------------------------------------------------------------------ copies and views
 class LoadStoreOp(TensorOp):
     """out = inp, a copy; a permutation when out has a root domain, which logical permutes."""

@@ -68,7 +68,7 @@ class Parser(ValueParser):
         c = self.cursor
         c.skip()
         start, key = c.pos, key_of(c.text, c.pos)
-        furthest = (start - 1, self._unknown(key, start))
+        furthest: tuple[int, ParseError | None] = (start - 1, None)
         # A first operand that is a literal (`double(3)`) looks like a call, too.
         bucket = "" if tokens.LITERAL.match(f"{key}(0)") else key
         for template in self.templates.get(bucket, ()):
@@ -80,7 +80,7 @@ class Parser(ValueParser):
                 at = max(c.pos, int(error.__notes__[-1].removeprefix("position ")))
                 if at > furthest[0]:
                     furthest = (at, error)
-        raise furthest[1]
+        raise furthest[1] or self._unknown(key, start)
 
     def _unknown(self, key: str, start: int) -> ParseError:
         near = get_close_matches(key, [k for k in self.templates if k], n=1)

@@ -11,13 +11,23 @@ decodes transforms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain, Merge, Resize, Split, Swizzle1D, TensorDomain, Transform
+from fuser.ir.domain import (
+    IterDomain,
+    Merge,
+    Resize,
+    Shift,
+    Split,
+    Swizzle1D,
+    TensorDomain,
+    Transform,
+    shifted_extent,
+)
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import ParallelType
+from fuser.record import replace
 
 V = TypeVar("V")
 
@@ -94,7 +104,7 @@ class Rules(Generic[V]):
     """What transforms do to one quantity. A rule returns None where nothing is known.
 
     `needs_all`: a step is taken when all its sources have a value; else when one has, and the
-    other one of a merge or of a split's undoing is None (hence `Any` there: V or None).
+    other one of a merge, a shift or of their undoing is None (hence `Any` there: V or None).
     """
 
     needs_all = True
@@ -111,6 +121,9 @@ class Rules(Generic[V]):
     def swizzle(self, t: Swizzle1D, inp: V) -> V | None:
         return None
 
+    def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
+        return None, None
+
     def unsplit(self, t: Split, outer: Any, inner: Any) -> V | None:
         return None
 
@@ -122,6 +135,9 @@ class Rules(Generic[V]):
 
     def unswizzle(self, t: Swizzle1D, out: V) -> V | None:
         return None
+
+    def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
+        return None, None
 
     def apply(self, step: Step, values: Sequence[Any]) -> Sequence[V | None]:
         """Return the values of the step's targets, given those of its sources."""
@@ -136,6 +152,8 @@ class Rules(Generic[V]):
                     return (self.resize(t, values[0]),)
                 case Swizzle1D():
                     return (self.swizzle(t, values[0]),)
+                case Shift():
+                    return self.shift(t, *values)
         match t:
             case Split():
                 return (self.unsplit(t, *values),)
@@ -145,6 +163,8 @@ class Rules(Generic[V]):
                 return (self.unresize(t, values[0]),)
             case Swizzle1D():
                 return (self.unswizzle(t, values[0]),)
+            case Shift():
+                return self.unshift(t, *values)
 
 
 def replay(steps: Iterable[Step], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
@@ -225,6 +245,17 @@ class IndexRules(Rules[Scalar]):
     def unswizzle(self, t: Swizzle1D, out: Scalar) -> Scalar:
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
+    def _begin(self, t: Shift, row: Scalar) -> Scalar:
+        """Return by how much a row is shifted, so written that its own begin cancels."""
+        begin = sc.mul(row, self._axes[t.inp].size)
+        return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
+
+    def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
+        return rows, sc.add(inp, self._begin(t, rows))
+
+    def unshift(self, t: Shift, same: Scalar, out: Scalar) -> tuple[Scalar, Scalar]:
+        return same, sc.sub(out, self._begin(t, same))
+
 
 def indices_forward(
     domain: TensorDomain,
@@ -273,6 +304,9 @@ class SizeRules(Rules[Scalar]):
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
         return inp
+
+    def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
+        return rows, shifted_extent(inp, self._rewrite(t.width))
 
 
 class StrideRules(Rules[Scalar]):

@@ -313,6 +313,7 @@ def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
     return Apply("%" if is_plain else "floorMod", (a, b), dtype)
 
 
+@lru_cache(maxsize=100_000)
 def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
     """Return a / b rounded up."""
     av, bv = int_value(a), int_value(b)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
-from fuser.ir.domain import Merge, Resize, Split, Swizzle1D, TensorDomain, Transform
+from fuser.ir.domain import Merge, Resize, Shift, Split, Swizzle1D, TensorDomain, Transform
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.scalar import Scalar
 from fuser.ir.types import ParallelType
@@ -103,6 +103,8 @@ def transform_text(t: Transform, domain: TensorDomain) -> str:
             return f"Resize: {ins[0]} by {t.left} and {t.right} -> {outs}"
         case Swizzle1D():
             return f"{outs} = Swizzle1D({ins[0]}, parallelType={t.ptype.text})"
+        case Shift():
+            return f"Shift: {ins[1]} by {ins[0]} to words of {t.width} -> {outs}"
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:

@@ -42,7 +42,7 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
                 f"after {after}: {alias.out} -> {alias.into} is no output written into an input"
             )
     for tv in fusion.tensors():
-        problem = domain_problem(tv.domain)
+        problem = tv.domain.problem
         if problem:
             raise VerifyError(f"after {after}: {tv}: {problem}")
 

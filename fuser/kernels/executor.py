@@ -3,8 +3,8 @@
     run -> key of the tensors (shape, strides, alignment) -> launch record: only pointers change
         -> facts -> layout classes, parameters of the scheduler -> variant: text and compiled kernel
 
-A fusion has at most `MAX_VARIANTS` variants; after that one generic variant, which relies on
-nothing, serves every new class.
+A fusion has at most `MAX_VARIANTS` variants; after that one of them that is alike serves a new
+class, or the generic variant, which relies on nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, op_text
 from fuser.kernel_source import KernelSource
+from fuser.kernels.alike import Lowered
 from fuser.kernels.extents import Bound, KernelExtents, Sizes
 from fuser.kernels.kernel import make_kernel
 from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
@@ -58,6 +59,7 @@ Value = torch.Tensor | Number
 VariantKey = tuple[tuple[Layout, ...], Any, DataType]
 Record = tuple[Variant, BoundLaunch]
 _Choose = Callable[[Facts], Any]
+_DUMPS = ("scheduler_params", "scheduled_ir", "fusion_ir", "kernel_ir", "cuda_kernel")
 
 
 class KernelLaunch(NamedTuple):
@@ -86,6 +88,7 @@ class KernelExecutor:
     `settings` are the features of the program that it runs for. `device` overrides the description
     that heuristics read: a GPU's schedules also run on CPU tensors. `checked` compiles CPU kernels
     with all run-time checks. `of` is what dumps call it, and `dump` takes them.
+    Executors that are given the same `lowered` share kernels that differ in nothing but names.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class KernelExecutor:
         settings: Settings | None = None,
         of: str = "",
         dump: dumps.Write = dumps.write,
+        lowered: Lowered | None = None,
     ) -> None:
         fusion = with_stream_index(fusion)
         settings = options.settings() if settings is None else settings
@@ -110,6 +114,8 @@ class KernelExecutor:
         self._of, self._dump = of or name, dump
         self.scheduler = registry.scheduler(scheduler)
         self.checked = checked or settings.enabled("checked")
+        # Findings of checked kernels name tensors, so that each needs its own names.
+        self._lowered = None if self.checked else lowered
         self._reuses_nearby = not settings.disabled("kernel_reuse")
         self._device = device or (DESCRIPTIONS[described] if described else None)
         self._tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
@@ -416,17 +422,20 @@ class KernelExecutor:
         tensors: Sequence[torch.Tensor | Laid],
     ) -> Record | None:
         """Return a variant made for a size not much smaller, for inputs too small for their own,
-        and its launch."""
+        and its launch. When all variants are made, one that is alike serves any."""
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
-        if nbytes > SMALL_BYTES or not self._reuses_nearby:
+        is_full = len(self._variants) >= MAX_VARIANTS
+        if (nbytes > SMALL_BYTES and not is_full) or not self._reuses_nearby:
             return None
         # Up to TINY_BYTES a launch takes longer than the work; and when half of the variants are
         # made, what is left of them is for other layouts.
         is_spare = nbytes > TINY_BYTES and 2 * len(self._variants) < MAX_VARIANTS
         fits = params.is_near if is_spare else params.is_alike
         for (its_layouts, its_params, its_index), variant in self._variants.items():
-            if (its_layouts, its_index) != (layouts, index) or nbytes > NEARBY * variant.nbytes:
+            if (its_layouts, its_index) != (layouts, index):
+                continue
+            if nbytes > NEARBY * variant.nbytes and not is_full:
                 continue
             launch = fits(its_params) and self._launch_of(variant, tensors, values, alignments)
             if launch:
@@ -465,6 +474,16 @@ class KernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo) -> Variant:
+        """Lower, unless an executor has lowered the same under other names. What is dumped is
+        lowered for each."""
+        if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
+            return self._lower_alone(key, device)
+        what = self.scheduler.name, key, device
+        return self._lowered.find_or_lower(
+            self.fusion, what, self._places, lambda: self._lower_alone(key, device)
+        )
+
+    def _lower_alone(self, key: VariantKey, device: DeviceInfo) -> Variant:
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
@@ -474,13 +493,14 @@ class KernelExecutor:
         named = dict(twins)
         for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):
             named[tv.number] = out
-        texts = {
+        texts: dict[str, Callable[[], str]] = {
             "scheduler_params": lambda: f"{self.name}: {params}",
             "scheduled_ir": lambda: fusion_text(fusion),
             "fusion_ir": lambda: fusion_text(fusion),
             "kernel_ir": lambda: kernel.ir_text,
             "cuda_kernel": lambda: kernel.source.text,
         }
+        assert texts.keys() == {*_DUMPS}
         for name, text in texts.items():
             if options.dump_enabled(name):
                 self._dump(dumps.Dump(name, self._of, text()))
@@ -538,9 +558,11 @@ def _lower_missing(
     requests: Sequence[KernelRequest], device: DeviceInfo, variants: list[Variant]
 ) -> Iterator[KernelSource]:
     """Yield the text of each variant that is not compiled yet; append the variant to `variants`."""
+    seen: set[int] = set()
     for executor, inputs, outputs, sizes in requests:
         record = executor.record(inputs, outputs, sizes=sizes, device=device)
-        if record is not None and record[0].compiled is None and record[0] not in variants:
+        if record is not None and record[0].compiled is None and id(record[0]) not in seen:
+            seen.add(id(record[0]))
             variants.append(record[0])
             yield record[0].kernel.source
 

@@ -14,6 +14,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument, Binder
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import Laid
+from fuser.ir.nodes import RandomOp
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed, PythonText
 from fuser.ir.storage import expanded_positions
@@ -54,6 +55,9 @@ class KernelExtents:
         self._is_empty = any(sc.int_value(a.extent) == 0 for a in axes)
         self._symbols = tuple(dict.fromkeys(s for a in axes for s in sc.symbols(a.extent)))
         spaces = {tuple(fusion.canonical(a.size) for a in tv.domain.logical) for tv in everything}
+        # A random number's place is one in the whole tensor.
+        places = [op.shape for op in fusion.exprs if isinstance(op, RandomOp)]
+        spaces.update(tuple(map(fusion.canonical, shape)) for shape in places)
         spaces = [sc.product(space) for space in spaces]
         self._iterations = Computed(spaces)
         # All at once: the extents of all tensors, symbols, sides of equalities, iterations.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,11 +34,26 @@ class Variant:
     places: Mapping[int, int]
     nbytes: int = 0
     compiled: CompiledKernel | None = None
+    # What the kernel's symbols are in the fusion, where it was lowered for another one.
+    symbols: Mapping[Symbol, Symbol] | None = None
 
     @cached_property
     def needs(self) -> Needs:
         """What a launch has to evaluate."""
         return Needs.of(self)
+
+    def renamed(
+        self,
+        numbers: Mapping[int, int],
+        symbols: Mapping[Symbol, Symbol],
+        places: Mapping[int, int],
+    ) -> Variant:
+        """Return the kernel as one of a fusion with other names for tensors and symbols."""
+        twins = {numbers[number]: twin for number, twin in self.twins.items()}
+        made = Variant(self.kernel, self.params, twins, places, symbols=symbols)
+        aligned = tuple([(numbers[number], nbytes) for number, nbytes in self.needs.alignments])
+        made.needs = replace(self.needs, alignments=aligned)
+        return made
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,10 @@ def launch_of(
     for number, nbytes in needs.alignments:
         if alignments[number] % nbytes:
             return None
+    if (symbols := variant.symbols) is not None:
+        values = {mine: values[its] for mine, its in symbols.items() if its in values}
+        mine_of = {its: mine for mine, its in symbols.items()}
+        scalars = [mine_of.get(s, s) for s in scalars]
     known = values
     if needs.strides:
         known = {**values, **{s: tensors[k].stride(axis) for k, axis, s in needs.strides}}

@@ -113,6 +113,10 @@ class _Builder:
 
     # ------------------------------------------------------------ the work of a stage
     def leaf(self, stage: Stage, scope: Scope) -> None:
+        if stage.vector is not None and self.ctx.shifts(stage.tv):
+            move = self.load_shifted if stage.storage == "local" else self.store_shifted
+            move(stage, stage.vector, scope)
+            return
         inside = self.guarded(stage_predicate(self.ctx, stage), scope)
         if stage.is_reduction:
             self.accumulate(stage, inside)
@@ -154,6 +158,36 @@ class _Builder:
             return
         array, base = self.source_array(stage, scope)
         self.store_vector(stage, array, base, scope)
+
+    def load_shifted(self, stage: Stage, vector: Loop, scope: Scope) -> None:
+        """Load the word that holds elements of a row. Those of its neighbours come along; at the
+        tensor's own end, element by element."""
+        inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
+        word, part = Scope(Body(), inside), Scope(Body(), inside)
+        self.vector(stage, word)
+        load = word.body.statements[-1]
+        assert isinstance(load, VectorLoad)
+        source = stage.op.inputs[0]
+        assert isinstance(source, TensorView)
+        canonical = self.ctx.nesting.fusion.canonical
+        size = sc.product(canonical(a.size) for a in source.domain.no_reductions)
+        self.elements(stage, vector, part)
+        is_whole = sc.le(sc.add(load.index, load.width), self.ctx.simplify(size))
+        inside.body.statements.append(If(is_whole, word.body, part.body))
+
+    def store_shifted(self, stage: Stage, vector: Loop, scope: Scope) -> None:
+        """Store a word where all of it belongs to the row, else the elements that do."""
+        word, part = Scope(Body(), scope), Scope(Body(), scope)
+        self.vector(stage, word)
+        self.elements(stage, vector, part)
+        whole = stage_predicate(self.ctx, stage)
+        scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
+
+    def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:
+        """Move those elements of a word that are in the row, one by one."""
+        each = self.open_loop(vector, scope, unroll=True)
+        inside = self.guarded(stage_predicate(self.ctx, stage, lanes="each"), each)
+        self.write(stage, self.result(stage, inside), inside)
 
     def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
         """Load one word of the operand of a copy into registers."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
-from fuser.ir.domain import Split, Transform, splits_of
+from fuser.ir.domain import Shift, Split, Transform, shifts_of, splits_of
 from fuser.ir.path import partial_splits
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -83,7 +83,10 @@ class Context:
                 self._require_whole_words(stage)
 
     def _require_whole_words(self, stage: Stage) -> None:
-        """A vector never runs past the end: its split is divisible, or guarded to be."""
+        """A vector never runs past the end: its split is divisible, or guarded to be. Of shifted
+        rows the words at the ends are tested instead."""
+        if self.shifts(stage.tv):
+            return
         innermost = stage.axes[-1].number
         for split in self._incomplete_splits(stage.tv):
             if innermost in split.outputs:
@@ -98,6 +101,9 @@ class Context:
     def size(self, tv: TensorView, number: int) -> Scalar:
         """Return the size of an axis of `tv`, over class representatives."""
         return self.nesting.fusion.canonical(tv.domain.axes[number].size)
+
+    def shifts(self, tv: TensorView) -> list[Shift]:
+        return shifts_of(self.indexer.loop_transforms(tv))
 
     def _incomplete_splits(self, tv: TensorView) -> list[Split]:
         return partial_splits(tv.domain, self.indexer.loop_transforms(tv))
@@ -126,8 +132,9 @@ class Context:
 
 def _without_implied(transforms: Sequence[Transform], tested: list[Split]) -> list[Split]:
     """Leave out the tests of split blocks whose elements are tested: x = block * factor + inner
-    below the extent implies that the block is below the number of blocks."""
-    implied: set[int] = set()
+    below the extent implies that the block is below the number of blocks. Of a shifted axis the
+    elements are tested in any case."""
+    implied = {t.out for t in shifts_of(transforms)}
     kept: list[Split] = []
     for t in splits_of(transforms).values():
         is_implied = t.inp in implied

@@ -7,6 +7,8 @@ stage does not use, or uses only in part, are tested by their coordinates.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.nodes import PadOp
@@ -15,6 +17,8 @@ from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.context import Context
 from fuser.lower.loops import COORDINATES, Loop, Nesting, Stage
 from fuser.record import record
+
+Lanes = Literal["all", "any", "each"]
 
 
 @record
@@ -25,8 +29,10 @@ class Predicate:
     flags: tuple[str, ...] = ()
 
 
-def range_conditions(ctx: Context, stage: Stage) -> list[Scalar]:
-    """Return the tests that keep a stage's iterations inside its tensor."""
+def range_conditions(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> list[Scalar]:
+    """Return the tests that keep a stage's iterations inside its tensor: whether all lanes of a
+    vector are, whether any may be, or of each by itself."""
+    begins: list[Scalar] = []
     if stage.reference is not None:
         renamed: dict[Scalar, Scalar] = {
             theirs.symbol: mine.symbol
@@ -43,12 +49,19 @@ def range_conditions(ctx: Context, stage: Stage) -> list[Scalar]:
             )
             for split in ctx.partial_splits(stage.tv)
         ]
-    if stage.vector is not None:
+        for shift in ctx.shifts(stage.tv):
+            index = ctx.simplify(known[shift.inp])
+            begins.append(sc.le(0, index))
+            conds.append(sc.lt(index, ctx.simplify(ctx.size(stage.tv, shift.inp))))
+    if stage.vector is not None and lanes != "each":
         width = sc.int_value(stage.vector.extent)
         assert width is not None
+        first: dict[Scalar, Scalar] = {stage.vector.symbol: sc.ZERO}
         last: dict[Scalar, Scalar] = {stage.vector.symbol: sc.const(width - 1)}
-        conds = [sc.substitute(c, last) for c in conds]
-    return [*conds, *_partial_launch(ctx.nesting, stage.all_loops)]
+        # The last lane of a shifted row's first word is inside.
+        begins = [sc.substitute(c, first) for c in begins] if lanes == "all" else []
+        conds = [sc.substitute(c, last if lanes == "all" else first) for c in conds]
+    return [*begins, *conds, *_partial_launch(ctx.nesting, stage.all_loops)]
 
 
 def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
@@ -60,9 +73,9 @@ def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
     return conds
 
 
-def stage_predicate(ctx: Context, stage: Stage) -> Predicate:
-    """Return the predicate of a stage's innermost statement."""
-    conds = range_conditions(ctx, stage)
+def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Predicate:
+    """Return the predicate of a stage's innermost statement; see `range_conditions`."""
+    conds = range_conditions(ctx, stage, lanes=lanes)
     if stage.storage not in ("global", "shared"):
         return Predicate(sc.all_of(conds))
     return writer_predicate(ctx, stage, stage.all_loops, conds)

@@ -180,5 +180,7 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
 
 def pair_text(names: Iterable[str], name: str = "Pair") -> str:
     """Return `A` for one name, `Pair<A, Pair<B, C>>` for more."""
-    first, *rest = names
-    return f"{name}<{first}, {pair_text(rest, name)}>" if rest else first
+    *others, text = names
+    for other in reversed(others):
+        text = f"{name}<{other}, {text}>"
+    return text

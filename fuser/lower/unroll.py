@@ -57,9 +57,11 @@ def _versions(statement: Unswitch) -> list[Statement]:
     fast = _without_tests(expand_unswitch(statement.body), set(tests))
     # Where the hard test is the only one, nothing is left to do when it fails.
     is_only = all(test == whole for test, whole in tests.items())
+    # Different tests may be hardest at the same place.
+    whole = sc.all_of(dict.fromkeys(tests.values()))
     if is_only and _all_work_under(plain, set(tests)):
-        return [If(sc.all_of(tests.values()), fast)]
-    return [If(sc.all_of(tests.values()), fast, plain)]
+        return [If(whole, fast)]
+    return [If(whole, fast, plain)]
 
 
 def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
@@ -99,19 +101,25 @@ def conjuncts(cond: Scalar) -> list[Scalar]:
 
 
 def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:
-    """Return the test at the inner loops' last iterations, None where that may not be the
-    hardest.
+    """Return the test at the inner loops' last iterations, or first ones where it is about the
+    begin; None where that may not be the hardest.
     """
     if not isinstance(test, Apply) or not any(s in inner for s in sc.symbols(test)):
         return test
-    if test.op != "<" or any(s in inner for s in sc.symbols(test.args[1])):
+    if test.op not in ("<", "<="):
         return None
-    terms = test.args[0].terms if isinstance(test.args[0], Poly) else (((test.args[0],), 1),)
+    sides = [any(s in inner for s in sc.symbols(x)) for x in test.args]
+    if all(sides):
+        return None
+    grows = test.args[sides.index(True)]
+    terms = grows.terms if isinstance(grows, Poly) else (((grows,), 1),)
     for mono, coef in terms:
         moving = [a for a in mono if any(s in inner for s in sc.symbols(a))]
         if moving and (coef < 0 or not all(isinstance(a, Symbol) for a in moving)):
             return None
-    last: dict[Scalar, Scalar] = {s: sc.sub(extent, 1) for s, extent in inner.items()}
+    last: dict[Scalar, Scalar] = {
+        s: sc.sub(extent, 1) if sides[0] else sc.ZERO for s, extent in inner.items()
+    }
     return sc.substitute(test, last)
 
 
@@ -121,7 +129,7 @@ def _without_tests(body: Body, tests: Collection[Scalar]) -> Body:
         if isinstance(s, If):
             rest = sc.all_of(c for c in conjuncts(s.cond) if c not in tests)
             then = _without_tests(s.then, tests)
-            if rest == sc.const(True) and not s.flags and s.otherwise is None:
+            if rest == sc.const(True) and not s.flags:
                 out.extend(then.statements)
                 continue
             out.append(replace(s, cond=rest, then=then))

@@ -26,6 +26,7 @@ from fuser.ir.nodes import (
     IotaOp,
     LoadStoreOp,
     PadOp,
+    RandomOp,
     ReshapeOp,
     SliceOp,
     SqueezeOp,
@@ -42,6 +43,7 @@ from fuser.lower.kernel import (
     Body,
     Compute,
     Convert,
+    Declare,
     Define,
     Expr,
     GlobalLoad,
@@ -51,7 +53,8 @@ from fuser.lower.kernel import (
 )
 from fuser.lower.loops import Stage
 from fuser.lower.predicate import inside_pad
-from fuser.ops.table import POINTWISE, compute_dtype
+from fuser.ops.random import key_of
+from fuser.ops.table import POINTWISE, compute_dtype, computed_in
 from fuser.record import record
 
 TRUE = sc.const(True)
@@ -74,6 +77,13 @@ class Scope:
                 return value
             scope = scope.parent
         return None
+
+    def root(self) -> Body:
+        """Return the body of the whole kernel."""
+        scope = self
+        while scope.parent is not None:
+            scope = scope.parent
+        return scope.body
 
     def remember(self, key: Key, value: Expr) -> None:
         self._values[key] = value
@@ -114,6 +124,7 @@ class ValueBuilder:
         self.ctx = ctx
         self.buffers = buffers
         self._names: dict[int, int] = {}
+        self._random: set[TensorView] = set()
         self._depth = 0
 
     def value(
@@ -176,6 +187,14 @@ class ValueBuilder:
         name = f"t{tv.number}_{count}" if count else f"t{tv.number}"
         scope.body.statements.append(Define(name, value.dtype, value))
         return Var(name, value.dtype)
+
+    def words_of(self, tv: TensorView, scope: Scope) -> str:
+        """Return the name of what keeps a random tensor's words from one element to the next."""
+        name = f"r{tv.number}"
+        if tv not in self._random:
+            self._random.add(tv)
+            scope.root().statements.insert(0, Declare(name, "FuserRandom", None))
+        return name
 
     def _make(
         self, tv: TensorView, index: Index, stage: Stage, scope: Scope, guard: Scalar
@@ -264,6 +283,25 @@ def _iota(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     return convert(Compute("{0} + {1} * {2}", args, dtype), at.out.dtype())
 
 
+def _random(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
+    assert isinstance(op, RandomOp)
+    canonical = build.ctx.nesting.fusion.canonical
+    place: Scalar = sc.ZERO
+    for k, extent in enumerate(op.shape):
+        first = canonical(op.begin[k]) if op.begin else sc.ZERO
+        place = sc.add(sc.mul(place, canonical(extent)), sc.add(first, at.index[k]))
+    numbers = (*map(canonical, key_of(op)), build.ctx.simplify(place))
+    ends = () if op.a is None or op.b is None else (canonical(op.a), canonical(op.b))
+    real = computed_in(at.out.dtype())
+    args = (
+        *(ScalarValue(x, DataType.Int) for x in numbers),
+        *(ScalarValue(x, real) for x in ends),
+    )
+    places = ", ".join(f"{{{k}}}" for k in range(len(args)))
+    words = build.words_of(op.out, at.scope)
+    return Compute(f"fm_{op.kind}<{{t}}>({words}, {places})", args, at.out.dtype())
+
+
 def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     assert isinstance(op, PadOp)
     inside, value = _padded_operand(build, op, at)
@@ -321,6 +359,7 @@ _BY_OP: dict[type[TensorOp], Callable[[ValueBuilder, TensorOp, At], Expr]] = {
     CastOp: _cast,
     FullOp: _full,
     IotaOp: _iota,
+    RandomOp: _random,
     PadOp: _pad,
     CatOp: _cat,
 }

@@ -29,6 +29,7 @@ from fuser.ops.elementwise import (
 )
 from fuser.ops.elementwise import set_ as set
 from fuser.ops.factories import full, iota, triu
+from fuser.ops.random import normal, rand_like, randn_like, uniform
 from fuser.ops.reductions import max, min, prod, sum, var, var_mean, welford
 from fuser.ops.reshape import reshape
 from fuser.ops.resize import cat, pad, slice
@@ -93,9 +94,12 @@ __all__ = [
     "matmul",
     "max",
     "min",
+    "normal",
     "pad",
     "permute",
     "prod",
+    "rand_like",
+    "randn_like",
     "real",
     "reshape",
     "segment_set",
@@ -109,6 +113,7 @@ __all__ = [
     "sum",
     "threshold",
     "triu",
+    "uniform",
     "var",
     "var_mean",
     "welford",

@@ -261,7 +261,8 @@ def _join_sizes(
         return None
     chosen_tv, chosen = sized[0]
     for tv, size in sized[1:]:
-        same_extent(fusion, chosen, size, f"{what}: {chosen_tv} and {tv}")
+        if fusion.canonical(size) != fusion.canonical(chosen):
+            same_extent(fusion, chosen, size, f"{what}: {chosen_tv} and {tv}")
         if not isinstance(chosen, Const) and isinstance(size, Const):
             chosen_tv, chosen = tv, size
     return chosen

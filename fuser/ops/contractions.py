@@ -57,18 +57,17 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
         check_rank_at_least(name, tv, 1)
     _same_dtypes(name, (a, b))
     ax, bx = axes_of(a), axes_of(b)
-    what = f"{name} of {a} and {b}"
     nbatch = max(a.ndim - 2, b.ndim - 2, 0)
     axes: list[IterDomain] = []
     for i in range(nbatch):
         back = nbatch - i + 2
         mapped = [(tv, x[-back]) for tv, x in ((a, ax), (b, bx)) if len(x) >= back]
-        axes.append(_axis(what, mapped))
+        axes.append(_axis(name, mapped))
     if a.ndim > 1:
-        axes.append(_axis(what, [(a, ax[-2])]))
+        axes.append(_axis(name, [(a, ax[-2])]))
     if b.ndim > 1:
-        axes.append(_axis(what, [(b, bx[-1])]))
-    k = _contracted(what, [(a, ax[-1]), (b, bx[max(b.ndim - 2, 0)])])
+        axes.append(_axis(name, [(b, bx[-1])]))
+    k = _contracted(name, [(a, ax[-1]), (b, bx[max(b.ndim - 2, 0)])])
     if k and sc.int_value(k[0].extent) == 0:
         return full_tensor([x.size for x in axes], Const(0, a.dtype()), a.dtype())
     out = new_output([*axes, *k], a.dtype(), [a, b])
@@ -91,13 +90,12 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
         if bias.ndim != 1:
             raise fail(name, f"bias must have 1 axis, got {bias}")
     _same_dtypes(name, operands)
-    what = f"{name} of {x} and {weight}"
-    axes = [_axis(what, [(x, a)]) for a in axes_of(x)[:-1]]
+    axes = [_axis(name, [(x, a)]) for a in axes_of(x)[:-1]]
     n = [(weight, axes_of(weight)[0])]
     if bias is not None:
         n.append((bias, axes_of(bias)[0]))
-    axes.append(_axis(what, n))
-    k = _contracted(what, [(x, axes_of(x)[-1]), (weight, axes_of(weight)[1])])
+    axes.append(_axis(name, n))
+    k = _contracted(name, [(x, axes_of(x)[-1]), (weight, axes_of(weight)[1])])
     # Only the mesh of x is copied: weights are often sharded on axes that the result lacks.
     out = new_output([*axes, *k], x.dtype(), [x])
     add_op(LinearOp(out, x, weight, bias))

@@ -132,7 +132,7 @@ def _check_slice(
                 f"Start Indices: {start} End Indices: {last}",
             )
     if strides is not None and any(sc.int_value(s) != 1 for s in strides):
-        raise fail(
+        raise unsupported(
             name,
             "nvFuser Limitation: All slice operation strides must be of const size 1. "
             f"Strides: {', '.join(map(str, strides))}",

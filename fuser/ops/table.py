@@ -223,6 +223,11 @@ def compute_dtype(op: TensorOp) -> DataType:
     else:
         tensors = [v for v in values if isinstance(v, TensorView)]
         dtype = operand_dtype((tensors or values)[0])
+    return computed_in(dtype)
+
+
+def computed_in(dtype: DataType) -> DataType:
+    """Return the dtype in which values of a dtype are computed."""
     return DataType.Float if dtype in HALF_LIKE else dtype
 
 

@@ -25,7 +25,9 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
+from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
+from fuser.ops.random import key_of
 from fuser.ops.table import POINTWISE, REDUCTIONS, compute_dtype
 
 Tensor = torch.Tensor
@@ -158,6 +160,27 @@ def _iota(op: nodes.IotaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [(counts.to(wide) * step + start).to(dtype)]
 
 
+def _random(op: nodes.RandomOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    seed, offset = key_of(op)
+    index = torch.zeros((), dtype=torch.int64, device=cx.device)
+    for k, (size, extent) in enumerate(zip(cx.sizes(op.out), op.shape, strict=True)):
+        begin = cx.int_of(op.begin[k]) if op.begin else 0
+        places = torch.arange(begin, begin + size, device=cx.device)
+        index = (index * cx.int_of(extent)).unsqueeze(-1) + places
+    ends = [0.0, 1.0]
+    if op.a is not None and op.b is not None:
+        ends = [sc.evaluate(x, cx.values) for x in (op.a, op.b)]
+    numbers = random_numbers(
+        op.kind,
+        index,
+        ends,
+        seed=cx.int_of(seed),
+        offset=cx.int_of(offset),
+        dtype=to_torch(op.out.dtype()),
+    )
+    return [cx.store(numbers, op.out)]
+
+
 # ------------------------------------------------------------------ reductions
 def _reduced_positions(tv: TensorView) -> list[int]:
     return [i for i, a in enumerate(tv.domain.logical) if a.kind is IterType.reduction]
@@ -231,6 +254,7 @@ _RULES: dict[type[nodes.TensorOp], Rule] = {
     nodes.CatOp: _cat,
     nodes.FullOp: _full,
     nodes.IotaOp: _iota,
+    nodes.RandomOp: _random,
     nodes.ReductionOp: _reduction,
     nodes.WelfordOp: _welford,
     nodes.MatmulOp: _matmul,

@@ -13,7 +13,6 @@ forwarding of cheap producer chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Literal, NoReturn
 
 from fuser.errors import UnsupportedError
@@ -26,7 +25,8 @@ from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
-from fuser.record import record
+from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger, elements
+from fuser.record import record, replace
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
@@ -75,7 +75,6 @@ VIEW_OPS = (
     nodes.ExpandOp,
     nodes.SliceOp,
 )
-REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 
 # A tensor whose recomputation would read more full-size tensors than this is stored instead.
 MAX_RECOMPUTED_INPUTS = 3
@@ -124,8 +123,6 @@ class _Segmenter:
             else:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
         self.strides: dict[TensorView, tuple[Scalar, ...]] = {}
-        # Pairs of groups that no scheduler takes as one.
-        self.refused: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
 
     def run(self) -> SegmentedFusion:
         self._mark_aliases()
@@ -268,8 +265,8 @@ class _Segmenter:
             # An expanded result is larger than what it repeats: the readers expand it.
             if any(a.expanded is not None for o in e.outputs for a in o.domain.logical):
                 continue
-            biggest = {_elements(t) for t in tensors}
-            if all(_elements(o) in biggest for o in e.outputs) and len(biggest) == 1:
+            biggest = {elements(t) for t in tensors}
+            if all(elements(o) in biggest for o in e.outputs) and len(biggest) == 1:
                 reduced.update(dict.fromkeys(e.outputs))
         return reduced
 
@@ -283,7 +280,7 @@ class _Segmenter:
                 if out in stored or len(uses) < 2:
                     continue
                 ops, inputs = self._cone([out], stored)
-                full = sum(_elements(t) == _elements(out) for t in inputs)
+                full = sum(elements(t) == elements(out) for t in inputs)
                 if full > MAX_RECOMPUTED_INPUTS and ops:
                     stored[out] = None
 
@@ -310,8 +307,8 @@ class _Segmenter:
         # The sibling of a result that is computed here (a mean beside its variance) is not read.
         return ops, {v: None for v in inputs if self.fusion.definition(v) not in ops}
 
-    def _cones(self, stored: dict[TensorView, None]) -> list[_Group]:
-        groups: list[_Group] = []
+    def _cones(self, stored: dict[TensorView, None]) -> list[Group]:
+        groups: list[Group] = []
         seen: set[TensorView] = set()
         for e in self.exprs:
             if self.kind[e] != "kernel":
@@ -321,14 +318,16 @@ class _Segmenter:
                 continue
             seen.update(targets)
             ops, inputs = self._cone(targets, stored)
-            groups.append(_Group(frozenset(ops), tuple(targets), tuple(inputs)))
+            at = [self.position[op] for op in ops]
+            found = frozenset(ops), tuple(targets), tuple(inputs)
+            groups.append(Group(*found, min(at), max(at)))
         return groups
 
-    def _accepted_cones(self, stored: dict[TensorView, None]) -> list[_Group]:
+    def _accepted_cones(self, stored: dict[TensorView, None]) -> list[Group]:
         """Return the cones; what no scheduler accepts is cut where its reductions end."""
-        known: dict[object, _Group] = {}
+        known: dict[object, Group] = {}
         while True:
-            refused: _Group | None = None
+            refused: Group | None = None
             for group in (groups := self._cones(stored)):
                 accepted = known.get((group.ops, group.outputs)) or self._accepted(group)
                 if accepted is None:
@@ -348,103 +347,24 @@ class _Segmenter:
                 self._refuse(refused)
             stored.update(dict.fromkeys(ends))
 
-    def _merge(self, groups: list[_Group]) -> list[_Group]:
-        """Merge groups that share inputs or feed one another while a scheduler accepts them.
+    def _merge(self, groups: list[Group]) -> list[Group]:
+        merger = Merger(
+            self.fusion,
+            groups,
+            [e for e in self.exprs if self.kind[e] != "kernel"],
+            self.position,
+            accept=self._accepted,
+            may_share_kernel=self.may_share_kernel,
+        )
+        return merger.run()
 
-        Reductions that share inputs come first: what waits for one of them mostly waits for all.
-        """
-        for kind in ("reduction", None, "pointwise"):
-            while (pair := self._mergeable(groups, kind)) is not None:
-                (i, j), union = pair
-                groups[i] = union
-                del groups[j]
-        return groups
-
-    def _mergeable(
-        self, groups: list[_Group], kind: str | None
-    ) -> tuple[tuple[int, int], _Group] | None:
-        """Return the first two groups that merge, both of a kind; None: of which one waits for a
-        reduction of the other."""
-        touching: dict[TensorView, list[int]] = {}
-        for i, group in enumerate(groups):
-            for t in dict.fromkeys((*group.inputs, *group.outputs)):
-                touching.setdefault(t, []).append(i)
-        for i, group in enumerate(groups):
-            # Only groups that share a tensor may merge.
-            near = {j for t in (*group.inputs, *group.outputs) for j in touching[t] if j > i}
-            for j in sorted(near):
-                union = self._try_merge(groups, i, j, kind)
-                if union is not None:
-                    return (i, j), union
-        return None
-
-    def _try_merge(self, groups: list[_Group], i: int, j: int, kind: str | None) -> _Group | None:
-        a, b = groups[i], groups[j]
-        feeds = bool(set(a.outputs) & set(b.inputs)) or bool(set(b.outputs) & set(a.inputs))
-        if not feeds and (kind is None or not set(a.inputs) & set(b.inputs)):
-            return None
-        spaces = _space(a), _space(b)
-        if kind is None and not any(space[0] == "reduction" for space in spaces):
-            return None
-        if kind is not None and (spaces[0] != spaces[1] or spaces[0][0] != kind):
-            return None
-        if kind == "reduction" and feeds:
-            return None  # such a kernel goes over its rows several times
-        if (a.ops, b.ops) in self.refused or self._path_outside(groups, i, j):
-            return None
-        if not self.may_share_kernel(next(iter(a.ops)), next(iter(b.ops))):
-            return None
-        union = self._accepted(self._union(groups, a, b))
-        if union is None or (kind is None and union.scheduler != "inner_persistent"):
-            self.refused.add((a.ops, b.ops))
-            return None
-        return union
-
-    def _union(self, groups: list[_Group], a: _Group, b: _Group) -> _Group:
-        """Return both groups as one, which writes what others read."""
-        ops = a.ops | b.ops
-        others = {t for g in groups if g is not a and g is not b for t in g.inputs}
-        others.update(v for e in self.exprs if self.kind[e] != "kernel" for v in e.inputs)  # pyright: ignore[reportArgumentType]
-        others.update(self.fusion.outputs)
-        outputs = tuple(o for o in dict.fromkeys((*a.outputs, *b.outputs)) if o in others)
-        made = {*a.outputs, *b.outputs}
-        inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in made)
-        return _Group(ops, outputs, inputs)
-
-    def _path_outside(self, groups: list[_Group], i: int, j: int) -> bool:
-        """Whether a path between two groups runs through a third step (merging would cycle)."""
-        producers: dict[TensorView, object] = {}
-        reads: dict[object, tuple[TensorView, ...]] = {}
-        for k, g in enumerate(groups):
-            reads[k] = g.inputs
-            producers.update(dict.fromkeys(g.outputs, k))
-        for e in self.exprs:
-            if self.kind[e] != "kernel":
-                reads[e] = tuple(v for v in e.inputs if isinstance(v, TensorView))
-                producers.update(dict.fromkeys(e.outputs, e))
-
-        def reaches(start: int, goal: int) -> bool:
-            todo = [producers[t] for t in reads[start] if t in producers]
-            todo = [step for step in todo if step != goal]
-            seen: set[object] = set()
-            while todo:
-                step = todo.pop()
-                if step == goal:
-                    return True
-                if step not in seen:
-                    seen.add(step)
-                    todo += [producers[t] for t in reads[step] if t in producers]
-            return False
-
-        return reaches(i, j) or reaches(j, i)
-
-    def _accepted(self, group: _Group) -> _Group | None:
+    def _accepted(self, group: Group) -> Group | None:
         """Return the group with its fusion and scheduler, None when no scheduler accepts it."""
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
         scheduler = self.find_scheduler(fusion)
         return None if scheduler is None else replace(group, scheduler=scheduler, fusion=fusion)
 
-    def _refuse(self, group: _Group) -> NoReturn:
+    def _refuse(self, group: Group) -> NoReturn:
         ops = self._in_order(group)
         outputs = ", ".join(map(str, group.outputs))
         raise UnsupportedError(
@@ -453,11 +373,11 @@ class _Segmenter:
             f"{extract(self.fusion, ops, group.inputs, group.outputs).print_math()}"
         )
 
-    def _in_order(self, group: _Group) -> tuple[TensorOp, ...]:
+    def _in_order(self, group: Group) -> tuple[TensorOp, ...]:
         return tuple(sorted(group.ops, key=self.position.__getitem__))
 
     # ------------------------------------------------------------ order
-    def _order(self, groups: list[_Group]) -> list[Segment]:
+    def _order(self, groups: list[Group]) -> list[Segment]:
         """Return segments in run order: as early as their inputs allow, in program order."""
         steps: list[tuple[int, Segment]] = []
         for g in groups:
@@ -492,34 +412,9 @@ class _Segmenter:
         return ordered
 
 
-@record
-class _Group:
-    ops: frozenset[TensorOp]
-    outputs: tuple[TensorView, ...]
-    inputs: tuple[TensorView, ...]
-    scheduler: str = ""
-    fusion: Fusion | None = None
-
-
 def _is_boundary(op: TensorOp) -> bool:
     """Whether the user put a border between two kernels here (`ops.segment_set`)."""
     return isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
-
-
-def _elements(tv: TensorView) -> Scalar:
-    """Return the number of elements that memory holds (broadcast axes count once)."""
-    return tv.fusion.canonical(storage.elements(tv))
-
-
-def _space(group: _Group) -> tuple[object, ...]:
-    """Return what two groups must share to be merged: pointwise or reduction, and its size."""
-    reductions = [e for e in group.ops if isinstance(e, REDUCTION_OPS)]
-    if reductions:
-        shapes = {
-            tuple((a.kind, str(a.extent)) for a in e.out_tensor.domain.logical) for e in reductions
-        }
-        return ("reduction", tuple(sorted(map(str, shapes))))
-    return ("pointwise", max(str(_elements(o)) for o in group.outputs))
 
 
 def extract(

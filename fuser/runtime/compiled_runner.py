@@ -46,8 +46,9 @@ class _Build:
         self._owner = os.getpid()
         self._ends = contextlib.ExitStack()
         self.process: subprocess.Popen[bytes] | None = None
-        # One rank of a host compiles; the lock goes with this process, however it ends.
-        if not self._ends.enter_context(cache.lock(key, deadline_s=0.001)):
+        # One rank of a host compiles, where others find what it makes; the lock goes with this
+        # process, however it ends.
+        if not self._ends.enter_context(cache.lock(key, deadline_s=0.001)) and cache.is_kept():
             self._ends.close()
             return
         try:
@@ -67,20 +68,19 @@ class _Build:
             self.end()
             raise _Absent(str(error)) from error
 
-    def poll(self) -> bool:
-        """Returns whether the compiler has ended; then the cache has the library."""
+    def poll(self) -> Binary | None:
+        """Returns the library once the compiler has ended, whether or not the cache can keep it."""
         if self.process is None or self.process.poll() is None:
-            return False
+            return None
         try:
             if self.process.returncode:
                 log = self._log.read_text(errors="replace").strip()
                 raise _Absent(f"the compiler refused it: {log.partition(chr(10))[0]}")
-            self._cache.store({self._key: _NAME}, self._library.read_bytes(), "so")
+            return self._cache.store({self._key: _NAME}, self._library.read_bytes(), "so")
         except OSError as error:
             raise _Absent(f"what the compiler made cannot be read: {error}") from error
         finally:
             self.end()
-        return True
 
     def end(self) -> None:
         """Ends the compiler if it still runs, and removes what it made; in a forked child, neither:
@@ -135,13 +135,18 @@ def wait(timeout_s: float) -> ModuleType | None:
 def _look() -> ModuleType | None:
     """Loads what the cache has, else looks after the compiler."""
     if _state.build is not None:
-        if not _state.build.poll():
+        made = _state.build.poll()
+        if made is None:
             return None
         _state.build = None
+        return _loaded(made)
     key, kernels = _key(), KernelCache()
     binary = kernels.find(key, _NAME)
     if binary is not None:
-        return _loaded(binary)
+        _tables()
+        # What another compiler has left there may be no library; this one's is looked at again.
+        with contextlib.suppress(_Absent):
+            return _loaded(binary)
     build = _Build(key, kernels)
     if build.process is not None:
         _state.build = build

@@ -8,13 +8,12 @@ refuses.
 from __future__ import annotations
 
 import ctypes
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fuser.collector import uncollected
 from fuser.errors import KernelError
-from fuser.locks import make_lock
 from fuser.runtime.cuda_kernel import address_of, bind_primary_context, load_driver
 from fuser.runtime.graphs import Slots
 from fuser.runtime.kernel import LaunchCall
@@ -47,32 +46,6 @@ class _Node:
     def __init__(self, handle: int, params: _KernelNodeParams) -> None:
         self.handle = ctypes.c_void_p(handle)
         self.params = params
-
-
-class _Uncollected:
-    """A context without garbage collections: what they would free may not go during a capture.
-
-    The last thread that leaves it lets them come again.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._was_enabled = make_lock(), 0, False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside and self._was_enabled:
-                gc.enable()
-
-
-_uncollected = _Uncollected()
 
 
 def _checked(what: str, result: tuple[Any, ...]) -> Any:
@@ -212,7 +185,7 @@ class CudaGraphs:
         # Other threads go on meanwhile, and allocate elsewhere.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         pool = self._place.pool
-        with torch.cuda.stream(entry), torch.cuda.use_mem_pool(pool), _uncollected:
+        with torch.cuda.stream(entry), torch.cuda.use_mem_pool(pool), uncollected:
             _checked("cuStreamBeginCapture", driver.cuStreamBeginCapture(stream, mode))
             try:
                 for act in actions:

@@ -203,6 +203,10 @@ class KernelCache:
             entry = {"key": key, "object": binary.name, "symbol": symbol}
             _write_atomically(self.folder / "entries" / key, json.dumps(entry).encode())
 
+    def is_kept(self) -> bool:
+        """Returns whether the folder takes what is stored, as far as its rights tell."""
+        return os.access(self.folder / "objects", os.W_OK)
+
     # ------------------------------------------------------------ the bound
     def _evict(self, nbytes: int) -> None:
         """Looks at the folder at the first store of a process, and after each sixteenth of the

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 
-RT_FILES = ("rt.h", "rt_math.h", "rt_reduce.h")
+RT_FILES = ("rt.h", "rt_math.h", "rt_random.h", "rt_reduce.h")
 SIMT_FILES = ("simt_abi.h", "simt.h")
 ENGINE_FILE = "simt_engine.cpp"
 

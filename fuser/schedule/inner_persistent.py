@@ -11,16 +11,15 @@ merged into one, the row, which a block takes, or some threads of one:
 Kept: each thread loads its part of the row into registers once, as memory has it, and what follows
 is computed from there; what costs more to compute than to keep, and is needed at several levels
 (`rows.py`), is kept, too. Looped, for rows that do not fit: every level goes over the row again.
+Shifted, where no word of memory divides the rows: each is moved back to where its first word
+begins (`ir.domain.Shift`); the elements of that word, and of the last, that are its neighbours' are
+loaded with them and not looked at. Tensors that have the row alone are read element by element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
-from math import prod
+from collections.abc import Mapping, Sequence
 
-from fuser.device import DeviceInfo
 from fuser.ir import primitives
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
@@ -29,100 +28,34 @@ from fuser.ir.nodes import LinearOp, MatmulOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.record import record
-from fuser.schedule.facts import Facts, RunExtents
+from fuser.schedule.inner_persistent_params import InnerPersistentParams
 from fuser.schedule.pointwise import common_rejection
 from fuser.schedule.propagate import AxisMatcher
+from fuser.schedule.row_view import RowView, reference_of, rewrite
 from fuser.schedule.rows import (
-    EXPENSIVE,
     REDUCTIONS,
-    divide_once,
     kept_values,
     levels_of,
-    most_bytes,
     separate_levels,
-    two_pass_welford,
 )
-from fuser.schedule.space import Access, Space, iteration_space
+from fuser.schedule.space import Access, iteration_space
 from fuser.schedule.tiling import (
     Loops,
     arrange,
     cache_input,
     intermediates,
     parallelize,
+    shift_rows,
     split_tile,
     vectorize_last,
 )
-from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
 
 PT = ParallelType
 NOTHING: Mapping[TensorView, Access] = {}
-# Registers that a thread keeps of its row: with two blocks or more on a multiprocessor one loads
-# while another computes.
-KEPT_REGISTERS = 32
-# Of one multiprocessor, what a row may keep at most, and up to where results of costly ops are kept
-# rather than computed again.
-ROW_REGISTERS = 40 * 1024
-ROW_REGISTERS_COSTLY = 16 * 1024
-THREADS_PER_BLOCK = 128
-# Bytes of a line of memory.
-LINE = 128
-# Threads of a multiprocessor: what is cheap is computed again rather than kept in more registers.
-RESIDENT = 768
-RESIDENT_ONE = 1024
-# Threads along a row, so that few shapes of kernels exist.
-ROW_THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LOOPED_THREADS = 512
-LOOPED_BYTES = 32
-# Up to this many elements, any number of rows is one kernel; up to LONG_ROW, FEW_ROWS and more are:
-# separate kernels share a long row between blocks. Not every longer one fits registers.
-SHORT_ROW = 8192
-LONG_ROW = 16384
-FEW_ROWS = 32
-
-
-@record
-class InnerPersistentParams:
-    """What the inner persistent scheduler decides. Zero threads: plain loops of the CPU.
-
-    `kept` counts the elements of a row in one thread; 0: every level loops over the row, `unroll`
-    vectors of each input at a time. `keeps_costly`: results of costly ops are kept, too.
-    `resident` threads are to find registers on a multiprocessor (0: the compiler decides).
-    `exact`: what the threads keep is the row, so that nothing has to be tested.
-    """
-
-    threads_x: int = 0
-    threads_y: int = 1
-    vector: int = 1
-    kept: int = 0
-    keeps_costly: bool = False
-    unroll: int = 1
-    resident: int = 0
-    exact: bool = False
-
-    def is_near(self, other: InnerPersistentParams) -> bool:
-        """Whether kernels of both differ in nothing that a small input would notice. Where one is
-        exact, its guards tell whether it serves."""
-        return replace(self, exact=False) == replace(other, exact=False)
-
-    def is_alike(self, other: InnerPersistentParams) -> bool:
-        """Whether a kernel made with `other` serves, if less well: not with most threads idle."""
-        if (self.vector, bool(self.kept)) != (other.vector, bool(other.kept)):
-            return False
-        sizes = self.threads_x * self.kept, other.threads_x * other.kept
-        return max(sizes) <= 2 * min(sizes)
-
-    def __str__(self) -> str:
-        if not self.threads_x:
-            return "inner_persistent(loops)"
-        what = f"looped, unroll {self.unroll}"
-        if self.kept:
-            what = f"kept {self.kept}" + (" with results" if self.keeps_costly else "")
-        return (
-            f"inner_persistent(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
-            f"{what}, resident {self.resident}"
-            f"{', exact' if self.exact else ''})"
-        )
+# Rows of so many elements are one kernel where there are so many of them: separate kernels share a
+# long row between blocks. What does not fit registers is read again. Of the last pair only rows of
+# 50257 in bfloat16, 2048 of them, were measured on an H200.
+ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 
 
 # ------------------------------------------------------------------ what is accepted
@@ -195,12 +128,12 @@ def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
 
 def pays(rows: int, columns: int) -> bool:
     """Whether one kernel takes no longer than several, which share a long row between blocks."""
-    return columns <= SHORT_ROW or (columns <= LONG_ROW and rows >= FEW_ROWS)
+    return any(columns <= longest and rows >= fewest for longest, fewest in ROWS_THAT_PAY)
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
     """Whether one kernel pays for these sizes; unknown ones are those of many short rows."""
-    extents = row_extents(_reference(fusion))
+    extents = row_extents(reference_of(fusion))
     try:
         rows, columns = (int(sc.evaluate(x, sizes)) for x in extents)
     except KeyError:
@@ -208,140 +141,12 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
     return pays(rows, columns)
 
 
-# ------------------------------------------------------------------ the fusion, seen along rows
-def _reference(fusion: Fusion) -> TensorView:
-    return next(op.out_tensor for op in fusion.exprs if isinstance(op, REDUCTIONS))
-
-
-class _View:
-    """A fusion along the rows of its reference."""
-
-    def __init__(self, fusion: Fusion) -> None:
-        self.fusion = fusion
-        self.reference = _reference(fusion)
-        self.graph = AxisGraph(fusion)
-        self.space: Space = iteration_space(fusion, self.reference, self.graph)
-        runs = self.space.runs(self.space.memory_order())
-        self.iterated = [list(r) for r in runs if not self.space.is_reduced(r[0])]
-        self.reduced = [list(r) for r in runs if self.space.is_reduced(r[0])]
-        self.matcher = AxisMatcher(self.graph, self.reference)
-        logical = self.reference.domain.logical
-        self.row_axes = frozenset(logical[p].number for r in self.reduced for p in r)
-        self.iterated_axes = frozenset(logical[p].number for r in self.iterated for p in r)
-
-    @property
-    def innermost(self) -> int:
-        return self.reduced[-1][-1]
-
-    def axes(self, tv: TensorView) -> frozenset[int] | None:
-        """Return the axes of the reference that a tensor iterates; None where it has others."""
-        concrete = [a for a in tv.domain.no_reductions if not a.is_broadcast]
-        matches = [self.matcher.reference_of(a) for a in concrete]
-        found = frozenset(m.number for m in matches if m is not None)
-        return None if None in matches or len(found) < len(concrete) else found
-
-    def is_per_row(self, tv: TensorView) -> bool:
-        """Whether a tensor has one value for each row."""
-        axes = self.axes(tv)
-        return axes is not None and not axes & self.row_axes
-
-    @cached_property
-    def full(self) -> frozenset[TensorView]:
-        """Return the tensors that have all axes, those read at shifted indices excepted."""
-        wanted = self.row_axes | self.iterated_axes
-        unknown = {a.tv for a in self.space.accesses if a.order is None and not a.is_output}
-        return frozenset(
-            tv for tv in self.fusion.tensors() if tv not in unknown and self.axes(tv) == wanted
-        )
-
-    def is_costly(self, op: TensorOp) -> bool:
-        """Whether computing an op again costs more than keeping its result: it is expensive, or
-        reads memory that is not kept."""
-        full = self.full
-        return op.name in EXPENSIVE or any(
-            isinstance(v, TensorView) and v in self.fusion.inputs and v not in full
-            for v in op.inputs
-        )
-
-
-# ------------------------------------------------------------------ heuristics
-def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Return the parameters that rely on nothing."""
-    if device.kind == "cpu":
-        return InnerPersistentParams()
-    return InnerPersistentParams(threads_x=THREADS_PER_BLOCK)
-
-
-def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Return what chooses form, vector width and thread shape for an input class."""
-    if device.kind == "cpu":
-        loops = InnerPersistentParams()
-        return lambda facts: loops
-    given, _ = fusion.copy()
-    _rewrite(given, InnerPersistentParams(threads_x=1, kept=1))
-    view = _View(given)
-    logical = view.reference.domain.logical
-    widths = VectorWidths(view.space.vector_candidates(view.innermost))
-    extents = RunExtents(given, [[logical[p] for p in run] for run in view.iterated + view.reduced])
-    count = len(view.iterated)
-    kept = kept_values(given, view.full, is_costly=view.is_costly)
-    inputs = kept_values(given, view.full, is_costly=lambda op: False)
-    has_costly = len(kept) > len(inputs)
-    widest = max((a.nbytes for a in view.space.accesses if not a.is_output), default=4)
-
-    def choose(facts: Facts) -> InnerPersistentParams:
-        found = extents.of(facts)
-        rows, columns = prod(found[:count]), prod(found[count:])
-        vector = widths.of(facts, found[-1])
-        plans = [(most_bytes(inputs, vector), False)]
-        if has_costly:
-            plans.insert(0, (most_bytes(kept, vector), True))
-        for nbytes, costly in plans:
-            limit = ROW_REGISTERS_COSTLY if costly else ROW_REGISTERS
-            if columns * nbytes <= 4 * limit:
-                return _kept_params(rows, columns, (vector, widest), nbytes, costly, device)
-        return _looped_params(columns, vector, widest)
-
-    return choose
-
-
-def _kept_params(
-    rows: int, columns: int, widths: tuple[int, int], nbytes: int, costly: bool, device: DeviceInfo
-) -> InnerPersistentParams:
-    vector, widest = widths
-    chunks = -(-columns // vector)
-    # The compiler keeps what it converts in its wider form.
-    most = max(4 * KEPT_REGISTERS // (max(nbytes, 4) * vector), 1)
-    # Lanes that lie side by side read whole lines of memory; those without work cost as others do.
-    least = min(max(LINE // (vector * widest), 1), device.warp_size, power_of_two_at_least(chunks))
-    fit = [t for t in ROW_THREADS if least <= t and t * most >= chunks] or [ROW_THREADS[-1]]
-    warp = [t for t in fit if t <= device.warp_size] or fit[:1]
-    x = min(warp, key=lambda t: t * -(-chunks // t))
-    batch = -(-chunks // x)
-    y = max(THREADS_PER_BLOCK // x, 1) if rows > device.sm_count else 1
-    exact = x * batch * vector == columns and rows % y == 0
-    if x * batch != chunks:
-        # Rows of many lengths share few kernels.
-        batch = max(min(power_of_two_at_least(batch), most), batch)
-    kept = batch * vector
-    # Several narrow inputs take more registers once they are converted.
-    resident = RESIDENT_ONE if costly or nbytes < 4 else RESIDENT
-    return InnerPersistentParams(x, y, vector, kept, costly, resident=resident, exact=exact)
-
-
-def _looped_params(columns: int, vector: int, widest: int) -> InnerPersistentParams:
-    chunks = -(-columns // vector)
-    x = min(power_of_two_at_least(chunks), LOOPED_THREADS)
-    unroll = max(LOOPED_BYTES // (vector * widest), 1)
-    unroll = min(power_of_two_at_most(unroll), power_of_two_at_least(-(-chunks // x)), 8)
-    return InnerPersistentParams(x, 1, vector, unroll=unroll)
-
-
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     """Schedule the fusion in place."""
-    _rewrite(fusion, params)
-    view = _View(fusion)
+    fusion.resident_threads = params.resident
+    rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
+    view = RowView(fusion)
     if params.threads_x == 0:
         _apply_loops(view)
         return
@@ -352,27 +157,10 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     kept = [tv for tv in kept if tv not in fusion.inputs]
     per_row = [tv for tv in fusion.tensors() if view.is_per_row(tv)]
     needed = separate_levels(fusion, frozenset({*kept, *per_row}))
-    _apply_threads(_View(fusion), params, kept, needed)
+    _apply_threads(RowView(fusion), params, kept, needed)
 
 
-def _rewrite(fusion: Fusion, params: InnerPersistentParams) -> None:
-    """Give the fusion the ops that suit the form."""
-    _fork_outputs(fusion)
-    fusion.resident_threads = params.resident
-    if params.kept:
-        two_pass_welford(fusion)
-    if params.threads_x:
-        divide_once(fusion, _View(fusion).is_per_row)
-
-
-def _fork_outputs(fusion: Fusion) -> None:
-    """An output that others read is computed in registers; its copy is the output."""
-    for out in dict.fromkeys(fusion.outputs):
-        if fusion.uses(out):
-            primitives.cache_fork(out)
-
-
-def _groups(view: _View) -> list[list[int]]:
+def _groups(view: RowView) -> list[list[int]]:
     """Return the rows, as one group with the broadcast axes of the reference, and the row."""
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
@@ -381,7 +169,7 @@ def _groups(view: _View) -> list[list[int]]:
     return [g for g in (rows, row) if g]
 
 
-def _apply_loops(view: _View) -> None:
+def _apply_loops(view: RowView) -> None:
     groups = _groups(view)
     arrange(view.reference, groups)
     # Broadcast axes alone are no rows: what reads the result may lack them.
@@ -389,7 +177,7 @@ def _apply_loops(view: _View) -> None:
 
 
 def _apply_threads(
-    view: _View,
+    view: RowView,
     params: InnerPersistentParams,
     kept: list[TensorView],
     needed: Mapping[TensorView, int],
@@ -400,7 +188,7 @@ def _apply_threads(
     ahead: dict[TensorView, Access] = {}
     for access in [a for a in view.space.accesses if not a.is_output and a.order]:
         tv = access.tv
-        is_wide = params.vector > 1 and access.is_vector_candidate(view.innermost)
+        is_wide = _is_wide(view, params, access)
         if params.kept and tv in full and fusion.uses(tv):
             copy = cache_input(tv)
             kept.append(copy)
@@ -413,23 +201,25 @@ def _apply_threads(
                 ahead[copy] = access
     once = _once_per_row(view, levels) if view.iterated else []
     shared, tile = _shape(view, params)
-    wide = [
-        out
-        for out in dict.fromkeys(fusion.outputs)
-        if params.vector > 1 and accesses[out].is_vector_candidate(view.innermost)
-    ]
+    wide = [out for out in dict.fromkeys(fusion.outputs) if _is_wide(view, params, accesses[out])]
     # What is loaded again and again is loaded a tile at a time: all of it is under way at once.
     _finish(view, shared if view.iterated else 0, kept, ahead, 1 if params.kept else tile)
     for tv in once:
         tv.compute_at = 0
     for copy, access in ahead.items():
-        if params.vector > 1 and access.is_vector_candidate(view.innermost):
+        if _is_wide(view, params, access):
             vectorize_last(copy)
     for out in wide:
         vectorize_last(out)
 
 
-def _once_per_row(view: _View, levels: dict[TensorView, int]) -> list[TensorView]:
+def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bool:
+    """Whether a tensor is accessed in vectors: where rows are shifted, one that lies as they do."""
+    is_candidate = params.vector > 1 and access.is_vector_candidate(view.innermost)
+    return is_candidate and (not params.shifted or access.tv in view.full)
+
+
+def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorView]:
     """Return what has a value for each row and is read along it: a register of each thread."""
     fusion, found = view.fusion, list[TensorView]()
     for access in view.space.accesses:
@@ -462,12 +252,14 @@ def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> lis
     return list(found.values())
 
 
-def _shape(view: _View, params: InnerPersistentParams) -> tuple[int, int]:
+def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
     """Build the loops of the reference; return how many of them are rows, and the tile's."""
     tv, groups = view.reference, _groups(view)
     if params.exact:
         _assume_exact(view, groups, params)
     arrange(tv, groups)
+    if params.shifted and params.vector > 1:
+        shift_rows(tv, 0, 1, params.vector)
     types: list[ParallelType] = []
     if len(groups) > 1:
         if params.threads_y > 1:
@@ -483,12 +275,14 @@ def _shape(view: _View, params: InnerPersistentParams) -> tuple[int, int]:
     if params.kept:
         # One tile holds the row.
         view.fusion.assume(tv.domain.loop[at].extent, sc.ONE)
-    tile += [PT.serial] if params.vector > 1 else []
+    if params.vector > 1:
+        # Only the words at the ends of a shifted row are tested element by element.
+        tile += [PT.unswitch if params.shifted else PT.serial]
     parallelize(tv, [*types, PT.serial, *tile])
     return at, len(tile)
 
 
-def _assume_exact(view: _View, groups: list[list[int]], params: InnerPersistentParams) -> None:
+def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersistentParams) -> None:
     """Make the length of the row a constant, and the rows whole blocks."""
     logical = view.reference.domain.logical
     *rows, row = groups
@@ -500,7 +294,7 @@ def _assume_exact(view: _View, groups: list[list[int]], params: InnerPersistentP
 
 
 def _finish(
-    view: _View,
+    view: RowView,
     shared: int,
     kept: Sequence[TensorView],
     ahead: Mapping[TensorView, Access] = NOTHING,
@@ -509,7 +303,7 @@ def _finish(
     """Give all tensors their loops and positions: `shared` loop axes of the reference are rows,
     what is loaded `ahead` has `inside` loops of its own."""
     fusion, reference = view.fusion, view.reference
-    loops, view = Loops(fusion, reference), _View(fusion)
+    loops, view = Loops(fusion, reference), RowView(fusion)
     for tv in (*fusion.outputs, *intermediates(fusion, ())):
         axes = view.axes(tv)
         is_step = isinstance(tv.definition(), REDUCTIONS) or tv in fusion.outputs

@@ -9,7 +9,6 @@ other axis itself. No walk over paths between tensors is needed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from fuser.errors import DefinitionError
 from fuser.ir.axis_graph import AxisGraph
@@ -17,6 +16,7 @@ from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import (
     IterDomain,
     Merge,
+    Shift,
     Split,
     Swizzle1D,
     TensorDomain,
@@ -28,6 +28,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.path import Rules, forward, replay, transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.record import replace
 
 Matches = Mapping[int, IterDomain]
 """Number of a reference axis -> the axis of the target that stands for it."""
@@ -96,42 +97,84 @@ class _Repeat(Rules[IterDomain]):
     def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
         return self.built.swizzle(inp, t.ptype)
 
+    def shift(
+        self, t: Shift, rows: IterDomain | None, inp: IterDomain | None
+    ) -> tuple[IterDomain | None, IterDomain | None]:
+        if rows is None or inp is None:
+            return rows, inp
+        return self.built.shift(rows, inp, t.width)
 
-def apply_replay(
-    target: TensorView,
-    reference: TensorDomain,
-    matches: Matches,
-    types: Mapping[int, ParallelType] | None = None,
-) -> dict[int, IterDomain]:
-    """Give `target` the reference's loop order and transforms; axes without a match go last.
 
-    `types` gives parallel types by the number of a reference loop axis. Returns the match of every
-    reference axis.
+class LoopReplay:
+    """Gives tensors the loop order and transforms of a reference; what has no match goes last.
+
+    `types` gives parallel types by the number of a reference loop axis.
     """
-    domain = target.domain
-    rules = _Repeat(target.fusion)
-    serial = {n: _unparallelized(a) for n, a in matches.items()}
-    steps = forward(transforms_between(reference, reference.logical, reference.loop))
-    found = replay(steps, serial, rules)
-    made = rules.built.transforms
-    loop: dict[int, IterDomain] = {}
-    for axis in reference.loop:
-        mine = found.get(axis.number)
-        if mine is not None and mine.number not in loop:
-            ptype = types.get(axis.number) if types else None
-            loop[mine.number] = mine if ptype is None else replace(mine, ptype=ptype)
-    used = {n for t in made for n in t.inputs} | set(loop)
-    rest = [n for n in domain.logical_numbers if n not in used]
-    kept = domain.transforms
-    if kept:
-        to_memory = transforms_between(domain, domain.logical, domain.allocation)
-        kept = (*transforms_between(domain, domain.maybe_root, domain.logical), *to_memory)
-    target.domain = domain.having(
-        loop=(*loop, *rest),
-        transforms=(*kept, *made),
-        axes=(*serial.values(), *rules.built.axes.values(), *loop.values()),
-    )
-    return found
+
+    def __init__(
+        self, reference: TensorDomain, types: Mapping[int, ParallelType] | None = None
+    ) -> None:
+        self._reference, self._types = reference, types or {}
+        self._steps = forward(transforms_between(reference, reference.logical, reference.loop))
+        # What came of domains that differ from others in nothing but numbers.
+        self._known: dict[object, TensorDomain] = {}
+
+    def apply(self, target: TensorView, matches: Matches) -> None:
+        """Rebind the target's domain; `matches` are of reference logical axes."""
+        domain = target.domain
+        if domain.transforms:
+            target.domain = self._replayed(target.fusion, domain, matches)
+            return
+        in_order = domain.states(sorted(domain.axes))
+        places = {a.number: k for k, a in enumerate(in_order)}
+        key = (
+            tuple([(a.kind, a.extent, a.ptype, a.expanded, a.rfactor) for a in in_order]),
+            tuple([places[n] for n in domain.logical_numbers]),
+            tuple([places[n] for n in domain.root_numbers]),
+            tuple([places[n] for n in domain.allocation_numbers]),
+            domain.contiguity,
+            tuple([(n, places[a.number]) for n, a in matches.items()]),
+        )
+        known = self._known.get(key)
+        if known is None:
+            made = self._replayed(target.fusion, domain, matches)
+            # An axis that nothing names any more would have no place in the next one.
+            if made.axes.keys() >= domain.axes.keys():
+                self._known[key] = made
+        else:
+            made = _renumbered(known, domain, target.fusion)
+        target.domain = made
+
+    def _replayed(self, fusion: Fusion, domain: TensorDomain, matches: Matches) -> TensorDomain:
+        reference, rules = self._reference, _Repeat(fusion)
+        serial = {n: _unparallelized(a) for n, a in matches.items()}
+        found = replay(self._steps, serial, rules)
+        made = rules.built.transforms
+        loop: dict[int, IterDomain] = {}
+        for axis in reference.loop:
+            mine = found.get(axis.number)
+            if mine is not None and mine.number not in loop:
+                ptype = self._types.get(axis.number)
+                loop[mine.number] = mine if ptype is None else replace(mine, ptype=ptype)
+        used = {n for t in made for n in t.inputs} | set(loop)
+        rest = [n for n in domain.logical_numbers if n not in used]
+        kept = domain.transforms
+        if kept:
+            to_memory = transforms_between(domain, domain.logical, domain.allocation)
+            kept = (*transforms_between(domain, domain.maybe_root, domain.logical), *to_memory)
+        return domain.having(
+            loop=(*loop, *rest),
+            transforms=(*kept, *made),
+            axes=(*serial.values(), *rules.built.axes.values(), *loop.values()),
+        )
+
+
+def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
+    """Return a domain that was made of one like `like`, for that one: new axes come after those
+    that were there, in the order of their numbers."""
+    names = dict(zip(made.axes, sorted(like.axes), strict=False))
+    names.update({n: fusion.next_axis() for n in made.axes if n not in names})
+    return made.map_axes(lambda a: a.numbered(names[a.number]))
 
 
 def _unparallelized(axis: IterDomain) -> IterDomain:
@@ -171,9 +214,9 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
     """
     fusion = reference_tv.fusion
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
-    reference = reference_tv.domain
+    loops = LoopReplay(reference_tv.domain)
     for tv in _chosen(reference_tv, selected_tensors):
-        apply_replay(tv, reference, matcher.matches(tv.domain))
+        loops.apply(tv, matcher.matches(tv.domain))
 
 
 def bounded_transform_backward(
@@ -204,9 +247,9 @@ def bounded_transform_backward(
     bounded = domain.having(
         root=(), loop=numbers(wanted), transforms=transforms_between(domain, domain.logical, wanted)
     )
-    matcher = AxisMatcher(AxisGraph(fusion), from_)
+    matcher, loops = AxisMatcher(AxisGraph(fusion), from_), LoopReplay(bounded)
     for tv in chosen:
-        apply_replay(tv, bounded, matcher.matches(tv.domain))
+        loops.apply(tv, matcher.matches(tv.domain))
     if propagate_parallel_type:
         parallelize_like(from_, position, chosen)
 

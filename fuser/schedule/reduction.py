@@ -41,6 +41,7 @@ from fuser.schedule.tiling import (
     intermediates,
     is_direct_input,
     parallelize,
+    shift_rows,
     split_tile,
     vectorize_last,
 )
@@ -75,7 +76,8 @@ class ReductionParams:
     """What the reduction scheduler decides. Zero threads: plain loops of the CPU.
 
     `grid` splits the reduction over that many blocks (1: none). `unroll_outer` unrolls the outer
-    one of two reduced runs. `columns` counts the vectors of columns of a thread.
+    one of two reduced runs. `columns` counts the vectors of columns of a thread. `shifted`: rows of
+    any length are read in whole words of memory (`ir.domain.Shift`).
     """
 
     inner: bool
@@ -86,6 +88,7 @@ class ReductionParams:
     grid: int = 1
     unroll_outer: bool = False
     columns: int = 1
+    shifted: bool = False
 
     def is_near(self, other: ReductionParams) -> bool:
         """Whether kernels of both differ in nothing that a small input would notice: how many
@@ -95,8 +98,8 @@ class ReductionParams:
 
     def is_alike(self, other: ReductionParams) -> bool:
         """Whether a kernel made with `other` serves, if less well."""
-        mine = (self.inner, self.vector, bool(self.threads_x))
-        return mine == (other.inner, other.vector, bool(other.threads_x))
+        forms = [(p.inner, p.vector, bool(p.threads_x), p.shifted) for p in (self, other)]
+        return forms[0] == forms[1]
 
     def __str__(self) -> str:
         form = "inner" if self.inner else "outer"
@@ -106,7 +109,8 @@ class ReductionParams:
         columns = f", columns {self.columns}" if self.columns > 1 else ""
         return (
             f"reduction({form}, threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
-            f"unroll {self.unroll}{where}, grid {self.grid}{columns})"
+            f"unroll {self.unroll}{where}, grid {self.grid}{columns}"
+            f"{', shifted' if self.shifted else ''})"
         )
 
 
@@ -217,6 +221,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     widths = VectorWidths([a for a in candidates if not (runs.inner and a.is_output)])
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
     loaded = loaded_bytes(space)
+    shifted = VectorWidths(_shiftable(space, runs))
     decide = _inner_params if runs.inner else _outer_params
 
     groups = [[logical[p] for p in run] for run in (*runs.iterated, *runs.reduced)]
@@ -229,9 +234,25 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
         vector = widths.of(facts, last)
         if not runs.inner and prod(reduced) <= SHORT_ROWS:
             return _short_params(prod(iterated), prod(reduced), vector, loaded, device)
+        words = shifted.wider(facts, last, vector)
+        if words:
+            reduced, step = [last + words - 1], (words, words * widest)
+            return replace(_inner_params(iterated, reduced, step, device), shifted=True)
         return decide(iterated, reduced, (vector, vector * widest), device)
 
     return choose
+
+
+def _is_loaded(space: Space, access: Access) -> bool:
+    """Whether an input is loaded ahead of its uses: it has all axes."""
+    return is_direct_input(access) and set(access.order or ()) == set(space.concrete)
+
+
+def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
+    """Return what is loaded ahead, where it is rows one behind the other; else nothing."""
+    found = tuple(a for a in space.accesses if _is_loaded(space, a))
+    has_rows = runs.inner and bool(runs.iterated) and len(runs.reduced) == 1
+    return found if has_rows and space.are_dense(found) else ()
 
 
 def _inner_params(
@@ -348,7 +369,7 @@ def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionP
     loaded: dict[TensorView, Access] = {}
     if params.vector * params.unroll * params.columns > 1:
         for access in space.accesses:
-            if is_direct_input(access) and set(access.order or ()) == set(space.concrete):
+            if _is_loaded(space, access):
                 loaded[cache_input(access.tv)] = access
     stored: dict[TensorView, TensorView] = {}
     if not runs.inner and params.vector > 1:
@@ -448,6 +469,8 @@ def _shape_inner(
     groups = [[p for run in rows for p in run]] if rows else []
     groups += [outer] if outer else []
     arrange(tv, [*groups, reduced[-1]])
+    if params.shifted and params.vector > 1:
+        shift_rows(tv, 0, 1, params.vector)
     types: list[ParallelType] = []
     at = 0
     if rows:

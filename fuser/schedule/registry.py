@@ -10,7 +10,7 @@ from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Symbol
 from fuser.record import record
-from fuser.schedule import inner_persistent, plain, pointwise, reduction
+from fuser.schedule import inner_persistent, inner_persistent_params, plain, pointwise, reduction
 from fuser.schedule.facts import Facts
 from fuser.schedule.ladder import rungs
 
@@ -57,9 +57,9 @@ _ROWS = (
     Scheduler(
         "inner_persistent",
         inner_persistent.accepts,
-        inner_persistent.chooser,
+        inner_persistent_params.chooser,
         inner_persistent.apply,
-        inner_persistent.generic,
+        inner_persistent_params.generic,
         inner_persistent.suits,
     ),
 )

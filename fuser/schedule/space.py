@@ -102,6 +102,11 @@ class Space:
                 runs.append([position])
         return tuple(tuple(r) for r in runs)
 
+    def are_dense(self, accesses: Iterable[Access]) -> bool:
+        """Whether tensors hold all axes, one element behind the other, in the same order."""
+        order = self.memory_order()
+        return all(a.order == order and all(a.contiguous) for a in accesses)
+
     def vector_candidates(self, inner: int) -> tuple[Access, ...]:
         return tuple(a for a in self.accesses if a.is_vector_candidate(inner))
 

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from fuser.ir import primitives
+from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.schedule.propagate import AxisMatcher, apply_replay, set_parallel_types
+from fuser.schedule.propagate import AxisMatcher, LoopReplay, set_parallel_types
 from fuser.schedule.space import Access
 
 PT = ParallelType
@@ -45,6 +47,16 @@ def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
     for k, group in enumerate(groups):
         for _ in range(len(group) - 1):
             tv.merge(k)
+
+
+def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
+    """Shift a loop axis so that in each row of dense memory its words of `width` elements are words
+    of memory; see `Shift`."""
+    built, loop = DomainBuilder(tv.fusion), list(tv.domain.loop)
+    loop[rows], loop[axis] = built.shift(loop[rows], loop[axis], sc.const(width))
+    tv.domain = tv.domain.with_loop(
+        [a.number for a in loop], *built.transforms, axes=built.axes.values()
+    )
 
 
 def split_tile(
@@ -80,10 +92,11 @@ class Loops:
         self.fusion = fusion
         self.reference = reference
         self._matcher = AxisMatcher(AxisGraph(fusion), reference)
-        self._types = {
+        types = {
             a.number: PT.serial if a.ptype is PT.vectorize else a.ptype
             for a in reference.domain.loop
         }
+        self._replay = LoopReplay(reference.domain, types)
         self._concrete = {a.number for a in reference.domain.logical if not a.is_broadcast}
 
     def repeat(self, tv: TensorView, *, only: frozenset[int] | None = None) -> bool:
@@ -103,9 +116,7 @@ class Loops:
         if not wanted <= have or not mine <= matched:
             return False
         usable = {n: a for n, a in matches.items() if n in wanted or not a.is_broadcast}
-        apply_replay(
-            tv, self.reference.domain, usable if only is None else _only(matches, only), self._types
-        )
+        self._replay.apply(tv, usable if only is None else _only(matches, only))
         return True
 
     def inline_whole(self, tv: TensorView) -> None:

@@ -9,6 +9,9 @@ from fuser.ir.laid import VECTOR_BYTES as VECTOR_BYTES
 from fuser.schedule.facts import Facts
 from fuser.schedule.space import Access
 
+# Rows of that many elements are shifted to words of memory, where these do not divide them.
+SHIFTED_COLUMNS = 64
+
 
 class VectorWidths:
     """The widest power of two that suits all candidates, for the facts of many input classes.
@@ -23,8 +26,17 @@ class VectorWidths:
 
     def of(self, facts: Facts, inner_extent: int) -> int:
         """Return the width where the inner run has this extent."""
-        width = self._within(facts) if facts.alignments else self._aligned
-        return gcd(width, inner_extent) if inner_extent else 1
+        return gcd(self.within(facts), inner_extent) if inner_extent else 1
+
+    def wider(self, facts: Facts, columns: int, width: int) -> int:
+        """Return the width for rows that are shifted to words of memory (`ir.domain.Shift`), where
+        it is larger than `width`; else 0."""
+        shifted = self.within(facts) if columns >= SHIFTED_COLUMNS else 0
+        return shifted if shifted > width else 0
+
+    def within(self, facts: Facts) -> int:
+        """Return the width where the inner run may have any extent."""
+        return self._within(facts) if facts.alignments else self._aligned
 
     def _within(self, facts: Facts) -> int:
         width = VECTOR_BYTES if self._candidates else 1

@@ -199,7 +199,7 @@ def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> 
     text = f"""\
 #define nvfuser_index_t int64_t
 {"".join(f"static constexpr {name} = {value};{chr(10)}" for name, value in constants.items())}\
-{codegen_text("peer_allreduce.h")}
+{codegen_text("peer_memory.h")}{codegen_text("peer_allreduce.h")}
 extern "C" __global__ void __launch_bounds__({MAX_THREADS}) peer_allreduce({listed}) {{
   Peers peers = {{
       {{{", ".join(areas)}}}, own, report, me, limit_ns, static_cast<uint64_t>(tag), 0}};

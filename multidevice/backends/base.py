@@ -15,13 +15,20 @@ from typing import Any
 
 import torch
 
-from fuser.errors import CommunicationError, DtypeError, InputError, ShardingError, UnsupportedError
+from fuser.errors import CommunicationError, InputError, ShardingError
 from fuser.torch_calls import raw_stream_on
 from multidevice.backends.captured import Captured
+from multidevice.backends.checks import (
+    FLOATING,
+    HALF,
+    check_fit,
+    check_reduction,
+    overlap,
+    tensor_text,
+)
 from multidevice.backends.ordered import as_ordered, from_ordered
 from multidevice.backends.protocol import (
     BUFFERS,
-    RED_OPS,
     Post,
     PostBatch,
     RedOp,
@@ -30,10 +37,6 @@ from multidevice.backends.protocol import (
     Work,
 )
 from multidevice.waiting import Ledger, Need, team_text
-
-HALF = frozenset({torch.float16, torch.bfloat16})
-_FLOATING = HALF | {torch.float32, torch.float64}
-REDUCIBLE = _FLOATING | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
 
 # torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
 _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MIN": "MIN"}
@@ -112,16 +115,19 @@ class Exchange:
         ]
 
 
-def tensor_text(tensor: torch.Tensor) -> str:
-    """Returns dtype and shape as text: `float32[2, 3]`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
 def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> str:
     """Returns the ledger key of a transfer, or of the peer's half of it."""
     sends = (transfer.kind == "send") != mirrored
     source, target = (me, transfer.peer) if transfer.kind == "send" else (transfer.peer, me)
     return f"{'send' if sends else 'recv'} {source}->{target} {team_text(team)}"
+
+
+def is_of(key: str, library: str, team: Team) -> bool:
+    """Whether a ledger's stream of calls may be carried out by what a library has for a team: its
+    collectives, and all transfers there."""
+    return key == f"{library} {team_text(team)}" or (
+        key.startswith(("send ", "recv ")) and key.endswith(f" {team_text(team)}")
+    )
 
 
 def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Stream:
@@ -267,7 +273,7 @@ class CheckedBackend(Captured, ABC):
         """See `Backend.broadcast`."""
         self._check_tensor("broadcast", "buf", buf)
         call = self._call("broadcast", buf, buf, team, stream, root=root)
-        return DONE if len(team) == 1 else self._start(call)
+        return DONE if len(team) == 1 else self._begun(call, self._start)
 
     def gather(
         self,
@@ -310,7 +316,7 @@ class CheckedBackend(Captured, ABC):
         """See `Backend.barrier`."""
         call = self._call("barrier", None, None, team, stream)
         if len(team) > 1:
-            self._start(call).synchronize()
+            self._begun(call, self._start).synchronize()
 
     # Point-to-point
 
@@ -330,7 +336,13 @@ class CheckedBackend(Captured, ABC):
         sequence = tuple(
             self._ledger.enter(transfer_key(t, self.rank, team, mirrored=False)) for t in transfers
         )
-        return self._start_batch(Exchange(team, index, tuple(transfers), sequence, stream))
+        batch = Exchange(team, index, tuple(transfers), sequence, stream)
+        try:
+            return self._start_batch(batch)
+        except BaseException:
+            for t, number in reversed([*zip(transfers, sequence, strict=True)]):
+                self._ledger.leave(transfer_key(t, self.rank, team, mirrored=False), number)
+            raise
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
         """See `Backend.bind_batch`."""
@@ -374,10 +386,19 @@ class CheckedBackend(Captured, ABC):
             with self._on(stream):
                 out.view(-1).copy_(inp.view(-1))
             return DONE
+        return self._begun(call, self._start_separate)
+
+    def _begun(self, call: Call, start: Callable[[Call], Work]) -> Work:
+        """Starts a call; one that could not be started is none that peers can wait for."""
+        try:
+            return start(call)
+        except BaseException:
+            self._ledger.leave(call.key, call.seq)
+            raise
+
+    def _start_separate(self, call: Call) -> Work:
         call = self._separate(call)
-        if reduce is None:
-            return self._start(call)
-        return self._start_reduction(call)
+        return self._start(call) if call.reduce is None else self._start_reduction(call)
 
     def bind(
         self,
@@ -422,7 +443,7 @@ class CheckedBackend(Captured, ABC):
         self._check_buffers(op, out, inp, len(team), is_root)
         if reduce is not None:
             assert inp is not None, "every member of a reduction has an input"
-            _check_reduction(op, reduce, inp.dtype)
+            check_reduction(op, reduce, inp.dtype)
         return out, inp
 
     def _bind_reduction(self, call: Call) -> Post | None:
@@ -431,7 +452,7 @@ class CheckedBackend(Captured, ABC):
         dtype = None if call.inp is None else call.inp.dtype
         is_staged = (
             dtype == torch.bool
-            or (dtype in _FLOATING and call.reduce in ("MIN", "MAX"))
+            or (dtype in FLOATING and call.reduce in ("MIN", "MAX"))
             or (call.reduce == "AVG" and not self.has_avg)
             or (dtype in HALF and self.stages_half)
         )
@@ -468,7 +489,7 @@ class CheckedBackend(Captured, ABC):
                 given=inp,
             )
             return self._start(as_bytes)
-        if inp.dtype in _FLOATING and call.reduce in ("MIN", "MAX"):
+        if inp.dtype in FLOATING and call.reduce in ("MIN", "MAX"):
             return self._start_ordered(call, inp, is_max=call.reduce == "MAX")
         count = len(call.team)
         average = call.reduce == "AVG" and not self.has_avg
@@ -519,7 +540,7 @@ class CheckedBackend(Captured, ABC):
     def _is_harmful(self, call: Call) -> bool:
         """Whether input and output share memory in a way that is not allowed."""
         out, inp = call.out, call.inp
-        if out is None or inp is None or not _overlap(out, inp):
+        if out is None or inp is None or not overlap(out, inp):
             return False
         if out.data_ptr() == inp.data_ptr() and call.op in ("allreduce", "reduce"):
             return False
@@ -566,34 +587,4 @@ class CheckedBackend(Captured, ABC):
                 self._check_tensor(op, name, tensor)
             elif where == "all" or is_root:
                 raise InputError(f"{op}: {name} is missing on rank {self.rank}")
-        out_parts, inp_parts = (count if parts == "n" else 1 for parts, _ in BUFFERS[op])
-        for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
-            if tensor is not None and tensor.numel() % parts:
-                raise InputError(
-                    f"{op}: {name} {tensor_text(tensor)} does not split into {parts} equal parts"
-                )
-        if out is None or inp is None:
-            return
-        if out.dtype != inp.dtype:
-            raise InputError(f"{op}: out is {out.dtype}, inp is {inp.dtype}")
-        if out.numel() * inp_parts != inp.numel() * out_parts:
-            raise InputError(
-                f"{op}: out {tensor_text(out)} and inp {tensor_text(inp)} do not fit a team of "
-                f"{count}: expected {out_parts} and {inp_parts} parts of one size"
-            )
-
-
-def _check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
-    if reduce not in RED_OPS:
-        raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {RED_OPS}")
-    if dtype not in REDUCIBLE:
-        raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
-    if reduce == "AVG" and dtype not in _FLOATING:
-        raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a_start, b_start = a.data_ptr(), b.data_ptr()
-    a_stop = a_start + a.numel() * a.element_size()
-    b_stop = b_start + b.numel() * b.element_size()
-    return a_start < b_stop and b_start < a_stop
+        check_fit(op, out, inp, count)

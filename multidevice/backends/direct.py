@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from multidevice.backends.base import HALF, Call
+from multidevice.backends.base import Call
+from multidevice.backends.checks import HALF
 from multidevice.backends.protocol import Transfer
 
 Steps = Iterator[list[Transfer]]

@@ -19,7 +19,7 @@ import torch
 
 from fuser import options
 from fuser.errors import CommunicationError, CommunicationTimeout, InputError, PeerError
-from multidevice.backends.base import DONE, Call, CheckedBackend, Exchange
+from multidevice.backends.base import DONE, Call, CheckedBackend, Exchange, is_of
 from multidevice.backends.protocol import Team, Work
 from multidevice.control import JobControl, Step
 from multidevice.launch import Launch, store_address, uses_agent_store
@@ -239,7 +239,7 @@ class GlooBackend(CheckedBackend):
     def _forget(self, key: str) -> None:
         """Drops the group of a stream of calls: what is left in it must not be matched."""
         for team in list(self._groups):
-            if key == f"{self.name} {team_text(team)}":
+            if is_of(key, self.name, team):
                 self._lost.append(self._groups.pop(team))
 
     def _check_device(self, tensor: torch.Tensor) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
-import struct
 import threading
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 
-from fuser.errors import CommunicationError, UnsupportedError
+from fuser.errors import UnsupportedError
 from fuser.runtime.cuda_kernel import bind_primary_context
 from multidevice.backends.base import stream_at
+from multidevice.backends.cuda_calls import CudaCalls
+from multidevice.backends.ipc_pieces import UNIT_NBYTES, Hooks, IpcPieces, Seen
 
 T = TypeVar("T")
-_HANDLE = struct.Struct("<8Q")
 # Lets a stream wait until the flag at an address has come to a value, or writes it there.
 WAIT, WRITE = "WAIT", "WRITE"
 FlagOp = tuple[str, int, int]
@@ -25,80 +23,59 @@ FlagOp = tuple[str, int, int]
 class IpcMemory:
     """Memory of one GPU that the processes of its host can map.
 
-    It comes from a pool of torch's allocator that is never given back to the driver, so what a peer
-    has mapped stays what it is; within the pool, memory is reused as torch reuses any other.
+    What a program keeps for its runs lies in pieces of its own, which are given back (`IpcPieces`).
+    What each run takes in passing, and what is small, comes from a pool of torch's allocator that
+    is never given back to the driver; within it, memory is reused as torch reuses any other.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, hooks: Hooks | None = None) -> None:
         if device.type != "cuda":
             raise UnsupportedError(f"backend CUDA: {device} is no GPU")
         self.device = device
-        self._cuda: Any = driver()
-        self._success = self._cuda.CUresult.CUDA_SUCCESS
+        calls = CudaCalls()
+        self._cuda, self._call, self._check = calls.api, calls.call, calls.check
         self._copy = self._cuda.cuMemcpyAsync
         self._write, self._wait = self._cuda.cuStreamWriteValue32, self._cuda.cuStreamWaitValue32
         self._batch = self._cuda.cuStreamBatchMemOp
-        self._pool = torch.cuda.MemPool()
-        # Beginnings and ends of the driver's allocations, and their names.
-        self._begins: list[int] = []
-        self._blocks: list[tuple[int, tuple[int, ...]]] = []
-        self._mapped: dict[tuple[int, ...], int] = {}
+        self._pool: torch.cuda.MemPool | None = None
+        self._pieces = IpcPieces(device, calls, hooks or Hooks())
+        self.release, self.tidy = self._pieces.release, self._pieces.tidy
+        self.find, self.close = self._pieces.find, self._pieces.close
+        # What was mapped for good: others have its address.
+        self._kept: list[Seen] = []
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` bytes of it, as uint8, for the current stream."""
+        self._pool = self._pool or torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(self._pool, device=self.device):
             made = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
-        if self._find(made.data_ptr()) is None:
-            self._export(made.data_ptr())
+        if self._pieces.name_at(made.data_ptr()) is None:
+            begin, size = self._call("cuMemGetAddressRange", made.data_ptr())
+            self._pieces.share(int(begin), int(size))
         return made[:nbytes]
 
-    def _export(self, address: int) -> None:
-        begin, size = self._call("cuMemGetAddressRange", address)
-        try:
-            handle = self._call("cuIpcGetMemHandle", begin)
-        except CommunicationError as error:
-            raise UnsupportedError(
-                f"backend CUDA: memory on {self.device} cannot be mapped by other processes "
-                f"({error}); torch's expandable segments (PYTORCH_CUDA_ALLOC_CONF) cannot"
-            ) from None
-        place = bisect.bisect(self._begins, int(begin))
-        self._begins.insert(place, int(begin))
-        words = _HANDLE.unpack(bytes(handle.reserved))
-        self._blocks.insert(place, (int(begin) + int(size), (*words, int(begin))))
-
-    def _find(self, address: int) -> tuple[tuple[int, ...], int] | None:
-        place = bisect.bisect(self._begins, address) - 1
-        if place < 0 or address >= self._blocks[place][0]:
-            return None
-        return self._blocks[place][1], address - self._begins[place]
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        """Returns memory that is given back when nobody holds it; see `IpcPieces.allocate`."""
+        if nbytes < UNIT_NBYTES // 2:
+            return self.empty(nbytes)
+        return self._pieces.allocate(nbytes)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """See `PeerBackend.name_of`."""
-        return self._find(tensor.data_ptr())
+        return self._pieces.name_at(tensor.data_ptr())
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:
-        """Returns the address at which this process sees the memory of a peer.
+        """Returns the address at which this process sees the memory of a peer, for good.
 
-        Raises `UnsupportedError` where the GPUs have no access to each other.
+        Raises what `IpcPieces.find` does.
         """
-        found = self._mapped.get(name)
-        if found is None:
-            handle = self._cuda.CUipcMemHandle()
-            handle.reserved = _HANDLE.pack(*name[:-1])
-            lazy = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-            try:
-                found = int(self._call("cuIpcOpenMemHandle", handle, int(lazy.value)))
-            except CommunicationError as error:
-                raise UnsupportedError(
-                    f"backend CUDA: {self.device} cannot map the memory of rank {peer}'s GPU "
-                    f"({error}): use NCCL"
-                ) from None
-            self._mapped[name] = found
-        return found
+        seen = self.find(name, peer)
+        self._kept.append(seen)
+        return seen.address
 
     def is_mapped(self, name: tuple[int, ...]) -> bool:
-        """Returns whether `mapped` has been asked for this memory before."""
-        return name in self._mapped
+        """Returns whether the memory of a peer has been mapped before."""
+        return name in self._pieces
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueues a copy; between two GPUs a copy engine carries it out."""
@@ -160,31 +137,6 @@ class IpcMemory:
         except TypeError:  # CUDA 12's
             (status,) = update(stream, nodes, len(nodes), int(replace))
         self._check("cuStreamUpdateCaptureDependencies", status)
-
-    def _call(self, name: str, *args: object) -> Any:
-        status, *results = getattr(self._cuda, name)(*args)
-        self._check(name, status)
-        return results[0] if len(results) == 1 else results
-
-    def _check(self, name: str, status: Any) -> None:
-        if status != self._success:
-            raise CommunicationError(f"{name}: {status.name}")
-
-    def close(self) -> None:
-        """Unmaps the memory of peers."""
-        for address in self._mapped.values():
-            self._cuda.cuIpcCloseMemHandle(address)
-        self._mapped.clear()
-
-
-def driver() -> Any:
-    """Returns the driver's API. Raises `UnsupportedError` without cuda-bindings."""
-    try:
-        return import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"backend CUDA needs cuda-bindings ({error}): install fuser-hostir[cu12] or [cu13]"
-        ) from error
 
 
 def beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:

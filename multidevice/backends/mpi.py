@@ -70,9 +70,10 @@ class MpiControl(JobControl):
                 f"({MPI.Get_library_version().split(',')[0].strip()})"
             )
         self._posted: list[MPI.Request] = []
-        # Requests of waits that ended with an error still write to their buffers.
-        self._unfinished: list[MPI.Request] = []
-        self._tags = 1 + (world.Get_attr(MPI.TAG_UB) or 32767)
+        # Requests of waits that ended with an error still write to their buffers; an error may keep
+        # even their objects from this process, so the buffers themselves are held.
+        self.unfinished: list[object] = []
+        self.tags = 1 + (world.Get_attr(MPI.TAG_UB) or 32767)
         self._control = self._duplicate("control")
         self.data = self._duplicate("data")
         self._events = self._duplicate("event")
@@ -90,7 +91,7 @@ class MpiControl(JobControl):
         """Returns the tag of a call's messages. What an abandoned call has left behind never
         matches a later one: their numbers differ.
         """
-        return (zlib.crc32(key.encode()) + seq) % self._tags
+        return (zlib.crc32(key.encode()) + seq) % self.tags
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         return self._gather_varied(record, [RECORD_NBYTES] * len(step.team), step)
@@ -100,14 +101,15 @@ class MpiControl(JobControl):
         found = {rank: bytearray(size) for rank, size in zip(step.team, sizes, strict=True)}
         found[self.rank][:] = payload
         others = [rank for rank in step.team if rank != self.rank]
-        requests = [self._control.Irecv([found[rank], byte], rank, tag) for rank in others]
-        requests += [self._control.Isend([payload, byte], rank, tag) for rank in others]
+        requests: list[MPI.Request] = []
         try:
+            requests += [self._control.Irecv([found[rank], byte], rank, tag) for rank in others]
+            requests += [self._control.Isend([payload, byte], rank, tag) for rank in others]
             self.poll_until(
                 lambda: self.mpi.Request.Testall(requests), what=step.describe, needs=step.needs
             )
         except BaseException:
-            self._unfinished += requests
+            self.unfinished += requests, found, payload
             raise
         return [bytes(part) for part in found.values()]
 
@@ -169,7 +171,11 @@ class MpiWork:
         """Progresses MPI, goes on as far as possible, and returns whether all steps have ended."""
         testall = self._control.mpi.Request.Testall
         while self._requests is not None and testall(self._requests):
-            self._requests = next(self._steps, None)
+            try:
+                self._requests = next(self._steps, None)
+            except BaseException:
+                self._control.unfinished.append(self._call)
+                raise
         return self._requests is None
 
     def wait(self) -> None:
@@ -210,22 +216,41 @@ class MpiBackend(CheckedBackend):
     def _start(self, call: Call) -> MpiWork:
         control = self.control
         if call.team == control.world and self._direct_key not in control.ledger.entered:
-            return self._track(iter([[_COLLECTIVES[call.op](self, control.data, call)]]), call)
-        return self._track(self._posted(steps_of(call), control.tag(call.key, call.seq)), call)
+            return self._track(lambda: self._whole(call), call)
+        tag = control.tag(call.key, call.seq)
+        return self._track(lambda: self._posted(steps_of(call), tag), call)
+
+    def _whole(self, call: Call) -> Iterator[list[MPI.Request]]:
+        return iter([[_COLLECTIVES[call.op](self, self.control.data, call)]])
 
     def _start_batch(self, batch: Exchange) -> MpiWork:
-        # Matched by source and order; the tag keeps equal pairs of different teams apart.
         tag = self.control.tag(f"batch {batch.team}", 0)
-        return self._track(self._posted([batch.transfers], tag), batch)
+        return self._track(
+            lambda: iter([self._requests(batch.transfers, tag, batch.sequence)]), batch
+        )
 
     def _posted(self, steps: Iterable[Sequence[Transfer]], tag: int) -> Iterator[list[MPI.Request]]:
-        comm = self.control.data
-        post = {"send": comm.Isend, "recv": comm.Irecv}
         for transfers in steps:
-            yield [post[t.kind](self._bytes(t.tensor), t.peer, tag) for t in transfers]
+            yield self._requests(transfers, tag, (0,) * len(transfers))
 
-    def _track(self, steps: Iterator[list[MPI.Request]], call: Call | Exchange) -> MpiWork:
-        work = MpiWork(self.control, steps, call)
+    def _requests(
+        self, transfers: Sequence[Transfer], tag: int, numbers: Sequence[int]
+    ) -> list[MPI.Request]:
+        comm, tags = self.control.data, self.control.tags
+        post = {"send": comm.Isend, "recv": comm.Irecv}
+        return [
+            post[t.kind](self._bytes(t.tensor), t.peer, (tag + number) % tags)
+            for t, number in zip(transfers, numbers, strict=True)
+        ]
+
+    def _track(
+        self, post: Callable[[], Iterator[list[MPI.Request]]], call: Call | Exchange
+    ) -> MpiWork:
+        try:
+            work = MpiWork(self.control, post(), call)
+        except BaseException:
+            self.control.unfinished.append(call)
+            raise
         # Even if nobody waits for it, its requests use its buffers, and the others need it.
         works = self.control.works
         if len(works) >= 64:

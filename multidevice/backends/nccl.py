@@ -26,6 +26,7 @@ from multidevice.backends.base import (
     Call,
     CheckedBackend,
     Exchange,
+    is_of,
     stream_at,
     stream_handle,
     transfer_key,
@@ -107,11 +108,11 @@ class NcclBackend(CheckedBackend):
 
     def _forget(self, key: str) -> None:
         """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
-        if key.startswith(f"{self.name} "):
+        lost = [team for team in self._comms if is_of(key, self.name, team)]
+        if lost or key.startswith(f"{self.name} "):
             self.make_void()
-        for team in list(self._comms):
-            if key == f"{self.name} {team_text(team)}":
-                _abort([self._comms.pop(team)])
+        for team in lost:
+            _abort([self._comms.pop(team)])
 
     def can_capture(self, what: str) -> bool:
         return what != "barrier"

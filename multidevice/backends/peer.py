@@ -22,11 +22,12 @@ from dataclasses import dataclass
 import torch
 
 from fuser.errors import CommunicationError, UnsupportedError
-from multidevice.backends.base import Call, CheckedBackend, Exchange, tensor_text, transfer_key
+from multidevice.backends.base import Call, CheckedBackend, Exchange, transfer_key
+from multidevice.backends.checks import tensor_text
 from multidevice.backends.direct import steps_of
 from multidevice.backends.protocol import NAME_WORDS, Team, Transfer, Work
 from multidevice.backends.side_by_side import all_come
-from multidevice.control import Control
+from multidevice.control import WITHIN_CALLS, Control
 from multidevice.page import LINE_NBYTES
 from multidevice.waiting import Need, team_text
 from multidevice.words import Words
@@ -88,7 +89,10 @@ class Page:
         self.team = team
         self._size = len(team)
         self._me = team.index(control.rank)
-        self.votes = f"vote {team_text(team)}"
+        # Counted from 0 in each page: zeros stand for votes that are still to come. The members
+        # have just met to make it.
+        meeting = control.ledger.entered.get(f"{WITHIN_CALLS} {team_text(team)}", 0)
+        self.votes = f"vote {meeting} {team_text(team)}"
         links = self._size * self._size * _LINK_WORDS
         self.said = Words(control, team, words[links:], self.votes, self._what)
         self._uses: dict[int, list[int]] = {r: [0] * SLOTS for r in team}
@@ -165,6 +169,24 @@ class Page:
         """Tells the sender that its record is not needed any more."""
         self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
 
+    def unanswered(self) -> list[tuple[int, int]]:
+        """Returns what receivers have still to find, as (place, tag)."""
+        found: list[tuple[int, int]] = []
+        for rank in self.team:
+            base = self._to(rank)
+            tags = self._words[base : base + SLOTS].tolist()
+            found += [(base + slot, tag) for slot, tag in enumerate(tags) if tag]
+        return self.still_unanswered(found)
+
+    def still_unanswered(self, some: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns those that receivers have not found yet."""
+        words = self._words
+        return [
+            (at, tag)
+            for at, tag in some
+            if words[at] == tag and words[at + SLOTS] & ~_MISFIT != tag
+        ]
+
     def answered(self, sent: Sent) -> bool:
         """Whether the receiver has answered.
 
@@ -218,9 +240,21 @@ class PeerBackend(CheckedBackend):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns memory that peers can map, as uint8; it is given back when nobody holds it."""
 
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.lasting`."""
+        return self.empty(nbytes)
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.shard`."""
+        return self.empty(nbytes)
+
     @abstractmethod
     def release(self) -> None:
         """See `PeerMemory.release`."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """See `PeerMemory.tidy`."""
 
     @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
@@ -273,7 +307,7 @@ class PeerBackend(CheckedBackend):
 
     def _give_up(self, teams: Sequence[Team]) -> None:
         for team in teams:
-            del self._pages[team]
+            self.control.ledger.entered.pop(self._pages.pop(team).votes, None)
         if teams:
             self.make_void()
 

@@ -7,12 +7,12 @@ streams of CPU ranks are served at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
 
-from fuser.errors import CommunicationError, InputError
+from fuser.errors import CommunicationError, FuserError, InputError
 from multidevice.backends.base import Call, Exchange
 from multidevice.backends.peer import Numbered, Page, PeerBackend, Sent
 from multidevice.backends.protocol import Team
@@ -20,6 +20,10 @@ from multidevice.backends.shared_memory import SharedMemory
 from multidevice.backends.side_by_side import side_by_side
 from multidevice.control import Control
 from multidevice.waiting import team_text
+
+# What a transfer itself may fail with. Anything else is raised by handlers of signals, in whatever
+# this rank happens to do: its peers need the transfer all the same.
+_FAILURES = (FuserError, RuntimeError, MemoryError, OSError)
 
 
 class _Copies:
@@ -38,6 +42,7 @@ class _Copies:
         self._open: list[Numbered] = []
         self._ended = False
         self._error: Exception | None = None
+        self.page = page
         # A wait for a free slot lets all communications go on, this one among them.
         self._is_posting = False
         self._begin_step()
@@ -69,7 +74,9 @@ class _Copies:
                 if self._open or self._sent:
                     return False
                 self._begin_step()
-        except Exception as error:
+        except _FAILURES as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, FuserError):
+                raise
             # Whoever waits for this communication hears of it, not who happened to look.
             self._ended, self._error = True, error
         return True
@@ -106,6 +113,17 @@ class CpuPeerBackend(PeerBackend):
     def __init__(self, control: Control) -> None:
         super().__init__(control)
         self._memory = SharedMemory()
+        control.on_mended.append(self._mend)
+
+    def _give_up(self, teams: Sequence[Team]) -> None:
+        super()._give_up(teams)
+        kept = [*self._pages.values()]
+        works = self.control.works
+        works -= {w for w in works if isinstance(w, _Copies) and w.page not in kept}
+
+    def _mend(self, team: Team) -> None:
+        """Gives up the pages of a team and of parts of it: slots may hold what nobody answers."""
+        self._give_up([t for t in self._pages if {*t} <= {*team}])
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
@@ -114,10 +132,8 @@ class CpuPeerBackend(PeerBackend):
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._memory.empty(nbytes)
 
-    def connect(self, team: Team) -> None:
-        # Each run comes here before anything is copied.
+    def tidy(self) -> None:
         self._memory.tidy()
-        super().connect(team)
 
     def release(self) -> None:
         self._memory.release()

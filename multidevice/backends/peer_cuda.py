@@ -17,6 +17,7 @@ each other in a circle, in whichever order a GPU takes the nodes of a graph: it 
 from __future__ import annotations
 
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,11 +31,15 @@ from fuser.torch_calls import capturing_on, raw_stream_on
 from multidevice.backends.allreduce_kernel import MAX_NBYTES
 from multidevice.backends.base import Call, Exchange, stream_at, stream_handle
 from multidevice.backends.captured import NOT_CAPTURED
+from multidevice.backends.cuda_calls import CudaCalls
+from multidevice.backends.gpu_shards import GpuShards
 from multidevice.backends.ipc_memory import WAIT, WRITE, FlagOp, IpcMemory, beside
+from multidevice.backends.ipc_pieces import Hooks, Seen
 from multidevice.backends.launch_order import CudaDriver, LaunchOrder
 from multidevice.backends.peer import NAME_WORDS, SLOTS, Numbered, Page, PeerBackend, Record, Sent
 from multidevice.backends.peer_allreduce import AllreduceKernels
 from multidevice.backends.protocol import Post, Team, Work
+from multidevice.backends.side_by_side import side_by_side
 from multidevice.control import Control
 from multidevice.waiting import team_text
 
@@ -96,7 +101,9 @@ class CudaPeerBackend(PeerBackend):
     def __init__(self, control: Control, device: torch.device) -> None:
         super().__init__(control)
         self.device = device
-        self._memory = IpcMemory(device)
+        self._hooks = Hooks(self._is_idle, self.make_void, self._told)
+        self._memory = IpcMemory(device, self._hooks)
+        self._shards: GpuShards | None = None
         self._current = raw_stream_on(device)
         # Of each page: this rank's flags [ready, done][member][slot], and where it sees others'.
         self._flags: dict[Page, torch.Tensor] = {}
@@ -121,6 +128,9 @@ class CudaPeerBackend(PeerBackend):
                 f"backend CUDA of {self.device} takes tensors there, found one on {tensor.device}"
             )
 
+    def _captures_now(self, stream: int) -> bool:
+        return self._is_captured is not None and self._is_captured(stream)
+
     def _handle(self, stream: object) -> int:
         return self._current() if stream is None else stream_handle(stream, self.device)
 
@@ -134,22 +144,88 @@ class CudaPeerBackend(PeerBackend):
         if capture is None:
             return self._memory.empty(nbytes)
         # The graph's for as long as there is one, and out of reach of the memory of its maker.
-        made = beside(self.device, capture.stream, lambda: self._memory.empty(nbytes))
+        made = beside(self.device, capture.stream, lambda: self._memory.lasting(nbytes))
         capture.held.append(made)
         return made
 
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        if self._capture is not None or self._captures_now(self._current()):
+            return self.empty(nbytes)
+        return self._memory.lasting(nbytes)
+
+    def tidy(self) -> None:
+        if self._capture is None and not self._captures_now(self._current()):
+            self._memory.tidy()
+            if self._shards is not None:
+                self._shards.tidy()
+
     def release(self) -> None:
-        """Later programs use the memory again: the driver must not free what peers have mapped."""
+        self._memory.release()
+        if self._shards is not None:
+            self._shards.release()
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        shards = self._find_shards()
+        if shards.why_not:
+            return self.empty(nbytes)
+        return shards.empty(nbytes, self._current())
+
+    def _find_shards(self) -> GpuShards:
+        if self._shards is None:
+            self._shards = GpuShards(self.device, CudaCalls(), self._hooks)
+        return self._shards
+
+    def _told(self) -> Callable[[], bool]:
+        """Returns what tells whether peers have found all that this rank has sent until now: they
+        have mapped it then. Streams may wait for them where the host does not."""
+        open_ones = {page: page.unanswered() for page in self._pages.values()}
+
+        def is_found() -> bool:
+            for page, some in list(open_ones.items()):
+                is_given_up = self._pages.get(page.team) is not page
+                open_ones[page] = [] if is_given_up else page.still_unanswered(some)
+            return not any(open_ones.values())
+
+        return is_found
+
+    def _is_idle(self) -> bool:
+        """Waits, under the deadline, until the device has done all that it was given; False where
+        it cannot tell, as somebody captures."""
+        done: list[bool] = []
+
+        def body() -> None:
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                return
+            done.append(True)
+
+        # By itself: a stream may wait for a rank that will never come.
+        waiting = threading.Thread(target=body, daemon=True)
+        waiting.start()
+        self.control.poll_until(
+            lambda: not waiting.is_alive(),
+            what=lambda: f"what {self.device} does, before memory of peers is given back",
+            needs=list,
+        )
+        return bool(done)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        # What is exported for the processes of other GPUs is mapped where the driver wants it.
-        raise UnsupportedError(
-            f"{what}: on {self.device} memory of other GPUs is mapped shard by shard, not back to "
-            "back: gather the shards by an Allgather with backend=CUDA"
-        )
+        # What members find there was written before they have come.
+        self._finish(what)
+        return side_by_side(self.control, self._find_shards(), tensor, team, what)
+
+    def meet(self, team: Team, what: str) -> None:
+        self._finish(what)
+        super().meet(team, what)
+
+    def _finish(self, what: str) -> None:
+        """Returns when the current stream has done its work."""
+        stream = torch.cuda.current_stream(self.device)
+        self.control.poll_until(stream.query, what=lambda: f"what comes before {what}", needs=list)
 
     # ------------------------------------------------------------ flags
     def _connected(self, page: Page) -> None:
@@ -301,7 +377,7 @@ class CudaPeerBackend(PeerBackend):
         self, page: Page, steps: Iterable[list[Numbered]], call: Call | Exchange
     ) -> _Enqueued:
         stream = self._handle(call.stream)
-        if self._capture is None and self._is_captured is not None and self._is_captured(stream):
+        if self._capture is None and self._captures_now(stream):
             raise UnsupportedError(
                 f"{call.describe()}: peer copies cannot be a part of a graph that the caller "
                 "captures: the ranks agree on each run, and repeat it by graphs of their own"
@@ -335,22 +411,23 @@ class CudaPeerBackend(PeerBackend):
         self, page: Page, ones: Sequence[Numbered], call: Call | Exchange, stream: int
     ) -> None:
         """Let a stream copy what peers have sent: one after another, when all of it is ready."""
-        found = [(one.transfer, self._find(page, one, call)) for one in ones]
+        found = [(one.transfer, *self._find(page, one, call)) for one in ones]
         if not found:
             return
-        uses = [(t.peer, record.slot, record.use) for t, record in found]
+        uses = [(t.peer, record.slot, record.use) for t, record, _ in found]
         self._await(page, _READY, uses, stream)
-        for t, record in found:
-            if record.nbytes:
-                source = self._mapped(record.name, t.peer) + record.offset
+        for t, record, seen in found:
+            if seen is not None:
+                source = seen.address + record.offset
                 self._memory.copy(t.tensor.data_ptr(), source, record.nbytes, stream)
             self._set(page, _DONE, t.peer, record.slot, record.use, stream)
         if self._capture is not None:
             copies = self._memory.captured(stream)
             self._capture.copied[stream] = copies, set(self._capture.open)
 
-    def _find(self, page: Page, one: Numbered, call: Call | Exchange) -> Record:
-        """Return where a peer's data lies, once its host has said so; answer that it is known."""
+    def _find(self, page: Page, one: Numbered, call: Call | Exchange) -> tuple[Record, Seen | None]:
+        """Return where a peer's data lies, once its host has said so, and where this rank sees it
+        (None: there is none); answer that it is known."""
         peer = one.transfer.peer
         record = page.find(peer, one.tag)
         if record is None:
@@ -358,13 +435,20 @@ class CudaPeerBackend(PeerBackend):
             record = page.find(peer, one.tag)
         assert record is not None, "it was found"
         self._check_fits(page, one, record)
+        # The peer may give the memory back once this rank has mapped it.
+        seen = self._seen(record.name, peer) if record.nbytes else None
         page.answer(peer, record.slot, one.tag)
-        return record
+        return record, seen
 
-    def _mapped(self, name: tuple[int, ...], peer: int) -> int:
-        if self._capture is None or self._memory.is_mapped(name):
-            return self._memory.mapped(name, peer)
-        return beside(self.device, self._capture.stream, lambda: self._memory.mapped(name, peer))
+    def _seen(self, name: tuple[int, ...], peer: int) -> Seen:
+        capture = self._capture
+        if capture is None or self._memory.is_mapped(name):
+            seen = self._memory.find(name, peer)
+        else:
+            seen = beside(self.device, capture.stream, lambda: self._memory.find(name, peer))
+        if capture is not None:
+            capture.held.append(seen)
+        return seen
 
     def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
         """Lets a stream wait until the receivers have copied."""

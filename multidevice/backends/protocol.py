@@ -238,8 +238,8 @@ class Backend(Protocol):
         ...
 
 
-# How memory is named to peers, in 8-byte words.
-NAME_WORDS = 9
+# How memory is named to peers (`mapped.name_of_piece`), in 8-byte words.
+NAME_WORDS = 5
 
 
 class PeerMemory(Backend, Protocol):
@@ -264,9 +264,23 @@ class PeerMemory(Backend, Protocol):
         """Returns memory that peers can map, as uint8: what lies there is sent without a copy."""
         ...
 
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        """Returns such memory for many runs of a program: it goes back to the system soon after
+        nobody holds it (`release`)."""
+        ...
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """Returns such memory for a shard that is shown with those of others (`side_by_side`)."""
+        ...
+
     def release(self) -> None:
         """Notes that a program has gone: memory that only it had is given back at the next run, on
         this rank alone. Finalizers may call it."""
+        ...
+
+    def tidy(self) -> None:
+        """Gives back what nobody holds. Called at the beginning of a run: all that this rank began
+        before is complete on its part, whatever the device has still to do."""
         ...
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:

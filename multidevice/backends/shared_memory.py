@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import itertools
 import mmap
 import os
 import weakref
@@ -20,9 +19,9 @@ from functools import cache
 import numpy
 import torch
 
-from fuser.errors import CommunicationError
 from fuser.locks import make_lock
-from multidevice.backends.protocol import NAME_WORDS
+from multidevice.backends.mapped import Mapped, name_of_piece, new_serial, not_mapped
+from multidevice.backends.side_by_side import Place
 
 # Memory is taken from the system in pieces of at least this; what nobody touches costs nothing.
 _CHUNK_NBYTES = 64 << 20
@@ -31,8 +30,6 @@ _ALIGNMENT_NBYTES = mmap.PAGESIZE
 _MAX_MAPPED, _MAX_ROWS = 64, 16
 # What the module `mmap` has no names for.
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
-# File descriptors are used again: pieces of this process are told apart by these.
-_SERIALS = itertools.count()
 
 
 @dataclass(eq=False)
@@ -73,27 +70,18 @@ class _Chunk:
         self.free.insert(k, (start, stop))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the memory of a rank is: how its process calls it, and where in it."""
-
-    rank: int
-    name: tuple[int, ...]
-    at: int
-
-
 class SharedMemory:
     """Memory of this process that the others of its host can map."""
+
+    unit, unit_nbytes, why_not = "pages", mmap.PAGESIZE, ""
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
         self._addresses: list[int] = []
         # What is not held any more; noted by finalizers, which run anywhere.
         self._returned: deque[tuple[_Chunk, int, int]] = deque()
-        # What is mapped of others, by name, with the number of its file; and how many pieces each
-        # process had closed when it was last looked at.
-        self._mapped: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
-        self._closed_by: dict[int, int] = {}
+        # What is mapped of others.
+        self._mapped = Mapped(lambda fd, nbytes: _tensor(_array(fd, nbytes)), limit=_MAX_MAPPED)
         # How many pieces of its own this process has closed, and whether it is time to look again.
         self._closed = 0
         self._is_untidy = False
@@ -139,13 +127,7 @@ class SharedMemory:
                 del self._chunks[place], self._addresses[place]
                 chunk.close()
                 self._closed += 1
-        self._forget_closed(None)
-
-    def _forget_closed(self, pid: int | None) -> None:
-        """Unmaps the pieces whose files their process, or any process, has closed."""
-        for name, (_, number) in list(self._mapped.items()):
-            if pid in (None, name[0]) and not _is_open(name, number):
-                self._mapped.pop(name, None)
+        self._mapped.forget_closed()
 
     def _place(self, nbytes: int) -> tuple[_Chunk, int]:
         for chunk in self._chunks:
@@ -170,33 +152,14 @@ class SharedMemory:
         at = address - chunk.address
         if at >= chunk.array.nbytes:
             return None
-        name = os.getpid(), chunk.fd, chunk.array.nbytes, chunk.serial, self._closed
-        return (*name, *(0,) * (NAME_WORDS - len(name))), at
+        return name_of_piece(chunk.fd, chunk.array.nbytes, chunk.serial, self._closed), at
 
     def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
         """Returns the memory of a peer, as uint8.
 
         Raises `CommunicationError` when its process is gone.
         """
-        pid, fd, nbytes, _, closed = name[:5]
-        if self._closed_by.get(pid, 0) != closed:
-            self._closed_by[pid] = closed
-            self._forget_closed(pid)
-        key = name[:4]
-        found = self._mapped.pop(key, None)
-        if found is None:
-            try:
-                opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-                try:
-                    found = _tensor(_array(opened, nbytes)), os.fstat(opened).st_ino
-                finally:
-                    os.close(opened)
-            except OSError as error:
-                raise _not_mapped(peer, error) from None
-        self._mapped[key] = found
-        while len(self._mapped) > _MAX_MAPPED:
-            del self._mapped[next(iter(self._mapped))]
-        return found[0]
+        return self._mapped.find(name, peer)
 
     def row(self, places: Sequence[Place], nbytes: int) -> torch.Tensor:
         """Returns so many bytes of each place, one behind the other, as uint8 that may be read.
@@ -227,7 +190,7 @@ def _make_chunk(nbytes: int) -> _Chunk:
     fd = os.memfd_create("fuser-peer")
     os.ftruncate(fd, nbytes)
     array = _array(fd, nbytes)
-    return _Chunk(next(_SERIALS), fd, array, array.ctypes.data, [(0, nbytes)])
+    return _Chunk(new_serial(), fd, array, array.ctypes.data, [(0, nbytes)])
 
 
 def _tensor(array: numpy.ndarray) -> torch.Tensor:
@@ -236,18 +199,6 @@ def _tensor(array: numpy.ndarray) -> torch.Tensor:
 
 def _array(fd: int, nbytes: int) -> numpy.ndarray:
     return numpy.frombuffer(mmap.mmap(fd, nbytes), dtype=numpy.uint8)
-
-
-def _is_open(name: tuple[int, ...], number: int) -> bool:
-    """Whether a process still has the file of a piece of its memory open."""
-    try:
-        return os.stat(f"/proc/{name[0]}/fd/{name[1]}").st_ino == number
-    except OSError:
-        return False
-
-
-def _not_mapped(rank: int, error: OSError) -> CommunicationError:
-    return CommunicationError(f"rank {rank}'s memory cannot be mapped: {error}")
 
 
 def _row(places: Sequence[Place], nbytes: int) -> torch.Tensor:
@@ -266,7 +217,7 @@ def _row(places: Sequence[Place], nbytes: int) -> torch.Tensor:
             finally:
                 os.close(opened)
         except OSError as error:
-            raise _not_mapped(place.rank, error) from None
+            raise not_mapped(place.rank, error) from None
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

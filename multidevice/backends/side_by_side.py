@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from fuser.errors import CommunicationError, UnsupportedError
 from multidevice import page
 from multidevice.backends.protocol import Team
-from multidevice.backends.shared_memory import Place, SharedMemory
 from multidevice.control import Control
 from multidevice.waiting import team_text
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the memory of a rank is: how its process calls it, and where in it."""
+
+    rank: int
+    name: tuple[int, ...]
+    at: int
+
+
+class Rows(Protocol):
+    """Memory whose parts of several ranks can be mapped one behind the other."""
+
+    # In what it is mapped: the word for it, and its size.
+    unit: str
+
+    @property
+    def unit_nbytes(self) -> int: ...
+
+    @property
+    def why_not(self) -> str:
+        """Why others cannot map it; "" where they can."""
+        ...
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """Returns how peers call the memory of a tensor, and the bytes from its beginning; None
+        where they cannot map it."""
+        ...
+
+    def row(self, places: Sequence[Place], nbytes: int) -> torch.Tensor:
+        """Returns so many bytes of each place, one behind the other, as uint8 that may be read."""
+        ...
+
+
 def side_by_side(
-    control: Control, memory: SharedMemory, tensor: torch.Tensor, team: Team, what: str
+    control: Control, memory: Rows, tensor: torch.Tensor, team: Team, what: str
 ) -> torch.Tensor:
     """See `PeerMemory.side_by_side`: each member tells the others where its shard lies."""
     place = memory.name_of(tensor)
     nbytes = tensor.numel() * tensor.element_size()
-    mine = (what, page.host(), nbytes, *(place or ((), 0)))
+    mine = (what, page.host(), nbytes, memory.why_not, *(place or ((), 0)))
     rows = [json.loads(text) for text in _exchange(control, json.dumps(mine), team, what)]
     # All members find the same, so that none is left alone with what another one raises.
     _agree(team, what, [row[0] for row in rows], "comes to")
@@ -34,21 +67,25 @@ def side_by_side(
         )
     if not nbytes:
         return tensor.new_empty(0, dtype=torch.uint8)
-    for rank, (*_, name, at) in zip(team, rows, strict=True):
+    size = memory.unit_nbytes
+    for rank, (*_, why_not, name, at) in zip(team, rows, strict=True):
         if not name:
+            why_not = why_not or "let the program allocate it, in symmetric memory"
             raise UnsupportedError(
-                f"{what}: the shard of rank {rank} lies in memory that others cannot map: let the "
-                "program allocate it, in symmetric memory"
+                f"{what}: the shard of rank {rank} lies in memory that others cannot map: {why_not}"
             )
-        if nbytes % mmap.PAGESIZE or at % mmap.PAGESIZE:
-            begins = f" and begins {at % mmap.PAGESIZE} bytes behind one" * bool(at % mmap.PAGESIZE)
+        if nbytes % size or at % size:
+            begins = f" and begins {at % size} bytes behind one" * bool(at % size)
             raise UnsupportedError(
-                f"{what}: shards are mapped back to back in pages of {mmap.PAGESIZE} bytes, but "
+                f"{what}: shards are mapped back to back in {memory.unit} of {size} bytes, but "
                 f"that of rank {rank} has {nbytes} bytes{begins}: pad it, or gather the shards by "
                 "an Allgather"
             )
     places = [Place(r, tuple(name), at) for r, (*_, name, at) in zip(team, rows, strict=True)]
-    return memory.row(places, nbytes)
+    try:
+        return memory.row(places, nbytes)
+    except CommunicationError as error:
+        raise type(error)(f"{what}: {error}") from None
 
 
 def all_come(control: Control, team: Team, what: str) -> None:

@@ -10,7 +10,7 @@ sharing one device, on CUDA.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from fuser.errors import CommunicationError, DeadlockError, PeerError, UnsupportedError
-from multidevice.backends.base import Call, CheckedBackend, Exchange, stream_at, tensor_text
+from multidevice.backends.base import Call, CheckedBackend, Exchange, stream_at
+from multidevice.backends.checks import tensor_text
+from multidevice.backends.generators import Generators
 from multidevice.backends.protocol import Team, Transfer
 from multidevice.backends.shared_memory import SharedMemory
 from multidevice.backends.side_by_side import all_come, side_by_side
@@ -54,6 +56,7 @@ class Baton:
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self.mailboxes: dict[str, deque[_Letter]] = {}
         self.pages: dict[Team, memoryview] = {}
+        self.generators = Generators(size)
 
     def start(self) -> None:
         """Lets the first rank run."""
@@ -62,9 +65,11 @@ class Baton:
     def begin(self, rank: int) -> None:
         """Blocks the thread of a rank until it is its turn."""
         self._gates[rank].acquire()
+        self.generators.take(rank)
 
     def end(self, rank: int, error: BaseException | None) -> None:
         """Records that a rank has finished, and passes the baton on."""
+        self.generators.leave(rank)
         if error is None:
             self._ended[rank] = "finished"
         else:
@@ -96,8 +101,10 @@ class Baton:
         while not done():
             self.check()
             self._waiting[rank] = position
+            self.generators.leave(rank)
             self._pass_on()
             self._gates[rank].acquire()
+            self.generators.take(rank)
 
     def wake(self, ranks: Iterable[int]) -> None:
         """Makes waiting ranks ready, in the given order."""
@@ -265,6 +272,12 @@ class SimulatedBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self.baton = control.baton
+        # How often ranks of teams have met after an error: letters from before are nobody's.
+        self._mended: Counter[Team] = Counter()
+        control.on_mended.append(self._mend)
+
+    def _mend(self, team: Team) -> None:
+        self._mended[team] += 1
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         del tensor
@@ -297,8 +310,9 @@ class SimulatedBackend(CheckedBackend):
     def _post(self, transfer: Transfer, batch: Exchange) -> _Letter:
         sends = transfer.kind == "send"
         source, target = (self.rank, transfer.peer) if sends else (transfer.peer, self.rank)
+        since = sum(n for team, n in self._mended.items() if {*batch.team} <= {*team})
         box = self.baton.mailboxes.setdefault(
-            f"{source}->{target} {batch.team} {transfer.order}", deque()
+            f"{source}->{target} {batch.team} {transfer.order} {since}", deque()
         )
         arrival = _record_event(transfer.tensor, batch.stream)
         letter = _Letter(transfer, self.rank, batch.stream, arrival)
@@ -346,9 +360,21 @@ class SimulatedPeers(SimulatedBackend):
             return self._memory.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    def lasting(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.lasting`."""
+        return self.empty(nbytes)
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """See `PeerMemory.shard`."""
+        return self.empty(nbytes)
+
     def release(self) -> None:
         """See `PeerMemory.release`."""
         self._memory.release()
+
+    def tidy(self) -> None:
+        """See `PeerMemory.tidy`."""
+        self._memory.tidy()
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
         """See `PeerMemory.side_by_side`."""

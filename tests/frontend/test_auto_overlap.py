@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,6 +262,55 @@ def test_cpu_ranks_take_steps_only_for_a_described_machine() -> None:
 
 
 @pytest.mark.usefixtures("slow")
+def test_cpu_ranks_gain_nothing_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank does at once on a GPU, it does in turns on a CPU."""
+    measured = replace(SLOW, name="here", device="CPU")
+    monkeypatch.setattr(fuser.frontend.overlap, "find_machine", lambda *_: measured)
+
+    def body() -> str:
+        fd, tensors, _ = defined(FORMS["gather"], 2)
+        whole = [torch.randn(s) for s in FORMS["gather"].shapes]
+        mine = [multidevice.shard_tensor(x, t) for x, t in zip(whole, tensors, strict=True)]
+        fd.execute(mine, _enable_options=DESCRIBED)
+        return fd.overlap_report(mine)
+
+    with simulate(2) as world:
+        assert not has_loops(world.run(lambda: run(FORMS["gather"], 2, []))[0])
+        assert "on here" in world.run(body)[0] and "in turns" in world.run(body)[0]
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter", "allreduce", "weight gradient"])
+def test_steps_that_do_not_pay_can_be_forced(name: str) -> None:
+    """Such sizes gain nothing on any machine."""
+    with simulate(2) as world:
+        assert not has_loops(world.run(lambda: run(ALL[name], 2, []))[0])
+        assert has_loops(world.run(lambda: run(ALL[name], 2, ["steps"]))[0])
+
+
+def test_steps_can_be_forced_on_ranks_that_nothing_describes() -> None:
+    def body() -> str:
+        fd, tensors, _ = defined(FORMS["gather"], 2)
+        whole = [torch.randn(s) for s in FORMS["gather"].shapes]
+        mine = [multidevice.shard_tensor(x, t) for x, t in zip(whole, tensors, strict=True)]
+        fd.execute(mine, _enable_options=["steps", "peer_copies"])
+        assert has_loops(fd.fec.host_program())
+        # No CUDA, here.
+        assert "over peer copies needs the host" in fd.cuda_graphs()[0]
+        return fd.overlap_report(mine)
+
+    with simulate(2) as world:
+        assert "on h200; steps taken wherever they can be\n" in world.run(body)[0]
+
+
+def test_a_file_can_describe_the_machine(tmp_path: Path) -> None:
+    PROGRAMS.clear()
+    (file := tmp_path / "slow.json").write_text(SLOW.to_json())
+    with simulate(2) as world:
+        program = world.run(lambda: run(FORMS["gather"], 2, [f"machine({file})"]))[0]
+    assert has_loops(program)
+
+
+@pytest.mark.usefixtures("slow")
 def test_a_definition_with_streams_is_left_alone() -> None:
     """Also its other pairs: what the user's steps lead to, a broadcast and a reduction each."""
 
@@ -366,7 +416,7 @@ def test_ranks_of_different_machines_hear_of_it(monkeypatch: pytest.MonkeyPatch)
         return replace(SLOW, pull_bandwidth=links, nccl=dict.fromkeys(SLOW.nccl, links))
 
     monkeypatch.setattr(fuser.frontend.overlap, "find_machine", find)
-    with pytest.raises(ProgramMismatchError, match="Choice"), simulate(2) as world:
+    with pytest.raises(ProgramMismatchError, match="steps by the cost model"), simulate(2) as world:
         world.run(lambda: run(FORMS["gather"], 2, []))
 
 

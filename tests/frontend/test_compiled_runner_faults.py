@@ -16,7 +16,7 @@ import torch
 
 from fuser import DataType, FusionDefinition
 from fuser.errors import FuserError, KernelError
-from fuser.frontend.known_call import MAX_DECLINED
+from fuser.frontend.known_call import MAX_DECLINED, MAX_PATIENCE, RUNS_BEFORE
 from fuser.multidevice import simulate
 from fuser.ops import products
 from fuser.runtime import compiled_runner
@@ -54,21 +54,27 @@ def _multiply_by(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(products, "_AS_THEY_ARE", way)
 
 
-def test_no_memory_for_an_output_is_told_as_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_full, make = False, steps.empty_on(CPU)
+class _Room:
+    """Where outputs are allocated from now on, as long as it is not full."""
 
-    def empty(*about: Any) -> torch.Tensor:
-        if is_full:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full, self._make = False, steps.empty_on(CPU)
+        monkeypatch.setattr(steps, "empty_on", lambda device: self._empty)
+
+    def _empty(self, *about: Any) -> torch.Tensor:
+        if self.is_full:
             raise RuntimeError("no room")
-        return make(*about)
+        return self._make(*about)
 
-    monkeypatch.setattr(steps, "empty_on", lambda device: empty)
+
+def test_no_memory_for_an_output_is_told_as_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = _Room(monkeypatch)
     fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
     steady(fd, inputs)
-    is_full = True
+    room.is_full = True
     with pytest.raises(OutOfMemoryError, match="no memory"):
         fd.execute(inputs)
-    is_full = False
+    room.is_full = False
     for _ in range(4 * MAX_DECLINED):
         assert torch.equal(fd.execute(inputs)[0], inputs[0] + inputs[1])
     steady(fd, inputs)
@@ -98,6 +104,26 @@ def test_a_closure_that_raises_is_told_as_in_python(monkeypatch: pytest.MonkeyPa
         assert disable or not plan.arenas.bound(plan)
         torch.testing.assert_close(fd.execute(inputs)[0], product(*inputs).relu())
     assert texts[0] == texts[1]
+
+
+def test_after_an_error_it_comes_back_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it had taken before until it was made."""
+    room = _Room(monkeypatch)
+    fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
+    steady(fd, inputs)
+    call = fd.fec._latest
+    assert call is not None
+    for _ in range(2):
+        for _ in range(MAX_DECLINED):
+            fd.execute(inputs)
+        assert runs(fd) > MAX_DECLINED
+        call.patience, room.is_full = MAX_PATIENCE, True
+        with pytest.raises(OutOfMemoryError, match="no memory"):
+            fd.execute(inputs)
+        room.is_full = False
+        for _ in range(MAX_DECLINED + 2 * RUNS_BEFORE):
+            assert torch.equal(fd.execute(inputs)[0], inputs[0] + inputs[1])
+        assert 0 < runs(fd) <= 2 * RUNS_BEFORE, fd.compiled_runner()
 
 
 @pytest.mark.parametrize("recovers", [True, False])

@@ -208,6 +208,10 @@ def test_ops_outside_the_block_are_refused() -> None:
             "to be bound to a tensor of dtype float, but got a tensor of dtype double",
         ),
         ([2.0], "to be an at::Tensor but got scalar"),
+        (
+            [torch.zeros(2, 2, dtype=torch.complex64)],
+            r"input 0, T0.* of dtype float, but got .* dtype torch.complex64 \(user code at .*:\d",
+        ),
     ],
 )
 def test_bad_inputs_name_the_tensor(inputs: list[object], message: str) -> None:

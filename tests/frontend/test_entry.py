@@ -11,6 +11,8 @@ import torch
 
 from fuser import FusionDefinition
 from fuser.errors import FuserError, InputError
+from fuser.ir.tensor import TensorView
+from multidevice import DeviceMesh, simulate
 
 
 def _double() -> FusionDefinition:
@@ -104,3 +106,19 @@ def test_options_of_one_call_do_not_stay() -> None:
         assert torch.equal(fd.execute([x], **kwargs)[0], x + x)
         settings = fd.fec._last().program.settings  # pyright: ignore[reportPrivateUsage]
         assert settings.enabled("checked") is bool(options)
+
+
+def test_a_rank_outside_of_the_mesh_gets_nothing() -> None:
+    """In each call, also of an output of two axes."""
+
+    def body() -> tuple[int, ...]:
+        fd = _double()
+        x = fd.fusion.inputs[0]
+        assert isinstance(x, TensorView)
+        x.set_device_mesh(DeviceMesh([0, 2]))
+        shapes = {tuple(fd.execute([torch.ones(4, 6)])[0].shape) for _ in range(3)}
+        (shape,) = shapes
+        return shape
+
+    with simulate(3) as world:
+        assert world.run(body) == [(4, 6), (0,), (4, 6)]

@@ -113,8 +113,11 @@ OPS: dict[str, Call] = {
     "linear": lambda t: (t.x, t.y, None),
     "logical_right_shift": lambda t: (t.n, 1),
     "matmul": lambda t: (t.x, t.y),
+    "normal": lambda t: (0.0, 1.0, [2, t.scalar]),
     "pad": lambda t: (t.x, [1, 1], 0.0),
     "permute": lambda t: (t.x, [1, 0]),
+    "rand_like": lambda t: (t.x,),
+    "randn_like": lambda t: (t.x,),
     "real": lambda t: (t.x,),
     "reshape": lambda t: (t.x, [-1]),
     "segment_set": lambda t: (t.x,),
@@ -127,6 +130,7 @@ OPS: dict[str, Call] = {
     "stride_order": lambda t: (t.x, [0, 1]),
     "threshold": lambda t: (t.x, 0.5, 1.0),
     "triu": lambda t: (t.x, 0),
+    "uniform": lambda t: (0.0, 1.0, [2, t.scalar]),
     "var": lambda t: (t.x, [0], 1, True),
     "var_mean": lambda t: (t.x, [0], 1, True),
     "welford": lambda t: (t.x, [0]),
@@ -405,7 +409,7 @@ def test_an_array_is_no_input() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         fd.add_output(fd.ops.neg(x))
-    with pytest.raises(InputError, match=r"input 0: .* got ndarray: pass torch.from_numpy"):
+    with pytest.raises(InputError, match=r"input 0, T0_g.* got ndarray: pass torch.from_numpy"):
         fd.execute([np.ones(3)])
 
 

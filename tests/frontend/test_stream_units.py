@@ -54,6 +54,7 @@ class _Channel(Channel):
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
+        self._calls = 0
         self.refused: list[BaseException] = []
 
     def refuse(self, error: BaseException) -> NoReturn:

@@ -18,6 +18,7 @@ from tests.fuzz.program import (
     VERSION,
     Arg,
     CallArg,
+    Dt,
     Layout,
     Output,
     Program,
@@ -33,6 +34,8 @@ from tests.fuzz.table import DTYPES
 from tests.fuzz.tensors import make_tensor
 from tests.fuzz.values import InvalidProgram, Num, Val, exact, wide
 
+# Elements of a random tensor: Python computes them for the oracle.
+MOST_RANDOM = 1024
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 23, 31, 37, 61, 97, 127, 131, 251, 257)
 
 
@@ -190,6 +193,22 @@ class Builder:
         """Return how the program names an extent: a number where it is constant."""
         dim = self.dims[name][axis]
         return dim.vec[0] if dim.static and self.chance(0.8) else Size(name, axis)
+
+    def add_random(self, sizes: Sequence[Arg], dims: Sequence[Dim], dtype: str) -> list[str]:
+        """Append random numbers of a seed that is a scalar input."""
+        if any(math.prod(d.vec[m] for d in dims) > MOST_RANDOM for m in range(self.ncalls)):
+            return []
+        keys = [
+            self.add_scalar("Int", [self.rng.randrange(limit) for _ in range(self.ncalls)])
+            for limit in (2**62, 2**34)
+        ]
+        # Too large to be computed with.
+        self.scalars = [s for s in self.scalars if s not in keys]
+        op = self.rng.choice(("uniform", "uniform", "normal"))
+        ends: list[Arg] = [self.rng.choice((0.0, -0.75, 1.0)), self.rng.choice((1.0, 2.5))]
+        seed, offset = map(Ref, keys)
+        args = [*ends, list(sizes)]
+        return self.emit(op, args, dims, dtype=Dt(dtype), rng_seed=seed, rng_offset=offset)
 
     # ------------------------------------------------------------ statements
     def emit(

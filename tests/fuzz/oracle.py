@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.fuzz import reductions, shapes
@@ -36,6 +37,8 @@ _STRUCTURAL: dict[str, Callable[..., Any]] = {
     "reshape": shapes.reshape,
     "full": shapes.full,
     "iota": shapes.iota,
+    "uniform": partial(shapes.random, "uniform"),
+    "normal": partial(shapes.random, "normal"),
     "triu": shapes.triu,
     "clamp": clamp,
 }

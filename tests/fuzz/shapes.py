@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from tests.fuzz.elementwise import category
 from tests.fuzz.table import DTYPES, HALF
 from tests.fuzz.values import InvalidProgram, Num, Val, computed, exact, overflow, stored, wide
+from tests.ops import random_reference
 
 Tensor = torch.Tensor
 
@@ -94,6 +96,31 @@ def iota(length: int, start: Any = 0, step: Any = 1, dtype: str = "Int") -> Val:
     scale = (counts * by).abs().double() + abs(first)
     compute = "Float" if dtype in HALF else dtype
     out = computed(ref, torch.zeros_like(ref), compute, 2, scale)
+    return stored(out.ref, out.bound, dtype)
+
+
+def random(
+    kind: str,
+    a: float,
+    b: float,
+    shape: list[int],
+    *,
+    rng_seed: int,
+    rng_offset: int,
+    dtype: str = "Float",
+) -> Val:
+    """Return random numbers of the definition: uniform ones exactly, normal ones as far as log, sin
+    and cos tell."""
+    stored_as = DTYPES[dtype].torch
+    found = random_reference.numbers(
+        kind, math.prod(shape), (a, b), seed=rng_seed, offset=rng_offset, dtype=stored_as
+    ).reshape(shape)
+    if kind == "uniform":
+        return exact(wide(found), dtype)
+    compute = "Float" if dtype in HALF else dtype
+    # No number is further away than 7 deviations, and errors are of those.
+    scale = torch.full_like(found, abs(a) + 7 * abs(b))
+    out = computed(found, torch.zeros_like(found), compute, 8, scale)
     return stored(out.ref, out.bound, dtype)
 
 

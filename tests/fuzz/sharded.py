@@ -422,6 +422,16 @@ def _full(b: Sharded, name: str) -> None:
     b.emit("full", [sizes, 2 if b.is_a(name, "i") else 1.25, Dt(b.dtype[name])], dims)
 
 
+def _random(b: Sharded, name: str) -> None:
+    """Random numbers in the shape of a tensor, mostly used with it: a mask, or noise."""
+    if not b.is_a(name, "f"):
+        return
+    dims = [Dim(d.vec, d.static) for d in b.dims[name]]
+    made = b.add_random([b.size(name, k) for k in range(len(dims))], dims, b.dtype[name])
+    if made and b.chance(0.7):
+        b.emit(b.rng.choice(("add", "mul")), [Ref(name), Ref(made[0])], dims)
+
+
 def _triu(b: Sharded, name: str) -> None:
     if len(b.dims[name]) > 1:
         b.emit("triu", [Ref(name), b.rng.randint(-3, 3)], b.dims[name])
@@ -439,6 +449,7 @@ _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_pad, 3),
     (_contraction, 10),
     (_full, 4),
+    (_random, 5),
     (_triu, 2),
 )
 _MAKERS = [m for m, _ in _TABLE]

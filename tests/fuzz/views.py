@@ -213,7 +213,10 @@ def cat(b: FusionBuilder) -> None:
 
 
 def factory(b: FusionBuilder) -> None:
-    op = b.rng.choice(("full", "iota", "triu", "triu"))
+    op = b.rng.choice(("full", "iota", "triu", "triu", "random", "random"))
+    if op == "random":
+        random(b)
+        return
     if op == "triu":
         name = b.pick(lambda n: len(b.dims[n]) > 1)
         if name is not None:
@@ -234,6 +237,18 @@ def factory(b: FusionBuilder) -> None:
     start: Arg = b.rng.randint(-4, 4) if is_int else 0.5
     step: Arg = b.rng.choice((-2, 1, 3)) if is_int else 0.25
     b.emit(op, [size, start, step, Dt(dtype)], [dim])
+
+
+def random(b: FusionBuilder) -> None:
+    """Numbers that have the shape of a tensor, mostly: then they can be used together."""
+    name = b.pick(lambda n: bool(b.dims[n]))
+    if name is not None and b.chance(0.7):
+        dims = [Dim(d.vec, d.static) for d in b.dims[name]]
+        sizes = [b.size(name, k) for k in range(len(dims))]
+    else:
+        found = [some_size(b) for _ in range(b.rng.randint(0, 3))]
+        sizes, dims = [s for s, _ in found], [d for _, d in found]
+    b.add_random(sizes, dims, b.rng.choice(("Float", "Double", "Half", "BFloat16")))
 
 
 def contraction(b: FusionBuilder) -> None:

@@ -27,7 +27,7 @@ def test_without_graphs() -> None:
     inputs = case.make(torch.device("cuda"))
     for _ in range(ENOUGH):
         check(case, inputs, fd.execute(inputs, _disable_options=["cuda_graphs"]))
-    assert fd.cuda_graphs() == ["not captured: FUSER_DISABLE=cuda_graphs"]
+    assert fd.cuda_graphs()[0].startswith("not captured: FUSER_DISABLE=cuda_graphs")
 
 
 @pytest.mark.gpu

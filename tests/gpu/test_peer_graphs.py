@@ -18,7 +18,7 @@ from multidevice.backends.peer_cuda import CudaPeerBackend
 from tests.hostir.peer_graph_cases import CASES, Case
 
 pytestmark = pytest.mark.mpi(min_size=2)
-KEPT: list[torch.cuda.MemPool] = []
+KEPT: list[torch.cuda.MemPool | None] = []
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fuser import DataType
-from fuser.errors import InputError
+from fuser.errors import FuserError, InputError
 from hostir import calibrate
 from hostir.cli import main
 from hostir.evaluate import HostIrEvaluator
@@ -32,6 +32,7 @@ from multidevice import Communicator, simulate
 from tests.hostir.programs import CASES, build
 
 CPU = torch.device("cpu")
+CACHED = calibrate._CACHED  # pyright: ignore[reportPrivateUsage]
 LINKS = ("nccl", "nccl_other_bandwidth", "nccl_latency_s", "copy_latency_s", "pull_bandwidth")
 
 
@@ -40,13 +41,15 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Few rounds, and a cache folder of the test's own."""
     monkeypatch.setenv("FUSER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "_ROUNDS", 1)
+    # Of which nothing is left to say.
+    monkeypatch.setattr(calibrate, "_CACHED", float("inf"))
 
 
 def test_a_rank_alone_measures_its_device() -> None:
-    before, found = calibrate.calibrate(Communicator.instance(), CPU)
+    before, found, _ = calibrate.calibrate(Communicator.instance(), CPU)
     assert before == H200
     assert found.name == "cpu, measured"
-    assert (found.multiprocessors, found.host_run_s) == (1, 0.0)
+    assert (found.device, found.multiprocessors, found.host_run_s) == ("CPU", 1, 0.0)
     # 1 MB/s to 10 TB/s, 1 Mflop/s to 100 Tflop/s.
     assert 1e6 < found.memory_bandwidth < 1e13
     assert all(1e6 < rate < 1e14 for _, rate in found.matmul)
@@ -56,7 +59,7 @@ def test_a_rank_alone_measures_its_device() -> None:
 
 
 def check_links() -> None:
-    _, found = calibrate.calibrate(Communicator.instance(), CPU)
+    _, found, _ = calibrate.calibrate(Communicator.instance(), CPU)
     assert set(found.nccl) == set(H200.nccl)
     assert all(1e4 < bandwidth < 1e13 for bandwidth in found.nccl.values())
     assert 1e4 < found.pull_bandwidth < 1e13
@@ -141,12 +144,72 @@ def test_latency_ramp_and_bandwidth_are_told_apart() -> None:
     assert found == pytest.approx((14e-6, 24e-6, 325e9), rel=1e-6)
 
 
+def test_what_says_nothing_of_bytes_is_doubtful() -> None:
+    """Large messages that take as long as small ones."""
+    fake: Any = Fake(14e-6, 0.0, 1e20)
+    fake.doubts = []
+
+    def allgather(nbytes: int) -> Callable[[], int]:
+        return lambda: nbytes
+
+    sizes = (1 << 10, 1 << 20, 4 << 20)
+    calibrate._fit(fake, cast(Any, allgather), BUS["Allgather"](4), sizes)  # pyright: ignore[reportPrivateUsage]
+    assert fake.doubts == [
+        "allgather: 4194304 bytes took 1.4e-05 s, 1024 bytes 1.4e-05 s: that says little of the "
+        "time per byte"
+    ]
+
+
+@pytest.mark.parametrize("name", ["Allgather", "nccl_other_bandwidth", "pull_bandwidth"])
+def test_a_link_faster_than_memory_is_not_written(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links: dict[str, Any] = {"nccl": {"Allgather": 2e9}, "nccl_other_bandwidth": 2e9}
+    links["pull_bandwidth"] = 2e9
+    (links["nccl"] if name == "Allgather" else links)[name] = 3090e9
+    monkeypatch.setattr(calibrate, "_CACHED", CACHED)
+    monkeypatch.setattr(calibrate, "local_fields", lambda *_: {"memory_bandwidth": 13e9})
+    monkeypatch.setattr(calibrate, "link_fields", lambda _: links)
+
+    def body() -> None:
+        with pytest.raises(
+            FuserError, match=f"{name}: 3.09e.03 GB/s between ranks, .* moves 13 GB/s.*Nothing is"
+        ):
+            calibrate.calibrate_here(Communicator.instance(), "cpu", None)
+
+    with simulate(2) as world:
+        world.run(body)
+    assert not measured_file(CPU).exists()
+    calibrate.check_links({**H200.__dict__})
+    calibrate.check_links({"memory_bandwidth": 10e9, "pull_bandwidth": 19e9})
+
+
+def test_repetitions_that_differ_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One repetition aside: the median does without it."""
+    monkeypatch.setattr(calibrate, "_ROUNDS", 5)
+    bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
+    for times in ([1.0, 1.1, 1.2, 1.0, 9.0], [1.0, 3.0, 1.0, 20.0, 2.0]):
+        left = iter(times)
+        monkeypatch.setattr(bench, "_burst", lambda *_, left=left: next(left))
+        assert bench.seconds(lambda: None) == sorted(times)[2]
+    assert bench.spreads == pytest.approx([1.2, 3.0])
+    assert calibrate.spread_text(bench.spreads[:1]) == []
+    (text,) = calibrate.spread_text(bench.spreads)
+    assert text.startswith("1 of 2 measurements differ by more than a factor of 2 from repetition")
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: (H200, H200, [text]))
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    assert f"not sure: {text}" in capsys.readouterr().out
+
+
 class Model:
     """A bench, and all that it asks: calls take what a machine's description says, and peer copies
     wait a while for their answer."""
 
     def __init__(self, ranks: int, machine: Machine) -> None:
         self.team, self.machine = tuple(range(ranks)), machine
+        self.doubts: list[str] = []
         self.device, self.communicator = torch.device("cuda"), self
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:

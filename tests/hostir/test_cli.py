@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser import ParallelType
+from fuser import FusionDefinition, ParallelType
 from fuser.errors import InputError, ParseError, ShardingError
 from fuser.multidevice import DeviceMesh
 from hostir import HostIrContainer
@@ -17,7 +17,7 @@ from hostir.container import SHORT_FORM, equal
 from hostir.host_passes import PASSES
 from hostir.ops import Allocate
 from hostir.parse import parse
-from hostir.ranks import summaries
+from hostir.ranks import size_symbols, summaries
 from hostir.source import read_program
 from hostir.transfers import Communication, TeamOf, Wait
 from multidevice.sharding import local_sizes
@@ -80,7 +80,9 @@ def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 # ------------------------------------------------------------------ run
 def test_run_on_random_inputs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(file), "--size", "i0=3", "--ranks", "2"]) == 0
-    rows = [OUTPUT.fullmatch(line) for line in capsys.readouterr().out.splitlines()]
+    sizes, *lines = capsys.readouterr().out.splitlines()
+    assert sizes == "sizes: i0=3"
+    rows = [OUTPUT.fullmatch(line) for line in lines]
     assert [(r[1], r[2]) for r in rows if r] == [("0", "3"), ("1", "3")]
     # An allreduce: both ranks have the same numbers.
     assert rows[0] and rows[1] and rows[0].groups()[2:] == rows[1].groups()[2:]
@@ -107,7 +109,25 @@ def test_random_sizes_fit_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture
     case = CASES["mesh2x2"]
     (tmp_path / "p.txt").write_text(build(case).full_text())
     assert main(["run", str(tmp_path / "p.txt")]) == 0
-    assert "rank 3 output 0: torch.float32 (4, 6)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("sizes: ") and "rank 3 output 0: torch.float32 (4, 6)" in out
+
+
+def test_seeds_are_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what a kernel draws, whose seed and offset a run takes from torch."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 4], contiguity=True)
+        fd.add_output(fd.ops.add(x, fd.ops.rand_like(x)))
+    fd.execute([torch.zeros(2, 4)])
+    program = fd.fec.host_program()
+    rows, seed, offset = size_symbols(program)
+    (tmp_path / "p.txt").write_text(program.full_text())
+    for command in ("run", "verify", "cost"):
+        assert main([command, str(tmp_path / "p.txt"), "--size", f"{offset}=3"]) == 0
+        assert capsys.readouterr().out.startswith(
+            f"sizes: {rows}=8 (not given), seed of random numbers {seed}=8 (not given), "
+            f"offset of random numbers {offset}=3\n"
+        )
 
 
 def test_an_axis_that_is_the_devices_has_their_number(
@@ -147,7 +167,7 @@ def test_an_axis_that_is_the_devices_has_their_number(
         (["--inputs", "ONE", "--size", "i0=3"], "InputError: --size is for random inputs"),
         (["--ranks", "1"], "ShardingError: DeviceMesh{0 1} of T0_g_float names rank 1"),
         (["--program", "1"], "ParseError: PROGRAM has 1 host programs, and none of number 1"),
-        (["--save", "PROGRAM"], "FileExistsError"),
+        (["--save", "PROGRAM"], "InputError: --save"),
     ],
 )
 def test_wrong_runs(
@@ -235,9 +255,9 @@ def test_equal_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (
             "zero_init=false",
             "zero_init=true",
-            r"op 0, Allocate: zero_init: false \| true",
+            r"op 1, Allocate: zero_init: false \| true",
         ),
-        ("= silu(", "= relu(", r"kernel group \d+, op 0, \w+: kind: silu \| relu"),
+        ("= silu(", "= relu(", r"kernel group \d+, op 1, \w+: kind: silu \| relu"),
     ],
 )  # fmt: skip
 def test_the_first_field_that_differs(
@@ -274,7 +294,7 @@ def test_what_differs_inside_of_a_loop(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["diff", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]) == 1
     head, *lines = capsys.readouterr().out.splitlines()
     assert "short form" in head
-    assert [line.split(", ", 1)[0] for line in lines] == ["op 0", "op 0.body.1.then.0"]
+    assert [line.split(", ", 1)[0] for line in lines] == ["op 1", "op 1.body.2.then.1"]
     assert lines[1].endswith("Synchronize: stream: 0 | 1")
 
 

@@ -50,7 +50,7 @@ def test_real_ranks_run_what_simulated_ones_do(tmp_path: Path) -> None:
     [
         (["--ranks", "3"], "InputError: --ranks 3, but the launcher started 2 ranks"),
         (["--size", "i7=2"], "InputError: no input has a size 'i7'"),
-        (["--save", "PROGRAM"], "FileExistsError"),
+        (["--save", "PROGRAM"], "InputError: --save"),
     ],
 )
 def test_an_error_ends_the_job_with_its_message(

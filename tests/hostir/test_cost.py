@@ -445,6 +445,69 @@ def test_a_group_of_transfers_and_peer_copies() -> None:
     assert one.seconds == pytest.approx(2e-6 + 2 * 1000 / 1e8)
 
 
+def beside_a_kernel(d: int, backend: str, *, one_call: bool) -> HostIrContainer:
+    """On one stream 1000 bytes go to the next rank, in mapped memory; on another a kernel moves
+    2000."""
+    mesh = DeviceMesh(range(d))
+    hic = HostIrContainer()
+    with hic:
+        x = row(hic.input([d, 250], mesh=mesh, memory=MemoryType.symmetric))
+        y, z = row(hic.tensor([d, 250], mesh=mesh)), hic.tensor([250])
+        u = hic.input([250])
+        hic.append(Allocate(y), Allocate(z), GetCurrentStream(ENTRY))
+        hic.append(SetCurrentStream(Stream(as_scalar(0))), Synchronize(ENTRY))
+        hic.append(ops.neg(u), into=z)
+        hic.append(SetCurrentStream(Stream(as_scalar(1))), Synchronize(ENTRY))
+        to, source = (RANK + 1) % d, (RANK + d - 1) % d
+        if one_call:
+            team = TeamOf(mesh, (X,))
+            hic.append(CollectivePermute(x, y, to, source, number=0, team=team, backend=backend))
+            hic.append(Wait(0))
+        else:
+            both = [
+                P2PCommunication(x, to, number=0, type="send", backend=backend),
+                P2PCommunication(y, source, number=1, type="recv", backend=backend),
+            ]
+            hic.append(StartCoalescing(), *both, EndCoalescing(2), Wait(2))
+        hic.append(SetCurrentStream(ENTRY))
+        hic.append(*(Synchronize(Stream(as_scalar(k))) for k in (0, 1)))
+        hic.add_output(y)
+        hic.add_output(z)
+    return hic
+
+
+@pytest.mark.parametrize("one_call", [True, False])
+@pytest.mark.parametrize("backend", ["CUDA", "MPI"])
+def test_a_cpu_rank_computes_and_communicates_in_turns(backend: str, one_call: bool) -> None:
+    """10 us of bytes and 2 us of a kernel; a GPU has engines for copies."""
+    program = beside_a_kernel(3, backend, one_call=one_call)
+    one = replace(PLAIN, multiprocessors=1, nccl_multiprocessors=1)
+    assert seconds(program, replace(one, device="CPU")) == pytest.approx(12e-6)
+    assert seconds(program, one) == pytest.approx(10e-6 if backend == "CUDA" else 12e-6)
+
+
+def test_what_is_predicted_on_a_cpu_says_so() -> None:
+    program = beside_a_kernel(2, "CUDA", one_call=True)
+    text = report(predicted(program, replace(PLAIN, device="CPU", host_post_s=0.0)))
+    assert "ranks 0 1: 12.0 us on the CPU\n" in text and "GPU" not in text
+    assert "on the GPU; the host issues it in" in report(predicted(program))
+
+
+def test_allreduces_of_cpu_ranks_are_a_librarys() -> None:
+    """On GPUs a kernel of ours, which takes no time here but for bytes."""
+    mesh = DeviceMesh(range(2))
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([2, 250], mesh=mesh), hic.tensor([2, 250], mesh=mesh)
+        team = TeamOf(mesh, (X,))
+        allreduce = Communication(x, y, number=0, type="Allreduce", team=team, backend="MPI")
+        hic.append(Allocate(y), allreduce, Wait(0))
+        hic.add_output(y)
+    slow = replace(PLAIN, nccl_latency_s=1.0)
+    assert seconds(hic, slow) < 1e-3
+    assert seconds(hic, replace(slow, device="CPU")) == pytest.approx(1 + 2000 / 1e8)
+
+
 def pipeline(d: int) -> HostIrContainer:
     """Each rank receives 1000 bytes from the one before, and passes them on."""
     mesh = DeviceMesh(range(d))

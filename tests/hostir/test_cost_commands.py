@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuser.errors import InputError, UnsupportedError
-from hostir import NUMBER_OF_STREAMS
+from hostir import NUMBER_OF_STREAMS, calibrate
 from hostir.cli import main
 from hostir.cost import predict
 from hostir.machine import H200, find_machine, machine_from_json
@@ -41,6 +41,7 @@ def test_a_machine_is_a_file(tmp_path: Path) -> None:
         ('{"pul_bandwidth": 1}', "no 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
         ('{"pull_bandwidth": 0}', "pull_bandwidth = 0: expected a number above 0"),
         ('{"launch_s": -1}', "launch_s = -1"),
+        ('{"device": "TPU"}', "device = 'TPU': expected one of GPU, CPU"),
         ('{"multiprocessors": 1.5}', "expected an integer above 0"),
         ('{"multiprocessors": true}', "expected an integer above 0"),
         ('{"memory_bandwidth": NaN}', "memory_bandwidth = nan"),
@@ -61,6 +62,15 @@ def test_an_unknown_machine_is_refused() -> None:
         InputError, match="there is no machine 'h100': expected h200, measured, or a file"
     ):
         find_machine("h100")
+
+
+def test_a_description_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"machine 'nope\.json': there is no such file"):
+        find_machine("nope.json")
+    folder = tmp_path / "is_a_folder.json"
+    folder.mkdir()
+    with pytest.raises(InputError, match=r"is_a_folder\.json' cannot be read"):
+        find_machine(str(folder))
 
 
 # ------------------------------------------------------------------ programs of other tests
@@ -105,6 +115,7 @@ def test_cost_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         found = json.loads(capsys.readouterr().out)
         times.append(found["classes"][0]["seconds"])
     assert times[0] < times[1]
+    assert found["sizes"] == {"i0": 8192}
     assert found["classes"][0]["ranks"] == [0, 1]
 
 
@@ -121,6 +132,32 @@ def test_what_the_commands_refuse(
         assert message in capsys.readouterr().err
         assert main(["trace", str(file), "-o", str(tmp_path / "t.json"), *args]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_commands_say_which_sizes_they_took(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = ["trace", str(file), "-o", str(tmp_path / "t.json")]
+    for args in (["cost", str(file)], ["run", str(file)], ["verify", str(file)], trace):
+        assert main(args) == 0
+        assert "sizes: i0=8 (not given)\n" in capsys.readouterr().out
+        assert main([*args, "-s", "i0=16"]) == 0
+        assert "sizes: i0=16\n" in capsys.readouterr().out
+
+
+def test_what_cannot_be_written_or_understood_is_said_in_words(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(file), "-o", "/no/such/folder/t.json"]) == 1
+    assert "InputError: --output /no/such/folder/t.json cannot be" in capsys.readouterr().err
+    full = str(file)  # a file, where a folder is asked for
+    assert main(["run", str(file), "--save", full]) == 1
+    assert f"InputError: --save {full}: rank0.pt cannot be written" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"p\.json cannot be written"):
+        calibrate.write(H200, file / "p.json")
+    with pytest.raises(SystemExit):
+        main(["run", str(file), "-s", "i0=16", "i1=8"])
+    assert "i1=8; each size has its own --size: -s i0=16 -s i1=8" in capsys.readouterr().err
 
 
 def test_a_unit_that_nobody_scheduled_is_refused() -> None:

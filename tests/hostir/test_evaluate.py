@@ -441,7 +441,7 @@ def test_scalars_must_fit_their_dtype() -> None:
     assert torch.equal(evaluator.run([torch.ones(4), 3])[0], torch.full((4,), 4.0))
     assert torch.equal(evaluator.run([torch.ones(4), 5])[0], torch.full((4,), 6.0))
     with pytest.raises(
-        InputError, match=r"1.5 is not compatible with the expected data type: int64"
+        InputError, match=r"^Input 1, i\d+: Scalar value 1.5 is not .* data type: int64"
     ):
         evaluator.run([torch.ones(4), 1.5])
     with pytest.raises(

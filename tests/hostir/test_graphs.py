@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice, ops
-from fuser.runtime import cuda_graph
+from fuser.collector import uncollected
 from fuser.runtime.graphs import MAKERS
 from fuser.torch_calls import arithmetic_choices
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, arena, capture
@@ -193,7 +193,8 @@ def test_nothing_is_captured_while_another_thread_runs_programs(made: list[CpuGr
         may_end.set()
         thread.join()
     assert not any(maker.made for maker in made)
-    assert lines == ["not captured: the threads a server run programs, too"] * len(lines), lines
+    why = "not captured: the threads a server run programs, too ("
+    assert all(line.startswith(why) for line in lines), lines
     lines = repeat(fd, case, CPU)
     assert any(line.startswith("captured: ") for line in lines), lines
 
@@ -233,8 +234,8 @@ def test_no_garbage_is_collected_before_the_last_capture_ends() -> None:
     """Captures of several threads begin and end in any order."""
     first, second = ExitStack(), ExitStack()
     assert gc.isenabled()
-    first.enter_context(cuda_graph._uncollected)
-    second.enter_context(cuda_graph._uncollected)
+    first.enter_context(uncollected)
+    second.enter_context(uncollected)
     first.close()
     between = gc.isenabled()
     second.close()
@@ -314,7 +315,7 @@ def test_the_reason_is_told(options: tuple[str, ...], why: str) -> None:
     assert fd.cuda_graphs() == []
     for _ in range(ENOUGH):
         fd.execute(inputs, _disable_options=options)
-    assert fd.cuda_graphs() == [f"not captured: {why}"]
+    assert fd.cuda_graphs()[0].startswith(f"not captured: {why}")
 
 
 def test_a_refused_capture_runs_step_by_step(
@@ -330,7 +331,8 @@ def test_a_refused_capture_runs_step_by_step(
     for _ in range(ENOUGH):
         check(case, inputs, fd.execute(inputs))
     (line,) = fd.cuda_graphs()
-    assert line == ("not captured: RuntimeError: operation not permitted when stream is capturing")
+    why = "not captured: RuntimeError: operation not permitted when stream is capturing ("
+    assert line.startswith(why)
 
 
 def test_few_steps_are_not_captured(made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +343,7 @@ def test_few_steps_are_not_captured(made: list[CpuGraphs], monkeypatch: pytest.M
         fd.add_output(fd.ops.relu(fd.ops.matmul(x, x)))
     for _ in range(ENOUGH):
         fd.execute([torch.ones(3, 3)])
-    assert fd.cuda_graphs() == ["not captured: 2 step(s) gain nothing by it"]
+    assert fd.cuda_graphs()[0].startswith("not captured: 2 step(s) gain nothing by it")
 
 
 def test_a_kernel_alone_is_captured_later(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuser.errors import VerifyError
 from fuser.ir import scalar as sc
 from fuser.ir.core import Op
 from fuser.ir.tensor import TensorView
@@ -157,8 +158,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "host_ir.md"
 def test_the_page_on_host_programs_holds() -> None:
     text = PAGE.read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})
+    # What it says of a buffer that is not given back.
+    assert blocks[2].count(", Deallocate(shard)") == 1
+    with pytest.raises(VerifyError, match="no Deallocate of T1_sym_float"):
+        exec(blocks[2].replace(", Deallocate(shard)", ""), {"__name__": "page"})
     for cls in CLASSES:
         assert f"`{cls.__name__}" in text, f"docs/host_ir.md does not speak of {cls.__name__}"

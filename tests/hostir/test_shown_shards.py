@@ -37,10 +37,12 @@ from hostir.cross_rank import find_mismatches
 from hostir.ops import RANK
 from hostir.race import find_races
 from hostir.transfers import Communication, Wait
-from multidevice.backends.shared_memory import Place, SharedMemory
+from multidevice.backends.shared_memory import SharedMemory
+from multidevice.backends.side_by_side import Place
 from multidevice.communicator import Communicator
 from tests import mpi_abort
 from tests.hostir.stream_programs import MAIN
+from tests.hostir.test_cost import predicted
 from tests.multidevice.programs.shown_shards import double, program_of, run_here
 from tests.multidevice.test_communicator_jobs import END_S, needs_mpi, run_job
 
@@ -103,6 +105,20 @@ def test_all_shards_are_one_tensor_under_mpirun(ranks: int, tmp_path: Path) -> N
 def test_all_shards_are_one_tensor_under_torchrun() -> None:
     job = run_job("torchrun", 2, "shown_shards.py", "right")
     assert job.code == 0 and job.text.count("ok rank") == 2, job.text
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_that_kernels_read_from_others_are_predicted(ranks: int) -> None:
+    """Of a shard of 4 kB each reads those of all others, at 1e8 bytes per second; a byte of memory
+    takes a tenth of that."""
+    parts, shard = Parts(ranks), 4096
+    program = parts.made(*parts.head, parts.shows, double(parts.y, parts.view), *parts.tail)
+    found = predicted(program)
+    (one,) = found.classes
+    far, near = (ranks - 1) * shard, 2 * shard + 2 * ranks * shard
+    assert one.sent_nbytes == one.received_nbytes == far
+    assert found.links == tuple((a, b, shard) for a in range(ranks) for b in range(ranks) if a != b)
+    assert one.seconds == pytest.approx(far / 1e8 + near / 1e9)
 
 
 @pytest.mark.parametrize("late", ["all", "entry", 0])

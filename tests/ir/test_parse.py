@@ -163,6 +163,8 @@ _SAMPLES = {
     "source": "1",
     "target": "0",
 }
+# Operands that are scalars.
+_SCALARS = {"RandomOp": {"a": "0", "b": "2", "seed": "3", "offset": "4", "begin": "{0, 1}"}}
 _VARIANTS = [
     pytest.param(cls, attributes, text, id=f"{cls.__name__}-{i}")
     for cls in tensor_op_classes()
@@ -200,7 +202,9 @@ def _parse_sample(cls: type[Op], text: str, out: DataType, inp: DataType) -> Op 
         parser.domain_section()
     operands = iter(("T1", "T2", "T3"))
     names = {name: f"T{7 + i}" for i, name in enumerate(results)}
-    names |= {name: next(operands) for name in cls.fields_of("operand") if name not in _SAMPLES}
+    names |= _SCALARS.get(cls.__name__, {})
+    known = {*names, *_SAMPLES}
+    names |= {name: next(operands) for name in cls.fields_of("operand") if name not in known}
     names |= {f"{results[0]}.dtype": INFO[out].text}
 
     def fill(match: re.Match[str]) -> str:
@@ -303,3 +307,9 @@ def test_errors_name_line_and_mark_it(old: str, new: str, message: str) -> None:
         parse_fusion(text.replace(old, new, 1))
     assert message in str(error.value)
     assert str(error.value).endswith("^")
+
+
+def test_lines_are_counted_from_wherever_an_error_was_before() -> None:
+    cursor = Cursor("a\nbb\n\nccc\n")
+    for at, where in ((6, "line 4, column 1"), (1, "line 1, column 2"), (5, "line 3, column 1")):
+        assert str(cursor.fail("wrong", at)).startswith(f"{where}: wrong\n")

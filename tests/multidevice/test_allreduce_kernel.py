@@ -318,3 +318,52 @@ def test_all_kernels_compile_for_the_gpu() -> None:
         allreduce_source(size, torch.bfloat16, "SUM", way) for size in (4, 8) for way in Way
     ]
     assert all(compile_cubin(sources))
+
+
+# The last epoch, and by which number it is followed.
+LAST, FIRST = 0xFFFFFFFD, 2
+
+
+def set_epoch(team: Team, epoch: int) -> None:
+    """Let the next kernel be the one after this epoch."""
+    for area in team.areas:
+        area[: 4 * MAX_BLOCKS].view(torch.int32).fill_(epoch - (epoch >> 31 << 32))
+
+
+@pytest.mark.parametrize("way", WITH_FLAGS)
+@pytest.mark.parametrize("epoch", [(1 << 31) + 5, LAST - 2, LAST - 1, LAST])
+def test_what_was_never_written_has_not_come(epoch: int, way: Way) -> None:
+    """Neither after billions of kernels nor when their numbers begin anew."""
+    team = Team(2, limit_ns=10**8)
+    set_epoch(team, epoch)
+    inps, outs = ([make(100) for _ in range(2)] for make in (torch.ones, torch.zeros))
+    team.allreduce(outs, inps, "SUM", Shape(way, 1, 32), absent=[1])
+    number = FIRST if epoch == LAST else epoch + 1
+    assert team.reports[0].tolist() == [1, 1, 7, number, 1]
+
+
+@pytest.mark.parametrize("way", Way)
+def test_the_numbers_of_kernels_begin_anew(seeded: int, way: Way) -> None:
+    """And what kernels of the same numbers have left is not taken for the data of new ones."""
+    del seeded
+    team = Team(3)
+    set_epoch(team, LAST - 4)
+    layout, size = team.layout, team.size
+    for area in team.areas:
+        area[layout.flags_at : layout.packets_at].view(torch.int32).fill_(FIRST + 1)
+        packets = area[layout.packets_at : layout.data_at].view(torch.int64)
+        half = size * layout.packets_nbytes // 8
+        for k in (0, 1):  # halves of even and odd numbers
+            packets[k * half : (k + 1) * half].fill_((FIRST + k) << 32)
+    for _ in range(3):
+        check(team, torch.float32, "SUM", 300, Shape(way, 2, 32))
+    assert team.epochs() == {LAST - (1 << 32) - 1}
+    check(team, torch.float32, "SUM", 300, Shape(way, 2, 32))
+    for area in team.areas:
+        flags = area[layout.flags_at : layout.packets_at].view(torch.int32)
+        marks = area[layout.packets_at : layout.data_at].view(torch.int64) >> 32
+        assert not (flags == FIRST + 1).any()
+        assert not ((marks == FIRST) | (marks == FIRST + 1)).any()
+    for _ in range(4):
+        check(team, torch.float32, "SUM", 300, Shape(way, 2, 32))
+    assert team.epochs() == {FIRST + 3}

@@ -15,8 +15,9 @@ from multidevice import Communicator
 from multidevice.backends import peer_cuda
 from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED
 from multidevice.backends.peer import SLOTS, Page
-from multidevice.backends.protocol import Transfer
+from multidevice.backends.protocol import NAME_WORDS, Transfer
 from multidevice.backends.shared_memory import SharedMemory
+from multidevice.waiting import Ledger
 from tests import mpi_abort
 from tests.multidevice.programs import collectives
 from tests.multidevice.test_communicator_jobs import END_S, needs_mpi, run_job
@@ -138,7 +139,7 @@ def test_a_capture_ends_where_any_rank_of_the_program_gave_it_up(
 ) -> None:
     """Ranks tell it to all that run the program; who waits may wait within a part of them."""
     monkeypatch.setenv("FUSER_TIMEOUT_S", "5")
-    monkeypatch.setattr(peer_cuda, "IpcMemory", lambda device: SharedMemory())
+    monkeypatch.setattr(peer_cuda, "IpcMemory", lambda *about: SharedMemory())
     monkeypatch.setattr(peer_cuda.CudaPeerBackend, "_connected", lambda self, page: None)
     peers, world = peer_cuda.CudaPeerBackend(comm._control, CPU), tuple(range(comm.size()))
     call: Any = SimpleNamespace(team=(0, 1), describe=lambda: "a recv", needs=list)
@@ -204,11 +205,11 @@ def test_a_transfer_that_does_not_fit_is_named_on_both_sides(comm: Communicator)
 
 def test_a_slot_is_free_when_its_record_was_answered() -> None:
     words = memoryview(bytearray(Page.nbytes(2))).cast("Q")
-    controls: Any = [SimpleNamespace(rank=3), SimpleNamespace(rank=5)]
+    controls: Any = [SimpleNamespace(rank=rank, ledger=Ledger()) for rank in (3, 5)]
     sender, receiver = (Page(words, (3, 5), control) for control in controls)
     x = torch.arange(6, dtype=torch.int16)
     sent = [
-        sender.post(5, sender.free_slot(5), tag, x, (0,) * 9, 8 * tag, 1)
+        sender.post(5, sender.free_slot(5), tag, x, (0,) * NAME_WORDS, 8 * tag, 1)
         for tag in range(1, SLOTS + 1)
     ]
     assert sender.free_slot(5) == -1
@@ -220,7 +221,7 @@ def test_a_slot_is_free_when_its_record_was_answered() -> None:
     receiver.answer(3, record.slot, 4)
     assert sender.answered(sent[3])
     assert sender.free_slot(5) == record.slot
-    again = sender.post(5, record.slot, SLOTS + 9, x, (0,) * 9, 0, 2)
+    again = sender.post(5, record.slot, SLOTS + 9, x, (0,) * NAME_WORDS, 0, 2)
     assert (again.use, sender.answered(again)) == (2, False)
 
 

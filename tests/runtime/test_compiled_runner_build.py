@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 
 from fuser.errors import CompileError
 from fuser.runtime import compiled_runner
+from fuser.runtime.kernel_cache import KernelCache
 from tests.frontend.steady_programs import (
     ENOUGH,
     add,
+    steady,
 )
 
 
@@ -61,17 +64,19 @@ def test_in_developer_mode() -> None:
 
 def test_a_process_that_ends_before_the_compiler(tmp_path: Path) -> None:
     """Nothing waits for it, nothing is left of it, nobody is told."""
-    text = _CALLS.format(before="", calls=40)
     cache = tmp_path / "cache"
     folder = tmp_path / "temporary"
     folder.mkdir()
     slow, pid = tmp_path / "slow", tmp_path / "pid"
-    waits = f'*runner.c*) echo $$ > "{pid}"; exec sleep 60;;'
+    # Not before the compiler runs: this checks that it does not go on.
+    begun = f"import os, time\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.01)\nprint("
+    text = _CALLS.format(before="", calls=40).replace("print(", begun)
+    waits = f'*runner.c*) echo $$ > "{pid}.new"; mv "{pid}.new" "{pid}"; exec sleep 60;;'
     slow.write_text(f'#!/bin/sh\ncase "$*" in {waits} esac\nexec g++ "$@"\n')
     slow.chmod(0o755)
     places = {"FUSER_CACHE_DIR": str(cache), "TMPDIR": str(folder), "CXX": str(slow)}
     said = _in_python(text, "-X", "dev", **places)
-    assert said.strip() == "not repeated: it is being compiled"
+    assert said.startswith("not repeated: it is being compiled (")
     assert not list(folder.iterdir())
     assert not Path("/proc", pid.read_text().strip()).exists()
 
@@ -101,4 +106,36 @@ def test_absent_without_harm(
     assert why in compiled_runner.why_not()
     for _ in range(2 * ENOUGH):
         assert torch.equal(fd.execute(inputs)[0], inputs[0] + inputs[1])
-    assert fd.compiled_runner() == [f"not repeated: {compiled_runner.why_not()}"]
+    assert fd.compiled_runner()[0].startswith(f"not repeated: {compiled_runner.why_not()}")
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["read-only", "full"])
+def test_a_cache_that_keeps_nothing(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is made for this process alone, once."""
+    monkeypatch.setattr(compiled_runner, "_state", compiled_runner._State())
+    monkeypatch.setattr(
+        compiled_runner, "_FLAGS", (*compiled_runner._FLAGS, f"-DKEEPS_NOTHING={is_full:d}")
+    )
+    if is_full:
+
+        def no_room(*about: Any) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(KernelCache, "_write", no_room)
+    else:
+        (tmp_path / "no folder").touch()
+        monkeypatch.setenv("FUSER_CACHE_DIR", str(tmp_path / "no folder"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert compiled_runner.wait(100.0) is not None, compiled_runner.why_not()
+    fd, inputs = add(), [torch.randn(6, 8), torch.randn(6, 8)]
+    steady(fd, inputs)
+
+
+def test_a_library_that_cannot_be_loaded_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_runner, "_state", compiled_runner._State())
+    monkeypatch.setattr(compiled_runner, "_FLAGS", (*compiled_runner._FLAGS, "-DAGAIN"))
+    KernelCache().store({compiled_runner._key(): compiled_runner._NAME}, b"no library", "so")
+    assert compiled_runner.wait(100.0) is not None, compiled_runner.why_not()

@@ -328,8 +328,9 @@ def test_the_reason_against_a_fusion_names_its_tensors() -> None:
 
 
 def test_few_long_rows_are_left_to_kernels_that_share_them_between_blocks() -> None:
-    assert pays(1, 8192) and pays(32, 16384)
-    assert not pays(1, 8193) and not pays(31, 16384) and not pays(1 << 20, 16385)
+    assert pays(1, 8192) and pays(32, 16384) and pays(256, 65536)
+    assert not pays(1, 8193) and not pays(31, 16384) and not pays(255, 16385)
+    assert not pays(1 << 20, 65537)
     fusion = define(softmax, [None, None])
     for shape, suits in (((4096, 8193), True), ((2, 1 << 20), False)):
         row = scheduler("inner_persistent")
@@ -357,6 +358,75 @@ def test_a_row_that_fits_is_read_once_and_in_whole_words(shape: tuple[int, int])
     assert found.global_loads == {16: words + 2 * shape[0] * shape[1] * 2 // 16}
     dy = random(shape, torch.bfloat16, 1)
     assert counters(softmax_backward, [dy, x]).global_loads == {16: 2 * words}
+
+
+@pytest.mark.parametrize("shape", [(5, 65), (7, 333), (300, 129), (3, 8191), (2, 20001)], ids=str)
+def test_a_row_of_any_length_is_read_in_whole_words(shape: tuple[int, int]) -> None:
+    """Its elements are counted in words that begin where words of memory do; only the stores at its
+    ends, and the load at the end of the tensor, are shorter."""
+    rows, columns = shape
+    begins = [row * columns for row in range(rows)]
+    words = sum((b + columns - 1) // 8 - b // 8 + 1 for b in begins)
+    whole = sum((b + columns) // 8 - -(-b // 8) for b in begins)
+    x = random(shape, torch.bfloat16)
+    found = counters(lambda x: back(softmax(x), torch.bfloat16), [x])
+    last = x.numel() % 8
+    expected = {2: last, 16: words - 1} if last else {16: words}
+    assert found.global_loads == expected
+    assert found.global_stores == {2: x.numel() - 8 * whole, 16: whole}
+
+
+def _moved(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Return a copy that begins so many elements behind a word of memory."""
+    held = torch.full((x.numel() + by,), float("nan"), dtype=x.dtype)
+    held[by:] = x.flatten()
+    return held[by:].view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [63, 64, 65, 71, 127, 1023, 1025, 5001])
+@pytest.mark.parametrize("rows", [1, 2, 9, 133])
+def test_rows_of_any_length(rows: int, columns: int, dtype: torch.dtype) -> None:
+    if rows * columns > 200_000:
+        rows = 40
+    shape = (rows, columns)
+
+    def build(x: TensorView, r: TensorView, w: TensorView) -> Sequence[TensorView]:
+        h = ops.add(wide(x), wide(r))
+        y, mean, _ = normalized(h)
+        return back_to(x, h), back_to(x, ops.mul(y, wide(w))), ops.squeeze(mean, [1])
+
+    def reference(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Sequence[torch.Tensor]:
+        h = x + r
+        y = torch.nn.functional.layer_norm(h, h.shape[1:], w)
+        return h, y, h.mean(-1)
+
+    x, r = (random(shape, dtype, seed) for seed in (0, 1))
+    w = random(shape[1:], dtype, 2)
+    check(build, reference, [x, r, w], "h200", scale=4, broadcast_ones=False)
+    check(build, reference, [x, _moved(r, 1), w], "h200", scale=4, broadcast_ones=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shifted_rows_of_several_axes(dtype: torch.dtype) -> None:
+    def build(x: TensorView, m: TensorView) -> TensorView:
+        return back(softmax(ops.add(wide(x), m)), dtype)
+
+    x, m = random((3, 5, 7, 131), dtype), random((3, 1, 1, 131), dtype, 1)
+    check(build, lambda x, m: torch.softmax(x + m, -1), [x, m], "h200", broadcast_ones=True)
+    y = random((3, 5, 11, 13), dtype)
+    check(
+        lambda y: back(softmax_of(y, [2, 3]), dtype),
+        lambda y: torch.softmax(y.flatten(2), -1).view(y.shape),
+        [y],
+        "h200",
+    )
+
+
+def softmax_of(x: TensorView, dims: list[int]) -> TensorView:
+    x = wide(x)
+    e = ops.exp(ops.sub(x, ops.max(x, dims, keepdim=True)))
+    return ops.div(e, ops.sum(e, dims, keepdim=True))
 
 
 def test_a_longer_row_is_read_once_by_each_level() -> None:
@@ -403,7 +473,8 @@ def test_parameters_of_known_rows() -> None:
         "resident 1024, exact)",
         (2048, 384): "inner_persistent(threads 16x8, vector 8, kept 24 with results, "
         "resident 1024, exact)",
-        (2048, 50257): "inner_persistent(threads 512x1, vector 1, looped, unroll 8, resident 0)",
+        (2048, 50257): "inner_persistent(threads 512x1, vector 8, kept 104, "
+        "resident 1024, shifted)",
     }
 
 
@@ -433,3 +504,8 @@ def test_rows_of_many_lengths_share_few_kernels() -> None:
         x = torch.empty(64, columns, dtype=torch.bfloat16)
         executor.bind([x], [x], sizes=sizes_of(fusion, x.shape))
     assert len(executor.variants) <= 6
+    executor = make_executor(fusion, "h200", checked=False)
+    for columns in range(193, 1536, 2):
+        x = torch.empty(64, columns, dtype=torch.bfloat16)
+        executor.bind([x], [x], sizes=sizes_of(fusion, x.shape))
+    assert len(executor.variants) <= 8

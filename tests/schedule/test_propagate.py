@@ -7,6 +7,7 @@ import torch
 
 from fuser import DataType, FusionDefinition, ops
 from fuser.errors import DefinitionError
+from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
@@ -19,6 +20,7 @@ from fuser.schedule import (
     parallelize_like,
     transform_like,
 )
+from fuser.schedule.propagate import AxisMatcher, LoopReplay
 from tests.schedule.programs import define, domains
 
 PT = ParallelType
@@ -160,3 +162,29 @@ def test_a_broadcast_that_becomes_an_axis_elsewhere_does_not_hide_that_axis() ->
         got = fd.execute([a, b, b > 3], _enable_options=options)
         assert torch.equal(got[0], b)
         assert torch.equal(got[1], a.expand(1, 1, 2, 2))
+
+
+def test_tensors_that_differ_in_numbers_alone_get_the_same_loops() -> None:
+    """What was made for the first of them is renumbered for the others."""
+    fusion = define(
+        lambda x, b: ops.neg(ops.mul(ops.sin(ops.add(x, b)), ops.exp(x))), (None, None), (1, None)
+    )
+    out = fusion.outputs[0]
+    out.merge(0)
+    out.split(0, 128)
+    out.split(0, 4, inner_split=False)
+    matcher, loops = AxisMatcher(AxisGraph(fusion), out), LoopReplay(out.domain)
+    alike: list[bool] = []
+    for tv in fusion.tensors()[2:-1]:
+        before, matches = tv.domain, matcher.matches(tv.domain)
+        LoopReplay(out.domain).apply(tv, matches)
+        alone, tv.domain = tv.domain, before
+        loops.apply(tv, matches)
+        verify_fusion(fusion)
+        extents = [[str(a.extent) for a in d.loop] for d in (alone, tv.domain)]
+        assert extents[0] == extents[1]
+        assert {*before.axes} <= {*tv.domain.axes}
+        alike.append(tv.domain.transforms[0].inputs == before.logical_numbers)
+    assert all(alike) and len(alike) == 4
+    numbers = [n for tv in fusion.tensors() for n in tv.domain.axes]
+    assert len(numbers) == len({*numbers})

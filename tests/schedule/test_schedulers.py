@@ -161,7 +161,7 @@ def column_sum(x: TensorView) -> TensorView:
         ((16384, 8192), ReductionParams(True, 64, 2, 8, 2, 1)),
         ((32768, 1024), ReductionParams(True, 32, 4, 8, 2, 1)),
         ((16384, 64), ReductionParams(True, 8, 16, 8, 1, 1)),
-        ((16384, 770), ReductionParams(True, 32, 4, 2, 8, 1)),
+        ((16384, 770), ReductionParams(True, 32, 4, 8, 2, 1, shifted=True)),
         ((16, 65536), ReductionParams(True, 256, 1, 8, 4, 8)),
         ((1, 1 << 24), ReductionParams(True, 256, 1, 8, 4, 512)),
     ],

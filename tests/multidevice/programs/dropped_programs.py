@@ -63,17 +63,29 @@ def exchange_of(ranks: int, rows: int) -> HostIrContainer:
     return insert_deallocate(program)
 
 
+def used_nbytes(comm: Communicator) -> int:
+    """How much memory of the GPU is taken, once all ranks have let go what they can."""
+    comm.barrier()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    comm.barrier()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 class Exchange:
     """A program that runs, and what it must yield."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        self.device = device
         here = Communicator.instance()
         self.rows, self.rank, self.ranks = rows, here.rank(), here.size()
         self.evaluator = HostIrEvaluator(exchange_of(self.ranks, rows))
 
     def run(self, times: int = 2) -> None:
         for k in range(times):
-            x = torch.full([1, self.rows, MB // 4], float(10 * k + self.rank))
+            value = float(10 * k + self.rank)
+            x = torch.full([1, self.rows, MB // 4], value, device=self.device)
             (out,) = self.evaluator.run([x])
             assert (out == 2.0 * (10 * k + (self.rank + 1) % self.ranks)).all()
 

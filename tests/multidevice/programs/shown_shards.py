@@ -52,7 +52,9 @@ def program_of(ranks: int, rows: int = 4) -> HostIrContainer:
     return insert_deallocate(program)
 
 
-def run_here(program: HostIrContainer, runs: int = RUNS) -> None:
+def run_here(
+    program: HostIrContainer, runs: int = RUNS, device: torch.device | str = "cpu"
+) -> None:
     """Run with fresh data, and compare with torch, on this rank; repetitions run ahead of slower
     ranks as far as the program lets them."""
     x, rank = program.inputs[0], Communicator.instance().rank()
@@ -61,10 +63,10 @@ def run_here(program: HostIrContainer, runs: int = RUNS) -> None:
     shape = [int(str(n)) for n in x.shape()]
     for k in range(runs):
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(k))
-        shard = multidevice.shard_tensor(whole, x)
+        shard = multidevice.shard_tensor(whole, x).to(device)
         run = evaluator.evaluate if k == runs - 1 else evaluator.run
         (out,) = run([shard])
-        assert torch.equal(out, 4 * whole), f"rank {rank}, run {k}"
+        assert torch.equal(out.cpu(), 4 * whole), f"rank {rank}, run {k}"
 
 
 def main() -> None:

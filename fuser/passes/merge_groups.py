@@ -1,0 +1,243 @@
+"""Merging: kernels that share tensors become one where a scheduler accepts it.
+
+The steps of a program, groups of kernel ops and all other ops, are a graph that merging contracts.
+A group is merged with whatever it may be merged with at once; what a scheduler refuses is halved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+from fuser.ir import nodes, storage
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import TensorOp
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.record import record
+
+REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
+# Merging makes no kernel of more inputs and outputs: what a launch may pass is bounded (4 KB on
+# older devices), and so is how deeply C++ nests the values that are reduced together.
+MAX_OPERANDS = 256
+
+
+@record
+class Group:
+    """What one kernel computes: ops, of which the `first` and the `last` have these positions.
+
+    `scheduler` and `fusion` are known of a group that is accepted.
+    """
+
+    ops: frozenset[TensorOp]
+    outputs: tuple[TensorView, ...]
+    inputs: tuple[TensorView, ...]
+    first: int
+    last: int
+    scheduler: str = ""
+    fusion: Fusion | None = None
+
+
+def elements(tv: TensorView) -> Scalar:
+    """Return the number of elements that memory holds (broadcast axes count once)."""
+    return tv.fusion.canonical(storage.elements(tv))
+
+
+# A group, by its place in program order, or an op that no kernel computes.
+_Step = int | TensorOp
+
+
+class Merger:
+    """Merges groups that share inputs or feed one another.
+
+    `others` are the ops that no kernel computes, `position` counts all ops. `accept` completes a
+    group that some scheduler takes, and `may_share_kernel` is an equivalence of ops.
+    """
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        groups: Sequence[Group],
+        others: Sequence[TensorOp],
+        position: Mapping[TensorOp, int],
+        *,
+        accept: Callable[[Group], Group | None],
+        may_share_kernel: Callable[[TensorOp, TensorOp], bool],
+    ) -> None:
+        self._accept, self._may_share_kernel = accept, may_share_kernel
+        self._groups = dict(enumerate(groups))
+        # Memory must hold these whatever kernels there are.
+        self._kept = {*fusion.outputs, *(v for e in others for v in e.inputs)}
+        self._producer: dict[TensorView, _Step] = {o: e for e in others for o in e.outputs}
+        self._readers: dict[TensorView, set[int]] = {}
+        self._position = position
+        # Groups of several positions, and where these begin and end, see `_latest`.
+        self._long: set[int] = set()
+        self._ends: tuple[list[int], list[int]] | None = None
+        for place, group in self._groups.items():
+            self._enter(place, group)
+        # Pairs of groups that no scheduler takes as one.
+        self._refused: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
+        self._spaces: dict[int, tuple[Group, tuple[object, ...]]] = {}
+        self._sizes: dict[TensorView, str] = {}
+
+    def run(self) -> list[Group]:
+        """Return the groups that are left, in program order.
+
+        Reductions that share inputs come first: what waits for one of them mostly waits for all.
+        """
+        for kind in ("reduction", None, "pointwise"):
+            while self._merge_all(kind):
+                pass
+        return [self._groups[place] for place in sorted(self._groups)]
+
+    def _merge_all(self, kind: str | None) -> bool:
+        """Merge each group with later ones, both of a kind (None: of which one waits for a
+        reduction of the other); return whether any were merged."""
+        before = len(self._groups)
+        for place in sorted(self._groups):
+            while place in self._groups and self._extend(place, kind):
+                pass
+        return len(self._groups) < before
+
+    def _extend(self, place: int, kind: str | None) -> bool:
+        """Merge a group with as many others as a scheduler takes at once, and of those half as many
+        where it refuses; return whether it took any."""
+        most = 1 if kind is None else len(self._groups)
+        while True:
+            merged: list[tuple[int, Group, Group]] = []
+            while len(merged) < most and (other := self._partner(place, kind)) is not None:
+                merged.append((other, self._groups[place], self._groups[other]))
+                self._contract(place, other)
+            if not merged:
+                return False
+            union = self._accept(self._groups[place])
+            if union is not None and (kind is not None or union.scheduler == "inner_persistent"):
+                self._groups[place] = union
+                return True
+            for other, group, its_group in reversed(merged):
+                self._undo(place, group, other, its_group)
+            if len(merged) == 1:
+                self._refused.add((merged[0][1].ops, merged[0][2].ops))
+            most = max(len(merged) // 2, 1)
+
+    # ------------------------------------------------------------ who may merge
+    def _partner(self, place: int, kind: str | None) -> int | None:
+        """Return the first later group that shares a tensor and may be merged, None for none."""
+        group = self._groups[place]
+        if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:
+            return None
+        near: set[_Step] = set()
+        for t in (*group.inputs, *group.outputs):
+            near.update(self._readers.get(t, ()))
+            near.add(self._producer.get(t, place))
+        later = sorted(k for k in near if isinstance(k, int) and k > place)
+        return next((k for k in later if self._may_merge(place, k, kind)), None)
+
+    def _may_merge(self, i: int, j: int, kind: str | None) -> bool:
+        a, b = self._groups[i], self._groups[j]
+        feeds = not {*a.outputs}.isdisjoint(b.inputs) or not {*b.outputs}.isdisjoint(a.inputs)
+        if not feeds and (kind is None or {*a.inputs}.isdisjoint(b.inputs)):
+            return False
+        if len({*a.inputs, *a.outputs, *b.inputs, *b.outputs}) > MAX_OPERANDS:
+            return False
+        spaces = self._space(i), self._space(j)
+        if kind is None and not any(space[0] == "reduction" for space in spaces):
+            return False
+        if kind is not None and (spaces[0] != spaces[1] or spaces[0][0] != kind):
+            return False
+        if kind == "reduction" and feeds:
+            return False  # such a kernel goes over its rows several times
+        if (a.ops, b.ops) in self._refused or self._reaches(i, j) or self._reaches(j, i):
+            return False
+        return self._may_share_kernel(next(iter(a.ops)), next(iter(b.ops)))
+
+    def _space(self, place: int) -> tuple[object, ...]:
+        """Return what two groups must share to be merged: pointwise or reduction, and its size."""
+        group = self._groups[place]
+        known = self._spaces.get(place)
+        if known is None or known[0] is not group:
+            known = self._spaces[place] = group, self._space_of(group)
+        return known[1]
+
+    def _space_of(self, group: Group) -> tuple[object, ...]:
+        reductions = [e for e in group.ops if isinstance(e, REDUCTION_OPS)]
+        if reductions:
+            shapes = {
+                tuple((a.kind, str(a.extent)) for a in e.out_tensor.domain.logical)
+                for e in reductions
+            }
+            return ("reduction", tuple(sorted(map(str, shapes))))
+        for out in group.outputs:
+            if out not in self._sizes:
+                self._sizes[out] = str(elements(out))
+        return ("pointwise", max(self._sizes[out] for out in group.outputs))
+
+    def _reaches(self, start: int, goal: int) -> bool:
+        """Whether one group needs another through a third step: merging them would be a cycle."""
+        first = self._groups[goal].first
+        todo = [step for step in self._sources(start) if step != goal]
+        seen: set[_Step] = set()
+        while todo:
+            step = todo.pop()
+            if step == goal:
+                return True
+            last = self._groups[step].last if isinstance(step, int) else self._position[step]
+            if step not in seen and self._latest(last) > first:
+                seen.add(step)
+                todo += self._sources(step)
+        return False
+
+    def _latest(self, position: int) -> int:
+        """Return a position behind which is nothing that a step needs which ends at this one: other
+        groups that it needs may end later, as they began earlier."""
+        if self._ends is None:
+            spans = sorted((self._groups[p].first, self._groups[p].last) for p in self._long)
+            self._ends = [first for first, _ in spans], [*accumulate((e for _, e in spans), max)]
+        firsts, ends = self._ends
+        while (k := bisect_right(firsts, position)) and ends[k - 1] > position:
+            position = ends[k - 1]
+        return position
+
+    def _sources(self, step: _Step) -> list[_Step]:
+        """Return the steps that compute what a step reads."""
+        read = self._groups[step].inputs if isinstance(step, int) else step.inputs
+        return [self._producer[v] for v in read if v in self._producer]
+
+    # ------------------------------------------------------------ the contracted graph
+    def _enter(self, place: int, group: Group) -> None:
+        if group.last > group.first:
+            self._long.add(place)
+            self._ends = None
+        self._producer.update(dict.fromkeys(group.outputs, place))
+        for t in group.inputs:
+            self._readers.setdefault(t, set()).add(place)
+
+    def _leave(self, place: int, group: Group) -> None:
+        if group.last > group.first:
+            self._long.remove(place)
+            self._ends = None
+        for t in group.outputs:
+            del self._producer[t]
+        for t in group.inputs:
+            self._readers[t].discard(place)
+
+    def _contract(self, place: int, other: int) -> None:
+        """Make two groups one, which writes what others read."""
+        a, b = self._groups[place], self._groups.pop(other)
+        self._leave(place, a)
+        self._leave(other, b)
+        made = dict.fromkeys((*a.outputs, *b.outputs))
+        outputs = tuple(o for o in made if o in self._kept or self._readers.get(o))
+        inputs = tuple(t for t in dict.fromkeys((*a.inputs, *b.inputs)) if t not in made)
+        first, last = min(a.first, b.first), max(a.last, b.last)
+        union = self._groups[place] = Group(a.ops | b.ops, outputs, inputs, first, last)
+        self._enter(place, union)
+
+    def _undo(self, place: int, group: Group, other: int, its_group: Group) -> None:
+        """Make one group the two again that it was."""
+        self._leave(place, self._groups[place])
+        self._groups[place], self._groups[other] = group, its_group
+        self._enter(place, group)
+        self._enter(other, its_group)

@@ -1,0 +1,192 @@
+"""What the inner persistent scheduler decides, and how: the shape of blocks, what threads keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from fuser.device import DeviceInfo
+from fuser.ir.fusion import Fusion
+from fuser.record import record
+from fuser.schedule.facts import Facts, RunExtents
+from fuser.schedule.row_view import RowView, rewrite
+from fuser.schedule.rows import (
+    kept_values,
+    most_bytes,
+)
+from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
+
+# Registers that a thread keeps of its row: with two blocks or more on a multiprocessor one loads
+# while another computes.
+KEPT_REGISTERS = 32
+# Bytes that one of half of the most threads keeps of a row that takes more registers than that.
+LONG_ROW_BYTES = 240
+# Of one multiprocessor, what a row may keep at most, and up to where results of costly ops are kept
+# rather than computed again.
+ROW_REGISTERS = 40 * 1024
+ROW_REGISTERS_COSTLY = 16 * 1024
+THREADS_PER_BLOCK = 128
+# Bytes of a line of memory.
+LINE = 128
+# Threads of a multiprocessor: what is cheap is computed again rather than kept in more registers.
+RESIDENT = 768
+RESIDENT_ONE = 1024
+# Threads along a row, so that few shapes of kernels exist.
+ROW_THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+LOOPED_THREADS = 512
+LOOPED_BYTES = 32
+
+
+@record
+class InnerPersistentParams:
+    """What the inner persistent scheduler decides. Zero threads: plain loops of the CPU.
+
+    `kept` counts the elements of a row in one thread; 0: every level loops over the row, `unroll`
+    vectors of each input at a time. `keeps_costly`: results of costly ops are kept, too.
+    `resident` threads are to find registers on a multiprocessor (0: the compiler decides).
+    `exact`: what the threads keep is the row, so that nothing has to be tested. `shifted`: rows of
+    any length are read in whole words of memory, but for their ends.
+    """
+
+    threads_x: int = 0
+    threads_y: int = 1
+    vector: int = 1
+    kept: int = 0
+    keeps_costly: bool = False
+    unroll: int = 1
+    resident: int = 0
+    exact: bool = False
+    shifted: bool = False
+
+    def is_near(self, other: InnerPersistentParams) -> bool:
+        """Whether kernels of both differ in nothing that a small input would notice. Where one is
+        exact, its guards tell whether it serves."""
+        return replace(self, exact=False) == replace(other, exact=False)
+
+    def is_alike(self, other: InnerPersistentParams) -> bool:
+        """Whether a kernel made with `other` serves, if less well: not with most threads idle."""
+        forms = [(p.vector, bool(p.kept), p.shifted) for p in (self, other)]
+        if forms[0] != forms[1]:
+            return False
+        sizes = self.threads_x * self.kept, other.threads_x * other.kept
+        return max(sizes) <= 2 * min(sizes)
+
+    def __str__(self) -> str:
+        if not self.threads_x:
+            return "inner_persistent(loops)"
+        what = f"looped, unroll {self.unroll}"
+        if self.kept:
+            what = f"kept {self.kept}" + (" with results" if self.keeps_costly else "")
+        return (
+            f"inner_persistent(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
+            f"{what}, resident {self.resident}"
+            f"{', exact' if self.exact else ''}{', shifted' if self.shifted else ''})"
+        )
+
+
+# ------------------------------------------------------------------ heuristics
+def generic(device: DeviceInfo) -> InnerPersistentParams:
+    """Return the parameters that rely on nothing."""
+    if device.kind == "cpu":
+        return InnerPersistentParams()
+    return InnerPersistentParams(threads_x=THREADS_PER_BLOCK)
+
+
+def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
+    """Return what chooses form, vector width and thread shape for an input class."""
+    if device.kind == "cpu":
+        loops = InnerPersistentParams()
+        return lambda facts: loops
+    given, _ = fusion.copy()
+    rewrite(given, is_kept=True, has_threads=True)
+    view = RowView(given)
+    logical = view.reference.domain.logical
+    widths = VectorWidths(view.space.vector_candidates(view.innermost))
+    shifted_widths = VectorWidths(view.dense) if view.iterated else None
+    extents = RunExtents(given, [[logical[p] for p in run] for run in view.iterated + view.reduced])
+    count = len(view.iterated)
+    kept = kept_values(given, view.full, is_costly=view.is_costly)
+    inputs = kept_values(given, view.full, is_costly=lambda op: False)
+    has_costly = len(kept) > len(inputs)
+    widest = max((a.nbytes for a in view.space.accesses if not a.is_output), default=4)
+
+    # Those along the row alone are not shifted with it: their elements are loaded one by one.
+    has_columns = any(a.tv not in view.full for a in view.space.vector_candidates(view.innermost))
+
+    def choose(facts: Facts) -> InnerPersistentParams:
+        found = extents.of(facts)
+        rows, columns = prod(found[:count]), prod(found[count:])
+        vector, begin = widths.of(facts, found[-1]), 0
+        words = shifted_widths.wider(facts, columns, vector) if shifted_widths else 0
+        if words:
+            vector, begin = words, words - 1
+        shape = _Shape(rows, columns, vector, widest, begin)
+        plans = [(most_bytes(inputs, vector), False)]
+        if has_costly:
+            plans.insert(0, (most_bytes(kept, vector), True))
+        for nbytes, costly in plans:
+            limit = ROW_REGISTERS_COSTLY if costly else ROW_REGISTERS
+            if columns * nbytes <= 4 * limit:
+                return _kept_params(shape, nbytes, costly, device)
+        return _looped_params(shape, more=begin > 0 and not has_columns)
+
+    return choose
+
+
+class _Shape(NamedTuple):
+    """How many rows there are of how many elements, and how these are accessed: the elements of a
+    vector, the bytes of the widest one, and how many elements a row may begin behind a word."""
+
+    rows: int
+    columns: int
+    vector: int
+    widest: int
+    begin: int
+
+    @property
+    def chunks(self) -> int:
+        """The vectors that hold a row."""
+        return -(-(self.columns + self.begin) // self.vector)
+
+
+def _kept_params(
+    shape: _Shape, nbytes: int, costly: bool, device: DeviceInfo
+) -> InnerPersistentParams:
+    rows, columns, vector, widest, begin = shape
+    chunks, is_shifted = shape.chunks, begin > 0
+    # The compiler keeps what it converts in its wider form.
+    most = max(4 * KEPT_REGISTERS // (max(nbytes, 4) * vector), 1)
+    # Lanes that lie side by side read whole lines of memory; those without work cost as others do.
+    least = min(max(LINE // (vector * widest), 1), device.warp_size, power_of_two_at_least(chunks))
+    lanes = device.warp_size
+    if is_shifted and lanes * most < chunks <= lanes * (most + most // 4):
+        most += most // 4  # a shifted row has a word more: not two warps for that
+    fit = [t for t in ROW_THREADS if least <= t and t * most >= chunks]
+    if not fit:
+        # Two rows on a multiprocessor, where their threads' registers hold them.
+        half = ROW_THREADS[-1] // 2
+        fit = [half if chunks * vector * nbytes <= half * LONG_ROW_BYTES else 2 * half]
+    warp = [t for t in fit if t <= device.warp_size] or fit[: 2 if is_shifted else 1]
+    x = min(warp, key=lambda t: t * -(-chunks // t))
+    batch = -(-chunks // x)
+    y = max(THREADS_PER_BLOCK // x, 1) if rows > device.sm_count else 1
+    exact = x * batch * vector == columns and rows % y == 0 and not is_shifted
+    if x * batch != chunks and (x <= lanes or not is_shifted):
+        # Rows of many lengths share few kernels.
+        batch = max(min(power_of_two_at_least(batch), most), batch)
+    kept = batch * vector
+    # Several narrow inputs take more registers once they are converted.
+    resident = RESIDENT_ONE if costly or nbytes < 4 else RESIDENT
+    return InnerPersistentParams(
+        x, y, vector, kept, costly, resident=resident, exact=exact, shifted=is_shifted
+    )
+
+
+def _looped_params(shape: _Shape, *, more: bool) -> InnerPersistentParams:
+    chunks, times = shape.chunks, 2 if more else 1
+    x = min(power_of_two_at_least(chunks), times * LOOPED_THREADS)
+    unroll = max(times * LOOPED_BYTES // (shape.vector * shape.widest), 1)
+    unroll = min(power_of_two_at_most(unroll), power_of_two_at_least(-(-chunks // x)), 8)
+    return InnerPersistentParams(x, 1, shape.vector, unroll=unroll, shifted=shape.begin > 0)

@@ -1,0 +1,353 @@
+"""Definition to CUDA text, in phases, without a compiler; `bench.py compile` runs it.
+
+python scripts/compile_time.py CASE    measures one case in this process, prints one JSON object
+
+All that a first `execute` does before it compiles is measured, with the H200's schedules on CPU
+tensors: seconds of the process's CPU, which other processes do not lengthen as they do the wall's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from time import thread_time
+from typing import Any, NamedTuple
+
+SCHEDULES = "schedules_for(h200)"
+ROWS, COLUMNS = 64, 96
+RANKS = 2
+REPEATS = 3
+
+# Where a phase begins and ends: module, function. What a phase calls of another counts there.
+PHASES: dict[str, tuple[tuple[str, str], ...]] = {
+    "concretize": (("hostir.pipeline", "concretize"), ("hostir.pipeline", "specialise")),
+    "passes": (("fuser.passes.fusion_passes", "run_passes"), ("hostir.pipeline", "shard_fusion")),
+    "segment": (("hostir.pipeline", "segment_fusion"),),
+    "host": (("hostir.pipeline", "lower"), ("hostir.pipeline", "run_passes")),
+    "schedule": (
+        ("fuser.kernels.executor:KernelExecutor", "_chooser"),
+        ("fuser.kernels.executor:KernelExecutor", "_lower"),
+    ),
+    "lower": (("fuser.kernels.kernel", "lower_kernel"),),
+    "codegen": (("fuser.kernels.kernel", "print_kernel"),),
+    "verify": (
+        ("fuser.passes.concretize", "verify_fusion"),
+        ("fuser.passes.fusion_passes", "verify_fusion"),
+        ("multidevice.sharding_passes", "verify_fusion"),
+        ("hostir.host_passes", "verify"),
+        ("hostir.before_run", "check_before_run"),
+    ),
+}
+
+
+# ------------------------------------------------------------------ programs
+def chain(fd: Any, count: int) -> list[Any]:
+    """Return all results of `count` pointwise ops, each of the one before."""
+    from fuser import DataType
+
+    x, y = (fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Float) for _ in range(2))
+    ops, value, made = fd.ops, x, list[Any]()
+    steps = (ops.tanh, lambda v: ops.mul(v, 1.5), lambda v: ops.add(v, y))
+    for i in range(count):
+        value = steps[i % 3](value)
+        made.append(value)
+    return made
+
+
+def define_chain(fd: Any, count: int) -> None:
+    fd.add_output(chain(fd, count)[-1])
+
+
+def define_outputs(fd: Any, count: int) -> None:
+    """A chain of which every tenth result is an output."""
+    for value in chain(fd, count)[9::10]:
+        fd.add_output(value)
+
+
+def define_sums(fd: Any, count: int) -> None:
+    """Sums over the rows of one tensor each."""
+    for _ in range(count):
+        fd.add_output(fd.ops.sum(fd.define_tensor([-1, -1], contiguity=True), dim=1))
+
+
+def define_sums_of_one(fd: Any, count: int) -> None:
+    """Sums over the rows of multiples of one tensor."""
+    x = fd.define_tensor([-1, -1], contiguity=True)
+    for i in range(count):
+        fd.add_output(fd.ops.sum(fd.ops.mul(x, i + 0.5), dim=1))
+
+
+def define_diamonds(fd: Any, count: int) -> None:
+    """Each value is the sum of two that are made of the one before."""
+    value = fd.define_tensor([-1, -1], contiguity=True)
+    for _ in range(count):
+        value = fd.ops.add(fd.ops.tanh(value), fd.ops.sin(value))
+    fd.add_output(value)
+
+
+def define_mlp(fd: Any, ops: int, mesh: Any = None) -> None:
+    """Layers of a linear and seven pointwise ops; over a mesh, the first of two splits its
+    features and the second sums over them."""
+    from fuser import ParallelType
+
+    x = fd.define_tensor([-1, COLUMNS], contiguity=True)
+    tensors, value = [x], x
+    for layer in range(ops // 8):
+        weight = fd.define_tensor([COLUMNS, COLUMNS], contiguity=True)
+        tensors.append(weight)
+        if mesh is not None:
+            weight.set_device_mesh(mesh)
+            weight.outer_split(layer % 2, mesh.size)
+            weight.axis(layer % 2).parallelize(ParallelType.mesh_x)
+        hidden = fd.ops.linear(value, weight)
+        cube = fd.ops.mul(fd.ops.mul(hidden, hidden), hidden)
+        inner = fd.ops.add(hidden, fd.ops.mul(cube, 0.044715))
+        value = fd.ops.mul(hidden, fd.ops.tanh(inner))
+        value = fd.ops.add(value, 1.0)
+    if mesh is not None:
+        x.set_device_mesh(mesh)
+    fd.add_output(value)
+
+
+class Case(NamedTuple):
+    """A program of so many ops, what it may take in ms (None: nothing is asked), and its ranks."""
+
+    define: Callable[..., None]
+    ops: int
+    bar_ms: float | None = None
+    ranks: int = 1
+
+
+CASES = {
+    **{
+        f"chain {n}": Case(define_chain, n, bar)
+        for n, bar in ((20, 15), (100, 60), (300, None), (1000, 400), (3000, 1200), (10000, None))
+    },
+    "outputs 1000": Case(define_outputs, 1000, 3000),
+    "sums 1000": Case(define_sums, 1000, 3000),
+    "sums 1000 of one tensor": Case(define_sums_of_one, 1000, 3000),
+    "MLP 992": Case(define_mlp, 992, 3000),
+    "MLP 992, 2 ranks": Case(define_mlp, 992, 4000, RANKS),
+    "diamonds 18": Case(define_diamonds, 18),
+}
+# Of how many ops one more takes how much more.
+GROWTH, GROWTH_BAR = ("chain 300", "chain 3000"), 12.0
+LONGEST = "chain 3000"
+
+
+# ------------------------------------------------------------------ clocks
+class Clock:
+    """Seconds of CPU of one thread by phase; what a phase calls of another counts there alone."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("define", *PHASES, "rest"), 0.0)
+        self._inside: list[str] = []
+        self._thread = 0
+        self._since = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Count what follows for a phase, in the thread that began."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._turn()
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._inside.pop()
+
+    def begin(self) -> None:
+        self._thread, self._inside, self._since = threading.get_ident(), ["rest"], thread_time()
+
+    def end(self) -> bool:
+        """Stop; return whether this is the thread that began."""
+        is_mine = threading.get_ident() == self._thread
+        if is_mine:
+            self._turn()
+            self._thread = 0
+        return is_mine
+
+    def _turn(self) -> None:
+        now = thread_time()
+        if self._thread:
+            self.seconds[self._inside[-1]] += now - self._since
+        self._since = now
+
+    def watch(self, phase: str, owner: str, name: str) -> None:
+        """Let a function of a module or class count for a phase."""
+        found = pkgutil.resolve_name(owner)
+        run = getattr(found, name)
+
+        @functools.wraps(run)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return run(*args, **kwargs)
+
+        setattr(found, name, timed)
+
+
+class _TextsAreMade(Exception):
+    """Ends a first run where the compiler would begin."""
+
+
+@contextmanager
+def without_compiler(texts: list[str], clock: Clock) -> Generator[None]:
+    """Let first runs end where they would compile; `texts` receives what they made."""
+    import fuser.kernels.executor as executor
+
+    def stop(sources: Iterable[Any], *_: Any, **__: Any) -> list[Any]:
+        found = [source.text for source in sources]
+        if clock.end():
+            texts.extend(found)
+        raise _TextsAreMade
+
+    compiler, executor.compile_kernels = executor.compile_kernels, stop
+    try:
+        yield
+    except _TextsAreMade:
+        pass
+    finally:
+        executor.compile_kernels = compiler
+
+
+# ------------------------------------------------------------------ one measurement
+def make_inputs(fd: Any, ranks: int) -> list[Any]:
+    """Return this rank's inputs; an extent that the definition leaves open is ROWS or COLUMNS."""
+    import torch
+
+    from fuser.ir.scalar import int_value
+    from fuser.multidevice import shard_tensor
+
+    found: list[Any] = []
+    for tv in fd.fusion.inputs:
+        shape = zip(tv.shape(), (ROWS, COLUMNS), strict=True)
+        t = torch.zeros([int_value(size) or default for size, default in shape])
+        found.append(t if ranks == 1 else shard_tensor(t, tv))
+    return found
+
+
+def run_case(case: Case, count: int, clock: Clock) -> tuple[Any, list[Any], list[str]]:
+    """Define the program of a case with so many ops, and make its kernels' texts; return the
+    definition, inputs and texts of the first rank."""
+    from fuser import FusionDefinition
+    from fuser.multidevice import DeviceMesh
+    from multidevice import simulate
+
+    texts: list[str] = []
+    made: list[tuple[Any, list[Any]]] = []
+
+    def run() -> None:
+        mesh = DeviceMesh(range(case.ranks)) if case.ranks > 1 else None
+        is_first = not made
+        if is_first:
+            clock.begin()
+        with clock.phase("define"), FusionDefinition() as fd:
+            case.define(fd, count, *([mesh] if mesh is not None else []))
+        with clock.phase("rest"):
+            inputs = make_inputs(fd, case.ranks)
+        made.append((fd, inputs))
+        fd.execute(inputs, _enable_options=[SCHEDULES])
+
+    with without_compiler(texts, clock):
+        if case.ranks > 1:
+            with simulate(case.ranks) as world:
+                world.run(run)
+        else:
+            run()
+    return *made[0], texts
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Return the seconds of each phase in this process, which has compiled a small one before."""
+    case = CASES[name]
+    run_case(case, 16, Clock())
+    clock = Clock()
+    for phase, watched in PHASES.items():
+        for owner, function in watched:
+            clock.watch(phase, owner, function)
+    fd, inputs, texts = run_case(case, case.ops, clock)
+    assert texts, f"{name}: no kernel has a text"
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    found = {"kernels": len(texts), "characters": sum(map(len, texts)), "digest": digest}
+    found |= {"seconds": clock.seconds}
+    if name == LONGEST:
+        from hostir.parse import parse
+
+        text = fd.fec.program_for(inputs).full_text()
+        began = thread_time()
+        parse(text)
+        found["parse"] = thread_time() - began
+    return found
+
+
+# ------------------------------------------------------------------ the table
+def run_fresh(name: str) -> dict[str, Any]:
+    """Measure in a new process."""
+    done = subprocess.run(
+        [sys.executable, __file__, name],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{name}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bench_compile(only: str = "") -> list[dict[str, Any]]:
+    """Return the medians of fresh processes, a row per case, and one of what grows how."""
+    rows: list[dict[str, Any]] = []
+    totals: dict[str, float] = {}
+
+    def emit(**row: Any) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    for name in [n for n in CASES if not only or n in only.split(",")]:
+        runs = [run_fresh(name) for _ in range(REPEATS)]
+        runs.sort(key=lambda r: sum(r["seconds"].values()))
+        every, median = [sum(r["seconds"].values()) for r in runs], runs[REPEATS // 2]
+        totals[name] = every[REPEATS // 2]
+        emit(
+            bench="compile",
+            case=name,
+            ms=round(1e3 * totals[name], 1),
+            ms_min=round(1e3 * every[0], 1),
+            ms_max=round(1e3 * every[-1], 1),
+            bar_ms=CASES[name].bar_ms,
+            **{f"{phase}_ms": round(1e3 * s, 1) for phase, s in median["seconds"].items()},
+            kernels=median["kernels"],
+            characters=median["characters"],
+            digest=median["digest"],
+        )
+        if "parse" in median:
+            lowering = totals[name] - median["seconds"]["define"]
+            emit(
+                bench="compile",
+                case=f"parse {name}",
+                ms=round(1e3 * median["parse"], 1),
+                bar_ms=round(1e3 * lowering, 1),
+            )
+    if totals.keys() >= {*GROWTH}:
+        fewer, more = (totals[name] for name in GROWTH)
+        emit(
+            bench="compile", case="growth", of=GROWTH, times=round(more / fewer, 2), bar=GROWTH_BAR
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))

@@ -1,0 +1,196 @@
+"""What errors about a call say: which input or op, what was found, and where the user wrote it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition, ParallelType, multidevice, ops
+from fuser.errors import (
+    DefinitionError,
+    FuserError,
+    InputError,
+    ProgramMismatchError,
+    VerifyError,
+    last_user_line,
+)
+from fuser.ir.tensor import TensorView
+from fuser.multidevice import DeviceMesh, simulate
+from hostir import Allocate, HostIrContainer
+from hostir.evaluate import HostIrEvaluator
+from hostir.findings import listing
+from hostir.verify import verify
+
+X = torch.randn(4, 8)
+
+
+def line_of(text: str) -> str:
+    """Return the place of the first line of this file that ends in a comment."""
+    lines = inspect.getsource(inspect.getmodule(line_of) or line_of).splitlines()  # pyright: ignore[reportArgumentType]
+    number = next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+    return f"{__file__}:{number}"
+
+
+def product() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        w = fd.define_tensor([-1, -1], contiguity=True)  # the weight
+        fd.add_output(fd.ops.linear(x, w))  # the linear
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ([X], "Expected 2, got 1: none for T1_g_float["),
+        (
+            [X, None],
+            "input 1, T1_g_float[iS2{i3}, iS3{i4}]: an input is a tensor or a number",
+        ),
+        ([[X], [None]], "input 1, T1_g_float["),
+        (
+            [X, X.double()],
+            "Expected input 1, T1_g_float[iS2{i3}, iS3{i4}], to be bound to a tensor",
+        ),
+        ([X, X[0]], "to be bound to a tensor of rank 2, but got a tensor of rank 1"),
+        ([X, 1.0], "to be an at::Tensor but got scalar 1.0"),
+        ([X, X.t().contiguous().t()], "Stride mismatch with contiguity info. Expected input 1, T1"),
+    ],
+)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_wrong_input_is_named_with_its_line(
+    inputs: list[object], text: str, has_run: bool
+) -> None:
+    fd = product()
+    if has_run:
+        fd.execute([X, X])
+    with pytest.raises(InputError) as error:
+        fd.execute(inputs)
+    assert text in str(error.value)
+    assert str(error.value).endswith(f" (user code at {line_of('the weight')})")
+
+
+def test_too_many_inputs_are_told_which_there_are() -> None:
+    with pytest.raises(InputError, match="Expected 2 inputs, got 3: they are T0_g_float, T1_g_flo"):
+        product().execute([X, X, X])
+
+
+def test_operands_that_do_not_fit_are_named_once() -> None:
+    with pytest.raises(InputError) as error:
+        product().execute([X, torch.randn(4, 9)])
+    text = str(error.value)
+    assert text.endswith(
+        "but got 9: linear: T0_g_float[iS0{i0}, iS1{i1}] and T1_g_float[iS2{i3}, iS3{i4}] at "
+        f"{line_of('the linear')}"
+    )
+    with FusionDefinition() as fd, pytest.raises(DefinitionError) as wrong:
+        a, b = fd.define_tensor([4, 8]), fd.define_tensor([4, 9])
+        fd.ops.matmul(a, b)
+    assert str(wrong.value).count("T0_g_float") == 1
+
+
+def by_hand(size: int) -> HostIrContainer:
+    """`size` rows over two devices."""
+    program = HostIrContainer()
+    mesh = DeviceMesh([0, 1])
+    with program:
+        x = program.input([size, 4], mesh=mesh)  # the input by hand
+        y = program.tensor([size, 4], mesh=mesh)
+        for tv in (x, y):
+            tv.outer_split(0, 2)
+            tv.axis(0).parallelize(ParallelType.mesh_x)
+        program.append(Allocate(y), ops.neg(x), into=y)
+        program.add_output(y)
+    return program
+
+
+def raised(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(FuserError) as error:
+        call()
+    return error.value
+
+
+def test_a_wrong_shard_of_a_program_by_hand_is_told_with_the_users_line() -> None:
+    program = by_hand(8)
+
+    def body() -> str:
+        return str(raised(lambda: HostIrEvaluator(program).run([torch.randn(2, 4)])))
+
+    with simulate(2) as world:
+        for text in world.run(body):
+            assert "Tried to bind to a constant value: 8 as 4" in text and "2 ranks" in text
+            assert f"(user code at {__file__}:" in text
+
+
+def test_what_ends_a_job_names_the_users_line() -> None:
+    """Not ours, in which the error was raised."""
+    error = raised(lambda: product().execute([X]))
+    trace: TracebackType | None = error.__traceback__
+    assert last_user_line(trace).startswith(f"{__file__}:")
+    assert last_user_line(None) == ""
+
+
+def test_ranks_with_other_options_are_told_which() -> None:
+    mesh = DeviceMesh([0, 1])
+
+    def body() -> str:
+        rank = multidevice.Communicator.instance().rank()
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Float)
+            fd.add_output(fd.ops.sum(x, dims=[0]))
+            x.set_device_mesh(mesh)
+            x.outer_split(0, 2)
+            x.axis(0).parallelize(ParallelType.mesh_x)
+        options = ["kernel_reuse"] if rank else []
+        try:
+            fd.execute([X], _disable_options=options)
+        except ProgramMismatchError as error:
+            return str(error)
+        return ""
+
+    with simulate(2) as world:
+        for text in world.run(body):
+            first, *rows = text.splitlines()
+            assert first == "the programs of the ranks differ:"
+            one, other = (
+                "enabled nothing; disabled nothing",
+                "enabled nothing; disabled kernel_reuse",
+            )
+            assert f"ranks (0): // options: {one} (user code" in rows[0]
+            assert f"ranks (1): // options: {other} (user code" in rows[1]
+
+
+def _long_program() -> tuple[HostIrContainer, TensorView]:
+    """Return a program of 60 ops, and what the last one makes."""
+    program = HostIrContainer()
+    with program:
+        x = program.input([4])
+        for _ in range(60):
+            x = ops.neg(x)
+            program.append(x)
+    return program, x
+
+
+def test_the_message_is_not_lost_above_a_long_program() -> None:
+    program, _ = _long_program()
+    with program:
+        program.append(Allocate(program.tensor([4])))
+        program.add_output(program.tensor([4]))  # which nobody writes
+    text = str(raised(lambda: verify(program, after="making it")))
+    assert len(text.splitlines()) < 30, text
+    assert isinstance(raised(lambda: verify(program, after="making it")), VerifyError)
+
+
+def test_a_listing_shows_what_is_marked() -> None:
+    program, x = _long_program()
+    with program:
+        program.add_output(x)
+    rows = listing(program, [program.ops[30]]).splitlines()
+    assert len(rows) == 10 and rows[0] == "   ..."
+    assert [row for row in rows if row.startswith("->")] == [rows[5]]
+    assert Path(__file__).name not in rows[5] and "T31" in rows[5]

@@ -1,0 +1,77 @@
+"""Merging: how often schedulers are asked, and what is merged when they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuser import ops
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import BinaryOp
+from fuser.ir.tensor import TensorView
+from fuser.passes import merge_groups
+from fuser.schedule.registry import find_scheduler
+from tests.segment.test_segment import check_values, cut, fusion_of
+
+
+def chain_of_outputs(x: TensorView, count: int) -> tuple[TensorView, ...]:
+    made: list[TensorView] = []
+    for i in range(count):
+        x = ops.add(ops.mul(x, float(i + 2)), 1.0)  # pyright: ignore[reportAssignmentType]
+        made.append(x)
+    return tuple(made)
+
+
+def test_many_outputs_are_one_kernel_of_few_questions() -> None:
+    """One question for each output's own ops, and one for all of them together."""
+    asked: list[int] = []
+
+    def scheduler(fusion: Fusion) -> str | None:
+        asked.append(len(fusion.exprs))
+        return find_scheduler(fusion)
+
+    segmented = cut(fusion_of(lambda x: chain_of_outputs(x, 40), 2), scheduler)
+    assert len(segmented.segments) == 1
+    assert asked == [2] * 40 + [80]
+
+
+@pytest.mark.parametrize("most", range(1, 8))
+def test_what_is_refused_is_halved(most: int) -> None:
+    """Of seven outputs a kernel computes as many as a scheduler takes, in program order."""
+
+    def scheduler(fusion: Fusion) -> str | None:
+        adds = sum(isinstance(e, BinaryOp) for e in fusion.exprs) // 2
+        return find_scheduler(fusion) if adds <= most else None
+
+    segmented = cut(fusion_of(lambda x: chain_of_outputs(x, 7), 2), scheduler)
+    sizes = [len(s.outputs) for s in segmented.segments]
+    expected = [most] * (7 // most) + [7 % most] * (7 % most > 0)
+    assert sizes == expected
+    assert [len(s.exprs) for s in segmented.segments] == [2 * n for n in expected]
+    check_values(fusion_of(lambda x: chain_of_outputs(x, 7), 2), (3, 4))
+
+
+def test_a_kernel_has_a_bounded_number_of_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_groups, "MAX_OPERANDS", 5)
+    segmented = cut(
+        fusion_of(lambda x: tuple(ops.sum(ops.mul(x, i + 0.5), [1]) for i in range(10)), 2)
+    )
+    assert [len(s.outputs) for s in segmented.segments] == [4, 4, 2]
+
+
+def test_groups_with_a_third_step_between_them_stay_apart_until_it_is_merged() -> None:
+    """a -> b -> c and a -> c: a and c alone would wait for b, which waits for a."""
+
+    def build(x: TensorView) -> tuple[TensorView, ...]:
+        a, b, c = chain_of_outputs(x, 3)
+        return a, b, ops.add(c, a)  # pyright: ignore[reportReturnType]
+
+    def scheduler(fusion: Fusion) -> str | None:
+        # The first two outputs may not share a kernel.
+        outputs = {o.number for o in fusion.outputs}
+        return None if refused_pair <= outputs else find_scheduler(fusion)
+
+    fusion = fusion_of(build, 2)
+    refused_pair = {fusion.outputs[0].number, fusion.outputs[1].number}
+    segmented = cut(fusion, scheduler)
+    # The last joins the second, which the first may not join.
+    assert [len(s.outputs) for s in segmented.segments] == [1, 2]
