@@ -289,6 +289,9 @@ class Channel:
 
         Returns False where other ranks are still behind this call, and have heard of it by now.
         """
+        # All members are here, so what has ended in their last calls stands on the board: counted
+        # after they have compared, it would part them again.
+        self._control.hear_of_deadlocks()
         statement = {
             "error": None if error is None else _error_text(error),
             "digest": "" if claim is None else claim.digest.hex(),

@@ -190,6 +190,11 @@ class Control(ABC):
                 self._ended.add((need.key, need.count))
                 self.lose(need.key)
 
+    def hear_of_deadlocks(self) -> None:
+        """Counts what others have ended: another error may have kept this rank from finding it."""
+        for deadlock in self.board.news() if self.board is not None else ():
+            self._count_as_entered(deadlock)
+
     def lose(self, key: str) -> None:
         """Gives up whatever transport carries a stream of calls; its next use makes another."""
         for forget in self.on_lost:
@@ -313,9 +318,7 @@ class Control(ABC):
 
     def _step(self, kind: str, team: Team, stream: str = WITHIN_CALLS) -> Step:
         key = f"{stream} {team_text(team)}"
-        # Another error may have kept this rank from finding a deadlock that others have ended.
-        for deadlock in self.board.news() if self.board is not None else ():
-            self._count_as_entered(deadlock)
+        self.hear_of_deadlocks()
         return Step(kind, team, self.rank, key, self.ledger.enter(key))
 
     def _records(

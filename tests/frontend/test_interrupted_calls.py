@@ -5,6 +5,7 @@ What handlers of signals raise may come anywhere: here at chosen places.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from multidevice import Communicator, simulate
 from multidevice.backends.mpi import MpiBackend
 from multidevice.backends.peer import SLOTS, PeerBackend
 from multidevice.backends.protocol import Transfer
+from multidevice.board import Deadlock, Wait
 from multidevice.control import Control
 from multidevice.realign import counts_of, realign
+from multidevice.waiting import Need, team_text
 from tests.frontend.test_bad_input_on_ranks import row_parallel
 from tests.hostir.peer_graph_cases import CASES, ROWS, K, N, numbers
 
@@ -33,6 +36,22 @@ def outcome(call: Callable[[], object]) -> str:
     except (FuserError, Interrupt, KeyboardInterrupt, RuntimeError) as error:
         return type(error).__name__
     return "right"
+
+
+def parted(comm: Communicator) -> list[str]:
+    """Return the transfers of which some ranks have sent more than others have received."""
+    entered = comm._control.ledger.entered
+    mine = {k: n for k, n in entered.items() if k.startswith(("send ", "recv "))}
+    counts: list[dict[str, int]] = [
+        json.loads(text) for text in comm.exchange(json.dumps(mine).encode())
+    ]
+    streams = {key[5:] for count in counts for key in count}
+    ends = {s: tuple(map(int, s.split()[0].split("->"))) for s in streams}
+    return [
+        s
+        for s, (source, target) in sorted(ends.items())
+        if counts[source].get(f"send {s}", 0) != counts[target].get(f"recv {s}", 0)
+    ]
 
 
 # ------------------------------------------------------------------ inside of runs
@@ -89,6 +108,31 @@ def test_runs_that_fail_again_and_again(
         ends = {one[run] for one in told}
         was_heard = all(one[run - 1] != "right" for one in told)
         assert ends == {"right"} if was_heard else ends <= {"CommunicationError"}, (run, told)
+    assert parted(comm) == []
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_deadlock_that_a_rank_hears_of_late(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have ended in a call counts before the ranks compare, not after."""
+    call, rank, last, run = values(comm), comm.rank(), comm.size() - 1, Plan.run
+    team = team_text(tuple(range(comm.size())))
+    stream, control = f"{last}->0 {team}", comm._control
+    board: Any = control.board
+    before = control.ledger.entered.get(f"recv {stream}", 0)
+    if rank == 0:
+        ended = Wait(0, "a transfer", (Need(last, f"send {stream}", before + 5),))
+        board._end(Deadlock((ended,)))
+    # Not a barrier of the control channel, in which ranks hear of deadlocks.
+    comm.backend_for("cpu").barrier(team=control.world)
+    monkeypatch.setattr(Plan, "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    assert outcome(lambda: call(30)) != "right"
+    monkeypatch.setattr(Plan, "run", run)
+    call(31)
+    assert parted(comm) == []
+    mine = {0: f"recv {stream}", last: f"send {stream}"}.get(rank)
+    assert mine is None or control.ledger.entered[mine] == before + 5
 
 
 # ------------------------------------------------------------------ outside of runs
