@@ -227,6 +227,8 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
         name, equals, value = option.partition("=")
         if not equals or not (value.isascii() and value.isdigit() and len(value) < 19):
             raise InputError(f"--size {option}: expected NAME=N, such as i0=16")
+        if sizes.get(name, int(value)) != int(value):
+            raise InputError(f"--size {option}: {name} was given as {sizes[name]} before")
         sizes[name] = int(value)
     return sizes
 

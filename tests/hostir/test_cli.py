@@ -157,6 +157,7 @@ def test_an_axis_that_is_the_devices_has_their_number(
     ("args", "message"),
     [
         (["--size", "i0"], "InputError: --size i0: expected NAME=N"),
+        (["--size", "i0=8", "--size", "i0=9"], "InputError: --size i0=9: i0 was given as 8 before"),
         (["--size", "i0=\u0663"], "InputError: --size i0="),
         # It was ignored.
         (["--size", "i9=7"], "InputError: no input has a size 'i9' (the sizes: i0)"),
