@@ -10,11 +10,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
-from fuser.ir import nodes, storage
+from fuser.ir import nodes
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
-from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
+from fuser.passes.store_or_recompute import elements
 from fuser.record import record
 
 REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
@@ -37,11 +37,6 @@ class Group:
     last: int
     scheduler: str = ""
     fusion: Fusion | None = None
-
-
-def elements(tv: TensorView) -> Scalar:
-    """Return the number of elements that memory holds (broadcast axes count once)."""
-    return tv.fusion.canonical(storage.elements(tv))
 
 
 # A group, by its place in program order, or an op that no kernel computes.

@@ -25,7 +25,8 @@ from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
-from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger, elements
+from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger
+from fuser.passes.store_or_recompute import elements, worth_storing
 from fuser.record import record, replace
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
@@ -76,9 +77,6 @@ VIEW_OPS = (
     nodes.SliceOp,
 )
 
-# A tensor whose recomputation would read more full-size tensors than this is stored instead.
-MAX_RECOMPUTED_INPUTS = 3
-
 
 def segment_fusion(
     fusion: Fusion,
@@ -126,7 +124,11 @@ class _Segmenter:
 
     def run(self) -> SegmentedFusion:
         self._mark_aliases()
-        groups = self._merge(self._accepted_cones(self._materialised()))
+        stored = self._materialised()
+        groups = self._merge(self._accepted_cones(stored))
+        while more := worth_storing(self.fusion, self.exprs, [g.ops for g in groups], stored):
+            stored.update(dict.fromkeys(more))
+            groups = self._merge(self._accepted_cones(stored))
         return SegmentedFusion(self.fusion, tuple(self._order(groups)))
 
     # ------------------------------------------------------------ views
@@ -247,7 +249,6 @@ class _Segmenter:
             # A reduction of a reduced tensor has an iteration space of its own.
             if any(isinstance(u, REDUCTION_OPS) or u.out_tensor not in reduced for u in uses):
                 stored[tv] = None
-        self._store_expensive(stored)
         return stored
 
     def _reduced_space(self) -> dict[TensorView, None]:
@@ -269,20 +270,6 @@ class _Segmenter:
             if all(elements(o) in biggest for o in e.outputs) and len(biggest) == 1:
                 reduced.update(dict.fromkeys(e.outputs))
         return reduced
-
-    def _store_expensive(self, stored: dict[TensorView, None]) -> None:
-        """Store pointwise tensors that several kernels would recompute from many tensors."""
-        for e in self.exprs:
-            if self.kind[e] != "kernel":
-                continue
-            for out in e.outputs:
-                uses = [u for u in self.fusion.uses(out) if u in self.position]
-                if out in stored or len(uses) < 2:
-                    continue
-                ops, inputs = self._cone([out], stored)
-                full = sum(elements(t) == elements(out) for t in inputs)
-                if full > MAX_RECOMPUTED_INPUTS and ops:
-                    stored[out] = None
 
     # ------------------------------------------------------------ kernels
     def _cone(

@@ -9,13 +9,9 @@ from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
+from fuser.ops.costs import EXPENSIVE
 from fuser.schedule.propagate import AxisMatcher
-from fuser.schedule.rows import (
-    EXPENSIVE,
-    REDUCTIONS,
-    divide_once,
-    two_pass_welford,
-)
+from fuser.schedule.rows import REDUCTIONS, divide_once, two_pass_welford
 from fuser.schedule.space import Access, Space, iteration_space
 
 

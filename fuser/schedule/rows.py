@@ -20,13 +20,6 @@ from fuser.ir.tensor import TensorView
 from fuser.record import record
 
 REDUCTIONS = (ReductionOp, WelfordOp)
-# What costs a thread more than keeping the result in a register: special functions, divisions,
-# random numbers.
-EXPENSIVE = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cos cosh div erf erfc erfcinv erfinv exp exp2 expm1 "
-    "fmod lgamma log log10 log1p log2 normal pow reciprocal remainder rsqrt sigmoid silu sin "
-    "sinh sqrt tan tanh uniform".split()
-)
 
 
 def levels_of(fusion: Fusion) -> dict[TensorView, int]:
