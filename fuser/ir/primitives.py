@@ -184,18 +184,22 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
     """Create the tensor that keeps `listed` as reductions, with the other reductions iterated."""
     fusion, domain = tv.fusion, tv.domain
     history = transforms_between(domain, domain.logical, domain.loop)
+    # Those of an rfactor before: the operand has the axes that they begin with.
+    earlier = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
     factored = _connected(domain, history, listed)
     # An axis that leads to a listed axis is reduced (in part); other reductions are iterated.
     reduced = domain.above(listed)
     clones: dict[int, IterDomain] = {}
-    for number in (*domain.logical_numbers, *(n for t in history for n in (*t.inputs, *t.outputs))):
+    made = (n for t in (*earlier, *history) for n in (*t.inputs, *t.outputs))
+    for number in (*domain.root_numbers, *domain.logical_numbers, *made):
         if number not in clones:
             axis = domain.axes[number]
             iterated = axis.is_reduction() and number not in reduced
             clones[number] = fusion.clone_axis(
                 axis,
                 kind=IterType.iteration if iterated else axis.kind,
-                rfactor=number in factored and number not in domain.logical_numbers,
+                rfactor=axis.rfactor
+                or (number in factored and number not in domain.logical_numbers),
             )
     logical = list(domain.logical_numbers)
     for t in history:
@@ -206,9 +210,9 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
     # Without transforms the root axis itself is iterated or reduced: no second view is needed.
     is_changed = logical != list(domain.logical_numbers)
     plain = domain.having(
-        root=domain.logical_numbers if is_changed else (),
+        root=domain.root_numbers or (domain.logical_numbers if is_changed else ()),
         logical=logical,
-        transforms=sorted(history, key=lambda t: not factored.issuperset(t.inputs)),
+        transforms=[*earlier, *sorted(history, key=lambda t: not factored.issuperset(t.inputs))],
         allocation=(),
         contiguity=(),
     ).map_axes(lambda a: clones[a.number])

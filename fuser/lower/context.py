@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Shift, Split, Transform, shifts_of, splits_of
-from fuser.ir.path import partial_splits
+from fuser.ir.path import partial_splits, transforms_between
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.lower.index import Indexer
@@ -74,7 +74,9 @@ class Context:
     done_flags: dict[Stage, str] = field(default_factory=dict[Stage, str])
     _whole: set[tuple[Scalar, Scalar]] = field(default_factory=set[tuple[Scalar, Scalar]])
     _replacements: dict[Scalar, Scalar] = field(default_factory=dict[Scalar, Scalar])
-    _partial: dict[TensorView, list[Split]] = field(default_factory=dict[TensorView, list[Split]])
+    _partial: dict[tuple[TensorView, bool], list[Split]] = field(
+        default_factory=dict[tuple[TensorView, bool], list[Split]]
+    )
 
     def __post_init__(self) -> None:
         self._replacements = self.assumptions.quotients()
@@ -88,7 +90,7 @@ class Context:
         if self.shifts(stage.tv):
             return
         innermost = stage.axes[-1].number
-        for split in self._incomplete_splits(stage.tv):
+        for split in partial_splits(stage.tv.domain, self.indexer.loop_transforms(stage.tv)):
             if innermost in split.outputs:
                 size = self.size(stage.tv, split.inp)
                 self._whole.add((size, split.factor))
@@ -105,9 +107,6 @@ class Context:
     def shifts(self, tv: TensorView) -> list[Shift]:
         return shifts_of(self.indexer.loop_transforms(tv))
 
-    def _incomplete_splits(self, tv: TensorView) -> list[Split]:
-        return partial_splits(tv.domain, self.indexer.loop_transforms(tv))
-
     def _is_whole(self, size: Scalar, factor: Scalar) -> bool:
         """Whether a size is known to be a multiple of a factor."""
         if (size, factor) in self._whole:
@@ -116,17 +115,20 @@ class Context:
         parts = sc.int_value(factor)
         return by is not None and parts is not None and by % parts == 0
 
-    def partial_splits(self, tv: TensorView) -> list[Split]:
-        """Return the splits whose last part may be incomplete."""
-        found = self._partial.get(tv)
+    def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[Split]:
+        """Return the splits whose last part may be incomplete: of tv's own axes, or of those of the
+        operand, which a reduction in parts has split before."""
+        found = self._partial.get((tv, of_operand))
         if found is None:
+            domain, transforms = tv.domain, self.indexer.loop_transforms(tv)
+            if of_operand and domain.root:
+                transforms = transforms_between(domain, domain.root, domain.loop)
             found = [
                 s
-                for s in self._incomplete_splits(tv)
+                for s in partial_splits(domain, transforms)
                 if not self._is_whole(self.size(tv, s.inp), s.factor)
             ]
-            found = _without_implied(self.indexer.loop_transforms(tv), found)
-            self._partial[tv] = found
+            found = self._partial[tv, of_operand] = _without_implied(transforms, found)
         return found
 
 

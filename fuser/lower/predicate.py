@@ -29,9 +29,11 @@ class Predicate:
     flags: tuple[str, ...] = ()
 
 
-def range_conditions(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> list[Scalar]:
-    """Return the tests that keep a stage's iterations inside its tensor: whether all lanes of a
-    vector are, whether any may be, or of each by itself."""
+def range_conditions(
+    ctx: Context, stage: Stage, *, lanes: Lanes = "all", of_operand: bool = False
+) -> list[Scalar]:
+    """Return the tests that keep a stage's iterations inside its tensor, or inside the operand of a
+    reduction: whether all lanes of a vector are, whether any may be, or of each by itself."""
     begins: list[Scalar] = []
     if stage.reference is not None:
         renamed: dict[Scalar, Scalar] = {
@@ -47,7 +49,7 @@ def range_conditions(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> lis
                 ctx.simplify(known[split.inp]),
                 ctx.simplify(ctx.size(stage.tv, split.inp)),
             )
-            for split in ctx.partial_splits(stage.tv)
+            for split in ctx.partial_splits(stage.tv, of_operand=of_operand)
         ]
         for shift in ctx.shifts(stage.tv):
             index = ctx.simplify(known[shift.inp])
@@ -75,7 +77,7 @@ def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
 
 def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Predicate:
     """Return the predicate of a stage's innermost statement; see `range_conditions`."""
-    conds = range_conditions(ctx, stage, lanes=lanes)
+    conds = range_conditions(ctx, stage, lanes=lanes, of_operand=stage.is_reduction)
     if stage.storage not in ("global", "shared"):
         return Predicate(sc.all_of(conds))
     return writer_predicate(ctx, stage, stage.all_loops, conds)

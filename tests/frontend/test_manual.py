@@ -46,3 +46,39 @@ def test_execute_and_manual_execute_exclude_each_other() -> None:
     other.execute([torch.ones(2)])
     with pytest.raises(AssertionError, match="FusionExecutorCache already exists"):
         other.manual_execute([torch.ones(2)])
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["inner", "outer"])
+@pytest.mark.parametrize("n", [7, 10, 12, 130])
+def test_an_rfactored_split_need_not_divide(n: int, inner: bool) -> None:
+    """What the last part lacks is read by nobody."""
+    with FusionDefinition() as fd:
+        total = fd.ops.sum(fd.define_tensor([-1, -1], contiguity=True), dim=1)
+        fd.add_output(total)
+        total.split(1, 4, inner_split=inner)
+        part = total.rfactor([1 if inner else 2])
+        for tv in (total, part):
+            tv.axis(0).parallelize(ParallelType.grid_x)
+        part.axis(2 if inner else 1).parallelize(ParallelType.block_x)
+        total.axis(1).parallelize(ParallelType.block_x)
+        fd.sched.inline_most()
+    x = torch.randn(3, n)
+    (out,) = fd.manual_execute([x])
+    torch.testing.assert_close(out.double(), x.double().sum(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 7, 24, 30, 100])
+def test_an_rfactored_sum_is_rfactored_again(n: int) -> None:
+    with FusionDefinition() as fd:
+        total = fd.ops.sum(fd.define_tensor([-1, -1], contiguity=True), dim=1)
+        fd.add_output(total)
+        total.split(1, 4)
+        first = total.rfactor([1])
+        first.split(1, 3)
+        second = first.rfactor([1])
+        for tv in (total, first, second):
+            tv.axis(0).parallelize(ParallelType.grid_x)
+        fd.sched.inline_most()
+    x = torch.randn(3, n)
+    (out,) = fd.manual_execute([x])
+    torch.testing.assert_close(out.double(), x.double().sum(1), rtol=1e-5, atol=1e-5)

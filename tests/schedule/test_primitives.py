@@ -118,6 +118,20 @@ def test_rfactor_of_a_split_sum() -> None:
     assert not out.has_root()
 
 
+def test_rfactor_of_what_an_rfactor_made() -> None:
+    """The operand has the axes of the first root."""
+    fusion = define(lambda x: ops.sum(x, [1]), (None, None))
+    out = fusion.outputs[0]
+    out.split(1, 4)
+    first = out.rfactor([1])
+    first.split(1, 3)
+    second = first.rfactor([1])
+    verify_fusion(fusion)
+    assert [str(a) for a in second.get_root_domain()] == ["iS14{i0}", "rS15{i2}"]
+    assert second.domain.logical[3].rfactor and not first.has_root()
+    assert str(first) == "T2_l_float[iS20{i0}, rS21{3}, iS22{4}]"
+
+
 def test_rfactor_of_one_of_two_reductions_needs_no_root() -> None:
     fusion = define(lambda x: ops.sum(x, [0, 2]), (None, None, None))
     out = fusion.outputs[0]
