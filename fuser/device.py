@@ -64,6 +64,12 @@ H200 = DeviceInfo(
 DESCRIPTIONS: Mapping[str, DeviceInfo] = {"h200": H200}
 
 
+def kind_of_schedules(device: str, described: str | None = None) -> str:
+    """Returns the kind of device, cpu or cuda, whose schedules kernels get on a device of a kind;
+    `described` is the argument of the option `schedules_for`."""
+    return DESCRIPTIONS[described].kind if described else device
+
+
 @functools.cache
 def _describe_cuda(index: int | None) -> DeviceInfo:
     import torch

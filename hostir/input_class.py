@@ -17,7 +17,8 @@ from fuser.ir.scalar import Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from fuser.passes.concretize import KeyOfSizes
-from fuser.schedule.inner_persistent import pays, row_extents
+from fuser.schedule import inner_outer_persistent, inner_persistent
+from fuser.schedule.inner_persistent import row_extents
 from fuser.schedule.rows import REDUCTIONS
 
 
@@ -26,12 +27,13 @@ class InputClass:
     """The key, the sizes that made it, and the layout of each tensor input.
 
     The layout is None for a scalar, and for a tensor whose user declared an allocation domain of
-    transformed axes.
+    transformed axes. `device` is its kind.
     """
 
     key: Hashable
     sizes: Mapping[Symbol, int]
     layouts: tuple[Layout | None, ...]
+    device: str = "cpu"
 
 
 class Classifier:
@@ -61,11 +63,13 @@ class Classifier:
             for known, given in zip(self._layouts, inputs, strict=True)
         )
         key = (device.type, device.index, layouts, self._key_of(sizes), self._pays(sizes))
-        return InputClass(key, sizes, layouts)
+        return InputClass(key, sizes, layouts, device.type)
 
     def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[bool, ...]:
-        found = self._rows.at_once(sizes) or ()
-        return tuple([pays(int(r), int(c)) for r, c in zip(found[::2], found[1::2], strict=True)])
+        found = [int(n) for n in self._rows.at_once(sizes) or ()]
+        pairs = [*zip(found[::2], found[1::2], strict=True)]
+        decided = (inner_persistent.pays, inner_outer_persistent.pays)
+        return tuple([pays(rows, columns) for pays in decided for rows, columns in pairs])
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from fuser.device import kind_of_schedules
 from fuser.ir.binding import complete
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Symbol
@@ -14,6 +15,7 @@ from fuser.ir.text import fusion_text
 from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize, refined_sizes
 from fuser.passes.segment import SegmentedFusion, segment_fusion
+from fuser.schedule.inner_outer_persistent import PARTS
 from fuser.schedule.registry import find_scheduler
 from hostir.container import HostIrContainer
 from hostir.host_passes import PASSES, run_passes
@@ -21,7 +23,7 @@ from hostir.input_class import InputClass, specialise
 from hostir.lower import lower
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.stream_loops import stands_alone
-from multidevice import streams
+from multidevice import sharding, streams
 from multidevice.localize import localize
 from multidevice.sharding import check_types
 from multidevice.sharding_passes import shard_fusion
@@ -54,11 +56,12 @@ def build_program(
     params: LowerParams = DEFAULT,
     dump: Dump = _no_dump,
     overlap: Overlap | None = None,
+    described: str | None = None,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a fusion for a class of inputs.
 
     `definition` does not change. `backend_name` is written on communications; `overlap` may give
-    tensors steps.
+    tensors steps; `described` names the device whose schedules kernels get, if not the inputs' own.
     Raises `FuserError` for what cannot be lowered.
     """
     libraries: list[str] = []
@@ -80,7 +83,12 @@ def build_program(
     if any(libraries):
         params = replace(params, step_backend=libraries[0])
     return lower_sharded(
-        fusion, backend_name=backend_name, params=params, dump=dump, sizes=input_class.sizes
+        fusion,
+        backend_name=backend_name,
+        params=params,
+        dump=dump,
+        sizes=input_class.sizes,
+        row_parts=PARTS if kind_of_schedules(input_class.device, described) == "cuda" else 0,
     )
 
 
@@ -91,9 +99,11 @@ def lower_sharded(
     sizes: Mapping[Symbol, int] = NO_SIZES,
     params: LowerParams = DEFAULT,
     dump: Dump = _no_dump,
+    row_parts: int = 0,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a sharded and finalized fusion. What
-    schedulers decide by `sizes` they decide alike for all of the input class."""
+    schedulers decide by `sizes` they decide alike for all of the input class; `row_parts` as for
+    `segment_fusion`."""
     values: dict[Symbol, Number] = dict(refined_sizes(sizes))
     complete(fusion, values)
 
@@ -113,6 +123,7 @@ def lower_sharded(
         local_shape=streams.held_extents,
         may_share_kernel=loops.may_share_kernel,
         stands_alone=stands_alone(loops, params),
+        row_parts=0 if sharding.has_streams(fusion) else row_parts,
     )
     dump("segmented_fusion", segmented.describe)
     lowered = lower(segmented, backend_name=backend_name, params=params, loops=loops)

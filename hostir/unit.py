@@ -84,7 +84,12 @@ class UnitRunner:
                 if self._communicator is None
                 else self._communicator.backend_for(self._device).name.upper()
             )
-            segmented, program = build_program(self._fusion, found, backend_name=backend)
+            segmented, program = build_program(
+                self._fusion,
+                found,
+                backend_name=backend,
+                described=self._settings.argument("schedules_for"),
+            )
             sharding.check_divisible(segmented.fusion, sizes)
             evaluator = self._by_class[found.key] = HostIrEvaluator(
                 program, self._communicator, device=self._device, settings=self._settings

@@ -173,6 +173,15 @@ def layer_norm_backward(fd: FusionDefinition, dy: Any, x: Any, w: Any, m: Any, r
     return ops.cast(ops.mul(rstd, ops.sub(ops.sub(g, first), ops.mul(x_hat, second))), x.dtype())
 
 
+def layer_norm_gradients(fd: FusionDefinition, dy: Any, x: Any, w: Any, m: Any, r: Any) -> Any:
+    """The gradients of input, weight and bias: rows, and sums over them."""
+    ops, wide = fd.ops, _f32(fd, dy)
+    mean, rstd = (ops.broadcast(_f32(fd, v), [False, True]) for v in (m, r))
+    x_hat = ops.mul(ops.sub(_f32(fd, x), mean), rstd)
+    sums = ops.sum(ops.mul(wide, x_hat), 0), ops.sum(wide, 0)
+    return layer_norm_backward(fd, dy, x, w, m, r), *(ops.cast(s, dy.dtype()) for s in sums)
+
+
 def _torch_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = torch.nn.functional.layer_norm(x.float(), x.shape[1:], w.float(), b.float(), EPSILON)
     return y.to(x.dtype)
@@ -191,6 +200,14 @@ def _torch_layer_norm_backward(
     x_hat, g = (x.float() - m) * r, dy.float() * w.float()
     second = (g * x_hat).mean(-1, keepdim=True)
     return (r * (g - g.mean(-1, keepdim=True) - x_hat * second)).to(x.dtype)
+
+
+def _torch_layer_norm_gradients(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m: torch.Tensor, r: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    x_hat = (x.float() - m.float()[:, None]) * r.float()[:, None]
+    sums = (dy.float() * x_hat).sum(0), dy.float().sum(0)
+    return _torch_layer_norm_backward(dy, x, w, m, r), *(s.to(dy.dtype) for s in sums)
 
 
 def _torch_softmax_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -240,6 +257,12 @@ ROW_PATTERNS = {
         _torch_layer_norm_backward,
         lambda m, n: ((m, n), (m, n), (n,), (m,), (m,)),
         lambda m, n: 2 * (3 * m * n + n + 2 * m),
+    ),
+    "layer_norm_gradients": Pattern(
+        layer_norm_gradients,
+        _torch_layer_norm_gradients,
+        lambda m, n: ((m, n), (m, n), (n,), (m,), (m,)),
+        lambda m, n: 2 * (3 * m * n + 3 * n + 2 * m),
     ),
 }
 

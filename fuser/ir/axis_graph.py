@@ -12,7 +12,7 @@ Build it from a fusion when needed; it does not follow later changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, Merge, Resize, Shift, Split, Swizzle1D, Transform
@@ -57,9 +57,10 @@ def tensor_operands(op: TensorOp) -> Iterator[tuple[int, TensorView]]:
 
 
 class AxisGraph:
-    """Union-find over the axes of a fusion, with congruence over transforms."""
+    """Union-find over the axes of a fusion, with congruence over transforms. Pairs of axes that are
+    `joined`, by number, count as one."""
 
-    def __init__(self, fusion: Fusion) -> None:
+    def __init__(self, fusion: Fusion, *, joined: Iterable[tuple[int, int]] = ()) -> None:
         self._fusion = fusion
         self._parent: dict[int, int] = {}
         self._concrete: dict[int, set[int]] = {}
@@ -78,6 +79,8 @@ class AxisGraph:
             for out in op.outputs[1:]:
                 for a, b in zip(op.out_tensor.domain.logical, out.domain.logical, strict=True):
                     self._union(a.number, b.number)
+        for a, b in (*fusion.joined, *joined):
+            self._union(a, b)
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:

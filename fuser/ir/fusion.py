@@ -63,6 +63,8 @@ class Fusion:
         self.assumed: tuple[Scalar, ...] = ()
         # Sizes that it takes to be multiples of a number.
         self.divisible: dict[Symbol, int] = {}
+        # Pairs of axes, by number, that it iterates together although no op relates them.
+        self.joined: tuple[tuple[int, int], ...] = ()
         # Threads that the registers of a multiprocessor are to suffice for; 0: any number.
         self.resident_threads = 0
         # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
@@ -334,7 +336,7 @@ class Fusion:
             setattr(new, name, getattr(self, name))
         new.extents, new.origins = self.extents.copy(), self.origins
         new.assumed, new.divisible = self.assumed, dict(self.divisible)
-        new.resident_threads = self.resident_threads
+        new.joined, new.resident_threads = self.joined, self.resident_threads
         mapping: dict[TensorView, TensorView] = {}
         read = self.tensors() if ops is None else _tensors_of(ops)
         for tv in read:

@@ -21,13 +21,19 @@ REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 # Merging makes no kernel of more inputs and outputs: what a launch may pass is bounded (4 KB on
 # older devices), and so is how deeply C++ nests the values that are reduced together.
 MAX_OPERANDS = 256
+# What alone may take some kinds of unions.
+SCHEDULER: Mapping[str | None, str] = {
+    None: "inner_persistent",
+    "rows": "inner_outer_persistent",
+}
 
 
 @record
 class Group:
     """What one kernel computes: ops, of which the `first` and the `last` have these positions.
 
-    `scheduler` and `fusion` are known of a group that is accepted.
+    `scheduler` and `fusion` are known of a group that is accepted. `totals` are sums over the rows
+    that the group goes along, of which it makes parts (`row_parts`).
     """
 
     ops: frozenset[TensorOp]
@@ -37,6 +43,7 @@ class Group:
     last: int
     scheduler: str = ""
     fusion: Fusion | None = None
+    totals: tuple[TensorView, ...] = ()
 
 
 # A group, by its place in program order, or an op that no kernel computes.
@@ -47,7 +54,8 @@ class Merger:
     """Merges groups that share inputs or feed one another.
 
     `others` are the ops that no kernel computes, `position` counts all ops. `accept` completes a
-    group that some scheduler takes, and `may_share_kernel` is an equivalence of ops.
+    group that some scheduler takes, of given totals only parts, and `may_share_kernel` is an
+    equivalence of ops.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class Merger:
         others: Sequence[TensorOp],
         position: Mapping[TensorOp, int],
         *,
-        accept: Callable[[Group], Group | None],
+        accept: Callable[[Group, tuple[TensorView, ...]], Group | None],
         may_share_kernel: Callable[[TensorOp, TensorOp], bool],
     ) -> None:
         self._accept, self._may_share_kernel = accept, may_share_kernel
@@ -72,8 +80,8 @@ class Merger:
         self._ends: tuple[list[int], list[int]] | None = None
         for place, group in self._groups.items():
             self._enter(place, group)
-        # Pairs of groups that no scheduler takes as one.
-        self._refused: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
+        # Pairs of groups that no scheduler takes as one of a kind.
+        self._refused: set[tuple[str | None, frozenset[TensorOp], frozenset[TensorOp]]] = set()
         self._spaces: dict[int, tuple[Group, tuple[object, ...]]] = {}
         self._sizes: dict[TensorView, str] = {}
 
@@ -81,15 +89,17 @@ class Merger:
         """Return the groups that are left, in program order.
 
         Reductions that share inputs come first: what waits for one of them mostly waits for all.
+        What goes along rows and what sums these come last: both are whole by then.
         """
-        for kind in ("reduction", None, "pointwise"):
+        for kind in ("reduction", None, "pointwise", "rows"):
             while self._merge_all(kind):
                 pass
         return [self._groups[place] for place in sorted(self._groups)]
 
     def _merge_all(self, kind: str | None) -> bool:
         """Merge each group with later ones, both of a kind (None: of which one waits for a
-        reduction of the other); return whether any were merged."""
+        reduction of the other; rows: of which one sums the rows that the other goes along); return
+        whether any were merged."""
         before = len(self._groups)
         for place in sorted(self._groups):
             while place in self._groups and self._extend(place, kind):
@@ -99,7 +109,7 @@ class Merger:
     def _extend(self, place: int, kind: str | None) -> bool:
         """Merge a group with as many others as a scheduler takes at once, and of those half as many
         where it refuses; return whether it took any."""
-        most = 1 if kind is None else len(self._groups)
+        most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
             merged: list[tuple[int, Group, Group]] = []
             while len(merged) < most and (other := self._partner(place, kind)) is not None:
@@ -107,14 +117,14 @@ class Merger:
                 self._contract(place, other)
             if not merged:
                 return False
-            union = self._accept(self._groups[place])
-            if union is not None and (kind is not None or union.scheduler == "inner_persistent"):
+            union = self._accept(self._groups[place], _totals(merged) if kind == "rows" else ())
+            if union is not None and union.scheduler == SCHEDULER.get(kind, union.scheduler):
                 self._groups[place] = union
                 return True
             for other, group, its_group in reversed(merged):
                 self._undo(place, group, other, its_group)
             if len(merged) == 1:
-                self._refused.add((merged[0][1].ops, merged[0][2].ops))
+                self._refused.add((kind, merged[0][1].ops, merged[0][2].ops))
             most = max(len(merged) // 2, 1)
 
     # ------------------------------------------------------------ who may merge
@@ -132,6 +142,8 @@ class Merger:
 
     def _may_merge(self, i: int, j: int, kind: str | None) -> bool:
         a, b = self._groups[i], self._groups[j]
+        if kind == "rows" and not _are_rows_and_sums(a, b):
+            return False
         feeds = not {*a.outputs}.isdisjoint(b.inputs) or not {*b.outputs}.isdisjoint(a.inputs)
         if not feeds and (kind is None or {*a.inputs}.isdisjoint(b.inputs)):
             return False
@@ -140,11 +152,12 @@ class Merger:
         spaces = self._space(i), self._space(j)
         if kind is None and not any(space[0] == "reduction" for space in spaces):
             return False
-        if kind is not None and (spaces[0] != spaces[1] or spaces[0][0] != kind):
+        is_alike = spaces[0] == spaces[1] and spaces[0][0] == kind
+        if kind in ("reduction", "pointwise") and not is_alike:
             return False
         if kind == "reduction" and feeds:
             return False  # such a kernel goes over its rows several times
-        if (a.ops, b.ops) in self._refused or self._reaches(i, j) or self._reaches(j, i):
+        if (kind, a.ops, b.ops) in self._refused or self._reaches(i, j) or self._reaches(j, i):
             return False
         return self._may_share_kernel(next(iter(a.ops)), next(iter(b.ops)))
 
@@ -236,3 +249,19 @@ class Merger:
         self._groups[place], self._groups[other] = group, its_group
         self._enter(place, group)
         self._enter(other, its_group)
+
+
+def _are_rows_and_sums(a: Group, b: Group) -> bool:
+    """Whether one group goes along rows, and the other sums something, which the first does not
+    read."""
+    rows, sums = (a, b) if a.scheduler == "inner_persistent" else (b, a)
+    are_both = (rows.scheduler, sums.scheduler) == ("inner_persistent", "reduction")
+    return are_both and {*sums.outputs}.isdisjoint(rows.inputs)
+
+
+def _totals(merged: Sequence[tuple[int, Group, Group]]) -> tuple[TensorView, ...]:
+    """Return what the second of two groups, of rows and of sums, sums up."""
+    ((_, a, b),) = merged
+    sums = b if a.scheduler == "inner_persistent" else a
+    reductions = (op for op in sums.ops if isinstance(op, REDUCTION_OPS))
+    return tuple(sorted((op.out_tensor for op in reductions), key=lambda tv: tv.number))

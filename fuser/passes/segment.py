@@ -26,6 +26,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
 from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger
+from fuser.passes.row_parts import may_come_in_parts, split_rows
 from fuser.passes.store_or_recompute import elements, worth_storing
 from fuser.record import record, replace
 
@@ -85,15 +86,19 @@ def segment_fusion(
     local_shape: Callable[[TensorView], Sequence[Scalar]],
     may_share_kernel: Callable[[TensorOp, TensorOp], bool] = lambda a, b: True,
     stands_alone: Callable[[TensorOp], bool] = lambda op: isinstance(op, LIBRARY_OPS),
+    row_parts: int = 0,
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
     `find_scheduler` names a scheduler that accepts a kernel's fusion, `local_shape` gives the
     extents of what memory holds of a tensor, and `may_share_kernel` is an equivalence of ops: those
-    of one kernel run equally often. `stands_alone` tells which ops the library carries out. Raises
+    of one kernel run equally often. `stands_alone` tells which ops the library carries out. Where
+    `row_parts` is not 0, sums over rows may be split in that many parts, in `fusion` itself. Raises
     `UnsupportedError` naming an op that no scheduler accepts even alone.
     """
-    return _Segmenter(fusion, find_scheduler, local_shape, may_share_kernel, stands_alone).run()
+    return _Segmenter(
+        fusion, find_scheduler, local_shape, may_share_kernel, stands_alone, row_parts
+    ).run()
 
 
 class _Segmenter:
@@ -104,8 +109,10 @@ class _Segmenter:
         local_shape: Callable[[TensorView], Sequence[Scalar]],
         may_share_kernel: Callable[[TensorOp, TensorOp], bool],
         stands_alone: Callable[[TensorOp], bool],
+        row_parts: int,
     ) -> None:
         self.fusion = fusion
+        self.row_parts = row_parts
         self.exprs = fusion.used_exprs()
         self.find_scheduler = find_scheduler
         self.local_shape = local_shape
@@ -129,7 +136,7 @@ class _Segmenter:
         while more := worth_storing(self.fusion, self.exprs, [g.ops for g in groups], stored):
             stored.update(dict.fromkeys(more))
             groups = self._merge(self._accepted_cones(stored))
-        return SegmentedFusion(self.fusion, tuple(self._order(groups)))
+        return SegmentedFusion(self.fusion, tuple(self._order(self._split_rows(groups))))
 
     # ------------------------------------------------------------ views
     def _mark_aliases(self) -> None:
@@ -345,11 +352,67 @@ class _Segmenter:
         )
         return merger.run()
 
-    def _accepted(self, group: Group) -> Group | None:
-        """Return the group with its fusion and scheduler, None when no scheduler accepts it."""
+    def _accepted(self, group: Group, totals: tuple[TensorView, ...] = ()) -> Group | None:
+        """Return the group with its fusion and scheduler, None when no scheduler accepts it; with
+        `totals`, if it makes only parts of these."""
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
+        if totals:
+            if not self.row_parts or not all(map(may_come_in_parts, totals)):
+                return None
+            numbers = {tv.number for tv in totals}
+            twins = [tv for tv in fusion.tensors() if tv.number in numbers]
+            below = _below(fusion.exprs, twins)
+            parts = [split_rows(tv, self.row_parts) for tv in twins]
+            fusion.outputs = [*(o for o in fusion.outputs if o not in below), *parts]
+            fusion.exprs = fusion.used_exprs()
         scheduler = self.find_scheduler(fusion)
-        return None if scheduler is None else replace(group, scheduler=scheduler, fusion=fusion)
+        if scheduler is None:
+            return None
+        return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
+
+    def _split_rows(self, groups: list[Group]) -> list[Group]:
+        """Return the groups, those of rows and sums as two: one makes parts, one adds them up."""
+        made: list[Group] = []
+        for group in groups:
+            if not group.totals:
+                made.append(group)
+                continue
+            in_order = self._in_order(group)
+            below = _below(in_order, group.totals)
+            parts = [split_rows(tv, self.row_parts) for tv in group.totals]
+            self._number_ops()
+            reductions = [self.fusion.definition(tv) for tv in (*parts, *group.totals)]
+            assert all(reductions)
+            tail = {op for op in in_order if op.out_tensor in below} & {*self.exprs}
+            sums = {op for op in reductions[len(parts) :] if op is not None} | tail
+            rows = {op for op in reductions[: len(parts)] if op is not None} | {
+                op for op in in_order if op.out_tensor not in below
+            }
+            outputs = [[o for o in group.outputs if (o in below) == is_sum] for is_sum in (0, 1)]
+            made += [
+                self._completed(rows, [*outputs[0], *parts]),
+                self._completed(sums, outputs[1]),
+            ]
+        return made
+
+    def _number_ops(self) -> None:
+        """Note the ops of the fusion, of which some are new."""
+        self.exprs = self.fusion.used_exprs()
+        self.position = {e: i for i, e in enumerate(self.exprs)}
+        for e in self.exprs:
+            self.kind.setdefault(e, "kernel")
+
+    def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> Group:
+        """Return the accepted group of some ops."""
+        made = {out for op in ops for out in op.outputs}
+        read = [v for op in ops for v in op.inputs if isinstance(v, TensorView) and v not in made]
+        at = [self.position[op] for op in ops]
+        inputs = sorted(dict.fromkeys(read), key=lambda tv: tv.number)
+        group = Group(frozenset(ops), tuple(outputs), tuple(inputs), min(at), max(at))
+        accepted = self._accepted(group)
+        if accepted is None:
+            self._refuse(group)
+        return accepted
 
     def _refuse(self, group: Group) -> NoReturn:
         ops = self._in_order(group)
@@ -397,6 +460,15 @@ class _Segmenter:
             ready.update(nxt.outputs)
             ordered.append(replace(nxt, number=len(ordered)))
         return ordered
+
+
+def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[TensorView]:
+    """Return tensors, and what ops, in order, compute from them."""
+    found = {*tensors}
+    for op in exprs:
+        if any(v in found for v in op.inputs):
+            found.update(op.outputs)
+    return found
 
 
 def _is_boundary(op: TensorOp) -> bool:

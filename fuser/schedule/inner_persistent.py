@@ -51,6 +51,8 @@ from fuser.schedule.tiling import (
 )
 
 PT = ParallelType
+# The loops of the rows of parts: the part, the rows of a part, the rows at once.
+ROWS_OF_PARTS = 3
 NOTHING: Mapping[TensorView, Access] = {}
 # Rows of so many elements are one kernel where there are so many of them: separate kernels share a
 # long row between blocks. What does not fit registers is read again. Of the last pair only rows of
@@ -133,12 +135,17 @@ def pays(rows: int, columns: int) -> bool:
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
     """Whether one kernel pays for these sizes; unknown ones are those of many short rows."""
-    extents = row_extents(reference_of(fusion))
+    known = rows_of(fusion, sizes)
+    return known is None or pays(*known)
+
+
+def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] | None:
+    """Return how many rows there are of how many elements, None where that is not known."""
     try:
-        rows, columns = (int(sc.evaluate(x, sizes)) for x in extents)
+        rows, columns = (int(sc.evaluate(x, sizes)) for x in row_extents(reference_of(fusion)))
     except KeyError:
-        return True
-    return pays(rows, columns)
+        return None
+    return rows, columns
 
 
 # ------------------------------------------------------------------ application
@@ -200,11 +207,15 @@ def _apply_threads(
                 )
                 ahead[copy] = access
     once = _once_per_row(view, levels) if view.iterated else []
+    once_in_all = [tv for tv, a in ahead.items() if view.parts and _is_row(view, a.tv)]
     shared, tile = _shape(view, params)
     wide = [out for out in dict.fromkeys(fusion.outputs) if _is_wide(view, params, accesses[out])]
     # What is loaded again and again is loaded a tile at a time: all of it is under way at once.
     _finish(view, shared if view.iterated else 0, kept, ahead, 1 if params.kept else tile)
     for tv in once:
+        # Rows of one block that follow each other have other values.
+        tv.compute_at = ROWS_OF_PARTS - 1 if view.parts else 0
+    for tv in once_in_all:
         tv.compute_at = 0
     for copy, access in ahead.items():
         if _is_wide(view, params, access):
@@ -261,7 +272,13 @@ def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
     if params.shifted and params.vector > 1:
         shift_rows(tv, 0, 1, params.vector)
     types: list[ParallelType] = []
-    if len(groups) > 1:
+    if view.parts:
+        # [rows] -> [parts, rows of a part, TIDy]
+        tv.split(0, next(iter(view.parts.values())).count)
+        tv.reorder({0: 1})
+        tv.split(1, params.threads_y)
+        types += [PT.grid_x, PT.serial, PT.block_y]
+    elif len(groups) > 1:
         if params.threads_y > 1:
             tv.split(0, params.threads_y)
             types += [PT.grid_x, PT.block_y]
@@ -282,6 +299,22 @@ def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
     return at, len(tile)
 
 
+def _follow_rows(tv: TensorView, view: RowView, loops: Loops) -> None:
+    """Give parts the loops of the rows that they sum."""
+    loops.repeat_along(tv, view.row_axes)
+    parts, model = view.parts[tv], view.reference.domain.loop
+    places = {a.number: k for k, a in enumerate(tv.domain.loop)}
+    tv.reorder({places[parts.part]: 0, places[parts.rest]: 1})
+    tv.split(1, model[ROWS_OF_PARTS - 1].extent)
+    types = [PT.serial if a.ptype is PT.vectorize else a.ptype for a in model]
+    parallelize(tv, types)
+
+
+def _is_row(view: RowView, tv: TensorView) -> bool:
+    """Whether a tensor has the axes of a row and no others."""
+    return view.axes(tv) == view.row_axes
+
+
 def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersistentParams) -> None:
     """Make the length of the row a constant, and the rows whole blocks."""
     logical = view.reference.domain.logical
@@ -289,8 +322,9 @@ def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersisten
     if len(row) == 1:
         view.fusion.assume(logical[row[0]].extent, sc.const(params.threads_x * params.kept))
     size = view.fusion.canonical(logical[rows[0][0]].extent) if rows else None
-    if params.threads_y > 1 and isinstance(size, Symbol) and len(rows[0]) == 1:
-        view.fusion.divisible[size] = params.threads_y
+    at_once = 1 if view.parts else params.threads_y
+    if at_once > 1 and isinstance(size, Symbol) and len(rows[0]) == 1:
+        view.fusion.divisible[size] = at_once
 
 
 def _finish(
@@ -305,6 +339,9 @@ def _finish(
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
     for tv in (*fusion.outputs, *intermediates(fusion, ())):
+        if tv in view.parts:
+            _follow_rows(tv, view, loops)
+            continue
         axes = view.axes(tv)
         is_step = isinstance(tv.definition(), REDUCTIONS) or tv in fusion.outputs
         if isinstance(tv.definition(), REDUCTIONS):

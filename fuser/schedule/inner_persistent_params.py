@@ -94,8 +94,11 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
     return InnerPersistentParams(threads_x=THREADS_PER_BLOCK)
 
 
-def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Return what chooses form, vector width and thread shape for an input class."""
+def chooser(
+    fusion: Fusion, device: DeviceInfo, *, beside: int = 0
+) -> Callable[[Facts], InnerPersistentParams]:
+    """Return what chooses form, vector width and thread shape for an input class, where a thread
+    keeps `beside` bytes more for each element of its row."""
     if device.kind == "cpu":
         loops = InnerPersistentParams()
         return lambda facts: loops
@@ -104,7 +107,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
     view = RowView(given)
     logical = view.reference.domain.logical
     widths = VectorWidths(view.space.vector_candidates(view.innermost))
-    shifted_widths = VectorWidths(view.dense) if view.iterated else None
+    # What sums rows looks at the same elements of each.
+    shifted_widths = VectorWidths(view.dense) if view.iterated and not view.parts else None
     extents = RunExtents(given, [[logical[p] for p in run] for run in view.iterated + view.reduced])
     count = len(view.iterated)
     kept = kept_values(given, view.full, is_costly=view.is_costly)
@@ -123,9 +127,9 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
         if words:
             vector, begin = words, words - 1
         shape = _Shape(rows, columns, vector, widest, begin)
-        plans = [(most_bytes(inputs, vector), False)]
+        plans = [(most_bytes(inputs, vector) + beside, False)]
         if has_costly:
-            plans.insert(0, (most_bytes(kept, vector), True))
+            plans.insert(0, (most_bytes(kept, vector) + beside, True))
         for nbytes, costly in plans:
             limit = ROW_REGISTERS_COSTLY if costly else ROW_REGISTERS
             if columns * nbytes <= 4 * limit:

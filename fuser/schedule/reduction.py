@@ -123,7 +123,7 @@ def accepts(fusion: Fusion) -> str | None:
     for op in fusion.exprs:
         if isinstance(op, (MatmulOp, LinearOp)):
             return f"{op.name} of {op.out_tensor} is a contraction"
-    graph = AxisGraph(fusion)
+    graph = AxisGraph(fusion, joined=joined_spaces(fusion))
     reason = common_rejection(fusion, graph)
     if reason is not None:
         return reason
@@ -168,6 +168,23 @@ def _tail_rejection(
     return None
 
 
+def joined_spaces(fusion: Fusion) -> list[tuple[int, int]]:
+    """Return the pairs of axes by which reductions that nothing relates go over one space: those of
+    the same extents, in the same places."""
+    reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
+    graph = AxisGraph(fusion) if others else None
+    pairs: list[tuple[int, int]] = []
+    for logical in others:
+        forms = [
+            [(a.kind, fusion.canonical(a.size)) for a in axes] for axes in (reference, logical)
+        ]
+        if graph is None or forms[0] != forms[1]:
+            continue
+        both = zip(reference, logical, strict=True)
+        pairs += [(a.number, b.number) for a, b in both if not graph.mapped(a, b)]
+    return pairs
+
+
 def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
     return sorted((graph.find(a), a.is_reduction()) for a in tv.domain.logical)
 
@@ -210,7 +227,9 @@ def generic(device: DeviceInfo) -> ReductionParams:
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionParams]:
     """Return what chooses form, vector width, thread shape and grid split for an input class."""
-    space = _space(fusion)
+    given, _ = fusion.copy()
+    given.joined = tuple(joined_spaces(given))
+    space = _space(given)
     runs = _runs(space)
     if device.kind == "cpu":
         loops = ReductionParams(inner=runs.inner)
@@ -225,7 +244,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     decide = _inner_params if runs.inner else _outer_params
 
     groups = [[logical[p] for p in run] for run in (*runs.iterated, *runs.reduced)]
-    extents, rows = RunExtents(fusion, groups), len(runs.iterated)
+    extents, rows = RunExtents(given, groups), len(runs.iterated)
 
     def choose(facts: Facts) -> ReductionParams:
         found = extents.of(facts)
@@ -317,6 +336,7 @@ def _grid(threads: int, steps: int, wanted: int) -> int:
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: ReductionParams) -> None:
     """Schedule the fusion in place."""
+    fusion.joined = tuple(joined_spaces(fusion))
     # A result that others read stays in registers; its copy is the output.
     below = _below(fusion)
     for out in dict.fromkeys(fusion.outputs):

@@ -10,7 +10,14 @@ from fuser.errors import UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Symbol
 from fuser.record import record
-from fuser.schedule import inner_persistent, inner_persistent_params, plain, pointwise, reduction
+from fuser.schedule import (
+    inner_outer_persistent,
+    inner_persistent,
+    inner_persistent_params,
+    plain,
+    pointwise,
+    reduction,
+)
 from fuser.schedule.facts import Facts
 from fuser.schedule.ladder import rungs
 
@@ -61,6 +68,14 @@ _ROWS = (
         inner_persistent.apply,
         inner_persistent_params.generic,
         inner_persistent.suits,
+    ),
+    Scheduler(
+        "inner_outer_persistent",
+        inner_outer_persistent.accepts,
+        inner_outer_persistent.chooser,
+        inner_outer_persistent.apply,
+        inner_outer_persistent.generic,
+        inner_outer_persistent.suits,
     ),
 )
 

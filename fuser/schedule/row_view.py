@@ -10,14 +10,16 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.costs import EXPENSIVE
+from fuser.passes.row_parts import RowParts, row_parts
 from fuser.schedule.propagate import AxisMatcher
 from fuser.schedule.rows import REDUCTIONS, divide_once, two_pass_welford
 from fuser.schedule.space import Access, Space, iteration_space
 
 
 def reference_of(fusion: Fusion) -> TensorView:
-    """Return the result of the first reduction."""
-    return next(op.out_tensor for op in fusion.exprs if isinstance(op, REDUCTIONS))
+    """Return the result of the first reduction along rows."""
+    reductions = (op for op in fusion.exprs if isinstance(op, REDUCTIONS))
+    return next(op.out_tensor for op in reductions if row_parts(op) is None)
 
 
 class RowView:
@@ -35,6 +37,12 @@ class RowView:
         logical = self.reference.domain.logical
         self.row_axes = frozenset(logical[p].number for r in self.reduced for p in r)
         self.iterated_axes = frozenset(logical[p].number for r in self.iterated for p in r)
+
+    @cached_property
+    def parts(self) -> dict[TensorView, RowParts]:
+        """Return the results that are parts of sums over the rows."""
+        found = {op.out_tensor: row_parts(op) for op in self.fusion.exprs}
+        return {tv: parts for tv, parts in found.items() if parts is not None}
 
     @property
     def innermost(self) -> int:

@@ -119,6 +119,10 @@ class Loops:
         self._replay.apply(tv, usable if only is None else _only(matches, only))
         return True
 
+    def repeat_along(self, tv: TensorView, axes: frozenset[int]) -> None:
+        """Give tv the reference's loops of some logical axes, outside of its own others."""
+        self._replay.apply(tv, _only(self._matcher.matches(tv.domain), axes))
+
     def inline_whole(self, tv: TensorView) -> None:
         tv.compute_at = len(tv.domain.loop)
 

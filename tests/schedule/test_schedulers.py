@@ -232,6 +232,7 @@ def test_reasons_for_refusal() -> None:
     assert found == {
         "pointwise": found["pointwise"],
         "reduction": found["reduction"],
+        "inner_outer_persistent": "no sum over rows comes in parts",
     }
     assert "is not pointwise" in found["pointwise"]
     assert "repeats the result" in found["reduction"]
@@ -246,7 +247,8 @@ def test_reasons_for_refusal() -> None:
 
 
 def test_every_scheduler_is_found_by_its_name() -> None:
-    assert list(SCHEDULERS) == ["pointwise", "reduction", "inner_persistent"]
+    names = ["pointwise", "reduction", "inner_persistent", "inner_outer_persistent"]
+    assert list(SCHEDULERS) == names
     assert find_scheduler(define(gelu_mul_add, *[(None, None)] * 3)) == "pointwise"
     assert find_scheduler(define(row_sum, (None, None))) == "reduction"
 
