@@ -69,25 +69,19 @@ def without_parts(fusion: Fusion) -> Fusion:
 def _parts_rejection(fusion: Fusion, found: Mapping[TensorView, RowParts]) -> str | None:
     """The parts sum the rows that the other reductions have, element by element."""
     view = RowView(fusion)
-    reference = view.reference
-    rows = [p for run in view.iterated for p in run]
-    if not rows or rows != sorted(rows):
-        return f"{reference} has no rows in the order of memory"
-    logical = reference.domain.logical
+    reference, logical = view.reference, view.reference.domain.logical
+    rows = [logical[p].number for run in view.iterated for p in run]
+    if not rows:
+        return f"{reference} has no rows"
     for tv in found:
-        wanted = [(logical[p].number, True) for p in rows]
-        wanted += [(n, False) for n in sorted(view.row_axes)]
-        have: list[tuple[int, bool]] = []
+        # Of rows of several axes the parts count in the tensor's order, the kernel in memory's.
+        axes: dict[bool, list[int]] = {True: [], False: []}
         for axis in tv.domain.root:
-            if axis.is_broadcast:
-                continue
             match = view.matcher.reference_of(axis)
-            have.append((-1 if match is None else match.number, axis.is_reduction()))
-        if (
-            sorted(have) != sorted(wanted)
-            or [n for n, r in have if r] != [n for n, _ in wanted][: len(rows)]
-        ):
-            return f"parts {tv} do not sum the rows of {reference}"
+            if not axis.is_broadcast:
+                axes[axis.is_reduction()].append(-1 if match is None else match.number)
+        if axes[True] != rows or {*axes[False]} != view.row_axes:
+            return f"parts {tv} do not sum the rows of {reference} in the order of memory"
         (operand,) = (v for v in _definition(tv).inputs if isinstance(v, TensorView))
         if view.axes(operand) != view.row_axes | view.iterated_axes:
             return f"{operand}, which parts {tv} sum, has other axes than {reference}"

@@ -256,6 +256,33 @@ def test_ranks(cut: bool) -> None:
         world.run(run)
 
 
+def test_rows_in_another_order_than_that_of_memory_stay_whole() -> None:
+    dy, x, w = operands(torch.float32, (5, 6), 32)
+    inputs = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (dy, x)] + [w]
+    with FusionDefinition() as fd:
+        for out in rms_norm_backward(*map(fd.from_pytorch, inputs)):
+            fd.add_output(out)
+    got = fd.execute(inputs, _enable_options=[*H200, "checked"])
+    assert schedulers(fd) == ["inner_persistent", "reduction"]
+    expected = evaluate_fusion(fd.fusion, inputs, dtype=torch.float64)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_rows_is_not_summed_in_parts() -> None:
+    def build(x: TensorView, y: TensorView) -> Results:
+        repeated = ops.expand(ops.sum(y, 0, keepdim=True), [x.size(0), x.size(1)])
+        rows = ops.div(x, ops.sum(ops.mul(x, y), -1, keepdim=True))
+        return rows, ops.sum(ops.mul(repeated, 2.0), 0)
+
+    inputs = operands(torch.float64, (9,), 32)[:2]
+    fd = defined(build, inputs)
+    got = fd.execute(inputs, _enable_options=[*H200, "checked"])
+    expected = evaluate_fusion(fd.fusion, inputs, dtype=torch.float64)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_parts_sum_every_row_once() -> None:
     fusion = define(lambda x: ops.sum(x, [0, 1]), (None, None, None))
     (total,) = fusion.outputs
