@@ -317,7 +317,7 @@ def _store(w: Writer, s: Store) -> None:
 
 
 def _vector_load(w: Writer, s: VectorLoad) -> None:
-    suffix = "_cs" if s.streaming else ""
+    suffix = "_any" if not s.aligned else "_cs" if s.streaming else ""
     place = "" if sc.int_value(s.at) == 0 else f"{scalar_text(s.at)}, "
     w.line(f"load_vec{suffix}<{s.width}>({s.array}, {place}{s.name}, {scalar_text(s.index)});")
 

@@ -23,6 +23,7 @@
 //                float2half_vec<N> bfloat2float_vec<N> float2bfloat_vec<N>, dst and src arrays
 //   vectors      load_vec<N>(array, T0, index)   store_vec<N>(T0, index, array)   N elements, 1 2 4 8 or 16 bytes, aligned
 //                load_vec<N>(array, at, T0, index)   store_vec<N>(T0, index, array, at)   starting at array[at]
+//                load_vec_any: same, element by element where the address is not aligned
 //                load_vec_cs, store_vec_cs: same, data used once (streaming); load_cs(T0, i), store_cs(T0, i, value): one element
 //                `array` is an Array or a C array; T0 a global or a shared pointer (_cs: global)
 //   shared       FUSER_SMEM(smem);                       the block's one dynamic buffer, of the launch's smem_bytes
@@ -321,7 +322,15 @@ FUSER_DEVICE void fuser_copy_out(P dst, I index, const void* src) {
 }
 #define fuser_copy_in_cs fuser_copy_in
 #define fuser_copy_out_cs fuser_copy_out
+template <class P, class I>
+FUSER_DEVICE bool fuser_is_aligned(P src, I index, unsigned nbytes) {
+  return simt::address(src + index) % nbytes == 0;
+}
 #else
+template <class T, class I>
+FUSER_DEVICE bool fuser_is_aligned(T* src, I index, unsigned nbytes) {
+  return (static_cast<unsigned>(reinterpret_cast<size_t>(src + index)) & (nbytes - 1)) == 0;
+}
 template <int NBYTES>
 struct FuserWord;
 template <>
@@ -393,6 +402,20 @@ FUSER_DEVICE void fuser_copy_out_cs(T* dst, I index, const void* src) {
   }
 FUSER_DEFINE_VEC()
 FUSER_DEFINE_VEC(_cs)
+
+template <int N, class D, class P, class I>
+FUSER_DEVICE void load_vec_any(D& dst, int at, P src, I index) {
+  if (fuser_is_aligned(src, index, FUSER_VEC_BYTES(N, P))) {
+    load_vec<N>(dst, at, src, index);
+    return;
+  }
+  FUSER_UNROLL
+  for (int i = 0; i < N; ++i) dst[at + i] = src[index + i];
+}
+template <int N, class D, class P, class I>
+FUSER_DEVICE void load_vec_any(D& dst, P src, I index) {
+  load_vec_any<N>(dst, 0, src, index);
+}
 
 template <class P, class I>
 FUSER_DEVICE typename FuserElement<P>::type load_cs(P src, I index) {

@@ -172,6 +172,10 @@ static inline SharedPtr<T> shared_at(SharedPtr<U> smem, long long offset, long l
   return SharedPtr<T>{static_cast<unsigned>(begin), static_cast<unsigned>(end), begin, name};
 }
 
+template <class T>
+static inline unsigned long address(Ptr<T> src) {
+  return reinterpret_cast<unsigned long>(src.origin + src.at);
+}
 template <int NBYTES, class P>
 static inline void copy_in(void* dst, P src, long long index) {
   __builtin_memcpy(dst, (src + index).touch(NBYTES, NBYTES, false), NBYTES);
@@ -200,6 +204,10 @@ static inline Ptr<T> pointer(const Launch* launch, int slot, int slots, const ch
 #define FUSER_SHARED_AT(T, smem, offset, count) simt::shared_at<T>(smem, offset, count, (smem).name)
 
 #else
+template <class T>
+static inline __attribute__((always_inline)) unsigned long address(T* src) {
+  return reinterpret_cast<unsigned long>(src);
+}
 template <int NBYTES, class T>
 static inline __attribute__((always_inline)) void copy_in(void* dst, T* src, long long index) {
   __builtin_memcpy(dst, src + index, NBYTES);

@@ -258,7 +258,8 @@ class Store:
 
 @dataclass
 class VectorLoad:
-    """`width` elements of a global or shared tensor into a register array at `at`."""
+    """`width` elements of a global or shared tensor into a register array at `at`: one access, or,
+    of memory that may not be `aligned`, one where the address allows it."""
 
     array: str
     at: Scalar
@@ -268,6 +269,7 @@ class VectorLoad:
     dtype: DataType
     streaming: bool = False
     shared: bool = False
+    aligned: bool = True
 
 
 @dataclass

@@ -43,6 +43,7 @@ from fuser.lower.loops import COORDINATES, NoNestError, Stage, nest_stages
 from fuser.lower.simd import vectorize_loops
 from fuser.lower.synchronize import insert_barriers
 from fuser.lower.unroll import expand_unswitch, mark_unrolled
+from fuser.lower.words import load_words
 
 MAX_ATTEMPTS = 32
 INT32_LIMIT = 2**31 - 1
@@ -81,6 +82,11 @@ def _mark_unrolled(state: State) -> None:
     mark_unrolled(state.body)
 
 
+def _load_words(state: State) -> None:
+    if not state.ctx.is_cpu:
+        load_words(state.body)
+
+
 def _sum_in_blocks(state: State) -> None:
     if state.ctx.is_cpu:
         sum_in_blocks(state.body)
@@ -102,8 +108,9 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These three before hoisting, which hides loop symbols behind names.
+    # These four before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
+    ("load_words", _load_words),
     ("sum_in_blocks", _sum_in_blocks),
     ("vectorize_loops", _vectorize_loops),
     ("hoist", _hoist),

@@ -44,7 +44,7 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
             if symbol not in ctx.assumptions.divisible:
                 ctx.assumptions.assume_divisible(symbol, width)
         raise UnsupportedError(f"vectorized access of {tv} at {offset}: not contiguous along {v}")
-    for mono, coef in _terms(base):
+    for mono, coef in terms_of(base):
         if coef % width == 0:
             continue
         sizes = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
@@ -62,7 +62,8 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
     return base
 
 
-def _terms(x: Scalar) -> list[tuple[Monomial, int]]:
+def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
+    """Return the products that a sum adds up, and how often."""
     value = sc.int_value(x)
     if value is not None:
         return [((), value)]
