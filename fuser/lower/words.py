@@ -110,7 +110,8 @@ def _step(test: Scalar, v: Symbol) -> int | None:
     `v`; 0 for a test of anything else, None where the steps differ."""
     if v not in sc.symbols(test):
         return 0
-    if not isinstance(test, Apply) or test.op not in ("<", "<="):
+    # Comparisons of whole numbers are all of this form.
+    if not isinstance(test, Apply) or test.op != "<":
         return None
     difference = sc.sub(*test.args)
     first, second = (sc.substitute(difference, {v: sc.const(k)}) for k in (0, 1))
@@ -128,7 +129,6 @@ def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
     difference = sc.sub(*test.args)
     # The outcome changes from -1 to 0.
     least = sc.substitute(difference, {v: sc.ZERO if step > 0 else sc.const(width - 1)})
-    least = sc.sub(least, 1) if test.op == "<=" else least
     return abs(step) == 1 and all(coef % width == 0 for _, coef in terms_of(least))
 
 

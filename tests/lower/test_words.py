@@ -97,6 +97,19 @@ def test_pieces_that_begin_anywhere(begin: int) -> None:
         assert torch.equal(got, torch.cat([x, y, x], -1)), (width, n)
 
 
+def test_what_lies_across_a_vector_is_read_element_by_element() -> None:
+    x, y = random((16, 24), torch.float32), random((24, 16), torch.float32, 1)
+    z = random((16,), torch.float32, 2)
+
+    def build(x: TensorView, y: TensorView, z: TensorView) -> TensorView:
+        turned = ops.permute(y, [1, 0])
+        column = ops.broadcast(z, [False, True])
+        return ops.add(ops.mul(ops.cat([turned, x], -1), 2.0), column)
+
+    expected = torch.cat([y.t(), x], -1) * 2 + z[:, None]
+    assert torch.equal(execute(build, [x, y, z]), expected)
+
+
 @pytest.mark.parametrize("left", [-9, -8, -3, 0, 4, 5, 8, 16])
 def test_pads(left: int) -> None:
     for right, n in itertools.product((-8, -1, 0, 3, 8), (24, 29)):
