@@ -24,7 +24,7 @@ from fuser.ir.axis import Axis
 from fuser.ir.binding import free_inputs
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import DataType, DtypeLike, check_supported
+from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported
 from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.guard import FusionGuard
@@ -188,7 +188,7 @@ class HostIrContainer:
         """
         tv = self.values.new_tensor(
             [self._axis(i, n) for i, n in enumerate(shape)],
-            check_supported(dtype, "tensor"),
+            check_stored(dtype, "tensor"),
             memory=memory,
         )
         if mesh is not None:

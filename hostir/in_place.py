@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fuser.ir.core import Op
-from fuser.ir.nodes import CastOp, TensorOp
+from fuser.ir.nodes import CastOp, LibraryOp, TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.passes.segment import LIBRARY_OPS, VIEW_OPS
+from fuser.passes.segment import VIEW_OPS
 from hostir.boxes import Box
 from hostir.effects import Effect, Reads, Writes
 from hostir.ops import LaunchKernel, LocalSlice, PostOnStream
@@ -27,7 +27,6 @@ _OPS: dict[type[Op], Manner] = {
     LocalSlice: "same",
     PostOnStream: "freely",
     **dict.fromkeys(VIEW_OPS, "same"),
-    **dict.fromkeys(LIBRARY_OPS, "never"),
 }
 _COLLECTIVES: dict[str, Manner] = {
     "Allgather": "slot",
@@ -50,6 +49,8 @@ def manner(op: Op) -> Manner:
     """Return how an operand and a result of an op may lie in one buffer."""
     if isinstance(op, Communication):
         return _COLLECTIVES[op.type]
+    if isinstance(op, LibraryOp):
+        return "never"
     return _OPS.get(type(op), "freely" if isinstance(op, TensorOp) else "same")
 
 

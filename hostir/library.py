@@ -18,7 +18,6 @@ from hostir.frame import Frame
 from hostir.layout import is_repeated, write
 from hostir.places import check_places
 
-_CONTRACTIONS = (nodes.MatmulOp, nodes.LinearOp)
 _Shape = tuple[int, ...]
 # Views that name their shape: the torch function of (input, local shape of the output).
 SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
@@ -39,7 +38,7 @@ def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
 
 def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> None:
     """Write the op's results into `outs`."""
-    if isinstance(op, _CONTRACTIONS):
+    if isinstance(op, nodes.Contraction):
         inputs, out = [frame.tensors[v] for v in op.inputs], as_contracted(op, outs[0])
         (contract_repeated if is_repeated(out) else evaluate_into)(op, inputs, out)
         return
@@ -48,7 +47,7 @@ def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> No
 
 
 def contract_repeated(
-    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[torch.Tensor], out: torch.Tensor
+    op: nodes.Contraction, inputs: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Compute a contraction into `out`, of which memory holds one element along some axes."""
     whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)

@@ -14,9 +14,10 @@ from typing import Any
 
 from fuser import options
 from fuser.errors import UnsupportedError, user_code
+from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
-from fuser.ir.nodes import LinearOp, MatmulOp, TensorOp
+from fuser.ir.nodes import Contraction, LibraryOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 from hostir.effects import Effect, Shows
@@ -107,17 +108,12 @@ def _matmul_cost(
     n: int,
     k: int,
     nbytes: int,
-    op: LinearOp | MatmulOp,
+    op: Contraction,
     machine: Machine,
     packed: int = 0,
 ) -> Cost:
     flops, dtype = 2 * batch * m * n * k, op.out_tensor.dtype()
-    scale = machine.matmul_dtypes.get(dtype.name)
-    if scale is None:
-        raise UnsupportedError(
-            f"cost: {op.name} {op.out_tensor} is of a dtype whose speed is not known "
-            f"(known: {', '.join(machine.matmul_dtypes)}){user_code(op.where)}"
-        )
+    scale = _speed(op, op.out_tensor, machine)
     nbytes += batch * m * n * nbytes_of(dtype)
     if not flops:
         return _moves(nbytes, machine)
@@ -129,6 +125,46 @@ def _matmul_cost(
     seconds += packed / machine.memory_bandwidth
     share = min(1.0, tiles / machine.multiprocessors)
     return Cost(seconds, share, nbytes + packed, flops, machine.host_library_s)
+
+
+def _speed(op: LibraryOp, tv: TensorView, machine: Machine) -> float:
+    """Return how fast products of a tensor's dtype are, against the fastest."""
+    scale = machine.matmul_dtypes.get(tv.dtype().name)
+    if scale is None:
+        raise UnsupportedError(
+            f"cost: {op.name} {tv} is of a dtype whose speed is not known "
+            f"(known: {', '.join(machine.matmul_dtypes)}){user_code(op.where)}"
+        )
+    return scale
+
+
+# ------------------------------------------------------------------ attention
+# Rows of scores that a multiprocessor has at a time; products of e and of v, over all scores.
+_ROWS = 128
+_PRODUCTS: dict[type[Op], tuple[int, int]] = {SdpaFwdOp: (1, 1), SdpaBwdOp: (3, 2)}
+
+
+def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
+    """Scores stay on the chip: operands are read and results written once."""
+    tensors = [tv for _, tv in op.tensors()]
+    nbytes = sum(held_nbytes(tv, sizes(tv)) for tv in tensors)
+    extents = {
+        c: n
+        for field, tv in op.tensors()
+        if field in ("query", "key", "value")
+        for c, n in zip(op.letters(field), sizes(tv), strict=True)
+    }
+    l, s, e, v = map(extents.pop, "lsev")
+    batch = math.prod(extents.values())
+    of_e, of_v = _PRODUCTS[type(op)]
+    flops = 2 * batch * l * s * (of_e * e + of_v * v)
+    if op.is_always_causal:
+        flops //= 2
+    rate = _rate(flops, machine.matmul) * _speed(op, tensors[0], machine)
+    seconds = max(flops / rate, nbytes / machine.memory_bandwidth) if flops else 0.0
+    share = min(1.0, max(batch * math.ceil(l / _ROWS), 1) / machine.multiprocessors)
+    seconds += machine.matmul_launch_s
+    return Cost(seconds, share, nbytes, flops, machine.host_library_s)
 
 
 def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, int]:
@@ -248,6 +284,8 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     LocalSlice: _slice,
     MatmulOp: _matmul,
     PostOnStream: _unit,
+    SdpaBwdOp: _attention,
+    SdpaFwdOp: _attention,
 }
 
 

@@ -55,7 +55,6 @@ from multidevice.sharding import local_extents
 if TYPE_CHECKING:
     from hostir.replay import Recorder
 
-_PRODUCTS = nodes.MatmulOp, nodes.LinearOp
 # What of a plan belongs to a size.
 _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "settled"})
 
@@ -337,7 +336,7 @@ def _kernel(step: Step, op: Op | None, known: _Known) -> _Make | None:
 
 
 def _product(step: Step, op: Op | None, known: _Known) -> _Make | None:
-    if not isinstance(step, Multiply | Action) or not isinstance(op, _PRODUCTS):
+    if not isinstance(step, Multiply | Action) or not isinstance(op, nodes.Contraction):
         return None
     recorder = known.recorder
     places = tuple(recorder.slot(v) for v in op.inputs), recorder.slot(op.out)
@@ -391,7 +390,11 @@ def _communication(step: Step, op: Op | None, known: _Known) -> _Make | None:
 
 def _copy(step: Step, op: Op | None, known: _Known) -> _Make | None:
     """What torch computes, and copies into buffers."""
-    if not isinstance(step, Action) or not isinstance(op, TensorOp) or isinstance(op, _PRODUCTS):
+    if (
+        not isinstance(step, Action)
+        or not isinstance(op, TensorOp)
+        or isinstance(op, nodes.Contraction)
+    ):
         return None
     recorder = known.recorder
     tensors = [(v, recorder.slot(v)) for v in op.inputs if isinstance(v, TensorView)]

@@ -22,6 +22,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.slices import coordinate
 from multidevice.placement import Cuts, axis_cuts, local_extent
+from multidevice.sharding import check_dropout
 
 # Which block of a tensor a step has, of those along a stream.
 BlockOf = Callable[[TensorView, ParallelType], Scalar]
@@ -61,7 +62,9 @@ def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, 
 
 def check_places(ops: Iterable[Op]) -> None:
     """Raise `UnsupportedError` for a random op whose shards would all begin at its first element,
-    as in a program by hand."""
+    as in a program by hand, and for dropout on several ranks."""
+    ops = list(ops)
+    check_dropout(ops)
     for op in ops:
         if isinstance(op, RandomOp) and not op.begin and axis_cuts(op.out):
             raise UnsupportedError(

@@ -37,7 +37,7 @@ def tensor_op(of: Recorder, op: Op) -> Step | Closure:
 
 
 def _into(of: Recorder, op: TensorOp) -> Step | Closure:
-    if not isinstance(op, nodes.MatmulOp | nodes.LinearOp):
+    if not isinstance(op, nodes.Contraction):
         return _copied(of, op)
     tensors = of.frame.tensors
     ins, out = tuple(of.slot(v) for v in op.inputs), of.slot(op.out)
@@ -45,7 +45,7 @@ def _into(of: Recorder, op: TensorOp) -> Step | Closure:
 
 
 def contraction(
-    op: nodes.MatmulOp | nodes.LinearOp,
+    op: nodes.Contraction,
     slots: tuple[tuple[int, ...], int],
     operands: Sequence[torch.Tensor],
     sample: torch.Tensor,

@@ -8,6 +8,7 @@ from itertools import pairwise
 from fuser.errors import VerifyError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
+from fuser.ir.attention import AttentionOp
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
@@ -16,7 +17,6 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.table import POINTWISE
-from fuser.passes.segment import LIBRARY_OPS
 from hostir.ops import HirAliasSelect, LocalSlice
 from multidevice.placement import placement
 
@@ -24,7 +24,7 @@ _POINTWISE = nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp
 # Ops whose axis map says which axes of operands and results have one size; the others name sizes.
 _MAPPED = (
     *_POINTWISE,
-    *LIBRARY_OPS,
+    nodes.Contraction,
     nodes.CastOp,
     nodes.LoadStoreOp,
     nodes.BroadcastOp,
@@ -47,10 +47,24 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
     """
     if isinstance(op, HirAliasSelect | LocalSlice):
         _check_slice(op, values)
+    elif isinstance(op, AttentionOp):
+        _check_letters(op, values)
     elif isinstance(op, _MAPPED):
         _check_dtypes(op)
         for axes in _alike(op):
             _check_sizes(op, axes, values)
+
+
+def _check_letters(op: AttentionOp, values: Mapping[Symbol, Number]) -> None:
+    """Require one size of all axes of a letter; dtypes are the op's own matter."""
+    by_letter: dict[str, list[_Axis]] = {}
+    for field, tv in op.tensors():
+        for k, (letter, axis) in enumerate(zip(op.letters(field), _axes(tv), strict=True)):
+            by_letter.setdefault(letter, []).append(axis)
+            if op.is_whole(letter) and _spread(tv, k):
+                raise VerifyError(f"{op.name}: {axis[2]} of {tv} is cut, and is needed whole")
+    for axes in by_letter.values():
+        _check_sizes(op, axes, values)
 
 
 def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number]) -> None:
@@ -88,7 +102,7 @@ def _alike(op: nodes.TensorOp) -> Iterator[list[_Axis]]:
         unused = set(range(tv.ndim)) - set(mapped)
         if isinstance(op, nodes.SqueezeOp):
             unused = {k for k in unused if not op.flags[k]}
-        elif isinstance(op, LIBRARY_OPS) and len(unused) == 1:
+        elif isinstance(op, nodes.Contraction) and len(unused) == 1:
             # What is summed over, which a result need not name.
             left += [axis for axis in _axes(tv) if axis[1] in unused]
             unused = set[int]()

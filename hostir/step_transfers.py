@@ -50,8 +50,6 @@ from multidevice.communication import (
 )
 from multidevice.streams import is_allocated_per_step, scatters_steps
 
-_PRODUCTS = nodes.LinearOp, nodes.MatmulOp
-
 
 class StepTransfers(StepParts):
     """Lowers the communications of one loop."""
@@ -189,7 +187,9 @@ class StepTransfers(StepParts):
         return (
             self._is_in_turn
             and is_allocated_per_step(tv)
-            and all(isinstance(op, _PRODUCTS) and not self._rows_or_columns(op) for op in uses)
+            and all(
+                isinstance(op, nodes.Contraction) and not self._rows_or_columns(op) for op in uses
+            )
         )
 
     def _product(self, op: TensorOp, step: TensorOp) -> None:
@@ -210,7 +210,7 @@ class StepTransfers(StepParts):
         one of each: what it computes for itself can lie there."""
         out = op.out_tensor
         uses = self._lowering.segmented.fusion.uses(out)
-        is_product = isinstance(op, _PRODUCTS) and is_allocated_per_step(out)
+        is_product = isinstance(op, nodes.Contraction) and is_allocated_per_step(out)
         if self._lowering.params.standalone or not is_product or len(uses) != 1:
             return False
         (use,) = uses

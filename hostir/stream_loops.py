@@ -31,7 +31,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
-from fuser.passes.segment import LIBRARY_OPS, VIEW_OPS, Segment
+from fuser.passes.segment import VIEW_OPS, Segment
 from hostir.lower_params import LowerParams
 from hostir.ops import (
     ForLoop,
@@ -50,14 +50,16 @@ from multidevice.stream_steps import is_in_step
 from multidevice.streams import StreamLoops, is_allocated_per_step
 
 # What torch carries out where `LowerParams.standalone` asks for it.
-STANDALONE_OPS = (*LIBRARY_OPS, nodes.BinaryOp, nodes.ReductionOp, nodes.SliceOp)
+STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, nodes.SliceOp)
 
 
 def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:
     """Return which ops are no part of kernels: those of the library, and plain copies in steps."""
     if params.standalone:
         return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
-    return lambda op: isinstance(op, LIBRARY_OPS) or (is_copy(op) and loops.loop_of(op) is not None)
+    return lambda op: (
+        isinstance(op, nodes.LibraryOp) or (is_copy(op) and loops.loop_of(op) is not None)
+    )
 
 
 class StreamLoopBuilder(StepTransfers):

@@ -165,11 +165,12 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
     for out in op.outputs[1:]:
-        if _device_cuts(out) == _device_cuts(first) and out.mesh == first.mesh:
+        wanted = _cuts_beside(op, first, out)
+        if _device_cuts(out) == wanted and out.mesh == first.mesh:
             continue
         local = _result_like(out, first.mesh)
         unparallelize(local, lambda a: True)
-        for axis, cuts in zip(local.domain.logical, _device_cuts(first), strict=True):
+        for axis, cuts in zip(local.domain.logical, wanted, strict=True):
             add_cuts(local, axis.number, cuts)
         out.domain = out.domain.without_root()
         computed = computed.map_values(lambda v, o=out, n=local: n if v is o else v)
@@ -177,6 +178,13 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
     if copies:
         fusion.replace_expr(op, [computed, *copies])
     return computed
+
+
+def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
+    """Return the device cuts that `first` gives another result of the op, per logical axis."""
+    cuts = _device_cuts(first)
+    beside = {b: cuts[a] for a, b in op.parallel_axes(first, out)}
+    return [beside.get(k, ()) for k in range(len(out.domain.logical))]
 
 
 def _device_cuts(tv: TensorView) -> list[Cuts]:
@@ -191,14 +199,13 @@ def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
     Such are the axes that a cat joins, an iota counts, a slice or pad resizes, and the inner axes
     of a reshape.
     """
-    out = op.out_tensor
-    whole = uncuttable_axes(op, DEVICE_TYPES)
-    cut = [n for n, cuts in axis_cuts(out, DEVICE_TYPES).items() if cuts and n in whole]
-    if not cut:
-        return op
-    return _compute_whole(
-        fusion, op, {c.ptype for n in cut for c in axis_cuts(out, DEVICE_TYPES)[n]}
-    )
+    for position, out in enumerate(op.outputs):
+        whole = uncuttable_axes(op, DEVICE_TYPES, out)
+        have = axis_cuts(out, DEVICE_TYPES)
+        types = {c.ptype for n, cuts in have.items() if n in whole for c in cuts}
+        if types:
+            op = _compute_whole(fusion, op, types, position)
+    return op
 
 
 def _changing_types(op: TensorOp) -> set[ParallelType]:
@@ -210,9 +217,11 @@ def _changing_types(op: TensorOp) -> set[ParallelType]:
     }
 
 
-def _compute_whole(fusion: Fusion, op: TensorOp, types: Collection[ParallelType]) -> TensorOp:
-    """Run a one-result op without these device types, and cut its result in a copy."""
-    out = op.out_tensor
+def _compute_whole(
+    fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
+) -> TensorOp:
+    """Compute one result of an op without these device types, and cut it in a copy."""
+    out: TensorView = op.outputs[position]
     local = _result_like(out, out.mesh)
     unparallelize_inward(local, lambda a: a.ptype in types and not a.is_reduction())
     computed = op.map_values(lambda v: local if v is out else v)
@@ -260,7 +269,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
     apply_steps(local, operand, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
     # Steps of the result are steps of what it is copied from, where the copy allows it.
-    apply_steps(local, out, sibling_cuts(out, local))
+    apply_steps(local, out, sibling_cuts(op, out, local))
     if any(a.is_reduction() and a.is_device for a in local.domain.loop):
         return False
     if is_resharding(computed):

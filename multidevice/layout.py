@@ -14,7 +14,7 @@ from __future__ import annotations
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReshapeOp, Reshard, TensorOp
+from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard, TensorOp
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from multidevice.communication import (
@@ -153,8 +153,8 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
     definition = tv.definition()
     if definition is None or tv.domain.allocation or tv in fusion.outputs:
         return False
-    if isinstance(definition, MatmulOp | LinearOp | ReshapeOp):
-        return False  # torch writes matmuls in row-major order; a reshape may alias its operand
+    if isinstance(definition, LibraryOp | ReshapeOp):
+        return False  # torch chose the order of its results; a reshape may alias its operand
     if isinstance(definition, LoadStoreOp) and not is_copy(definition):
         return False  # so may a permute
     return len(tv.uses()) == 1 and not isinstance(definition, Reshard)

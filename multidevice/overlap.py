@@ -22,7 +22,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, ReshapeOp, TensorOp
+from fuser.ir.nodes import Contraction, LoadStoreOp, ReductionOp, ReshapeOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from multidevice.communication import is_copy
@@ -67,7 +67,7 @@ class Pair:
     @property
     def products(self) -> tuple[TensorOp, ...]:
         """The matmuls, in program order."""
-        return tuple(op for op in self.ops if isinstance(op, LinearOp | MatmulOp))
+        return tuple(op for op in self.ops if isinstance(op, Contraction))
 
 
 def find_pairs(fusion: Fusion) -> list[Pair]:
@@ -131,7 +131,7 @@ class _Readers:
         index = next(k for k, operand in tensor_operands(op) if operand is source)
         mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
         root = next((root for root, p in mapped if p is not None and p == position), None)
-        if isinstance(op, LinearOp | MatmulOp):
+        if isinstance(op, Contraction):
             self._found[op] = source, root
         elif isinstance(op, LoadStoreOp | ReshapeOp) and not is_copy(op):
             here = None
@@ -161,7 +161,7 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
         return None
     partial, out = op.inp, op.out
     product = fusion.definition(partial)
-    is_product = isinstance(product, LinearOp | MatmulOp) and not is_resharding(product)
+    is_product = isinstance(product, Contraction) and not is_resharding(product)
     if product is None or not is_product or partial.mesh != out.mesh:
         return None
     if fusion.uses(partial) != [op] or partial in fusion.outputs:

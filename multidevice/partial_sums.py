@@ -20,9 +20,9 @@ from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
     CastOp,
+    Contraction,
     LinearOp,
     LoadStoreOp,
-    MatmulOp,
     ReductionOp,
     TensorOp,
 )
@@ -104,7 +104,7 @@ def factor_spread_reductions(fusion: Fusion) -> None:
         cuts = reduction_cuts(op.out_tensor)
         if not cuts:
             continue
-        if not isinstance(op, ReductionOp | MatmulOp | LinearOp):
+        if not isinstance(op, ReductionOp | Contraction):
             # No pairwise combination is declared: the operand is gathered instead.
             for out in op.outputs:
                 unparallelize(out, lambda a: a.is_reduction())

@@ -19,11 +19,11 @@ from typing import Literal
 
 from fuser.errors import ShardingError, user_code
 from fuser.ir import scalar as sc
-from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.axis_graph import parallel_axes, tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import CatOp, IotaOp, LinearOp, MatmulOp, RandomOp, TensorOp
+from fuser.ir.nodes import IotaOp, LinearOp, MatmulOp, RandomOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 from multidevice.placement import (
@@ -79,7 +79,8 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(source)
     found: list[tuple[IterDomain, Cuts]] = []
-    for root, position in zip(out.domain.maybe_root, op.axis_map(operand_index), strict=True):
+    positions = op.cut_map(operand_index, out)
+    for root, position in zip(out.domain.maybe_root, positions, strict=True):
         if position is None or axes[position].number not in cuts:
             continue
         mine = cuts[axes[position].number]
@@ -111,7 +112,9 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
     axes, cuts = source.domain.no_reductions, axis_cuts(out)
     position_of = {
         root.number: position
-        for root, position in zip(out.domain.maybe_root, op.axis_map(operand_index), strict=True)
+        for root, position in zip(
+            out.domain.maybe_root, op.cut_map(operand_index, out), strict=True
+        )
     }
     found: dict[int, Cuts] = {}
     for logical in sorted(out.domain.logical, key=lambda a: not _comes_from_reduction(out, a)):
@@ -148,15 +151,17 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
     return _is_one_cut(root, logical, mine) or _divide(tv, root, logical, mine)
 
 
-def uncuttable_axes(op: TensorOp, ptypes: Collection[ParallelType]) -> set[int]:
-    """Return the logical axes of the result whose cuts no operand can match, by number."""
-    out = op.out_tensor
+def uncuttable_axes(
+    op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
+) -> set[int]:
+    """Return the logical axes of a result (None: the first) whose cuts no operand can match, by
+    number."""
+    out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
         return set()  # its numbers follow from their places in the whole (`hostir.places`)
-    if isinstance(op, CatOp | IotaOp):
-        return {out.domain.logical[op.dim if isinstance(op, CatOp) else 0].number}
-    cuts = axis_cuts(out, ptypes)
-    return {a.number for a in out.domain.logical if not has_cut_origin(out, a, cuts)}
+    logical, cuts = out.domain.logical, axis_cuts(out, ptypes)
+    whole = {logical[k].number for k in op.whole_axes(out)}
+    return whole | {a.number for a in logical if not has_cut_origin(out, a, cuts)}
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
@@ -417,7 +422,9 @@ class _Propagation:
             for sibling in op.outputs:
                 if sibling is not out and sibling not in self.frozen:
                     self._take_mesh(sibling, out, "backward")
-                    self._apply(sibling, out, "backward", sibling_cuts(out, sibling), SPREAD_TYPES)
+                    self._apply(
+                        sibling, out, "backward", sibling_cuts(op, out, sibling), SPREAD_TYPES
+                    )
             for index, target in tensor_operands(op):
                 is_input = target in inputs
                 if target.is_cpu_scalar or (target in self.frozen and not is_input):
@@ -450,10 +457,12 @@ class _Propagation:
         self.facts[target] = (*self.facts.get(target, ()), fact)
 
 
-def sibling_cuts(out: TensorView, sibling: TensorView) -> Transfers:
-    """Return the cuts of one result of an op as cuts of another: their axes run in parallel."""
+def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
+    """Return the cuts of one result of an op as cuts of another."""
     cuts = axis_cuts(out)
-    pairs = zip(out.domain.logical, sibling.domain.logical, strict=True)
+    for position in op.whole_axes(out):
+        cuts.pop(out.domain.logical[position].number, None)
+    pairs = parallel_axes(op, out, sibling)
     return tuple((b, cuts[a.number]) for a, b in pairs if a.number in cuts)
 
 

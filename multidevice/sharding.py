@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
+from fuser.ir.attention import AttentionOp
 from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
@@ -226,6 +228,21 @@ def check_annotations(fusion: Fusion) -> None:
         axis_cuts(tv)
 
 
+def check_dropout(ops: Iterable[Op]) -> None:
+    """Raise `UnsupportedError` for attention that drops numbers on several ranks: torch draws for
+    each shard as if it were the whole, and each rank from a generator of its own."""
+    for op in ops:
+        if not isinstance(op, AttentionOp) or not op.drops:
+            continue
+        shared = [tv for _, tv in op.tensors() if tv.mesh is not None and tv.mesh.size > 1]
+        if shared:
+            raise UnsupportedError(
+                f"{op.name} with dropout_p = {op.dropout_text} of {shared[0]}: what is dropped "
+                "would depend on how ranks share the tensors; on a mesh it is the constant 0"
+                f"{user_code(op.where)}"
+            )
+
+
 def check_types(fusion: Fusion) -> None:
     """Raise `ShardingError` when two axes of a tensor have one device or stream type."""
     for tv in fusion.tensors():
@@ -308,8 +325,9 @@ def have_different_shardings(
 
     Both loop axes of a type are written as indices over the logical axes that the two tensors
     share; the shardings agree when these simplify to the same expression. An axis that depends on
-    no shared axis does not count. What cannot be proved equal is different. Extents are taken to
-    be divisible by the meshes that cut them, which is checked when sizes are bound.
+    no shared axis does not count, unless the op needs all of it. What cannot be proved equal is
+    different. Extents are taken to be divisible by the meshes that cut them, which is checked when
+    sizes are bound.
     """
     producer = op.inputs[operand_index]
     consumer = out if out is not None else op.out_tensor
@@ -324,6 +342,9 @@ def have_different_shardings(
     wanted = [p for p in ptypes if sharded_axis(producer, p) or sharded_axis(consumer, p)]
     if not wanted:
         return False
+    cuts = placement(producer, wanted)
+    if any(cuts[position] for position in op.whole_operand_axes(operand_index)):
+        return True
     return Comparison(op, operand_index, consumer).differs(wanted)
 
 

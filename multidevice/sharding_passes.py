@@ -34,6 +34,7 @@ from multidevice.provenance import complete_origins, record_propagation, record_
 from multidevice.sharding import (
     Sharding,
     check_annotations,
+    check_dropout,
     check_swizzles,
     has_mesh,
     has_streams,
@@ -176,6 +177,7 @@ def shard_fusion(
     keep_computable_streams(fusion, asked=streamed)
     complete_meshes(fusion)
     check_swizzles(fusion)
+    check_dropout(fusion.exprs)
     record_propagation(fusion, facts)
     place_updates(fusion)
     verify_fusion(fusion, after="propagate_shardings")

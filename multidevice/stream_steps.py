@@ -12,7 +12,7 @@ from dataclasses import replace
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
+from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
 from multidevice.communication import exchanged_axes, is_copy
@@ -54,6 +54,8 @@ def is_computable_in_steps(op: TensorOp) -> bool:
 
     True without stream axes.
     """
+    if isinstance(op, LibraryOp) and not op.RUNS_IN_STEPS:
+        return not any(map(_stream_positions, op.outputs))
     first = _stream_positions(op.out_tensor)
     if any(_stream_positions(out) != first for out in op.outputs[1:]):
         return False

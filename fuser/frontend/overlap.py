@@ -8,7 +8,7 @@ import torch
 
 from fuser.frontend.program_cache import PROGRAMS
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, MatmulOp
+from fuser.ir.nodes import Contraction
 from fuser.options import Settings
 from hostir.auto_overlap import FORCED, MARGIN, NoOverlap, Overlaps
 from hostir.lower_params import LowerParams
@@ -89,6 +89,6 @@ def _why_not(
         return "there is one rank"
     if has_streams(fusion):
         return "the definition has stream axes of its own"
-    if not any(isinstance(op, LinearOp | MatmulOp) for op in fusion.exprs):
+    if not any(isinstance(op, Contraction) for op in fusion.exprs):
         return "there is no matmul"
     return ""

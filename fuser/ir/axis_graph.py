@@ -38,10 +38,16 @@ def mapped_axes(
     return tuple(
         (sources[source], target)
         for target, source in zip(
-            consumer.domain.maybe_root, op.axis_map(operand_index), strict=True
+            consumer.domain.maybe_root, op.axis_map_to(operand_index, consumer), strict=True
         )
         if source is not None
     )
+
+
+def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterator[AxisPair]:
+    """Yield the logical axes of two results of an op that are the same axis."""
+    mine, theirs = out.domain.logical, sibling.domain.logical
+    return ((mine[a], theirs[b]) for a, b in op.parallel_axes(out, sibling))
 
 
 def is_exact_pair(pair: AxisPair) -> bool:
@@ -75,9 +81,8 @@ class AxisGraph:
                 for index, _ in tensor_operands(op):
                     for pair in mapped_axes(op, index, out):
                         self._relate(pair)
-            # Sibling outputs share their axes position by position.
             for out in op.outputs[1:]:
-                for a, b in zip(op.out_tensor.domain.logical, out.domain.logical, strict=True):
+                for a, b in parallel_axes(op, op.out_tensor, out):
                     self._union(a.number, b.number)
         for a, b in (*fusion.joined, *joined):
             self._union(a, b)

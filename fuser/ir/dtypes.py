@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal
 
@@ -65,6 +65,11 @@ INFO: dict[DataType, DtypeInfo] = {
     D.Index: DtypeInfo("nvfuser_index_t", 8, "int", torch.int64),
     D.Bool: DtypeInfo("bool", 1, "bool", torch.bool),
 }
+# What memory holds and library ops pass on; nothing computes or communicates it.
+STORED: dict[DataType, DtypeInfo] = {
+    D.UInt64: DtypeInfo("uint64_t", 8, "int", torch.uint64),
+}
+_HELD = {**INFO, **STORED}
 # Known names that no layer implements yet: text only, so that errors can print them.
 _UNSUPPORTED_TEXT = {
     D.Float8_e4m3fn: "__e4m3",
@@ -72,15 +77,14 @@ _UNSUPPORTED_TEXT = {
     D.Float8_e8m0fnu: "__e8m0",
     D.Float4_e2m1fn: "__e2m1",
     D.Float4_e2m1fn_x2: "__e2m1_x2",
-    D.UInt64: "uint64_t",
     D.ComplexDouble: "std::complex<double>",
     D.ComplexFloat: "std::complex<float>",
     D.Null: "null_type",
 }
-FROM_TEXT = {info.text: dtype for dtype, info in INFO.items()}
+FROM_TEXT = {info.text: dtype for dtype, info in _HELD.items()}
 FROM_TORCH = {
     info.torch: dtype
-    for dtype, info in INFO.items()
+    for dtype, info in _HELD.items()
     if info.torch is not None and dtype is not D.Index
 }
 # What every floating dtype can hold.
@@ -91,33 +95,42 @@ HALF_LIKE = frozenset({D.Half, D.BFloat16})
 def check_supported(dtype: DtypeLike, what: str) -> DataType:
     """Return `dtype`, or the counterpart of a torch dtype.
 
-    Raises `UnsupportedError` naming `what` when no layer implements it.
+    Raises `UnsupportedError` naming `what` when ops cannot compute in it.
     """
+    return _checked(dtype, what, INFO)
+
+
+def check_stored(dtype: DtypeLike, what: str) -> DataType:
+    """Return `dtype` as `check_supported` does, also one that can only be stored."""
+    return _checked(dtype, what, _HELD)
+
+
+def _checked(dtype: DtypeLike, what: str, known: Mapping[DataType, DtypeInfo]) -> DataType:
     if isinstance(dtype, torch.dtype):
-        return from_torch(dtype)
-    if dtype not in INFO:
+        dtype = from_torch(dtype)
+    if dtype not in known:
         raise UnsupportedError(f"{what}: dtype {dtype_text(dtype)} is not supported yet")
     return dtype
 
 
 def dtype_text(dtype: DataType) -> str:
     """Return the C++ style name used in IR text (`float`, `__bfloat`, `int64_t`)."""
-    return INFO[dtype].text if dtype in INFO else _UNSUPPORTED_TEXT[dtype]
+    return _HELD[dtype].text if dtype in _HELD else _UNSUPPORTED_TEXT[dtype]
 
 
 def nbytes_of(dtype: DataType) -> int:
     """Return the size of one element in bytes."""
-    return INFO[dtype].nbytes
+    return _HELD[dtype].nbytes
 
 
 def c_type(dtype: DataType) -> str:
     """Return the C type of a value in registers or memory: Index values are int64_t."""
-    return "int64_t" if dtype is DataType.Index else INFO[dtype].text
+    return "int64_t" if dtype is DataType.Index else _HELD[dtype].text
 
 
 def to_torch(dtype: DataType) -> torch.dtype:
     """Return the torch dtype of tensors with this IR dtype."""
-    found = INFO[check_supported(dtype, "conversion to torch")].torch
+    found = _HELD[check_stored(dtype, "conversion to torch")].torch
     assert found is not None, f"{dtype} has no torch dtype"
     return found
 
@@ -174,7 +187,7 @@ def category(dtype: DataType) -> Category:
     """Return bool, int, float or complex."""
     if dtype in (D.ComplexDouble, D.ComplexFloat):
         return "complex"
-    return INFO[check_supported(dtype, "category")].category
+    return _HELD[check_stored(dtype, "category")].category
 
 
 def is_floating(dtype: DataType) -> bool:

@@ -14,6 +14,15 @@ from fuser.errors import VerifyError
 from fuser.ir.core import Op, attr, operand, operands, result
 from fuser.ir.dtypes import INFO, DataType, category
 from fuser.ir.scalar import Scalar
+from fuser.ir.spelling import (
+    BINARY_KINDS,
+    SUFFIXED,
+    TERNARY_KINDS,
+    UNARY_KINDS,
+    binary_template,
+    cast_spelling,
+    unary_template,
+)
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
 
 if TYPE_CHECKING:
@@ -47,58 +56,37 @@ class TensorOp(Op):
         del operand_index
         return tuple(range(len(self.out_tensor.domain.maybe_root)))
 
+    def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Return `axis_map` for the root axes of one of several results."""
+        del out
+        return self.axis_map(operand_index)
+
+    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        """Return `axis_map_to` without the axes along which blocks of the result are not made from
+        blocks of the operand."""
+        return self.axis_map_to(operand_index, out)
+
+    def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        """Yield the positions of the logical axes of two results that are the same axis.
+
+        The default is position by position: results have equal rank.
+        """
+        assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
+        return ((k, k) for k in range(len(out.domain.logical)))
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        """Return the logical axes of a result whose cuts no operand can match, by position."""
+        del out
+        return ()
+
+    def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        """Return the axes of an operand of which every block of a result needs all, by position,
+        reductions left out."""
+        del operand_index
+        return ()
+
 
 # ------------------------------------------------------------------ elementwise
-INLINE_UNARY = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
-UNARY_KINDS = tuple(
-    """
-    abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfcinv erfinv exp exp2 expm1 floor
-    frac isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 neg logical_not
-    bitwise_not reciprocal relu round rsqrt sigmoid signbit silu sin sinh sqrt tan tanh trunc
-    """.split()
-)
-_SPELLED = {"round": "nearbyint"}
-# Kinds whose printed function has the suffix f when the result is Float.
-_SUFFIXED = frozenset(
-    """
-    acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfcinv erfinv exp exp2 expm1 floor
-    lgamma log log10 log1p log2 round rsqrt sin sinh sqrt tan tanh trunc
-    """.split()
-)
-INLINE_BINARY = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "mod": "%",
-    "bitwise_left_shift": "<<",
-    "bitwise_right_shift": ">>",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "logical_and": "&&",
-    "logical_or": "||",
-    "bitwise_and": "&",
-    "bitwise_or": "|",
-    "bitwise_xor": "^",
-}
-FUNCTION_BINARY = {
-    "maximum": ("max", "fmax"),
-    "minimum": ("min", "fmin"),
-    "pow": ("pow", "pow"),
-    "atan2": ("atan2", "atan2f"),
-    "fmod": ("fmod", "fmodf"),
-    "remainder": ("remainder", "remainder"),
-    "nextafter": ("nextafter", "nextafter"),
-    "gcd": ("gcd", "gcd"),
-}
-BINARY_KINDS = (*INLINE_BINARY, *FUNCTION_BINARY)
-TERNARY_KINDS = ("where", "clamp", "lerp", "threshold")
-
-
 class UnaryOp(TensorOp):
     """out = kind(inp), element by element."""
 
@@ -107,41 +95,15 @@ class UnaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        suffix = self.out.dtype() is DataType.Float and self.kind in _SUFFIXED
-        return _unary_template(self.kind, "f" if suffix else "")
+        suffix = self.out.dtype() is DataType.Float and self.kind in SUFFIXED
+        return unary_template(self.kind, "f" if suffix else "")
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
         for kind in UNARY_KINDS:
-            yield {"kind": kind}, _unary_template(kind, "")
-            if kind in _SUFFIXED:
-                yield {"kind": kind}, _unary_template(kind, "f")
-
-
-def _unary_template(kind: str, suffix: str) -> str:
-    if kind in INLINE_UNARY:
-        return "{out}\n   = " + INLINE_UNARY[kind] + "{inp};"
-    return "{out}\n   = " + _SPELLED.get(kind, kind) + suffix + "({inp});"
-
-
-_CAST_NAMES = {"float": "float", "double": "double", "__half": "half", "__bfloat": "bfloat"}
-_CAST_TO = {
-    "float": "__to_float",
-    "double": "__to_double",
-    "int": "__to_int32",
-    "int64_t": "__to_int64",
-    "nvfuser_index_t": "__to_index",
-    "bool": "__to_bool",
-}
-
-
-def cast_spelling(src: DataType, dst: DataType) -> str:
-    """Return nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
-    s, d = INFO[src].text, INFO[dst].text
-    half = ("__half", "__bfloat")
-    if d in half or (s in half and d in ("float", "double")):
-        return f"__{_CAST_NAMES.get(s, 'bool' if s == 'bool' else 'int')}2{_CAST_NAMES[d]}"
-    return _CAST_TO[d]
+            yield {"kind": kind}, unary_template(kind, "")
+            if kind in SUFFIXED:
+                yield {"kind": kind}, unary_template(kind, "f")
 
 
 class CastOp(TensorOp):
@@ -173,19 +135,13 @@ class BinaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        return _binary_template(self.kind, category(self.out.dtype()) == "float")
+        return binary_template(self.kind, category(self.out.dtype()) == "float")
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
         for kind in BINARY_KINDS:
             for is_float in (False, True):
-                yield {"kind": kind}, _binary_template(kind, is_float)
-
-
-def _binary_template(kind: str, is_float: bool) -> str:
-    if kind in INLINE_BINARY:
-        return "{out}\n   = {lhs}\n   " + INLINE_BINARY[kind] + " {rhs};"
-    return "{out}\n   = " + FUNCTION_BINARY[kind][is_float] + "({lhs}\n  , {rhs});"
+                yield {"kind": kind}, binary_template(kind, is_float)
 
 
 class TernaryOp(TensorOp):
@@ -229,6 +185,9 @@ class IotaOp(TensorOp):
 
     def axis_map(self, operand_index: int) -> AxisMap:
         return (None,)
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        return (0,)
 
 
 class RandomOp(TensorOp):
@@ -466,6 +425,9 @@ class CatOp(TensorOp):
     def name(self) -> str:
         return "cat"
 
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        return (self.dim,)
+
 
 # ------------------------------------------------------------------ reductions
 class ReductionOp(TensorOp):
@@ -516,8 +478,23 @@ class WelfordOp(TensorOp):
         return "welford"
 
 
-# ------------------------------------------------------------------ contractions
-class MatmulOp(TensorOp):
+# ------------------------------------------------------------------ library ops
+class LibraryOp(TensorOp):
+    """Base of the ops that torch carries out: each is a segment of its own."""
+
+    # Whether blocks along an axis of the results may come from steps of a loop.
+    RUNS_IN_STEPS: ClassVar[bool] = True
+
+
+class Contraction(LibraryOp):
+    """Base of the ops that sum products over one axis: out's last one, a reduction, unless its size
+    is 1."""
+
+    if TYPE_CHECKING:
+        out: TensorView
+
+
+class MatmulOp(Contraction):
     """out[..., m, n] = sum_k a[..., m, k] b[..., k, n]; 1-D operands as in torch.matmul.
 
     out.logical is [batch..., M, N, rK]; rK is absent when K has size 1 in both operands.
@@ -548,7 +525,7 @@ class MatmulOp(TensorOp):
         return (*batch, *m, *n, *k)
 
 
-class LinearOp(TensorOp):
+class LinearOp(Contraction):
     """out = x @ weight.T (+ bias).
 
     x [*i, K], weight [N, K], bias [N] -> out.logical [*i, N, rK]. In a host program weight and bias

@@ -22,7 +22,7 @@ from fuser.ir.domain import (
 )
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, LoadStoreOp, MatmulOp, ReductionOp, TensorOp
+from fuser.ir.nodes import Contraction, LinearOp, LoadStoreOp, ReductionOp, TensorOp
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
@@ -144,7 +144,7 @@ def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
         UnsupportedError: the definition has several outputs, or is a linear with a bias.
     """
     definition = tv.definition()
-    if not isinstance(definition, (ReductionOp, MatmulOp, LinearOp)):
+    if not isinstance(definition, ReductionOp | Contraction):
         if definition is not None and len(definition.outputs) > 1:
             raise UnsupportedError(f"rfactor of {definition.name} ({tv}) is not supported yet")
         raise DefinitionError(f"Error rfactoring {tv} because its definition is not a reduction.")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from fuser.ir import nodes
+from fuser.ir import attention
 from fuser.ir.core import Op
 from fuser.record import record
 
@@ -96,6 +96,9 @@ def template_of(op: Op) -> str:
 
 
 def tensor_op_classes() -> tuple[type[Op], ...]:
-    """Return the declared tensor ops, in declaration order."""
-    base = nodes.TensorOp
-    return tuple(c for c in Op.REGISTRY.values() if issubclass(c, base) and c is not base)
+    """Return the declared tensor ops, in declaration order; bases of others are none."""
+    return tuple(
+        c
+        for c in Op.REGISTRY.values()
+        if issubclass(c, attention.TensorOp) and not c.__subclasses__()
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import INFO
+from fuser.ir.dtypes import FROM_TEXT
 from fuser.ir.types import PTYPE_FROM_TEXT
 
 INT = re.compile(r"-?[0-9]+")
@@ -17,7 +17,7 @@ CALL = re.compile(
     + r"|cast_\w+)\("
 )
 LITERAL = re.compile(r"(double|float|__half|__bfloat)\(([^()\s]*)\)")
-DTYPES = "|".join(sorted((info.text for info in INFO.values()), key=len, reverse=True))
+DTYPES = "|".join(sorted(FROM_TEXT, key=len, reverse=True))
 TENSOR = re.compile(rf"T([0-9]+)_(sym|[gslt])_({DTYPES})\[")
 BARE_TENSOR = re.compile(r"T([0-9]+)(?!\w)")
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)

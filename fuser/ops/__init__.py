@@ -12,6 +12,7 @@ from typing import Any
 
 from fuser.arguments import checked
 from fuser.errors import UnknownOpError
+from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
 from fuser.ops.building import ARGUMENTS
 from fuser.ops.contractions import linear, matmul
 from fuser.ops.elementwise import (
@@ -102,6 +103,8 @@ __all__ = [
     "randn_like",
     "real",
     "reshape",
+    "sdpfa_bwd",
+    "sdpfa_fwd",
     "segment_set",
     "set",
     "shape",

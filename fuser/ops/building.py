@@ -15,6 +15,7 @@ from fuser.errors import (
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import (
+    STORED,
     Config,
     DataType,
     Rank,
@@ -28,7 +29,7 @@ from fuser.ir.dtypes import (
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import BroadcastOp, CastOp, TensorOp
+from fuser.ir.nodes import BroadcastOp, CastOp, LibraryOp, TensorOp
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -151,6 +152,8 @@ def add_op(op: OpT) -> OpT:
     for tv in op.inputs:
         if isinstance(tv, TensorView) and tv.fusion is not fusion:
             raise fail(op.name, f"{tv} belongs to another definition than the one being written")
+        if isinstance(tv, TensorView) and tv.dtype() in STORED and not isinstance(op, LibraryOp):
+            raise unsupported(op.name, f"{tv} is of a dtype that is stored and not computed with")
     fusion.add(op)
     return op
 

@@ -9,7 +9,7 @@ from fuser.arguments import checked
 from fuser.errors import ArgumentError, DefinitionError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.dtypes import DataType, DtypeLike, check_supported, dtype_of_python
+from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported, dtype_of_python
 from fuser.ir.guard import active_fusion
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
@@ -62,7 +62,7 @@ def _from_shape(
     stride_order: Sequence[int] = (),
 ) -> TensorView:
     _check_shape(shape)
-    dtype = check_supported(dtype, _NAME)
+    dtype = check_stored(dtype, _NAME)
     rank = len(shape)
     if is_cpu and rank:
         raise DefinitionError(f"{_NAME}: CPU non-scalar tensor is not supported! shape {shape}")

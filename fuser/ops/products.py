@@ -33,9 +33,7 @@ class Product:
         self.function(*operands, out=out if self.result is None else self.result(out))
 
 
-def bind_contraction(
-    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor], out: Tensor
-) -> Contract:
+def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> Contract:
     """Return how the op is computed for operands of these shapes and strides, into an output that
     is never resized.
 
@@ -47,7 +45,7 @@ def bind_contraction(
     return way if met is inputs else lambda ins, out: way(met_operands(op, ins), out)
 
 
-def met_operands(op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the operands with as much of their contracted axis as both have.
 
     The one element of an operand that is known to have one meets none in an empty block.

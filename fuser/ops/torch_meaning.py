@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
+from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType, is_floating, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
+from fuser.ops.attention_calls import Attention, backward, forward
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.random import key_of
@@ -238,6 +240,34 @@ def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [cx.store(F.linear(*met_operands(op, inputs)), op.out)]
 
 
+# ------------------------------------------------------------------ attention
+def _attention(
+    op: SdpaFwdOp | SdpaBwdOp, inputs: Inputs, cx: _Context
+) -> tuple[Attention, dict[str, Tensor | None]]:
+    """Return the numbers of a call, and its tensors by field."""
+    given = (f for f in op.fields_of("operand") if getattr(op, f) is not None)
+    tensors = dict.fromkeys(op.AXES) | dict(zip(given, inputs, strict=True))
+    scale = None if op.scale is None else float(sc.evaluate(op.scale, cx.values))
+    dropped, causal = (sc.evaluate(x, cx.values) for x in (op.dropout_p, op.is_causal))
+    return Attention(op.name, float(dropped), bool(causal), scale), tensors
+
+
+def _sdpa(op: SdpaFwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    call, t = _attention(op, inputs, cx)
+    read: Any = t["query"], t["key"], t["value"]
+    found = forward(call, read, t["bias"], t["mask"], is_oracle=cx.dtype is not None)
+    return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
+
+
+def _sdpa_backward(op: SdpaBwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    call, t = _attention(op, inputs, cx)
+    read: Any = t["query"], t["key"], t["value"]
+    results: Any = t["attended"], t["log_sumexp"], t["philox_seed"], t["philox_offset"]
+    grad: Any = t["grad_output"]
+    found = backward(call, grad, read, results, is_oracle=cx.dtype is not None)
+    return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
+
+
 _RULES: dict[type[nodes.TensorOp], Rule] = {
     nodes.UnaryOp: _pointwise,
     nodes.BinaryOp: _pointwise,
@@ -259,6 +289,8 @@ _RULES: dict[type[nodes.TensorOp], Rule] = {
     nodes.WelfordOp: _welford,
     nodes.MatmulOp: _matmul,
     nodes.LinearOp: _linear,
+    SdpaFwdOp: _sdpa,
+    SdpaBwdOp: _sdpa_backward,
 }
 
 
@@ -292,9 +324,7 @@ def evaluate_op(
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
-def evaluate_into(
-    op: nodes.MatmulOp | nodes.LinearOp, inputs: Sequence[Tensor], out: Tensor
-) -> None:
+def evaluate_into(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Compute matmul or linear into `out`, which has the result's shape and dtype.
 
     See `bind_contraction`.

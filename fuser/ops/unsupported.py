@@ -11,8 +11,7 @@ from fuser.ops.building import unsupported
 _NAMES = """
     argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm embedding_fwd gather
     grouped_mm index_select nv_block_quantize nv_grouped_block_quantize
-    preprocess_grouped_matmul_input_sf scaled_mm scatter sdpfa_bwd sdpfa_fwd select take_along_axis
-    topk
+    preprocess_grouped_matmul_input_sf scaled_mm scatter select take_along_axis topk
 """
 
 

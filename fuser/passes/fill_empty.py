@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
+from fuser.ir.attention import AttentionOp
 from fuser.ir.binding import size_of
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, is_floating
@@ -42,6 +43,8 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.TensorOp]:
     """Return the ops to put in place of `op`."""
+    if isinstance(op, AttentionOp):
+        return [op]  # its results are empty one by one, and without keys they are not
     reduces_nothing = any(
         _is_empty(a, values) for a in op.out_tensor.domain.logical if a.is_reduction()
     )

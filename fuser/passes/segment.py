@@ -68,7 +68,6 @@ class SegmentedFusion:
         )
 
 
-LIBRARY_OPS = (nodes.MatmulOp, nodes.LinearOp)
 VIEW_OPS = (
     nodes.LoadStoreOp,
     nodes.ReshapeOp,
@@ -85,7 +84,7 @@ def segment_fusion(
     find_scheduler: Callable[[Fusion], str | None],
     local_shape: Callable[[TensorView], Sequence[Scalar]],
     may_share_kernel: Callable[[TensorOp, TensorOp], bool] = lambda a, b: True,
-    stands_alone: Callable[[TensorOp], bool] = lambda op: isinstance(op, LIBRARY_OPS),
+    stands_alone: Callable[[TensorOp], bool] = lambda op: isinstance(op, nodes.LibraryOp),
     row_parts: int = 0,
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.

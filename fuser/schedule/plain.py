@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
+from fuser.ir.nodes import LibraryOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record
@@ -51,8 +51,8 @@ def accepts(fusion: Fusion) -> str | None:
         if fusion.definition(out) is not last:
             return f"{out} and {fusion.outputs[0]} are computed by different ops"
     for op in fusion.exprs:
-        if isinstance(op, (MatmulOp, LinearOp)):
-            return f"{op.name} of {op.outputs[0]} is a contraction"
+        if isinstance(op, LibraryOp):
+            return f"{op.name} of {op.outputs[0]} is an op of the library"
         if isinstance(op, REDUCTIONS) and op is not last:
             return f"{op.out_tensor} is a reduction that other ops read"
     if fusion.aliases:

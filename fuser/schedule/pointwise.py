@@ -19,7 +19,7 @@ from math import prod
 from fuser.device import DeviceInfo
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, WelfordOp
+from fuser.ir.nodes import LibraryOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record
@@ -45,7 +45,7 @@ from fuser.schedule.tiling import (
 from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least
 
 PT = ParallelType
-NOT_POINTWISE = (ReductionOp, WelfordOp, MatmulOp, LinearOp)
+NOT_POINTWISE = (ReductionOp, WelfordOp, LibraryOp)
 THREADS = 128
 # Bytes that a thread loads before it uses the first, over all full inputs, when there is work for
 # all threads. Measured on an H200: 32 bytes reach the bandwidth of a copy, 64 lose 3 to 7%.

@@ -25,7 +25,7 @@ from fuser.device import DeviceInfo
 from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LinearOp, MatmulOp, ReductionOp, TensorOp, WelfordOp
+from fuser.ir.nodes import LibraryOp, ReductionOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record
@@ -121,8 +121,8 @@ def accepts(fusion: Fusion) -> str | None:
     if not reductions:
         return "there is no reduction"
     for op in fusion.exprs:
-        if isinstance(op, (MatmulOp, LinearOp)):
-            return f"{op.name} of {op.out_tensor} is a contraction"
+        if isinstance(op, LibraryOp):
+            return f"{op.name} of {op.out_tensor} is an op of the library"
     graph = AxisGraph(fusion, joined=joined_spaces(fusion))
     reason = common_rejection(fusion, graph)
     if reason is not None:

@@ -164,7 +164,12 @@ _SAMPLES = {
     "target": "0",
 }
 # Operands that are scalars.
-_SCALARS = {"RandomOp": {"a": "0", "b": "2", "seed": "3", "offset": "4", "begin": "{0, 1}"}}
+_ATTENTION = {"value": "T8", "dropout_p": "double(0.1)", "is_causal": "true", "scale": "double(2)"}
+_SCALARS = {
+    "RandomOp": {"a": "0", "b": "2", "seed": "3", "offset": "4", "begin": "{0, 1}"},
+    "SdpaFwdOp": _ATTENTION,
+    "SdpaBwdOp": _ATTENTION,
+}
 _VARIANTS = [
     pytest.param(cls, attributes, text, id=f"{cls.__name__}-{i}")
     for cls in tensor_op_classes()
@@ -197,11 +202,12 @@ def _parse_sample(cls: type[Op], text: str, out: DataType, inp: DataType) -> Op 
         return f"{name}\n{root} logical domain: {axes}\n contiguity: t t\n loop domain: {axes}\n"
 
     parser = Parser(Cursor(""), Fusion())
-    for number, dtype in ((1, inp), (2, inp), (3, inp), *((7 + i, out) for i in range(3))):
-        parser.cursor = Cursor(section(number, dtype, root if number >= 7 else ""))
+    tensors = [(1 + i, inp) for i in range(8)] + [(20 + i, out) for i in range(4)]
+    for number, dtype in tensors:
+        parser.cursor = Cursor(section(number, dtype, root if number >= 20 else ""))
         parser.domain_section()
-    operands = iter(("T1", "T2", "T3"))
-    names = {name: f"T{7 + i}" for i, name in enumerate(results)}
+    operands = iter([f"T{1 + i}" for i in range(8)])
+    names = {name: f"T{20 + i}" for i, name in enumerate(results)}
     names |= _SCALARS.get(cls.__name__, {})
     known = {*names, *_SAMPLES}
     names |= {name: next(operands) for name in cls.fields_of("operand") if name not in known}

@@ -1,0 +1,253 @@
+"""Scaled dot product attention and its gradient, as ops that torch carries out.
+
+Their axes have letters: n batch, h heads, l queries, s keys, e what query and key share, v what a
+value has; p are the words of a seed. Axes in front of n are further batches. Batches and heads are
+independent of each other, so they may be cut; every other axis is computed whole.
+
+Source: Vaswani et al. 2017, section 3.2; Dao 2023 (FlashAttention-2) for what the gradient keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fuser.errors import VerifyError
+from fuser.ir.core import operand, result
+from fuser.ir.dtypes import DataType, dtype_text
+from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp, Variant
+from fuser.ir.scalar import Const
+
+if TYPE_CHECKING:
+    from fuser.ir.scalar import Scalar
+    from fuser.ir.tensor import TensorView
+
+__all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
+
+
+class AttentionOp(LibraryOp):
+    """Base: `AXES` has the letters of each tensor's axes, `DTYPES` what is not of query's dtype."""
+
+    RUNS_IN_STEPS = False
+    # Letters of the axes in front of n, the last of them next to it.
+    LEADING: ClassVar[str] = "ZYXWVUTSRQPONMLKJIHGFEDCBA"
+    AXES: ClassVar[dict[str, str]] = {}
+    DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
+        "log_sumexp": (DataType.Float,),
+        "philox_seed": (DataType.UInt64,),
+        "philox_offset": (DataType.UInt64,),
+    }
+
+    def tensors(self) -> Iterator[tuple[str, TensorView]]:
+        """Yield each tensor with its field: operands in order, then results."""
+        for field in (*self.fields_of("operand"), *self.fields_of("result")):
+            value = getattr(self, field)
+            if field in self.AXES and value is not None:
+                yield field, value
+
+    def letters(self, field: str) -> str:
+        """Return the letters of a field's axes, reductions left out."""
+        mine = self.AXES[field]
+        more = self._value("query").ndim - len(self.AXES["query"]) if "n" in mine else 0
+        return self.LEADING[len(self.LEADING) - max(more, 0) :] + mine
+
+    def result_letters(self, out: TensorView) -> str:
+        field = next(f for f in self.fields_of("result") if getattr(self, f) is out)
+        return self.letters(field)
+
+    def operand_letters(self, operand_index: int) -> str:
+        given = [f for f in self.fields_of("operand") if getattr(self, f) is not None]
+        return self.letters(given[operand_index])
+
+    @property
+    def drops(self) -> bool:
+        """Whether random numbers may decide what takes part."""
+        dropped = self._value("dropout_p")
+        return not (isinstance(dropped, Const) and dropped.value == 0)
+
+    @property
+    def is_always_causal(self) -> bool:
+        causal = self._value("is_causal")
+        return isinstance(causal, Const) and bool(causal.value)
+
+    @property
+    def dropout_text(self) -> str:
+        return str(self._value("dropout_p"))
+
+    def _value(self, field: str) -> Any:
+        """Return what the ops have under one name."""
+        return getattr(self, field)
+
+    # ------------------------------------------------------------ axes
+    def axis_map(self, operand_index: int) -> AxisMap:
+        return self.axis_map_to(operand_index, self.out_tensor)
+
+    def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
+        mine = self.operand_letters(operand_index)
+        return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
+
+    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        whole = self.whole_axes(out)
+        found = enumerate(self.axis_map_to(operand_index, out))
+        return tuple(None if k in whole else position for k, position in found)
+
+    def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
+        theirs = self.result_letters(sibling)
+        for k, c in enumerate(self.result_letters(out)):
+            if c in theirs:
+                yield k, theirs.index(c)
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
+
+    def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        letters = self.operand_letters(operand_index)
+        return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
+
+    @staticmethod
+    def is_whole(letter: str) -> bool:
+        """Whether all of an axis is needed to compute any of it."""
+        return letter.islower() and letter not in "nh"
+
+    def verify(self) -> None:
+        for field, tv in self.tensors():
+            letters = self.letters(field)
+            if tv.ndim != len(letters):
+                raise VerifyError(f"{self.name}: {field} has axes [{', '.join(letters)}], not {tv}")
+            known = self.DTYPES.get(field, (self._value("query").dtype(),))
+            if tv.dtype() not in known:
+                raise VerifyError(
+                    f"{self.name}: {field} is {' or '.join(map(dtype_text, known))}, not {tv}"
+                )
+
+
+_FLOATS = (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double)
+
+
+class SdpaFwdOp(AttentionOp):
+    """out = dropout(softmax(query @ key.T * scale + bias)) @ value, row by row.
+
+    bias is added to the scores, which count where mask (Bool) is true and, with is_causal, where
+    the key does not come after the query; both are broadcast to [n, h, l, s]. A row without any
+    gives 0. log_sumexp is that of a row's scores. `philox_seed` and `philox_offset` say what
+    was dropped. No scale: 1/sqrt(e).
+    """
+
+    out: TensorView = result()
+    log_sumexp: TensorView = result()
+    philox_seed: TensorView = result()
+    philox_offset: TensorView = result()
+    query: TensorView = operand()
+    key: TensorView = operand()
+    value: TensorView = operand()
+    bias: TensorView | None = operand()
+    mask: TensorView | None = operand()
+    dropout_p: Scalar = operand()
+    is_causal: Scalar = operand()
+    scale: Scalar | None = operand()
+    AXES: ClassVar[dict[str, str]] = {
+        "out": "nhlv",
+        "log_sumexp": "nhl",
+        "philox_seed": "p",
+        "philox_offset": "",
+        "query": "nhle",
+        "key": "nhse",
+        "value": "nhsv",
+        "bias": "nhls",
+        "mask": "nhls",
+    }
+    DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
+        **AttentionOp.DTYPES,
+        "bias": _FLOATS,
+        "mask": (DataType.Bool,),
+    }
+
+    @property
+    def name(self) -> str:
+        return "sdpfa_fwd"
+
+    def template(self) -> str:
+        return _forward(self.bias is not None, self.mask is not None, self.scale is not None)
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for bits in range(8):
+            has = dict(zip(("bias", "mask", "scale"), (bits & 4, bits & 2, bits & 1), strict=True))
+            yield (
+                {f: None for f, given in has.items() if not given},
+                _forward(*map(bool, has.values())),
+            )
+
+
+class SdpaBwdOp(AttentionOp):
+    """The gradients of query, key and value, from that of forward's out; `attended` and what
+    follows are what forward gave, which had neither bias nor mask."""
+
+    grad_query: TensorView = result()
+    grad_key: TensorView = result()
+    grad_value: TensorView = result()
+    grad_output: TensorView = operand()
+    query: TensorView = operand()
+    key: TensorView = operand()
+    value: TensorView = operand()
+    attended: TensorView = operand()
+    log_sumexp: TensorView = operand()
+    dropout_p: Scalar = operand()
+    is_causal: Scalar = operand()
+    philox_seed: TensorView = operand()
+    philox_offset: TensorView = operand()
+    scale: Scalar | None = operand()
+    AXES: ClassVar[dict[str, str]] = {
+        "grad_query": "nhle",
+        "grad_key": "nhse",
+        "grad_value": "nhsv",
+        "grad_output": "nhlv",
+        "query": "nhle",
+        "key": "nhse",
+        "value": "nhsv",
+        "attended": "nhlv",
+        "log_sumexp": "nhl",
+        "philox_seed": "p",
+        "philox_offset": "",
+    }
+
+    @property
+    def name(self) -> str:
+        return "sdpfa_bwd"
+
+    def template(self) -> str:
+        return _backward(self.scale is not None)
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        yield {}, _backward(True)
+        yield {"scale": None}, _backward(False)
+
+
+def _text(results: tuple[str, ...], call: str, operands: list[str]) -> str:
+    left = ",\n".join(f"{{{name}}}" for name in results)
+    right = ",\n          ".join(operands)
+    return f"{left}\n   = {call}({right}\n  )"
+
+
+def _forward(bias: bool, mask: bool, scale: bool) -> str:
+    named = [*["bias"] * bias, *["mask"] * mask, "dropout_p", "is_causal", *["scale"] * scale]
+    return _text(
+        ("out", "log_sumexp", "philox_seed", "philox_offset"),
+        "sdpa",
+        ["{query}", "{key}", "{value}", *(f"{name} = {{{name}}}" for name in named)],
+    )
+
+
+def _backward(scale: bool) -> str:
+    named = {"logsum_exp": "log_sumexp", "dropout_p": "dropout_p", "is_causal": "is_causal"}
+    named |= {"philox_seed": "philox_seed", "philox_offset": "philox_offset"}
+    named |= {"scale": "scale"} if scale else {}
+    return _text(
+        ("grad_query", "grad_key", "grad_value"),
+        "sdpa_bwd",
+        [
+            *(f"{{{name}}}" for name in ("grad_output", "query", "key", "value", "attended")),
+            *(f"{text} = {{{name}}}" for text, name in named.items()),
+        ],
+    )

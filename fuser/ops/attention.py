@@ -1,0 +1,197 @@
+"""Op functions for attention: shapes and dtypes. What is computed: `fuser.ir.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fuser.errors import DtypeError
+from fuser.ir import scalar as sc
+from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import DataType, category, dtype_text, is_floating
+from fuser.ir.guard import active_fusion
+from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.tensor import TensorView
+from fuser.ops.building import add_op, as_operand, axes_of, fail, join_axes, mesh_of
+
+D = DataType
+# In memory the heads of a query lie side by side, as projections take them: torch's order, too.
+_IN_MEMORY = "nlhv", "nlhe", "nshe", "nshv"
+_RANK = 4
+
+
+def sdpfa_fwd(
+    query: TensorView,
+    key: TensorView,
+    value: TensorView,
+    bias: TensorView | None = None,
+    mask: TensorView | None = None,
+    dropout_p: ScalarLike | None = None,
+    is_causal: ScalarLike | None = None,
+    scale: ScalarLike | None = None,
+) -> tuple[TensorView, TensorView, TensorView, TensorView]:
+    """Append attention: query [.., N, H, L, E], key [.., N, H, S, E], value [.., N, H, S, Ev] ->
+    (output [.., N, H, L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] and philox_offset []
+    UInt64).
+
+    bias (floating, added to the scores) and mask (Bool, true where a score counts) have the rank of
+    query and are broadcast to [.., N, H, L, S]. Defaults: dropout_p 0.0, is_causal False, scale
+    1/sqrt(E). A causal query sees the keys up to its own place, counted from the first.
+    """
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    numbers = _numbers("sdpfa_fwd", dropout_p, is_causal, scale)
+    axes = _Axes("sdpfa_fwd", SdpaFwdOp, given)
+    results = map(axes.result, ("out", "log_sumexp", "philox_seed", "philox_offset"))
+    out, log_sumexp, seed, offset = results
+    read = query, key, value, bias, mask
+    add_op(SdpaFwdOp(out, log_sumexp, seed, offset, *read, *numbers))
+    return out, log_sumexp, seed, offset
+
+
+def sdpfa_bwd(
+    grad_output: TensorView,
+    query: TensorView,
+    key: TensorView,
+    value: TensorView,
+    output: TensorView,
+    logsumexp: TensorView,
+    dropout_p: ScalarLike | None,
+    is_causal: ScalarLike | None,
+    philox_seed: TensorView,
+    philox_offset: TensorView,
+    scale: ScalarLike | None,
+) -> tuple[TensorView, TensorView, TensorView]:
+    """Append the gradients of query, key and value of an `sdpfa_fwd` without bias and mask, from
+    that of its output, what it read and what it gave."""
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "grad_output": grad_output,
+        "attended": output,
+        "log_sumexp": logsumexp,
+        "philox_seed": philox_seed,
+        "philox_offset": philox_offset,
+    }
+    dropped, causal, factor = _numbers("sdpfa_bwd", dropout_p, is_causal, scale)
+    axes = _Axes("sdpfa_bwd", SdpaBwdOp, given)
+    grads = map(axes.result, ("grad_query", "grad_key", "grad_value"))
+    grad_query, grad_key, grad_value = grads
+    read = grad_output, query, key, value, output, logsumexp
+    kept = dropped, causal, philox_seed, philox_offset, factor
+    add_op(SdpaBwdOp(grad_query, grad_key, grad_value, *read, *kept))
+    return grad_query, grad_key, grad_value
+
+
+# ------------------------------------------------------------------ numbers
+def _numbers(
+    name: str,
+    dropout_p: ScalarLike | None,
+    is_causal: ScalarLike | None,
+    scale: ScalarLike | None,
+) -> tuple[Scalar, Scalar, Scalar | None]:
+    dropped = _real(name, "dropout_p", 0.0 if dropout_p is None else dropout_p)
+    if isinstance(dropped, Const) and not 0 <= dropped.value < 1:
+        raise fail(name, f"dropout_p is from 0 to below 1, not {dropped.value}")
+    causal = as_operand(False if is_causal is None else is_causal, name)
+    if causal.dtype is not D.Bool:
+        raise DtypeError(f"{name}: is_causal is a Bool, not {dtype_text(causal.dtype)}: {causal}")
+    return dropped, causal, None if scale is None else _real(name, "scale", scale)
+
+
+def _real(name: str, what: str, value: ScalarLike) -> Scalar:
+    number = as_operand(value, name)
+    if category(number.dtype) not in ("int", "float"):
+        raise DtypeError(f"{name}: {what} is a real number, not {dtype_text(number.dtype)}")
+    return sc.cast(number, D.Double)
+
+
+# ------------------------------------------------------------------ axes
+class _Axes:
+    """The axes of an attention op by letter, joined over its operands."""
+
+    def __init__(
+        self, name: str, op: type[AttentionOp], given: Mapping[str, TensorView | None]
+    ) -> None:
+        self._name, self._op = name, op
+        self._given = {field: tv for field, tv in given.items() if tv is not None}
+        rank = self._given["query"].ndim
+        if rank < _RANK:
+            query = self._given["query"]
+            raise fail(name, f"query has axes [.., N, H, L, E], at least 4, got {query}")
+        self._leading = op.LEADING[len(op.LEADING) - (rank - _RANK) :]
+        self._check_dtypes()
+        self._mapped: dict[str, list[tuple[TensorView, IterDomain]]] = {}
+        for field, tv in self._given.items():
+            letters = self._letters(field)
+            if tv.ndim != len(letters):
+                shown = ", ".join(letters.upper() if "p" not in letters else "2")
+                raise fail(name, f"{field} has {len(letters)} axes [{shown}], got {tv}")
+            for letter, axis in zip(letters, axes_of(tv), strict=True):
+                self._mapped.setdefault(letter, []).append((tv, axis))
+        self._check_seed()
+        for letter, mapped in self._mapped.items():
+            self._check_broadcasts(letter, mapped)
+        self._joined = {c: self._join(mapped) for c, mapped in self._mapped.items()}
+
+    def _letters(self, field: str) -> str:
+        mine = self._op.AXES[field]
+        return self._leading + mine if "n" in mine else mine
+
+    def _join(self, mapped: Sequence[tuple[TensorView, IterDomain]]) -> IterDomain:
+        return join_axes(active_fusion(), mapped, self._name)
+
+    def _check_dtypes(self) -> None:
+        query = self._given["query"]
+        if not is_floating(query.dtype()):
+            raise DtypeError(f"{self._name}: a floating dtype is needed, got {query}")
+        for field, tv in self._given.items():
+            known = self._op.DTYPES.get(field, (query.dtype(),))
+            if tv.dtype() not in known:
+                expected = " or ".join(map(dtype_text, known))
+                raise DtypeError(f"{self._name}: {field} is of dtype {expected}, got {tv}")
+
+    def _check_seed(self) -> None:
+        for tv, axis in self._mapped.get("p", []):
+            size = sc.int_value(axis.size)
+            if size not in (None, 2):
+                raise fail(self._name, f"philox_seed has 2 elements, got {tv}")
+
+    def _check_broadcasts(
+        self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]
+    ) -> None:
+        """Refuse one element where others have several: nothing repeats it."""
+        meant = (self._given.get("bias"), self._given.get("mask"))
+        is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp
+        sizes = [
+            (tv, axis.is_broadcast and axis.expanded is None)
+            for tv, axis in mapped
+            if not (is_batch or any(tv is one for one in meant))
+        ]
+        one = next((tv for tv, is_one in sizes if is_one), None)
+        if one is not None and not all(is_one for _, is_one in sizes):
+            other = next(tv for tv, is_one in sizes if not is_one)
+            raise fail(
+                self._name,
+                f"{one} has 1 element along {letter.upper()}, and {other} may have several",
+            )
+
+    # ------------------------------------------------------------ results
+    def result(self, field: str) -> TensorView:
+        """Create the result of a field."""
+        fusion = active_fusion()
+        letters = self._letters(field)
+        axes: dict[str, IterDomain] = {}
+        for c in letters:
+            joined = self._joined.get(c)
+            if joined is None:  # the words of a seed
+                axes[c] = fusion.new_axis(sc.const(2))
+            else:
+                axes[c] = fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
+        dtype = self._op.DTYPES.get(field, (self._given["query"].dtype(),))[0]
+        # No other op makes what is only stored.
+        tv = fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))
+        order = next((o for o in _IN_MEMORY if {*o} == {*self._op.AXES[field]}), None)
+        if order is not None:
+            tv.set_allocation_domain([axes[c] for c in self._leading + order], True)
+        return tv
