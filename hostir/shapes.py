@@ -61,7 +61,7 @@ def _check_letters(op: AttentionOp, values: Mapping[Symbol, Number]) -> None:
     for field, tv in op.tensors():
         for k, (letter, axis) in enumerate(zip(op.letters(field), _axes(tv), strict=True)):
             by_letter.setdefault(letter, []).append(axis)
-            if op.is_whole(letter) and _spread(tv, k):
+            if op.is_whole(letter) and any(p.is_device for p in _spread(tv, k)):
                 raise VerifyError(f"{op.name}: {axis[2]} of {tv} is cut, and is needed whole")
     for axes in by_letter.values():
         _check_sizes(op, axes, values)

@@ -16,6 +16,7 @@ from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import STORED
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
@@ -289,6 +290,10 @@ def as_reshard(op: TensorOp) -> Reshard | None:
 def check_lowerable(op: Reshard) -> None:
     """Raise `UnsupportedError` for a communication that is not implemented."""
     found = communication_type(op)
+    if op.inp.dtype() in STORED:
+        raise UnsupportedError(
+            f"{found} of {op.inp} -> {op.out}: what is only stored is not sent{user_code(op.where)}"
+        )
     if found not in SUPPORTED and not _has_steps(op):
         raise UnsupportedError(
             f"{found} of {op.inp} on {op.inp.mesh} -> {op.out} on {op.out.mesh}: only "

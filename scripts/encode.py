@@ -1,6 +1,7 @@
 """Encode the sentences of a file with a tensor-parallel all-MiniLM-L6-v2.
 
     mpirun -np N python scripts/encode.py --text FILE [--device cpu|cuda] [--dtype float32|bfloat16]
+        [--attention]
 
 Prints, on rank 0, the five most similar pairs, what one encoder layer launches, the time per batch,
 and the largest difference to `transformers.BertModel` where that is installed. Exit code 1 when the
@@ -45,6 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="one sentence per line")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(BOUNDS), default="float32")
+    parser.add_argument(
+        "--attention", action="store_true", help="one op for attention, instead of its parts"
+    )
     parser.add_argument("--batch", type=int, default=32, help="sentences per batch")
     parser.add_argument("--weights", type=Path, help="model.safetensors of the same model")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the same model")
@@ -202,7 +206,11 @@ def main() -> int:
     if comm.rank() == 0:
         progress("weights ...")
     encoder = Encoder(
-        load_weights(args.weights), DeviceMesh(range(comm.size())), args.dtype, device
+        load_weights(args.weights),
+        DeviceMesh(range(comm.size())),
+        args.dtype,
+        device,
+        attention=args.attention,
     )
     batches = make_batches(args.tokenizer, texts, args.batch)
     parts: list[torch.Tensor] = []
@@ -273,6 +281,7 @@ def report(
                     "ranks": ranks,
                     "device": args.device,
                     "dtype": args.dtype,
+                    "attention": args.attention,
                     "kernels_per_layer": counts["kernels"],
                     "library_calls_per_layer": counts["library_calls"],
                     "collectives_per_layer": counts["collectives"],

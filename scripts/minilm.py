@@ -132,8 +132,11 @@ class Program:
         ]
 
 
-def encoder_layer(mesh: DeviceMesh, dtype: DataType) -> Program:
-    """Define one post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h]."""
+def encoder_layer(mesh: DeviceMesh, dtype: DataType, *, attention: bool = False) -> Program:
+    """Define one post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h].
+
+    `attention`: by the op of that name; else by the ops that it consists of.
+    """
     weights: dict[str, TensorView] = {}
     with FusionDefinition() as fd:
         ops = fd.ops
@@ -156,10 +159,13 @@ def encoder_layer(mesh: DeviceMesh, dtype: DataType) -> Program:
             return ops.permute(ops.reshape(value, [batch, seq, HEADS, HEAD_DIM]), dims)
 
         q = heads(linear(x, "q"), [0, 2, 1, 3])
-        k_t = heads(linear(x, "k"), [0, 2, 3, 1])
+        k = heads(linear(x, "k"), [0, 2, 1, 3] if attention else [0, 2, 3, 1])
         v = heads(linear(x, "v"), [0, 2, 1, 3])
-        scores = ops.add(ops.mul(ops.matmul(q, k_t), HEAD_DIM**-0.5), mask)
-        context = ops.matmul(ops.cast(softmax(fd, scores), dtype), v)
+        if attention:
+            context = ops.sdpfa_fwd(q, k, v, bias=mask)[0]
+        else:
+            scores = ops.add(ops.mul(ops.matmul(q, k), HEAD_DIM**-0.5), mask)
+            context = ops.matmul(ops.cast(softmax(fd, scores), dtype), v)
         merged = ops.reshape(ops.permute(context, [0, 2, 1, 3]), [batch, seq, HIDDEN])
         attended = ops.add(linear(merged, "o"), x)
         h = layer_norm(fd, attended, weights["ln1.weight"], weights["ln1.bias"])
@@ -236,12 +242,18 @@ class Encoder:
     """The three definitions with the weights of all layers bound to this rank's device."""
 
     def __init__(
-        self, checkpoint: dict[str, torch.Tensor], mesh: DeviceMesh, dtype: str, device: str
+        self,
+        checkpoint: dict[str, torch.Tensor],
+        mesh: DeviceMesh,
+        dtype: str,
+        device: str,
+        *,
+        attention: bool = False,
     ) -> None:
         ir_dtype = DTYPES[dtype]
         self.device = device
         self.embedding = embedding(mesh, ir_dtype)
-        self.layer = encoder_layer(mesh, ir_dtype)
+        self.layer = encoder_layer(mesh, ir_dtype, attention=attention)
         self.pool = pooling(mesh, ir_dtype)
         prefix = "embeddings."
         self.words, self.positions = (

@@ -54,7 +54,9 @@ def reference(x: torch.Tensor, mask: torch.Tensor, w: dict[str, torch.Tensor]) -
     return norm(linear(F.gelu(linear(h, "up")), "down") + h, "ln2")
 
 
-def run_layer(drop: str | None = None) -> tuple[torch.Tensor, torch.Tensor, dict[str, int], str]:
+def run_layer(
+    drop: str | None = None, *, attention: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, int], str]:
     """Run the layer on this rank from its definition, then from its text."""
     generator = torch.Generator().manual_seed(3)
     weights = random_weights(generator)
@@ -66,7 +68,7 @@ def run_layer(drop: str | None = None) -> tuple[torch.Tensor, torch.Tensor, dict
     if drop is not None:
         given[drop] = torch.zeros_like(given[drop])
     mesh = DeviceMesh(range(Communicator.instance().size()))
-    layer = minilm.encoder_layer(mesh, DataType.Float)
+    layer = minilm.encoder_layer(mesh, DataType.Float, attention=attention)
     inputs = [x.float(), mask.float(), *layer.bind({k: v.float() for k, v in given.items()}, "cpu")]
     (out,) = layer.fd.execute(inputs)
     program = layer.fd.fec.host_program()
@@ -78,14 +80,17 @@ def run_layer(drop: str | None = None) -> tuple[torch.Tensor, torch.Tensor, dict
     return out, expected, layer.fd.fec.statistics(), text
 
 
+@pytest.mark.parametrize(("attention", "launched"), [(False, (5, 8)), (True, (3, 7))])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_layer_equals_torch_and_runs_from_its_text(ranks: int) -> None:
+def test_layer_equals_torch_and_runs_from_its_text(
+    ranks: int, attention: bool, launched: tuple[int, int]
+) -> None:
     with simulate(ranks) as world:
-        results = world.run(run_layer)
+        results = world.run(run_layer, attention=attention)
     for out, expected, counts, text in results:
         torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
         assert counts["collectives"] == (0 if ranks == 1 else 2)
-        assert (counts["kernels"], counts["library_calls"]) == (5, 8)
+        assert (counts["kernels"], counts["library_calls"]) == launched
         assert text == results[0][3]
         assert text.count("type=Allreduce") == counts["collectives"]
 
