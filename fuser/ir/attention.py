@@ -32,6 +32,8 @@ class AttentionOp(LibraryOp):
     # Letters of the axes in front of n, the last of them next to it.
     LEADING: ClassVar[str] = "ZYXWVUTSRQPONMLKJIHGFEDCBA"
     AXES: ClassVar[dict[str, str]] = {}
+    # Operands of which one element along an axis meets all of the others.
+    REPEATED: ClassVar[tuple[str, ...]] = ()
     DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
         "log_sumexp": (DataType.Float,),
         "philox_seed": (DataType.UInt64,),
@@ -39,8 +41,9 @@ class AttentionOp(LibraryOp):
     }
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yield each tensor with its field: operands in order, then results."""
-        for field in (*self.fields_of("operand"), *self.fields_of("result")):
+        """Yield each tensor with its field: what may be repeated, other operands, then results."""
+        others = (f for f in self.fields_of("operand") if f not in self.REPEATED)
+        for field in (*self.REPEATED, *others, *self.fields_of("result")):
             value = getattr(self, field)
             if field in self.AXES and value is not None:
                 yield field, value
@@ -156,6 +159,7 @@ class SdpaFwdOp(AttentionOp):
         "bias": "nhls",
         "mask": "nhls",
     }
+    REPEATED: ClassVar[tuple[str, ...]] = ("bias", "mask")
     DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
         **AttentionOp.DTYPES,
         "bias": _FLOATS,

@@ -12,7 +12,7 @@ from fuser.ir.dtypes import DataType, category, dtype_text, is_floating
 from fuser.ir.guard import active_fusion
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
-from fuser.ops.building import add_op, as_operand, axes_of, fail, join_axes, mesh_of
+from fuser.ops.building import add_op, as_operand, axes_of, fail, join_axes, mesh_of, unexpanded
 
 D = DataType
 # In memory the heads of a query lie side by side, as projections take them: torch's order, too.
@@ -139,7 +139,8 @@ class _Axes:
         return self._leading + mine if "n" in mine else mine
 
     def _join(self, mapped: Sequence[tuple[TensorView, IterDomain]]) -> IterDomain:
-        return join_axes(active_fusion(), mapped, self._name)
+        # Of equal queries each has its own place, and its own numbers that are dropped.
+        return unexpanded(join_axes(active_fusion(), mapped, self._name))
 
     def _check_dtypes(self) -> None:
         query = self._given["query"]
@@ -161,7 +162,7 @@ class _Axes:
         self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]
     ) -> None:
         """Refuse one element where others have several: nothing repeats it."""
-        meant = (self._given.get("bias"), self._given.get("mask"))
+        meant = [self._given.get(field) for field in self._op.REPEATED]
         is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp
         sizes = [
             (tv, axis.is_broadcast and axis.expanded is None)
@@ -187,7 +188,7 @@ class _Axes:
             if joined is None:  # the words of a seed
                 axes[c] = fusion.new_axis(sc.const(2))
             else:
-                axes[c] = fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
+                axes[c] = fusion.new_axis(joined.extent, joined.kind)
         dtype = self._op.DTYPES.get(field, (self._given["query"].dtype(),))[0]
         # No other op makes what is only stored.
         tv = fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))

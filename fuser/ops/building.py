@@ -252,6 +252,13 @@ def join_axes(
     return _bare(known[0][1], IterType.iteration, extent, None)
 
 
+def unexpanded(axis: IterDomain) -> IterDomain:
+    """Return an expanded axis as one whose elements may differ; any other as it is."""
+    if axis.expanded is None:
+        return axis
+    return _bare(axis, IterType.iteration, axis.expanded, None)
+
+
 def _bare(like: IterDomain, kind: IterType, extent: Scalar, expanded: Scalar | None) -> IterDomain:
     return IterDomain(like.number, kind, extent, expanded=expanded)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from fuser.errors import InputError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
+from fuser.ir.attention import AttentionOp
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.binding import size_of
 from fuser.ir.build_domain import merged_extent
@@ -28,7 +29,7 @@ from fuser.ir.path import Rules, SizeRules, forward, replay
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.building import join_axes
+from fuser.ops.building import join_axes, unexpanded
 from fuser.ops.reshape import ReshapePlan, transformed_domain
 
 Values = Mapping[Symbol, Number]
@@ -191,6 +192,8 @@ def _root_states(
         joined = join_axes(fusion, pairs, op.name)
         if isinstance(op, nodes.ExpandOp):
             joined = _expanded(joined, op.shape[position], values)
+        elif isinstance(op, AttentionOp):
+            joined = unexpanded(joined)
         states.append(_like(axis, joined))
     return states
 

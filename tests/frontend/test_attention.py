@@ -172,6 +172,25 @@ def test_operands_lie_anywhere(layout: str) -> None:
     check(define().execute(given), (*attend(wide), *gradients(wide, grad)), D.Float)
 
 
+@pytest.mark.parametrize("axis", range(4))
+def test_equal_rows_of_operands_make_results_of_their_own(axis: int) -> None:
+    """Of queries that memory holds once, each sees other keys; found by the sharded fuzzer."""
+    shape, flags = (2, 3, 4, 8), [None if k == axis else False for k in range(4)]
+    one = tuple(slice(0, 1) if k == axis else slice(None) for k in range(4))
+    *operands, grad = given = [t[one].expand(shape) for t in draw([shape] * 4)]
+    wide = [t.double() for t in operands]
+    with FusionDefinition() as fd:
+        tensors = [fd.define_tensor([-1] * 4, contiguity=flags) for _ in range(4)]
+        results = fd.ops.sdpfa_fwd(*tensors[:3], is_causal=True)
+        grads = fd.ops.sdpfa_bwd(
+            tensors[3], *tensors[:3], *results[:2], None, True, *results[2:], None
+        )
+        for out in (*results, *grads):
+            fd.add_output(out)
+    expected = *attend(wide, is_causal=True), *gradients(wide, grad, is_causal=True)
+    check(fd.execute(given), expected, D.Float)
+
+
 def test_more_batches() -> None:
     """Axes in front of the batch are batches."""
     *operands, grad = given = draw([(2, 3, 2, 2, 4, 8)] * 4)

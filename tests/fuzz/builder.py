@@ -216,7 +216,7 @@ class Builder:
     ) -> list[str]:
         """Append a statement whose result has these axes; returns its name in a list, [] where it
         was thought better of."""
-        return self.emit_many(op, args, [axes], careful, **named)
+        return self.emit_many(op, args, [axes], careful, 0, **named)
 
     def emit_many(
         self,
@@ -224,13 +224,16 @@ class Builder:
         args: Sequence[Arg],
         shapes: Sequence[Sequence[Dim]],
         careful: bool = True,
+        hidden: int = 0,
         **named: Arg,
     ) -> list[str]:
-        """Append a statement with several results."""
+        """Append a statement with several results, of which the last `hidden` ones are for certain
+        statements alone."""
         names = [self.fresh("t") for _ in shapes]
+        more = [self.fresh("s") for _ in range(hidden)]
         if not all(self.fits(s) for s in shapes):
             return []
-        stmt = Stmt(tuple(names), op, tuple(args), tuple(named.items()))
+        stmt = Stmt((*names, *more), op, tuple(args), tuple(named.items()))
         for m, env in enumerate(self.envs):
             try:
                 run_stmt(stmt, env)
@@ -252,7 +255,7 @@ class Builder:
         for name in operands(stmt):
             if name in self.uses:
                 self.uses[name] += 1
-        return names
+        return [*names, *more]
 
     def emit_scalar(self, op: str, args: Sequence[Arg]) -> str | None:
         """Append a statement over scalars only."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tests.fuzz import reductions, shapes
+from tests.fuzz import attention, reductions, shapes
 from tests.fuzz.elementwise import addcmul, as_num, clamp, pointwise, scalar_op
 from tests.fuzz.program import Arg, Dt, Program, Ref, ScalarInput, Size, Stmt, TensorArg
 from tests.fuzz.table import DTYPES, ROWS
@@ -23,6 +23,8 @@ _STRUCTURAL: dict[str, Callable[..., Any]] = {
     "var": reductions.var,
     "matmul": reductions.matmul,
     "linear": reductions.linear,
+    "sdpfa_fwd": attention.forward,
+    "sdpfa_bwd": attention.backward,
     "broadcast": shapes.broadcast,
     "broadcast_in_dim": shapes.broadcast_in_dim,
     "expand": shapes.expand,

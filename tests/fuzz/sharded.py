@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from tests.fuzz.attend import statement
 from tests.fuzz.builder import Builder, Dim, joined_shapes
 from tests.fuzz.program import (
     Annotation,
@@ -164,7 +165,30 @@ class Sharded(Builder):
             return self.op("permute", [Ref(y), [0, 2, 1, 3]], [split[k] for k in (0, 2, 1, 3)])
 
         q, k, v = head(), head(), head()
+        y = self.attend(q, k, v) if self.chance(0.5) else self.in_parts(q, k, v)
+        y = self.op("permute", [Ref(y), [0, 2, 1, 3]], split)
+        y = self.op("reshape", [Ref(y), [*sizes[:2], heads * size]], [batch, tokens, hidden])
+        out = self.linear(y, hidden, [(1, "x")], bias=self.chance(0.3))
+        self.suggested[out] = self.suggested[x]
+
+    def attend(self, q: str, k: str, v: str) -> str:
+        """Attention as one op."""
+        shape = [Dim(d.vec, d.static) for d in self.dims[q]]
+        made = self.emit_many(
+            "sdpfa_fwd",
+            [Ref(q), Ref(k), Ref(v)],
+            [shape, shape[:3]],
+            hidden=2,
+            is_causal=self.chance(0.5),
+        )
+        if not made:
+            raise _Stop
+        return made[0]
+
+    def in_parts(self, q: str, k: str, v: str) -> str:
+        """Attention as the ops that it consists of."""
         by_head = self.dims[q]
+        tokens = by_head[2]
         flipped = [by_head[i] for i in (0, 1, 3, 2)]
         k = self.op("permute", [Ref(k), [0, 1, 3, 2]], flipped)
         scores = self.op("matmul", [Ref(q), Ref(k)], [*by_head[:3], tokens])
@@ -175,11 +199,7 @@ class Sharded(Builder):
         e = self.op("exp", [Ref(e)], self.dims[scores])
         total = self.op("sum", [Ref(e), 3, True], small)
         p = self.as_home(self.op("div", [Ref(e), Ref(total)], self.dims[scores]))
-        y = self.op("matmul", [Ref(p), Ref(v)], by_head)
-        y = self.op("permute", [Ref(y), [0, 2, 1, 3]], split)
-        y = self.op("reshape", [Ref(y), [*sizes[:2], heads * size]], [batch, tokens, hidden])
-        out = self.linear(y, hidden, [(1, "x")], bias=self.chance(0.3))
-        self.suggested[out] = self.suggested[x]
+        return self.op("matmul", [Ref(p), Ref(v)], by_head)
 
     def norm(self) -> None:
         dims = [self.dim() for _ in range(self.rng.choice((2, 3)))]
@@ -415,6 +435,15 @@ def _contraction(b: Sharded, name: str) -> None:
         b.emit("matmul", [Ref(name), Ref(w)], [*dims[:-1], n])
 
 
+def _attend(b: Sharded, name: str) -> None:
+    if not b.is_a(name, "f") or len(b.inputs) > 6:
+        return
+    if len(b.dims[name]) != 4:
+        few = [b.constant(b.rng.choice((2, 4, 8))) for _ in range(3)]
+        name = b.tensor([few[0], few[1], b.dim(), few[2]], b.dtype[name])
+    statement(b, name, b.tensor)
+
+
 def _full(b: Sharded, name: str) -> None:
     """What has the shape of a tensor, but none of its blocks."""
     dims = [Dim(d.vec, d.static) for d in b.dims[name]]
@@ -448,6 +477,7 @@ _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_cat, 4),
     (_pad, 3),
     (_contraction, 10),
+    (_attend, 6),
     (_full, 4),
     (_random, 5),
     (_triu, 2),

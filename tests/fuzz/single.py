@@ -86,6 +86,7 @@ _TABLE: tuple[tuple[Callable[[FusionBuilder], None], int], ...] = (
     (views.cat, 4),
     (views.factory, 4),
     (views.contraction, 4),
+    (views.attend, 3),
 )
 _MAKERS = [m for m, _ in _TABLE]
 _WEIGHTS = [w for _, w in _TABLE]

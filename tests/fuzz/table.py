@@ -41,6 +41,8 @@ DTYPES: dict[str, DtypeFacts] = {
     "Index": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Int": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Bool": DtypeFacts(torch.bool, "bool"),
+    # Seeds, which are only stored.
+    "UInt64": DtypeFacts(torch.uint64, "int", largest=2.0**63),
 }
 HALF = ("Half", "BFloat16")
 

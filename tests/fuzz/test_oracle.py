@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.fuzz import elementwise, oracle, reductions
+from tests.fuzz import attention, elementwise, oracle, reductions
 from tests.fuzz.program import Ref, Stmt
 from tests.fuzz.runner import compare
 from tests.fuzz.table import DTYPES, ROWS, Row
@@ -144,6 +144,22 @@ def test_contractions(dtype: str) -> None:
     value = reductions.matmul(exact(a.double(), dtype), exact(b.double(), dtype))
     assert compare(a @ b, value) is None
     assert compare(a[:, 1:] @ b[1:], value) is not None
+
+
+@pytest.mark.parametrize("dtype", ["Float", "BFloat16", "Double"])
+def test_attention(dtype: str) -> None:
+    operands = [_inputs(seed, 2 * 3 * 6 * 8).reshape(2, 3, 6, 8) for seed in range(4)]
+    operands = [t.to(DTYPES[dtype].torch) for t in operands]
+    q, k, v, g = [exact(t.double(), dtype) for t in operands]
+    a, b, c = given = [t.clone().requires_grad_() for t in operands[:3]]
+    out = torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True)
+    value, sums, *seeds = attention.forward(q, k, v, is_causal=True)
+    grads = torch.autograd.grad(out, given, operands[3])
+    values = attention.backward(g, q, k, v, value, sums, None, True, seeds[0], seeds[1], None)
+    for got, known in zip((out, *grads), (value, *values), strict=True):
+        assert compare(got.detach(), known) is None
+        assert compare(got.detach() * 1.5, known) is not None
+    assert compare(out.detach().transpose(0, 1).reshape(out.shape), value) is not None
 
 
 def test_scalars_divide_with_truncation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tests.fuzz.attend import statement
 from tests.fuzz.builder import Dim
 from tests.fuzz.fusions import FusionBuilder
 from tests.fuzz.program import Arg, Dt, Ref
@@ -249,6 +250,19 @@ def random(b: FusionBuilder) -> None:
         found = [some_size(b) for _ in range(b.rng.randint(0, 3))]
         sizes, dims = [s for s, _ in found], [d for _, d in found]
     b.add_random(sizes, dims, b.rng.choice(("Float", "Double", "Half", "BFloat16")))
+
+
+def attend(b: FusionBuilder) -> None:
+    """Attention, of a tensor with four axes or of a new one."""
+    if len(b.inputs) > 5:
+        return
+    name = b.pick(lambda n: b.is_a(n, "f") and len(b.dims[n]) == 4)
+    if name is None:
+        dims = [b.constant(b.rng.choice((1, 2, 3))), *b.rng.choices(b.pool, k=3)]
+        if not b.fits(dims):
+            return
+        name = b.input(dims, b.rng.choice(("Float", "Half", "BFloat16", "Double")))
+    statement(b, name, b.input)
 
 
 def contraction(b: FusionBuilder) -> None:
