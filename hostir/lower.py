@@ -160,9 +160,10 @@ class Lowering:
     def library(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
+            # Torch makes what only this program sees.
+            is_seen = any(out in self.values.outputs for out in op.outputs)
             for out in op.outputs:
-                # Torch makes what only this program sees.
-                if not self.params.standalone or out in self.values.outputs:
+                if not self.params.standalone or is_seen:
                     self._allocate(out)
                 out.give_memory()
             self.ops.append(op)

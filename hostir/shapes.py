@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from fuser.errors import VerifyError
@@ -38,6 +38,17 @@ _Axis = tuple[TensorView, int | None, IterDomain]
 
 
 _UNKNOWN: Mapping[Symbol, Number] = {}
+
+
+def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
+    """Raise `VerifyError` for a tensor op of which torch would make some results, and write others
+    into their buffers."""
+    if isinstance(op, nodes.TensorOp):
+        without = [out for out in op.outputs if out not in has_buffer]
+        if without and len(without) < len(op.outputs):
+            raise VerifyError(
+                f"{op.name}: {without[0]} has no buffer, other results have: Allocate"
+            )
 
 
 def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:

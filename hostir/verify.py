@@ -52,7 +52,7 @@ from hostir.ops import (
     Synchronize,
 )
 from hostir.rank_posts import ranks_text
-from hostir.shapes import check_results
+from hostir.shapes import check_buffers, check_results
 from hostir.storage import Storage
 from hostir.transfers import (
     PEER_COPIES,
@@ -210,6 +210,7 @@ class _Checker:
         op.verify()
         if op.outputs and op.outputs[0] in self.storage.views:
             self.views[op.outputs[0]] = op
+        check_buffers(op, self.storage.buffered)
         check_results(op)
         self._memory_of_its_own(op, effects)
         self._present(op, effects)

@@ -7,6 +7,7 @@ Operands are [.., N, H, L, E]. All ways give the same results, but for which num
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,9 @@ from fuser.ops.philox import random_numbers
 
 Tensor = torch.Tensor
 _HALF = (torch.float16, torch.bfloat16)
+aten = torch.ops.aten
 # What torch's kernels take on CUDA: head sizes up to this one, in multiples of that.
+FLASH_DEVICES = ("cuda",)
 _MAX_HEAD, _HEAD_UNIT = 256, 8
 _AMPERE = (8, 0)
 
@@ -133,7 +136,7 @@ def backward(
         found = _flash_backward(call, grad, folded, (attended, lse, seed, offset))
     elif not is_oracle and _is_cpu_flash(call, query, key, value, None) and lse.dtype is wide:
         given = [_last_dense(t) for t in (grad, query, key, value, attended)]
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, lse, 0.0, call.is_causal, scale=call.factor(query)
         )
     else:
@@ -157,17 +160,21 @@ def _has_elements(*tensors: Tensor) -> bool:
 
 def _is_flash(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's CUDA kernel takes these operands, without a bias."""
-    if query.device.type != "cuda" or query.dtype not in _HALF:
+    if query.device.type not in FLASH_DEVICES or query.dtype not in _HALF:
         return False
     # It counts the place of a causal query from the last key.
     is_square = not call.is_causal or query.shape[-2] == key.shape[-2]
     fits = query.shape[-1] == value.shape[-1] <= _MAX_HEAD and is_square
     # Of scores times a factor that is not above 0, the largest are others than those of products.
     fits = fits and call.factor(query) > 0
-    if not fits or not _has_elements(query, key, value):
-        return False
+    return fits and _has_elements(query, key, value) and _is_new_enough(query.device)
+
+
+@cache
+def _is_new_enough(device: torch.device) -> bool:
+    """Whether torch has its kernel for this GPU."""
     is_built = torch.backends.cuda.is_flash_attention_available()
-    return is_built and torch.cuda.get_device_capability(query.device) >= _AMPERE
+    return is_built and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 def _padded(t: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ def _padded(t: Tensor) -> Tensor:
 
 
 def _flash(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    found = torch.ops.aten._scaled_dot_product_flash_attention(
+    found = aten._scaled_dot_product_flash_attention(
         _padded(query),
         _padded(key),
         _padded(value),
@@ -201,7 +208,7 @@ def _flash_backward(
 ) -> list[Tensor]:
     query, key, _ = operands
     attended, log_sumexp, seed, offset = results
-    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    found = aten._scaled_dot_product_flash_attention_backward(
         _padded(grad),
         *map(_padded, operands),
         _padded(attended),
@@ -234,7 +241,7 @@ def _cpu_flash(
     call: Attention, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     mask = None if added is None else added.to(_wide(query.dtype))
-    out, log_sumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, log_sumexp = aten._scaled_dot_product_flash_attention_for_cpu(
         *map(_last_dense, (query, key, value)),
         0.0,
         call.is_causal,

@@ -11,7 +11,13 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, ops
 from fuser.errors import UnsupportedError, VerifyError
-from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
+from fuser.multidevice import (
+    Communicator,
+    DeviceMesh,
+    MultiDeviceExecutor,
+    MultiDeviceExecutorParams,
+    shard_tensor,
+)
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, capture
 from hostir.container import equal
 from hostir.machine import H200
@@ -154,6 +160,22 @@ def test_dropout_on_several_ranks_is_refused(p: float | None) -> None:
         world.run(run_dropout, p, 2)
     with simulate(1) as world:
         world.run(run_dropout, p, 1)
+
+
+def test_dropout_on_several_ranks_by_hand_is_refused() -> None:
+    hic = HostIrContainer()
+    with hic:
+        mesh = DeviceMesh([0, 1])
+        query, key, value = (hic.input([2, 2, 4, 6], mesh=mesh) for _ in range(3))
+        results = ops.sdpfa_fwd(query, key, value, dropout_p=0.5)
+        hic.append(*map(Allocate, results), results[0])
+        hic.add_output(results[0])
+
+    def run() -> None:
+        HostIrEvaluator(hic, Communicator.instance(), device="cpu").run(draw([(2, 2, 4, 6)] * 3))
+
+    with simulate(2) as world, pytest.raises(UnsupportedError, match="sdpfa_fwd with dropout_p"):
+        world.run(run)
 
 
 def test_seeds_are_not_sent() -> None:
@@ -305,6 +327,36 @@ def test_a_program_by_hand() -> None:
     given = draw([shape] * 3)
     outs = HostIrEvaluator(hic, device="cpu").run(given)
     check(outs, attend([t.double() for t in given]), D.Float)
+
+
+def test_results_are_all_allocated_or_none() -> None:
+    hic = HostIrContainer()
+    with hic:
+        query, key, value = (hic.input([2, 2, 4, 6]) for _ in range(3))
+        results = ops.sdpfa_fwd(query, key, value)
+        hic.append(results[0])
+        hic.add_output(results[0])
+    given = draw([(2, 2, 4, 6)] * 3)
+    for _ in range(3):
+        (out,) = HostIrEvaluator(hic, device="cpu").run(given)
+        expected, _ = attend([t.double() for t in given])
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    some = HostIrContainer()
+    with some:
+        query, key, value = (some.input([2, 2, 4, 6]) for _ in range(3))
+        results = ops.sdpfa_fwd(query, key, value)
+        some.append(Allocate(results[0]), results[0])
+        some.add_output(results[0])
+    with pytest.raises(VerifyError, match="has no buffer"):
+        verify(some)
+
+
+def test_the_executor_that_takes_definitions_as_they_stand() -> None:
+    fd, given = define(is_causal=True), draw(SHAPES)
+    executor = MultiDeviceExecutor(fd.fusion, MultiDeviceExecutorParams())
+    for _ in range(3):
+        outs = executor.run(given)
+        check(outs, expected_of(given, is_causal=True), D.Float)
 
 
 def test_results_that_attention_does_not_make() -> None:

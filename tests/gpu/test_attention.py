@@ -1,0 +1,111 @@
+"""Attention on a GPU: torch's fused kernel, what it does not take, dropout, and CUDA graphs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition
+from hostir.capture import RUNS_BEFORE
+from tests.frontend.test_attention import attend, check, define, draw, gradients
+
+pytestmark = pytest.mark.gpu
+D = DataType
+# (n, h, l, s, e, v): what the fused kernel takes, pads, and leaves to single steps.
+SIZES = {
+    "plain": (2, 3, 64, 64, 64, 64),
+    "more keys": (1, 2, 33, 130, 32, 32),
+    "more queries": (1, 2, 130, 33, 32, 32),
+    "padded heads": (2, 2, 17, 17, 20, 20),
+    "largest heads": (1, 1, 40, 40, 256, 256),
+    "larger heads": (1, 1, 40, 40, 264, 264),
+    "other values": (2, 2, 16, 24, 32, 16),
+    "no keys": (2, 2, 4, 0, 8, 8),
+    "no queries": (2, 2, 0, 4, 8, 8),
+}
+
+
+def given_for(sizes: tuple[int, ...], dtype: DataType) -> list[torch.Tensor]:
+    n, h, rows, columns, e, v = sizes
+    shapes = [(n, h, rows, e), (n, h, columns, e), (n, h, columns, v), (n, h, rows, v)]
+    # As small as projections of normalised rows are: sums of 256 products stay near 1.
+    return [t / 2 for t in draw(shapes, dtype)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [D.Half, D.BFloat16, D.Float, D.Double], ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_forward_and_backward(name: str, dtype: DataType, is_causal: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    *operands, grad = given = given_for(SIZES[name], dtype)
+    wide = [t.double() for t in operands]
+    expected = *attend(wide, is_causal=is_causal), *gradients(wide, grad, is_causal=is_causal)
+    fd, on_gpu = define(dtype=dtype, is_causal=is_causal), [t.cuda() for t in given]
+    for _ in range(RUNS_BEFORE + 4):
+        outs = fd.execute(on_gpu)
+        check([t.cpu() for t in outs], expected, dtype)
+        del outs
+
+
+@pytest.mark.parametrize("dtype", [D.BFloat16, D.Float], ids=str)
+def test_bias_and_mask(dtype: DataType) -> None:
+    *operands, _ = given_for(SIZES["plain"], dtype)
+    wide = [t.double() for t in operands]
+    (bias,) = draw([(2, 1, 64, 64)], dtype, seed=3)
+    mask = draw([(2, 1, 1, 64)], dtype, seed=4)[0] > 0
+    with FusionDefinition() as fd:
+        tensors = [fd.define_tensor([-1] * 4, dtype=dtype) for _ in range(3)]
+        added = fd.define_tensor([-1, 1, -1, -1], dtype=dtype)
+        seen = fd.define_tensor([-1, 1, 1, -1], dtype=D.Bool)
+        for out in fd.ops.sdpfa_fwd(*tensors, added, seen):
+            fd.add_output(out)
+    given = [t.cuda() for t in (*operands, bias, mask)]
+    for _ in range(RUNS_BEFORE + 4):
+        outs = [t.cpu() for t in fd.execute(given)]
+        check(outs, attend(wide, added=bias, mask=mask), dtype)
+
+
+@pytest.mark.parametrize("dtype", [D.BFloat16, D.Float], ids=str)
+def test_dropout(dtype: DataType) -> None:
+    """Backward drops what forward dropped; a seed of torch's generator is drawn in each run."""
+    p = 0.25
+    fd = define(dtype=dtype, dropout_p=p)
+    # Values that show the weights: output = weights @ I.
+    eye = torch.eye(64).expand(1, 2, 64, 64).contiguous()
+    *operands, _, grad = draw([(1, 2, 64, 64)] * 4, dtype)
+    operands = [t / 2 for t in operands]
+    given = [*operands, eye.to(grad.dtype), grad]
+    wide = [t.double() for t in given[:3]]
+    tolerance = 3e-2 if dtype is D.BFloat16 else 1e-4
+    seen: list[torch.Tensor] = []
+    for seed in (1, 1, 2, None, None, None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        out, log_sumexp, key, _, *grads = (t.cpu() for t in fd.execute([t.cuda() for t in given]))
+        kept = (out != 0).double() / (1 - p)
+        expected, lse = attend(wide, kept=kept)
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(log_sumexp.double(), lse, rtol=1e-3, atol=1e-3)
+        for one, want in zip(grads, gradients(wide, grad, kept=kept), strict=True):
+            torch.testing.assert_close(one.double(), want, rtol=tolerance, atol=tolerance)
+        assert abs(float((out == 0).double().mean()) - p) < 0.05
+        assert key.view(torch.int64).any()
+        seen.append(out)
+    assert torch.equal(seen[0], seen[1])
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(seen[1:]))
+    assert any("generator" in line for line in fd.cuda_graphs()), fd.cuda_graphs()
+
+
+@pytest.mark.parametrize("dtype", [D.BFloat16, D.Float], ids=str)
+def test_graphs_repeat_attention(dtype: DataType) -> None:
+    *operands, grad = given = given_for(SIZES["plain"], dtype)
+    wide = [t.double() for t in operands]
+    expected = *attend(wide, is_causal=True), *gradients(wide, grad, is_causal=True)
+    fd, on_gpu = define(dtype=dtype, is_causal=True), [t.cuda() for t in given]
+    for _ in range(40):
+        outs = fd.execute(on_gpu)
+        check([t.cpu() for t in outs], expected, dtype)
+        del outs
+    assert any(line.startswith("captured: ") for line in fd.cuda_graphs()), fd.cuda_graphs()
