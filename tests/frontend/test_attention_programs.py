@@ -269,6 +269,35 @@ def test_heads_are_views_and_the_text_runs() -> None:
             torch.testing.assert_close(out.double(), _block_meaning(*given), rtol=1e-5, atol=1e-5)
 
 
+def test_grouped_heads_and_a_mask_that_kernels_make() -> None:
+    """Keys and values of 2 heads, each read by 3 heads of queries; of which far ones do not count."""
+    query, key, value = given = draw([(2, 6, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)])
+    with FusionDefinition() as fd:
+        q, k, v = (fd.define_tensor([-1] * 4, contiguity=True) for _ in range(3))
+        n, s = fd.ops.size(k, 0), fd.ops.size(k, 2)
+
+        def repeated(x: TensorView) -> TensorView:
+            grouped = fd.ops.broadcast(x, [False, False, True, False, False])
+            grouped = fd.ops.expand(grouped, [n, 2, 3, s, 8])
+            return fd.ops.reshape(grouped, [n, 6, s, 8])
+
+        places = fd.ops.iota(s)
+        rows, columns = (fd.ops.broadcast(places, f) for f in ([False, True], [True, False]))
+        near = fd.ops.lt(fd.ops.abs(fd.ops.sub(rows, columns)), 2)
+        mask = fd.ops.broadcast(near, [True, True, False, False])
+        out, log_sumexp, *_ = fd.ops.sdpfa_fwd(q, repeated(k), repeated(v), mask=mask)
+        fd.add_output(fd.ops.mul(out, 2.0))
+        fd.add_output(fd.ops.exp(log_sumexp))
+    places = torch.arange(5)
+    near = (places[:, None] - places).abs() < 2
+    wide = [query.double(), *(t.double().repeat_interleave(3, 1) for t in (key, value))]
+    expected, sums = attend(wide, mask=near)
+    for _ in range(3):
+        outs = fd.execute(given)
+        torch.testing.assert_close(outs[0].double(), expected * 2, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outs[1].double(), sums.exp(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_text_of_forward_and_backward(backward: bool) -> None:
     fd = define(backward=backward, is_causal=True, scale=0.5, dropout_p=0.0)
