@@ -270,7 +270,7 @@ def test_heads_are_views_and_the_text_runs() -> None:
 
 
 def test_grouped_heads_and_a_mask_that_kernels_make() -> None:
-    """Keys and values of 2 heads, each read by 3 heads of queries; of which far ones do not count."""
+    """Keys and values of 2 heads, each read by 3 heads of queries; far ones do not count."""
     query, key, value = given = draw([(2, 6, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)])
     with FusionDefinition() as fd:
         q, k, v = (fd.define_tensor([-1] * 4, contiguity=True) for _ in range(3))
