@@ -383,9 +383,15 @@ def test_results_are_all_allocated_or_none() -> None:
 def test_the_executor_that_takes_definitions_as_they_stand() -> None:
     fd, given = define(is_causal=True), draw(SHAPES)
     executor = MultiDeviceExecutor(fd.fusion, MultiDeviceExecutorParams())
+    outs: list[torch.Tensor] = []
     for _ in range(3):
         outs = executor.run(given)
         check(outs, expected_of(given, is_causal=True), D.Float)
+    with FusionDefinition() as alone:
+        query, key, value = (alone.define_tensor([-1] * 4) for _ in range(3))
+        alone.add_output(alone.ops.sdpfa_fwd(query, key, value, is_causal=True)[0])
+    (out,) = MultiDeviceExecutor(alone.fusion, MultiDeviceExecutorParams()).run(given[:3])
+    assert torch.equal(out, outs[0])
 
 
 def test_results_that_attention_does_not_make() -> None:
