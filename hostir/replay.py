@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from fuser.ir.attention import AttentionOp
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import LibraryOp, TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.storage import lies_in_order
 from fuser.ir.tensor import TensorView
@@ -138,8 +137,8 @@ class Recorder:
     def record(self, op: Op) -> None:
         """Note what the op, which has just been carried out, does."""
         self._order.follow(op)
-        if isinstance(op, AttentionOp) and op.drops:
-            self._keep_out_of_graphs(f"{op.name} may drop what torch's generator says in each run")
+        if isinstance(op, LibraryOp) and op.draws:
+            self._keep_out_of_graphs(f"{op.name} may draw from torch's generator in each run")
         step = RECORD[type(op)](self, op) if type(op) in RECORD else tensor_op(self, op)
         if step is None:
             return

@@ -23,7 +23,7 @@ from fuser.ir.axis_graph import parallel_axes, tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import IotaOp, LinearOp, MatmulOp, RandomOp, TensorOp
+from fuser.ir.nodes import IotaOp, RandomOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
 from multidevice.placement import (
@@ -368,13 +368,9 @@ def _rank_of(tv: TensorView) -> tuple[int, int]:
 def reference_operands(op: TensorOp) -> list[int]:
     """Return the tensor operands (by index) in the order in which their shardings count."""
     indices = [i for i, _ in tensor_operands(op)]
-    match op:
-        case LinearOp():  # weight, bias, input
-            return [*indices[1:], indices[0]]
-        case MatmulOp():  # b, a
-            return indices[::-1]
-        case _:
-            return sorted(indices, key=lambda i: _rank_of(op.inputs[i]))
+    if op.REFERENCES:
+        return [i for i in op.REFERENCES if i in indices]
+    return sorted(indices, key=lambda i: _rank_of(op.inputs[i]))
 
 
 def spread_reductions(fusion: Fusion) -> None:

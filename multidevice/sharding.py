@@ -232,7 +232,7 @@ def check_dropout(ops: Iterable[Op]) -> None:
     """Raise `UnsupportedError` for attention that drops numbers on several ranks: torch draws for
     each shard as if it were the whole, and each rank from a generator of its own."""
     for op in ops:
-        if not isinstance(op, AttentionOp) or not op.drops:
+        if not isinstance(op, AttentionOp) or not op.draws:
             continue
         shared = [tv for _, tv in op.tensors() if tv.mesh is not None and tv.mesh.size > 1]
         if shared:

@@ -28,7 +28,10 @@ __all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
 class AttentionOp(LibraryOp):
     """Base: `AXES` has the letters of each tensor's axes, `DTYPES` what is not of query's dtype."""
 
-    RUNS_IN_STEPS = False
+    RUNS_IN_STEPS: ClassVar[bool] = False
+    TAKES_EMPTY: ClassVar[bool] = True
+    # Equal queries have places of their own, and numbers of their own that are dropped.
+    KEEPS_EXPANDED: ClassVar[bool] = False
     # Letters of the axes in front of n, the last of them next to it.
     LEADING: ClassVar[str] = "ZYXWVUTSRQPONMLKJIHGFEDCBA"
     AXES: ClassVar[dict[str, str]] = {}
@@ -63,8 +66,7 @@ class AttentionOp(LibraryOp):
         return self.letters(given[operand_index])
 
     @property
-    def drops(self) -> bool:
-        """Whether random numbers may decide what takes part."""
+    def draws(self) -> bool:
         dropped = self._value("dropout_p")
         return not (isinstance(dropped, Const) and dropped.value == 0)
 

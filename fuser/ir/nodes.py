@@ -35,6 +35,9 @@ Variant = tuple[dict[str, object], str]
 class TensorOp(Op):
     """Base of ops whose outputs are tensors."""
 
+    # The tensor operands in the order in which their shardings count; (): of most cuts first.
+    REFERENCES: ClassVar[tuple[int, ...]] = ()
+
     def template(self) -> str:
         """Return the text template of this instance."""
         return self.TEXT
@@ -484,6 +487,15 @@ class LibraryOp(TensorOp):
 
     # Whether blocks along an axis of the results may come from steps of a loop.
     RUNS_IN_STEPS: ClassVar[bool] = True
+    # Whether torch gives the results for empty operands; else what they mean is filled in.
+    TAKES_EMPTY: ClassVar[bool] = False
+    # Whether results repeat their elements where all operands do.
+    KEEPS_EXPANDED: ClassVar[bool] = True
+
+    @property
+    def draws(self) -> bool:
+        """Whether results may depend on random numbers that torch draws in each run."""
+        return False
 
 
 class Contraction(LibraryOp):
@@ -504,6 +516,7 @@ class MatmulOp(Contraction):
     a: TensorView = operand()
     b: TensorView = operand()
     TEXT = "{out}\n   = matmul({a},\n            {b})"
+    REFERENCES: ClassVar[tuple[int, ...]] = (1, 0)
 
     @property
     def name(self) -> str:
@@ -536,6 +549,7 @@ class LinearOp(Contraction):
     x: TensorView = operand()
     weight: TensorView = operand()
     bias: TensorView | None = operand()
+    REFERENCES: ClassVar[tuple[int, ...]] = (1, 2, 0)
 
     @property
     def name(self) -> str:

@@ -139,8 +139,8 @@ class _Axes:
         return self._leading + mine if "n" in mine else mine
 
     def _join(self, mapped: Sequence[tuple[TensorView, IterDomain]]) -> IterDomain:
-        # Of equal queries each has its own place, and its own numbers that are dropped.
-        return unexpanded(join_axes(active_fusion(), mapped, self._name))
+        joined = join_axes(active_fusion(), mapped, self._name)
+        return joined if self._op.KEEPS_EXPANDED else unexpanded(joined)
 
     def _check_dtypes(self) -> None:
         query = self._given["query"]
@@ -188,7 +188,7 @@ class _Axes:
             if joined is None:  # the words of a seed
                 axes[c] = fusion.new_axis(sc.const(2))
             else:
-                axes[c] = fusion.new_axis(joined.extent, joined.kind)
+                axes[c] = fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
         dtype = self._op.DTYPES.get(field, (self._given["query"].dtype(),))[0]
         # No other op makes what is only stored.
         tv = fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))

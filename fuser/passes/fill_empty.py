@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
-from fuser.ir.attention import AttentionOp
 from fuser.ir.binding import size_of
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, is_floating
@@ -43,8 +42,8 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.TensorOp]:
     """Return the ops to put in place of `op`."""
-    if isinstance(op, AttentionOp):
-        return [op]  # its results are empty one by one, and without keys they are not
+    if isinstance(op, nodes.LibraryOp) and op.TAKES_EMPTY:
+        return [op]
     reduces_nothing = any(
         _is_empty(a, values) for a in op.out_tensor.domain.logical if a.is_reduction()
     )

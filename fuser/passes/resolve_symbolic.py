@@ -12,7 +12,6 @@ from dataclasses import replace
 from fuser.errors import InputError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
-from fuser.ir.attention import AttentionOp
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.binding import size_of
 from fuser.ir.build_domain import merged_extent
@@ -192,7 +191,7 @@ def _root_states(
         joined = join_axes(fusion, pairs, op.name)
         if isinstance(op, nodes.ExpandOp):
             joined = _expanded(joined, op.shape[position], values)
-        elif isinstance(op, AttentionOp):
+        elif isinstance(op, nodes.LibraryOp) and not op.KEEPS_EXPANDED:
             joined = unexpanded(joined)
         states.append(_like(axis, joined))
     return states
