@@ -16,10 +16,9 @@ from fuser.errors import VerifyError
 from fuser.ir.core import operand, result
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp, Variant
-from fuser.ir.scalar import Const
+from fuser.ir.scalar import Const, Scalar
 
 if TYPE_CHECKING:
-    from fuser.ir.scalar import Scalar
     from fuser.ir.tensor import TensorView
 
 __all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
@@ -115,6 +114,11 @@ class AttentionOp(LibraryOp):
         return letter.islower() and letter not in "nh"
 
     def verify(self) -> None:
+        for field in self.fields_of("operand"):
+            value = getattr(self, field)
+            if value is not None and isinstance(value, Scalar) == (field in self.AXES):
+                kind = "tensor" if field in self.AXES else "scalar"
+                raise VerifyError(f"{self.name}: {field} is a {kind}, not {value}")
         for field, tv in self.tensors():
             letters = self.letters(field)
             if tv.ndim != len(letters):

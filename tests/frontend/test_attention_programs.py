@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, ops
-from fuser.errors import UnsupportedError, VerifyError
+from fuser.errors import FuserError, UnsupportedError, VerifyError
 from fuser.multidevice import (
     Communicator,
     DeviceMesh,
@@ -356,6 +356,26 @@ def test_a_program_by_hand() -> None:
     given = draw([shape] * 3)
     outs = HostIrEvaluator(hic, device="cpu").run(given)
     check(outs, attend([t.double() for t in given]), D.Float)
+
+
+def test_texts_with_values_of_other_kinds_are_refused() -> None:
+    fd = define(is_causal=True, scale=0.5)
+    fd.execute(draw(SHAPES))
+    text = fd.fec.host_program().full_text()
+    tensor = text[text.index("T0_g_float") : text.index("]", text.index("T0_g_float")) + 1]
+    call = text.index("sdpa(")
+    key = text[text.index("T1_g_float", call) : text.index("]", text.index("T1_g_float", call)) + 1]
+    at = text.index("dropout_p = double(0)", call)
+    changes = [
+        text[:at] + f"dropout_p = {tensor}" + text[at + len("dropout_p = double(0)") :],
+        text[:at] + "bias = double(0),\n" + text[at:],
+        text[:at] + f"mask = {key},\n" + text[at:],
+        text.replace("is_causal = true", f"is_causal = {key}"),
+        text.replace("scale = double(0.5)", f"scale = {key}"),
+    ]
+    for changed in changes:
+        with pytest.raises(FuserError, match=r"sdpfa_.wd: .* is "):
+            verify(parse(changed))
 
 
 def test_results_are_all_allocated_or_none() -> None:
