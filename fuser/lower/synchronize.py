@@ -38,7 +38,11 @@ class _Uses:
 
     def conflicts(self, later: _Uses) -> bool:
         """Whether `later` must wait for this: it reads what was written, or overwrites it."""
-        return bool(self.writes & (later.reads | later.writes) or self.reads & later.writes)
+        return self.meets(later) or bool(self.writes & later.writes)
+
+    def meets(self, later: _Uses) -> bool:
+        """Whether one of both reads what the other writes."""
+        return bool(self.writes & later.reads or self.reads & later.writes)
 
 
 def insert_barriers(body: Body) -> None:
@@ -70,8 +74,9 @@ def _process(body: Body, pending: _Uses) -> None:
 def _process_loop(loop: For | Unswitch, uses: _Uses, pending: _Uses) -> None:
     inner = _Uses()
     _process(loop.body, inner)
-    # What the end of one iteration left pending meets the start of the next.
-    if isinstance(loop, For) and inner.conflicts(uses):
+    # What the end of one iteration left pending meets the start of the next. Iterations that only
+    # write an array write different elements of it: what overwrites another's is read between.
+    if isinstance(loop, For) and inner.meets(uses):
         loop.body.statements.append(Sync())
         inner.clear()
     pending.add(inner)

@@ -12,8 +12,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 # What a rung changes, and to what; a scheduler without such a parameter leaves it out.
-SCALAR = {"vector": 1}
-INLINED = {"vector": 1, "unroll": 1, "unroll_outer": False, "columns": 1}
+SCALAR = {"vector": 1, "staged_vector": 1}
+INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
 
 
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:

@@ -17,6 +17,8 @@ from fuser.schedule import (
     plain,
     pointwise,
     reduction,
+    transpose,
+    transpose_params,
 )
 from fuser.schedule.facts import Facts
 from fuser.schedule.ladder import rungs
@@ -56,7 +58,19 @@ class Scheduler:
 
 _ROWS = (
     Scheduler(
-        "pointwise", pointwise.accepts, pointwise.chooser, pointwise.apply, pointwise.generic
+        "transpose",
+        transpose.accepts,
+        transpose_params.chooser,
+        transpose.apply,
+        pointwise.generic,
+    ),
+    # Declared orders decide which of the two it is called; the layouts that come, how it is done.
+    Scheduler(
+        "pointwise",
+        pointwise.accepts,
+        transpose_params.chooser,
+        transpose.apply,
+        pointwise.generic,
     ),
     Scheduler(
         "reduction", reduction.accepts, reduction.chooser, reduction.apply, reduction.generic

@@ -67,6 +67,10 @@ class Space:
     def is_reduced(self, position: int) -> bool:
         return self.reference.domain.logical[position].is_reduction()
 
+    def is_full(self, access: Access) -> bool:
+        """Whether a tensor has all concrete axes, in a known order."""
+        return access.order is not None and len(access.order) == len(self.concrete)
+
     def memory_order(self) -> tuple[int, ...]:
         """Return the concrete axes in the memory order that most bytes of full tensors have.
 

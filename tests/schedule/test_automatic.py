@@ -36,7 +36,9 @@ def test_refusals() -> None:
     fusion = define(lambda x: ops.sum(x, [1]), (None, None))
     with pytest.raises(FuserError, match="Could not schedule fusion with the SchedulerType"):
         schedule.compute_heuristics(fusion, SchedulerType.pointwise, [torch.ones(4, 6)])
-    with pytest.raises(FuserError, match="no transpose scheduler"):
+    with pytest.raises(FuserError, match="in one order"):
         schedule.schedule(fusion, SchedulerType.transpose, [torch.ones(4, 6)])
+    with pytest.raises(FuserError, match="no resize scheduler"):
+        schedule.schedule(fusion, SchedulerType.resize, [torch.ones(4, 6)])
     with pytest.raises(InputError, match="expected 1 inputs"):
         schedule.compute_heuristics(fusion, SchedulerType.reduction, [])

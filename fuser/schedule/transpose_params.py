@@ -1,0 +1,195 @@
+"""The heuristic of the transpose scheduler: which axes a tile has, how large it is, and when it
+pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from fuser.device import DeviceInfo
+from fuser.ir.fusion import Fusion
+from fuser.record import record
+from fuser.schedule import pointwise
+from fuser.schedule.banks import WARP
+from fuser.schedule.facts import Facts, RunExtents
+from fuser.schedule.pointwise import PointwiseParams, space_of
+from fuser.schedule.space import Access, Space
+from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least
+
+# Bytes of a tile's row in global memory, of the widest tensor: a whole line of the cache, and what
+# eight lanes move in vectors of 16 bytes. None of these numbers is measured yet.
+ROW_BYTES = 128
+SECTOR_BYTES = 32
+THREADS = 128
+MAX_THREADS = 512
+MAX_EDGE = 1024
+MIN_TILE = 256
+# Bytes that a thread loads before the barrier; with more, the block has more threads.
+BYTES_IN_FLIGHT = 256
+# Blocks that the shared memory of a multiprocessor holds at least.
+BLOCKS_PER_SM = 4
+# Elements between whose first and last use a line stays in the cache of one multiprocessor: those
+# of a block.
+CACHED_ELEMENTS = 1024
+
+
+@record
+class TransposeParams:
+    """What the transpose scheduler decides: a tile of `edge` elements along the direct tensors'
+    innermost axis and of `staged_edge` along the staged ones', and the vectors along each."""
+
+    threads: int
+    vector: int
+    staged_vector: int
+    edge: int
+    staged_edge: int
+
+    def is_near(self, other: object) -> bool:
+        """Whether kernels of both differ in nothing that a small input would notice."""
+        return (
+            isinstance(other, TransposeParams)
+            and self.vector == other.vector
+            and self.staged_vector == other.staged_vector
+        )
+
+    is_alike = is_near
+
+    def __str__(self) -> str:
+        return (
+            f"transpose(tile {self.edge}x{self.staged_edge}, threads {self.threads}, "
+            f"vectors {self.vector} and {self.staged_vector})"
+        )
+
+
+@record
+class TileAxes:
+    """The axes of a tile, as runs of the reference's logical positions: `inner` that of the direct
+    tensors, `other` that of the `staged` ones, which pass through shared memory; `outer` are all
+    other axes. `between` are the runs inside of `other` in the direct tensors' order."""
+
+    outer: tuple[int, ...]
+    other: tuple[int, ...]
+    inner: tuple[int, ...]
+    between: tuple[int, ...]
+    staged: tuple[Access, ...]
+    direct: tuple[Access, ...]
+
+
+# ------------------------------------------------------------------ what a tile is made of
+def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
+    """Return the axes of the tile, or why there is none. The kernel computes along the axis of
+    most bytes, outputs before inputs: the fewer bytes pass through shared memory."""
+    if fusion.aliases:
+        return "an output is written into an input"
+    along: dict[int, list[Access]] = {}
+    for access in space.accesses:
+        if space.is_full(access) and access.order and access.contiguous[-1]:
+            along.setdefault(access.order[-1], []).append(access)
+    if len(along) < 2:
+        return "all inputs and outputs lie in one order"
+    if len(along) > 2:
+        firsts = ", ".join(str(group[0].tv) for group in along.values())
+        return f"inputs and outputs have {len(along)} innermost axes: {firsts}"
+    direct, staged = sorted(along.values(), key=_votes, reverse=True)
+    order = max((a.order or () for a in direct), key=lambda o: _votes(_in_order(direct, o)))
+    runs = space.runs(order)
+    *rest, inner = runs
+    last = staged[0].order[-1] if staged[0].order else -1
+    at = next(k for k, run in enumerate(rest) if run[-1] == last)
+    outer = (p for k, run in enumerate(rest) if k != at for p in run)
+    between = (p for run in runs[at + 1 :] for p in run)
+    return TileAxes(tuple(outer), rest[at], inner, tuple(between), tuple(staged), tuple(direct))
+
+
+def _votes(accesses: list[Access]) -> tuple[int, int]:
+    return sum(a.nbytes for a in accesses), sum(a.is_output for a in accesses)
+
+
+def _in_order(accesses: list[Access], order: tuple[int, ...]) -> list[Access]:
+    return [a for a in accesses if a.order == order]
+
+
+# ------------------------------------------------------------------ parameters
+def chooser(
+    fusion: Fusion, device: DeviceInfo
+) -> Callable[[Facts], TransposeParams | PointwiseParams]:
+    """Return what chooses a tile for an input class, or else what the pointwise scheduler would."""
+    without = pointwise.chooser(fusion, device)
+    if device.kind == "cpu":
+        return without
+    space = space_of(fusion)
+    axes = find_tile(fusion, space)
+    if isinstance(axes, str):
+        return without
+    logical = space.reference.domain.logical
+    groups = (axes.inner, axes.other, axes.between, axes.outer)
+    extents = RunExtents(fusion, [[logical[p] for p in group] for group in groups])
+    tiles = _Tiles(space, axes, device)
+
+    def choose(facts: Facts) -> TransposeParams | PointwiseParams:
+        return tiles.choose(facts, *extents.of(facts)) or without(facts)
+
+    return choose
+
+
+class _Tiles:
+    """Chooses tiles for the input classes of one fusion."""
+
+    def __init__(self, space: Space, axes: TileAxes, device: DeviceInfo) -> None:
+        self._device, self._staged, self._direct = device, axes.staged, axes.direct
+        self._widths = VectorWidths(axes.direct), VectorWidths(axes.staged)
+        self._largest = max(a.nbytes for a in axes.direct), max(a.nbytes for a in axes.staged)
+        self._staged_bytes = sum(a.nbytes for a in axes.staged)
+        self._loaded = sum(a.nbytes for a in space.accesses if space.is_full(a) and not a.is_output)
+
+    def choose(
+        self, facts: Facts, inner: int, other: int, between: int, outer: int
+    ) -> TransposeParams | None:
+        """Return the tile for these extents, None where it would cost more than it saves."""
+        extents = (inner, other)
+        vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
+        edges = self._edges(vectors, extents)
+        if edges is None:
+            return None
+        tiles = prod(-(-n // edge) for n, edge in zip(extents, edges, strict=True))
+        filled = inner * other / (tiles * prod(edges))
+        if tiles * outer < self._device.sm_count:
+            return None
+        total = self._staged_bytes + sum(a.nbytes for a in self._direct)
+        if total / filled >= total + self._wasted(other, between):
+            return None
+        return TransposeParams(self._threads(prod(edges), max(vectors)), *vectors, *edges)
+
+    def _edges(self, vectors: list[int], extents: tuple[int, int]) -> list[int] | None:
+        """Return the extents of the tile. What an axis is too short for, the other one gets; None
+        where shared memory holds no tile that is worth its barrier."""
+        full = [min(ROW_BYTES // n, WARP * v) for n, v in zip(self._largest, vectors, strict=True)]
+        most = [max(power_of_two_at_least(n), v) for n, v in zip(extents, vectors, strict=True)]
+        edges = [min(f, m) for f, m in zip(full, most, strict=True)]
+        for k in (0, 1):
+            missing = prod(full) // prod(edges)
+            edges[k] = min(edges[k] * missing, most[k], MAX_EDGE)
+        budget = self._device.max_smem_per_block // BLOCKS_PER_SM
+        while prod(edges) * self._staged_bytes > budget:
+            k = edges.index(max(edges))
+            edges[k] //= 2
+            if edges[k] < vectors[k]:
+                return None
+        return edges if prod(edges) >= MIN_TILE else None
+
+    def _threads(self, elements: int, vector: int) -> int:
+        threads = THREADS
+        while threads < MAX_THREADS and self._loaded * elements // threads > BYTES_IN_FLIGHT:
+            threads *= 2
+        return min(threads, elements // vector)
+
+    def _wasted(self, other: int, between: int) -> int:
+        """Return the bytes, per element, that sectors of staged tensors cost beyond their contents
+        in loops along the direct tensors: each is moved again for every element of it, unless it is
+        still in the cache."""
+        wasted = 0
+        for access in self._staged:
+            turns = min(SECTOR_BYTES // access.nbytes, other)
+            if turns * between > CACHED_ELEMENTS:
+                wasted += (turns - 1) * access.nbytes
+        return wasted
