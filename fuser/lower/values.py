@@ -201,7 +201,10 @@ class ValueBuilder:
     ) -> Expr:
         source = self.ctx.nesting.stage_of.get(tv)
         if source is not None and source.storage != "global":
-            return self.buffers[source].read(self.ctx, tv, index, reader=stage, guard=guard)
+            buffer = self.buffers[source]
+            element = buffer.read(self.ctx, tv, index, reader=stage, guard=guard)
+            # Registers have names already; shared memory is read once, whoever needs the value.
+            return self.define(tv, element, scope) if buffer.is_shared else element
         op = self.ctx.nesting.fusion.definition(tv)
         if op is None:
             if tv.is_cpu_scalar:

@@ -53,7 +53,12 @@ class Padding:
 def padding_for(tile: Tile) -> Padding:
     """Return the padding with the fewest conflicts: of several the one with the widest writes,
     then the least of them."""
-    return min(_candidates(tile), key=lambda p: (*_turns(tile, p), -p.vector, p.pad / p.group))
+    return min(_candidates(tile), key=lambda p: (sum(_turns(tile, p)), -p.vector, p.pad / p.group))
+
+
+def has_conflicts(tile: Tile) -> bool:
+    """Whether lanes wait for each other in the best padding."""
+    return _turns(tile, padding_for(tile)) != (1, 1)
 
 
 def _candidates(tile: Tile) -> Iterable[Padding]:
@@ -65,19 +70,19 @@ def _candidates(tile: Tile) -> Iterable[Padding]:
                     yield Padding(group, pad, vector)
 
 
-def _turns(tile: Tile, padding: Padding) -> tuple[int]:
-    """Return how often the banks are asked at most for a write and a read, together."""
+def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
+    """Return how often a bank is asked at most for one write, and for one read."""
     across, down = tile.columns // tile.write, tile.rows // tile.read
-    lanes = range(min(WARP, across * tile.rows, down * tile.columns))
     writes = reads = 1
-    for warp in range(_WARPS):
-        at = [warp * WARP + lane for lane in lanes]
-        at = [q for q in at if q < min(across * tile.rows, down * tile.columns)]
-        written = [padding.place(tile, q // across, q % across * tile.write) for q in at]
-        read = [padding.place(tile, q % down * tile.read, q // down) for q in at]
-        writes = max(writes, turns(written, padding.vector * tile.nbytes, tile.nbytes))
-        reads = max(reads, turns(read, tile.nbytes, tile.nbytes))
-    return (writes + reads,)
+    for first in range(0, _WARPS * WARP, WARP):
+        lanes = range(first, first + WARP)
+        written = [(q // across, q % across * tile.write) for q in lanes if q < across * tile.rows]
+        read = [(q % down * tile.read, q // down) for q in lanes if q < down * tile.columns]
+        places = [padding.place(tile, r, c) for r, c in written]
+        writes = max(writes, turns(places, padding.vector * tile.nbytes, tile.nbytes))
+        places = [padding.place(tile, r, c) for r, c in read]
+        reads = max(reads, turns(places, tile.nbytes, tile.nbytes))
+    return writes, reads
 
 
 def turns(elements: Iterable[int], access: int, nbytes: int) -> int:

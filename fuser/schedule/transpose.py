@@ -30,7 +30,7 @@ from fuser.ir.primitives import cache_after
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.schedule import pointwise
-from fuser.schedule.banks import Padding, Tile, padding_for
+from fuser.schedule.banks import Padding, padding_for
 from fuser.schedule.pointwise import PointwiseParams, space_of
 from fuser.schedule.propagate import AxisMatcher, follow
 from fuser.schedule.space import Access, Space
@@ -43,7 +43,7 @@ from fuser.schedule.tiling import (
     parallelize,
     vectorize_last,
 )
-from fuser.schedule.transpose_params import TileAxes, TransposeParams, find_tile
+from fuser.schedule.transpose_params import TileAxes, TransposeParams, find_tile, tile_of
 
 PT = ParallelType
 
@@ -179,17 +179,10 @@ class _Tiled:
                 continue
             twins = follow(history, tv.domain, matcher.matches(tv.domain))
             along, across = ([twins[n] for n in parts] for parts in (inner, other))
-            nbytes = nbytes_of(tv.dtype())
             if self.tiles[tv]:
-                tile = Tile(
-                    params.staged_edge, params.edge, nbytes, params.vector, params.staged_vector
-                )
-                _lay_out(tv, across, along, padding_for(tile))
-            else:
-                tile = Tile(
-                    params.edge, params.staged_edge, nbytes, params.staged_vector, params.vector
-                )
-                _lay_out(tv, along, across, padding_for(tile))
+                along, across = across, along
+            tile = tile_of(params, nbytes_of(tv.dtype()), is_output=self.tiles[tv])
+            _lay_out(tv, along, across, padding_for(tile))
         return loops
 
     def _shape(self, tv: TensorView, *, is_staged: bool) -> tuple[list[int], list[int]]:

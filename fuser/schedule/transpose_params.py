@@ -10,7 +10,7 @@ from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
 from fuser.record import record
 from fuser.schedule import pointwise
-from fuser.schedule.banks import WARP
+from fuser.schedule.banks import WARP, Tile, has_conflicts
 from fuser.schedule.facts import Facts, RunExtents
 from fuser.schedule.pointwise import PointwiseParams, space_of
 from fuser.schedule.space import Access, Space
@@ -73,6 +73,13 @@ class TileAxes:
     between: tuple[int, ...]
     staged: tuple[Access, ...]
     direct: tuple[Access, ...]
+
+
+def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
+    """Return how threads go over the tile of a staged tensor: it is written as its source lies."""
+    direct, staged = (params.edge, params.vector), (params.staged_edge, params.staged_vector)
+    source, target = (direct, staged) if is_output else (staged, direct)
+    return Tile(target[0], source[0], nbytes, source[1], target[1])
 
 
 # ------------------------------------------------------------------ what a tile is made of
@@ -148,9 +155,10 @@ class _Tiles:
         """Return the tile for these extents, None where it would cost more than it saves."""
         extents = (inner, other)
         vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
-        edges = self._edges(vectors, extents)
-        if edges is None:
+        params = self._without_conflicts(vectors, extents)
+        if params is None:
             return None
+        edges = (params.edge, params.staged_edge)
         tiles = prod(-(-n // edge) for n, edge in zip(extents, edges, strict=True))
         filled = inner * other / (tiles * prod(edges))
         if tiles * outer < self._device.sm_count:
@@ -158,7 +166,23 @@ class _Tiles:
         total = self._staged_bytes + sum(a.nbytes for a in self._direct)
         if total / filled >= total + self._wasted(other, between):
             return None
-        return TransposeParams(self._threads(prod(edges), max(vectors)), *vectors, *edges)
+        return params
+
+    def _without_conflicts(
+        self, vectors: list[int], extents: tuple[int, int]
+    ) -> TransposeParams | None:
+        """Return the tile of these vectors, or of narrower ones where vectors of two widths would
+        meet in the banks of shared memory."""
+        while True:
+            edges = self._edges(vectors, extents)
+            if edges is None:
+                return None
+            threads = self._threads(prod(edges), max(vectors))
+            params = TransposeParams(threads, *vectors, *edges)
+            tiles = {tile_of(params, a.nbytes, is_output=a.is_output) for a in self._staged}
+            if vectors[0] == vectors[1] or not any(map(has_conflicts, tiles)):
+                return params
+            vectors[vectors.index(max(vectors))] //= 2
 
     def _edges(self, vectors: list[int], extents: tuple[int, int]) -> list[int] | None:
         """Return the extents of the tile. What an axis is too short for, the other one gets; None

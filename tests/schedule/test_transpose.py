@@ -7,8 +7,10 @@ read of what nobody has written and a race in shared memory are errors.
 from __future__ import annotations
 
 import itertools
+import math
 import random as python_random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 
 import pytest
 import torch
@@ -16,13 +18,13 @@ import torch
 from fuser import ops
 from fuser.device import CPU, H200
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, from_torch, nbytes_of, to_torch
+from fuser.ir.dtypes import DataType, from_torch, nbytes_of
 from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
 from fuser.lower.kernel import (
-    Assign,
     Body,
     Element,
     For,
@@ -33,6 +35,7 @@ from fuser.lower.kernel import (
     ScalarArg,
     Store,
     Sync,
+    TensorArg,
     VectorLoad,
     VectorStore,
     values_of,
@@ -44,7 +47,7 @@ from fuser.schedule import find_scheduler, rejections, scheduler
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
 from fuser.schedule.transpose_params import TransposeParams
-from tests.schedule.programs import Build, define, random, run, sizes_of
+from tests.schedule.programs import Build, define, new_input, random, run, sizes_of
 
 D = DataType
 WORD, WARP = 4, 32
@@ -99,7 +102,9 @@ def widths(extent: int, dtype: torch.dtype) -> list[int]:
     return [v for v in (1, 2, 4, 8, 16) if v * dtype.itemsize <= 16 and extent % v == 0]
 
 
-def any_tile(draw: python_random.Random, dtype: torch.dtype, extents: Sequence[int]) -> object:
+def any_tile(
+    draw: python_random.Random, dtype: torch.dtype, extents: Sequence[int]
+) -> TransposeParams:
     """Return a tile of any shape, with vectors that these innermost extents allow."""
     vector, staged = (draw.choice(widths(n, dtype)) for n in extents)
     edge, staged_edge = (
@@ -124,6 +129,412 @@ def test_every_order(order: tuple[int, ...]) -> None:
         x = random(shape, dtype)
         want = x.permute(order).contiguous()
         tile = any_tile(draw, dtype, (want.shape[-1], shape[-1]))
-        assert isinstance(tile, TransposeParams)
         executor = check(lambda t: turned(t, order), [x], [want], tile)
         assert launched(executor) == tile
+
+
+# ------------------------------------------------------------------ who passes through the tile
+TILE = TransposeParams(64, 4, 4, 32, 16)
+SCALAR = TransposeParams(32, 1, 1, 16, 8)
+
+
+@pytest.mark.parametrize("tile", [TILE, SCALAR], ids=str)
+@pytest.mark.parametrize("shape", [(36, 20), (64, 32), (4, 100), (100, 4)], ids=str)
+def test_several_inputs_and_outputs_on_both_sides(
+    tile: TransposeParams, shape: tuple[int, int]
+) -> None:
+    """Staged and direct inputs, staged and direct outputs, some of which others read."""
+    x, y = random(shape, torch.float32), random(shape, torch.float32, 1)
+    z, w = (random(shape[::-1], torch.float32, seed) for seed in (2, 3))
+
+    def build(*given: TensorView) -> list[TensorView]:
+        x, y, z, w = given
+        a = ops.add(x, y)
+        b = ops.mul(turned(a, (1, 0)), z)
+        c = ops.add(b, w)
+        return [a, ops.neg(b), c, turned(ops.mul(c, z), (1, 0))]
+
+    a = x + y
+    b = a.t() * z
+    c = b + w
+    wanted = [a, -b, c, (c * z).t()]
+    executor = check(build, [x, y, z, w], [v.contiguous() for v in wanted], tile)
+    assert launched(executor) == tile
+
+
+def test_outputs_are_staged_where_they_are_fewer() -> None:
+    """The sum of three transposed tensors is computed along theirs: one tile, not three."""
+    shape = (40, 24)
+    inputs = [random(shape, torch.float32, seed) for seed in range(3)]
+
+    def build(*given: TensorView) -> TensorView:
+        a, b, c = (turned(t, (1, 0)) for t in given)
+        return ops.add(ops.add(a, b), c)
+
+    want = (inputs[0] + inputs[1] + inputs[2]).t().contiguous()
+    check(build, inputs, [want], TILE)
+    copy = applied(define(build, *[(None, None)] * 3), TILE)
+    assert len(tiles_of(copy)) == 1
+
+
+def applied(fusion: Fusion, params: object) -> Fusion:
+    copy, _ = fusion.copy()
+    scheduler("transpose").apply(copy, params)
+    return copy
+
+
+def tiles_of(fusion: Fusion) -> list[TensorView]:
+    return [tv for tv in fusion.tensors() if tv.memory.name == "shared"]
+
+
+@pytest.mark.parametrize("tile", [TILE, SCALAR], ids=str)
+def test_operands_that_lack_axes_are_read_in_place(tile: TransposeParams) -> None:
+    x = random((3, 20, 36), torch.float32)
+    row, column = random((20,), torch.float32, 1), random((36, 1), torch.float32, 2)
+    plane = random((20, 36), torch.float32, 3)
+
+    def build(x: TensorView, row: TensorView, column: TensorView, plane: TensorView) -> TensorView:
+        t = turned(x, (0, 2, 1))
+        return ops.add(ops.mul(ops.add(t, row), column), turned(plane, (1, 0)))
+
+    want = (x.transpose(1, 2) + row) * column + plane.t()
+    executor = check(build, [x, row, column, plane], [want.contiguous()], tile)
+    assert launched(executor) == tile
+
+
+@pytest.mark.parametrize("tile", [TILE, SCALAR], ids=str)
+def test_outputs_with_broadcast_axes(tile: TransposeParams) -> None:
+    x = random((20, 36), torch.float32)
+
+    def build(x: TensorView) -> list[TensorView]:
+        t = turned(x, (1, 0))
+        kept = ops.broadcast(ops.neg(t), [False, True, False])
+        return [t, kept, ops.broadcast(ops.abs(x), [False, False, True])]
+
+    wanted = [x.t().contiguous(), -x.t()[:, None].contiguous(), x.abs()[:, :, None]]
+    check(build, [x], wanted, tile)
+
+
+def test_types_of_several_sizes() -> None:
+    """Each tile is padded for its own elements; the widest decide the vectors."""
+    x = random((64, 48), torch.bfloat16)
+
+    def build(x: TensorView) -> list[TensorView]:
+        t = ops.cast(turned(x, (1, 0)), D.Double)
+        return [t, ops.gt(t, 0.0), ops.cast(turned(ops.neg(t), (1, 0)), D.Float)]
+
+    wide = x.double().t().contiguous()
+    tile = TransposeParams(64, 2, 4, 16, 32)
+    check(build, [x], [wide, wide > 0, -x.float()], tile)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_fusions_in_random_tiles(seed: int) -> None:
+    """Inputs in one of two orders, outputs in one of two orders, any tile."""
+    draw = python_random.Random(seed)
+    dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16])
+    shape = [draw.choice([3, 8, 16, 20, 33, 64]) for _ in range(2)]
+    sides = [draw.random() < 0.5 for _ in range(draw.randint(1, 3))]
+    results = [not sides[0], *(draw.random() < 0.5 for _ in range(draw.randint(0, 2)))]
+    inputs = [random(shape[::-1] if side else shape, dtype, k) for k, side in enumerate(sides)]
+
+    def build(*given: TensorView) -> list[TensorView]:
+        straight = [turned(t, (1, 0)) if s else t for s, t in zip(sides, given, strict=True)]
+        total = reduce(ops.maximum, straight)
+        values = [ops.neg(total) if k % 2 else ops.abs(total) for k in range(len(results))]
+        sided = [turned(v, (1, 0)) if s else v for s, v in zip(results, values, strict=True)]
+        return [ops.cast(v, from_torch(dtype)) for v in sided]
+
+    total = reduce(torch.maximum, [t.t() if s else t for s, t in zip(sides, inputs, strict=True)])
+    values = [-total if k % 2 else total.abs() for k in range(len(results))]
+    wanted = [(v.t() if s else v).contiguous() for s, v in zip(results, values, strict=True)]
+    # Which of the two extents is whose is the scheduler's to say: the vectors divide both.
+    both = math.gcd(*shape)
+    tile = any_tile(draw, torch.float64, (both, both))
+    assert launched(check(build, inputs, wanted, tile)) == tile
+
+
+# ------------------------------------------------------------------ layouts
+LARGE = random((280, 520), torch.float32)
+ROW, COLUMN = LARGE[:1, :512].expand(256, 512), LARGE[:256, :1].expand(256, 512)
+LAYOUTS = {
+    "gap": (LARGE[:256, :512], TransposeParams(128, 4, 4, 32, 32)),
+    "begin that is not aligned": (LARGE[:256, 1:513], TransposeParams(128, 4, 1, 32, 32)),
+    "rows that are not aligned": (LARGE[:255, :512], TransposeParams(128, 1, 4, 32, 32)),
+    "turned": (random((512, 256), torch.float32).t(), None),
+    "repeated rows": (ROW, TransposeParams(128, 4, 4, 32, 32)),
+    "repeated columns": (COLUMN, None),
+    "every second": (random((256, 1024), torch.float32)[:, ::2], None),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_come(name: str) -> None:
+    """Gaps, expanded axes and permuted strides: the layouts that come decide, not those declared.
+    What no tile helps runs as pointwise kernels do."""
+    x, tile = LAYOUTS[name]
+    fusion = define(lambda t: ops.neg(turned(t, (1, 0))), (None, None))
+    small = replace(H200, sm_count=1)
+    executor = KernelExecutor(
+        fusion, scheduler="transpose", name="tile", device=small, checked=True
+    )
+    (out,) = run(executor, [x], [x.t().shape])
+    assert torch.equal(out, -x.t())
+    params = launched(executor)
+    assert params == tile if tile else isinstance(params, PointwiseParams)
+
+
+def test_a_pointwise_kernel_of_turned_tensors_takes_a_tile() -> None:
+    """Declared in one order, it gets them in two."""
+    fusion = define(lambda x, y: ops.add(x, y), (None, None), (None, None))
+    assert find_scheduler(fusion) == "pointwise"
+    executor = KernelExecutor(fusion, scheduler="pointwise", name="sum", device=H200, checked=True)
+    x, y = random((1024, 512), torch.float32), random((512, 1024), torch.float32, 1).t()
+    (out,) = run(executor, [x, y], [x.shape])
+    assert torch.equal(out, x + y)
+    assert launched(executor) == TransposeParams(128, 4, 4, 32, 32)
+    (out,) = run(executor, [x, x], [x.shape])
+    assert torch.equal(out, x + x)
+    assert [type(v.params) for v in executor.variants] == [TransposeParams, PointwiseParams]
+
+
+# ------------------------------------------------------------------ banks, sectors, barriers
+class Traffic:
+    """What the lanes of a warp ask for at the same time, from the addresses in a kernel."""
+
+    def __init__(self, kernel: LoweredKernel, sizes: Mapping[Symbol, int], block: int) -> None:
+        scalars = (arg for arg in kernel.args if not isinstance(arg, TensorArg))
+        self._fixed: dict[str, Number] = {"bx": block}
+        for symbol, arg in zip(kernel.scalars, scalars, strict=True):
+            assert isinstance(arg, ScalarArg)
+            self._fixed[symbol.name] = sc.evaluate(arg.scalar, sizes)
+        self._dtypes = {f"T{tv.number}": tv.dtype() for tv in kernel.fusion.tensors()}
+        # Place of the statement and iteration -> (name, shared, bytes of an access, first bytes).
+        self.asked: dict[object, tuple[str, bool, int, list[int]]] = {}
+        for warp in {0, kernel.threads // WARP - 1}:
+            for lane in range(WARP):
+                self._run(kernel.body, {**self._fixed, "tx": warp * WARP + lane}, (warp,))
+
+    def _run(self, body: Body, env: dict[str, Number], at: tuple[object, ...]) -> None:
+        for number, s in enumerate(body.statements):
+            here = (*at, number)
+            match s:
+                case Let():
+                    env[s.symbol.name] = value(s.value, env)
+                case For():
+                    for k in range(int(value(s.extent, env))):
+                        self._run(s.body, {**env, s.symbol.name: k}, (*here, k))
+                case If():
+                    if value(s.cond, env):
+                        self._run(s.then, dict(env), here)
+                case _:
+                    for part, access in enumerate(accesses(s)):
+                        self._ask(access, env, (*here, part))
+
+    def _ask(self, access: Access, env: Mapping[str, Number], at: object) -> None:
+        name, is_shared, width, index = access
+        nbytes = nbytes_of(self._dtypes[name])
+        entry = self.asked.setdefault(at, (name, is_shared, width * nbytes, []))
+        entry[3].append(int(value(index, env)) * nbytes)
+
+
+Access = tuple[str, bool, int, Scalar]
+
+
+def accesses(s: object) -> Iterator[Access]:
+    """Yield (tensor, whether shared, elements, index) of what a statement reads and writes."""
+    for part in values_of(s):  # pyright: ignore[reportArgumentType]
+        if isinstance(part, GlobalLoad) or (isinstance(part, Element) and part.shared):
+            yield part.name, isinstance(part, Element), 1, part.index
+    if isinstance(s, VectorLoad | VectorStore):
+        yield s.name, s.shared, s.width, s.index
+    if isinstance(s, Store):
+        yield s.name, False, 1, s.index
+
+
+def value(x: Scalar, env: Mapping[str, Number]) -> Number:
+    return sc.evaluate(x, {s: env[s.name] for s in sc.symbols(x)})
+
+
+def bank_turns(begins: Sequence[int], nbytes: int) -> int:
+    """Return how many words one bank is asked for at once; 8 bytes are served to 16 lanes at a
+    time, 16 bytes to 8."""
+    lanes = min(WARP, WARP * WORD // nbytes)
+    most = 0
+    for k in range(0, len(begins), lanes):
+        banks: dict[int, set[int]] = {}
+        for begin in begins[k : k + lanes]:
+            for byte in range(begin, begin + nbytes):
+                banks.setdefault(byte // WORD % WARP, set()).add(byte // WORD)
+        most = max(most, *map(len, banks.values()))
+    return most
+
+
+def chosen_kernel(
+    build: Build, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
+) -> tuple[LoweredKernel, TransposeParams, dict[Symbol, int]]:
+    """Return the kernel that an H200 gets for contiguous inputs of these shapes."""
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        given = [
+            new_input(fusion, [None] * len(s), from_torch(t))
+            for s, t in zip(shapes, dtypes, strict=True)
+        ]
+        made = build(*given)
+        for out in (made,) if isinstance(made, TensorView) else made:
+            fusion.add_output(out)
+    sizes = sizes_of(fusion, *shapes)
+    params = scheduler("transpose").heuristics(fusion, Facts(sizes), H200)
+    assert isinstance(params, TransposeParams), params
+    copy = applied(fusion, params)
+    kernel = lower_kernel(copy, name="tile", index_dtype=D.Int, device=H200)
+    return kernel, params, sizes_of(copy, *shapes)
+
+
+# Extents that 16 bytes, 8, 4 and 2 divide, and those that nothing divides.
+EXTENTS = [2048, 2040, 2044, 2046, 2047]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("extents", [*itertools.product(EXTENTS, EXTENTS)], ids=str)
+def test_no_bank_conflicts_and_whole_lines(dtype: torch.dtype, extents: tuple[int, int]) -> None:
+    kernel, params, sizes = chosen_kernel(lambda x: turned(x, (1, 0)), [extents], [dtype])
+    widest = 16 // dtype.itemsize
+    vectors = params.vector, params.staged_vector
+    for vector, extent in zip(vectors, extents, strict=True):
+        assert vector <= math.gcd(extent, widest)
+    assert min(vectors) == min(math.gcd(n, widest) for n in extents)
+    assert params.edge * params.staged_edge * dtype.itemsize <= H200.max_smem_per_block // 12
+    traffic = Traffic(kernel, sizes, block=3)
+    kinds = set()
+    for name, is_shared, nbytes, begins in traffic.asked.values():
+        assert len(begins) == WARP
+        kinds.add((name, is_shared, nbytes))
+        if is_shared:
+            assert bank_turns(begins, nbytes) == 1, (params, name, begins)
+        elif extents == (2048, 2048):
+            lines = {b // 128 for begin in begins for b in (begin, begin + nbytes - 1)}
+            assert len(lines) == WARP * nbytes // 128, (params, name)
+    assert {n for name, shared, n in kinds if not shared} == {v * dtype.itemsize for v in vectors}
+    assert sum(isinstance(s, Sync) for s in walk(kernel.body)) == 1
+
+
+# ------------------------------------------------------------------ what is chosen
+def chosen(
+    build: Build, *shapes: Sequence[int], dtype: torch.dtype = torch.bfloat16
+) -> TransposeParams | PointwiseParams:
+    fusion = define(build, *[[None] * len(s) for s in shapes], dtype=from_torch(dtype))
+    return scheduler("transpose").heuristics(fusion, Facts(sizes_of(fusion, *shapes)), H200)
+
+
+def test_tiles_by_type() -> None:
+    for dtype, tile in {
+        torch.bool: TransposeParams(128, 16, 16, 128, 128),
+        torch.bfloat16: TransposeParams(128, 8, 8, 64, 64),
+        torch.float32: TransposeParams(128, 4, 4, 32, 32),
+        torch.float64: TransposeParams(128, 2, 2, 16, 16),
+    }.items():
+        assert chosen(lambda x: turned(x, (1, 0)), (8192, 8192), dtype=dtype) == tile
+
+
+@pytest.mark.parametrize(
+    ("order", "shape", "is_tile"),
+    [
+        # NHWC to NCHW: each channel would read all sectors. And back: a block reads all of them.
+        ((0, 3, 1, 2), (64, 224, 224, 3), True),
+        ((0, 2, 3, 1), (64, 3, 224, 224), False),
+        ((0, 3, 1, 2), (64, 56, 56, 256), True),
+        # Heads of attention: rows of 64 stay whole, nothing is turned.
+        ((0, 2, 1, 3), (16, 1024, 12, 64), False),
+        ((0, 2, 3, 1), (16, 1024, 12, 64), True),
+        # What a block reads anyway holds both axes.
+        ((0, 2, 1), (1 << 16, 5, 7), False),
+        ((0, 2, 1), (1 << 16, 16, 16), False),
+        ((1, 0), (1 << 20, 2), True),
+        ((1, 0), (2, 1 << 20), False),
+        # Too little for all multiprocessors.
+        ((1, 0), (256, 512), False),
+    ],
+)
+def test_tiles_where_they_save_traffic(
+    order: tuple[int, ...], shape: tuple[int, ...], is_tile: bool
+) -> None:
+    params = chosen(lambda x: turned(x, order), shape)
+    assert isinstance(params, TransposeParams) is is_tile, params
+    if isinstance(params, TransposeParams):
+        inner, other = shape[order[-1]], shape[-1]
+        assert params.staged_edge < 2 * other and (params.edge < 2 * inner or len(order) > 2)
+        assert params.edge * params.staged_edge >= 1024
+
+
+def test_many_staged_tensors_share_the_budget() -> None:
+    def build(*given: TensorView) -> list[TensorView]:
+        return [turned(ops.add(x, given[0]), (1, 0)) for x in given]
+
+    for count in (2, 8, 24, 60, 200):
+        params = chosen(build, *[(4096, 4096)] * count, dtype=torch.float32)
+        if isinstance(params, TransposeParams):
+            tile = params.edge * params.staged_edge
+            assert count * 4 * tile <= H200.max_smem_per_block // 4
+            assert count * 4 * tile // params.threads <= 512
+        assert isinstance(params, TransposeParams) is (count < 60), count
+
+
+# ------------------------------------------------------------------ accepting
+def test_reasons() -> None:
+    square = [(None, None)] * 2
+    cube = (None, None, None)
+
+    def three(x: TensorView) -> list[TensorView]:
+        return [turned(x, (0, 2, 1)), turned(x, (1, 2, 0)), ops.neg(x)]
+
+    for build, shapes, reason in (
+        (ops.add, square, "lie in one order"),
+        (lambda x: turned(x, (1, 0, 2)), [cube], "lie in one order"),
+        (lambda x: ops.sum(turned(x, (1, 0)), [1]), [(None, None)], "is not pointwise"),
+        (three, [cube], "3 innermost axes"),
+        (lambda x: ops.add(x, turned(x, (1, 0))), [(None, None)], "the same axis"),
+    ):
+        assert reason in rejections(define(build, *shapes))["transpose"]
+    assert find_scheduler(define(three, cube)) == "pointwise"
+
+
+def test_slices_and_pads_above_the_permutation_are_left_to_others() -> None:
+    """A tensor that is read at shifted indices is read in place; beside it a tile may serve."""
+
+    def alone(x: TensorView) -> TensorView:
+        return turned(ops.slice(x, [1, 0], [65, 48]), (1, 0))
+
+    x, y = random((70, 48), torch.float32), random((64, 48), torch.float32, 1)
+    assert "one order" in rejections(define(alone, (70, 48)))["transpose"]
+
+    def both(x: TensorView, y: TensorView) -> TensorView:
+        return ops.add(alone(x), turned(y, (1, 0)))
+
+    want = (x[1:65] + y).t().contiguous()
+    assert launched(check(both, [x, y], [want], TILE, shapes=[(70, 48), (64, 48)])) == TILE
+
+
+def test_outputs_that_are_written_into_inputs() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x, y = (new_input(fusion, (None, None), D.Float) for _ in range(2))
+        total = ops.add(x, turned(y, (1, 0)))
+        fusion.add_output(total, alias_input=x)
+    assert "written into an input" in rejections(fusion)["transpose"]
+
+
+def test_the_cpu_has_plain_loops() -> None:
+    fusion = define(lambda x: turned(x, (1, 0)), (None, None))
+    params = scheduler("transpose").heuristics(fusion, Facts(sizes_of(fusion, (4096, 4096))), CPU)
+    assert str(params) == "pointwise(loops)"
+
+
+def test_ladder_of_a_tile() -> None:
+    tiles = scheduler("transpose").ladder(TransposeParams(128, 4, 8, 32, 64), H200)
+    assert [(t.vector, getattr(t, "staged_vector", 0)) for t in tiles] == [
+        (4, 8),
+        (2, 8),
+        (1, 1),
+        (1, 0),
+    ]
