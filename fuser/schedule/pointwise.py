@@ -71,9 +71,13 @@ class PointwiseParams:
     unroll: int = 1
     inner_on_x: bool = False
 
-    def is_near(self, other: PointwiseParams) -> bool:
+    def is_near(self, other: object) -> bool:
         """Whether kernels of both differ in nothing that a small input would notice."""
-        return self.vector == other.vector and bool(self.threads_x) == bool(other.threads_x)
+        return (
+            isinstance(other, PointwiseParams)
+            and self.vector == other.vector
+            and bool(self.threads_x) == bool(other.threads_x)
+        )
 
     is_alike = is_near
 

@@ -530,6 +530,18 @@ def test_the_cpu_has_plain_loops() -> None:
     assert str(params) == "pointwise(loops)"
 
 
+def test_sizes_of_one_kernel_with_and_without_a_tile() -> None:
+    """Small inputs reuse kernels of nearby sizes where these are alike: a tile is like no loop."""
+    fusion = define(lambda x: ops.neg(turned(x, (1, 0))), (None, None))
+    executor = KernelExecutor(fusion, scheduler="transpose", name="tile", device=H200, checked=True)
+    for shape in ((512, 512), (508, 512), (12, 8), (512, 509), (3, 1024), (509, 517)):
+        x = random(shape, torch.float32)
+        (out,) = run(executor, [x], [shape[::-1]])
+        assert torch.equal(out, -x.t()), shape
+    kinds = [type(v.params) for v in executor.variants]
+    assert {TransposeParams, PointwiseParams} <= {*kinds} and len(kinds) <= 5
+
+
 def test_ladder_of_a_tile() -> None:
     tiles = scheduler("transpose").ladder(TransposeParams(128, 4, 8, 32, 64), H200)
     assert [(t.vector, getattr(t, "staged_vector", 0)) for t in tiles] == [
