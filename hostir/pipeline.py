@@ -17,6 +17,7 @@ from fuser.passes.concretize import concretize, refined_sizes
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.inner_outer_persistent import PARTS
 from fuser.schedule.registry import find_scheduler
+from fuser.schedule.transpose import stays_coalesced
 from hostir.container import HostIrContainer
 from hostir.host_passes import PASSES, run_passes
 from hostir.input_class import InputClass, specialise
@@ -120,6 +121,7 @@ def lower_sharded(
     segmented = segment_fusion(
         fusion,
         find_scheduler=scheduler_of,
+        pays=stays_coalesced,
         local_shape=streams.held_extents,
         may_share_kernel=loops.may_share_kernel,
         stands_alone=stands_alone(loops, params),

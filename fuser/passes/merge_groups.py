@@ -46,6 +46,8 @@ class Group:
     totals: tuple[TensorView, ...] = ()
 
 
+# Whether one kernel, of the last fusion, is as fast as those of the others.
+Pays = Callable[[Sequence[Fusion], Fusion], bool]
 # A group, by its place in program order, or an op that no kernel computes.
 _Step = int | TensorOp
 
@@ -54,8 +56,8 @@ class Merger:
     """Merges groups that share inputs or feed one another.
 
     `others` are the ops that no kernel computes, `position` counts all ops. `accept` completes a
-    group that some scheduler takes, of given totals only parts, and `may_share_kernel` is an
-    equivalence of ops.
+    group that some scheduler takes, of given totals only parts, `pays` tells whether one kernel is
+    as fast as those of several parts, and `may_share_kernel` is an equivalence of ops.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class Merger:
         position: Mapping[TensorOp, int],
         *,
         accept: Callable[[Group, tuple[TensorView, ...]], Group | None],
+        pays: Pays,
         may_share_kernel: Callable[[TensorOp, TensorOp], bool],
     ) -> None:
-        self._accept, self._may_share_kernel = accept, may_share_kernel
+        self._accept, self._pays, self._may_share_kernel = accept, pays, may_share_kernel
         self._groups = dict(enumerate(groups))
         # Memory must hold these whatever kernels there are.
         self._kept = {*fusion.outputs, *(v for e in others for v in e.inputs)}
@@ -118,7 +121,8 @@ class Merger:
             if not merged:
                 return False
             union = self._accept(self._groups[place], _totals(merged) if kind == "rows" else ())
-            if union is not None and union.scheduler == SCHEDULER.get(kind, union.scheduler):
+            parts = [merged[0][1], *(its_group for _, _, its_group in merged)]
+            if union is not None and self._is_wanted(parts, union, kind):
                 self._groups[place] = union
                 return True
             for other, group, its_group in reversed(merged):
@@ -126,6 +130,12 @@ class Merger:
             if len(merged) == 1:
                 self._refused.add((kind, merged[0][1].ops, merged[0][2].ops))
             most = max(len(merged) // 2, 1)
+
+    def _is_wanted(self, parts: Sequence[Group], union: Group, kind: str | None) -> bool:
+        if union.scheduler != SCHEDULER.get(kind, union.scheduler):
+            return False
+        fusions = [g.fusion for g in (*parts, union) if g.fusion is not None]
+        return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
     # ------------------------------------------------------------ who may merge
     def _partner(self, place: int, kind: str | None) -> int | None:

@@ -25,7 +25,7 @@ from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
-from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger
+from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger, Pays
 from fuser.passes.row_parts import may_come_in_parts, split_rows
 from fuser.passes.store_or_recompute import elements, worth_storing
 from fuser.record import record, replace
@@ -83,20 +83,22 @@ def segment_fusion(
     *,
     find_scheduler: Callable[[Fusion], str | None],
     local_shape: Callable[[TensorView], Sequence[Scalar]],
+    pays: Pays = lambda parts, union: True,
     may_share_kernel: Callable[[TensorOp, TensorOp], bool] = lambda a, b: True,
     stands_alone: Callable[[TensorOp], bool] = lambda op: isinstance(op, nodes.LibraryOp),
     row_parts: int = 0,
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
-    `find_scheduler` names a scheduler that accepts a kernel's fusion, `local_shape` gives the
-    extents of what memory holds of a tensor, and `may_share_kernel` is an equivalence of ops: those
-    of one kernel run equally often. `stands_alone` tells which ops the library carries out. Where
-    `row_parts` is not 0, sums over rows may be split in that many parts, in `fusion` itself. Raises
+    `find_scheduler` names a scheduler that accepts a kernel's fusion, `pays` tells whether one
+    pointwise kernel is as fast as those of its parts, `local_shape` gives the extents of what
+    memory holds of a tensor, and `may_share_kernel` is an equivalence of ops: those of one kernel
+    run equally often. `stands_alone` tells which ops the library carries out. Where `row_parts` is
+    not 0, sums over rows may be split in that many parts, in `fusion` itself. Raises
     `UnsupportedError` naming an op that no scheduler accepts even alone.
     """
     return _Segmenter(
-        fusion, find_scheduler, local_shape, may_share_kernel, stands_alone, row_parts
+        fusion, find_scheduler, local_shape, pays, may_share_kernel, stands_alone, row_parts
     ).run()
 
 
@@ -106,6 +108,7 @@ class _Segmenter:
         fusion: Fusion,
         find_scheduler: Callable[[Fusion], str | None],
         local_shape: Callable[[TensorView], Sequence[Scalar]],
+        pays: Pays,
         may_share_kernel: Callable[[TensorOp, TensorOp], bool],
         stands_alone: Callable[[TensorOp], bool],
         row_parts: int,
@@ -115,7 +118,7 @@ class _Segmenter:
         self.exprs = fusion.used_exprs()
         self.find_scheduler = find_scheduler
         self.local_shape = local_shape
-        self.may_share_kernel = may_share_kernel
+        self.pays, self.may_share_kernel = pays, may_share_kernel
         self.position = {e: i for i, e in enumerate(self.exprs)}
         self.kind: dict[TensorOp, SegmentKind] = {}
         for e in self.exprs:
@@ -347,6 +350,7 @@ class _Segmenter:
             [e for e in self.exprs if self.kind[e] != "kernel"],
             self.position,
             accept=self._accepted,
+            pays=self.pays,
             may_share_kernel=self.may_share_kernel,
         )
         return merger.run()

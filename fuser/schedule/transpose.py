@@ -43,7 +43,13 @@ from fuser.schedule.tiling import (
     parallelize,
     vectorize_last,
 )
-from fuser.schedule.transpose_params import TileAxes, TransposeParams, find_tile, tile_of
+from fuser.schedule.transpose_params import (
+    TileAxes,
+    TransposeParams,
+    accesses_along,
+    find_tile,
+    tile_of,
+)
 
 PT = ParallelType
 
@@ -57,6 +63,18 @@ def accepts(fusion: Fusion) -> str | None:
         return rejected
     tile = find_tile(fusion, space_of(fusion))
     return tile if isinstance(tile, str) else None
+
+
+def stays_coalesced(parts: Sequence[Fusion], union: Fusion) -> bool:
+    """Whether a pointwise kernel that does the work of several moves all tensors along innermost
+    axes where these kernels do: a tile has two."""
+    most = _innermost_axes(union)
+    return most <= 2 or most <= max(map(_innermost_axes, parts))
+
+
+def _innermost_axes(fusion: Fusion) -> int:
+    has_one = not _may_have_two_orders(fusion) or pointwise.accepts(fusion) is not None
+    return 1 if has_one else len(accesses_along(space_of(fusion)))
 
 
 def _may_have_two_orders(fusion: Fusion) -> bool:

@@ -88,10 +88,7 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
     most bytes, outputs before inputs: the fewer bytes pass through shared memory."""
     if fusion.aliases:
         return "an output is written into an input"
-    along: dict[int, list[Access]] = {}
-    for access in space.accesses:
-        if space.is_full(access) and access.order and access.contiguous[-1]:
-            along.setdefault(access.order[-1], []).append(access)
+    along = accesses_along(space)
     if len(along) < 2:
         return "all inputs and outputs lie in one order"
     if len(along) > 2:
@@ -106,6 +103,15 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
     outer = (p for k, run in enumerate(rest) if k != at for p in run)
     between = (p for run in runs[at + 1 :] for p in run)
     return TileAxes(tuple(outer), rest[at], inner, tuple(between), tuple(staged), tuple(direct))
+
+
+def accesses_along(space: Space) -> dict[int, list[Access]]:
+    """Return the tensors that have all axes, by the innermost one in memory."""
+    along: dict[int, list[Access]] = {}
+    for access in space.accesses:
+        if space.is_full(access) and access.order and access.contiguous[-1]:
+            along.setdefault(access.order[-1], []).append(access)
+    return along
 
 
 def _votes(accesses: list[Access]) -> tuple[int, int]:

@@ -75,3 +75,36 @@ def test_groups_with_a_third_step_between_them_stay_apart_until_it_is_merged() -
     segmented = cut(fusion, scheduler)
     # The last joins the second, which the first may not join.
     assert [len(s.outputs) for s in segmented.segments] == [1, 2]
+
+
+def test_a_kernel_moves_tensors_along_two_innermost_axes_at_most() -> None:
+    """What reads one tensor in three orders is two kernels; three in one kernel stay one."""
+
+    def results(x: TensorView) -> tuple[TensorView, ...]:
+        y = ops.exp(x)
+        return (
+            y,
+            ops.permute(ops.neg(y), [0, 2, 1]),
+            ops.permute(ops.abs(y), [2, 1, 0]),
+            ops.permute(ops.sin(y), [1, 2, 0]),
+        )
+
+    def total(x: TensorView, y: TensorView, z: TensorView) -> TensorView:
+        return ops.add(x, ops.add(ops.permute(y, [0, 2, 1]), ops.permute(z, [2, 1, 0])))
+
+    fusion = fusion_of(results, 3)
+    found = [(s.scheduler, len(s.outputs)) for s in cut(fusion).segments]
+    assert found == [("transpose", 2), ("transpose", 2)]
+    check_values(fusion, (3, 4, 5))
+    sums = cut(fusion_of(total, 3, 3, 3)).segments
+    assert [s.scheduler for s in sums if s.kind == "kernel"] == ["pointwise"]
+
+
+def test_permutations_that_undo_each_other_merge() -> None:
+    def build(x: TensorView) -> tuple[TensorView, TensorView]:
+        y = ops.permute(ops.exp(x), [1, 0])
+        return y, ops.neg(ops.permute(y, [1, 0]))
+
+    (segment,) = cut(fusion_of(build, 2)).segments
+    assert segment.scheduler == "transpose"
+    check_values(fusion_of(build, 2), (3, 5))

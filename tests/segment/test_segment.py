@@ -18,6 +18,7 @@ from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.registry import find_scheduler
+from fuser.schedule.transpose import stays_coalesced
 
 
 def fusion_of(build: Callable[..., Any], *ranks: int) -> Fusion:
@@ -40,6 +41,7 @@ def cut(
         fusion,
         find_scheduler=scheduler,
         local_shape=TensorView.shape,
+        pays=stays_coalesced,
     )
 
 
