@@ -187,8 +187,11 @@ def neighbours(params: Any) -> list[Any]:
     """Return scheduler parameters near the chosen ones, the chosen first."""
     from fuser.schedule.inner_persistent_params import InnerPersistentParams
     from fuser.schedule.pointwise import PointwiseParams
+    from fuser.schedule.transpose_params import TransposeParams
 
     found: list[Any] = [params]
+    if isinstance(params, TransposeParams):
+        return _tile_neighbours(params)
     if isinstance(params, InnerPersistentParams):
         return _persistent_neighbours(params)
     if isinstance(params, PointwiseParams):
@@ -207,6 +210,19 @@ def neighbours(params: Any) -> list[Any]:
         for unroll, x, threads, grid in shapes:
             made = replace(params, unroll=unroll, threads_x=x, threads_y=threads // x, grid=grid)
             found.append(made)
+    return list(dict.fromkeys(found))
+
+
+def _tile_neighbours(params: Any) -> list[Any]:
+    """Half and twice each extent of the tile, with blocks of other sizes."""
+    found = [params]
+    widest = max(params.vector, params.staged_vector)
+    edges = itertools.product((params.edge // 2, params.edge, 2 * params.edge), (-1, 0, 1))
+    for (edge, power), threads in itertools.product(edges, (64, 128, 256, 512)):
+        staged = int(params.staged_edge * 2**power)
+        if edge >= params.vector and staged >= params.staged_vector:
+            fits = threads * widest <= edge * staged
+            found += [replace(params, edge=edge, staged_edge=staged, threads=threads)] * fits
     return list(dict.fromkeys(found))
 
 

@@ -44,16 +44,12 @@ def layer_norm(fd: Any, x: Any) -> Any:
     return ops.cast(normal, DataType.BFloat16)
 
 
-def transpose(fd: Any, x: Any) -> Any:
-    return fd.ops.set(fd.ops.permute(x, [1, 0]))
-
-
 def column_max(fd: Any, x: Any) -> Any:
     return fd.ops.max(x, dims=[0])
 
 
 def programs() -> dict[str, Callable[..., Any]]:
-    """Return the definitions by name; those of `bench.py` and four more."""
+    """Return the definitions by name; those of `bench.py` and three more."""
     import bench
 
     found: dict[str, Callable[..., Any]] = {n: p.build for n, p in bench.PATTERNS.items()}
@@ -61,7 +57,6 @@ def programs() -> dict[str, Callable[..., Any]]:
         **found,
         "softmax": softmax,
         "layer_norm": layer_norm,
-        "transpose": transpose,
         "column_max": column_max,
     }
 

@@ -266,6 +266,62 @@ ROW_PATTERNS = {
     ),
 }
 
+# ------------------------------------------------------------------ transposes
+BATCH = 64
+
+
+def _turned(order: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, rank: int = 2) -> Pattern:
+    """A copy in another order of axes; of three, the first is a batch."""
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        return x.permute(*order).contiguous()
+
+    return Pattern(
+        lambda fd, x: fd.ops.permute(x, list(order)),
+        copy,
+        lambda m, n: ((m, n) if rank == 2 else (BATCH, m // BATCH, n),),
+        lambda m, n: 2 * m * n * dtype.itemsize,
+        dtype,
+        library=copy,
+    )
+
+
+def turned_bias_gelu(fd: FusionDefinition, x: Any, b: Any) -> Any:
+    return bias_gelu(fd, fd.ops.permute(x, [1, 0]), b)
+
+
+def sum_and_turned(fd: FusionDefinition, x: Any, y: Any) -> Any:
+    """Two inputs in two orders, and the sum in both."""
+    total = _bf16(fd, fd.ops.add(_f32(fd, x), fd.ops.permute(_f32(fd, y), [1, 0])))
+    return total, fd.ops.permute(total, [1, 0])
+
+
+def _torch_sum_and_turned(x: torch.Tensor, y: torch.Tensor) -> Result:
+    total = (x.float() + y.t().float()).to(x.dtype)
+    return total, total.t().contiguous()
+
+
+TRANSPOSES = {
+    "transpose": _turned((1, 0)),
+    "transpose_fp32": _turned((1, 0), dtype=torch.float32),
+    "transpose_fp64": _turned((1, 0), dtype=torch.float64),
+    "permute_021": _turned((0, 2, 1), rank=3),
+    "permute_210": _turned((2, 1, 0), rank=3),
+    "permute_120": _turned((1, 2, 0), rank=3),
+    "turned_bias_gelu": Pattern(
+        turned_bias_gelu,
+        lambda x, b: _torch_gelu(x.t().float() + b.float()).to(x.dtype).contiguous(),
+        lambda m, n: ((m, n), (m,)),
+        lambda m, n: 4 * m * n + 2 * m,
+    ),
+    "sum_and_turned": Pattern(
+        sum_and_turned,
+        _torch_sum_and_turned,
+        lambda m, n: ((m, n), (n, m)),
+        lambda m, n: 8 * m * n,
+    ),
+}
+
 PATTERNS = {
     "gelu_mul_add": Pattern(
         gelu_mul_add,
@@ -296,4 +352,5 @@ PATTERNS = {
     # The number of rows is a symbol of the definition.
     "sum_of_4_rows_any": few_rows(4, known=0),
     **ROW_PATTERNS,
+    **TRANSPOSES,
 }

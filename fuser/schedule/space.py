@@ -126,7 +126,8 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
     resized = tensors_above_resize(fusion)
     outputs = dict.fromkeys(fusion.outputs)
     accesses: list[Access] = []
-    for tv in (*(v for v in fusion.inputs if isinstance(v, TensorView)), *outputs):
+    read = (v for v in fusion.inputs if isinstance(v, TensorView) and fusion.uses(v))
+    for tv in (*read, *outputs):
         order: list[int] = []
         flags: list[bool] = []
         known = tv not in resized or tv in outputs

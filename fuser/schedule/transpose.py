@@ -25,7 +25,7 @@ from fuser.ir.build_domain import DomainBuilder
 from fuser.ir.domain import IterDomain, contiguity_for
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, TensorOp
+from fuser.ir.nodes import TensorOp
 from fuser.ir.primitives import cache_after
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
@@ -48,6 +48,7 @@ from fuser.schedule.transpose_params import (
     TransposeParams,
     accesses_along,
     find_tile,
+    may_have_two_orders,
     tile_of,
 )
 
@@ -56,7 +57,7 @@ PT = ParallelType
 
 def accepts(fusion: Fusion) -> str | None:
     """Return why no tile would help the fusion, None when one may."""
-    if not _may_have_two_orders(fusion):
+    if not may_have_two_orders(fusion):
         return "all inputs and outputs lie in one order"
     rejected = pointwise.accepts(fusion)
     if rejected is not None:
@@ -73,16 +74,8 @@ def stays_coalesced(parts: Sequence[Fusion], union: Fusion) -> bool:
 
 
 def _innermost_axes(fusion: Fusion) -> int:
-    has_one = not _may_have_two_orders(fusion) or pointwise.accepts(fusion) is not None
+    has_one = not may_have_two_orders(fusion) or pointwise.accepts(fusion) is not None
     return 1 if has_one else len(accesses_along(space_of(fusion)))
-
-
-def _may_have_two_orders(fusion: Fusion) -> bool:
-    """Whether a permutation or a declared memory order stands between inputs and outputs."""
-    ends = (v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView))
-    return any(tv.domain.allocation for tv in ends) or any(
-        isinstance(op, LoadStoreOp) and op.out.domain.root for op in fusion.exprs
-    )
 
 
 def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:

@@ -8,6 +8,8 @@ from math import prod
 
 from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import LoadStoreOp
+from fuser.ir.tensor import TensorView
 from fuser.record import record
 from fuser.schedule import pointwise
 from fuser.schedule.banks import WARP, Tile, has_conflicts
@@ -83,6 +85,14 @@ def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
 
 
 # ------------------------------------------------------------------ what a tile is made of
+def may_have_two_orders(fusion: Fusion) -> bool:
+    """Whether a permutation or a declared memory order stands between inputs and outputs."""
+    ends = (v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView))
+    return any(tv.domain.allocation for tv in ends) or any(
+        isinstance(op, LoadStoreOp) and op.out.domain.root for op in fusion.exprs
+    )
+
+
 def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
     """Return the axes of the tile, or why there is none. The kernel computes along the axis of
     most bytes, outputs before inputs: the fewer bytes pass through shared memory."""
@@ -128,7 +138,7 @@ def chooser(
 ) -> Callable[[Facts], TransposeParams | PointwiseParams]:
     """Return what chooses a tile for an input class, or else what the pointwise scheduler would."""
     without = pointwise.chooser(fusion, device)
-    if device.kind == "cpu":
+    if device.kind == "cpu" or not may_have_two_orders(fusion):
         return without
     space = space_of(fusion)
     axes = find_tile(fusion, space)

@@ -499,6 +499,16 @@ def test_reasons() -> None:
     assert find_scheduler(define(three, cube)) == "pointwise"
 
 
+def test_inputs_that_nothing_reads() -> None:
+    """They neither need a tile nor get one."""
+    x, y = random((32, 20), torch.float32), random((20, 32), torch.float32, 1)
+    unused = define(lambda x, y: ops.neg(ops.permute(x, [1, 0])), (None, None), (None, None))
+    (out,) = run(forced(unused, TILE), [x, y], [(20, 32)])
+    assert torch.equal(out, -x.t())
+    straight = define(lambda x, y: ops.neg(y), (None, None), (None, None))
+    assert "one order" in rejections(straight)["transpose"]
+
+
 def test_slices_and_pads_above_the_permutation_are_left_to_others() -> None:
     """A tensor that is read at shifted indices is read in place; beside it a tile may serve."""
 
