@@ -1,4 +1,5 @@
-"""Generated kernels on the GPU against torch in float64: pointwise and reductions."""
+"""Generated kernels on the GPU against torch in float64: pointwise, transposes and
+reductions."""
 
 from __future__ import annotations
 
@@ -46,6 +47,28 @@ def test_pointwise(shape: tuple[int, int]) -> None:
 
     x, y, b = (t.double() for t in inputs)
     close(on_gpu(build, inputs, shape), x.tanh() * y + b, 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "shape"),
+    [
+        ((1, 0), (4096, 1536)),
+        ((1, 0), (1000, 777)),
+        ((1, 0), (1 << 18, 3)),
+        ((0, 2, 1), (16, 300, 770)),
+        ((2, 1, 0), (64, 48, 200)),
+        ((0, 3, 1, 2), (16, 56, 56, 64)),
+    ],
+    ids=str,
+)
+def test_transposes(order: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    x, y = random(shape, torch.bfloat16), random(shape, torch.bfloat16, 1).permute(order)
+    want = x.double().permute(order) * y.double()
+
+    def build(x: TensorView, y: TensorView) -> TensorView:
+        return ops.cast(ops.mul(ops.permute(x, list(order)), y), BF16)
+
+    close(on_gpu(build, [x, y.contiguous()], tuple(want.shape)), want, 1)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

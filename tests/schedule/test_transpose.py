@@ -416,7 +416,9 @@ def test_no_bank_conflicts_and_whole_lines(dtype: torch.dtype, extents: tuple[in
             lines = {b // 128 for begin in begins for b in (begin, begin + nbytes - 1)}
             assert len(lines) == WARP * nbytes // 128, (params, name)
     assert {n for name, shared, n in kinds if not shared} == {v * dtype.itemsize for v in vectors}
+    # One barrier, in no loop.
     assert sum(isinstance(s, Sync) for s in walk(kernel.body)) == 1
+    assert any(isinstance(s, Sync) for s in kernel.body.statements)
 
 
 # ------------------------------------------------------------------ what is chosen
