@@ -8,6 +8,7 @@ import torch
 from fuser import ops, schedule
 from fuser.errors import FuserError, InputError
 from fuser.schedule import SchedulerType
+from fuser.schedule.transpose_params import TransposeParams
 from tests.schedule.programs import define
 
 
@@ -30,6 +31,20 @@ def test_apply_for_inputs_returns_the_parameters() -> None:
     params = schedule.schedule(fusion, SchedulerType.pointwise, [torch.ones(4, 6)])
     assert str(params) == "pointwise(loops)"
     assert len(fusion.outputs[0].domain.loop) == 1
+
+
+def test_a_transpose_by_its_name() -> None:
+    """Two schedulers accept it; on the CPU both make plain loops."""
+    fusion = define(lambda x: ops.neg(ops.permute(x, [1, 0])), (None, None))
+    inputs = [torch.ones(4, 6)]
+    accepted = schedule.find_compatible_schedulers(fusion, inputs)
+    assert accepted == [SchedulerType.transpose, SchedulerType.pointwise]
+    params = schedule.schedule(fusion, SchedulerType.transpose, inputs)
+    assert str(params) == "pointwise(loops)"
+    again = define(lambda x: ops.neg(ops.permute(x, [1, 0])), (None, None))
+    tile = TransposeParams(32, 1, 1, 16, 8)
+    assert schedule.schedule(again, SchedulerType.transpose, tile) is None
+    assert [tv.memory.name for tv in again.tensors()].count("shared") == 1
 
 
 def test_refusals() -> None:

@@ -133,6 +133,23 @@ def test_every_order(order: tuple[int, ...]) -> None:
         assert launched(executor) == tile
 
 
+@pytest.mark.parametrize("ones", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)], ids=str)
+def test_axes_of_one_element(ones: tuple[int, ...]) -> None:
+    """They are no axes of a tile, wherever they stand."""
+    shape = [1 if one else n for one, n in zip(ones, (12, 36, 20, 8), strict=True)]
+    x = random(shape, torch.float32)
+    count = 0
+    for order in itertools.permutations(range(4)):
+        real = [k for k in order if not ones[k]]
+        if real[-1] == max(real):
+            continue  # the innermost axis stays
+        count += 1
+        if count % 3 == 0:
+            want = x.permute(order).contiguous()
+            check(lambda t, order=order: ops.neg(turned(t, order)), [x], [-want], TILE)
+    assert count == 16
+
+
 # ------------------------------------------------------------------ who passes through the tile
 TILE = TransposeParams(64, 4, 4, 32, 16)
 SCALAR = TransposeParams(32, 1, 1, 16, 8)
