@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random as python_random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import pytest
@@ -17,31 +17,11 @@ import torch
 
 from fuser import ops
 from fuser.device import CPU, H200
-from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, from_torch, nbytes_of
+from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
-from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
-from fuser.lower.kernel import (
-    Body,
-    Element,
-    For,
-    GlobalLoad,
-    If,
-    Let,
-    LoweredKernel,
-    ScalarArg,
-    Store,
-    Sync,
-    TensorArg,
-    VectorLoad,
-    VectorStore,
-    values_of,
-    walk,
-)
-from fuser.lower.kernel_passes import lower_kernel
 from fuser.record import replace
 from fuser.schedule import find_scheduler, rejections, scheduler
 from fuser.schedule.facts import Facts
@@ -50,7 +30,6 @@ from fuser.schedule.transpose_params import TransposeParams
 from tests.schedule.programs import Build, define, new_input, random, run, sizes_of
 
 D = DataType
-WORD, WARP = 4, 32
 
 
 def turned(x: TensorView, order: Sequence[int]) -> TensorView:
@@ -313,129 +292,6 @@ def test_a_pointwise_kernel_of_turned_tensors_takes_a_tile() -> None:
     (out,) = run(executor, [x, x], [x.shape])
     assert torch.equal(out, x + x)
     assert [type(v.params) for v in executor.variants] == [TransposeParams, PointwiseParams]
-
-
-# ------------------------------------------------------------------ banks, sectors, barriers
-class Traffic:
-    """What the lanes of a warp ask for at the same time, from the addresses in a kernel."""
-
-    def __init__(self, kernel: LoweredKernel, sizes: Mapping[Symbol, int], block: int) -> None:
-        scalars = (arg for arg in kernel.args if not isinstance(arg, TensorArg))
-        self._fixed: dict[str, Number] = {"bx": block}
-        for symbol, arg in zip(kernel.scalars, scalars, strict=True):
-            assert isinstance(arg, ScalarArg)
-            self._fixed[symbol.name] = sc.evaluate(arg.scalar, sizes)
-        self._dtypes = {f"T{tv.number}": tv.dtype() for tv in kernel.fusion.tensors()}
-        # Place of the statement and iteration -> (name, shared, bytes of an access, first bytes).
-        self.asked: dict[object, tuple[str, bool, int, list[int]]] = {}
-        for warp in {0, kernel.threads // WARP - 1}:
-            for lane in range(WARP):
-                self._run(kernel.body, {**self._fixed, "tx": warp * WARP + lane}, (warp,))
-
-    def _run(self, body: Body, env: dict[str, Number], at: tuple[object, ...]) -> None:
-        for number, s in enumerate(body.statements):
-            here = (*at, number)
-            match s:
-                case Let():
-                    env[s.symbol.name] = value(s.value, env)
-                case For():
-                    for k in range(int(value(s.extent, env))):
-                        self._run(s.body, {**env, s.symbol.name: k}, (*here, k))
-                case If():
-                    if value(s.cond, env):
-                        self._run(s.then, dict(env), here)
-                case _:
-                    for part, access in enumerate(accesses(s)):
-                        self._ask(access, env, (*here, part))
-
-    def _ask(self, access: Access, env: Mapping[str, Number], at: object) -> None:
-        name, is_shared, width, index = access
-        nbytes = nbytes_of(self._dtypes[name])
-        entry = self.asked.setdefault(at, (name, is_shared, width * nbytes, []))
-        entry[3].append(int(value(index, env)) * nbytes)
-
-
-Access = tuple[str, bool, int, Scalar]
-
-
-def accesses(s: object) -> Iterator[Access]:
-    """Yield (tensor, whether shared, elements, index) of what a statement reads and writes."""
-    for part in values_of(s):  # pyright: ignore[reportArgumentType]
-        if isinstance(part, GlobalLoad) or (isinstance(part, Element) and part.shared):
-            yield part.name, isinstance(part, Element), 1, part.index
-    if isinstance(s, VectorLoad | VectorStore):
-        yield s.name, s.shared, s.width, s.index
-    if isinstance(s, Store):
-        yield s.name, False, 1, s.index
-
-
-def value(x: Scalar, env: Mapping[str, Number]) -> Number:
-    return sc.evaluate(x, {s: env[s.name] for s in sc.symbols(x)})
-
-
-def bank_turns(begins: Sequence[int], nbytes: int) -> int:
-    """Return how many words one bank is asked for at once; 8 bytes are served to 16 lanes at a
-    time, 16 bytes to 8."""
-    lanes = min(WARP, WARP * WORD // nbytes)
-    most = 0
-    for k in range(0, len(begins), lanes):
-        banks: dict[int, set[int]] = {}
-        for begin in begins[k : k + lanes]:
-            for byte in range(begin, begin + nbytes):
-                banks.setdefault(byte // WORD % WARP, set()).add(byte // WORD)
-        most = max(most, *map(len, banks.values()))
-    return most
-
-
-def chosen_kernel(
-    build: Build, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
-) -> tuple[LoweredKernel, TransposeParams, dict[Symbol, int]]:
-    """Return the kernel that an H200 gets for contiguous inputs of these shapes."""
-    fusion = Fusion()
-    with FusionGuard(fusion):
-        given = [
-            new_input(fusion, [None] * len(s), from_torch(t))
-            for s, t in zip(shapes, dtypes, strict=True)
-        ]
-        made = build(*given)
-        for out in (made,) if isinstance(made, TensorView) else made:
-            fusion.add_output(out)
-    sizes = sizes_of(fusion, *shapes)
-    params = scheduler("transpose").heuristics(fusion, Facts(sizes), H200)
-    assert isinstance(params, TransposeParams), params
-    copy = applied(fusion, params)
-    kernel = lower_kernel(copy, name="tile", index_dtype=D.Int, device=H200)
-    return kernel, params, sizes_of(copy, *shapes)
-
-
-# Extents that 16 bytes, 8, 4 and 2 divide, and those that nothing divides.
-EXTENTS = [2048, 2040, 2044, 2046, 2047]
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("extents", [*itertools.product(EXTENTS, EXTENTS)], ids=str)
-def test_no_bank_conflicts_and_whole_lines(dtype: torch.dtype, extents: tuple[int, int]) -> None:
-    kernel, params, sizes = chosen_kernel(lambda x: turned(x, (1, 0)), [extents], [dtype])
-    widest = 16 // dtype.itemsize
-    vectors = params.vector, params.staged_vector
-    for vector, extent in zip(vectors, extents, strict=True):
-        assert vector <= math.gcd(extent, widest)
-    assert min(vectors) == min(math.gcd(n, widest) for n in extents)
-    assert params.edge * params.staged_edge * dtype.itemsize <= H200.max_smem_per_block // 12
-    traffic = Traffic(kernel, sizes, block=3)
-    kinds = set()
-    for name, is_shared, nbytes, begins in traffic.asked.values():
-        assert len(begins) == WARP
-        kinds.add((name, is_shared, nbytes))
-        if is_shared:
-            assert bank_turns(begins, nbytes) == 1, (params, name, begins)
-        elif extents == (2048, 2048):
-            lines = {b // 128 for begin in begins for b in (begin, begin + nbytes - 1)}
-            assert len(lines) == WARP * nbytes // 128, (params, name)
-    assert {n for name, shared, n in kinds if not shared} == {v * dtype.itemsize for v in vectors}
-    # One barrier, in no loop.
-    assert sum(isinstance(s, Sync) for s in walk(kernel.body)) == 1
-    assert any(isinstance(s, Sync) for s in kernel.body.statements)
 
 
 # ------------------------------------------------------------------ what is chosen
