@@ -20,7 +20,10 @@ from fuser.device import CPU, H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
+from fuser.ir.parse import parse_fusion
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import fusion_text
+from fuser.ir.verify import verify_fusion
 from fuser.kernels.executor import KernelExecutor
 from fuser.record import replace
 from fuser.schedule import find_scheduler, rejections, scheduler
@@ -181,6 +184,14 @@ def applied(fusion: Fusion, params: object) -> Fusion:
 
 def tiles_of(fusion: Fusion) -> list[TensorView]:
     return [tv for tv in fusion.tensors() if tv.memory.name == "shared"]
+
+
+def test_a_scheduled_fusion_is_whole_and_has_a_text() -> None:
+    """The padding of a tile is an axis of its memory."""
+    copy = applied(define(lambda x: [ops.neg(turned(x, (1, 0))), ops.abs(x)], (None, None)), TILE)
+    verify_fusion(copy)
+    text = fusion_text(copy)
+    assert fusion_text(parse_fusion(text)) == text and "Resize" in text
 
 
 @pytest.mark.parametrize("tile", [TILE, SCALAR], ids=str)
