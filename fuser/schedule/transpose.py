@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
+from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.build_domain import DomainBuilder
@@ -79,13 +80,15 @@ def _innermost_axes(fusion: Fusion) -> int:
 
 
 def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:
-    """Schedule the fusion in place."""
+    """Schedule the fusion in place. Raises `UnsupportedError` where a tile is asked for and there
+    is none."""
     if isinstance(params, PointwiseParams):
         pointwise.apply(fusion, params)
         return
     space = space_of(fusion)
     axes = find_tile(fusion, space)
-    assert isinstance(axes, TileAxes), axes
+    if not isinstance(axes, TileAxes):
+        raise UnsupportedError(f"{params}: {axes}")
     _Tiled(fusion, space, axes, params).schedule()
 
 

@@ -106,7 +106,9 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
         return "an output is written into an input"
     along = accesses_along(space)
     if len(along) < 2:
-        return "all inputs and outputs lie in one order"
+        hidden = next((a.tv for a in space.accesses if a.order is None), None)
+        but = f", but {hidden}, which a view reads at other indices" if hidden else ""
+        return f"all inputs and outputs lie in one order{but}"
     if len(along) > 2:
         firsts = ", ".join(str(group[0].tv) for group in along.values())
         return f"inputs and outputs have {len(along)} innermost axes: {firsts}"
