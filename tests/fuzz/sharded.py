@@ -281,7 +281,7 @@ class Sharded(Builder):
             # From the last axis to the first: a split moves only what is behind it.
             notes.append(Annotation(name, mesh, tuple(sorted(cuts, reverse=True))))
         if not notes:
-            notes.append(Annotation(program.inputs[0].name, 0, ()))
+            notes.append(Annotation(next(n for n in needed if n in self.dims), 0, ()))
         return Program(
             program.inputs,
             program.stmts,
