@@ -27,13 +27,21 @@ class InputClass:
     """The key, the sizes that made it, and the layout of each tensor input.
 
     The layout is None for a scalar, and for a tensor whose user declared an allocation domain of
-    transformed axes. `device` is its kind.
+    transformed axes. `repeated` are the positions of axes, of each input, along which memory holds
+    one element though the declaration does not say so. `device` is its kind.
     """
 
     key: Hashable
     sizes: Mapping[Symbol, int]
     layouts: tuple[Layout | None, ...]
+    repeated: tuple[tuple[int, ...], ...]
     device: str = "cpu"
+
+    @staticmethod
+    def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
+        """Return the class of inputs of these sizes that lie as they are declared."""
+        count = len(fusion.inputs)
+        return InputClass(None, sizes, (None,) * count, ((),) * count)
 
 
 class Classifier:
@@ -62,8 +70,10 @@ class Classifier:
             else None
             for known, given in zip(self._layouts, inputs, strict=True)
         )
-        key = (device.type, device.index, layouts, self._key_of(sizes), self._pays(sizes))
-        return InputClass(key, sizes, layouts, device.type)
+        repeated = tuple(map(_repeated, inputs))
+        where = device.type, device.index
+        key = (*where, layouts, repeated, self._key_of(sizes), self._pays(sizes))
+        return InputClass(key, sizes, layouts, repeated, device.type)
 
     def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[bool, ...]:
         found = [int(n) for n in self._rows.at_once(sizes) or ()]
@@ -72,8 +82,20 @@ class Classifier:
         return tuple([pays(rows, columns) for pays in decided for rows, columns in pairs])
 
 
-def specialise(fusion: Fusion, input_class: InputClass) -> None:
-    """Give every tensor input of `fusion` (a copy) the layout that its argument has."""
-    for value, layout in zip(fusion.inputs, input_class.layouts, strict=True):
+def _repeated(given: torch.Tensor | bool | int | float) -> tuple[int, ...]:
+    if not isinstance(given, torch.Tensor) or given.is_contiguous():
+        return ()
+    sized = enumerate(zip(given.shape, given.stride(), strict=True))
+    return tuple(axis for axis, (n, step) in sized if n > 1 and not step)
+
+
+def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
+    """Give every tensor input of `fusion` (a copy) the layout that its argument has; return the
+    axes, by number, along which memory holds one element of these."""
+    repeated: set[int] = set()
+    known = zip(fusion.inputs, input_class.layouts, input_class.repeated, strict=True)
+    for value, layout, positions in known:
         if isinstance(value, TensorView) and layout is not None:
             value.domain = with_layout(value.domain, layout)
+            repeated.update(value.domain.no_reductions[p].number for p in positions)
+    return frozenset(repeated)

@@ -44,7 +44,7 @@ def lower_streams(
     finally:
         values.exprs = exprs
     sizes = {s: v for s, v in symbol_values(program, {}).items() if isinstance(v, int)}
-    found = InputClass(None, sizes, tuple(None for _ in fusion.inputs))
+    found = InputClass.as_declared(fusion, sizes)
     return build_program(fusion, found, backend_name=backend_name, params=params)[1]
 
 

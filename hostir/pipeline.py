@@ -74,11 +74,14 @@ def build_program(
     dump("fusion_ir_original", lambda: fusion_text(definition))
     check_types(definition)
     fusion, _ = concretize(definition, input_class.sizes)
-    specialise(fusion, input_class)
+    repeated = specialise(fusion, input_class)
     dump("fusion_ir_concretized", fusion.print_math)
     fusion_passes.run_passes(fusion)
     shard_fusion(
-        fusion, propagate=params.propagate, overlap=None if overlap is None else give_steps
+        fusion,
+        propagate=params.propagate,
+        overlap=None if overlap is None else give_steps,
+        repeated=repeated,
     )
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
     if any(libraries):

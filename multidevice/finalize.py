@@ -15,11 +15,11 @@ from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import Reshard
-from fuser.ir.storage import memory_order
+from fuser.ir.storage import is_contiguous, memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES
 from multidevice.communication import communicates, is_step_slice
-from multidevice.placement import clone_domain, is_contiguous, spread_axes
+from multidevice.placement import clone_domain, spread_axes
 from multidevice.sharding import has_streams
 from multidevice.streams import StreamLoops, allocated_per_step
 

@@ -15,7 +15,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard, TensorOp
-from fuser.ir.storage import memory_order
+from fuser.ir.storage import copy_memory_order, is_contiguous, memory_order, set_memory_order
 from fuser.ir.tensor import TensorView
 from multidevice.communication import (
     communicates,
@@ -29,11 +29,8 @@ from multidevice.communication import (
 from multidevice.placement import (
     clone_domain,
     copy_like,
-    copy_memory_order,
-    is_contiguous,
     is_plain_broadcast,
     placement,
-    set_memory_order,
     without_streams,
 )
 from multidevice.streams import allocated_per_step, scatters_steps, stream_axes, stream_axis
@@ -56,6 +53,16 @@ def lay_out_communication(fusion: Fusion) -> None:
     for op in fusion.exprs:
         if isinstance(op, Reshard) and communicates(op):
             _fit_consumer(per_step, _fit_producer(per_step, op))
+
+
+def communicated(fusion: Fusion) -> set[TensorView]:
+    """Return the operands and results of collectives, and what steps slice these out of: every rank
+    has them in the same order, whichever its inputs have."""
+    found: set[TensorView] = set()
+    for op in reversed(fusion.exprs):
+        if communicates(op) or (is_step_slice(op) and op.out_tensor in found):
+            found.update((op.inputs[0], op.out_tensor))  # pyright: ignore[reportArgumentType]
+    return found
 
 
 class _PerStep:

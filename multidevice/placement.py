@@ -8,7 +8,7 @@ think in cuts and write them back as splits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,14 +22,12 @@ from fuser.ir.domain import (
     Swizzle1D,
     TensorDomain,
     Transform,
-    numbers,
 )
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.path import Rules, path, replay
 from fuser.ir.scalar import Scalar
-from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
@@ -422,23 +420,3 @@ def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
     """Return the numbers of the axes from a logical axis to its root axis, both included."""
     steps = path(tv.domain, (logical,), tv.domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))
-
-
-# ------------------------------------------------------------------ memory order
-def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
-    """Declare a contiguous memory order of the logical axes (positions, outermost first)."""
-    axes = [tv.domain.no_reductions[p] for p in order]
-    reductions = [a for a in tv.domain.logical if a.is_reduction()]
-    tv.set_allocation_domain([*axes, *reductions], True)
-
-
-def copy_memory_order(source: TensorView, tv: TensorView) -> None:
-    """Let a tensor with the axes of `source` lie in memory as that one does, gaps included."""
-    if source.domain.allocation or not is_contiguous(source):
-        order = memory_order(source)
-        axes = numbers(tv.domain.no_reductions[p] for p, _ in order)
-        tv.domain = tv.domain.with_allocation(axes, [flag for _, flag in order])
-
-
-def is_contiguous(tv: TensorView) -> bool:
-    return all(flag is not False for flag in tv.domain.contiguity)

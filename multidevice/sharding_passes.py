@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from fuser.ir.fusion import Fusion
@@ -11,11 +12,12 @@ from fuser.ir.nodes import Reshard
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.ir.verify import verify_fusion
+from fuser.passes.infer_layouts import infer_layouts
 from fuser.passes.separate_updates import write_instead
-from multidevice.communication import communicates
+from multidevice.communication import communicates, is_step_slice
 from multidevice.decompose import complete_steps, decompose_reshardings
 from multidevice.finalize import complete_meshes, finalize_domains
-from multidevice.layout import lay_out_communication
+from multidevice.layout import communicated, lay_out_communication
 from multidevice.merged_streams import unmerge_streams
 from multidevice.placement import (
     add_cuts,
@@ -120,20 +122,28 @@ def place_updates(fusion: Fusion) -> None:
 
 # What `record_reshardings` and `complete_origins` write down is for people. The order of the others
 # matters: units are dropped once shardings are known (the outputs' shardings name them)
-# and before communication is inserted; layout looks at single collectives; domains are finalized
+# and before communication is inserted; layout looks at single collectives; other tensors follow
+# inputs, whose orders are those of this rank, in what that leaves open; domains are finalized
 # last, because allocation domains describe whole tensors before it and shards after it.
-PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
-    ("record_reshardings", record_reshardings),
-    ("lay_out_communication", lay_out_communication),
-    ("finalize_domains", finalize_domains),
-    ("complete_origins", complete_origins),
-)
+def _passes(repeated: Collection[int]) -> tuple[tuple[str, Callable[[Fusion], None]], ...]:
+    return (
+        ("record_reshardings", record_reshardings),
+        ("lay_out_communication", lay_out_communication),
+        ("infer_layouts", partial(_follow_inputs, repeated=repeated)),
+        ("finalize_domains", finalize_domains),
+        ("complete_origins", complete_origins),
+    )
 
 
-def complete(fusion: Fusion) -> None:
+def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
+    fixed = communicated(fusion)
+    infer_layouts(fusion, repeated=repeated, fixed=fixed, is_part=is_step_slice)
+
+
+def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
     """Lay out and finalize a fusion whose reshardings are decomposed."""
     verify_fusion(fusion, after="decompose_reshardings")
-    for name, run in PASSES:
+    for name, run in _passes(repeated):
         run(fusion)
         verify_fusion(fusion, after=name)
 
@@ -149,12 +159,13 @@ def shard_fusion(
     *,
     propagate: bool = True,
     overlap: Callable[[Fusion], None] | None = None,
+    repeated: Collection[int] = (),
 ) -> ShardingResult:
     """Propagate (unless every tensor is annotated), decompose, lay out and finalize the shardings
-    of a fusion, in place. `overlap`: see `decompose_reshardings`.
+    of a fusion, in place. `overlap`: see `decompose_reshardings`; `repeated`: `infer_layouts`.
 
-    Without meshes and streams nothing happens. Afterwards every op is local or a `Reshard`, whose
-    type is `communication.communication_type`.
+    Without meshes and streams only memory orders are inferred. Afterwards every op is local or a
+    `Reshard`, whose type is `communication.communication_type`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.
@@ -163,6 +174,8 @@ def shard_fusion(
     """
     drop_unit_streams(fusion)
     if not (has_mesh(fusion) or has_streams(fusion)):
+        infer_layouts(fusion, repeated=repeated)
+        verify_fusion(fusion, after="infer_layouts")
         return ShardingResult()
     unmerge_streams(fusion)
     check_annotations(fusion)
@@ -185,6 +198,6 @@ def shard_fusion(
     drop_unit_axes(fusion)
     verify_fusion(fusion, after="drop_unit_axes")
     decompose_reshardings(fusion, overlap=overlap)
-    complete(fusion)
+    complete(fusion, repeated=repeated)
     found = tuple(op for op in fusion.exprs if isinstance(op, Reshard) and communicates(op))
     return ShardingResult(MappingProxyType(facts), outputs, found)

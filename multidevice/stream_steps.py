@@ -13,6 +13,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReductionOp, Reshard, TensorOp
+from fuser.ir.storage import copy_memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
 from multidevice.communication import exchanged_axes, is_copy
@@ -25,7 +26,6 @@ from multidevice.placement import (
     axis_cuts,
     clone_domain,
     copy_like,
-    copy_memory_order,
     cut_origin,
     outside_streams,
     placement,

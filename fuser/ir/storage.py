@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.domain import IterDomain
+from fuser.ir.domain import IterDomain, numbers
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 
@@ -40,6 +40,25 @@ def memory_order(tv: TensorView) -> MemoryOrder:
         return tv.domain.memory_order
     except UnsupportedError as error:
         raise UnsupportedError(f"{tv}: {error}") from None
+
+
+def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
+    """Declare a contiguous memory order of the logical axes (positions, outermost first)."""
+    axes = [tv.domain.no_reductions[p] for p in order]
+    reductions = [a for a in tv.domain.logical if a.is_reduction()]
+    tv.set_allocation_domain([*axes, *reductions], True)
+
+
+def copy_memory_order(source: TensorView, tv: TensorView) -> None:
+    """Let a tensor with the axes of `source` lie in memory as that one does, gaps included."""
+    if source.domain.allocation or not is_contiguous(source):
+        order = memory_order(source)
+        axes = numbers(tv.domain.no_reductions[p] for p, _ in order)
+        tv.domain = tv.domain.with_allocation(axes, [flag for _, flag in order])
+
+
+def is_contiguous(tv: TensorView) -> bool:
+    return all(flag is not False for flag in tv.domain.contiguity)
 
 
 def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:

@@ -13,12 +13,12 @@ import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.errors import DefinitionError, FuserError, UnsupportedError
+from fuser.ir.storage import is_contiguous
 from hostir import NUMBER_OF_STREAMS, RANK, HostIrContainer, equal, parse
 from hostir.container import walk
 from hostir.ops import ForLoop, HirAliasSelect
 from hostir.race import find_races
 from hostir.transfers import Communication
-from multidevice.placement import is_contiguous
 
 GOLDEN = Path(__file__).parent / "golden"
 STREAM, X = ParallelType.stream, ParallelType.mesh_x

@@ -121,7 +121,7 @@ def decided(
     overlaps = overlaps or Overlaps(
         machine, backend="NCCL", transports=(PEER_COPIES, "NCCL"), captured=captured
     )
-    found = InputClass(None, values, tuple(None for _ in fusion.inputs))
+    found = InputClass.as_declared(fusion, values)
     program = build_program(fusion, found, backend_name="NCCL", overlap=overlaps.steps_for(values))[
         1
     ]

@@ -19,13 +19,13 @@ from fuser.ir.guard import FusionGuard
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Symbol
-from fuser.ir.storage import memory_order
+from fuser.ir.storage import is_contiguous, memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import evaluate_fusion
 from multidevice.communication import communicates, communication_type, moved_axes, team_of
 from multidevice.localize import localize
-from multidevice.placement import Block, is_contiguous
+from multidevice.placement import Block
 from multidevice.shard import shard_for_rank, unshard
 from multidevice.sharding_passes import ShardingResult, shard_fusion
 from tests.multidevice import in_steps

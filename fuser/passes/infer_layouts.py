@@ -1,0 +1,137 @@
+"""Infer layouts: a result lies in memory in the order of the operand that it follows.
+
+Before: inputs, what the user declared and what devices exchange have a memory order. After: every
+tensor that follows an operand whose order is not that of its own axes has that order as its
+allocation domain, without gaps. That is a hint: no op relies on it, and what is declared stays.
+
+    y [N, C, H, W] = relu(x)    x in memory (N, H, W, C)   ->   y in memory (N, H, W, C)
+
+An op follows its operand with most axes in memory, of equals the first, as torch does. Views carry
+an order along as far as it can be: a reshape that merges axes that are apart in memory ends it. So
+do library ops, which write row-major results. Factories and expanded operands have no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.domain import Transform
+from fuser.ir.fusion import Fusion
+from fuser.ir.layout_class import declared_order
+from fuser.ir.nodes import LibraryOp, TensorOp
+from fuser.ir.path import transforms_between
+from fuser.ir.storage import copy_memory_order, is_stored, set_memory_order
+from fuser.ir.tensor import TensorView
+from fuser.passes.segment import VIEW_OPS
+
+Order = tuple[int, ...]
+"""Positions (reductions left out) of the axes that have a place in memory, outermost first."""
+
+
+def infer_layouts(
+    fusion: Fusion,
+    *,
+    repeated: Collection[int] = (),
+    fixed: Collection[TensorView] = (),
+    is_part: Callable[[TensorOp], bool] = lambda op: False,
+) -> None:
+    """Give the tensors of `fusion` their memory orders, in place.
+
+    `repeated` are the axes of inputs, by number, of which memory holds one element for this input
+    class. `fixed` are tensors that keep their order, which says nothing about what follows them.
+    `is_part` tells the ops whose result names a part of their operand.
+    """
+    updated = {alias.out: alias.into for alias in fusion.aliases}
+    kept = {*fixed, *_read_by_library_ops(fusion)}
+    orders = {v: _given(v, repeated) for v in fusion.inputs if isinstance(v, TensorView)}
+    for op in fusion.exprs:
+        for out in op.outputs:
+            if out.domain.allocation and out not in fixed:
+                orders[out] = _given(out)
+            elif is_part(op):
+                orders[out] = orders[op.inputs[0]]  # pyright: ignore[reportArgumentType]
+                if out not in kept:
+                    copy_memory_order(op.inputs[0], out)  # pyright: ignore[reportArgumentType]
+            else:
+                # What is written into an input lies there as that does.
+                into = updated.get(out)
+                orders[out] = _followed(op, out, orders) if into is None else _given(into)
+                if out not in kept:
+                    _lay(out, orders[out])
+
+
+def _read_by_library_ops(fusion: Fusion) -> set[TensorView]:
+    """Return the tensors that library ops read as batches of matrices, perhaps through views: torch
+    would copy those whose batches lie inside of a matrix. Outputs are none of them."""
+    found: set[TensorView] = set()
+    for op in reversed(fusion.exprs):
+        is_view = isinstance(op, VIEW_OPS) and not found.isdisjoint(op.outputs)
+        if is_view or isinstance(op, LibraryOp):
+            found.update(v for _, v in tensor_operands(op) if v.ndim > 2)
+    return found.difference(v for v in fusion.outputs if isinstance(v, TensorView))
+
+
+def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
+    """Return the order of a tensor that has one, () where its axes have none of their own."""
+    axes = tv.domain.no_reductions
+    order = declared_order(tv) or ()
+    return tuple(p for p in order if is_stored(axes[p]) and axes[p].number not in repeated)
+
+
+def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order]) -> Order:
+    """Return the order of a result whose order is ours to choose; () where no operand has one."""
+    stored = [p for p, a in enumerate(out.domain.no_reductions) if is_stored(a)]
+    if isinstance(op, LibraryOp):
+        return tuple(stored)
+    best: Order = ()
+    for index, operand in tensor_operands(op):
+        found = _carried(op, index, orders[operand], out)
+        if found is None:
+            return tuple(stored)
+        if len(found) > len(best):
+            best = found
+    return _completed(best, stored) if best else ()
+
+
+def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order | None:
+    """Return an operand's order in positions of the result, without the axes that end; None where
+    the result's axes have none that follows from it."""
+    domain = out.domain
+    pairs = zip(domain.maybe_root, op.axis_map(index), strict=True)
+    root_of = {source: root.number for root, source in pairs if source is not None}
+    numbers: list[int] | None = [root_of[p] for p in order if p in root_of]
+    for t in transforms_between(domain, domain.maybe_root, domain.logical):
+        numbers = _through(t, numbers)
+        if numbers is None:
+            return None
+    axes = enumerate(domain.no_reductions)
+    places = {a.number: p for p, a in axes if is_stored(a)}
+    return tuple(places[n] for n in numbers if n in places)
+
+
+def _through(t: Transform, order: list[int]) -> list[int] | None:
+    """Return an order of axes behind a transform; None where it merges axes that are apart."""
+    found = [n for n in t.inputs if n in order]
+    if not found:
+        return order
+    at = order.index(found[0])
+    if order[at : at + len(found)] != found:
+        return None
+    return [*order[:at], *t.outputs, *order[at + len(found) :]]
+
+
+def _completed(order: Order, positions: Sequence[int]) -> Order:
+    """Return the order with all `positions`: a new one stands before the first one behind it."""
+    found = list(order)
+    for p in positions:
+        if p not in order:
+            at = next((k for k, q in enumerate(found) if q > p), len(found))
+            found.insert(at, p)
+    return tuple(found)
+
+
+def _lay(tv: TensorView, order: Order) -> None:
+    """Declare an order of the axes in memory where it is not that of the tensor."""
+    if list(order) != sorted(order):
+        set_memory_order(tv, _completed(order, range(tv.ndim)))
