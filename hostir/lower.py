@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fuser.ir import nodes
+from fuser.ir import nodes, storage
 from fuser.ir.core import Op
 from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import TensorOp
@@ -29,7 +29,13 @@ from hostir.peer_memory import let_peers_map
 from hostir.places import with_places
 from hostir.stream_loops import StreamLoopBuilder
 from hostir.transfers import PEER_COPIES, Communication, Wait
-from multidevice.communication import RED_OP_OF, communication_type, sliced_axis, team_of
+from multidevice.communication import (
+    RED_OP_OF,
+    communicates,
+    communication_type,
+    sliced_axis,
+    team_of,
+)
 from multidevice.sharding import local_extents
 from multidevice.streams import StreamLoops, stream_axis
 
@@ -160,8 +166,9 @@ class Lowering:
     def library(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
-            # Torch makes what only this program sees.
-            is_seen = any(out in self.values.outputs for out in op.outputs)
+            pairs = zip(op.outputs, expr.outputs, strict=True)
+            # Torch makes what only this program sees, in an order of its own.
+            is_seen = any(out in self.values.outputs or _is_packed(made) for out, made in pairs)
             for out in op.outputs:
                 if not self.params.standalone or is_seen:
                     self._allocate(out)
@@ -241,20 +248,26 @@ class Lowering:
         return _has_layout_of(out, into) and _reads_own_element(segments[at], out, into)
 
 
+def _is_packed(tv: TensorView) -> bool:
+    """Whether a communication reads the result of an op that torch may lay out otherwise."""
+    has_rows = isinstance(tv.definition(), nodes.LibraryOp) and storage.lies_in_order(tv)
+    return any(map(communicates, tv.uses())) and not has_rows
+
+
 def _shape(tv: TensorView) -> object:
     return local_extents(tv), [a.is_broadcast for a in tv.domain.no_reductions]
 
 
 def _has_layout_of(out: TensorView, into: TensorView) -> bool:
     """Whether the buffer of `into` can hold `out` as a kernel lays it out."""
-    is_plain = not (out.domain.allocation or into.domain.allocation)
-    return is_plain and _shape(out) == _shape(into) and memory_flags(out) == memory_flags(into)
-
-
-def memory_flags(tv: TensorView) -> list[bool | None]:
-    """Return the contiguity of the axes that have memory."""
-    axes = zip(tv.domain.maybe_allocation, tv.domain.contiguity, strict=True)
-    return [flag for a, flag in axes if not a.is_reduction()]
+    is_plain = all(
+        {*t.domain.allocation_numbers} <= {*t.domain.logical_numbers} for t in (out, into)
+    )
+    return (
+        is_plain
+        and _shape(out) == _shape(into)
+        and storage.memory_order(out) == storage.memory_order(into)
+    )
 
 
 def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> bool:
