@@ -6,9 +6,10 @@ allocation domain, without gaps. That is a hint: no op relies on it, and what is
 
     y [N, C, H, W] = relu(x)    x in memory (N, H, W, C)   ->   y in memory (N, H, W, C)
 
-An op follows its operand with most axes in memory, of equals the first, as torch does. Views carry
-an order along as far as it can be: a reshape that merges axes that are apart in memory ends it. So
-do library ops, which write row-major results. Factories and expanded operands have no order.
+An op follows its operand with most axes in memory, of equals the first; others order only axes that
+it lacks. Views carry an order along as far as it can be: a reshape that merges axes that are apart
+in memory ends it. So do library ops, which write row-major results. Factories and repeated axes
+have no order.
 """
 
 from __future__ import annotations
@@ -84,14 +85,11 @@ def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order])
     stored = [p for p, a in enumerate(out.domain.no_reductions) if is_stored(a)]
     if isinstance(op, LibraryOp):
         return tuple(stored)
-    best: Order = ()
-    for index, operand in tensor_operands(op):
-        found = _carried(op, index, orders[operand], out)
-        if found is None:
-            return tuple(stored)
-        if len(found) > len(best):
-            best = found
-    return _completed(best, stored) if best else ()
+    found = [_carried(op, index, orders[v], out) for index, v in tensor_operands(op)]
+    if None in found:
+        return tuple(stored)
+    known = [order for order in found if order]
+    return _joined(sorted(known, key=len, reverse=True), stored) if known else ()
 
 
 def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order | None:
@@ -121,17 +119,25 @@ def _through(t: Transform, order: list[int]) -> list[int] | None:
     return [*order[:at], *t.outputs, *order[at + len(found) :]]
 
 
-def _completed(order: Order, positions: Sequence[int]) -> Order:
-    """Return the order with all `positions`: a new one stands before the first one behind it."""
-    found = list(order)
-    for p in positions:
-        if p not in order:
-            at = next((k for k, q in enumerate(found) if q > p), len(found))
-            found.insert(at, p)
-    return tuple(found)
+def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
+    """Return `positions` in the order that the first of `orders` to have two of them says; where
+    none has, as they are. Sorted as torch sorts the axes of a result: by insertion, from inside."""
+    found = list(reversed(positions))
+    for end in range(1, len(found)):
+        at = end
+        for k in reversed(range(end)):
+            inner, outer = found[k], found[at]
+            says = next((o for o in orders if inner in o and outer in o), None)
+            if says is None:
+                continue
+            if says.index(outer) < says.index(inner):
+                break
+            found[k], found[at] = outer, inner
+            at = k
+    return tuple(reversed(found))
 
 
 def _lay(tv: TensorView, order: Order) -> None:
     """Declare an order of the axes in memory where it is not that of the tensor."""
     if list(order) != sorted(order):
-        set_memory_order(tv, _completed(order, range(tv.ndim)))
+        set_memory_order(tv, _joined([order], range(tv.ndim)))

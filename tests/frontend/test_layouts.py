@@ -1,0 +1,328 @@
+"""Outputs lie in memory as their inputs do: every order of axes, with gaps, repeats and units.
+
+The values are torch's in float64. Where torch computes the same op alone, its strides are the
+expected ones, too; elsewhere the rule says them from the order that the test itself chose.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+
+import pytest
+import torch
+
+import multidevice
+from fuser import FusionDefinition, ParallelType, TensorView
+from fuser.errors import ProgramMismatchError
+from fuser.frontend.multi_device_executor import MultiDeviceExecutor
+from fuser.ir.storage import memory_order
+from multidevice import DeviceMesh
+
+Shape = Sequence[int]
+SHAPE: tuple[int, ...] = (3, 4, 5, 2)
+LAST = (0, 2, 3, 1)
+MESH = DeviceMesh([0, 1])
+
+
+def strided(shape: Shape, strides: Shape, offset: int = 0, seed: int = 0) -> torch.Tensor:
+    """Return a float32 tensor with these strides, its first element `offset` into the buffer."""
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    values = torch.randn(offset + span, generator=torch.Generator().manual_seed(seed))
+    return values.as_strided(list(shape), list(strides), offset)
+
+
+def strides_in(shape: Shape, order: Shape, gap: int = 0, step: int = 1) -> list[int]:
+    """Return strides in an order of axes, outermost first, with `gap` elements behind each."""
+    strides = [0] * len(shape)
+    for p in reversed(order):
+        strides[p] = step
+        step = step * shape[p] + gap
+    return strides
+
+
+def laid(shape: Shape, order: Shape, seed: int = 0) -> torch.Tensor:
+    return strided(shape, strides_in(shape, order), seed=seed)
+
+
+def same_strides(found: torch.Tensor, wanted: Shape) -> bool:
+    """Whether strides are equal where an axis has more than one element."""
+    known = zip(found.shape, found.stride(), wanted, strict=True)
+    return all(n == 1 or mine == other for n, mine, other in known)
+
+
+def check(found: torch.Tensor, reference: torch.Tensor, wanted: Shape, what: object) -> None:
+    assert same_strides(found, wanted), (what, tuple(found.shape), found.stride(), tuple(wanted))
+    torch.testing.assert_close(found.double(), reference, atol=1e-5, rtol=1e-5)
+
+
+def defined(count: int, rank: int, build: Callable[..., Sequence[TensorView]]) -> FusionDefinition:
+    """Return a definition that says nothing about how its inputs lie."""
+    with FusionDefinition() as fd:
+        for out in build(fd, *(fd.define_tensor([-1] * rank) for _ in range(count))):
+            fd.add_output(out)
+    return fd
+
+
+def ways(rank: int) -> Iterator[tuple[tuple[int, ...], list[int], list[int], int]]:
+    """Yield (order, shape, strides, offset): dense, padded, sparse, with a unit axis, with a
+    repeated axis, and from an odd address on."""
+    rng = random.Random(rank)
+    for order in permutations(range(rank)):
+        shape = [*SHAPE[:rank]]
+        yield order, shape, strides_in(shape, order), 0
+        if rank < 4 or rng.random() < 0.25:
+            yield order, shape, strides_in(shape, order, gap=rng.randint(1, 3)), 1
+            yield order, shape, strides_in(shape, order, step=2), 3
+            axis = rng.randrange(rank)
+            unit = [1 if k == axis else n for k, n in enumerate(shape)]
+            odd = strides_in(unit, order)
+            odd[axis] = rng.choice((odd[axis], 1, 977))
+            yield order, unit, odd, 0
+            repeated = strides_in(unit, order)
+            repeated[axis] = 0
+            yield order, shape, repeated, 1
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_every_order_of_one_input(rank: int) -> None:
+    def build(fd: FusionDefinition, x: TensorView) -> Sequence[TensorView]:
+        twice = fd.ops.add(x, x)
+        return fd.ops.neg(x), fd.ops.sum(twice, [0]), fd.ops.permute(twice, [*range(1, rank), 0])
+
+    fd = defined(1, rank, build)
+    for order, shape, strides, offset in ways(rank):
+        x = strided(shape, strides, offset)
+        what = order, shape, strides
+        negative, total, turned = fd.execute([x])
+        # torch, too, gives a result the order of a strided operand, and rows to repeated axes.
+        check(negative, -x.double(), torch.neg(x).stride(), what)
+        wanted = torch.add(x, x).permute([*range(1, rank), 0])
+        check(turned, wanted.double(), wanted.stride(), what)
+        if 0 not in strides:
+            kept = [p - 1 for p in order if p]
+            check(total, 2 * x.double().sum(0), strides_in(shape[1:], kept), what)
+        else:
+            torch.testing.assert_close(total.double(), 2 * x.double().sum(0), atol=1e-5, rtol=1e-5)
+
+
+def test_every_pair_of_orders() -> None:
+    """Of two operands with as many axes the first decides, as in torch."""
+
+    def build(fd: FusionDefinition, x: TensorView, y: TensorView) -> Sequence[TensorView]:
+        return fd.ops.add(x, y), fd.ops.mul(fd.ops.neg(y), x)
+
+    fd = defined(2, 3, build)
+    shape = SHAPE[:3]
+    for mine in permutations(range(3)):
+        for other in permutations(range(3)):
+            x, y = laid(shape, mine), laid(shape, other, 1)
+            total, product = fd.execute([x, y])
+            check(total, x.double() + y.double(), torch.add(x, y).stride(), (mine, other))
+            check(product, -(x.double() * y.double()), torch.mul(y, x).stride(), (mine, other))
+
+
+def test_a_repeated_operand_leaves_the_order_to_the_other() -> None:
+    fd = defined(2, 3, lambda fd, x, y: [fd.ops.add(x, y)])
+    shape = SHAPE[:3]
+    row = torch.randn(1, 4, 1).expand(shape)
+    for order in permutations(range(3)):
+        y = laid(shape, order)
+        (found,) = fd.execute([row, y])
+        check(found, row.double() + y.double(), y.stride(), order)
+
+
+def test_empty_tensors_and_scalars() -> None:
+    fd = defined(1, 4, lambda fd, x: [fd.ops.neg(x), fd.ops.sum(x, [0, 1, 2, 3])])
+    x = torch.empty(2, 0, 3, 4).to(memory_format=torch.channels_last)
+    found, total = fd.execute([x])
+    assert found.shape == x.shape and total == 0
+    (found, total) = fd.execute([laid(SHAPE, LAST)])
+    assert total.shape == () and total.stride() == ()
+
+
+def norm(fd: FusionDefinition, x: TensorView) -> TensorView:
+    var, mean = fd.ops.var_mean(x, [0, 2, 3], 0, True)
+    scaled = fd.ops.rsqrt(fd.ops.add(var, 1e-5))
+    return fd.ops.mul(fd.ops.sub(x, mean), scaled)
+
+
+@pytest.mark.parametrize("schedules", [[], ["schedules_for(h200)"]], ids=["cpu", "h200"])
+def test_batch_norm_of_a_channels_last_input_is_channels_last(schedules: list[str]) -> None:
+    x = torch.randn(4, 16, 6, 7).to(memory_format=torch.channels_last)
+    with FusionDefinition() as fd:
+        fd.add_output(norm(fd, fd.from_pytorch(x)))
+    (found,) = fd.execute([x], _enable_options=["checked", *schedules])
+    assert found.is_contiguous(memory_format=torch.channels_last) and not found.is_contiguous()
+    wanted = torch.nn.functional.batch_norm(x.double(), None, None, training=True)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    program = fd.fec.host_program()
+    for group in program.groups.values():
+        whole = [tv for tv in (*group.fusion.inputs, *group.fusion.outputs) if _is_whole(tv)]
+        assert whole
+        for tv in whole:
+            assert isinstance(tv, TensorView)
+            assert memory_order(tv)[-1] == (1, True), f"channels lie one behind the other in {tv}"
+
+
+def _is_whole(tv: object) -> bool:
+    return isinstance(tv, TensorView) and sum(not a.is_broadcast for a in tv.domain.logical) == 4
+
+
+def test_a_declared_order_is_kept() -> None:
+    x = laid(SHAPE, LAST)
+    with FusionDefinition() as fd:
+        t = fd.from_pytorch(x)
+        kept = fd.ops.relu(t)
+        kept.set_allocation_domain([kept.axis(k) for k in (1, 0, 3, 2)], True)
+        for out in (kept, fd.ops.stride_order(t, [3, 2, 1, 0]), fd.ops.neg(kept)):
+            fd.add_output(out)
+    first, rows, follows = fd.execute([x])
+    check(first, x.double().relu(), strides_in(SHAPE, (1, 0, 3, 2)), "set_allocation_domain")
+    check(rows, x.double(), strides_in(SHAPE, (0, 1, 2, 3)), "stride_order")
+    check(follows, -x.double().relu(), strides_in(SHAPE, (1, 0, 3, 2)), "what follows")
+
+
+def test_each_layout_is_a_class_of_its_own_and_sizes_are_not() -> None:
+    fd = defined(1, 4, lambda fd, x: [fd.ops.neg(x)])
+    orders = [(0, 1, 2, 3), LAST, (3, 2, 1, 0)]
+    rng = random.Random(5)
+    programs: dict[tuple[int, ...], object] = {}
+    for _ in range(30):
+        order = rng.choice(orders)
+        shape = [rng.randint(2, 9) for _ in range(4)]
+        x = laid(shape, order)
+        (found,) = fd.execute([x])
+        check(found, -x.double(), x.stride(), (order, shape))
+        assert programs.setdefault(order, fd.fec.host_program()) is fd.fec.host_program()
+    assert len(set(map(id, programs.values()))) == len(programs) == 3
+
+
+def test_an_update_is_written_in_place_whatever_the_order() -> None:
+    for order in permutations(range(3)):
+        x, y = laid(SHAPE[:3], order), laid(SHAPE[:3], (0, 1, 2), 1)
+        wanted = y.double() + 0.5 * x.double()
+        with FusionDefinition() as fd:
+            t, u = fd.from_pytorch(x), fd.from_pytorch(y)
+            fd.add_output(fd.ops.add(u, fd.ops.mul(t, 0.5)), t)
+        strides = x.stride()
+        fd.execute([x, y])
+        assert x.stride() == strides
+        torch.testing.assert_close(x.double(), wanted, atol=1e-5, rtol=1e-5)
+        (launch,) = fd.fec.host_program().ops
+        assert launch.name == "LaunchKernel", "nothing is copied"
+
+
+# ------------------------------------------------------------------ in steps, and on ranks
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_results_in_steps_lie_as_their_inputs(axis: int) -> None:
+    for order in permutations(range(3)):
+        x = laid((4, 6, 8), order)
+        with FusionDefinition() as fd:
+            t = fd.define_tensor([-1, -1, -1])
+            one = fd.ops.neg(t)
+            two = fd.ops.exp(one)
+            total = fd.ops.sum(fd.ops.mul(two, 2.0), [axis])
+            for out in (one, two, total):
+                fd.add_output(out)
+            for out in (one, two):
+                out.outer_split(axis, 2)
+                out.axis(axis).parallelize(ParallelType.stream)
+        negative, power, found = fd.execute([x])
+        check(negative, -x.double(), x.stride(), (axis, order))
+        check(power, (-x.double()).exp(), x.stride(), (axis, order))
+        kept = [p - (p > axis) for p in order if p != axis]
+        shape = [n for p, n in enumerate(x.shape) if p != axis]
+        wanted = 2 * (-x.double()).exp().sum(axis)
+        check(found, wanted, strides_in(shape, kept), (axis, order))
+
+
+def cut(axis: int, *tensors: TensorView) -> None:
+    for tv in tensors:
+        tv.outer_split(axis, 2)
+        tv.axis(axis).parallelize(ParallelType.mesh_x)
+
+
+def shard(whole: torch.Tensor, axis: int, rank: int, order: Shape) -> torch.Tensor:
+    part = whole.chunk(2, axis)[rank]
+    places = [list(order).index(p) for p in range(part.ndim)]
+    return part.permute(list(order)).contiguous().permute(places)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["alike", "each its own"])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_ranks_may_lie_as_they_like(axis: int, own: bool) -> None:
+    """What stays on a rank follows its shard; what is sent lies alike on all ranks."""
+    whole = torch.randn(4, 6, 8)
+    for order in permutations(range(3)):
+        orders = order, ((2, 1, 0) if own else order)
+
+        def body(orders: tuple[Shape, Shape] = orders) -> list[tuple[int, ...]]:
+            rank = multidevice.Communicator.instance().rank()
+            with FusionDefinition() as fd:
+                x = fd.define_tensor([-1, -1, -1])
+                kept, y = fd.ops.abs(x), fd.ops.neg(x)
+                sent = fd.ops.set(y)
+                after = fd.ops.exp(sent)
+                total = fd.ops.sum(y, [axis])
+                for out in (kept, sent, after, total):
+                    fd.add_output(out)
+                for tv in (x, kept, y, sent, after, total):
+                    tv.set_device_mesh(MESH)
+                cut(axis, x, y, kept)
+            mine = shard(whole, axis, rank, orders[rank])
+            local, everywhere, follows, summed = fd.execute([mine])
+            check(local, mine.double().abs(), mine.stride(), orders)
+            wanted = -whole.double()
+            torch.testing.assert_close(everywhere.double(), wanted)
+            check(follows, wanted.exp(), strides_in(whole.shape, orders[rank]), orders)
+            torch.testing.assert_close(summed.double(), wanted.sum(axis), atol=1e-5, rtol=1e-5)
+            return [everywhere.stride(), summed.stride()]
+
+        with multidevice.simulate(2) as world:
+            first, second = world.run(body)
+        assert first == second
+
+
+def test_inputs_that_are_sent_as_they_are_must_lie_alike() -> None:
+    whole = torch.randn(4, 6, 8)
+
+    def body() -> None:
+        rank = multidevice.Communicator.instance().rank()
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1, -1])
+            y = fd.ops.set(x)
+            fd.add_output(y)
+            for tv in (x, y):
+                tv.set_device_mesh(MESH)
+            cut(0, x)
+        fd.execute([shard(whole, 0, rank, ((0, 1, 2), (2, 1, 0))[rank])])
+
+    with multidevice.simulate(2) as world, pytest.raises(ProgramMismatchError):
+        world.run(body)
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_programs_that_torch_computes_send_what_lies_otherwise(axis: int) -> None:
+    """`MultiDeviceExecutor` leaves a relu to torch, whose result lies as its operand does."""
+    whole = torch.randn(4, 6, 8)
+    for order in permutations(range(3)):
+
+        def body(order: Shape = order) -> None:
+            rank = multidevice.Communicator.instance().rank()
+            with FusionDefinition() as fd:
+                x = fd.define_tensor([-1, -1, -1])
+                y = fd.ops.relu(x)
+                sent = fd.ops.set(y)
+                out = fd.ops.neg(sent)
+                fd.add_output(out)
+                for tv in (x, y, sent, out):
+                    tv.set_device_mesh(MESH)
+                cut(axis, x, y)
+            mine = shard(whole, axis, rank, order)
+            (found,) = MultiDeviceExecutor(fd.fusion).run([mine])
+            torch.testing.assert_close(found, -whole.relu())
+
+        with multidevice.simulate(2) as world:
+            world.run(body)
