@@ -18,6 +18,9 @@ from fuser import FusionDefinition, ParallelType, TensorView
 from fuser.errors import ProgramMismatchError
 from fuser.frontend.multi_device_executor import MultiDeviceExecutor
 from fuser.ir.storage import memory_order
+from hostir.container import equal
+from hostir.evaluate import HostIrEvaluator
+from hostir.parse import parse
 from multidevice import DeviceMesh
 
 Shape = Sequence[int]
@@ -197,6 +200,21 @@ def test_each_layout_is_a_class_of_its_own_and_sizes_are_not() -> None:
         check(found, -x.double(), x.stride(), (order, shape))
         assert programs.setdefault(order, fd.fec.host_program()) is fd.fec.host_program()
     assert len(set(map(id, programs.values()))) == len(programs) == 3
+
+
+def test_a_program_of_permuted_tensors_runs_from_its_text() -> None:
+    x = laid(SHAPE, LAST)
+    with FusionDefinition() as fd:
+        t = fd.from_pytorch(x)
+        for out in (norm(fd, t), fd.ops.permute(fd.ops.neg(t), [1, 0, 3, 2])):
+            fd.add_output(out)
+    expected = fd.execute([x])
+    program = fd.fec.host_program()
+    again = parse(program.full_text())
+    assert equal(again, program)
+    found = HostIrEvaluator(again).run([x])
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.stride() == other.stride() and torch.equal(mine, other)
 
 
 def test_an_update_is_written_in_place_whatever_the_order() -> None:

@@ -90,6 +90,17 @@ def compare(out: torch.Tensor, expected: Val) -> str | None:
     )
 
 
+def has_gaps(t: torch.Tensor) -> bool:
+    """Whether elements lie apart from one another, or on one another, repeated axes aside."""
+    axes = [(step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1 and step]
+    dense = 1
+    for step, n in sorted(axes):
+        if step != dense:
+            return bool(t.numel())
+        dense *= n
+    return False
+
+
 def unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
     return torch.equal(before.nan_to_num(), after.nan_to_num()) if before.numel() else True
 
@@ -198,6 +209,8 @@ def check_call(
         if difference is not None:
             kind = "value" if "elements" in difference else difference.split()[0]
             return kind, f"{name}: {difference}"
+        if has_gaps(tensor) and not any(tensor is given for given in inputs):
+            return "layout", f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
     updated = {o.alias for o in program.outputs}
     for declared, old, new in zip(program.inputs, before, inputs, strict=True):
         if (

@@ -81,7 +81,7 @@ class Sharded(Builder):
 
     def tensor(self, dims: Sequence[Dim], dtype: str | None = None) -> str:
         layout, flags = plain_layout(len(dims)), True
-        if len(dims) > 1 and self.chance(0.1):
+        if len(dims) > 1 and self.chance(0.3):
             order = tuple(self.rng.sample(range(len(dims)), len(dims)))
             layout, flags = Layout(order, (0,) * len(dims)), False
         expanded = [k for k in range(len(dims)) if self.chance(0.03) and not dims[k].is_broadcast]
