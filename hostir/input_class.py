@@ -70,7 +70,10 @@ class Classifier:
             else None
             for known, given in zip(self._layouts, inputs, strict=True)
         )
-        repeated = tuple(map(_repeated, inputs))
+        repeated = tuple(
+            known.repeated(given) if known is not None and isinstance(given, torch.Tensor) else ()
+            for known, given in zip(self._layouts, inputs, strict=True)
+        )
         where = device.type, device.index
         key = (*where, layouts, repeated, self._key_of(sizes), self._pays(sizes))
         return InputClass(key, sizes, layouts, repeated, device.type)
@@ -80,13 +83,6 @@ class Classifier:
         pairs = [*zip(found[::2], found[1::2], strict=True)]
         decided = (inner_persistent.pays, inner_outer_persistent.pays)
         return tuple([pays(rows, columns) for pays in decided for rows, columns in pairs])
-
-
-def _repeated(given: torch.Tensor | bool | int | float) -> tuple[int, ...]:
-    if not isinstance(given, torch.Tensor) or given.is_contiguous():
-        return ()
-    sized = enumerate(zip(given.shape, given.stride(), strict=True))
-    return tuple(axis for axis, (n, step) in sized if n > 1 and not step)
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:

@@ -80,6 +80,14 @@ class LayoutClasses:
             else layout_of(self.order, self._skipped, t.shape, t.stride())
         )
 
+    def repeated(self, t: torch.Tensor) -> tuple[int, ...]:
+        """Return the axes along which a tensor is one element, though the definition does not say
+        so."""
+        if t.is_contiguous():
+            return ()
+        known = enumerate(zip(self._skipped, t.shape, t.stride(), strict=True))
+        return tuple(k for k, (skipped, n, step) in known if n > 1 and not step and not skipped)
+
 
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     """Return the view of a tensor that memory holds: one element along expanded axes."""

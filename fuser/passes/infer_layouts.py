@@ -44,30 +44,28 @@ def infer_layouts(
     `is_part` tells the ops whose result names a part of their operand.
     """
     updated = {alias.out: alias.into for alias in fusion.aliases}
-    kept = {*fixed, *_read_by_library_ops(fusion)}
+    kept = {*fixed, *_read_by_library_ops(fusion, is_part)}
     orders = {v: _given(v, repeated) for v in fusion.inputs if isinstance(v, TensorView)}
     for op in fusion.exprs:
         for out in op.outputs:
             if out.domain.allocation and out not in fixed:
                 orders[out] = _given(out)
-            elif is_part(op):
-                orders[out] = orders[op.inputs[0]]  # pyright: ignore[reportArgumentType]
-                if out not in kept:
-                    copy_memory_order(op.inputs[0], out)  # pyright: ignore[reportArgumentType]
-            else:
-                # What is written into an input lies there as that does.
-                into = updated.get(out)
-                orders[out] = _followed(op, out, orders) if into is None else _given(into)
-                if out not in kept:
-                    _lay(out, orders[out])
+                continue
+            # What a kernel writes into an input lies there as that does.
+            into = None if isinstance(op, LibraryOp) else updated.get(out)
+            orders[out] = _followed(op, out, orders) if into is None else _given(into)
+            if is_part(op) and out not in fixed:
+                copy_memory_order(op.inputs[0], out)  # pyright: ignore[reportArgumentType]
+            elif out not in kept:
+                _lay(out, orders[out])
 
 
-def _read_by_library_ops(fusion: Fusion) -> set[TensorView]:
+def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) -> set[TensorView]:
     """Return the tensors that library ops read as batches of matrices, perhaps through views: torch
     would copy those whose batches lie inside of a matrix. Outputs are none of them."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
-        is_view = isinstance(op, VIEW_OPS) and not found.isdisjoint(op.outputs)
+        is_view = (isinstance(op, VIEW_OPS) or is_part(op)) and not found.isdisjoint(op.outputs)
         if is_view or isinstance(op, LibraryOp):
             found.update(v for _, v in tensor_operands(op) if v.ndim > 2)
     return found.difference(v for v in fusion.outputs if isinstance(v, TensorView))
