@@ -340,7 +340,7 @@ def test_inputs_that_are_sent_as_they_are_must_lie_alike() -> None:
 
 @pytest.mark.parametrize("axis", [0, 2])
 def test_programs_that_torch_computes_send_what_lies_otherwise(axis: int) -> None:
-    """`MultiDeviceExecutor` leaves a relu to torch, whose result lies as its operand does."""
+    """`MultiDeviceExecutor` leaves sums and copies to torch, which lays them out its own way."""
     whole = torch.randn(4, 6, 8)
     for order in permutations(range(3)):
 
@@ -348,7 +348,7 @@ def test_programs_that_torch_computes_send_what_lies_otherwise(axis: int) -> Non
             rank = multidevice.Communicator.instance().rank()
             with FusionDefinition() as fd:
                 x = fd.define_tensor([-1, -1, -1])
-                y = fd.ops.relu(x)
+                y = fd.ops.add(x, x)
                 sent = fd.ops.set(y)
                 out = fd.ops.neg(sent)
                 fd.add_output(out)
@@ -357,7 +357,30 @@ def test_programs_that_torch_computes_send_what_lies_otherwise(axis: int) -> Non
                 cut(axis, x, y)
             mine = shard(whole, axis, rank, order)
             (found,) = MultiDeviceExecutor(fd.fusion).run([mine])
-            torch.testing.assert_close(found, -whole.relu())
+            torch.testing.assert_close(found, -2 * whole)
 
         with multidevice.simulate(2) as world:
             world.run(body)
+
+
+def test_a_linear_of_a_declared_order_is_sent_in_it() -> None:
+    whole, weight = torch.randn(4, 6), torch.randn(8, 6)
+
+    def body() -> None:
+        rank = multidevice.Communicator.instance().rank()
+        with FusionDefinition() as fd:
+            x, w = fd.define_tensor([-1, -1]), fd.define_tensor([-1, -1])
+            y = fd.ops.linear(x, w)
+            y.set_allocation_domain([y.axis(1), y.axis(0)], True)
+            sent = fd.ops.set(y)
+            fd.add_output(sent)
+            for tv in (x, w, y, sent):
+                tv.set_device_mesh(MESH)
+            cut(0, w)
+            cut(1, y)
+        mine = shard(weight, 0, rank, (0, 1))
+        (found,) = MultiDeviceExecutor(fd.fusion).run([whole, mine])
+        torch.testing.assert_close(found, whole @ weight.t())
+
+    with multidevice.simulate(2) as world:
+        world.run(body)

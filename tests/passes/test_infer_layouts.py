@@ -18,6 +18,7 @@ from fuser.ir.text import domain_text
 from fuser.ops.define import define_tensor
 from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.infer_layouts import infer_layouts
+from tests.multidevice.sharded_models import tensor
 
 Shape = Sequence[int]
 SIZES = (2, 6, 3, 5)
@@ -99,6 +100,12 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Given], Shape]] = {
     "a slice": (lambda x: ops.slice(x, [0, 1, 0, 2], [2, 5, 3, 4]), [X], LAST),
     "a pad": (lambda x: ops.pad(x, [1, 2, 0, 1]), [X], LAST),
     "a cat": (lambda x, y: ops.cat([x, y], 1), [X, Y], LAST),
+    "what one operand leaves open another one says": (
+        ops.add,
+        [((2, 6, 1, 1), (1, 0, 2, 3)), ((1, 1, 3, 5), (0, 1, 3, 2))],
+        (1, 0, 3, 2),
+    ),
+    "a linear writes rows": (ops.linear, [X, ((4, 5), (1, 0))], ROWS),
     "a matmul writes rows": (ops.matmul, [((4, 3), (1, 0)), ((3, 5), (1, 0))], (0, 1)),
     "what follows a matmul": (
         lambda x, y: ops.relu(ops.matmul(x, y)),
@@ -230,6 +237,20 @@ def test_fixed_tensors_keep_their_order_and_pass_on_the_inputs() -> None:
         fusion.add_output(out)
     infer_layouts(fusion, fixed={sent})
     assert (order_of(sent), order_of(out)) == ((0, 1), (1, 0))
+
+
+def test_parts_lie_as_the_tensor_that_they_are_parts_of() -> None:
+    fusion = Fusion()
+    with FusionGuard(fusion):
+        x = define_tensor([-1, -1], dtype=DataType.Double, stride_order=[0, 1])
+        fusion.add_input(x)
+        sent = tensor(ops.relu(x))
+        part, kept = tensor(ops.set(sent)), tensor(ops.neg(x))
+        other = tensor(ops.set(kept))
+        fusion.add_output(ops.add(part, other))
+    parts = {fusion.definition(part), fusion.definition(other)}
+    infer_layouts(fusion, fixed={sent}, is_part=parts.__contains__)
+    assert (order_of(part), order_of(other)) == ((0, 1), (1, 0))
 
 
 def test_what_is_written_into_an_input_lies_as_that_does() -> None:
