@@ -62,6 +62,8 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
             raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
     for tv, twin in twins.items():
         domain = local_domain(tv, block if is_block(tv) else None)
+        if domain.allocation and tv not in fusion.outputs and tv not in fusion.inputs:
+            domain = domain.in_logical_order()  # no memory holds it
         twin.domain = domain.without_root() if tv.definition() is None else domain
         twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
     ops: list[TensorOp] = []

@@ -270,6 +270,11 @@ ROW_PATTERNS = {
 BATCH = 64
 
 
+def _in_rows(fd: FusionDefinition, x: Any, rank: int = 2) -> Any:
+    """Declare that a result lies in the order of its axes: else it follows its operand."""
+    return fd.ops.stride_order(x, [*reversed(range(rank))])
+
+
 def _turned(order: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, rank: int = 2) -> Pattern:
     """A copy in another order of axes; of three, the first is a batch."""
 
@@ -277,7 +282,7 @@ def _turned(order: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, rank: 
         return x.permute(*order).contiguous()
 
     return Pattern(
-        lambda fd, x: fd.ops.permute(x, list(order)),
+        lambda fd, x: _in_rows(fd, fd.ops.permute(x, list(order)), rank),
         copy,
         lambda m, n: ((m, n) if rank == 2 else (BATCH, m // BATCH, n),),
         lambda m, n: 2 * m * n * dtype.itemsize,
@@ -287,13 +292,13 @@ def _turned(order: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, rank: 
 
 
 def turned_bias_gelu(fd: FusionDefinition, x: Any, b: Any) -> Any:
-    return bias_gelu(fd, fd.ops.permute(x, [1, 0]), b)
+    return _in_rows(fd, bias_gelu(fd, fd.ops.permute(x, [1, 0]), b))
 
 
 def sum_and_turned(fd: FusionDefinition, x: Any, y: Any) -> Any:
     """Two inputs in two orders, and the sum in both."""
     total = _bf16(fd, fd.ops.add(_f32(fd, x), fd.ops.permute(_f32(fd, y), [1, 0])))
-    return total, fd.ops.permute(total, [1, 0])
+    return total, _in_rows(fd, fd.ops.permute(total, [1, 0]))
 
 
 def _torch_sum_and_turned(x: torch.Tensor, y: torch.Tensor) -> Result:

@@ -502,6 +502,12 @@ def extract(
         twin.memory = MemoryType.global_
     for t in part.outputs:
         t.memory = MemoryType.global_
+    held = {*part.inputs, *part.outputs}
+    for t in mapping.values():
+        # No memory holds the others, which have no order in it: devices' cuts aside.
+        order = t.domain.allocation_numbers
+        if order and t not in held and {*order} <= {*t.domain.logical_numbers}:
+            t.domain = t.domain.in_logical_order()
     return part
 
 

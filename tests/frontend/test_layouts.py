@@ -174,6 +174,8 @@ def test_batch_norm_of_a_channels_last_input_is_channels_last(schedules: list[st
     for group in program.container.groups.values():
         whole = [tv for tv in (*group.fusion.inputs, *group.fusion.outputs) if _is_whole(tv)]
         assert whole
+        held = {*group.fusion.inputs, *group.fusion.outputs}
+        assert not any(tv.domain.allocation for tv in group.fusion.tensors() if tv not in held)
         for tv in whole:
             assert isinstance(tv, TensorView)
             assert memory_order(tv)[-1] == (1, True), f"channels lie one behind the other in {tv}"
