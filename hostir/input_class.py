@@ -28,7 +28,8 @@ class InputClass:
 
     The layout is None for a scalar, and for a tensor whose user declared an allocation domain of
     transformed axes. `repeated` are the positions of axes, of each input, along which memory holds
-    one element though the declaration does not say so. `device` is its kind.
+    one element though the declaration does not say so. `device` is its kind; `knows_rows`: the key
+    tells of all reductions what schedulers decide by their extents.
     """
 
     key: Hashable
@@ -36,6 +37,7 @@ class InputClass:
     layouts: tuple[Layout | None, ...]
     repeated: tuple[tuple[int, ...], ...]
     device: str = "cpu"
+    knows_rows: bool = False
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
@@ -75,11 +77,15 @@ class Classifier:
             for known, given in zip(self._layouts, inputs, strict=True)
         )
         where = device.type, device.index
-        key = (*where, layouts, repeated, self._key_of(sizes), self._pays(sizes))
-        return InputClass(key, sizes, layouts, repeated, device.type)
+        pays = self._pays(sizes)
+        key = (*where, layouts, repeated, self._key_of(sizes), pays)
+        return InputClass(key, sizes, layouts, repeated, device.type, pays is not None)
 
-    def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[bool, ...]:
-        found = [int(n) for n in self._rows.at_once(sizes) or ()]
+    def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[bool, ...] | None:
+        known = self._rows.at_once(sizes)
+        if known is None:
+            return None
+        found = [int(n) for n in known]
         pairs = [*zip(found[::2], found[1::2], strict=True)]
         decided = (inner_persistent.pays, inner_outer_persistent.pays)
         return tuple([pays(rows, columns) for pays in decided for rows, columns in pairs])

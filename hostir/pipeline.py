@@ -86,13 +86,14 @@ def build_program(
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
     if any(libraries):
         params = replace(params, step_backend=libraries[0])
+    kind = kind_of_schedules(input_class.device, described)
     return lower_sharded(
         fusion,
         backend_name=backend_name,
         params=params,
         dump=dump,
         sizes=input_class.sizes,
-        row_parts=PARTS if kind_of_schedules(input_class.device, described) == "cuda" else 0,
+        row_parts=PARTS if input_class.knows_rows and kind == "cuda" else 0,
     )
 
 

@@ -358,10 +358,10 @@ class _Segmenter:
     def _accepted(self, group: Group, totals: tuple[TensorView, ...] = ()) -> Group | None:
         """Return the group with its fusion and scheduler, None when no scheduler accepts it; with
         `totals`, if it makes only parts of these."""
+        if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
+            return None
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
         if totals:
-            if not self.row_parts or not all(map(may_come_in_parts, totals)):
-                return None
             numbers = {tv.number for tv in totals}
             twins = [tv for tv in fusion.tensors() if tv.number in numbers]
             below = _below(fusion.exprs, twins)

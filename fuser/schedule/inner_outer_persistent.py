@@ -107,9 +107,10 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Return what serves rows of any alignment that are no longer than `suits` allows."""
+    """Return what serves rows of any alignment, and of eight times the length that `suits` allows:
+    a program is chosen by global sizes."""
     threads = device.max_threads_per_block
-    return InnerPersistentParams(threads, kept=LONGEST_ROW // threads, resident=RESIDENT)
+    return InnerPersistentParams(threads, kept=8 * LONGEST_ROW // threads, resident=RESIDENT)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:

@@ -51,6 +51,10 @@ class Bench:
         self.b = self.fd.define_tensor([-1, -1], contiguity=True, dtype=D.Bool)
         self.one = self.fd.define_tensor([-1, 1], contiguity=[True, None])
         self.zero_dim = self.fd.define_tensor([])
+        self.heads = self.fd.define_tensor([-1] * 4, contiguity=True)
+        self.rows = self.fd.define_tensor([-1] * 3, contiguity=True)
+        self.seed = self.fd.define_tensor([2], contiguity=True, dtype=D.UInt64)
+        self.offset = self.fd.define_tensor([], dtype=D.UInt64)
         self.scalar = self.fd.define_scalar(None, D.Int)
         self.y = self.fd.ops.add(self.x, 1.0)
         self.total = self.fd.ops.sum(self.y, [0, 1])
@@ -120,6 +124,8 @@ OPS: dict[str, Call] = {
     "randn_like": lambda t: (t.x,),
     "real": lambda t: (t.x,),
     "reshape": lambda t: (t.x, [-1]),
+    "sdpfa_bwd": lambda t: (*[t.heads] * 5, t.rows, 0.0, False, t.seed, t.offset, 0.5),
+    "sdpfa_fwd": lambda t: (t.heads, t.heads, t.heads, t.heads, None, 0.0, True, 0.5),
     "segment_set": lambda t: (t.x,),
     "set": lambda t: (t.x,),
     "shape": lambda t: (t.x,),

@@ -16,6 +16,7 @@ from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.options import settings
 from fuser.passes.row_parts import row_parts, split_rows
 from fuser.schedule import inner_outer_persistent as scheduler
+from fuser.schedule import inner_persistent
 from fuser.schedule.reduction import accepts as reduction_accepts
 from hostir import pipeline
 from hostir.evaluate import HostIrEvaluator
@@ -177,6 +178,25 @@ def test_one_definition_serves_many_sizes() -> None:
         expected = evaluate_fusion(fd.fusion, inputs, dtype=torch.float64)
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_for_which_it_does_not_pay_are_right(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that is made for some sizes serves others of its class."""
+    for module in (scheduler, inner_persistent):
+        monkeypatch.setattr(module, "pays", lambda rows, columns: True)
+    inputs = operands(dtype, (3,), 64)
+    fd = defined(rms_norm_backward, inputs)
+    for n in (64, 77, 1, 8193, 20001, 40000):
+        inputs = operands(dtype, (3,), n)
+        got = fd.execute(inputs, _enable_options=H200)
+        assert schedulers(fd) == BOTH_KERNELS or n == 1
+        expected = evaluate_fusion(fd.fusion, inputs, dtype=torch.float64)
+        for ours, theirs in zip(got, expected, strict=True):
+            limit = 1e-4 if dtype is torch.float32 else 3e-2
+            torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit)
 
 
 def test_cpu_schedules_sum_in_a_kernel_of_their_own() -> None:
