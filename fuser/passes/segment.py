@@ -384,19 +384,20 @@ class _Segmenter:
             below = _below(in_order, group.totals)
             parts = [split_rows(tv, self.row_parts) for tv in group.totals]
             self._number_ops()
-            reductions = [self.fusion.definition(tv) for tv in (*parts, *group.totals)]
-            assert all(reductions)
-            tail = {op for op in in_order if op.out_tensor in below} & {*self.exprs}
-            sums = {op for op in reductions[len(parts) :] if op is not None} | tail
-            rows = {op for op in reductions[: len(parts)] if op is not None} | {
-                op for op in in_order if op.out_tensor not in below
-            }
+            # The reductions that are split are no longer there.
+            ops = [op for op in in_order if op in self.position]
+            rows = {op for op in ops if op.out_tensor not in below} | self._definitions(parts)
+            sums = {op for op in ops if op.out_tensor in below} | self._definitions(group.totals)
             outputs = [[o for o in group.outputs if (o in below) == is_sum] for is_sum in (0, 1)]
             made += [
                 self._completed(rows, [*outputs[0], *parts]),
                 self._completed(sums, outputs[1]),
             ]
         return made
+
+    def _definitions(self, tensors: Iterable[TensorView]) -> set[TensorOp]:
+        found = map(self.fusion.definition, tensors)
+        return {op for op in found if op is not None}
 
     def _number_ops(self) -> None:
         """Note the ops of the fusion, of which some are new."""

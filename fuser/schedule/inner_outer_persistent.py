@@ -29,7 +29,7 @@ from fuser.schedule.facts import Facts
 from fuser.schedule.inner_persistent_params import InnerPersistentParams
 from fuser.schedule.row_view import RowView
 
-# Parts of each sum: two for each multiprocessor of an H200.
+# Parts of each sum: two for each multiprocessor of an H200. None of these numbers is measured yet.
 PARTS = 264
 # One kernel pays for so many rows at least, of so many elements at most: the accumulators and the
 # row find room in the registers of one block.

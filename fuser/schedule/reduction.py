@@ -123,7 +123,9 @@ def accepts(fusion: Fusion) -> str | None:
     for op in fusion.exprs:
         if isinstance(op, LibraryOp):
             return f"{op.name} of {op.out_tensor} is an op of the library"
-    graph = AxisGraph(fusion, joined=joined_spaces(fusion))
+    graph = AxisGraph(fusion)
+    joined = joined_spaces(fusion, graph)
+    graph = AxisGraph(fusion, joined=joined) if joined else graph
     reason = common_rejection(fusion, graph)
     if reason is not None:
         return reason
@@ -168,17 +170,19 @@ def _tail_rejection(
     return None
 
 
-def joined_spaces(fusion: Fusion) -> list[tuple[int, int]]:
+def joined_spaces(fusion: Fusion, graph: AxisGraph | None = None) -> list[tuple[int, int]]:
     """Return the pairs of axes by which reductions that nothing relates go over one space: those of
     the same extents, in the same places."""
     reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
-    graph = AxisGraph(fusion) if others else None
+    if not others:
+        return []
+    graph = graph or AxisGraph(fusion)
     pairs: list[tuple[int, int]] = []
     for logical in others:
         forms = [
             [(a.kind, fusion.canonical(a.size)) for a in axes] for axes in (reference, logical)
         ]
-        if graph is None or forms[0] != forms[1]:
+        if forms[0] != forms[1]:
             continue
         both = zip(reference, logical, strict=True)
         pairs += [(a.number, b.number) for a, b in both if not graph.mapped(a, b)]
@@ -227,8 +231,10 @@ def generic(device: DeviceInfo) -> ReductionParams:
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionParams]:
     """Return what chooses form, vector width, thread shape and grid split for an input class."""
-    given, _ = fusion.copy()
-    given.joined = tuple(joined_spaces(given))
+    given = fusion
+    if joined := joined_spaces(fusion):
+        given, _ = fusion.copy()
+        given.joined = tuple(joined)
     space = _space(given)
     runs = _runs(space)
     if device.kind == "cpu":
