@@ -1,10 +1,11 @@
 """Encode the sentences of a file with a tensor-parallel all-MiniLM-L6-v2.
 
     mpirun -np N python scripts/encode.py --text FILE [--device cpu|cuda] [--dtype float32|bfloat16]
-        [--attention]
+        [--attention] [--predict MACHINE]
 
-Prints, on rank 0, the five most similar pairs, what one encoder layer launches, the time per batch,
-and the largest difference to `transformers.BertModel` where that is installed. Exit code 1 when the
+Prints, on rank 0, the five most similar pairs, what one encoder layer launches, the time per batch
+(and what the cost model predicts of it on a machine), and the largest difference to
+`transformers.BertModel` where that is installed. Exit code 1 when the
 difference exceeds the bound of the dtype.
 """
 
@@ -48,6 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(BOUNDS), default="float32")
     parser.add_argument(
         "--attention", action="store_true", help="one op for attention, instead of its parts"
+    )
+    parser.add_argument(
+        "--predict", metavar="MACHINE", help="also predict the device's time, on h200 for example"
     )
     parser.add_argument("--batch", type=int, default=32, help="sentences per batch")
     parser.add_argument("--weights", type=Path, help="model.safetensors of the same model")
@@ -149,6 +153,23 @@ def time_batch(encoder: Any, batch: tuple[Any, ...], device: str) -> float:
     return statistics.median(times[WARM_UPS:])
 
 
+def predicted_ms(encoder: Any, batch: tuple[Any, ...], machine: str) -> float:
+    """Return the milliseconds per batch of the slowest rank's device, as the cost model has it."""
+    from hostir.bind import InputBinder
+    from hostir.cost import predict
+    from hostir.machine import find_machine
+    from hostir.timetable import timetable_of
+
+    seconds = 0.0
+    for fd, inputs, times in encoder.calls(*batch):
+        program = fd.fec.host_program()
+        values = InputBinder(program.values).bind(inputs, inputs[0].device)
+        sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
+        made = predict(program, timetable_of(program, sizes, find_machine(machine)))
+        seconds += times * max(one.seconds for one in made.classes)
+    return seconds * 1e3
+
+
 def is_one_host() -> bool:
     """Whether the launcher says that all ranks run on this host."""
     pairs = (
@@ -222,11 +243,21 @@ def main() -> int:
         parts.append(encoder(*batch).cpu())
         compiled.append(compilations() - before)
     ms = time_batch(encoder, batches[0], args.device)
+    # Every rank's own program says the same of all ranks.
+    predicted = predicted_ms(encoder, batches[0], args.predict) if args.predict else None
     if comm.rank() != 0:
         return 0
     progress("")
     return report(
-        args, texts, torch.cat(parts), reference, encoder, compiled, ms, comm.size(), LAYERS
+        args,
+        texts,
+        torch.cat(parts),
+        reference,
+        encoder,
+        compiled,
+        (ms, predicted),
+        comm.size(),
+        LAYERS,
     )
 
 
@@ -237,11 +268,15 @@ def report(
     reference: dict[str, Any] | None,
     encoder: Any,
     compiled: list[int],
-    ms: float,
+    times: tuple[float, float | None],
     ranks: int,
     layers: int,
 ) -> int:
-    """Print the results, write the JSON file, return the exit code."""
+    """Print the results, write the JSON file, return the exit code.
+
+    `times` are the milliseconds of a batch: measured, and predicted if asked for.
+    """
+    ms, predicted = times
     if args.dump == "host_ir":
         print(encoder.layer.fd.fec.host_program())
     counts = layer_counts(encoder)
@@ -263,6 +298,8 @@ def report(
         f"time per batch: {ms:.2f} ms on {ranks} rank(s), {args.device}, {args.dtype}"
         + ("" if eager is None else f"; torch eager {eager:.2f} ms")
     )
+    if predicted is not None:
+        print(f"predicted for the device, {args.predict}: {predicted:.2f} ms per batch")
     bound = BOUNDS[args.dtype]
     # A NaN must fail, so the test is written as "not within".
     failed = diff is not None and not diff <= bound
@@ -287,6 +324,7 @@ def report(
                     "collectives_per_layer": counts["collectives"],
                     "compilations_second_batch": second,
                     "ms_per_batch": ms,
+                    "ms_per_batch_predicted": predicted,
                     "ms_per_batch_torch_eager": eager,
                 },
                 indent=2,

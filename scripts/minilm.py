@@ -270,10 +270,24 @@ class Encoder:
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings [b, h] (float32) of token ids and mask [b, s]."""
         ids, mask = ids.to(self.device), mask.to(self.device)
-        x, additive = self.embedding.fd.execute(
-            [self.words[ids], self.positions[: ids.shape[1]], mask, *self.embedding_weights]
-        )
+        x, additive = self.embedding.fd.execute(self._embedded(ids, mask))
         for weights in self.layer_weights:
             (x,) = self.layer.fd.execute([x, additive, *weights])
         (out,) = self.pool.fd.execute([x, mask])
         return out
+
+    def _embedded(self, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        return [self.words[ids], self.positions[: ids.shape[1]], mask, *self.embedding_weights]
+
+    def calls(
+        self, ids: torch.Tensor, mask: torch.Tensor
+    ) -> list[tuple[FusionDefinition, list[torch.Tensor], int]]:
+        """Return the definitions that a batch executes, inputs of their sizes, and how often."""
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        first = self._embedded(ids, mask)
+        x, additive = self.embedding.fd.execute(first)
+        return [
+            (self.embedding.fd, first, 1),
+            (self.layer.fd, [x, additive, *self.layer_weights[0]], LAYERS),
+            (self.pool.fd, [x, mask], 1),
+        ]
