@@ -27,13 +27,14 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 
 
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
-    """Return the op's results: views where torch can make them."""
+    """Return the op's results: views where torch can make them; of any size what nobody reads."""
     shaped = SHAPED.get(type(op))
     if shaped is not None:
         return [shaped(frame.tensors[op.inputs[0]], frame.local_shape(op.out_tensor))]
     check_places([op])
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
-    return evaluate_op(op, inputs, frame.values, device=frame.machine.device)
+    unread = frame.storage.unread
+    return evaluate_op(op, inputs, frame.values, device=frame.machine.device, unread=unread)
 
 
 def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> None:
@@ -42,8 +43,9 @@ def compute_into(op: TensorOp, frame: Frame, outs: Sequence[torch.Tensor]) -> No
         inputs, out = [frame.tensors[v] for v in op.inputs], as_contracted(op, outs[0])
         (contract_repeated if is_repeated(out) else evaluate_into)(op, inputs, out)
         return
-    for out, value in zip(outs, compute(op, frame), strict=True):
-        write(out, value)
+    for result, out, value in zip(op.outputs, outs, compute(op, frame), strict=True):
+        if result not in frame.storage.unread:
+            write(out, value)
 
 
 def contract_repeated(

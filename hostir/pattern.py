@@ -405,8 +405,11 @@ def _copy(step: Step, op: Op | None, known: _Known) -> _Make | None:
     copied = op
 
     def make(size: Size) -> Action:
-        puts = [writer(cast("Any", size.laid[i])) for i in outs]
-        return Action(copying(computing(copied, size.frame, tensors, scalars), outs, puts))
+        places = {
+            v: (i, cast("Any", size.laid[i])) for v, i in zip(copied.outputs, outs, strict=True)
+        }
+        run = computing(copied, size.frame, tensors, scalars)
+        return Action(copying(copied, size.frame, run, places))
 
     return make
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,20 +72,25 @@ def contraction(
 
 
 def _copied(of: Recorder, op: TensorOp) -> Closure:
-    outs = [of.slot(o) for o in op.outputs]
-    return copying(_computing(of, op), outs, [writer(of.frame.tensors[o]) for o in op.outputs])
+    outs = {o: (of.slot(o), of.frame.tensors[o]) for o in op.outputs}
+    return copying(op, of.frame, _computing(of, op), outs)
 
 
 def copying(
+    op: TensorOp,
+    frame: Frame,
     compute_step: Callable[[Slots], list[torch.Tensor]],
-    outs: Sequence[int],
-    puts: Sequence[Callable[[torch.Tensor, torch.Tensor], object]],
+    outs: Mapping[TensorView, tuple[int, torch.Tensor]],
 ) -> Closure:
-    """Return what computes values and copies them into the tensors of slots."""
+    """Return what computes values and copies those that are read into the tensors of slots; `outs`
+    has the slot of each result and a tensor that lies like it."""
+    read = [(i, *outs[o]) for i, o in enumerate(op.outputs) if o not in frame.storage.unread]
+    puts = [(i, slot, writer(like)) for i, slot, like in read]
 
     def copy(slots: Slots) -> None:
-        for put, out, value in zip(puts, outs, compute_step(slots), strict=True):
-            put(slots[out], value)
+        values = compute_step(slots)
+        for i, slot, put in puts:
+            put(slots[slot], values[i])
 
     return copy
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from fuser.errors import VerifyError
+from fuser.ir.core import Op
+from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Makes, Part, Shows, effects_of
-from hostir.ops import HostOp, SetCurrentStream, SymmetricContiguousView
+from hostir.ops import Deallocate, HostOp, SetCurrentStream, SymmetricContiguousView
 from multidevice.streams import is_allocated_per_step
+
+
+def _unread(
+    program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
+) -> frozenset[TensorView]:
+    """Return those of several results of an op that no op reads, and that are no outputs."""
+    read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
+    read.update(program.inputs, program.outputs)
+    several = (op.outputs for op in ops if isinstance(op, TensorOp) and len(op.outputs) > 1)
+    return frozenset(o for outs in several for o in outs if o not in read and o not in shared)
 
 
 class WholeShapes:
@@ -61,6 +73,8 @@ class Storage:
     is_placed: bool
     # Whether the current stream changes.
     switches_streams: bool
+    # Buffers of results beside others that nothing reads: they need not be computed.
+    unread: frozenset[TensorView]
     # The shapes of the tensors that neither ranks nor steps share.
     whole: WholeShapes
 
@@ -119,6 +133,7 @@ class Storage:
             {op.out: op for op in views},
             is_placed,
             switches,
+            _unread(program, ops, {*shows, *shows.values()}),
             whole,
         )
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
@@ -134,6 +149,7 @@ class Storage:
             named=self.named | found,
             buffered=self.buffered | found,
             borrowed=self.borrowed.difference(found),
+            unread=self.unread - found,
         )
 
     def shown_by(self, tv: TensorView) -> TensorView | None:

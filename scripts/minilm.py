@@ -141,7 +141,9 @@ def encoder_layer(mesh: DeviceMesh, dtype: DataType, *, attention: bool = False)
     with FusionDefinition() as fd:
         ops = fd.ops
         x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
-        mask = fd.define_tensor([-1, 1, 1, -1], contiguity=True, dtype=DataType.Float)
+        # Torch's kernels for attention add what is of the operands' dtype.
+        added = dtype if attention else DataType.Float
+        mask = fd.define_tensor([-1, 1, 1, -1], contiguity=True, dtype=added)
         for name, (_, n, k, _) in LINEARS.items():
             weights[f"{name}.weight"] = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
             weights[f"{name}.bias"] = fd.define_tensor([n], contiguity=True, dtype=dtype)
@@ -192,11 +194,11 @@ def layer_weights(checkpoint: dict[str, torch.Tensor], layer: int) -> dict[str, 
     }
 
 
-def embedding(mesh: DeviceMesh, dtype: DataType) -> Program:
+def embedding(mesh: DeviceMesh, dtype: DataType, added_dtype: DataType) -> Program:
     """Define what follows the look-up of words.
 
     (words [b, s, h] Float, positions [s, h] Float, mask [b, s] Int) -> the LayerNorm of the summed
-    embeddings [b, s, h], and what is added to attention scores [b, 1, 1, s] (Float).
+    embeddings [b, s, h], and what is added to attention scores [b, 1, 1, s] of `added_dtype`.
     """
     with FusionDefinition() as fd:
         ops = fd.ops
@@ -210,7 +212,7 @@ def embedding(mesh: DeviceMesh, dtype: DataType) -> Program:
         x = ops.add(ops.add(words, weights["token_type"]), positions)
         fd.add_output(ops.cast(layer_norm(fd, x, weights["weight"], weights["bias"]), dtype))
         added = ops.where(ops.eq(mask, 0), float("-inf"), 0.0)
-        added = ops.cast(added, DataType.Float)
+        added = ops.cast(added, added_dtype)
         fd.add_output(ops.broadcast(added, [False, True, True, False]))
         for tv in (words, positions, mask, *weights.values()):
             tv.set_device_mesh(mesh)
@@ -252,7 +254,7 @@ class Encoder:
     ) -> None:
         ir_dtype = DTYPES[dtype]
         self.device = device
-        self.embedding = embedding(mesh, ir_dtype)
+        self.embedding = embedding(mesh, ir_dtype, ir_dtype if attention else DataType.Float)
         self.layer = encoder_layer(mesh, ir_dtype, attention=attention)
         self.pool = pooling(mesh, ir_dtype)
         prefix = "embeddings."

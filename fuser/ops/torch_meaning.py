@@ -10,7 +10,7 @@ float32, the result rounded to the IR dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
-from fuser.ops.attention_calls import Attention, backward, forward
+from fuser.ops.attention_calls import backward, forward
+from fuser.ops.attention_kernels import Attention
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.random import key_of
@@ -38,12 +39,20 @@ Values = Mapping[Symbol, Number]
 
 
 class _Context:
-    """The values of symbols, the float dtype of the oracle (None: IR dtypes) and the device."""
+    """The values of symbols, the float dtype of the oracle (None: IR dtypes), the device, and the
+    results that nobody reads."""
 
-    def __init__(self, values: Values, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        values: Values,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        unread: Container[TensorView] = (),
+    ) -> None:
         self.values = values
         self.dtype = dtype
         self.device = device
+        self.unread = unread
 
     def int_of(self, x: Scalar) -> int:
         return int(sc.evaluate(x, self.values))
@@ -255,7 +264,8 @@ def _attention(
 def _sdpa(op: SdpaFwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     call, t = _attention(op, inputs, cx)
     read: Any = t["query"], t["key"], t["value"]
-    found = forward(call, read, t["bias"], t["mask"], is_oracle=cx.dtype is not None)
+    reads = tuple(out not in cx.unread for out in op.outputs)
+    found = forward(call, read, t["bias"], t["mask"], is_oracle=cx.dtype is not None, reads=reads)
     return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
 
 
@@ -302,8 +312,9 @@ def evaluate_op(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    unread: Container[TensorView] = (),
 ) -> list[Tensor]:
-    """Compute one op; returns one tensor per output.
+    """Compute one op; returns one tensor per output, of any size for those that are `unread`.
 
     `inputs` runs parallel to `op.inputs`: tensors, and numbers (or None) for scalars, which are
     then computed from `values`. `values` binds the symbols in extents and scalar operands. `device`
@@ -318,7 +329,7 @@ def evaluate_op(
             given = sc.evaluate(declared, values)
         resolved.append(given)
     found = next((x.device for x in resolved if isinstance(x, Tensor)), torch.device(device))
-    return rule(op, resolved, _Context(values, dtype, found))
+    return rule(op, resolved, _Context(values, dtype, found, unread))
 
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)

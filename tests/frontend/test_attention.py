@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from fuser.errors import (
     UnsupportedError,
 )
 from fuser.ir.dtypes import to_torch
+from fuser.ops import torch_meaning
+from fuser.ops.attention_calls import forward
 
 D = DataType
 Tensors = Sequence[torch.Tensor]
@@ -409,3 +412,27 @@ def test_seeds_are_stored_and_not_computed_with() -> None:
         assert torch.equal(out.view(torch.int64), given.view(torch.int64))
     with pytest.raises(InputError):
         fd.execute([torch.tensor([5, 7]), torch.zeros(2)])
+
+
+def test_what_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In no run: the first ones, those that a plan repeats, those of new sizes."""
+    seen: list[object] = []
+
+    def spy(*given: Any, **named: Any) -> list[torch.Tensor]:
+        seen.append(named["reads"])
+        return forward(*given, **named)
+
+    monkeypatch.setattr(torch_meaning, "forward", spy)
+    with FusionDefinition() as fd:
+        tensors = [fd.define_tensor([-1] * 4) for _ in range(3)]
+        out, _, seed, _ = fd.ops.sdpfa_fwd(*tensors)
+        fd.add_output(fd.ops.relu(out))
+        fd.add_output(seed)
+    for size in (4, 4, 4, 4, 5, 6, 4):
+        operands = draw([(2, 3, size, 8)] * 3)
+        got, zeros = fd.execute(operands)
+        expected, _ = attend([t.double() for t in operands])
+        torch.testing.assert_close(got.double(), expected.relu(), rtol=2e-6, atol=2e-6)
+        assert not zeros.view(torch.int64).any()
+    # Rehearsals, which compute nothing, read all.
+    assert seen[-1] == (True, False, True, False) and len(seen) >= 7

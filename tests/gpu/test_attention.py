@@ -67,6 +67,29 @@ def test_bias_and_mask(dtype: DataType) -> None:
         check(outs, attend(wide, added=bias, mask=mask), dtype)
 
 
+@pytest.mark.parametrize("size", [5, 16, 56, 130])
+@pytest.mark.parametrize("dtype", [D.Half, D.BFloat16, D.Float], ids=str)
+def test_rows_without_scores(dtype: DataType, size: int) -> None:
+    """What is added leaves some queries without a key, and all queries of a batch."""
+    sizes = (3, 2, size, size, 32, 32)
+    *operands, _ = given_for(sizes, dtype)
+    wide = [t.double() for t in operands]
+    mask = draw([(3, 1, size, size)], dtype, seed=4)[0] > 0
+    mask[0, :, 2], mask[1] = False, False
+    added = torch.where(mask, 0.0, -torch.inf).to(operands[0].dtype)
+    with FusionDefinition() as fd:
+        tensors = [fd.define_tensor([-1] * 4, dtype=dtype) for _ in range(3)]
+        bias = fd.define_tensor([-1, 1, -1, -1], dtype=dtype)
+        seen = fd.define_tensor([-1, 1, -1, -1], dtype=D.Bool)
+        for results in (fd.ops.sdpfa_fwd(*tensors, bias), fd.ops.sdpfa_fwd(*tensors, None, seen)):
+            for out in results:
+                fd.add_output(out)
+    expected = attend(wide, mask=mask)
+    outs = [t.cpu() for t in fd.execute([t.cuda() for t in (*operands, added, mask)])]
+    check(outs[:4], expected, dtype)
+    check(outs[4:], expected, dtype)
+
+
 @pytest.mark.parametrize("dtype", [D.BFloat16, D.Float], ids=str)
 def test_dropout(dtype: DataType) -> None:
     """Backward drops what forward dropped; a seed of torch's generator is drawn in each run."""
@@ -100,10 +123,19 @@ def test_dropout(dtype: DataType) -> None:
 
 @pytest.mark.parametrize("dtype", [D.BFloat16, D.Float], ids=str)
 def test_graphs_repeat_attention(dtype: DataType) -> None:
-    *operands, grad = given = given_for(SIZES["plain"], dtype)
+    """Beside kernels: two steps alone gain nothing by a graph."""
+    *operands, grad = given_for(SIZES["plain"], dtype)
     wide = [t.double() for t in operands]
     expected = *attend(wide, is_causal=True), *gradients(wide, grad, is_causal=True)
-    fd, on_gpu = define(dtype=dtype, is_causal=True), [t.cuda() for t in given]
+    with FusionDefinition() as fd:
+        q, k, v, g = (fd.define_tensor([-1] * 4, dtype=dtype) for _ in range(4))
+        q, k, v = (fd.ops.cast(fd.ops.neg(t), dtype) for t in (q, k, v))
+        results = fd.ops.sdpfa_fwd(q, k, v, is_causal=True)
+        numbers = 0.0, True
+        grads = fd.ops.sdpfa_bwd(g, q, k, v, *results[:2], *numbers, *results[2:], None)
+        for out in (*results, *grads):
+            fd.add_output(out)
+    on_gpu = [*(-t.cuda() for t in operands), grad.cuda()]
     for _ in range(40):
         outs = fd.execute(on_gpu)
         check([t.cpu() for t in outs], expected, dtype)
