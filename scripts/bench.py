@@ -1,12 +1,18 @@
-"""Benchmarks. `python scripts/bench.py kernels [--json FILE] [--no-peer] [--shapes 16384x8192,...]`
+"""Benchmarks. `python scripts/bench.py kernels [--json FILE] [--peers default,...] [--shapes ...]`
 
-kernels: generated pointwise and reduction kernels on one GPU, bf16 where the name of the pattern
-says nothing else, beside torch.compile (sums of few rows: and torch.sum) and beside the copy
-bandwidth of the same run. Method: K input sets are rotated so that their total
-exceeds four times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is
-replayed in turns with the peer's; the time per call is the median of 15 replays after 10 warm-ups
-(minimum and maximum are reported too).
-Bytes are minimal bytes: each input read once, each output written once.
+kernels: generated kernels on one GPU (`kernel_patterns`), in the dtypes of `--dtypes`, beside torch
+and torch.compile in each mode of `--peers`, beside torch in float64, and beside a kernel that
+copies one tensor of the same shape. Method: K input sets are rotated so that their total exceeds
+four times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is replayed in
+turns with the peers'; the time per call is the median of 15 replays after 10 warm-ups (minimum and
+maximum are reported too). Bytes are minimal bytes: each input read once, each output written once.
+`--processes N` compiles N cells at a time, while one at a time uses the GPU; `--seconds S` ends in
+time, naming the cells that were not timed. `--cpu` tries the benchmark itself on a machine without
+a GPU: its times mean nothing.
+
+summary: the geometric means, losses and errors of the files that `kernels --json` wrote.
+
+launches: kernels of each pattern, dtype and shape with the H200's schedules, on any machine.
 
 explore: the same kernels with neighbouring scheduler parameters, to tune the heuristics.
 
@@ -28,10 +34,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,146 +46,180 @@ from typing import Any
 
 import torch
 from cold_start import bench_cold
-from compile_time import bench_compile
-from kernel_patterns import PATTERNS, define
+from compile_time import SCHEDULES, bench_compile
+from kernel_cells import DTYPES, Cell, Plan, measure_all
+from kernel_patterns import MAIN, PATTERNS, Operand, define
+from kernel_summary import read_rows, summarise
+from kernel_timing import Replay, set_count, time_interleaved, timer
 
 from fuser import FusionDefinition
+from hostir.ops import LaunchKernel, PostOnStream
 
 SHAPES = ((16384, 8192), (32768, 1024))
+# Large and small, few rows and many, rows of odd length; the last three are below 4 MB.
+ALL_SHAPES = (
+    *SHAPES,
+    (8192, 1536),
+    (4096, 4096),
+    (65536, 768),
+    (2048, 50257),
+    (128, 1048576),
+    (2048, 384),
+    (512, 1024),
+    (64, 4096),
+)
 LARGE_COPY = (32768, 16384)
-REPLAYS, WARM_UPS = 15, 10
+PEERS = ("eager", "default", "max-autotune-no-cudagraphs")
 
 
-# ------------------------------------------------------------------ timing
-def set_count(nbytes: int) -> int:
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(2, min(16, -(-max(4 * l2, 256 << 20) // nbytes)))
-
-
-class Replay:
-    """The calls of one candidate on all input sets, captured in a CUDA graph."""
-
-    def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
-        self.calls = len(sets)
-        self.seconds: list[float] = []
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                for s in sets:
-                    fn(*s)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            # Kept alive: no output buffer is reused inside a replay.
-            self.kept = [fn(*s) for s in sets]
-
-    def run(self) -> None:
-        """Replay once, adding the seconds per call."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.graph.replay()
-        stop.record()
-        stop.synchronize()
-        self.seconds.append(start.elapsed_time(stop) * 1e-3 / self.calls)
-
-
-def time_interleaved(replays: Sequence[Replay]) -> list[tuple[float, float, float]]:
-    """Return (median, minimum, maximum) seconds per call of each, measured in turns."""
-    for i in range(WARM_UPS + REPLAYS):
-        for replay in replays:
-            if i == WARM_UPS:
-                replay.seconds.clear()
-            replay.run()
-    return [(statistics.median(r.seconds), min(r.seconds), max(r.seconds)) for r in replays]
-
-
-def copy_bandwidth(m: int, n: int) -> float:
-    """Return bytes per second (read + written) of torch's clone of a bf16 [m, n] tensor."""
-    nbytes = 4 * m * n
-    sets = [
-        (torch.randn(m, n, device="cuda").to(torch.bfloat16),) for _ in range(set_count(nbytes))
-    ]
-    ((median, _, _),) = time_interleaved([Replay(torch.clone, sets)])
-    return nbytes / median
-
-
+# ------------------------------------------------------------------ kernels
 def chosen_shapes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    if args.shapes == "all":
+        return ALL_SHAPES
     if not args.shapes:
         return SHAPES
     pairs = (s.split("x") for s in args.shapes.split(","))
     return tuple((int(m), int(n)) for m, n in pairs)
 
 
+def chosen(given: str, names: Iterable[str], what: str) -> tuple[str, ...]:
+    """Return the names that an option gives. Raises `SystemExit` for one that is none."""
+    names = tuple(names)
+    found = tuple(given.split(",")) if given else names
+    for name in found:
+        if name not in names:
+            raise SystemExit(f"{what} {name!r} is none of {', '.join(names)}")
+    return found
+
+
 def chosen_patterns(args: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(args.only.split(",")) if args.only else tuple(PATTERNS)
+    return MAIN if args.only == "main" else chosen(args.only, PATTERNS, "pattern")
+
+
+def chosen_peers(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the ways of torch: its own ops wherever a mode of torch.compile is timed."""
+    if args.peers == "none":
+        return ()
+    return tuple(dict.fromkeys(("eager", *chosen(args.peers, PEERS, "peer"))))
+
+
+def chosen_cells(args: argparse.Namespace) -> list[Cell]:
+    """Return the cells in turns of the shapes, so that a run that ends early has some of each."""
+    dtypes = chosen(args.dtypes, DTYPES, "dtype")
+    return [
+        Cell(name, dtype, m, n)
+        for dtype, (m, n), name in itertools.product(
+            dtypes, chosen_shapes(args), chosen_patterns(args)
+        )
+        if DTYPES[dtype] in PATTERNS[name].dtypes
+    ]
+
+
+def kernel_copy(m: int, n: int, dtype: str, device: str) -> dict[str, Any]:
+    """Return the line of a kernel that reads and writes one tensor, the faster of ours and torch's.
+
+    It negates: a clone that a graph holds can be a memcpy, which is slower.
+    """
+    pattern, key = PATTERNS["negative"], (m, n, DTYPES[dtype])
+    nbytes = pattern.nbytes(*key)
+    sets = [pattern.random(*key, device=device) for _ in range(set_count(nbytes))]
+    fd = pattern.define(*key)
+    kind = timer(device)
+    with torch.no_grad():
+        timed = time_interleaved([kind(fn, sets) for fn in (lambda x: fd.execute([x]), torch.neg)])
+    us = {name: round(t[0] * 1e6, 3) for name, t in zip(("ours", "torch"), timed, strict=True)}
+    return {
+        "bench": "kernels",
+        "copy": "negative",
+        "dtype": dtype,
+        "shape": [m, n],
+        "us": us,
+        "GBps": nbytes / min(us.values()) / 1e3,
+    }
+
+
+class Lines:
+    """Where measurements go as they come: to the terminal, and to the end of a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def emit(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row)
+        print(line, flush=True)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
 
 
 def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        raise SystemExit("bench.py kernels needs a GPU")
-    shapes = chosen_shapes(args)
-    # The roof is the largest copy of the run; the copy of each shape is reported beside it.
-    copies = {shape: copy_bandwidth(*shape) for shape in (*shapes, LARGE_COPY)}
-    bandwidth = max(copies.values())
-    torch.cuda.empty_cache()
+    """Time all chosen cells; their lines are written as they come, so that none is returned."""
+    began = time.monotonic()
+    deadline = began + args.seconds if args.seconds else float("inf")
+    device = "cpu" if args.cpu else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("bench.py kernels needs a GPU; --cpu tries the benchmark itself")
+    lines, cells = Lines(args.json), chosen_cells(args)
+    machine = torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
+    lines.emit({"bench": "kernels", "machine": machine, "torch": torch.__version__})
+    copies: dict[tuple[str, int, int], float] = {}
+    for dtype in dict.fromkeys(cell.dtype for cell in cells):
+        large = () if args.cpu else (LARGE_COPY,)
+        for m, n in dict.fromkeys((*chosen_shapes(args), *large)):
+            row = kernel_copy(m, n, dtype, device)
+            copies[dtype, m, n] = row["GBps"]
+            lines.emit(row)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    roof = max(copies.values(), default=0.0)
+    plan = Plan(chosen_peers(args), device)
     rows: list[dict[str, Any]] = []
-
-    def emit(**row: Any) -> None:
+    left = list(cells)
+    for cell, row in measure_all(cells, plan, processes=args.processes, deadline=deadline):
+        left.remove(cell)
+        if "us" in row:
+            row["of_copy"] = round(row["GBps"] / roof, 3)
+            row["of_same_shape_copy"] = round(row["GBps"] / copies[cell.dtype, cell.m, cell.n], 3)
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        lines.emit(row)
+    for line in summarise(rows):
+        lines.emit(line)
+    took = round(time.monotonic() - began, 1)
+    ending: dict[str, Any] = {"bench": "kernels", "seconds": took, "cells": len(rows)}
+    lines.emit({**ending, "not_timed": [str(cell) for cell in left]})
+    return []
 
-    emit(
-        bench="kernels",
-        machine=torch.cuda.get_device_name(0),
-        torch=torch.__version__,
-        copy_TBps=round(bandwidth / 1e12, 3),
-    )
-    shapes = (
-        [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else SHAPES
-    )
-    for name in chosen_patterns(args):
-        pattern = PATTERNS[name]
-        for m, n in shapes:
-            nbytes = pattern.nbytes(m, n)
-            sets = pattern.random(m, n, set_count(pattern.nbytes(m, n)))
-            fd = pattern.define(m, n)
-            began = time.perf_counter()
-            out, *_ = fd.execute(sets[0])
-            torch.cuda.synchronize()
-            first_s = time.perf_counter() - began
-            exact = pattern.peer(*(t.double() if "sum" in name else t for t in sets[0]))
-            exact = exact[0] if isinstance(exact, tuple) else exact
-            error = float((out.double() - exact.double()).norm() / exact.double().norm())
-            del out, exact
-            candidates: dict[str, Callable[..., Any]] = {"ours": lambda *a, fd=fd: fd.execute(a)}
-            if not args.no_peer:
-                torch._dynamo.reset()
-                candidates["torch.compile"] = torch.compile(pattern.peer, dynamic=False)
-                if pattern.library is not None:
-                    candidates["torch"] = pattern.library
-            timed = time_interleaved([Replay(fn, sets) for fn in candidates.values()])
-            for candidate, (median, low, high) in zip(candidates, timed, strict=True):
-                emit(
-                    bench="kernels",
-                    pattern=name,
-                    shape=[m, n],
-                    candidate=candidate,
-                    us=round(median * 1e6, 2),
-                    us_min=round(low * 1e6, 2),
-                    us_max=round(high * 1e6, 2),
-                    GBps=round(nbytes / median / 1e9),
-                    of_copy=round(nbytes / median / bandwidth, 3),
-                    of_same_shape_copy=round(nbytes / median / copies[m, n], 3),
-                    **(
-                        {"relative_error": error, "first_call_s": round(first_s, 2)}
-                        if candidate == "ours"
-                        else {}
-                    ),
-                )
-            del sets
-            torch.cuda.empty_cache()
+
+def bench_summary(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print what the lines of earlier runs of `kernels` amount to."""
+    found = summarise(read_rows(args.files))
+    for row in found:
+        print(json.dumps(row), flush=True)
+    return found
+
+
+def launches(cell: Cell) -> dict[str, Any]:
+    """Return what schedules the kernels of a cell on an H200, and how many library calls join them;
+    nothing is compiled."""
+    pattern, key = PATTERNS[cell.pattern], (cell.m, cell.n, DTYPES[cell.dtype])
+    inputs = [torch.empty(o.shape, dtype=o.dtype) for o in pattern.operands(*key)]
+    program = pattern.define(*key)._executor_cache().program_for(inputs)
+    return {
+        **cell.labels(),
+        "bench": "launches",
+        "kernels": [
+            program.groups[op.group].scheduler for op in program.ops if isinstance(op, LaunchKernel)
+        ],
+        "library_calls": sum(isinstance(op, PostOnStream) for op in program.ops),
+    }
+
+
+def bench_launches(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print the launches of each cell with the H200's schedules, which need no GPU."""
+    os.environ["FUSER_ENABLE"] = SCHEDULES
+    rows = [launches(cell) for cell in chosen_cells(args)]
+    for row in rows:
+        print(json.dumps(row))
     return rows
 
 
@@ -265,12 +306,12 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     from hostir.bind import InputBinder
 
     rows: list[dict[str, Any]] = []
-    for name, (m, n) in itertools.product(chosen_patterns(args), chosen_shapes(args)):
-        pattern = PATTERNS[name]
-        sets = pattern.random(m, n, set_count(pattern.nbytes(m, n)))
+    for name, dtype, m, n in chosen_cells(args):
+        pattern, key = PATTERNS[name], (m, n, DTYPES[dtype])
+        sets = [pattern.random(*key) for _ in range(set_count(pattern.nbytes(*key)))]
         made = pattern.peer(*sets[0])
         outs = list(made) if isinstance(made, tuple) else [made]
-        fd = pattern.define(m, n)
+        fd = pattern.define(*key)
         bound = InputBinder(fd.fusion).bind(sets[0], sets[0][0].device)
         sizes = {s: int(v) for s, v in bound.items()}
         fusion, _ = concretize(fd.fusion, sizes)
@@ -294,7 +335,8 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
         best = sorted(results, key=results.__getitem__)[:5]
         for text in dict.fromkeys((str(launch[0].params), *best)):
             us = round(results[text] * 1e6, 2)
-            row = {"bench": "explore", "pattern": name, "shape": [m, n], "us": us, "params": text}
+            labels = {"bench": "explore", "pattern": name, "dtype": dtype, "shape": [m, n]}
+            row = {**labels, "us": us, "params": text}
             print(json.dumps(row), flush=True)
             rows.append(row)
     return rows
@@ -324,7 +366,7 @@ def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
     times: list[float] = []
     for _ in range(11):
         began = time.perf_counter()
-        fd = define(twenty_ops, (64, 96), (64, 96))
+        fd = define(twenty_ops, [Operand((64, 96), torch.bfloat16)] * 2)
         sizes = InputBinder(fd.fusion).bind(inputs, inputs[0].device)
         fusion, _ = concretize(fd.fusion, {s: int(v) for s, v in sizes.items()})
         run_passes(fusion)
@@ -437,6 +479,8 @@ def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
 BENCHES = {
     "agree": bench_agree,
     "kernels": bench_kernels,
+    "summary": bench_summary,
+    "launches": bench_launches,
     "explore": bench_explore,
     "host": bench_host,
     "cpu": bench_cpu,
@@ -448,10 +492,17 @@ BENCHES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("bench", choices=tuple(BENCHES))
+    parser.add_argument("files", nargs="*", type=Path, help="of summary: what kernels wrote")
     parser.add_argument("--json", type=Path, help="append one JSON line per measurement")
-    parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--shapes", default="", help="rows x columns: 16384x8192,32768x1024")
-    parser.add_argument("--only", default="", help="pattern names, comma-separated")
+    parser.add_argument(
+        "--peers", default="default", help="modes of torch.compile, beside eager; eager; or none"
+    )
+    parser.add_argument("--shapes", default="", help="rows x columns: 16384x8192,32768x1024; all")
+    parser.add_argument("--only", default="", help="names of patterns, or main")
+    parser.add_argument("--dtypes", default="bfloat16", help="such as bfloat16,float32")
+    parser.add_argument("--processes", type=int, default=1, help="that compile side by side")
+    parser.add_argument("--seconds", type=float, default=0.0, help="when to stop; 0: at the end")
+    parser.add_argument("--cpu", action="store_true", help="try the benchmark itself")
     args = parser.parse_args()
     rows = BENCHES[args.bench](args)
     if args.json is not None:

@@ -76,14 +76,12 @@ def work() -> None:
             continue
         name, (m, n) = request
         known = bench.PATTERNS.get(name)
-        shapes = known.inputs(m, n) if known else ((m, n),)
-        nbytes = known.nbytes(m, n) if known else 4 * m * n
+        dtype = torch.bfloat16
+        operands = known.operands(m, n, dtype) if known else [bench.Operand((m, n), dtype)]
+        nbytes = known.nbytes(m, n, dtype) if known else 4 * m * n
         torch.manual_seed(0)
-        sets = [
-            tuple(torch.randn(*s, device="cuda").to(torch.bfloat16) for s in shapes)
-            for _ in range(bench.set_count(nbytes))
-        ]
-        fd = bench.define(programs()[name], *shapes)
+        sets = [tuple(o.make("cuda") for o in operands) for _ in range(bench.set_count(nbytes))]
+        fd = bench.define(programs()[name], operands)
         replay = None
         torch.cuda.empty_cache()
         replay = bench.Replay(lambda *a, fd=fd: fd.execute(a), sets)

@@ -137,9 +137,10 @@ run_job() {
 }
 
 run_bench() {
-  local result="$WORK/bench.jsonl"
+  local result="$WORK/bench.jsonl" limit="${BENCH_LIMIT_S:-400}"
   CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "kernel benchmarks" bench.log \
-    "${BENCH_LIMIT_S:-400}" "$result" "$PY" scripts/bench.py kernels --json "$result"
+    "$limit" "$result" "$PY" scripts/bench.py kernels --json "$result" \
+    --processes "${BENCH_PROCESSES:-13}" --seconds "$((limit - 30))"
 }
 
 run_fuzz() {

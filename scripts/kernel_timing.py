@@ -1,0 +1,125 @@
+"""Time of calls on one GPU: CUDA graphs of rotated inputs, replayed in turns.
+
+Where several processes share the GPU, each uses it in its turn (`Turn`): to time, to check results
+and to time what torch's autotuning tries. Only the host's work, compilation, runs side by side.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPLAYS, WARM_UPS = 15, 10
+# Cycles of the GPU, about a tenth of a millisecond: the host puts a replay and the events around it
+# into the stream meanwhile, so that they measure the GPU and not how busy the host is.
+WAIT_CYCLES = 200_000
+
+Spread = tuple[float, float, float]
+
+
+def set_count(nbytes: int) -> int:
+    """Return how many sets of inputs exceed four times the L2 cache and 256 MB; at most 16."""
+    if not torch.cuda.is_available():
+        return 2
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(16, -(-max(4 * l2, 256 << 20) // nbytes)))
+
+
+class Turn:
+    """The use of the GPU: one process has it at a time. What a dead process held is free."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = None if path is None else path.open("w")
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._file is not None and not self._depth:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._file is not None and not self._depth:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def take_turns_at_autotuning(turn: Turn) -> None:
+    """Let torch.compile time its candidates while nobody else uses the GPU: else it would choose
+    by the work of others, and be a worse peer than it is."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    bench: Callable[..., Any] = CachingAutotuner.bench
+
+    def bench_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with turn:
+            torch.cuda.synchronize()
+            return bench(self, *args, **kwargs)
+
+    CachingAutotuner.bench = bench_alone
+
+
+class Replay:
+    """The calls of one candidate on all input sets, captured in a CUDA graph."""
+
+    def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
+        self.calls = len(sets)
+        self.seconds: list[float] = []
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                for s in sets:
+                    fn(*s)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            # Kept alive: no output buffer is reused inside a replay.
+            self.kept = [fn(*s) for s in sets]
+
+    def run(self) -> None:
+        """Replay once, adding the seconds per call."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(WAIT_CYCLES)
+        start.record()
+        self.graph.replay()
+        stop.record()
+        stop.synchronize()
+        self.seconds.append(start.elapsed_time(stop) * 1e-3 / self.calls)
+
+
+class Loop:
+    """The calls of one candidate on the CPU, which has no graphs; to try the benchmark itself."""
+
+    def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
+        self.fn, self.sets = fn, sets
+        self.seconds: list[float] = []
+
+    def run(self) -> None:
+        """Call once with each set, adding the seconds per call."""
+        began = time.perf_counter()
+        for s in self.sets:
+            self.fn(*s)
+        self.seconds.append((time.perf_counter() - began) / len(self.sets))
+
+
+def timer(device: str) -> type[Replay] | type[Loop]:
+    return Replay if device == "cuda" else Loop
+
+
+def time_interleaved(replays: Sequence[Replay | Loop]) -> list[Spread]:
+    """Return (median, minimum, maximum) seconds per call of each, measured in turns."""
+    for i in range(WARM_UPS + REPLAYS):
+        for replay in replays:
+            if i == WARM_UPS:
+                replay.seconds.clear()
+            replay.run()
+    return [(statistics.median(r.seconds), min(r.seconds), max(r.seconds)) for r in replays]
