@@ -27,6 +27,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.reshape import ReshapePlan, plan_reshape
+from fuser.passes.clamps import Clamps
 from fuser.passes.fill_empty import fill_empty
 from fuser.passes.resolve_symbolic import is_undecided, resolve_symbolic
 from fuser.record import record
@@ -36,10 +37,12 @@ ExtentMap = Callable[[Scalar], Scalar]
 
 @record
 class ConcretizationKey:
-    """The decisions: a plan per undecided reshape in program order, and the extents that are 0."""
+    """The decisions: a plan per undecided reshape in program order, the extents that are 0, and
+    which argument each minimum or maximum of sizes is."""
 
     plans: tuple[ReshapePlan, ...]
     empty: tuple[Scalar, ...]
+    clamps: tuple[int, ...]
 
 
 def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
@@ -48,16 +51,20 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
     `sizes` binds the extent symbols (or the representatives of their classes) and integer scalar
     inputs. Raises `InputError` for a reshape whose element counts differ for these sizes.
     """
-    key = concretization_key(fusion, sizes)
+    decide = KeyOfSizes(fusion)
+    key = decide(sizes)
     new, _ = fusion.copy()
     # A reshape that no output needs is never decided.
     new.exprs = new.used_exprs()
     values = _all_values(new, sizes)
+    clamps: tuple[int, ...] = ()
     if isinstance(key, ConcretizationKey):
         resolve_symbolic(new, iter(key.plans), values)
         values = _all_values(new, sizes)
+        clamps = key.clamps
     fill_empty(new, values)
-    _use_representatives(new, values)
+    known = decide.clamps.replacements(new, clamps, _decided(new, values.get))
+    _use_representatives(new, values, known)
     verify_fusion(new, after="concretize")
     return new, key
 
@@ -80,6 +87,7 @@ class KeyOfSizes:
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
         self._extents = _used_extents(fusion)
         self._sizes = Computed(list(self._extents))
+        self.clamps = Clamps(fusion)
         related = (x for pair in fusion.equal_extents() for x in pair)
         self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
@@ -93,8 +101,10 @@ class KeyOfSizes:
                 _check_counts(op, counts, values)
             if is_undecided(op):
                 plans.append(_plan(self._fusion, op, values))
-        empty = tuple(self._empty(values))
-        return ConcretizationKey(tuple(plans), empty) if plans or empty else ()
+        empty, clamps = tuple(self._empty(values)), self.clamps.decide(values)
+        if not (plans or empty or clamps):
+            return ()
+        return ConcretizationKey(tuple(plans), empty, clamps)
 
     def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
         """Yield the symbolic extents that are 0, each once, in program order.
@@ -189,9 +199,11 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 
 
 # ------------------------------------------------------------------ extents
-def _use_representatives(fusion: Fusion, values: Mapping[Symbol, Number]) -> None:
-    """Rewrite every extent and scalar operand over class representatives; empty ones become 0."""
-    known = _decided(fusion, values.get)
+def _use_representatives(
+    fusion: Fusion, values: Mapping[Symbol, Number], known: Mapping[Scalar, Scalar]
+) -> None:
+    """Rewrite every extent and scalar operand over class representatives, and over what is known of
+    them; empty ones become 0."""
     memo: dict[Scalar, Scalar] = {}
 
     def extent(x: Scalar) -> Scalar:

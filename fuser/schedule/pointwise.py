@@ -182,10 +182,11 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
-    """Cover the inner run with 8, 32 or 128 threads, so that few shapes of kernels exist."""
+    """Cover the inner run with 32 or 128 threads, a short one with as many as it has chunks: few
+    shapes of kernels exist, and lanes have work."""
     if one_run or chunks > 32:
         return THREADS, 1
-    x = 8 if chunks <= 8 else 32
+    x = power_of_two_at_least(chunks) if chunks <= 8 else 32
     return x, THREADS // x
 
 
