@@ -49,7 +49,7 @@ from cold_start import bench_cold
 from compile_time import SCHEDULES, bench_compile
 from kernel_cells import DTYPES, Cell, Plan, measure_all
 from kernel_patterns import MAIN, PATTERNS, Operand, define
-from kernel_summary import read_rows, summarise
+from kernel_summary import is_wrong, read_rows, summarise
 from kernel_timing import Replay, set_count, time_interleaved, timer
 
 from fuser import FusionDefinition
@@ -187,6 +187,9 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     took = round(time.monotonic() - began, 1)
     ending: dict[str, Any] = {"bench": "kernels", "seconds": took, "cells": len(rows)}
     lines.emit({**ending, "not_timed": [str(cell) for cell in left]})
+    bad = [row for row in rows if "failed" in row or is_wrong(row)]
+    if bad:
+        raise SystemExit(f"{len(bad)} of {len(rows)} cells failed or are wrong")
     return []
 
 

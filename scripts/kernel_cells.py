@@ -8,7 +8,6 @@ cell waits for the compilations of others, and none is timed beside another.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -174,8 +173,13 @@ def _work(connection: Connection, plan: Plan) -> None:
     """Time the cells that come, one line each; None ends it."""
     torch.set_num_threads(1)
     turn = Turn(plan.turns)
-    if plan.compiles and plan.device == "cuda":
-        take_turns_at_autotuning(turn)
+    if plan.compiles:
+        import torch._inductor.config as inductor
+
+        # Not also each with processes of its own.
+        inductor.compile_threads = 1
+        if plan.device == "cuda":
+            take_turns_at_autotuning(turn)
     is_usable = True
     while is_usable and (cell := connection.recv()) is not None:
         row, is_usable = measured(cell, plan, turn)
@@ -228,8 +232,6 @@ class _Crew:
 def _side_by_side(
     cells: Sequence[Cell], plan: Plan, processes: int, deadline: float
 ) -> Iterator[tuple[Cell, Row]]:
-    # Each process compiles by itself, in folders that all share.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
     waiting = list(reversed(cells))
     with TemporaryDirectory() as folder:
         crew = _Crew(plan._replace(turns=Path(folder) / "turn"))

@@ -113,6 +113,10 @@ def arguments(**given: Any) -> Namespace:
 
 def run(path: Path, **given: Any) -> list[dict[str, Any]]:
     bench.bench_kernels(arguments(json=path, **given))
+    return read(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -149,7 +153,9 @@ def test_a_cell_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pattern = PATTERNS["softmax"]
     monkeypatch.setitem(PATTERNS, "softmax", replace(pattern, build=fails))
     monkeypatch.setitem(PATTERNS, "dropout", replace(PATTERNS["dropout"], library=fails))
-    rows = run(tmp_path / "rows.jsonl", only="softmax,dropout")
+    with pytest.raises(SystemExit, match="1 of 2 cells failed or are wrong"):
+        run(tmp_path / "rows.jsonl", only="softmax,dropout")
+    rows = read(tmp_path / "rows.jsonl")
     (failed,) = (row for row in rows if "failed" in row and "pattern" in row)
     assert failed["pattern"] == "softmax"
     assert failed["failed"] == "ValueError: no such kernel"
@@ -198,6 +204,19 @@ def test_summary() -> None:
     assert of_pattern["ratios"] == {"1x8": 2.0, "2x8": 0.5}
     assert of_pattern["launches"] == [1]
     assert of_pattern["of_same_shape_copy_least"] == 0.25
+
+
+def test_a_process_that_ends_is_told_and_replaced() -> None:
+    crew = kernel_cells._Crew(kernel_cells.Plan((), "cpu"))
+    cell = kernel_cells.Cell("cast", "bfloat16", M, N)
+    crew.give(cell)
+    ((connection, (process, _)),) = crew.busy.items()
+    process.kill()
+    assert crew.receive(connection) == {**cell.labels(), "failed": "the process ended (-9)"}
+    crew.give(cell)
+    (connection,) = crew.busy
+    assert "ours" in crew.receive(connection)["us"]
+    crew.end()
 
 
 def test_a_turn_is_free_again_when_its_process_ended(tmp_path: Path) -> None:
