@@ -37,6 +37,11 @@ class Cell(NamedTuple):
     m: int
     n: int
 
+    @staticmethod
+    def of(row: Row) -> Cell:
+        """Return the cell of a line."""
+        return Cell(row["pattern"], row["dtype"], *row["shape"])
+
     def labels(self) -> Row:
         shape = [self.m, self.n]
         return {"bench": "kernels", "pattern": self.pattern, "dtype": self.dtype, "shape": shape}
@@ -68,7 +73,7 @@ def _peers(pattern: Pattern, names: Sequence[str]) -> dict[str, Callable[..., An
 
 
 def _first_calls(
-    peers: dict[str, Callable[..., Any]], inputs: Inputs, turn: Turn
+    peers: dict[str, Callable[..., Any]], inputs: Inputs, plan: Plan, turn: Turn
 ) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
     """Compile; return the peers that could be called, and why the others could not."""
     works, failed = {}, {}
@@ -76,6 +81,7 @@ def _first_calls(
         try:
             with turn if name == "eager" else nullcontext():
                 peer(*inputs)
+                _free_memory(plan)
             works[name] = peer
         except torch.AcceleratorError:
             raise
@@ -104,7 +110,7 @@ def measure(cell: Cell, plan: Plan, turn: Turn) -> Row:
         errors, sigmas = pattern.errors(inputs, outs)
         del outs
         _free_memory(plan)
-    peers, failed = _first_calls(_peers(pattern, plan.peers), inputs, turn)
+    peers, failed = _first_calls(_peers(pattern, plan.peers), inputs, plan, turn)
     nbytes = pattern.nbytes(*key)
     with turn:
         times = _times(fd, peers, pattern, key, inputs, plan.device)

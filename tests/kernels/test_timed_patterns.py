@@ -107,7 +107,7 @@ def test_launches_on_an_h200(name: str, dtype: str, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------ the benchmark itself
 def arguments(**given: Any) -> Namespace:
     defaults = {"json": None, "peers": "eager", "shapes": f"{M}x{N}", "only": "", "cpu": True}
-    rest = {"dtypes": "bfloat16", "processes": 1, "seconds": 0.0, "files": []}
+    rest = {"dtypes": "bfloat16", "processes": 1, "seconds": 0.0, "files": [], "rest": False}
     return Namespace(**{**defaults, **rest, **given})
 
 
@@ -144,6 +144,15 @@ def test_what_was_not_timed_is_named(tmp_path: Path) -> None:
     rows = run(tmp_path / "rows.jsonl", only="softmax,dropout", seconds=1e-9)
     assert not cells_of(rows)
     assert rows[-1]["not_timed"] == [f"{name} bfloat16 {M}x{N}" for name in ("softmax", "dropout")]
+
+
+def test_the_rest_is_timed_later(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    run(path, only="softmax", rest=True)
+    already = len(read(path))
+    rows = run(path, only="softmax,dropout", rest=True)
+    assert cells_of(rows[already:]) == {("dropout", "bfloat16")}
+    assert [row["cells"] for row in rows[already:] if "failed" in row] == [2]
 
 
 def test_a_cell_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
