@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench
 import kernel_cells
+import kernel_timing
 from kernel_patterns import PATTERNS
 from kernel_patterns.pattern import as_tuple, in_double
 from kernel_summary import ERROR_LIMITS, SIGMAS, is_wrong, ratio, read_rows, summarise
@@ -171,6 +172,28 @@ def test_a_cell_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (line,) = (row for row in rows if "summary" in row and "failed" in row)
     assert line["failed"] == [f"softmax {M}x{N}"]
     assert line["peer_failed"] == [f"dropout {M}x{N}"]
+
+
+def test_a_peer_that_fails_later_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def fails_later(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ValueError("not in a graph")
+        return x
+
+    # As a graph, which calls when it is made.
+    def capture(fn: Any, sets: Any) -> kernel_timing.Loop:
+        fn(*sets[0])
+        return kernel_timing.Loop(fn, sets)
+
+    monkeypatch.setattr(kernel_cells, "timer", lambda _: capture)
+    monkeypatch.setitem(PATTERNS, "cast", replace(PATTERNS["cast"], library=fails_later))
+    (row,) = (row for row in run(tmp_path / "rows.jsonl", only="cast") if "peers_failed" in row)
+    assert row["peers_failed"] == {"eager": "ValueError('not in a graph')"}
+    assert {*row["us"]} == {"ours"}
 
 
 def test_wrong_results_are_found() -> None:
