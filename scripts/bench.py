@@ -7,8 +7,8 @@ four times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, 
 turns with the peers'; the time per call is the median of 15 replays after 10 warm-ups (minimum and
 maximum are reported too). Bytes are minimal bytes: each input read once, each output written once.
 `--processes N` compiles N cells at a time, while one at a time uses the GPU; `--seconds S` ends in
-time, naming the cells that were not timed. `--cpu` tries the benchmark itself on a machine without
-a GPU: its times mean nothing.
+time, naming the cells that were not timed: `--rest` times these later. `--cpu` tries the benchmark
+itself on a machine without a GPU: its times mean nothing.
 
 summary: the geometric means, losses and errors of the files that `kernels --json` wrote.
 
@@ -38,7 +38,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from cold_start import bench_cold
 from compile_time import SCHEDULES, bench_compile
 from kernel_cells import DTYPES, Cell, Plan, measure_all
 from kernel_patterns import MAIN, PATTERNS, Operand, define
-from kernel_summary import read_rows, summarise
+from kernel_summary import is_wrong, read_rows, summarise
 from kernel_timing import Replay, set_count, time_interleaved, timer
 
 from fuser import FusionDefinition
@@ -152,6 +152,23 @@ class Lines:
                 file.write(line + "\n")
 
 
+def time_copies(
+    cells: Sequence[Cell], lines: Lines, device: str
+) -> dict[tuple[str, int, int], float]:
+    """Emit the kernel copy of each dtype and shape, and the largest; return their GB/s."""
+    large = () if device == "cpu" else (LARGE_COPY,)
+    wanted = [(c.dtype, c.m, c.n) for c in cells]
+    wanted += [(dtype, m, n) for dtype, _, _ in wanted for m, n in large]
+    copies: dict[tuple[str, int, int], float] = {}
+    for dtype, m, n in dict.fromkeys(wanted):
+        row = kernel_copy(m, n, dtype, device)
+        copies[dtype, m, n] = row["GBps"]
+        lines.emit(row)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return copies
+
+
 def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time all chosen cells; their lines are written as they come, so that none is returned."""
     began = time.monotonic()
@@ -159,23 +176,17 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     device = "cpu" if args.cpu else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench.py kernels needs a GPU; --cpu tries the benchmark itself")
-    lines, cells = Lines(args.json), chosen_cells(args)
+    before = [args.json] if args.rest and args.json and args.json.exists() else []
+    rows = [row for row in read_rows(before) if "us" in row]
+    done = {str(Cell.of(row)) for row in rows}
+    left = [cell for cell in chosen_cells(args) if str(cell) not in done]
+    lines = Lines(args.json)
     machine = torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
     lines.emit({"bench": "kernels", "machine": machine, "torch": torch.__version__})
-    copies: dict[tuple[str, int, int], float] = {}
-    for dtype in dict.fromkeys(cell.dtype for cell in cells):
-        large = () if args.cpu else (LARGE_COPY,)
-        for m, n in dict.fromkeys((*chosen_shapes(args), *large)):
-            row = kernel_copy(m, n, dtype, device)
-            copies[dtype, m, n] = row["GBps"]
-            lines.emit(row)
-            if device == "cuda":
-                torch.cuda.empty_cache()
+    copies = time_copies(left, lines, device)
     roof = max(copies.values(), default=0.0)
     plan = Plan(chosen_peers(args), device)
-    rows: list[dict[str, Any]] = []
-    left = list(cells)
-    for cell, row in measure_all(cells, plan, processes=args.processes, deadline=deadline):
+    for cell, row in measure_all([*left], plan, processes=args.processes, deadline=deadline):
         left.remove(cell)
         if "us" in row:
             row["of_copy"] = round(row["GBps"] / roof, 3)
@@ -187,6 +198,9 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     took = round(time.monotonic() - began, 1)
     ending: dict[str, Any] = {"bench": "kernels", "seconds": took, "cells": len(rows)}
     lines.emit({**ending, "not_timed": [str(cell) for cell in left]})
+    bad = [row for row in rows if "failed" in row or is_wrong(row)]
+    if bad:
+        raise SystemExit(f"{len(bad)} of {len(rows)} cells failed or are wrong")
     return []
 
 
@@ -502,6 +516,7 @@ def main() -> int:
     parser.add_argument("--dtypes", default="bfloat16", help="such as bfloat16,float32")
     parser.add_argument("--processes", type=int, default=1, help="that compile side by side")
     parser.add_argument("--seconds", type=float, default=0.0, help="when to stop; 0: at the end")
+    parser.add_argument("--rest", action="store_true", help="only cells that --json has not yet")
     parser.add_argument("--cpu", action="store_true", help="try the benchmark itself")
     args = parser.parse_args()
     rows = BENCHES[args.bench](args)

@@ -8,15 +8,14 @@ cell waits for the compilations of others, and none is timed beside another.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from kernel_patterns import PATTERNS, Pattern
@@ -28,6 +27,8 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
+
+T = TypeVar("T")
 Row = dict[str, Any]
 Inputs = tuple[torch.Tensor, ...]
 
@@ -37,6 +38,11 @@ class Cell(NamedTuple):
     dtype: str
     m: int
     n: int
+
+    @staticmethod
+    def of(row: Row) -> Cell:
+        """Return the cell of a line."""
+        return Cell(row["pattern"], row["dtype"], *row["shape"])
 
     def labels(self) -> Row:
         shape = [self.m, self.n]
@@ -60,72 +66,90 @@ class Plan(NamedTuple):
 
 
 # ------------------------------------------------------------------ one cell
-def _peers(pattern: Pattern, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    eager = pattern.library or pattern.peer
-    return {
-        name: eager if name == "eager" else torch.compile(pattern.peer, dynamic=False, mode=name)
-        for name in names
-    }
+class _Peers:
+    """Torch's ways that work, and why the others do not."""
 
+    def __init__(self, pattern: Pattern, plan: Plan) -> None:
+        eager = pattern.library or pattern.peer
+        self.works: dict[str, Callable[..., Any]] = {
+            name: eager
+            if name == "eager"
+            else torch.compile(pattern.peer, dynamic=False, mode=name)
+            for name in plan.peers
+        }
+        self.failed: dict[str, str] = {}
+        self._plan = plan
 
-def _first_calls(
-    peers: dict[str, Callable[..., Any]], inputs: Inputs, turn: Turn
-) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """Compile; return the peers that could be called, and why the others could not."""
-    works, failed = {}, {}
-    for name, peer in peers.items():
-        try:
-            with turn if name == "eager" else nullcontext():
-                peer(*inputs)
-            works[name] = peer
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            failed[name] = repr(error)[:300]
-    return works, failed
+    def attempt(self, what: Callable[[str, Callable[..., Any]], T]) -> dict[str, T]:
+        """Do something with each; one that raises is left out from now on.
+
+        Raises:
+            torch.AcceleratorError: nothing works on the device any more.
+        """
+        done: dict[str, T] = {}
+        for name, peer in [*self.works.items()]:
+            try:
+                done[name] = what(name, peer)
+            except Exception as error:
+                self.failed[name] = repr(error)[:300]
+                del self.works[name]
+                if self._plan.device == "cuda":
+                    torch.cuda.synchronize()
+        return done
 
 
 def measure(cell: Cell, plan: Plan, turn: Turn) -> Row:
     """Return the line of one cell."""
-    pattern, dtype = PATTERNS[cell.pattern], DTYPES[cell.dtype]
-    key = cell.m, cell.n, dtype
+    pattern, key = PATTERNS[cell.pattern], (cell.m, cell.n, DTYPES[cell.dtype])
+    nbytes, fd = pattern.nbytes(*key), pattern.define(*key)
     torch.manual_seed(0)
+    with turn:
+        sets = [pattern.random(*key, device=plan.device)]
+    checked = _check(fd, pattern, sets[0], plan, turn)
     if plan.compiles:
         torch._dynamo.reset()
+    peers = _Peers(pattern, plan)
+
+    def first_call(name: str, peer: Callable[..., Any]) -> None:
+        with turn if name == "eager" else nullcontext():
+            peer(*sets[0])
+            _free_memory(plan)
+
+    peers.attempt(first_call)
     with turn:
-        inputs = pattern.random(*key, device=plan.device)
-    fd = pattern.define(*key)
+        sets += [pattern.random(*key, device=plan.device) for _ in range(set_count(nbytes) - 1)]
+        times = _times(lambda *given: fd.execute(given), peers, sets, plan.device)
+        sets.clear()
+        _free_memory(plan)
+    counts = fd.fec.statistics()
+    return {
+        **cell.labels(),
+        **times,
+        "nbytes": nbytes,
+        "GBps": round(nbytes / times["us"]["ours"] / 1e3, 1),
+        "kernels": counts["kernels"],
+        "library_calls": counts["library_calls"],
+        **checked,
+        **({"peers_failed": peers.failed} if peers.failed else {}),
+    }
+
+
+def _check(fd: FusionDefinition, pattern: Pattern, inputs: Inputs, plan: Plan, turn: Turn) -> Row:
+    """Run once, which compiles; return how long that took and how right the results are."""
     began = time.perf_counter()
     outs = fd.execute(inputs)
     if plan.device == "cuda":
         torch.cuda.synchronize()
     first_s = time.perf_counter() - began
-    dtypes = [str(out.dtype).removeprefix("torch.") for out in outs]
     with turn:
         errors, sigmas = pattern.errors(inputs, outs)
+        dtypes = [str(out.dtype).removeprefix("torch.") for out in outs]
         del outs
         _free_memory(plan)
-    peers, failed = _first_calls(_peers(pattern, plan.peers), inputs, turn)
-    nbytes = pattern.nbytes(*key)
-    with turn:
-        times = _times(fd, peers, pattern, key, inputs, plan.device)
-        del inputs
-        _free_memory(plan)
-    counts = fd.fec.statistics()
-    us = {name: round(median * 1e6, 3) for name, (median, _, _) in times.items()}
     return {
-        **cell.labels(),
-        "us": us,
-        "us_min": {name: round(low * 1e6, 3) for name, (_, low, _) in times.items()},
-        "us_max": {name: round(high * 1e6, 3) for name, (_, _, high) in times.items()},
-        "nbytes": nbytes,
-        "GBps": round(nbytes / us["ours"] / 1e3, 1),
-        "kernels": counts["kernels"],
-        "library_calls": counts["library_calls"],
         "relative_errors": errors,
         "output_dtypes": dtypes,
         **({"sigmas": round(sigmas, 2)} if pattern.dropout else {}),
-        **({"peers_failed": failed} if failed else {}),
         "first_call_s": round(first_s, 3),
     }
 
@@ -137,19 +161,17 @@ def _free_memory(plan: Plan) -> None:
 
 
 def _times(
-    fd: FusionDefinition,
-    peers: dict[str, Callable[..., Any]],
-    pattern: Pattern,
-    key: tuple[int, int, torch.dtype],
-    inputs: Inputs,
-    device: str,
-) -> dict[str, tuple[float, float, float]]:
-    count = set_count(pattern.nbytes(*key))
-    sets = [inputs, *(pattern.random(*key, device=device) for _ in range(count - 1))]
-    candidates: dict[str, Callable[..., Any]] = {"ours": lambda *a: fd.execute(a), **peers}
+    ours: Callable[..., Any], peers: _Peers, sets: Sequence[Inputs], device: str
+) -> dict[str, dict[str, float]]:
+    """Return medians, minima and maxima in microseconds, by candidate."""
     kind = timer(device)
-    timed = time_interleaved([kind(fn, sets) for fn in candidates.values()])
-    return dict(zip(candidates, timed, strict=True))
+    timers = {"ours": kind(ours, sets)} | peers.attempt(lambda _, peer: kind(peer, sets))
+    spreads = time_interleaved([*timers.values()])
+    columns = zip(("us", "us_min", "us_max"), zip(*spreads, strict=True), strict=True)
+    return {
+        what: {name: round(s * 1e6, 3) for name, s in zip(timers, seconds, strict=True)}
+        for what, seconds in columns
+    }
 
 
 def measured(cell: Cell, plan: Plan, turn: Turn) -> tuple[Row, bool]:
@@ -174,8 +196,13 @@ def _work(connection: Connection, plan: Plan) -> None:
     """Time the cells that come, one line each; None ends it."""
     torch.set_num_threads(1)
     turn = Turn(plan.turns)
-    if plan.compiles and plan.device == "cuda":
-        take_turns_at_autotuning(turn)
+    if plan.compiles:
+        import torch._inductor.config as inductor
+
+        # Not also each with processes of its own.
+        inductor.compile_threads = 1
+        if plan.device == "cuda":
+            take_turns_at_autotuning(turn)
     is_usable = True
     while is_usable and (cell := connection.recv()) is not None:
         row, is_usable = measured(cell, plan, turn)
@@ -199,6 +226,7 @@ class _Crew:
         self._idle.append((mine, process))
 
     def give(self, cell: Cell) -> None:
+        self._idle = [(c, process) for c, process in self._idle if process.is_alive()]
         if not self._idle:
             self.start()
         connection, process = self._idle.pop(0)
@@ -221,15 +249,14 @@ class _Crew:
         for process, _ in self.busy.values():
             process.kill()
         for connection, process in self._idle:
-            connection.send(None)
+            with suppress(OSError):
+                connection.send(None)
             process.join(10)
 
 
 def _side_by_side(
     cells: Sequence[Cell], plan: Plan, processes: int, deadline: float
 ) -> Iterator[tuple[Cell, Row]]:
-    # Each process compiles by itself, in folders that all share.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
     waiting = list(reversed(cells))
     with TemporaryDirectory() as folder:
         crew = _Crew(plan._replace(turns=Path(folder) / "turn"))

@@ -14,7 +14,7 @@ MAIN = (
     *("cast", "gelu_mul_add", "silu_mul", "silu_mul_backward", "adamw", "rope"),
     *("dropout", "bias_dropout_add", "row_sum", "softmax", "softmax_backward"),
     *("cross_entropy", "cross_entropy_and_gradient", "layer_norm_kept", "rms_norm_kept"),
-    *("residual_rms_norm", "dropout_residual_layer_norm"),
+    *("residual_rms_norm_wide", "dropout_residual_layer_norm"),
     *("layer_norm_gradients", "rms_norm_gradients", "column_sum", "sum_of_all", "batch_norm"),
     *("transpose", "permute_021", "permute_0213", "add_turned_gelu"),
 )

@@ -72,6 +72,12 @@ def residual_rms_norm(fd: FusionDefinition, x: Any, r: Any, w: Any) -> Any:
     return rms_norm(fd, h, w), h
 
 
+def residual_rms_norm_wide(fd: FusionDefinition, x: Any, r: Any, w: Any) -> Any:
+    """The norm of the sum before it is rounded, beside the rounded sum."""
+    h = fd.ops.add(as_float(fd, x), as_float(fd, r))
+    return fd.ops.cast(_rms_norm(fd, h, w)[0], x.dtype()), fd.ops.cast(h, x.dtype())
+
+
 def dropout_residual_layer_norm(fd: FusionDefinition, x: Any, r: Any, w: Any, b: Any) -> Any:
     h = fd.ops.add(dropped_out(fd, x), as_float(fd, r))
     return fd.ops.cast(_layer_norm(fd, h, w, b)[0], x.dtype()), fd.ops.cast(h, x.dtype())
@@ -105,6 +111,11 @@ def _added(norm: Callable[..., torch.Tensor]) -> Callable[..., Result]:
         return norm(h, *rest), h
 
     return both
+
+
+def _torch_residual_rms_norm_wide(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Result:
+    h = wide(x) + wide(r)
+    return _torch_rms_norm(h, w).to(x.dtype), h.to(x.dtype)
 
 
 def _torch_dropout_residual_layer_norm(
@@ -285,6 +296,11 @@ NORMS = {
     ),
     "residual_rms_norm": Pattern(
         residual_rms_norm, _added(_torch_rms_norm), rows_and_weights(2, 1)
+    ),
+    "residual_rms_norm_wide": Pattern(
+        residual_rms_norm_wide,
+        _torch_residual_rms_norm_wide,
+        rows_and_weights(2, 1, dtype_of_weights=FLOAT32),
     ),
     "dropout_residual_layer_norm": Pattern(
         dropout_residual_layer_norm,

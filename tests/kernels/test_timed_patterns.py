@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench
 import kernel_cells
+import kernel_timing
 from kernel_patterns import PATTERNS
 from kernel_patterns.pattern import as_tuple, in_double
 from kernel_summary import ERROR_LIMITS, SIGMAS, is_wrong, ratio, read_rows, summarise
@@ -107,12 +108,16 @@ def test_launches_on_an_h200(name: str, dtype: str, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------ the benchmark itself
 def arguments(**given: Any) -> Namespace:
     defaults = {"json": None, "peers": "eager", "shapes": f"{M}x{N}", "only": "", "cpu": True}
-    rest = {"dtypes": "bfloat16", "processes": 1, "seconds": 0.0, "files": []}
+    rest = {"dtypes": "bfloat16", "processes": 1, "seconds": 0.0, "files": [], "rest": False}
     return Namespace(**{**defaults, **rest, **given})
 
 
 def run(path: Path, **given: Any) -> list[dict[str, Any]]:
     bench.bench_kernels(arguments(json=path, **given))
+    return read(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -142,6 +147,15 @@ def test_what_was_not_timed_is_named(tmp_path: Path) -> None:
     assert rows[-1]["not_timed"] == [f"{name} bfloat16 {M}x{N}" for name in ("softmax", "dropout")]
 
 
+def test_the_rest_is_timed_later(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    run(path, only="softmax", rest=True)
+    already = len(read(path))
+    rows = run(path, only="softmax,dropout", rest=True)
+    assert cells_of(rows[already:]) == {("dropout", "bfloat16")}
+    assert [row["cells"] for row in rows[already:] if "failed" in row] == [2]
+
+
 def test_a_cell_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ValueError("no such kernel")
@@ -149,13 +163,37 @@ def test_a_cell_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pattern = PATTERNS["softmax"]
     monkeypatch.setitem(PATTERNS, "softmax", replace(pattern, build=fails))
     monkeypatch.setitem(PATTERNS, "dropout", replace(PATTERNS["dropout"], library=fails))
-    rows = run(tmp_path / "rows.jsonl", only="softmax,dropout")
+    with pytest.raises(SystemExit, match="1 of 2 cells failed or are wrong"):
+        run(tmp_path / "rows.jsonl", only="softmax,dropout")
+    rows = read(tmp_path / "rows.jsonl")
     (failed,) = (row for row in rows if "failed" in row and "pattern" in row)
     assert failed["pattern"] == "softmax"
     assert failed["failed"] == "ValueError: no such kernel"
     (line,) = (row for row in rows if "summary" in row and "failed" in row)
     assert line["failed"] == [f"softmax {M}x{N}"]
     assert line["peer_failed"] == [f"dropout {M}x{N}"]
+
+
+def test_a_peer_that_fails_later_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def fails_later(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ValueError("not in a graph")
+        return x
+
+    # As a graph, which calls when it is made.
+    def capture(fn: Any, sets: Any) -> kernel_timing.Loop:
+        fn(*sets[0])
+        return kernel_timing.Loop(fn, sets)
+
+    monkeypatch.setattr(kernel_cells, "timer", lambda _: capture)
+    monkeypatch.setitem(PATTERNS, "cast", replace(PATTERNS["cast"], library=fails_later))
+    (row,) = (row for row in run(tmp_path / "rows.jsonl", only="cast") if "peers_failed" in row)
+    assert row["peers_failed"] == {"eager": "ValueError('not in a graph')"}
+    assert {*row["us"]} == {"ours"}
 
 
 def test_wrong_results_are_found() -> None:
@@ -198,6 +236,19 @@ def test_summary() -> None:
     assert of_pattern["ratios"] == {"1x8": 2.0, "2x8": 0.5}
     assert of_pattern["launches"] == [1]
     assert of_pattern["of_same_shape_copy_least"] == 0.25
+
+
+def test_a_process_that_ends_is_told_and_replaced() -> None:
+    crew = kernel_cells._Crew(kernel_cells.Plan((), "cpu"))
+    cell = kernel_cells.Cell("cast", "bfloat16", M, N)
+    crew.give(cell)
+    ((connection, (process, _)),) = crew.busy.items()
+    process.kill()
+    assert crew.receive(connection) == {**cell.labels(), "failed": "the process ended (-9)"}
+    crew.give(cell)
+    (connection,) = crew.busy
+    assert "ours" in crew.receive(connection)["us"]
+    crew.end()
 
 
 def test_a_turn_is_free_again_when_its_process_ended(tmp_path: Path) -> None:
