@@ -67,6 +67,28 @@ def test_halves_that_change_places_are_read_in_whole_words(half: int) -> None:
     assert found.global_loads == {16: 2 * words} and found.global_stores == {16: words}
 
 
+def test_bounds_that_sizes_clamp_are_read_in_whole_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of rows of any length: a class of lengths has 16 and more."""
+    monkeypatch.setenv("FUSER_DUMP", "scheduler_params")
+    x, rows = random((6, 16), torch.bfloat16), 6
+
+    def swapped(x: TensorView) -> TensorView:
+        first, second = (ops.slice(x, [0, k], [rows, k + 8]) for k in (0, 8))
+        return ops.cat([second, first], -1)
+
+    with FusionDefinition() as fd:
+        given = fd.define_tensor([-1, -1], contiguity=True, dtype=from_torch(x.dtype))
+        fd.add_output(swapped(given))
+    (out,) = fd.execute([x], _enable_options=CHECKED)
+    assert torch.equal(out, torch.cat([x[:, 8:], x[:, :8]], 1))
+    assert "vector 8" in capsys.readouterr().out
+    short = random((6, 9), torch.bfloat16)
+    (out,) = fd.execute([short], _enable_options=CHECKED)
+    assert torch.equal(out, torch.cat([short[:, 8:], short[:, :8]], 1))
+
+
 def test_pieces_of_no_word_are_read_element_by_element() -> None:
     x = random((6, 2 * 6), torch.float32)
     found = counters(rotated, [x])
