@@ -250,8 +250,10 @@ def neighbours(params: Any) -> list[Any]:
     if isinstance(params, InnerPersistentParams):
         return _persistent_neighbours(params)
     if isinstance(params, PointwiseParams):
-        for unroll, x in itertools.product((1, 2, 4, 8), (64, 128, 256)):
-            found.append(replace(params, unroll=unroll, threads_x=x, threads_y=1))
+        widths = [v for v in (params.vector, params.vector // 2) if v]
+        for vector, unroll, x in itertools.product(widths, (1, 2, 4, 8), (64, 128, 256)):
+            made = replace(params, vector=vector, unroll=unroll, threads_x=x, threads_y=1)
+            found.append(made)
     elif params.inner:
         for unroll, x, threads in itertools.product((1, 2, 4), (16, 32, 64, 128), (128, 256)):
             y = max(threads // x, 1)

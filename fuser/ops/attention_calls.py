@@ -59,7 +59,7 @@ def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _folded(t: Tensor) -> Tensor:
     """Return a tensor of four axes: those in front of N become a part of it."""
-    return t if t.dim() == 4 else t.reshape(-1, *t.shape[-3:])
+    return t if t.dim() == 4 else t.flatten(0, -4)
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -247,16 +247,19 @@ def test_rows_without_scores_give_nothing() -> None:
     assert torch.isfinite(log_sumexp[0]).all()
 
 
+@pytest.mark.parametrize("leading", [(), (2,), (0,), (2, 1)], ids=str)
 @pytest.mark.parametrize("empty", ["n", "h", "l", "s", "e", "v"])
-def test_empty(empty: str) -> None:
+def test_empty(empty: str, leading: tuple[int, ...]) -> None:
     sizes = {"n": 2, "h": 3, "l": 4, "s": 5, "e": 6, "v": 7} | {empty: 0}
-    shapes = [[sizes[c] for c in letters] for letters in ("nhle", "nhse", "nhsv", "nhlv")]
+    letters = ("nhle", "nhse", "nhsv", "nhlv")
+    shapes = [[*leading, *(sizes[c] for c in one)] for one in letters]
     *operands, grad = given = draw(shapes)
     wide = [t.double() for t in operands]
     out, log_sumexp = attend(wide, scale=1.0)
     grads = gradients(wide, grad, scale=1.0)
-    fd = define(scale=1.0)
-    fd.execute(draw([(1, 1, 1, 1)] * 4))
+    rank = 4 + len(leading)
+    fd = define(scale=1.0, rank=rank)
+    fd.execute(draw([(1,) * rank] * 4))
     for _ in range(3):
         check(fd.execute(given), (out, log_sumexp, *grads), D.Float)
 
