@@ -51,9 +51,9 @@ class Clamps:
         found = dict(known)
         for x, choice in zip(self._found, choices, strict=bool(choices)):
             assert isinstance(x, Apply)
-            form = fusion.canonical(x)
-            if isinstance(form, Apply):
-                found[form] = sc.substitute(fusion.canonical(x.args[choice]), found)
+            chosen = sc.substitute(fusion.canonical(x.args[choice]), found)
+            # What equals the whole of it stands for it, but not within a sum.
+            found.update((form, chosen) for form in (x, fusion.canonical(x)) if _is_clamp(form))
         return found
 
 

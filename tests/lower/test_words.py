@@ -83,10 +83,37 @@ def test_bounds_that_sizes_clamp_are_read_in_whole_words(
         fd.add_output(swapped(given))
     (out,) = fd.execute([x], _enable_options=CHECKED)
     assert torch.equal(out, torch.cat([x[:, 8:], x[:, :8]], 1))
-    assert "vector 8" in capsys.readouterr().out
+    assert "vector 4, unroll 1, 2 pieces" in capsys.readouterr().out
     short = random((6, 9), torch.bfloat16)
     (out,) = fd.execute([short], _enable_options=CHECKED)
     assert torch.equal(out, torch.cat([short[:, 8:], short[:, :8]], 1))
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 9])
+@pytest.mark.parametrize("length", [8, 12, 64])
+def test_a_thread_has_a_vector_of_each_equal_piece(
+    count: int, length: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In any order, with an operand of the whole beside them, and of one row."""
+    monkeypatch.setenv("FUSER_DUMP", "scheduler_params")
+    for shape in ((5, 3, length), (length,)):
+        made = [random(shape, torch.float32, k) for k in range(count)]
+        other = random((*shape[:-1], count * length), torch.float32, 99)
+
+        def build(y: TensorView, *given: TensorView) -> TensorView:
+            pieces = [ops.mul(a, b) for a, b in zip(given, reversed(given), strict=True)]
+            return ops.add(ops.cat(pieces, -1), y)
+
+        with FusionDefinition() as fd:
+            tensors = [
+                fd.define_tensor([-1] * (len(shape) - 1) + [t.shape[-1]], contiguity=True)
+                for t in (other, *made)
+            ]
+            fd.add_output(build(*tensors))
+        (out,) = fd.execute([other, *made], _enable_options=CHECKED)
+        expected = torch.cat([a * b for a, b in zip(made, reversed(made), strict=True)], -1)
+        torch.testing.assert_close(out, expected + other, rtol=0, atol=0)
+        assert (f"{count} pieces" in capsys.readouterr().out) == (count <= 8)
 
 
 def test_pieces_of_no_word_are_read_element_by_element() -> None:
