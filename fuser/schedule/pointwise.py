@@ -54,7 +54,7 @@ THREADS = 128
 BYTES_IN_FLIGHT = 32
 # With two runs a thread reads a broadcast operand once for all of its vectors: more of them pay.
 # Measured on an H200, bias + GELU: 128 bytes take 5% less time than 32.
-BYTES_IN_FLIGHT_TWO_RUNS = 128
+BYTES_IN_FLIGHT_SHARED = 128
 MAX_UNROLL = 8
 # Elements of a vector that are many where threads have none.
 MANY_ELEMENTS = 8
@@ -170,6 +170,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
     runs = space.runs(space.memory_order())
     logical = space.reference.domain.logical
     widths = VectorWidths(space.vector_candidates(runs[-1][-1]) if runs else ())
+    read = [a for a in space.accesses if not a.is_output and a.order is not None]
+    shares = len(runs) > 1 and any(len(a.order or ()) < len(space.concrete) for a in read)
     moved = max(loaded_bytes(space), loaded_bytes(space, outputs=True))
     extents = RunExtents(fusion, [[logical[p] for p in run] for run in runs])
     pieces, length = equal_pieces(fusion, logical[runs[-1][-1]]) if len(runs) == 1 else (1, 0)
@@ -182,7 +184,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
         if pieces > 1 and vector > 1 and length % vector == 0:
             return PointwiseParams(THREADS, 1, vector, pieces=pieces)
         threads_x, threads_y = _threads(inner // vector, one_run=len(runs) < 2)
-        wanted = BYTES_IN_FLIGHT if len(runs) < 2 else BYTES_IN_FLIGHT_TWO_RUNS
+        wanted = BYTES_IN_FLIGHT_SHARED if shares else BYTES_IN_FLIGHT
         unroll = unroll_of(moved, inner * outer, widest, wanted, device)
         blocks_inner = -(-inner // (vector * threads_x))
         blocks_outer = -(-outer // (threads_y * unroll))

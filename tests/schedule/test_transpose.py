@@ -282,7 +282,7 @@ def test_layouts_that_come(name: str) -> None:
     What no tile helps runs as pointwise kernels do."""
     x, tile = LAYOUTS[name]
     fusion = define(lambda t: ops.neg(turned(t, (1, 0))), (None, None))
-    small = replace(H200, sm_count=1)
+    small = replace(H200, sm_count=2)
     executor = KernelExecutor(
         fusion, scheduler="transpose", name="tile", device=small, checked=True
     )
