@@ -282,7 +282,7 @@ def test_layouts_that_come(name: str) -> None:
     What no tile helps runs as pointwise kernels do."""
     x, tile = LAYOUTS[name]
     fusion = define(lambda t: ops.neg(turned(t, (1, 0))), (None, None))
-    small = replace(H200, sm_count=2)
+    small = replace(H200, sm_count=3)
     executor = KernelExecutor(
         fusion, scheduler="transpose", name="tile", device=small, checked=True
     )
@@ -318,8 +318,8 @@ def test_tiles_by_type() -> None:
     for dtype, tile in {
         torch.bool: TransposeParams(128, 16, 16, 128, 128),
         torch.bfloat16: TransposeParams(128, 8, 8, 64, 64),
-        torch.float32: TransposeParams(128, 4, 4, 32, 32),
-        torch.float64: TransposeParams(128, 2, 2, 16, 16),
+        torch.float32: TransposeParams(128, 4, 4, 64, 64),
+        torch.float64: TransposeParams(128, 2, 2, 32, 32),
     }.items():
         assert chosen(lambda x: turned(x, (1, 0)), (8192, 8192), dtype=dtype) == tile
 
