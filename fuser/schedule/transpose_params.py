@@ -179,15 +179,17 @@ class _Tiles:
     ) -> TransposeParams | None:
         """Return the tile for these extents, None where it would cost more than it saves."""
         extents = (inner, other)
+        vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
         found: TransposeParams | None = None
         for rows, least in ROWS:
-            vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
-            made = self._without_conflicts(vectors, extents, rows)
+            made = self._without_conflicts([*vectors], extents, rows)
             if made is None:
                 break
-            found, edges = made, (made.edge, made.staged_edge)
+            edges = (made.edge, made.staged_edge)
             tiles = prod(-(-n // edge) for n, edge in zip(extents, edges, strict=True))
-            if tiles * outer >= least * self._device.sm_count:
+            is_wide = least <= 1 or [made.vector, made.staged_vector] == vectors
+            found = made
+            if tiles * outer >= least * self._device.sm_count and is_wide:
                 break
         if found is None:
             return None
