@@ -27,8 +27,8 @@ _MAX_HEAD = 256
 # Memory-efficient attention: rows of log_sumexp that its gradient reads at once; and what it calls
 # the order of keys, counted from the first.
 _LSE_ROWS, _ANY_ORDER, _CAUSAL = 32, 0, 1
-# What its threads load at once, in bytes.
-_WORD = 16
+# What its threads load at once: bytes, and elements of what is added.
+_WORD, _ADDED = 16, 8
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
     once = added
     for axis, step in enumerate(added.stride()[:-1]):
         once = once.narrow(axis, 0, 1) if not step else once
-    missing = -columns % _WORD
+    missing = -columns % _ADDED
     if missing:
         once = F.pad(once, (0, missing))[..., :columns]
     elif not _aligned(once):
