@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 VECTOR_BYTES = 16
+# Words of that size that a vector load may take: registers fill in several accesses.
+LOADED_WORDS = 2
 
 
 class Laid:

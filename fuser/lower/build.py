@@ -30,7 +30,12 @@ from fuser.lower.loops import Loop, Node, Stage, loop_tree
 from fuser.lower.predicate import Predicate, range_conditions, stage_predicate, writer_predicate
 from fuser.lower.reduce import declare_accumulator, finish_reductions, functor_of, reduced_types
 from fuser.lower.values import At, Scope, ValueBuilder, convert
-from fuser.lower.vectorize import vector_base, vector_width
+from fuser.lower.vectorize import (
+    MAX_LOADED_BYTES,
+    MAX_VECTOR_BYTES,
+    vector_base,
+    vector_width,
+)
 
 
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
@@ -165,7 +170,7 @@ class _Builder:
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
         word, part = Scope(Body(), inside), Scope(Body(), inside)
         self.vector(stage, word)
-        load = word.body.statements[-1]
+        load = word.body.statements[-1]  # the last of several ends where the vector does
         assert isinstance(load, VectorLoad)
         source = stage.op.inputs[0]
         assert isinstance(source, TensorView)
@@ -190,9 +195,10 @@ class _Builder:
         self.write(stage, self.result(stage, inside), inside)
 
     def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
-        """Load one word of the operand of a copy into registers."""
+        """Load a vector of the operand of a copy into registers, a word of memory at a time."""
         assert stage.vector is not None and isinstance(stage.op, LoadStoreOp)
-        source, width = stage.op.inp, vector_width(stage)
+        source, width = stage.op.inp, vector_width(stage, most=MAX_LOADED_BYTES)
+        word = min(width, MAX_VECTOR_BYTES // nbytes_of(stage.tv.dtype()))
         here = self.at(stage, scope)
         index = self.ctx.indexer.operand_index(stage.op, 0, stage.tv, here.axes)
         origin = self.ctx.nesting.stage_of.get(source)
@@ -200,23 +206,22 @@ class _Builder:
             offset = self.buffers[origin].shared_index(self.ctx, index)
         else:
             offset = self.ctx.indexer.offset(source, index)
-            self.align(source, width)
+            self.align(source, word)
         base = vector_base(self.ctx, source, offset, stage.vector.symbol, width=width)
-        scope.body.statements.append(
+        streaming = origin is None and self._streams_loads and _is_repeated(stage)
+        scope.body.statements += [
             VectorLoad(
                 array,
-                at,
+                sc.add(at, k),
                 f"T{source.number}",
-                base,
-                width,
+                sc.add(base, k),
+                word,
                 stage.tv.dtype(),
-                streaming=origin is None
-                and self._streams_loads
-                and _is_repeated(stage)
-                and self.is_read_once(source, stage),
+                streaming=streaming and self.is_read_once(source, stage),
                 shared=origin is not None,
             )
-        )
+            for k in range(0, width, word)
+        ]
 
     def source_array(self, stage: Stage, scope: Scope) -> tuple[str, Scalar]:
         """Return the register array, and the place in it, of the word that a stage stores."""

@@ -7,24 +7,28 @@ import math
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import nbytes_of
+from fuser.ir.laid import LOADED_WORDS, VECTOR_BYTES
 from fuser.ir.scalar import Apply, Poly, Scalar, Symbol
 from fuser.ir.scalar_nodes import Monomial
 from fuser.ir.tensor import TensorView
 from fuser.lower.context import Context
 from fuser.lower.loops import Stage
 
-MAX_VECTOR_BYTES = 16
+MAX_VECTOR_BYTES = VECTOR_BYTES
+MAX_LOADED_BYTES = LOADED_WORDS * VECTOR_BYTES
 
 
-def vector_width(stage: Stage) -> int:
-    """Return the elements of a stage's vector access; raises `UnsupportedError` over 16 bytes."""
+def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
+    """Return the elements of a stage's vector access; raises `UnsupportedError` over `most`
+    bytes."""
     assert stage.vector is not None
     width = sc.int_value(stage.vector.extent)
     assert width is not None
     nbytes = width * nbytes_of(stage.tv.dtype())
-    if nbytes > MAX_VECTOR_BYTES or nbytes & (nbytes - 1):
+    if nbytes > most or nbytes & (nbytes - 1):
         raise UnsupportedError(
-            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes; 1, 2, 4, 8 or 16 fit"
+            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes; a power of two up to "
+            f"{most} fits"
         )
     return width
 

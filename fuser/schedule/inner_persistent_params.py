@@ -106,7 +106,10 @@ def chooser(
     rewrite(given, is_kept=True, has_threads=True)
     view = RowView(given)
     logical = view.reference.domain.logical
-    widths = VectorWidths(view.space.vector_candidates(view.innermost))
+    candidates = view.space.vector_candidates(view.innermost)
+    is_full = {a.tv: a.tv in view.full for a in candidates}
+    has_full, has_columns = any(is_full.values()), not all(is_full.values())
+    widths = VectorWidths(candidates, shared=lambda a: has_full and not is_full[a.tv])
     # What sums rows looks at the same elements of each.
     shifted_widths = VectorWidths(view.dense) if view.iterated and not view.parts else None
     extents = RunExtents(given, [[logical[p] for p in run] for run in view.iterated + view.reduced])
@@ -114,16 +117,15 @@ def chooser(
     kept = kept_values(given, view.full, is_costly=view.is_costly)
     inputs = kept_values(given, view.full, is_costly=lambda op: False)
     has_costly = len(kept) > len(inputs)
-    widest = max((a.nbytes for a in view.space.accesses if not a.is_output), default=4)
-
-    # Those along the row alone are not shifted with it: their elements are loaded one by one.
-    has_columns = any(a.tv not in view.full for a in view.space.vector_candidates(view.innermost))
+    read = [a for a in view.space.accesses if not a.is_output]
+    widest = max((a.nbytes for a in read if a.tv in view.full), default=4)
 
     def choose(facts: Facts) -> InnerPersistentParams:
         found = extents.of(facts)
         rows, columns = prod(found[:count]), prod(found[count:])
         vector, begin = widths.of(facts, found[-1]), 0
-        words = shifted_widths.wider(facts, columns, vector) if shifted_widths else 0
+        is_narrow = vector < widths.within(facts)
+        words = shifted_widths.wider(facts, columns, vector) if shifted_widths and is_narrow else 0
         if words:
             vector, begin = words, words - 1
         shape = _Shape(rows, columns, vector, widest, begin)
@@ -134,6 +136,7 @@ def chooser(
             limit = ROW_REGISTERS_COSTLY if costly else ROW_REGISTERS
             if columns * nbytes <= 4 * limit:
                 return _kept_params(shape, nbytes, costly, device)
+        # Those along the row alone are not shifted with it: their elements are loaded one by one.
         return _looped_params(shape, more=begin > 0 and not has_columns)
 
     return choose
@@ -172,7 +175,7 @@ def _kept_params(
         # Two rows on a multiprocessor, where their threads' registers hold them.
         half = ROW_THREADS[-1] // 2
         fit = [half if chunks * vector * nbytes <= half * LONG_ROW_BYTES else 2 * half]
-    warp = [t for t in fit if t <= device.warp_size] or fit[: 2 if is_shifted else 1]
+    warp = [t for t in fit if t <= device.warp_size] or fit[:2]
     x = min(warp, key=lambda t: t * -(-chunks // t))
     batch = -(-chunks // x)
     y = max(THREADS_PER_BLOCK // x, 1) if rows > device.sm_count else 1

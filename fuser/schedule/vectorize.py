@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 
+from fuser.ir.laid import LOADED_WORDS
 from fuser.ir.laid import VECTOR_BYTES as VECTOR_BYTES
 from fuser.schedule.facts import Facts
 from fuser.schedule.space import Access
@@ -13,15 +14,22 @@ from fuser.schedule.space import Access
 SHIFTED_COLUMNS = 64
 
 
+def _none(access: Access) -> bool:
+    return False
+
+
 class VectorWidths:
     """The widest power of two that suits all candidates, for the facts of many input classes.
 
     At most 16 bytes of the largest element; a divisor of the extent of the contiguous inner run
-    (the last vector of a row is then a whole one); within every tensor's alignment in bytes.
+    (the last vector of a row is then a whole one); within every tensor's alignment in bytes. A wide
+    weight does not narrow accesses to rows: what is `shared` by them is loaded in several words.
     """
 
-    def __init__(self, candidates: Sequence[Access]) -> None:
-        self._candidates = candidates
+    def __init__(
+        self, candidates: Sequence[Access], *, shared: Callable[[Access], bool] = _none
+    ) -> None:
+        self._candidates = [(a, LOADED_WORDS if shared(a) else 1) for a in candidates]
         self._aligned = self._within(Facts({}))
 
     def of(self, facts: Facts, inner_extent: int) -> int:
@@ -40,9 +48,10 @@ class VectorWidths:
 
     def _within(self, facts: Facts) -> int:
         width = VECTOR_BYTES if self._candidates else 1
-        for access in self._candidates:
-            aligned = facts.alignment(access.tv.number) // access.nbytes
-            width = min(width, VECTOR_BYTES // access.nbytes, max(aligned, 1))
+        for access, words in self._candidates:
+            aligned = facts.alignment(access.tv.number)
+            most = VECTOR_BYTES * words if aligned >= VECTOR_BYTES else aligned
+            width = min(width, max(most // access.nbytes, 1))
         return width
 
 

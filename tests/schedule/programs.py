@@ -40,11 +40,18 @@ def new_input(
     return tv
 
 
-def define(build: Build, *shapes: Sequence[int | None], dtype: DataType = DataType.Float) -> Fusion:
-    """Return the fusion of `build(*inputs)`; its results are the outputs."""
+def define(
+    build: Build,
+    *shapes: Sequence[int | None],
+    dtype: DataType | Sequence[DataType] = DataType.Float,
+) -> Fusion:
+    """Return the fusion of `build(*inputs)`, all of one dtype or each of its own; its results are
+    the outputs."""
     fusion = Fusion()
+    dtypes = [dtype] * len(shapes) if isinstance(dtype, DataType) else dtype
     with FusionGuard(fusion):
-        results = build(*(new_input(fusion, s, dtype) for s in shapes))
+        pairs = zip(shapes, dtypes, strict=True)
+        results = build(*(new_input(fusion, s, d) for s, d in pairs))
         for out in (results,) if isinstance(results, TensorView) else results:
             fusion.add_output(out)
     return fusion

@@ -339,7 +339,8 @@ def test_few_long_rows_are_left_to_kernels_that_share_them_between_blocks() -> N
 
 # ------------------------------------------------------------------ what it costs
 def counters(build: Build, inputs: Sequence[torch.Tensor], outputs: int = 1) -> Counters:
-    fusion = define(build, *([None] * t.dim() for t in inputs), dtype=from_torch(inputs[0].dtype))
+    dtypes = [from_torch(t.dtype) for t in inputs]
+    fusion = define(build, *([None] * t.dim() for t in inputs), dtype=dtypes)
     executor = make_executor(fusion, "h200")
     run(executor, inputs, [tuple(inputs[0].shape)] * outputs)
     (variant,) = executor.variants
@@ -358,6 +359,47 @@ def test_a_row_that_fits_is_read_once_and_in_whole_words(shape: tuple[int, int])
     assert found.global_loads == {16: words + 2 * shape[0] * shape[1] * 2 // 16}
     dy = random(shape, torch.bfloat16, 1)
     assert counters(softmax_backward, [dy, x]).global_loads == {16: 2 * words}
+
+
+WIDE_WEIGHTS = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+    (torch.float32, torch.bfloat16),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("dtypes", WIDE_WEIGHTS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 384), (7, 260), (130, 33), (2, 4100), (2, 8192)])
+def test_weights_of_another_dtype(
+    shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str
+) -> None:
+    """Weights that begin at any word of memory, and between two."""
+
+    def build(x: TensorView, w: TensorView, b: TensorView) -> Sequence[TensorView]:
+        y, mean, rstd = normalized(x)
+        out = back_to(x, ops.add(ops.mul(y, ops.cast(w, F)), ops.cast(b, F)))
+        return out, ops.squeeze(mean, [1]), ops.squeeze(rstd, [1])
+
+    def reference(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+        var, mean = torch.var_mean(x, -1, correction=0)
+        rstd = torch.rsqrt(var + 1e-5)
+        return (x - mean[:, None]) * rstd[:, None] * w + b, mean.float(), rstd.float()
+
+    x, (w, b) = random(shape, dtypes[0]), (random(shape[1:], dtypes[1], s) for s in (1, 2))
+    for weights in ((w, b), (_moved(w, 16 // w.itemsize), b), (w, _moved(b, 1))):
+        check(build, reference, [x, *weights], device, scale=4, broadcast_ones=False)
+
+
+@pytest.mark.parametrize("shape", [(3, 384), (2, 4096), (2, 8192)], ids=str)
+def test_wide_weights_leave_rows_in_whole_words(shape: tuple[int, int]) -> None:
+    """Two words of weights belong to each word of a row."""
+    x, w = random(shape, torch.bfloat16), random(shape[1:], torch.float32)
+    words = x.numel() // 8
+    found = counters(layer_norm, [x, w, w])
+    assert found.global_loads == {16: words + 2 * 2 * words}
+    assert found.global_stores == {16: words}
 
 
 @pytest.mark.parametrize("shape", [(5, 65), (7, 333), (300, 129), (3, 8191), (2, 20001)], ids=str)

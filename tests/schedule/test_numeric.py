@@ -46,7 +46,7 @@ def check(
     shapes = [symbolic(t.shape) if broadcast_ones else [None] * t.dim() for t in inputs]
     if is_static:
         shapes = [list(t.shape) for t in inputs]
-    fusion = define(build, *shapes, dtype=from_torch(inputs[0].dtype))
+    fusion = define(build, *shapes, dtype=[from_torch(t.dtype) for t in inputs])
     executor = make_executor(fusion, device)
     wide = [t.double() if t.dtype.is_floating_point else t for t in inputs]
     expected = reference(*wide)
