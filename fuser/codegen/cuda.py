@@ -13,6 +13,7 @@ from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
 from fuser.kernel_source import KernelParam, KernelSource
 from fuser.lower.kernel import (
     Accumulate,
+    AccumulateBatch,
     AccumulateBlock,
     Assign,
     Body,
@@ -344,6 +345,11 @@ def _accumulate_block(w: Writer, s: AccumulateBlock) -> None:
     w.line(f"welford_add_block({expr_text(s.target)}, {s.array}, {scalar_text(s.count)});")
 
 
+def _accumulate_batch(w: Writer, s: AccumulateBatch) -> None:
+    mask = f", {s.mask}" if s.mask else ""
+    w.line(f"welford_add_batch({expr_text(s.target)}, {s.held}, {s.array}{mask});")
+
+
 def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
     """Print the block step, then the grid step. Several accumulators travel as one `Pair`."""
     if len(s.parts) == 1:
@@ -437,6 +443,7 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
     VectorStore: _vector_store,
     Accumulate: _accumulate,
     AccumulateBlock: _accumulate_block,
+    AccumulateBatch: _accumulate_batch,
     ThreadReduce: _thread_reduce,
     Sync: lambda w, s: w.line("__syncthreads();"),
 }

@@ -4,7 +4,7 @@
 //                      `T operator()(T earlier, T later) const` and `static constexpr bool commutative`
 //                      PairOp<OpA, OpB> on Pair<A, B> {first, second}
 //                      WelfordOp<T, N> on Welford<T, N> {avg, m2, n}; welford_add(w, x) adds one value
-//                      or another Welford
+//                      or another Welford, welford_add_block and welford_add_batch several values
 //   block_reduce<X, Y, Z>(value, combine, identity, smem) -> T
 //       combines over the thread axes whose flag is true; every thread gets the result of its group. `smem` is FUSER_SMEM's
 //       buffer (or `smem + offset`, 16-byte aligned), sizeof(T) bytes for each thread of the block. Any block shape.
@@ -98,6 +98,31 @@ FUSER_DEVICE void welford_add_block(Welford<W, N>& w, const Array<T, K>& values,
   FUSER_SIMD_SUM(m2)
   for (int i = 0; i < count; ++i) m2 += (values[i] - avg) * (values[i] - avg);
   welford_add(w, Welford<T, N>{avg, m2, N(count)});
+}
+// Adds the values of an array whose bits are set in `mask` to an accumulator that holds `held` values: where the
+// accumulators of several columns hold equally many, they share the division.
+template <class T, class N, int K>
+FUSER_DEVICE void welford_add_batch(Welford<T, N>& w, N held, const Array<T, K>& values, unsigned mask = ~0u) {
+  static_assert(K <= 32, "a mask has 32 bits");
+  int count = 0;
+  T sum = T(0), m2 = T(0);
+  FUSER_UNROLL
+  for (int i = 0; i < K; ++i) {
+    const bool exists = (mask >> i & 1u) != 0u;
+    count += exists ? 1 : 0;
+    sum += exists ? values[i] : T(0);
+  }
+  w.n = held + N(count);
+  if (count == 0) return;
+  const T avg = sum / T(count);
+  FUSER_UNROLL
+  for (int i = 0; i < K; ++i) {
+    const T rest = values[i] - avg;
+    m2 += (mask >> i & 1u) != 0u ? rest * rest : T(0);
+  }
+  const T share = T(count) / T(w.n), delta = avg - w.avg;
+  w.avg += delta * share;
+  w.m2 += m2 + delta * delta * (T(held) * share);
 }
 
 // Several values reduced together: PairOp combines member by member. Pairs nest.
@@ -332,6 +357,19 @@ FUSER_DEVICE typename FuserElement<P>::type fuser_load_coherent(P src, I index) 
 #endif
 }
 
+// Counts a block in and returns how many came before. What the block wrote before a barrier is visible to all threads of
+// the block that finds all others counted, behind its next barrier: release and acquire order more cheaply than fences.
+template <class Q, class I>
+FUSER_DEVICE int fuser_arrive(Q semaphore, I index) {
+#ifdef FUSER_SIMT
+  return atomicAdd(semaphore + index, 1);
+#else
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore + index) : "memory");
+  return before;
+#endif
+}
+
 template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, int N, class A, class Op, class I, class P, class Q, class S>
 FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q semaphore, S smem) {
   typedef typename FuserArrayElement<A>::type T;
@@ -346,26 +384,24 @@ FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q
     FUSER_UNROLL
     for (int i = 0; i < N; ++i) work[base + block.position * pitch + i * static_cast<int64_t>(thread.groups)] = values[i];
   }
-  // The barrier orders the block's writes before the fence of the one thread that announces them.
+  // The barrier orders the block's writes before the release of the one thread that announces them.
   __syncthreads();
   int arrived = 0;
-  if (fuser_linear_thread(shape) == 0u) {
-    __threadfence();
-    arrived = atomicAdd(semaphore + block.group, 1);
-  }
+  if (fuser_linear_thread(shape) == 0u) arrived = fuser_arrive(semaphore, block.group);
   const bool last = block_broadcast<true, true, true>(arrived, smem) == static_cast<int>(block.count) - 1;
   if (!last) return false;
   // Nobody else touches the semaphore any more: leave it as the next launch needs it.
   if (fuser_linear_thread(shape) == 0u) semaphore[block.group] = 0;
-  __threadfence();
   FUSER_UNROLL
   for (int i = 0; i < N; ++i) values[i] = T(identity);
   // The threads along reduced axes share the partials: consecutive runs, so that the order stays that of the blocks.
   const unsigned run = (block.count + thread.count - 1u) / thread.count;
   const unsigned begin = thread.position * run;
   const unsigned end = begin + run < block.count ? begin + run : block.count;
-  // Several partials are loaded before the first is used: the loads' latency is all that this phase costs.
-  constexpr unsigned batch = 8;
+  // Several partials are loaded before the first is used: the loads' latency is all that this phase costs. As many as
+  // 64 registers hold: more would leave the blocks that sum fewer threads.
+  constexpr unsigned each = N * sizeof(T);
+  constexpr unsigned batch = each >= 128u ? 2u : each >= 64u ? 4u : 8u;
   for (unsigned b = begin; b < end; b += batch) {
     T part[batch][N];
     FUSER_UNROLL

@@ -307,6 +307,17 @@ class AccumulateBlock:
     count: Scalar
 
 
+@dataclass
+class AccumulateBatch:
+    """Combine the elements of a register array whose bits are set in the variable `mask` ("": all)
+    into a Welford accumulator that holds as many values as the variable `held` says."""
+
+    target: Var | Element
+    array: str
+    mask: str
+    held: str
+
+
 @record
 class ReducePart:
     """One accumulator of a combination over threads."""
@@ -356,6 +367,7 @@ Statement: TypeAlias = (
     | VectorStore
     | Accumulate
     | AccumulateBlock
+    | AccumulateBatch
     | ThreadReduce
     | Sync
 )
@@ -398,6 +410,7 @@ _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
     Store: ("value",),
     Accumulate: ("target", "value"),
     AccumulateBlock: ("target",),
+    AccumulateBatch: ("target",),
 }
 
 

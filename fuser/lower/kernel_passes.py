@@ -14,6 +14,7 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.allocate import Buffer, place_shared
+from fuser.lower.batches import batch_welfords
 from fuser.lower.blocks import sum_in_blocks
 from fuser.lower.build import build_body
 from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
@@ -92,6 +93,11 @@ def _sum_in_blocks(state: State) -> None:
         sum_in_blocks(state.body)
 
 
+def _batch_welfords(state: State) -> None:
+    if not state.ctx.is_cpu:
+        batch_welfords(state.body)
+
+
 def _vectorize_loops(state: State) -> None:
     if state.ctx.is_cpu:
         vectorize_loops(state.body)
@@ -108,10 +114,11 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These four before hoisting, which hides loop symbols behind names.
+    # These five before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
     ("load_words", _load_words),
     ("sum_in_blocks", _sum_in_blocks),
+    ("batch_welfords", _batch_welfords),
     ("vectorize_loops", _vectorize_loops),
     ("hoist", _hoist),
 )

@@ -24,6 +24,7 @@ MAX_OPERANDS = 256
 # What alone may take some kinds of unions.
 SCHEDULER: Mapping[str | None, str] = {
     None: "inner_persistent",
+    "tail": "reduction",
     "rows": "inner_outer_persistent",
 }
 
@@ -92,17 +93,19 @@ class Merger:
         """Return the groups that are left, in program order.
 
         Reductions that share inputs come first: what waits for one of them mostly waits for all.
-        What goes along rows and what sums these come last: both are whole by then.
+        What is computed from results alone joins their kernel before it joins another's. What goes
+        along rows and what sums these come last: both are whole by then.
         """
-        for kind in ("reduction", None, "pointwise", "rows"):
+        for kind in ("reduction", None, "tail", "pointwise", "rows"):
             while self._merge_all(kind):
                 pass
         return [self._groups[place] for place in sorted(self._groups)]
 
     def _merge_all(self, kind: str | None) -> bool:
         """Merge each group with later ones, both of a kind (None: of which one waits for a
-        reduction of the other; rows: of which one sums the rows that the other goes along); return
-        whether any were merged."""
+        reduction of the other; tail: of which one reads results of the other's reductions and
+        nothing else; rows: of which one sums the rows that the other goes along); return whether
+        any were merged."""
         before = len(self._groups)
         for place in sorted(self._groups):
             while place in self._groups and self._extend(place, kind):
@@ -161,6 +164,8 @@ class Merger:
             return False
         spaces = self._space(i), self._space(j)
         if kind is None and not any(space[0] == "reduction" for space in spaces):
+            return False
+        if kind == "tail" and not (_is_tail(a, b, spaces) or _is_tail(b, a, spaces[::-1])):
             return False
         is_alike = spaces[0] == spaces[1] and spaces[0][0] == kind
         if kind in ("reduction", "pointwise") and not is_alike:
@@ -259,6 +264,13 @@ class Merger:
         self._groups[place], self._groups[other] = group, its_group
         self._enter(place, group)
         self._enter(other, its_group)
+
+
+def _is_tail(a: Group, b: Group, spaces: tuple[tuple[object, ...], ...]) -> bool:
+    """Whether a group computes pointwise what it does from results of another, reductions, alone:
+    their kernel writes it for the price of the write."""
+    kinds = [space[0] for space in spaces]
+    return kinds == ["pointwise", "reduction"] and {*a.inputs} <= {*b.outputs}
 
 
 def _are_rows_and_sums(a: Group, b: Group) -> bool:

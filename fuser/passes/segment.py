@@ -257,8 +257,16 @@ class _Segmenter:
             uses = [u for u in self.fusion.uses(tv) if u in self.position]
             # A reduction of a reduced tensor has an iteration space of its own.
             if any(isinstance(u, REDUCTION_OPS) or u.out_tensor not in reduced for u in uses):
-                stored[tv] = None
+                stored[self._without_broadcasts(tv, reduced)] = None
         return stored
+
+    def _without_broadcasts(self, tv: TensorView, reduced: dict[TensorView, None]) -> TensorView:
+        """Return what a tensor has the elements of: the readers broadcast for free."""
+        while isinstance(e := self.fusion.definition(tv), nodes.BroadcastOp | nodes.SqueezeOp):
+            if e.inp not in reduced or self.kind[e] != "kernel":
+                break
+            tv = e.inp
+        return tv
 
     def _reduced_space(self) -> dict[TensorView, None]:
         """Return reduction results and what is computed from them alone, in their own space."""

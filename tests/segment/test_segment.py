@@ -108,7 +108,7 @@ def test_softmax_over_outer_axes_recomputes_exponentials_and_stores_the_reductio
     segmented = cut(fusion)
     assert kinds(segmented) == ["reduction", "reduction", "pointwise"]
     stored = [o for s in segmented.segments[:-1] for o in s.outputs]
-    assert all(o.domain.no_reductions[0].is_broadcast for o in stored)
+    assert [len(o.domain.no_reductions) for o in stored] == [1, 1]
     assert [e.name for e in segmented.segments[-1].exprs].count("exp") == 1
     check_values(fusion, (3, 5))
 
@@ -124,6 +124,50 @@ def test_a_norm_of_columns_keeps_what_belongs_to_the_reduced_space_in_its_kernel
     assert kinds(segmented) == ["reduction", "pointwise"]
     assert "rsqrt" in [e.name for e in segmented.segments[0].exprs]
     check_values(fusion, (3, 5), (3, 5))
+
+
+def test_a_norm_of_columns_that_keeps_its_statistics_is_two_kernels() -> None:
+    """What is broadcast is stored once: as the statistics that the caller gets."""
+
+    def build(x: TensorView) -> tuple[TensorView, ...]:
+        var, mean = ops.var_mean(x, [0, 1], 0)
+        r = ops.rsqrt(ops.add(var, 1e-5))
+        over = [ops.broadcast(v, [True, True, False]) for v in (mean, r)]
+        return ops.mul(ops.sub(x, over[0]), over[1]), mean, r
+
+    fusion = fusion_of(build, 3)
+    segmented = cut(fusion)
+    assert kinds(segmented) == ["reduction", "pointwise"]
+    assert segmented.segments[0].outputs == tuple(fusion.outputs[1:])
+    check_values(fusion, (3, 2, 5))
+
+
+def _scaled_sums(x: TensorView, w: TensorView) -> tuple[TensorView, ...]:
+    """Sums that the caller gets, and what is computed from them."""
+    total, largest = ops.sum(x, [0]), ops.max(x, [0])
+    rate = ops.exp(ops.div(total, x.size(0)))
+    shares = ops.mul(x, ops.broadcast(ops.mul(rate, largest), [True, False]))
+    return total, largest, rate, ops.mul(shares, ops.broadcast(w, [True, False]))
+
+
+def test_what_is_computed_from_sums_alone_joins_their_kernel() -> None:
+    fusion = fusion_of(_scaled_sums, 2, 1)
+    segmented = cut(fusion)
+    assert kinds(segmented) == ["reduction", "pointwise"]
+    assert [e.name for e in segmented.segments[1].exprs].count("exp") == 0
+    check_values(fusion, (7, 5), (5,))
+
+
+def test_what_needs_more_than_sums_stays_apart() -> None:
+    """The reduction's kernel would read the weight, an element at a time."""
+
+    def build(x: TensorView, w: TensorView) -> tuple[TensorView, ...]:
+        total = ops.sum(x, [0])
+        return total, ops.sub(w, ops.mul(total, 0.1))
+
+    fusion = fusion_of(build, 2, 1)
+    assert kinds(cut(fusion)) == ["reduction", "pointwise"]
+    check_values(fusion, (7, 5), (5,))
 
 
 def test_reductions_of_the_same_input_share_a_kernel() -> None:

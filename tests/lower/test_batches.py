@@ -1,0 +1,129 @@
+"""Variances whose values a thread adds a step at a time, on the SIMT shim against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuser import FusionDefinition, ops
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import DataType, from_torch
+from fuser.ir.scalar import Scalar, Symbol
+from fuser.lower.batches import batch_welfords
+from fuser.lower.kernel import (
+    Accumulate,
+    AccumulateBatch,
+    Body,
+    Declare,
+    Element,
+    For,
+    If,
+    ScalarValue,
+    Statement,
+    walk,
+)
+
+H200 = ["schedules_for(h200)", "checked"]
+
+
+def moments(x: torch.Tensor, dims: list[int], *, count: int = 3) -> list[torch.Tensor]:
+    """Return variance, mean and, as the third, the largest value, which is another reduction."""
+    with FusionDefinition() as fd:
+        t = fd.define_tensor([-1] * x.ndim, contiguity=True, dtype=from_torch(x.dtype))
+        wide = ops.cast(t, DataType.Float) if x.dtype is torch.bfloat16 else t
+        for out in (*ops.var_mean(wide, dims, 0), ops.max(wide, dims))[:count]:
+            fd.add_output(out)
+    return fd.execute([x], _enable_options=H200)
+
+
+def check(x: torch.Tensor, dims: list[int]) -> None:
+    var, mean, largest = moments(x, dims)
+    wide = x.double()
+    want, about = torch.var_mean(wide, dims, correction=0)
+    # Sums round to a few units of their last place; a mean far from zero has large ones.
+    unit = torch.finfo(torch.float32 if x.dtype is torch.bfloat16 else x.dtype).eps
+    assert ((var - want).abs() <= 400 * unit * want + 16 * unit * about.abs() * want.sqrt()).all()
+    assert ((mean - about).abs() <= 16 * unit * (about.abs() + want.sqrt())).all()
+    assert torch.equal(largest.double(), wide.amax(dims))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 300, 1043])
+@pytest.mark.parametrize("columns", [1, 8, 37, 132])
+def test_columns_of_any_extent(rows: int, columns: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows * columns)
+    check((torch.randn(rows, columns, generator=generator) + 1.0).to(dtype), [0])
+
+
+@pytest.mark.parametrize("dims", [[0, 1], [1], [1, 2], [0, 2], [0]], ids=str)
+def test_reduced_axes_in_any_place(dims: list[int]) -> None:
+    generator = torch.Generator().manual_seed(len(dims))
+    check(torch.randn(37, 19, 68, generator=generator), dims)
+
+
+@pytest.mark.parametrize("shift", [1e3, 1e5, -1e4])
+def test_a_mean_much_larger_than_the_deviation(shift: float) -> None:
+    """Sums of squares would lose all, as would those of distances from a value that lies apart."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2000, 20, generator=generator) + shift
+    x[0] = 0.0 if shift == 1e5 else x[0]
+    check(x, [0])
+
+
+def test_values_that_are_not_finite_stay_in_their_columns() -> None:
+    x = torch.randn(300, 12, generator=torch.Generator().manual_seed(4))
+    x[7, 2], x[280, 5] = float("nan"), float("inf")
+    var, mean, _ = moments(x, [0])
+    good = [k for k in range(12) if k not in (2, 5)]
+    want = torch.var_mean(x.double(), 0, correction=0)
+    for got, wanted in zip((var, mean), want, strict=True):
+        torch.testing.assert_close(got[good].double(), wanted[good], rtol=2e-5, atol=1e-7)
+        assert not got[[2, 5]].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)], ids=str)
+def test_axes_of_no_elements(shape: tuple[int, int]) -> None:
+    x = torch.empty(shape)
+    want = torch.var_mean(x, 0, correction=0)
+    for got, wanted in zip(moments(x, [0], count=2), want, strict=True):
+        torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+# ------------------------------------------------------------------ the pass alone
+I, J, ROWS, COLUMNS = (Symbol(name, DataType.Index, lo=0) for name in ("i", "j", "m", "n"))
+
+
+def updates(cond: Scalar, *, extent: int = 4) -> list[Statement]:
+    """`for i < extent { for j < 2 { if (cond) { welford_add(r[j], 1); } } }`, unrolled."""
+    value = ScalarValue(sc.const(1), DataType.Float)
+    target = Element("r", J, DataType.Float)
+    update = Accumulate(target, value, "welford", "WelfordOp<float>")
+    inner = For(J, sc.const(2), Body([If(cond, Body([update]))]), unroll=True)
+    return [For(I, sc.const(extent), Body([inner]), unroll=True)]
+
+
+def batched(*nests: list[Statement]) -> list[Statement]:
+    body = Body([s for nest in nests for s in nest])
+    batch_welfords(body)
+    return [s for s in walk(body) if isinstance(s, Accumulate | AccumulateBatch | Declare)]
+
+
+def test_columns_share_the_count_of_the_first() -> None:
+    held, mask, array, update = batched(updates(sc.lt(I, ROWS)))
+    assert isinstance(held, Declare) and isinstance(mask, Declare) and isinstance(array, Declare)
+    assert held.init == Element("r", sc.ZERO, DataType.Int, member="n")
+    assert isinstance(update, AccumulateBatch) and update.mask == mask.name and array.size == 4
+
+
+def test_columns_that_may_hold_different_numbers_of_values_count_for_themselves() -> None:
+    """Some values of single columns come one by one; the others still at once."""
+    found = batched(updates(sc.lt(J, COLUMNS)), updates(sc.lt(I, ROWS)))
+    assert isinstance(found[0], Accumulate) and isinstance(found[-1], AccumulateBatch)
+    held = next(s for s in found if isinstance(s, Declare) and s.ctype == "int64_t")
+    assert held.init == Element("r", J, DataType.Int, member="n")
+
+
+@pytest.mark.parametrize(("extent", "is_batch"), [(1, False), (2, True), (32, True), (33, False)])
+def test_a_batch_is_as_large_as_a_mask(extent: int, is_batch: bool) -> None:
+    found = batched(updates(sc.lt(I, ROWS), extent=extent))
+    assert any(isinstance(s, AccumulateBatch) for s in found) == is_batch
