@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _INVALID_CONTEXT = 201
 _NON_BLOCKING = 1
+# Of `CUstreamCaptureMode`: calls that another thread's capture, or this one's, would forbid.
+_RELAXED = 2
 
 
 class _KernelNodeParams(ctypes.Structure):
@@ -55,6 +57,15 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: Any) -> None:
+    """Destroy a graph: a garbage collection does, maybe while a caller captures one of his own,
+    which that would end in the strict modes of captures."""
+    mode = ctypes.c_int(_RELAXED)
+    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    destroy(handle)
+    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 class _Template:
     """A graph as it was captured, of which executable ones are made."""
 
@@ -62,7 +73,8 @@ class _Template:
         self.graph, self.library = graph, library
         # In whose place lies what was allocated while it was captured.
         self._maker = maker
-        weakref.finalize(self, library.cuGraphDestroy, ctypes.c_void_p(int(graph)))
+        handle = ctypes.c_void_p(int(graph))
+        weakref.finalize(self, _destroy, library, library.cuGraphDestroy, handle)
 
 
 class CudaGraph:
@@ -74,7 +86,7 @@ class CudaGraph:
         self._handle = ctypes.c_void_p(int(made))
         self._launch = library.cuGraphLaunch
         self._set_params = library.cuGraphExecKernelNodeSetParams_v2
-        weakref.finalize(self, library.cuGraphExecDestroy, self._handle)
+        weakref.finalize(self, _destroy, library, library.cuGraphExecDestroy, self._handle)
         # For a caller in C: what launches, what replaces arguments, and the graph.
         handle = self._handle.value or 0
         self.raw = address_of(self._launch), address_of(self._set_params), handle

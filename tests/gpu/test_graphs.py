@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -282,3 +283,26 @@ def test_graphs_come_and_go() -> None:
         for _ in range(ENOUGH):
             check(case, inputs, fd.execute(inputs))
         assert fd.cuda_graphs()[0].startswith("captured: "), k
+
+
+@pytest.mark.gpu
+def test_garbage_goes_while_a_caller_captures() -> None:
+    """Graphs of programs that nobody has any more: a collection may come at any time."""
+    case, device = CASES["layers"], torch.device("cuda")
+    inputs, side = case.make(device), torch.cuda.Stream()
+    kept = defined(case)
+    kept.execute(inputs)
+    for _ in range(3):
+        fd = defined(case)
+        fd.cycle = fd  # pyright: ignore[reportAttributeAccessIssue]
+        for _ in range(ENOUGH):
+            fd.execute(inputs)
+        assert fd.cuda_graphs()[0].startswith("captured: ")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            outputs = kept.execute(inputs)
+            del fd
+            gc.collect()
+        graph.replay()
+        check(case, inputs, outputs)
