@@ -21,6 +21,7 @@
 //                __half2float __float2half __bfloat2float __float2bfloat __half2double __double2half __bfloat2double
 //                __double2bfloat; for N elements at once (packed instructions): half2float_vec<N>(dst, src)
 //                float2half_vec<N> bfloat2float_vec<N> float2bfloat_vec<N>, dst and src arrays
+//   places       fm_is_at(x, base, step): whether x is base + step, a place in a tensor that differs from thread to thread
 //   vectors      load_vec<N>(array, T0, index)   store_vec<N>(T0, index, array)   N elements, 1 2 4 8 or 16 bytes, aligned
 //                load_vec<N>(array, at, T0, index)   store_vec<N>(T0, index, array, at)   starting at array[at]
 //                load_vec_any: same, element by element where the address is not aligned
@@ -266,6 +267,16 @@ struct FuserCast<__bfloat> {
 template <class To, class From>
 FUSER_DEVICE To fm_cast(From x) {
   return FuserCast<To>::from(x);
+}
+
+// For a thread that compares x with many places, 0 <= step < 2^31, all but the last comparison is common.
+FUSER_DEVICE bool fm_is_at(int64_t x, int64_t base, int step) {
+  const uint64_t distance = static_cast<uint64_t>(x) - static_cast<uint64_t>(base);
+  int near = distance >> 31 ? -1 : static_cast<int>(distance);
+#ifndef FUSER_SIMT
+  asm("" : "+r"(near));  // or the compiler compares 64 bits again
+#endif
+  return near == step;
 }
 
 // Pairs go through one packed conversion on the GPU; on the CPU the plain loop vectorises.

@@ -1,8 +1,10 @@
 // Random numbers without a state: element `index` of a tensor is a function of (seed, offset, index).
 //
 //   FuserRandom r;                                          per thread and op: the words that it computed last
-//   fm_uniform<T>(r, seed, offset, index, low, high)        in [low, high), or [0, 1); T: float double __half __bfloat
-//   fm_normal<T>(r, seed, offset, index, mean, deviation)   standard without the last two
+//   fm_uniform<T>(r, seed, offset, base, step, low, high)        in [low, high), or [0, 1); T: float double __half __bfloat
+//   fm_normal<T>(r, seed, offset, base, step, mean, deviation)   standard without the last two
+//
+// The index is base + step, a multiple of 4 and at least 0: the compiler sees which neighbours share words.
 //
 // Philox 4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; 2011) of the key `seed` and the counter
 // (offset, index / lanes) gives four words: 4 floats or 2 doubles. Half types are rounded floats. A uniform number is
@@ -111,19 +113,23 @@ struct FuserRandomOf<double> {
   }
 };
 
+template <int lanes>
+FUSER_DEVICE uint64_t fuser_block_of(int64_t base, int64_t step) {
+  return static_cast<uint64_t>(base) / lanes + static_cast<uint64_t>(step) / lanes;
+}
 template <class T, class Real = typename FuserRandomOf<T>::real>
-FUSER_DEVICE T fm_uniform(FuserRandom& r, int64_t seed, int64_t offset, int64_t index, Real low = 0, Real high = 1) {
+FUSER_DEVICE T fm_uniform(FuserRandom& r, int64_t seed, int64_t offset, int64_t base, int64_t step, Real low = 0, Real high = 1) {
   constexpr int lanes = FuserRandomOf<T>::lanes;
-  const FuserRandom& words = fuser_words(r, seed, offset, static_cast<uint64_t>(index) / lanes);
-  const Real unit = FuserRandomOf<T>::uniform(words, static_cast<int>(index) & (lanes - 1));
+  const FuserRandom& words = fuser_words(r, seed, offset, fuser_block_of<lanes>(base, step));
+  const Real unit = FuserRandomOf<T>::uniform(words, static_cast<int>(step) & (lanes - 1));
   const T x = fm_cast<T>(fuser_fma(unit, high - low, low));
   // What is rounded to the upper end is the lower one.
   return fm_cast<Real>(x) == fm_cast<Real>(fm_cast<T>(high)) ? fm_cast<T>(low) : x;
 }
 template <class T, class Real = typename FuserRandomOf<T>::real>
-FUSER_DEVICE T fm_normal(FuserRandom& r, int64_t seed, int64_t offset, int64_t index, Real mean = 0, Real deviation = 1) {
+FUSER_DEVICE T fm_normal(FuserRandom& r, int64_t seed, int64_t offset, int64_t base, int64_t step, Real mean = 0, Real deviation = 1) {
   constexpr int lanes = FuserRandomOf<T>::lanes;
-  const FuserRandom& words = fuser_words(r, seed, offset, static_cast<uint64_t>(index) / lanes);
-  const Real z = FuserRandomOf<T>::normal(words, static_cast<int>(index) & (lanes - 1));
+  const FuserRandom& words = fuser_words(r, seed, offset, fuser_block_of<lanes>(base, step));
+  const Real z = FuserRandomOf<T>::normal(words, static_cast<int>(step) & (lanes - 1));
   return fm_cast<T>(fuser_fma(z, deviation, mean));
 }

@@ -17,6 +17,8 @@ from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.record import record
 
+INT32_LIMIT = 2**31 - 1
+
 
 # ------------------------------------------------------------------ the kernel's interface
 @record

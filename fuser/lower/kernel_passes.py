@@ -21,6 +21,7 @@ from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotie
 from fuser.lower.hoist import Hoister
 from fuser.lower.index import Indexer
 from fuser.lower.kernel import (
+    INT32_LIMIT,
     Accumulate,
     Arg,
     Body,
@@ -47,7 +48,6 @@ from fuser.lower.unroll import expand_unswitch, mark_unrolled
 from fuser.lower.words import load_words
 
 MAX_ATTEMPTS = 32
-INT32_LIMIT = 2**31 - 1
 # Of a multiprocessor, with 80 registers each: enough for eight loads of 16 bytes under way.
 RESIDENT_THREADS = 768
 

@@ -9,7 +9,7 @@ own have a row in `_BY_OP`; copies and views only change the index.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 
@@ -34,12 +34,14 @@ from fuser.ir.nodes import (
     TernaryOp,
     UnaryOp,
 )
-from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scalar import Const, Scalar, Symbol
+from fuser.ir.scalar_range import interval
 from fuser.ir.tensor import TensorView
 from fuser.lower.allocate import Buffer
 from fuser.lower.context import Context
 from fuser.lower.index import Index
 from fuser.lower.kernel import (
+    INT32_LIMIT,
     Body,
     Compute,
     Convert,
@@ -51,13 +53,16 @@ from fuser.lower.kernel import (
     Select,
     Var,
 )
-from fuser.lower.loops import Stage
+from fuser.lower.loops import COORDINATES, Stage
 from fuser.lower.predicate import inside_pad
+from fuser.lower.vectorize import terms_of
 from fuser.ops.random import key_of
 from fuser.ops.table import POINTWISE, compute_dtype, computed_in
 from fuser.record import record
 
 TRUE = sc.const(True)
+# Neighbours in a random tensor that share words, at most (`codegen/rt_random.h`).
+RANDOM_BLOCK = 4
 Axes: TypeAlias = Mapping[int, Scalar]
 Key: TypeAlias = tuple[TensorView, Index, Scalar]
 
@@ -261,8 +266,35 @@ def _pointwise(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
         types[0] = DataType.Bool
     args = tuple(build.operand(op, k, t, at) for k, t in enumerate(types))
     out = at.out.dtype()
+    if op.name in _IS_AT and dtype is DataType.Int and not build.ctx.is_cpu:
+        for x, place in (args, args[::-1]):
+            if _is_place(place) and not isinstance(x, ScalarValue):
+                return _compare_place(_IS_AT[op.name], x, place.scalar, out)
     computed = DataType.Bool if out is DataType.Bool else dtype
     return convert(Compute(row.cuda_text(dtype), args, computed), out)
+
+
+# How a value of 64 bits is compared with an index.
+_IS_AT = {"eq": "fm_is_at({0}, {1}, {2})", "ne": "!fm_is_at({0}, {1}, {2})"}
+_PLACES = frozenset(COORDINATES.values())
+
+
+def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
+    return isinstance(x, ScalarValue) and any(s.is_index for s in sc.symbols(x.scalar))
+
+
+def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
+    """Compare with the place of an element: what the loops of a thread add to it is small."""
+    step = sc.ZERO
+    for factors, count in terms_of(place):
+        if all(isinstance(f, Symbol) and f.is_index and f.name not in _PLACES for f in factors):
+            step = sc.add(step, sc.mul(count, sc.product(factors)))
+    least, most = interval(step)
+    if least < 0 or most > INT32_LIMIT:
+        step = sc.ZERO
+    base = ScalarValue(sc.sub(place, step), DataType.Int)
+    made = Compute(template, (x, base, ScalarValue(step, DataType.Int32)), DataType.Bool)
+    return convert(made, out)
 
 
 def _cast(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
@@ -278,9 +310,13 @@ def _iota(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     assert isinstance(op, IotaOp)
     dtype = DataType.Float if at.out.dtype() in HALF_LIKE else at.out.dtype()
     canonical = build.ctx.nesting.fusion.canonical
+    place = build.ctx.simplify(at.index[0])
+    start, step = (sc.int_value(canonical(x)) for x in (op.start, op.step))
+    if (start, step) == (0, 1) and dtype in (DataType.Int, DataType.Index):
+        return ScalarValue(place, dtype)
     args = (
         ScalarValue(canonical(op.start), dtype),
-        ScalarValue(build.ctx.simplify(at.index[0]), dtype),
+        ScalarValue(place, dtype),
         ScalarValue(canonical(op.step), dtype),
     )
     return convert(Compute("{0} + {1} * {2}", args, dtype), at.out.dtype())
@@ -293,7 +329,7 @@ def _random(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     for k, extent in enumerate(op.shape):
         first = canonical(op.begin[k]) if op.begin else sc.ZERO
         place = sc.add(sc.mul(place, canonical(extent)), sc.add(first, at.index[k]))
-    numbers = (*map(canonical, key_of(op)), build.ctx.simplify(place))
+    numbers = (*map(canonical, key_of(op)), *_whole_blocks(build.ctx.simplify(place)))
     ends = () if op.a is None or op.b is None else (canonical(op.a), canonical(op.b))
     real = computed_in(at.out.dtype())
     args = (
@@ -303,6 +339,15 @@ def _random(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     places = ", ".join(f"{{{k}}}" for k in range(len(args)))
     words = build.words_of(op.out, at.scope)
     return Compute(f"fm_{op.kind}<{{t}}>({words}, {places})", args, at.out.dtype())
+
+
+def _whole_blocks(place: Scalar) -> tuple[Scalar, Scalar]:
+    """Split a place in a random tensor into whole blocks of its words, and what is left."""
+    left = sc.ZERO
+    for factors, count in terms_of(place):
+        if not factors or count % RANDOM_BLOCK:
+            left = sc.add(left, sc.mul(count, sc.product(factors)))
+    return (sc.sub(place, left), left) if interval(left)[0] >= 0 else (sc.ZERO, place)
 
 
 def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:

@@ -103,9 +103,9 @@ class Merger:
 
     def _merge_all(self, kind: str | None) -> bool:
         """Merge each group with later ones, both of a kind (None: of which one waits for a
-        reduction of the other; tail: of which one reads results of the other's reductions and
-        nothing else; rows: of which one sums the rows that the other goes along); return whether
-        any were merged."""
+        reduction of the other, or reads along its rows what it reads; tail: of which one reads
+        results of the other's reductions and nothing else; rows: of which one sums the rows that
+        the other goes along); return whether any were merged."""
         before = len(self._groups)
         for place in sorted(self._groups):
             while place in self._groups and self._extend(place, kind):
@@ -158,7 +158,11 @@ class Merger:
         if kind == "rows" and not _are_rows_and_sums(a, b):
             return False
         feeds = not {*a.outputs}.isdisjoint(b.inputs) or not {*b.outputs}.isdisjoint(a.inputs)
-        if not feeds and (kind is None or {*a.inputs}.isdisjoint(b.inputs)):
+        if kind is None:
+            shares = self._comes_along(i, j) or self._comes_along(j, i)
+        else:
+            shares = not {*a.inputs}.isdisjoint(b.inputs)
+        if not feeds and not shares:
             return False
         if len({*a.inputs, *a.outputs, *b.inputs, *b.outputs}) > MAX_OPERANDS:
             return False
@@ -175,6 +179,13 @@ class Merger:
         if (kind, a.ops, b.ops) in self._refused or self._reaches(i, j) or self._reaches(j, i):
             return False
         return self._may_share_kernel(next(iter(a.ops)), next(iter(b.ops)))
+
+    def _comes_along(self, rows: int, place: int) -> bool:
+        """Whether a pointwise group reads nothing but what a kernel along rows reads anyway."""
+        group, of_rows = self._groups[place], self._groups[rows]
+        if of_rows.scheduler != SCHEDULER[None] or self._space(place)[0] != "pointwise":
+            return False
+        return bool(group.inputs) and {*group.inputs} <= {*of_rows.inputs}
 
     def _space(self, place: int) -> tuple[object, ...]:
         """Return what two groups must share to be merged: pointwise or reduction, and its size."""

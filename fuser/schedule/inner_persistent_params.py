@@ -128,7 +128,7 @@ def chooser(
         words = shifted_widths.wider(facts, columns, vector) if shifted_widths and is_narrow else 0
         if words:
             vector, begin = words, words - 1
-        shape = _Shape(rows, columns, vector, widest, begin)
+        shape = _Shape(rows, columns, vector, widest, begin, len(inputs))
         plans = [(most_bytes(inputs, vector) + beside, False)]
         if has_costly:
             plans.insert(0, (most_bytes(kept, vector) + beside, True))
@@ -144,13 +144,15 @@ def chooser(
 
 class _Shape(NamedTuple):
     """How many rows there are of how many elements, and how these are accessed: the elements of a
-    vector, the bytes of the widest one, and how many elements a row may begin behind a word."""
+    vector, the bytes of the widest one, and how many elements a row may begin behind a word; and
+    how many inputs have them."""
 
     rows: int
     columns: int
     vector: int
     widest: int
     begin: int
+    inputs: int
 
     @property
     def chunks(self) -> int:
@@ -161,7 +163,7 @@ class _Shape(NamedTuple):
 def _kept_params(
     shape: _Shape, nbytes: int, costly: bool, device: DeviceInfo
 ) -> InnerPersistentParams:
-    rows, columns, vector, widest, begin = shape
+    rows, columns, vector, widest, begin, _ = shape
     chunks, is_shifted = shape.chunks, begin > 0
     # The compiler keeps what it converts in its wider form.
     most = max(4 * KEPT_REGISTERS // (max(nbytes, 4) * vector), 1)
@@ -185,7 +187,8 @@ def _kept_params(
         batch = max(min(power_of_two_at_least(batch), most), batch)
     kept = batch * vector
     # Several narrow inputs take more registers once they are converted.
-    resident = RESIDENT_ONE if costly or nbytes < 4 else RESIDENT
+    is_one = shape.inputs == 1 and costly
+    resident = RESIDENT_ONE if is_one or nbytes < 4 else RESIDENT
     return InnerPersistentParams(
         x, y, vector, kept, costly, resident=resident, exact=exact, shifted=is_shifted
     )

@@ -50,9 +50,11 @@ class Kept:
 def kept_values(
     fusion: Fusion, rows: frozenset[TensorView], *, is_costly: Callable[[TensorOp], bool]
 ) -> list[Kept]:
-    """Return the inputs that have the row (`rows` are all tensors that do), and the results of
-    costly ops that several levels need."""
+    """Return the inputs that have the row (`rows` are all tensors that do), and what costly ops
+    lead to that several levels need."""
     levels = levels_of(fusion)
+    starts = [op for op in fusion.used_exprs() if op.out_tensor in rows and is_costly(op)]
+    costly = {_last_of_chain(op, levels, rows) for op in starts}
     times: dict[TensorView, set[int]] = {}
     found: list[Kept] = []
     for op in reversed(fusion.used_exprs()):
@@ -62,7 +64,7 @@ def kept_values(
             mine |= times.get(out, set())
         if isinstance(op, REDUCTIONS) or any(out in fusion.outputs for out in op.outputs):
             mine = {2 * level + 1}
-        elif op.out_tensor in rows and len({t // 2 for t in mine}) > 1 and is_costly(op):
+        elif op.out_tensor in costly and len({t // 2 for t in mine}) > 1:
             found.append(Kept(op.out_tensor, 2 * level, max(mine)))
             mine = {2 * level}
         for v in op.inputs:
@@ -70,6 +72,33 @@ def kept_values(
                 times.setdefault(v, set()).update(mine)
     inputs = [v for v in fusion.inputs if isinstance(v, TensorView) and v in rows and times.get(v)]
     return [*(Kept(v, -1, max(times[v])) for v in inputs), *reversed(found)]
+
+
+def _last_of_chain(
+    op: TensorOp, levels: dict[TensorView, int], rows: frozenset[TensorView]
+) -> TensorView:
+    """Return what is kept in place of a result: what its only reader makes of it, and so on, as
+    long as that takes no more bytes.
+
+        u = rand(); h = where(u < p, x, 0) + r   ->   h, and neither u nor x nor r
+    """
+    fusion = op.out_tensor.fusion
+    tv = best = op.out_tensor
+    least = _nbytes_computed(tv)
+    while len(uses := fusion.uses(tv)) == 1:
+        (reader,) = uses
+        out = reader.out_tensor
+        if isinstance(reader, REDUCTIONS) or out not in rows or levels[out] != levels[tv]:
+            break
+        tv = out
+        if (nbytes := _nbytes_computed(tv)) <= least:
+            best, least = tv, nbytes
+    return best
+
+
+def _nbytes_computed(tv: TensorView) -> int:
+    """Return the bytes that an element takes in registers, where a bool takes one of them."""
+    return 4 if tv.dtype() is DataType.Bool else nbytes_of(tv.dtype())
 
 
 def most_bytes(kept: Iterable[Kept], vector: int) -> int:

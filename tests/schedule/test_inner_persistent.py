@@ -337,6 +337,33 @@ def test_few_long_rows_are_left_to_kernels_that_share_them_between_blocks() -> N
         assert row.suits(fusion, sizes_of(fusion, shape)) is suits
 
 
+@BOTH
+@pytest.mark.parametrize("shape", [(1, 1), (9, 7), (9, 384), (11, 65), (9, 8191), (300, 129)])
+def test_values_compared_with_places(shape: tuple[int, int], device: str) -> None:
+    """Targets inside and outside of the row; some differ from a place in high bits alone."""
+    rows, columns = shape
+
+    def build(x: TensorView, t: TensorView) -> Sequence[TensorView]:
+        places = ops.broadcast(ops.iota(x.size(1), dtype=DataType.Int), [True, False])
+        targets = ops.broadcast(t, [False, True])
+        e = softmax(x)
+        hit = ops.where(ops.eq(places, targets), ops.sub(e, 1.0), e)
+        missed = ops.sum(ops.where(ops.ne(targets, places), wide(x), 0.0), -1)
+        return back_to(x, hit), missed
+
+    def reference(x: torch.Tensor, t: torch.Tensor) -> Sequence[torch.Tensor]:
+        is_target = torch.arange(columns)[None, :] == t.long()[:, None]
+        missed = torch.where(is_target, 0.0, x).sum(-1)
+        return torch.softmax(x, -1) - is_target.double(), missed.float()
+
+    high = [1 << 31, 1 << 32, -(1 << 31), -(1 << 32), 1 << 62, -(1 << 63)]
+    some = [0, columns - 1, columns // 2, -1, columns, *high, *(h + columns - 1 for h in high)]
+    t = torch.tensor([some[row % len(some)] for row in range(rows)])
+    for dtype in (torch.bfloat16, torch.float32):
+        x = random(shape, dtype)
+        check(build, reference, [x, t], device, scale=20, broadcast_ones=False)
+
+
 # ------------------------------------------------------------------ what it costs
 def counters(build: Build, inputs: Sequence[torch.Tensor], outputs: int = 1) -> Counters:
     dtypes = [from_torch(t.dtype) for t in inputs]

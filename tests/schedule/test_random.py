@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from fuser import ops
-from fuser.ir.dtypes import DataType, to_torch
+from fuser.ir.dtypes import DataType, from_torch, to_torch
 from fuser.ir.scalar import Const
 from fuser.ir.tensor import TensorView
+from fuser.runtime.cpu_kernel import CheckedCpuKernel
 from tests.ops import random_reference as reference
 from tests.ops.test_random import close
-from tests.schedule.programs import define, make_executor, run, sizes_of
+from tests.schedule.programs import define, make_executor, random, run, sizes_of
 
 D = DataType
 SEED, OFFSET = 2**40 + 11, 3
@@ -130,6 +132,37 @@ def test_a_row_norm_of_dropout_makes_each_number_once() -> None:
     assert executor.variants[0].kernel.source.text.count("fm_uniform<") == 1
 
 
+@pytest.mark.parametrize("columns", [1, 7, 64, 131, 768, 1000, 8192, 20001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_of_dropout_and_residual_keeps_their_sum(dtype: torch.dtype, columns: int) -> None:
+    """The sum is an output, too; each number is drawn, and each input read, once."""
+    shape = (5, columns)
+
+    def build(x: TensorView, r: TensorView) -> tuple[TensorView, TensorView]:
+        kept = ops.lt(ops.uniform(0, 1, list(shape), **KEY), 0.75)
+        h = ops.add(
+            ops.where(kept, ops.mul(ops.cast(x, D.Float), 4 / 3), 0.0), ops.cast(r, D.Float)
+        )
+        centred = ops.sub(h, ops.div(ops.sum(h, [1], keepdim=True), columns))
+        squares = ops.div(ops.sum(ops.mul(centred, centred), [1], keepdim=True), columns)
+        y = ops.mul(centred, ops.rsqrt(ops.add(squares, 1e-5)))
+        return ops.cast(y, x.dtype()), ops.cast(h, x.dtype())
+
+    x, r = (random(shape, dtype, seed) for seed in (0, 1))
+    executor = make_executor(define(build, shape, shape, dtype=from_torch(dtype)), "h200")
+    y, h = run(executor, [x, r], [shape, shape])
+    wide = torch.where(whole("uniform", shape) < 0.75, x.double() * 4 / 3, 0.0) + r.double()
+    normed = torch.nn.functional.layer_norm(wide, (columns,))
+    limit = 8e-3 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(h.double(), wide, rtol=limit, atol=limit)
+    torch.testing.assert_close(y.double(), normed, rtol=limit, atol=limit)
+    (variant,) = executor.variants
+    assert isinstance(variant.compiled, CheckedCpuKernel)
+    if columns % 8 == 0:
+        assert variant.compiled.counters.global_loads == {16: 2 * x.numel() * x.itemsize // 16}
+        assert variant.kernel.source.text.count("fm_uniform<") == 1
+
+
 def test_a_place_beyond_32_bits_takes_indices_of_64() -> None:
     """The last elements of a tensor that no memory holds."""
     rows, width = 3 << 20, 1 << 10
@@ -156,7 +189,8 @@ def test_a_gpus_thread_keeps_the_words_of_its_neighbours() -> None:
     x = torch.zeros(64, 256)
     executor.run([x], [torch.empty_like(x)], sizes=sizes_of(fusion, x.shape))
     text = executor.variants[0].kernel.source.text
-    print(text)
+    # What a vector's loop adds to the place is apart, so that its words' reuse needs no test.
+    assert re.search(r"fm_uniform<float>\(r1, .*, fm_cast<int64_t>\(k\d+\),", text)
     # Declared once, in front of the loop over the elements of a vector; the place is linear.
     assert text.index("FuserRandom r1;") < text.index("for (") < text.index("fm_uniform<float>(r1,")
     assert "/" not in text.partition("fm_uniform")[2].partition(";")[0]

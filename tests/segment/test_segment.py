@@ -99,6 +99,28 @@ def test_softmax_is_one_kernel() -> None:
     check_values(fusion, (3, 5))
 
 
+def test_what_is_computed_from_the_rows_of_a_norm_joins_it() -> None:
+    """Neither kernel would read a result of the other: both compute the sum."""
+
+    def build(x: TensorView, r: TensorView) -> tuple[TensorView, TensorView]:
+        h = ops.add(ops.mul(x, 0.5), r)
+        centred = ops.sub(h, ops.div(ops.sum(h, [1], keepdim=True), 8.0))
+        return ops.mul(centred, ops.rsqrt(ops.sum(ops.mul(h, h), [1], keepdim=True))), ops.mul(h, 2)
+
+    fusion = fusion_of(build, 2, 2)
+    assert kinds(cut(fusion)) == ["inner_persistent"]
+    check_values(fusion, (5, 8), (5, 8))
+
+
+def test_what_reads_more_than_the_rows_of_a_norm_stays_a_kernel() -> None:
+    def build(x: TensorView, r: TensorView) -> tuple[TensorView, TensorView]:
+        return ops.div(x, ops.sum(x, [1], keepdim=True)), ops.add(x, r)
+
+    fusion = fusion_of(build, 2, 2)
+    assert kinds(cut(fusion)) == ["inner_persistent", "pointwise"]
+    check_values(fusion, (5, 8), (5, 8))
+
+
 def test_softmax_over_outer_axes_recomputes_exponentials_and_stores_the_reductions_only() -> None:
     def build(x: TensorView) -> TensorView:
         e = ops.exp(ops.sub(x, ops.max(x, dim=0, keepdim=True)))
