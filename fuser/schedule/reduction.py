@@ -57,6 +57,11 @@ MAX_UNROLL = 16
 THREADS_PER_SM = 1024
 THREADS_INNER = 128
 THREADS_OUTER = 256
+# What one block reads in about the time in which blocks exchange partial results. Where a strip of
+# columns as wide as a unit of memory has no more bytes, one block sums it.
+BYTES_ALONE = 65536
+BYTES_SECTOR = 32
+THREADS_ALONE = 512
 # Where a load is no wider than this, an odd number of half-precision columns: more threads keep as
 # many bytes under way. With them 4096 x 50257 took 133 us on an H200, torch.compile's kernel 128.
 NARROW = 2
@@ -247,7 +252,6 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
     loaded = loaded_bytes(space)
     shifted = VectorWidths(_shiftable(space, runs))
-    decide = _inner_params if runs.inner else _outer_params
 
     groups = [[logical[p] for p in run] for run in (*runs.iterated, *runs.reduced)]
     extents, rows = RunExtents(given, groups), len(runs.iterated)
@@ -263,7 +267,10 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
         if words:
             reduced, step = [last + words - 1], (words, words * widest)
             return replace(_inner_params(iterated, reduced, step, device), shifted=True)
-        return decide(iterated, reduced, (vector, vector * widest), device)
+        step = vector, vector * widest
+        if runs.inner:
+            return _inner_params(iterated, reduced, step, device)
+        return _outer_params(iterated, reduced, step, loaded, device)
 
     return choose
 
@@ -303,7 +310,7 @@ def _inner_params(
 
 
 def _outer_params(
-    iterated: list[int], reduced: list[int], step: tuple[int, int], device: DeviceInfo
+    iterated: list[int], reduced: list[int], step: tuple[int, int], loaded: int, device: DeviceInfo
 ) -> ReductionParams:
     vector, nbytes = step
     chunks, rows = -(-iterated[-1] // vector), prod(reduced)
@@ -314,7 +321,18 @@ def _outer_params(
     blocks = prod(iterated[:-1]) * -(-chunks // x)
     steps = -(-rows // (y * unroll))
     grid = _grid(blocks * x * y, steps, device.sm_count * THREADS_PER_SM)
-    return ReductionParams(False, x, y, vector, unroll, grid)
+    chosen = ReductionParams(False, x, y, vector, unroll, grid)
+    narrow = max(min(x, BYTES_SECTOR // nbytes), 1)
+    most = rows * narrow * vector * loaded
+    return _alone(chosen, narrow, rows, most) if grid > 1 and most <= BYTES_ALONE else chosen
+
+
+def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
+    """Return parameters for strips of `x` lanes and few bytes, each of which one block sums."""
+    wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)
+    y = min(min(wanted, THREADS_ALONE) // x, power_of_two_at_least(rows))
+    unroll = min(chosen.unroll, power_of_two_at_least(-(-rows // y)))
+    return replace(chosen, threads_x=x, threads_y=y, unroll=unroll, grid=1)
 
 
 def _short_params(
@@ -333,10 +351,13 @@ def _unroll(per_thread: int, nbytes: int) -> int:
 
 
 def _grid(threads: int, steps: int, wanted: int) -> int:
-    """Split a reduction of `steps` serial steps so that about `wanted` threads exist, none idle."""
+    """Split a reduction of `steps` serial steps so that about `wanted` threads exist, none idle; of
+    all numbers of blocks only powers of two, and halfway between them."""
     if threads * 2 > wanted:
         return 1
-    return max(min(power_of_two_at_most(wanted // threads), power_of_two_at_most(steps)), 1)
+    most = max(min(wanted // threads, steps), 1)
+    power = power_of_two_at_most(most)
+    return power * 3 // 2 if power * 3 // 2 <= most else power
 
 
 # ------------------------------------------------------------------ application

@@ -6,19 +6,20 @@ import itertools
 import time
 
 import pytest
+import torch
 
 from fuser import ops
 from fuser.device import CPU, H200
-from fuser.ir.dtypes import DataType
+from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
-from fuser.schedule import SCHEDULERS, find_scheduler, rejections, scheduler
+from fuser.schedule import SCHEDULERS, find_scheduler, reduction, rejections, scheduler
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
 from fuser.schedule.reduction import ReductionParams
-from tests.schedule.programs import define, scheduled, sizes_of
+from tests.schedule.programs import define, make_executor, random, run, scheduled, sizes_of
 
 BF16 = DataType.BFloat16
 PT = ParallelType
@@ -192,7 +193,11 @@ def test_few_rows_are_split_over_the_grid() -> None:
     [
         ((16384, 8192), ReductionParams(False, 32, 8, 8, 8, 16)),
         ((32768, 1024), ReductionParams(False, 32, 8, 8, 8, 128)),
-        ((100000, 8), ReductionParams(False, 1, 256, 8, 8, 32)),
+        ((100000, 8), ReductionParams(False, 1, 256, 8, 8, 48)),
+        # Strips of 32 bytes that one block sums: no blocks wait for each other.
+        ((2048, 384), ReductionParams(False, 2, 256, 8, 8, 1)),
+        ((512, 1024), ReductionParams(False, 2, 128, 8, 4, 1)),
+        ((2049, 384), ReductionParams(False, 32, 8, 8, 8, 32)),
         ((4096, 770), ReductionParams(False, 32, 8, 2, 16, 32)),
         ((4096, 50257), ReductionParams(False, 32, 16, 1, 16, 1)),
     ],
@@ -203,6 +208,26 @@ def test_outer_reduction_parameters(shape: tuple[int, int], expected: ReductionP
     assert params == expected
     # About one wave of blocks of 256 threads, each with enough loads of 16 bytes under way.
     assert isinstance(params, ReductionParams)
+
+
+@pytest.mark.parametrize("bytes_alone", [0, 65536])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(2048, 24), (1025, 7), (700, 1), (17, 68), (1, 40)], ids=str)
+def test_columns_of_few_bytes(
+    shape: tuple[int, int], dtype: torch.dtype, bytes_alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block sums a strip of columns, or several do and exchange what they have."""
+    monkeypatch.setattr(reduction, "BYTES_ALONE", bytes_alone)
+
+    def build(x: TensorView) -> tuple[TensorView, TensorView]:
+        wide = ops.cast(x, DataType.Float) if dtype is torch.bfloat16 else x
+        return ops.sum(wide, [0]), ops.max(wide, [0])
+
+    x = random(shape, dtype)
+    executor = make_executor(define(build, (None, None), dtype=from_torch(dtype)), "h200")
+    total, largest = run(executor, [x], [shape[1:]] * 2)
+    assert torch.equal(largest.double(), x.double().amax(0))
+    torch.testing.assert_close(total.double(), x.double().sum(0), rtol=1e-5, atol=1e-3)
 
 
 def test_outer_reduction_loops() -> None:
