@@ -22,6 +22,7 @@ from fuser.lower.kernel import (
     Statement,
     walk,
 )
+from fuser.schedule import reduction
 
 H200 = ["schedules_for(h200)", "checked"]
 
@@ -53,6 +54,18 @@ def check(x: torch.Tensor, dims: list[int]) -> None:
 def test_columns_of_any_extent(rows: int, columns: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows * columns)
     check((torch.randn(rows, columns, generator=generator) + 1.0).to(dtype), [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1043, 8), (2048, 37), (517, 132)], ids=str)
+def test_threads_of_several_batches(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few blocks for a batch of each thread to be all, as for tensors of more than 20 MB."""
+    monkeypatch.setattr(reduction, "THREADS_PER_SM", 1)
+    generator = torch.Generator().manual_seed(shape[0])
+    drift = torch.arange(shape[0])[:, None] / 100.0
+    check((torch.randn(shape, generator=generator) + drift).to(dtype), [0])
 
 
 @pytest.mark.parametrize("dims", [[0, 1], [1], [1, 2], [0, 2], [0]], ids=str)
