@@ -18,6 +18,7 @@ from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import MAX_VARIANTS, KernelExecutor, compile_many
 from fuser.runtime import compilations
 from fuser.runtime.simt import CheckedCpuKernel
+from fuser.schedule import pointwise
 from tests.schedule.programs import define, make_executor, random, run, sizes_of
 from tests.schedule.test_schedulers import column_sum, gelu_mul_add, row_sum
 
@@ -116,7 +117,11 @@ def test_unaligned_tensors_get_narrower_vectors() -> None:
 @pytest.mark.parametrize(
     ("cols", "width"), [(1536, 16), (96, 16), (100, 16), (770, 16), (771, 2)], ids=str
 )
-def test_loads_and_stores_are_as_wide_as_possible(cols: int, width: int) -> None:
+def test_loads_and_stores_are_as_wide_as_possible(
+    cols: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else the threads of an H200 would share such little work.
+    monkeypatch.setattr(pointwise, "MANY_ELEMENTS", 1 << 20)
     fusion = define(gelu_mul_add, *[(None, None)] * 3, dtype=BF16)
     executor = make_executor(fusion, "h200")
     shape = (8 if cols != 771 else 7, cols)
@@ -129,6 +134,17 @@ def test_loads_and_stores_are_as_wide_as_possible(cols: int, width: int) -> None
         # 7 * 771 is odd.
         assert set(kernel.counters.global_loads) == {2}
     assert kernel.counters.global_stores == {width: nbytes // width}
+
+
+def test_little_work_is_shared_by_more_threads() -> None:
+    threads = H200.sm_count * H200.max_threads_per_sm
+    for elements, width in ((1 << 16, 8), (8 * threads, 16)):
+        fusion = define(lambda x: ops.cast(ops.neg(x), BF16), (None,), dtype=BF16)
+        executor = make_executor(fusion, "h200")
+        run(executor, [random((elements,), torch.bfloat16)], [(elements,)])
+        kernel = executor.variants[-1].compiled
+        assert isinstance(kernel, CheckedCpuKernel)
+        assert set(kernel.counters.global_loads) == {width}
 
 
 @pytest.mark.parametrize("build", [row_sum, column_sum])

@@ -195,9 +195,8 @@ def test_few_rows_are_split_over_the_grid() -> None:
         ((32768, 1024), ReductionParams(False, 32, 8, 8, 8, 128)),
         ((100000, 8), ReductionParams(False, 1, 256, 8, 8, 48)),
         # Strips of 32 bytes that one block sums: no blocks wait for each other.
-        ((2048, 384), ReductionParams(False, 2, 256, 8, 8, 1)),
         ((512, 1024), ReductionParams(False, 2, 128, 8, 4, 1)),
-        ((2049, 384), ReductionParams(False, 32, 8, 8, 8, 32)),
+        ((2048, 384), ReductionParams(False, 32, 8, 8, 8, 32)),
         ((4096, 770), ReductionParams(False, 32, 8, 2, 16, 32)),
         ((4096, 50257), ReductionParams(False, 32, 16, 1, 16, 1)),
     ],
