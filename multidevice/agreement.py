@@ -30,11 +30,11 @@ from fuser.errors import (
 )
 from fuser.locks import make_reentrant_lock
 from multidevice.backends.protocol import Team
-from multidevice.board import left_key
-from multidevice.control import OF_USERS, WITHIN_CALLS
+from multidevice.board import CALL, left_key
+from multidevice.control import CLAIMS, OF_USERS, WITHIN_CALLS
 from multidevice.page import LINE_NBYTES
 from multidevice.realign import counts_of, realign
-from multidevice.waiting import team_text
+from multidevice.waiting import Calls, counts_from, rows_of, team_text
 from multidevice.words import CLASSES, Words, word_of
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ T = TypeVar("T")
 # The class that says "exchange first"; neither it nor GAVE_UP is a digest.
 _EXCHANGE = 0
 _KNOWN_LIMIT = 4096
-# The stream of exchanges in the ledgers, and how many there are of one call at most.
-_CLAIMS, _MAX_EXCHANGES = "claims", 16
-# How the streams begin in which ranks talk to one another, besides the data of runs.
-_AMONG_RANKS = tuple(f"{name} " for name in (_CLAIMS, WITHIN_CALLS, OF_USERS, "call"))
+# How many exchanges there are of one call at most.
+_MAX_EXCHANGES = 16
+# The kinds of the streams in which ranks talk to one another, besides the data of runs.
+_AMONG_RANKS = {CLAIMS, WITHIN_CALLS, OF_USERS, CALL}
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ class Channel:
         self._control = control
         self._team = team
         self._turns = turns
-        self._key = f"call {team_text(team)}"
+        self._key = Calls(CALL, team)
         # Streams of what happens inside of calls.
-        self._claims = f"{_CLAIMS} {team_text(team)}"
-        self._keys = {self._key, self._claims, f"{WITHIN_CALLS} {team_text(team)}"}
+        self._claims = Calls(CLAIMS, team)
+        self._keys = {self._key, self._claims, Calls(WITHIN_CALLS, team)}
         # Whether this rank's last call failed in a way of which the others may not know.
         self._is_doubtful = False
         # Whether all members have heard of the error that ends the present call.
@@ -219,7 +219,7 @@ class Channel:
             self._is_agreed = False
             return
         self._is_doubtful = True
-        self._control.ledger.entered[left_key(self._key)] = self._number + 1
+        self._control.ledger.entered[left_key(self._team)] = self._number + 1
         if not isinstance(error, CommunicationError):
             self._control.trouble = f", after {_error_text(error)}"
 
@@ -254,7 +254,7 @@ class Channel:
         """Raises a deadlock with this call, unless it is another call that ends by it: after one
         has failed, where all its ranks wait inside of runs or in calls of this team."""
         keys = {key for found in error.keys.values() for key in found} - self._keys
-        if not error.is_after_failure or any(k.startswith(_AMONG_RANKS) for k in keys):
+        if not error.is_after_failure or any(kind in _AMONG_RANKS for kind, _, _ in keys):
             raise error
         self._calls += 1
 
@@ -302,17 +302,17 @@ class Channel:
             "numbers": []
             if claim is None
             else [*zip(claim.numbers, map(str, numbers), strict=True)],
-            "entered": counts_of(self._control),
+            "entered": rows_of(counts_of(self._control)),
             "calls": self._calls,
             "doubtful": self._is_doubtful,
         }
         payload = json.dumps(statement).encode()
         # An error may have kept some from an earlier exchange: all agree about the call's number.
         self._control.ledger.entered[self._claims] = _MAX_EXCHANGES * self._number
-        told = self._control.exchange(payload, team=self._team, stream=_CLAIMS)
+        told = self._control.exchange(payload, team=self._team, stream=CLAIMS)
         statements: list[dict[str, Any]] = [json.loads(one) for one in told]
         failed = [rank for rank, s in zip(self._team, statements, strict=True) if s["doubtful"]]
-        counts = [s["entered"] for s in statements]
+        counts = [counts_from(s["entered"]) for s in statements]
         out_of_step = realign(self._control, self._team, counts, has_failed=bool(failed))
         if failed:
             self._control.mend(self._team)
@@ -331,7 +331,7 @@ class Channel:
 
     def _settle(self) -> None:
         self._is_doubtful = False
-        self._control.ledger.entered.pop(left_key(self._key), None)
+        self._control.ledger.entered.pop(left_key(self._team), None)
         self._control.trouble = ""
 
     def _compare(
@@ -370,7 +370,7 @@ class Channel:
                 "\n".join(claim.parts),
                 team=self._team,
                 where_of=lambda line: claim.where,
-                stream=_CLAIMS,
+                stream=CLAIMS,
             )
         return True
 
@@ -408,7 +408,7 @@ class Channel:
                 where_of=lambda line: ops.get(line) or claim.where,
                 head=f"{head}\nwhich",
                 part=part,
-                stream=_CLAIMS,
+                stream=CLAIMS,
             )
 
     def _check_inputs(self, inputs: Sequence[list[Any]]) -> None:
