@@ -123,15 +123,27 @@ class Turns:
 
     def __init__(self) -> None:
         self.lock = make_reentrant_lock()
+        # The last who came in the present call: it is refused itself once its turn comes.
         self.latecomer = ""
 
+    def take(self) -> bool:
+        """Returns once this thread has the turn; whether another one had it before."""
+        if self.lock.acquire(False):
+            return False
+        self.latecomer = threading.current_thread().name
+        self.lock.acquire()
+        return True
 
-def _threads_error(other: str = "") -> UnsupportedError:
-    mine = threading.current_thread().name
-    who = f"{mine} and {other}" if other else f"{mine} and another one"
+    def give_back(self) -> None:
+        """Ends this thread's turn."""
+        self.latecomer = ""
+        self.lock.release()
+
+
+def _threads_error(who: str, where: str = "") -> UnsupportedError:
     return UnsupportedError(
-        f"two threads of one rank, {who}, called programs with a mesh at the same time: the ranks "
-        "could pair other calls with one another; call from one thread at a time"
+        f"two threads of one rank, {who}, called programs with a mesh at the same time{where}: the "
+        "ranks could pair other calls with one another; call from one thread at a time"
     )
 
 
@@ -139,6 +151,7 @@ class Channel:
     """The calls of one team, seen from one of its ranks."""
 
     def __init__(self, control: Control, team: Team, turns: Turns) -> None:
+        # Nothing is communicated yet: threads may come here at once.
         self._control = control
         self._team = team
         self._turns = turns
@@ -156,40 +169,61 @@ class Channel:
         # Definition -> the call in which the members first agreed on it; and the present call.
         self._ran: dict[str, int] = {}
         self._number = 0
-        page = control.page(len(team) * LINE_NBYTES, team)
-        self._words = None if page is None else Words(control, team, page, self._key, self._what)
+        # The threads of this rank whose calls at once end the present call.
+        self._threads = ""
+        self._words: Words | None = None
+        self._is_connected = False
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all members run on this host."""
+        """Whether all members run on this host; collective over the team at first use."""
+        with self._turns.lock:
+            self._connect()
         return self._words is not None
+
+    def _connect(self) -> None:
+        """Makes the page of the team's words at first use, if it can share one."""
+        if self._is_connected:
+            return
+        page = self._control.page(len(self._team) * LINE_NBYTES, self._team)
+        if page is not None:
+            self._words = Words(self._control, self._team, page, self._key, self._what)
+        self._is_connected = True
 
     def run(self, prepare: Callable[[], Prepared[T]]) -> T:
         """Prepares and runs once the members agree; see `run_agreed`."""
         turns = self._turns
-        if not turns.lock.acquire(False):
-            turns.latecomer = threading.current_thread().name
-            with turns.lock:
-                self._calls += 1
-                self.refuse(_threads_error())
+        is_late = turns.take()
         try:
             self._calls += 1
+            self._connect()
+            if is_late:
+                self._refuse_threads("another one")
             try:
                 claim, numbers, run = prepare()
             except BaseException as error:
                 self.refuse(error)
+            if turns.latecomer:
+                self._refuse_threads(turns.latecomer)
             try:
                 self.enter(claim, numbers)
                 result = run()
                 if turns.latecomer:
-                    raise _threads_error(turns.latecomer)
+                    raise _threads_error(_pair(turns.latecomer))
                 return result
             except BaseException as error:
-                turns.latecomer = ""
                 self.doubt(error)
                 raise
         finally:
-            turns.lock.release()
+            turns.give_back()
+
+    def _refuse_threads(self, other: str) -> NoReturn:
+        """Refuses a call of this thread, in which another one has come, on all ranks."""
+        self._threads = _pair(other)
+        try:
+            self.refuse(_threads_error(self._threads))
+        finally:
+            self._threads = ""
 
     def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
         """Returns when all members run this; see `run_agreed` for what it raises."""
@@ -294,6 +328,7 @@ class Channel:
         self._control.hear_of_deadlocks()
         statement = {
             "error": None if error is None else _error_text(error),
+            "threads": self._threads,
             "digest": "" if claim is None else claim.digest.hex(),
             "definition": ("", "")
             if claim is None
@@ -352,6 +387,7 @@ class Channel:
             )
         if min(calls) < self._calls:
             return False
+        self._check_threads([s["threads"] for s in statements], error)
         self._check_errors([s["error"] for s in statements], error)
         if out_of_step:
             raise CommunicationError(
@@ -373,6 +409,21 @@ class Channel:
                 stream=CLAIMS,
             )
         return True
+
+    def _check_threads(self, threads: Sequence[str], mine: BaseException | None) -> None:
+        """Raises on all ranks alike where some have refused calls of several threads at once."""
+        found = [(r, who) for r, who in zip(self._team, threads, strict=True) if who]
+        if not found:
+            return
+        others = [f"{who} on rank {r}" for r, who in found if r != self._control.rank]
+        if self._threads and isinstance(mine, UnsupportedError):
+            also = f" (and {', '.join(others)})" if others else ""
+            mine.args = _threads_error(self._threads, also).args
+            raise mine
+        if mine is None:
+            caller = threading.current_thread().name
+            error = _threads_error(", ".join(others), f", in the call that meets this of {caller}")
+            raise error
 
     def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
         failed = [(r, e) for r, e in zip(self._team, errors, strict=True) if e is not None]
@@ -437,6 +488,10 @@ def _is_equal_on_all(error: BaseException) -> bool:
     return isinstance(error, FuserError) and not isinstance(
         error, (CommunicationTimeout, DeadlockError)
     )
+
+
+def _pair(other: str) -> str:
+    return f"{threading.current_thread().name} and {other}"
 
 
 def _error_text(error: BaseException) -> str:

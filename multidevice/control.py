@@ -32,7 +32,7 @@ from multidevice.waiting import Calls, Event, Ledger, Need, Peers, poll_until, t
 # kind, status (1: this rank has an error), size of the text that follows, digest
 _RECORD = struct.Struct("<BBxxI16s")
 RECORD_NBYTES = _RECORD.size
-_KINDS = ("agree", "exchange")
+_KINDS = ("agree", "exchange", page.OFFER, page.OPENING)
 _NO_DIGEST = bytes(16)
 # How often the processes of ranks that have not announced that they leave are looked at.
 LEAVERS_EVERY_S = 0.2
@@ -212,16 +212,22 @@ class Control(ABC):
     # Collective operations
 
     def exchange(
-        self, payload: bytes, *, team: Team | None = None, stream: str = WITHIN_CALLS
+        self,
+        payload: bytes,
+        *,
+        team: Team | None = None,
+        stream: str = WITHIN_CALLS,
+        kind: str = "exchange",
     ) -> list[bytes]:
         """Returns the payloads of all members, in team order.
 
-        `stream`: the calls among which the ledgers count this one, for errors.
+        `stream`: the calls among which the ledgers count this one, for errors. `kind`: what it is,
+        which must be equal on all.
         """
-        team = self._members(team, "exchange")
+        team = self._members(team, kind)
         if len(team) == 1:
             return [payload]
-        step = self._step("exchange", team, stream)
+        step = self._step(kind, team, stream)
         records = self._records(step, 0, len(payload), _NO_DIGEST)
         return self._gather_varied(payload, [size for _, size, _ in records], step)
 
@@ -364,7 +370,7 @@ class JobControl(Control):
 
     def _shared(self, nbytes: int, team: Team) -> mmap.mmap | None:
         return page.open_together(
-            lambda payload: self.exchange(payload, team=team),
+            lambda kind, payload: self.exchange(payload, team=team, kind=kind),
             nbytes,
             is_first=team[0] == self.rank,
         )

@@ -201,6 +201,15 @@ def test_ranks_outside_of_a_mesh_may_be_done_first() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_threads_that_call_at_once_are_refused_on_all_ranks(launcher: str) -> None:
+    if launcher == "mpirun" and MPIRUN is None:
+        pytest.skip("needs mpirun")
+    job = run_job(launcher, 2, "threads_at_once.py", FUSER_TIMEOUT_S="30")
+    assert job.code == 0, job.text
+    assert job.text.count("ok rank") == 2, job.text
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_disagreeing_ranks_of_a_job_hear_why(launcher: str) -> None:
     if launcher == "mpirun" and MPIRUN is None:
         pytest.skip("needs mpirun")
