@@ -224,6 +224,8 @@ def _create() -> Communicator:
     """Makes the process's communicator from the launcher's environment."""
     options.check_environment()
     launch = read_launch()
+    if launch.rank == 0:
+        options.check_dump_ranks(launch.size)
     if launch is ALONE or launch.size == 1:
         alone = replace(launch, local_rank=0, local_size=1)
         control = LocalControl()

@@ -32,6 +32,9 @@ def test_a_machine_is_a_file(tmp_path: Path) -> None:
     found = find_machine(str(path))
     assert (found.name, found.pull_bandwidth, found.multiprocessors) == ("mine", 5e10, 132)
     assert found.nccl == {**H200.nccl, "Allreduce": 1e11}
+    (bad := tmp_path / "bad.json").write_text('{"memory_bandwidth": -3}')
+    with pytest.raises(InputError, match=r"bad\.json: machine h200: memory_bandwidth = -3: "):
+        find_machine(str(bad))
 
 
 @pytest.mark.parametrize(
