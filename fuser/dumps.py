@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -108,7 +109,9 @@ def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
 
 def _append(file: Path | None, line: str) -> None:
     if file is None:
-        print(line, flush=True)
+        # In one piece: the ends of lines that ranks write on their own may trade places.
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
         return
     with file.open("a") as opened:
         opened.write(line + "\n")

@@ -93,8 +93,10 @@ class CommunicationTimeout(CommunicationError, TimeoutError):
 class DeadlockError(CommunicationError):
     """No rank can run any more; the message shows the position of every rank."""
 
-    # The streams of calls in which each of these ranks waits.
-    keys: Mapping[int, Sequence[str]] = MappingProxyType({})
+    # The streams of calls in which each of these ranks waits: kind, team, ends of a transfer.
+    keys: Mapping[int, Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(
+        {}
+    )
     # Whether the last call of any of them failed there.
     is_after_failure = False
 

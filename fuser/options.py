@@ -199,6 +199,18 @@ def dump_ranks() -> frozenset[int] | None:
     return frozenset(map(int, ranks))
 
 
+def check_dump_ranks(size: int) -> None:
+    """Warns where dumps are asked for on ranks that are not among `size` ones."""
+    missing = sorted(rank for rank in dump_ranks() or () if rank >= size)
+    if missing and _options("DUMP"):
+        here = "rank 0 alone" if size == 1 else f"ranks 0 to {size - 1}"
+        warnings.warn(
+            f"FUSER_DUMP_RANKS={VARIABLES['FUSER_DUMP_RANKS'].text()!r}: nothing is printed for "
+            f"rank {', '.join(map(str, missing))}: this job has {here}",
+            stacklevel=2,
+        )
+
+
 def dump_dir() -> Path | None:
     """Returns the folder that dumps are written to, None for stdout; it need not exist yet.
 

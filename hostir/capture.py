@@ -29,6 +29,7 @@ from hostir.ops import SetCurrentStream
 from hostir.steps import Binding, BoundKernel, Closure, Slots
 from hostir.transfers import P2PCommunication
 from multidevice.backends.captured import FIRST_GRAPH, NOT_CAPTURED, STEP_BY_STEP
+from multidevice.waiting import Calls
 
 if TYPE_CHECKING:
     from fuser.ir.core import Op
@@ -210,7 +211,7 @@ class Replays:
         self._generations = [b.generation for b in self._plan.backends]
         # All backends of a rank count calls in one ledger: one of them, and what a run counts.
         self._counting = plan.backends[:1]
-        self._calls: list[Counter[str]] = []
+        self._calls: list[Counter[Calls]] = []
         # Slots of the key: tensors, then numbers. None before the first capture.
         self._key_slots: tuple[list[int], list[int]] | None = None
         # The tensors that only kernels read, and who reads each: (kernel, parameter, bytes from
@@ -394,7 +395,7 @@ class Replays:
         binding.nodes.clear()
         streams = self._plan.streams
         context = nullcontext() if streams is None else streams.standing_in(binding.maker.stand_in)
-        calls: list[Counter[str]] = []
+        calls: list[Counter[Calls]] = []
         held: list[object] = []
         try:
             with ExitStack() as contexts:

@@ -190,7 +190,10 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
             near = difflib.get_close_matches(name, _DEFAULTS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"{where}: machines have no {name!r}{hint}")
-    return replace(H200, **{k: _read(k, v) for k, v in values.items()})
+    try:
+        return replace(H200, **{k: _read(k, v) for k, v in values.items()})
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def _read(name: str, value: Any) -> Any:

@@ -171,6 +171,8 @@ class Trace:
     warm_up: int
     outputs: tuple[torch.Tensor, ...]
     predicted: tuple[HostIrContainer, Timetable] | None = None
+    # Why there is no prediction, where one was asked for.
+    not_predicted: str = ""
 
     @cached_property
     def run(self) -> int:
@@ -278,6 +280,8 @@ class Trace:
             program, made = self.predicted
             events += predicted_events(program, made, beside=True)
             notes["predicted on"] = made.machine.name
+        if self.not_predicted:
+            notes["not predicted"] = self.not_predicted
         return file_text(events, notes)
 
     def summary(self) -> str:
@@ -302,6 +306,8 @@ class Trace:
                     f"predicted on {found.machine}, {times_text(c, found.device)}",
                     *busy_lines((), busy),
                 ]
+        if self.not_predicted:
+            lines += ["", f"not predicted: {self.not_predicted}"]
         lines += ["", f"clocks: {self.clocks}"]
         lines += [f"not sure: {doubt}" for doubt in self.doubts]
         return "\n".join(lines)

@@ -230,7 +230,9 @@ class Walker(Reports):
     def _makes(self, effect: Makes, site: Site) -> None:
         tv = effect.tensor
         if tv in self.storage.named:
-            return  # a part of another buffer
+            if effect.is_filled:
+                self._touch(Writes(tv), site)
+            return  # a part of another buffer, or the caller's
         if (old := self.places.get(tv)) is not None:
             self._drop(old.buffer, site)
         shape = self._shape(tv)

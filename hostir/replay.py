@@ -257,7 +257,7 @@ class Recorder:
     def _allocate(self, op: Allocate) -> Step | Closure | None:
         tv = op.buffer
         if tv in self.frame.storage.named:
-            return None
+            return _clearing(self.slot(tv)) if op.zero_init else None
         i, made = self.new_slot(tv), self.frame.tensors[tv]
         block = Block(i, tuple(made.shape), made.stride(), made.dtype)
         clear = _clearing(i) if op.zero_init else None

@@ -77,11 +77,15 @@ def take_trace(
     plan = runs.plan
     ways = ranks.together(lambda: _ways(plan.device, asked.source, communicator))
 
-    def predict() -> Timetable | None:
-        values = runs.recorder.values()
-        return None if machine is None else timetable_of(evaluator.program, values, machine)
+    def predict() -> tuple[Timetable | None, str]:
+        if machine is None:
+            return None, ""
+        try:
+            return timetable_of(evaluator.program, runs.recorder.values(), machine), ""
+        except UnsupportedError as error:
+            return None, str(error)  # what was asked for first is what a run takes
 
-    made = ranks.together(predict)
+    made, why_not = ranks.together(predict)
     with torch.no_grad(), on_device(plan.device):
         plain = runs.plain(asked.warm_up, asked.repeat)
         usual, graphs = runs.usual(asked.warm_up, asked.repeat)
@@ -90,7 +94,7 @@ def take_trace(
     mine = _measured(runs, watch, shift, whys, plain=plain, usual=usual, graphs=graphs)
     found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
     predicted = None if made is None else (evaluator.program, made)
-    trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), predicted)
+    trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), predicted, why_not)
     ranks.together(lambda: trace.save(where) if where is not None else None)
     return trace
 

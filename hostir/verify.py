@@ -429,12 +429,11 @@ class _Checker:
     def _makes(self, effect: Makes) -> None:
         tv = effect.tensor
         if tv in self.storage.named and tv in self.known:
-            return
+            return self._write(Writes(tv)) if effect.is_filled else None
         if tv in self.known:
             raise VerifyError(f"{tv} has a buffer already")
         self.known.add(tv)
-        if effect.is_filled:
-            self.written.add(tv)
+        return self.written.add(tv) if effect.is_filled else None
 
     def _shows(self, effect: Shows) -> None:
         out, source = effect.out, effect.source

@@ -30,11 +30,11 @@ from fuser.errors import (
 )
 from fuser.locks import make_reentrant_lock
 from multidevice.backends.protocol import Team
-from multidevice.board import left_key
-from multidevice.control import OF_USERS, WITHIN_CALLS
+from multidevice.board import CALL, left_key
+from multidevice.control import CLAIMS, OF_USERS, WITHIN_CALLS
 from multidevice.page import LINE_NBYTES
 from multidevice.realign import counts_of, realign
-from multidevice.waiting import team_text
+from multidevice.waiting import Calls, counts_from, rows_of, team_text
 from multidevice.words import CLASSES, Words, word_of
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ T = TypeVar("T")
 # The class that says "exchange first"; neither it nor GAVE_UP is a digest.
 _EXCHANGE = 0
 _KNOWN_LIMIT = 4096
-# The stream of exchanges in the ledgers, and how many there are of one call at most.
-_CLAIMS, _MAX_EXCHANGES = "claims", 16
-# How the streams begin in which ranks talk to one another, besides the data of runs.
-_AMONG_RANKS = tuple(f"{name} " for name in (_CLAIMS, WITHIN_CALLS, OF_USERS, "call"))
+# How many exchanges there are of one call at most.
+_MAX_EXCHANGES = 16
+# The kinds of the streams in which ranks talk to one another, besides the data of runs.
+_AMONG_RANKS = {CLAIMS, WITHIN_CALLS, OF_USERS, CALL}
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,27 @@ class Turns:
 
     def __init__(self) -> None:
         self.lock = make_reentrant_lock()
+        # The last who came in the present call: it is refused itself once its turn comes.
         self.latecomer = ""
 
+    def take(self) -> bool:
+        """Returns once this thread has the turn; whether another one had it before."""
+        if self.lock.acquire(False):
+            return False
+        self.latecomer = threading.current_thread().name
+        self.lock.acquire()
+        return True
 
-def _threads_error(other: str = "") -> UnsupportedError:
-    mine = threading.current_thread().name
-    who = f"{mine} and {other}" if other else f"{mine} and another one"
+    def give_back(self) -> None:
+        """Ends this thread's turn."""
+        self.latecomer = ""
+        self.lock.release()
+
+
+def _threads_error(who: str, where: str = "") -> UnsupportedError:
     return UnsupportedError(
-        f"two threads of one rank, {who}, called programs with a mesh at the same time: the ranks "
-        "could pair other calls with one another; call from one thread at a time"
+        f"two threads of one rank, {who}, called programs with a mesh at the same time{where}: the "
+        "ranks could pair other calls with one another; call from one thread at a time"
     )
 
 
@@ -139,13 +151,14 @@ class Channel:
     """The calls of one team, seen from one of its ranks."""
 
     def __init__(self, control: Control, team: Team, turns: Turns) -> None:
+        # Nothing is communicated yet: threads may come here at once.
         self._control = control
         self._team = team
         self._turns = turns
-        self._key = f"call {team_text(team)}"
+        self._key = Calls(CALL, team)
         # Streams of what happens inside of calls.
-        self._claims = f"{_CLAIMS} {team_text(team)}"
-        self._keys = {self._key, self._claims, f"{WITHIN_CALLS} {team_text(team)}"}
+        self._claims = Calls(CLAIMS, team)
+        self._keys = {self._key, self._claims, Calls(WITHIN_CALLS, team)}
         # Whether this rank's last call failed in a way of which the others may not know.
         self._is_doubtful = False
         # Whether all members have heard of the error that ends the present call.
@@ -156,40 +169,61 @@ class Channel:
         # Definition -> the call in which the members first agreed on it; and the present call.
         self._ran: dict[str, int] = {}
         self._number = 0
-        page = control.page(len(team) * LINE_NBYTES, team)
-        self._words = None if page is None else Words(control, team, page, self._key, self._what)
+        # The threads of this rank whose calls at once end the present call.
+        self._threads = ""
+        self._words: Words | None = None
+        self._is_connected = False
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all members run on this host."""
+        """Whether all members run on this host; collective over the team at first use."""
+        with self._turns.lock:
+            self._connect()
         return self._words is not None
+
+    def _connect(self) -> None:
+        """Makes the page of the team's words at first use, if it can share one."""
+        if self._is_connected:
+            return
+        page = self._control.page(len(self._team) * LINE_NBYTES, self._team)
+        if page is not None:
+            self._words = Words(self._control, self._team, page, self._key, self._what)
+        self._is_connected = True
 
     def run(self, prepare: Callable[[], Prepared[T]]) -> T:
         """Prepares and runs once the members agree; see `run_agreed`."""
         turns = self._turns
-        if not turns.lock.acquire(False):
-            turns.latecomer = threading.current_thread().name
-            with turns.lock:
-                self._calls += 1
-                self.refuse(_threads_error())
+        is_late = turns.take()
         try:
             self._calls += 1
+            self._connect()
+            if is_late:
+                self._refuse_threads("another one")
             try:
                 claim, numbers, run = prepare()
             except BaseException as error:
                 self.refuse(error)
+            if turns.latecomer:
+                self._refuse_threads(turns.latecomer)
             try:
                 self.enter(claim, numbers)
                 result = run()
                 if turns.latecomer:
-                    raise _threads_error(turns.latecomer)
+                    raise _threads_error(_pair(turns.latecomer))
                 return result
             except BaseException as error:
-                turns.latecomer = ""
                 self.doubt(error)
                 raise
         finally:
-            turns.lock.release()
+            turns.give_back()
+
+    def _refuse_threads(self, other: str) -> NoReturn:
+        """Refuses a call of this thread, in which another one has come, on all ranks."""
+        self._threads = _pair(other)
+        try:
+            self.refuse(_threads_error(self._threads))
+        finally:
+            self._threads = ""
 
     def enter(self, claim: Claim, numbers: tuple[object, ...]) -> None:
         """Returns when all members run this; see `run_agreed` for what it raises."""
@@ -219,7 +253,7 @@ class Channel:
             self._is_agreed = False
             return
         self._is_doubtful = True
-        self._control.ledger.entered[left_key(self._key)] = self._number + 1
+        self._control.ledger.entered[left_key(self._team)] = self._number + 1
         if not isinstance(error, CommunicationError):
             self._control.trouble = f", after {_error_text(error)}"
 
@@ -254,7 +288,7 @@ class Channel:
         """Raises a deadlock with this call, unless it is another call that ends by it: after one
         has failed, where all its ranks wait inside of runs or in calls of this team."""
         keys = {key for found in error.keys.values() for key in found} - self._keys
-        if not error.is_after_failure or any(k.startswith(_AMONG_RANKS) for k in keys):
+        if not error.is_after_failure or any(kind in _AMONG_RANKS for kind, _, _ in keys):
             raise error
         self._calls += 1
 
@@ -294,6 +328,7 @@ class Channel:
         self._control.hear_of_deadlocks()
         statement = {
             "error": None if error is None else _error_text(error),
+            "threads": self._threads,
             "digest": "" if claim is None else claim.digest.hex(),
             "definition": ("", "")
             if claim is None
@@ -302,17 +337,17 @@ class Channel:
             "numbers": []
             if claim is None
             else [*zip(claim.numbers, map(str, numbers), strict=True)],
-            "entered": counts_of(self._control),
+            "entered": rows_of(counts_of(self._control)),
             "calls": self._calls,
             "doubtful": self._is_doubtful,
         }
         payload = json.dumps(statement).encode()
         # An error may have kept some from an earlier exchange: all agree about the call's number.
         self._control.ledger.entered[self._claims] = _MAX_EXCHANGES * self._number
-        told = self._control.exchange(payload, team=self._team, stream=_CLAIMS)
+        told = self._control.exchange(payload, team=self._team, stream=CLAIMS)
         statements: list[dict[str, Any]] = [json.loads(one) for one in told]
         failed = [rank for rank, s in zip(self._team, statements, strict=True) if s["doubtful"]]
-        counts = [s["entered"] for s in statements]
+        counts = [counts_from(s["entered"]) for s in statements]
         out_of_step = realign(self._control, self._team, counts, has_failed=bool(failed))
         if failed:
             self._control.mend(self._team)
@@ -331,7 +366,7 @@ class Channel:
 
     def _settle(self) -> None:
         self._is_doubtful = False
-        self._control.ledger.entered.pop(left_key(self._key), None)
+        self._control.ledger.entered.pop(left_key(self._team), None)
         self._control.trouble = ""
 
     def _compare(
@@ -352,6 +387,7 @@ class Channel:
             )
         if min(calls) < self._calls:
             return False
+        self._check_threads([s["threads"] for s in statements], error)
         self._check_errors([s["error"] for s in statements], error)
         if out_of_step:
             raise CommunicationError(
@@ -370,9 +406,24 @@ class Channel:
                 "\n".join(claim.parts),
                 team=self._team,
                 where_of=lambda line: claim.where,
-                stream=_CLAIMS,
+                stream=CLAIMS,
             )
         return True
+
+    def _check_threads(self, threads: Sequence[str], mine: BaseException | None) -> None:
+        """Raises on all ranks alike where some have refused calls of several threads at once."""
+        found = [(r, who) for r, who in zip(self._team, threads, strict=True) if who]
+        if not found:
+            return
+        others = [f"{who} on rank {r}" for r, who in found if r != self._control.rank]
+        if self._threads and isinstance(mine, UnsupportedError):
+            also = f" (and {', '.join(others)})" if others else ""
+            mine.args = _threads_error(self._threads, also).args
+            raise mine
+        if mine is None:
+            caller = threading.current_thread().name
+            error = _threads_error(", ".join(others), f", in the call that meets this of {caller}")
+            raise error
 
     def _check_errors(self, errors: Sequence[str | None], mine: BaseException | None) -> None:
         failed = [(r, e) for r, e in zip(self._team, errors, strict=True) if e is not None]
@@ -408,7 +459,7 @@ class Channel:
                 where_of=lambda line: ops.get(line) or claim.where,
                 head=f"{head}\nwhich",
                 part=part,
-                stream=_CLAIMS,
+                stream=CLAIMS,
             )
 
     def _check_inputs(self, inputs: Sequence[list[Any]]) -> None:
@@ -437,6 +488,10 @@ def _is_equal_on_all(error: BaseException) -> bool:
     return isinstance(error, FuserError) and not isinstance(
         error, (CommunicationTimeout, DeadlockError)
     )
+
+
+def _pair(other: str) -> str:
+    return f"{threading.current_thread().name} and {other}"
 
 
 def _error_text(error: BaseException) -> str:

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuser.errors import PeerError
+from multidevice.backends.protocol import Team
 from multidevice.page import LINE_NBYTES, LINE_WORDS
-from multidevice.waiting import Need
+from multidevice.waiting import Calls, Need, counts_from, rows_of
 
 if TYPE_CHECKING:
     import mmap
@@ -35,7 +36,8 @@ _AREA_NBYTES = 1 << 16
 _GRACE_S = 0.5
 _KEPT_ENDS = 8
 _TRIES = 1000
-_LEFT = "left "
+# The kind of the streams of programs' calls, and under which a ledger has the latest that failed.
+CALL, LEFT = "call", "left"
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead", "R": "running"}
 
 
@@ -78,7 +80,7 @@ class Deadlock:
 @dataclass(frozen=True)
 class _Position:
     wait: Wait | None
-    entered: dict[str, int]
+    entered: dict[Calls, int]
     behind: tuple[Wait, ...]
     ended: tuple[Deadlock, ...]
 
@@ -118,7 +120,7 @@ class Board:
         self,
         what: str,
         needs: Iterable[Need],
-        entered: Mapping[str, int],
+        entered: Mapping[Calls, int],
         *,
         is_patient: bool = True,
     ) -> Deadlock | None:
@@ -130,7 +132,7 @@ class Board:
         Raises:
             PeerError: the process of a rank that is needed is gone.
         """
-        has_failed = any(key.startswith(_LEFT) for key in entered)
+        has_failed = any(key.kind == LEFT for key in entered)
         mine = Wait(self._rank, what, tuple(needs), has_failed)
         peers = self._peers()
         for position in peers.values():
@@ -150,8 +152,17 @@ class Board:
                     return self._end(Deadlock(tuple(behind.values())))
         others = tuple(w for w in behind.values() if w is not mine)
         self._post(_Position(mine, dict(entered), others, self._ended))
-        self._check_lives(mine)
+        self._check_lives(what, {n.rank for n in mine.needs})
         return None
+
+    def stay(self, what: str, ranks: Iterable[int], entered: Mapping[Calls, int]) -> None:
+        """Posts that this rank waits in `what` for an announcement of `ranks`, not for calls: it
+        holds nobody up that does not need calls of it, which that hears from its own.
+
+        Raises what `watch` raises.
+        """
+        self._post(_Position(Wait(self._rank, what, ()), dict(entered), (), self._ended))
+        self._check_lives(what, ranks)
 
     def news(self) -> list[Deadlock]:
         """Returns the deadlocks that peers have found since the last look, as far as they still
@@ -174,7 +185,7 @@ class Board:
         return {r: p for r in range(self._size) if r != self._rank and (p := self._read(r))}
 
     def _behind(
-        self, mine: Wait, entered: Mapping[str, int], peers: Mapping[int, _Position]
+        self, mine: Wait, entered: Mapping[Calls, int], peers: Mapping[int, _Position]
     ) -> dict[int, Wait]:
         """Returns the waits that cannot end before this rank has left its own, by rank."""
         records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
@@ -241,18 +252,19 @@ class Board:
         poll.register(fd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def _check_lives(self, mine: Wait) -> None:
+    def _check_lives(self, what: str, ranks: Iterable[int]) -> None:
         now = time.monotonic()
-        for rank in sorted({n.rank for n in mine.needs}):
+        for rank in sorted(ranks):
             if self._is_gone(rank) and now - self._gone.setdefault(rank, now) > _GRACE_S:
                 raise PeerError(
                     f"rank {rank} is gone: process {self._line(rank)[0]} ended without a word "
-                    f"while rank {self._rank} waits for it in {mine.what}"
+                    f"while rank {self._rank} waits for it in {what}"
                 )
 
     # ------------------------------------------------------------ shared text
     def _post(self, position: _Position) -> None:
-        data = json.dumps(position, default=_plain).encode()
+        fields = position.wait, rows_of(position.entered), position.behind, position.ended
+        data = json.dumps(fields, default=_plain).encode()
         if data == self._posted or len(data) > _AREA_NBYTES:
             return
         self._posted = data
@@ -278,7 +290,7 @@ class Board:
             wait, entered, behind, ended = json.loads(data)
             return _Position(
                 _wait(wait) if wait else None,
-                entered,
+                counts_from(entered),
                 tuple(map(_wait, behind)),
                 tuple(Deadlock(tuple(map(_wait, waits))) for (waits,) in ended),
             )
@@ -286,16 +298,16 @@ class Board:
             return None  # torn, on a machine that orders stores weakly: the next look reads again
 
 
-def left_key(key: str) -> str:
-    """Returns under which key a ledger has the number of the latest call of a stream, counted from
-    1, if that failed on its rank, until all others have heard of it."""
-    return f"{_LEFT}{key}"
+def left_key(team: Team) -> Calls:
+    """Returns under which key a ledger has the number of a team's latest call, counted from 1, if
+    that failed on its rank, until all others have heard of it."""
+    return Calls(LEFT, team)
 
 
-def _has_left(theirs: Mapping[str, int], mine: Mapping[str, int]) -> bool:
+def _has_left(theirs: Mapping[Calls, int], mine: Mapping[Calls, int]) -> bool:
     """Whether an error ended the call that this rank is in, or a later one, on a peer."""
-    left = ((key.removeprefix(_LEFT), n) for key, n in theirs.items() if key.startswith(_LEFT))
-    return any(0 < mine.get(key, 0) <= n for key, n in left)
+    left = [(key.team, n) for key, n in theirs.items() if key.kind == LEFT]
+    return any(0 < mine.get(Calls(CALL, team), 0) <= n for team, n in left)
 
 
 def _plain(value: Any) -> list[Any]:
@@ -305,4 +317,5 @@ def _plain(value: Any) -> list[Any]:
 
 def _wait(row: list[Any]) -> Wait:
     rank, what, needs, has_failed = row
-    return Wait(rank, what, tuple(Need(*need) for need in needs), has_failed)
+    needed = tuple(Need(r, Calls.from_row(key), count) for r, key, count in needs)
+    return Wait(rank, what, needed, has_failed)

@@ -129,7 +129,8 @@ class Communicator:
             made.release()
 
     def are_on_one_host(self, devices: Team) -> bool:
-        """Returns whether the ranks that agree with this one are of its host; see `channel`."""
+        """Returns whether the ranks that agree with this one are of its host; collective over them
+        at first use."""
         channel = self.channel(devices)
         return channel is None or channel.shares_memory
 
@@ -177,7 +178,7 @@ class Communicator:
     def channel(self, devices: Team) -> Channel | None:
         """Returns where the ranks of these devices agree, as far as the job has them.
 
-        Collective over the team at first use; None for a rank that agrees with no other.
+        None for a rank that agrees with no other.
         """
         if len(_ancestors) > self._ancestors and self.size() > 1:
             raise CommunicationError(
@@ -187,7 +188,8 @@ class Communicator:
         if devices not in self._channels:
             team = tuple(sorted({rank for rank in devices if rank < self.size()}))
             is_alone = len(team) < 2 or self.rank() not in team
-            self._channels[devices] = None if is_alone else Channel(self._control, team, self.turns)
+            made = None if is_alone else Channel(self._control, team, self.turns)
+            self._channels.setdefault(devices, made)  # another thread's, if that was faster
         return self._channels[devices]
 
     def drain(self) -> None:
@@ -222,6 +224,8 @@ def _create() -> Communicator:
     """Makes the process's communicator from the launcher's environment."""
     options.check_environment()
     launch = read_launch()
+    if launch.rank == 0:
+        options.check_dump_ranks(launch.size)
     if launch is ALONE or launch.size == 1:
         alone = replace(launch, local_rank=0, local_size=1)
         control = LocalControl()

@@ -27,23 +27,22 @@ from fuser.errors import (
 from multidevice import page
 from multidevice.backends.protocol import Team
 from multidevice.board import Board, Deadlock, nbytes_of
-from multidevice.waiting import Event, Ledger, Need, Peers, poll_until, team_text
+from multidevice.waiting import Calls, Event, Ledger, Need, Peers, poll_until, team_text
 
 # kind, status (1: this rank has an error), size of the text that follows, digest
 _RECORD = struct.Struct("<BBxxI16s")
 RECORD_NBYTES = _RECORD.size
-_KINDS = ("agree", "exchange")
+_KINDS = ("agree", "exchange", page.OFFER, page.OPENING)
 _NO_DIGEST = bytes(16)
-# What a rank enters last, and how often the processes of those that have not are looked at.
-_END = "end"
+# How often the processes of ranks that have not announced that they leave are looked at.
 LEAVERS_EVERY_S = 0.2
 # A wait that has lasted this long is posted on the board, and looks there.
 WATCH_AFTER_S = 0.1
 # How long what a call has started goes on for its peers, once it has failed on a rank.
 LEFT_AFTER_S = 0.5
 # In which streams of calls the ledgers count these operations: those that are a part of calls of
-# programs, and those that users ask for.
-WITHIN_CALLS, OF_USERS = "control", "talk"
+# programs, those that users ask for, and exchanges of claims.
+WITHIN_CALLS, OF_USERS, CLAIMS = "control", "talk", "claims"
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Step:
     kind: str
     team: Team
     rank: int
-    key: str
+    key: Calls
     seq: int
 
     def describe(self) -> str:
@@ -85,7 +84,7 @@ class Control(ABC):
         # Where the ranks stand, when they all share a host.
         self.board: Board | None = None
         # The calls, by stream and count, that ended in a deadlock.
-        self._ended: set[tuple[str, int]] = set()
+        self._ended: set[tuple[Calls, int]] = set()
         # What an earlier call ran into here, for the errors of those who wait for this rank.
         self.trouble = ""
         # The team of the run that this rank is in, and how many runs it has begun.
@@ -94,7 +93,7 @@ class Control(ABC):
         # What backends have started and nobody has waited for yet: it goes on in every wait.
         self.works: set[Progressing] = set()
         # Called with the key of a stream of calls whose members no longer agree where they are.
-        self.on_lost: list[Callable[[str], None]] = []
+        self.on_lost: list[Callable[[Calls], None]] = []
         # Called, on all members of a team at once, when a call has failed on any of them.
         self.on_mended: list[Callable[[Team], None]] = []
 
@@ -195,7 +194,7 @@ class Control(ABC):
         for deadlock in self.board.news() if self.board is not None else ():
             self._count_as_entered(deadlock)
 
-    def lose(self, key: str) -> None:
+    def lose(self, key: Calls) -> None:
         """Gives up whatever transport carries a stream of calls; its next use makes another."""
         for forget in self.on_lost:
             forget(key)
@@ -213,16 +212,22 @@ class Control(ABC):
     # Collective operations
 
     def exchange(
-        self, payload: bytes, *, team: Team | None = None, stream: str = WITHIN_CALLS
+        self,
+        payload: bytes,
+        *,
+        team: Team | None = None,
+        stream: str = WITHIN_CALLS,
+        kind: str = "exchange",
     ) -> list[bytes]:
         """Returns the payloads of all members, in team order.
 
-        `stream`: the calls among which the ledgers count this one, for errors.
+        `stream`: the calls among which the ledgers count this one, for errors. `kind`: what it is,
+        which must be equal on all.
         """
-        team = self._members(team, "exchange")
+        team = self._members(team, kind)
         if len(team) == 1:
             return [payload]
-        step = self._step("exchange", team, stream)
+        step = self._step(kind, team, stream)
         records = self._records(step, 0, len(payload), _NO_DIGEST)
         return self._gather_varied(payload, [size for _, size, _ in records], step)
 
@@ -317,7 +322,7 @@ class Control(ABC):
         return team
 
     def _step(self, kind: str, team: Team, stream: str = WITHIN_CALLS) -> Step:
-        key = f"{stream} {team_text(team)}"
+        key = Calls(stream, team)
         self.hear_of_deadlocks()
         return Step(kind, team, self.rank, key, self.ledger.enter(key))
 
@@ -365,7 +370,7 @@ class JobControl(Control):
 
     def _shared(self, nbytes: int, team: Team) -> mmap.mmap | None:
         return page.open_together(
-            lambda payload: self.exchange(payload, team=team),
+            lambda kind, payload: self.exchange(payload, team=team, kind=kind),
             nbytes,
             is_first=team[0] == self.rank,
         )
@@ -397,7 +402,7 @@ class JobControl(Control):
             now = time.monotonic()
             if board is not None and now >= next_look:
                 next_look = now + LEAVERS_EVERY_S
-                board.watch("the end of the job", [Need(r, _END, 1) for r in missing], {})
+                board.stay("the end of the job", missing, self.ledger.entered)
             if now < stop:
                 continue
             states = [f"rank {r}" + (f" ({board.state(r)})" if board else "") for r in missing]

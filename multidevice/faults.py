@@ -39,7 +39,7 @@ _READ_LIMIT_S = 1.5
 _PASS_ON_S = 0.2
 _WATCH_EVERY_S = 0.5
 # Streams of calls that devices carry out, and wait in.
-_ON_DEVICES = ("nccl ", "cuda ")
+_ON_DEVICES = ("nccl", "cuda")
 
 
 class _ExitRequest(SystemExit):
@@ -133,8 +133,8 @@ class Guard:
                 ahead = [
                     key
                     for key, count in sorted(entered.items())
-                    if key.startswith(_ON_DEVICES)
-                    and str(rank) in key.partition(" ")[2].strip("()").split()
+                    if key.kind in _ON_DEVICES
+                    and rank in key.team
                     and event.entered.get(key, 0) < count
                 ]
                 if event.kind == "failed" or ahead:

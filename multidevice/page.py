@@ -20,8 +20,12 @@ from pathlib import Path
 LINE_NBYTES = 64
 LINE_WORDS = LINE_NBYTES // 8
 _KEY_NBYTES = 16
+# The kinds of the exchanges about a page.
+OFFER, OPENING = "offer of a page", "opening of a page"
 
-Exchange = Callable[[bytes], list[bytes]]
+# Takes the kind of an exchange, by which ranks find out that they are in different ones, as after
+# an error, and what this rank tells; returns what all members tell.
+Exchange = Callable[[str, bytes], list[bytes]]
 
 
 def open_together(exchange: Exchange, nbytes: int, *, is_first: bool) -> mmap.mmap | None:
@@ -33,9 +37,9 @@ def open_together(exchange: Exchange, nbytes: int, *, is_first: bool) -> mmap.mm
     nbytes += LINE_NBYTES
     fd = _create(nbytes) if is_first else -1
     try:
-        offer = exchange(_offer(fd, nbytes) if fd >= 0 else b"")[0]
+        offer = exchange(OFFER, _offer(fd, nbytes) if fd >= 0 else b"")[0]
         page = _map(fd, nbytes) if fd >= 0 else _open(offer, nbytes)
-        opened = exchange(b"1" if page is not None else b"")
+        opened = exchange(OPENING, b"1" if page is not None else b"")
     finally:
         if fd >= 0:
             os.close(fd)

@@ -11,29 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multidevice.backends.protocol import Team
-from multidevice.control import Control
-from multidevice.waiting import team_text
+from multidevice.board import CALL, LEFT
+from multidevice.control import CLAIMS, OF_USERS, WITHIN_CALLS, Control
+from multidevice.waiting import RECV, SEND, Calls
 
 # Streams of calls that are in step by themselves, or else nothing could be agreed; what users ask
 # for, who know best what they have left out; and what each rank counts for itself.
-_NOT_SHARED = ("claims ", "talk ", "call ", "left ")
-# Streams that nothing carries which could be out of step.
-_RUN, _CONTROL = "run ", "control "
-_HALVES = ("send ", "recv ")
+_NOT_SHARED = {CLAIMS, OF_USERS, CALL, LEFT}
+_RUN = "run"
 
 
-def counts_of(control: Control) -> dict[str, int]:
+def counts_of(control: Control) -> dict[Calls, int]:
     """Returns how many calls of each stream of data this rank has entered, and runs it has begun.
 
     Steady calls must not pay for a key of the runs: it is made here.
     """
     entered = control.ledger.entered
-    counts = {key: n for key, n in entered.items() if not key.startswith(_NOT_SHARED)}
-    return counts | {f"{_RUN}{team_text(team)}": n for team, n in control.runs.items()}
+    counts = {key: n for key, n in entered.items() if key.kind not in _NOT_SHARED}
+    return counts | {Calls(_RUN, team): n for team, n in control.runs.items()}
 
 
 def realign(
-    control: Control, team: Team, counts: Sequence[dict[str, int]], *, has_failed: bool
+    control: Control, team: Team, counts: Sequence[dict[Calls, int]], *, has_failed: bool
 ) -> str:
     """Makes the members of a team count equally; `counts` has what `counts_of` returned on each.
 
@@ -47,35 +46,32 @@ def realign(
         most = max((n for _, _, n in parts), default=0)
         if all(n == most for _, _, n in parts):
             continue
-        if stream.startswith(_HALVES) and not has_failed:
+        if stream.ends and not has_failed:
             continue
-        if stream.startswith(_RUN):
-            control.runs[_ranks(stream)] = most
+        if stream.kind == _RUN:
+            control.runs[stream.team] = most
             continue
         for rank, key, _ in parts:
             if rank == control.rank:
                 control.ledger.entered[key] = most
-        if stream.startswith(_CONTROL):
+        # Nothing carries the control channel's that could be out of step.
+        if stream.kind == WITHIN_CALLS:
             continue
         text = text or ", ".join(f"rank {r} has entered {n} of {key}" for r, key, n in parts)
-        if control.rank in _ranks(stream):
+        if control.rank in stream.team:
             control.lose(stream)
     return text
 
 
-def _whole(key: str) -> str:
+def _whole(key: Calls) -> Calls:
     """Returns the stream of a key: sends from one rank to another are received by that one."""
-    return f"send {key[5:]}" if key.startswith(_HALVES) else key
+    return key._replace(kind=SEND) if key.ends else key
 
 
-def _ranks(stream: str) -> Team:
-    return tuple(int(r) for r in stream.rpartition("(")[2].rstrip(")").split())
-
-
-def _members(stream: str, team: Team) -> list[tuple[int, str]]:
+def _members(stream: Calls, team: Team) -> list[tuple[int, Calls]]:
     """Returns who of a team counts a stream, and under which key."""
-    if not stream.startswith(_HALVES):
-        return [(rank, stream) for rank in _ranks(stream) if rank in team]
-    source, target = map(int, stream.split()[1].split("->"))
-    both = (source, stream), (target, f"recv {stream[5:]}")
+    if not stream.ends:
+        return [(rank, stream) for rank in stream.team if rank in team]
+    source, target = stream.ends
+    both = (source, stream), (target, stream._replace(kind=RECV))
     return [*both] if {source, target} <= {*team} else []

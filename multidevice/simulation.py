@@ -16,6 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from fuser import options
 from fuser.errors import CommunicationError, PeerError
 from multidevice.backends.simulated import Baton, SimulatedBackend, SimulatedControl, SimulatedPeers
 from multidevice.communicator import Communicator, current_communicator
@@ -34,6 +35,7 @@ class World:
     def __init__(self, size: int) -> None:
         if size < 1:
             raise CommunicationError(f"a simulated world needs at least one rank, found {size}")
+        options.check_dump_ranks(size)
         self.size = size
         self._closed = False
 

@@ -12,13 +12,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from fuser import options
 from fuser.errors import CommunicationTimeout, PeerError
+from multidevice.backends.protocol import Team
 
 # A short wait spins (a small collective takes tens of microseconds), a longer one yields, and one
 # that has lasted SLEEP_AFTER_S leaves the core to whoever still computes.
@@ -28,6 +29,41 @@ SLEEP_S = 0.0002
 LOOK_EVERY_S = 0.02
 
 
+# The kinds of the streams of transfers: each has the half of one of its `ends`.
+SEND, RECV = "send", "recv"
+
+
+class Calls(NamedTuple):
+    """A stream of calls, under which ledgers count: of one kind, among the members of a team.
+
+    Transfers have their `ends`, too: from which rank to which.
+    """
+
+    kind: str
+    team: Team
+    ends: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        ends = f"{'->'.join(map(str, self.ends))} " if self.ends else ""
+        return f"{self.kind} {ends}{team_text(self.team)}"
+
+    @staticmethod
+    def from_row(row: Sequence[Any]) -> Calls:
+        """Reads the list that JSON makes of one."""
+        kind, team, ends = row
+        return Calls(kind, tuple(team), tuple(ends))
+
+
+def rows_of(counts: Mapping[Calls, int]) -> list[tuple[Calls, int]]:
+    """Returns counts of calls in a form that JSON can write."""
+    return [*counts.items()]
+
+
+def counts_from(rows: Iterable[Sequence[Any]]) -> dict[Calls, int]:
+    """Reads what JSON makes of `rows_of`."""
+    return {Calls.from_row(key): count for key, count in rows}
+
+
 @dataclass(frozen=True)
 class Need:
     """A wait depends on `rank` having entered at least `count` calls of the stream of calls
@@ -35,7 +71,7 @@ class Need:
     """
 
     rank: int
-    key: str
+    key: Calls
     count: int
 
 
@@ -48,28 +84,29 @@ class Event:
     rank: int
     kind: Literal["failed", "left"]
     text: str
-    entered: dict[str, int] = field(default_factory=dict[str, int])
+    entered: dict[Calls, int] = field(default_factory=dict[Calls, int])
 
     def encode(self) -> bytes:
         """Returns the event as bytes."""
-        return json.dumps([self.rank, self.kind, self.text[:2000], self.entered]).encode()
+        row = self.rank, self.kind, self.text[:2000], rows_of(self.entered)
+        return json.dumps(row).encode()
 
     @staticmethod
     def decode(data: bytes) -> Event:
         """Reads what `encode` wrote."""
         rank, kind, text, entered = json.loads(data)
-        return Event(rank, kind, text, entered)
+        return Event(rank, kind, text, counts_from(entered))
 
 
 class Ledger:
     """Counts the calls that this rank has entered, per stream of calls (a channel and a team)."""
 
     def __init__(self) -> None:
-        self.entered: dict[str, int] = {}
+        self.entered: dict[Calls, int] = {}
         # What a thread, by its number, has entered since it asked for that.
-        self.noted: dict[int, Counter[str]] = {}
+        self.noted: dict[int, Counter[Calls]] = {}
 
-    def enter(self, key: str) -> int:
+    def enter(self, key: Calls) -> int:
         """Counts one more call and returns its sequence number, from 0."""
         number = self.entered.get(key, 0)
         self.entered[key] = number + 1
@@ -77,7 +114,7 @@ class Ledger:
             noted[key] += 1
         return number
 
-    def leave(self, key: str, number: int) -> None:
+    def leave(self, key: Calls, number: int) -> None:
         """Takes back the call of a number, the latest one, which could not be made."""
         if self.entered.get(key) != number + 1:
             return

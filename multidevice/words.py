@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fuser.errors import PeerError
 from multidevice.backends.protocol import Team
 from multidevice.page import LINE_WORDS
-from multidevice.waiting import Need, team_text
+from multidevice.waiting import Calls, Need, team_text
 
 if TYPE_CHECKING:
     from multidevice.control import Control
@@ -49,7 +49,7 @@ class Words:
         control: Control,
         team: Team,
         page: memoryview,
-        key: str,
+        key: Calls,
         what: Callable[[int, Any], str],
     ) -> None:
         self._control, self._team, self._key, self._what = control, team, key, what

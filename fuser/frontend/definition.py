@@ -283,8 +283,8 @@ class FusionDefinition:
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Return which matmuls and communications of the most recent program run side by side for
-        inputs like these, and the predicted times that decided it (docs/cost.md).
+        """Return which matmuls and communications of the program that ran last run side by side
+        for inputs like these, and the predicted times that decided it (docs/cost.md).
 
         `FUSER_DISABLE=auto_overlap`, or that option of a call, leaves all as they are. Raises
         `FuserError` before the first run.

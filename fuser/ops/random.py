@@ -74,7 +74,8 @@ def normal(
 
 
 def rand_like(arg: TensorView, /) -> TensorView:
-    """Append random numbers in [0, 1), of the shape and dtype of a floating tensor."""
+    """Append random numbers in [0, 1), of the shape and dtype of a floating tensor; as `arg` is
+    not read, the result is cut as its readers are."""
     return _random_like("rand_like", "uniform", arg)
 
 

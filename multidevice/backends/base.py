@@ -36,7 +36,7 @@ from multidevice.backends.protocol import (
     Transfer,
     Work,
 )
-from multidevice.waiting import Ledger, Need, team_text
+from multidevice.waiting import RECV, SEND, Calls, Ledger, Need, team_text
 
 # torch reduces bool as logic: a sum is an "or", a product an "and". On bytes of 0 and 1:
 _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MIN": "MIN"}
@@ -54,7 +54,7 @@ class Call:
     reduce: RedOp | None
     root: int | None
     stream: object
-    key: str
+    key: Calls
     seq: int
     # The caller's input, where `inp` is a staging buffer of another dtype.
     given: torch.Tensor | None = None
@@ -115,19 +115,17 @@ class Exchange:
         ]
 
 
-def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> str:
+def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> Calls:
     """Returns the ledger key of a transfer, or of the peer's half of it."""
     sends = (transfer.kind == "send") != mirrored
     source, target = (me, transfer.peer) if transfer.kind == "send" else (transfer.peer, me)
-    return f"{'send' if sends else 'recv'} {source}->{target} {team_text(team)}"
+    return Calls(SEND if sends else RECV, team, (source, target))
 
 
-def is_of(key: str, library: str, team: Team) -> bool:
+def is_of(key: Calls, library: str, team: Team) -> bool:
     """Whether a ledger's stream of calls may be carried out by what a library has for a team: its
     collectives, and all transfers there."""
-    return key == f"{library} {team_text(team)}" or (
-        key.startswith(("send ", "recv ")) and key.endswith(f" {team_text(team)}")
-    )
+    return key.team == team and key.kind in (library, SEND, RECV)
 
 
 def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Stream:
@@ -412,7 +410,7 @@ class CheckedBackend(Captured, ABC):
     ) -> Post | None:
         """See `Backend.bind`."""
         out, inp = self._checked(op, out, inp, team, reduce, root)
-        key = f"{self.name} {team_text(team)}"
+        key = Calls(self.name, team)
         call = Call(
             op, team, team.index(self.rank), out, inp, reduce, root, None, key, -1, where=self.where
         )
@@ -471,7 +469,7 @@ class CheckedBackend(Captured, ABC):
     ) -> Call:
         index = self._index(op, team)
         self._check_root(op, root, team)
-        key = f"{self.name} {team_text(team)}"
+        key = Calls(self.name, team)
         seq = self._ledger.enter(key)
         return Call(op, team, index, out, inp, reduce, root, stream, key, seq, where=self.where)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from multidevice.backends.protocol import PeerMemory, Team
-from multidevice.waiting import Ledger
+from multidevice.waiting import Calls, Ledger
 
 # What ranks say of a run that graphs repeat on all of them or on none (`Captured.vote`): "step by
 # step", and "I have not captured it". What they have captured has numbers from FIRST_GRAPH on;
@@ -103,15 +103,15 @@ class Captured:
         del team
 
     @contextmanager
-    def noting(self) -> Generator[Counter[str]]:
+    def noting(self) -> Generator[Counter[Calls]]:
         """A context that counts the calls that this thread enters in it, per stream of calls."""
-        noted = self._ledger.noted[get_ident()] = Counter[str]()
+        noted = self._ledger.noted[get_ident()] = Counter[Calls]()
         try:
             yield noted
         finally:
             del self._ledger.noted[get_ident()]
 
-    def enter_again(self, calls: Counter[str], sign: int = 1) -> None:
+    def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
         """Counts calls that a graph repeats; with sign -1, those that were not made after all."""
         entered = self._ledger.entered
         for key, count in calls.items():

@@ -21,9 +21,9 @@ from fuser import options
 from fuser.errors import CommunicationError, CommunicationTimeout, InputError, PeerError
 from multidevice.backends.base import DONE, Call, CheckedBackend, Exchange, is_of
 from multidevice.backends.protocol import Team, Work
-from multidevice.control import JobControl, Step
+from multidevice.control import WITHIN_CALLS, JobControl, Step
 from multidevice.launch import Launch, store_address, uses_agent_store
-from multidevice.waiting import Event, poll_until, team_text
+from multidevice.waiting import Calls, Event, poll_until, team_text
 
 # Gloo's own wait is cut into slices, between which the peers are looked at.
 _WORK_SLICE = timedelta(milliseconds=10)
@@ -46,7 +46,7 @@ class StoreControl(JobControl):
         self._heard = 0
         # The guard's thread may listen at the same time.
         self._listening = threading.Lock()
-        self._stale: dict[str, list[str]] = {}
+        self._stale: dict[Calls, list[str]] = {}
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         return self._through_store(record, step, "record")
@@ -236,7 +236,7 @@ class GlooBackend(CheckedBackend):
         self._lost: list[Any] = []
         control.on_lost.append(self._forget)
 
-    def _forget(self, key: str) -> None:
+    def _forget(self, key: Calls) -> None:
         """Drops the group of a stream of calls: what is left in it must not be matched."""
         for team in list(self._groups):
             if is_of(key, self.name, team):
@@ -259,7 +259,7 @@ class GlooBackend(CheckedBackend):
             # Gloo's own rendezvous blocks: the members meet first, where peers are watched.
             self.control.exchange(b"gloo", team=team)
             # Every group has a place of its own in the store, also one that replaces another.
-            meeting = self.control.ledger.entered[f"control {team_text(team)}"]
+            meeting = self.control.ledger.entered[Calls(WITHIN_CALLS, team)]
             store = dist.PrefixStore(f"gloo {team_text(team)} {meeting}", self.control.store)
             # The option class has no public name, but it is the only way to choose the interface.
             opts = dist.ProcessGroupGloo._Options()

@@ -26,7 +26,7 @@ from multidevice.backends.base import Call, CheckedBackend, Exchange
 from multidevice.backends.direct import steps_of
 from multidevice.backends.protocol import Transfer
 from multidevice.control import RECORD_NBYTES, JobControl, Step
-from multidevice.waiting import Event, poll_until, team_text
+from multidevice.waiting import Calls, Event, poll_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -87,11 +87,11 @@ class MpiControl(JobControl):
         poll_until(request.Test, what=lambda: what, look=lambda _: None, rank=self.rank)
         return comm
 
-    def tag(self, key: str, seq: int) -> int:
+    def tag(self, key: Calls, seq: int) -> int:
         """Returns the tag of a call's messages. What an abandoned call has left behind never
         matches a later one: their numbers differ.
         """
-        return (zlib.crc32(key.encode()) + seq) % self.tags
+        return (zlib.crc32(str(key).encode()) + seq) % self.tags
 
     def _gather(self, record: bytes, step: Step) -> list[bytes]:
         return self._gather_varied(record, [RECORD_NBYTES] * len(step.team), step)
@@ -199,12 +199,12 @@ class MpiBackend(CheckedBackend):
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self.mpi = control.mpi
-        self._world_key = f"{self.name} {team_text(control.world)}"
+        self._world_key = Calls(self.name, control.world)
         # In the ledger, so that ranks that disagree about it find out with the other counts.
-        self._direct_key = f"direct {self._world_key}"
+        self._direct_key = Calls(f"direct {self.name}", control.world)
         control.on_lost.append(self._forget)
 
-    def _forget(self, key: str) -> None:
+    def _forget(self, key: Calls) -> None:
         """Gives up MPI's own collectives: what is left in the communicator must not be matched."""
         if key == self._world_key:
             self.control.ledger.entered[self._direct_key] = 1
@@ -224,7 +224,7 @@ class MpiBackend(CheckedBackend):
         return iter([[_COLLECTIVES[call.op](self, self.control.data, call)]])
 
     def _start_batch(self, batch: Exchange) -> MpiWork:
-        tag = self.control.tag(f"batch {batch.team}", 0)
+        tag = self.control.tag(Calls("batch", batch.team), 0)
         return self._track(
             lambda: iter([self._requests(batch.transfers, tag, batch.sequence)]), batch
         )

@@ -44,7 +44,7 @@ from multidevice.backends.nccl_binding import (
 from multidevice.backends.peer_allreduce import AllreduceKernels
 from multidevice.backends.protocol import Post, PostBatch, Team, Work
 from multidevice.control import Control
-from multidevice.waiting import Need, team_text
+from multidevice.waiting import Calls, Need, team_text
 
 # How long freeing communicators may take: NCCL waits for graphs that hold them.
 _ABORT_LIMIT_S = 10.0
@@ -106,10 +106,10 @@ class NcclBackend(CheckedBackend):
         )
         control.on_lost.append(self._forget)
 
-    def _forget(self, key: str) -> None:
+    def _forget(self, key: Calls) -> None:
         """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
         lost = [team for team in self._comms if is_of(key, self.name, team)]
-        if lost or key.startswith(f"{self.name} "):
+        if lost or key.kind == self.name:
             self.make_void()
         for team in lost:
             _abort([self._comms.pop(team)])

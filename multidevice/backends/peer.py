@@ -29,7 +29,7 @@ from multidevice.backends.protocol import NAME_WORDS, Team, Transfer, Work
 from multidevice.backends.side_by_side import all_come
 from multidevice.control import WITHIN_CALLS, Control
 from multidevice.page import LINE_NBYTES
-from multidevice.waiting import Need, team_text
+from multidevice.waiting import Calls, Need, team_text
 from multidevice.words import Words
 
 # Transfers between two ranks, in one direction, that may be under way at once.
@@ -91,8 +91,8 @@ class Page:
         self._me = team.index(control.rank)
         # Counted from 0 in each page: zeros stand for votes that are still to come. The members
         # have just met to make it.
-        meeting = control.ledger.entered.get(f"{WITHIN_CALLS} {team_text(team)}", 0)
-        self.votes = f"vote {meeting} {team_text(team)}"
+        meeting = control.ledger.entered.get(Calls(WITHIN_CALLS, team), 0)
+        self.votes = Calls(f"vote {meeting}", team)
         links = self._size * self._size * _LINK_WORDS
         self.said = Words(control, team, words[links:], self.votes, self._what)
         self._uses: dict[int, list[int]] = {r: [0] * SLOTS for r in team}
@@ -301,9 +301,9 @@ class PeerBackend(CheckedBackend):
     def _connected(self, page: Page) -> None:
         """Called once for a new page, on all of its members."""
 
-    def _forget(self, key: str) -> None:
-        """Gives up the pages of teams whose members no longer agree where they are."""
-        self._give_up([t for t in self._pages if key.endswith(team_text(t))])
+    def _forget(self, key: Calls) -> None:
+        """Gives up the page of a team whose members no longer agree where they are."""
+        self._give_up([t for t in self._pages if t == key.team])
 
     def _give_up(self, teams: Sequence[Team]) -> None:
         for team in teams:
@@ -327,7 +327,7 @@ class PeerBackend(CheckedBackend):
     def take_back(self, team: Team) -> None:
         """See `Captured.take_back`."""
         # Not the number of votes: words of a number that came before would be taken for new ones.
-        self.control.ledger.enter(f"failed repetition {team_text(team)}")
+        self.control.ledger.enter(Calls("failed repetition", team))
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:

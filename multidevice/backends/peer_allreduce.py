@@ -47,7 +47,7 @@ from multidevice.backends.base import DONE, Call
 from multidevice.backends.protocol import Post, RedOp, Team, Work
 from multidevice.control import Control
 from multidevice.page import host
-from multidevice.waiting import team_text
+from multidevice.waiting import Calls, team_text
 
 _MAX_LAUNCHES = 256
 _MAX_STREAMS = 64
@@ -399,12 +399,11 @@ class AllreduceKernels:
         name, at = place
         return area, {"host": host(), "name": name, "at": at}
 
-    def _forget(self, key: str) -> None:
-        """Gives up the areas of teams whose members no longer agree where they are."""
-        for team in [t for t in self._areas if key.endswith(team_text(t))]:
-            area = self._areas.pop(team)
-            if area is not None:
-                self._kept.append(area)
+    def _forget(self, key: Calls) -> None:
+        """Gives up the area of a team whose members no longer agree where they are."""
+        area = self._areas.pop(key.team, None)
+        if area is not None:
+            self._kept.append(area)
 
 
 def _without_contents(tensor: torch.Tensor | None) -> torch.Tensor | None:

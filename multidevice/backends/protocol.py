@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from multidevice.backends.captured import Repeats
+    from multidevice.waiting import Calls
 
 Team = tuple[int, ...]
 RedOp = Literal["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
@@ -94,9 +95,9 @@ class Backend(Protocol):
 
     def flush(self) -> None: ...
 
-    def noting(self) -> AbstractContextManager[Counter[str]]: ...
+    def noting(self) -> AbstractContextManager[Counter[Calls]]: ...
 
-    def enter_again(self, calls: Counter[str], sign: int = 1) -> None: ...
+    def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None: ...
 
     def repeated_by(self, repeats: Repeats) -> None: ...
 

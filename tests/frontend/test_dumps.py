@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,11 +198,29 @@ def test_all_ranks_dump_when_asked(
     monkeypatch.setenv("FUSER_DUMP", "host_ir,communication")
     for ranks, expected in (("all", [0, 1]), ("1", [1]), ("7", [])):
         monkeypatch.setenv("FUSER_DUMP_RANKS", ranks)
-        run_on_two_ranks()
+        if expected:
+            run_on_two_ranks()
+        else:
+            said = "'7': nothing is printed for rank 7: this job has ranks 0 to 1"
+            with pytest.warns(UserWarning, match=f"FUSER_DUMP_RANKS={said}"):
+                run_on_two_ranks()
         text = capsys.readouterr().out
         found = [int(r) for r in re.findall(r"^// host_ir of .*, rank (\d+):", text, re.MULTILINE)]
         assert sorted(found) == expected
         assert text.count("Posting ") == len(expected)
+
+
+def test_lines_are_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share a terminal: what each writes at once stays together."""
+    monkeypatch.setenv("FUSER_DUMP", "communication")
+    pieces: list[str] = []
+    whole = SimpleNamespace(write=pieces.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", whole)
+    write = dumps.lines("communication", "a test of lines", rank=0)
+    assert write is not None
+    write("Posting")
+    monkeypatch.undo()
+    assert len(pieces) == 2 and pieces[1] == "Posting\n" and pieces[0].endswith("\n")
 
 
 @pytest.mark.parametrize("ranks", ["", "0", "12,3", "all"])

@@ -21,7 +21,7 @@ from multidevice.backends.protocol import Transfer
 from multidevice.board import Deadlock, Wait
 from multidevice.control import Control
 from multidevice.realign import counts_of, realign
-from multidevice.waiting import Need, team_text
+from multidevice.waiting import RECV, SEND, Calls, Need, counts_from, rows_of
 from tests.frontend.test_bad_input_on_ranks import row_parallel
 from tests.hostir.peer_graph_cases import CASES, ROWS, K, N, numbers
 
@@ -41,16 +41,14 @@ def outcome(call: Callable[[], object]) -> str:
 def parted(comm: Communicator) -> list[str]:
     """Return the transfers of which some ranks have sent more than others have received."""
     entered = comm._control.ledger.entered
-    mine = {k: n for k, n in entered.items() if k.startswith(("send ", "recv "))}
-    counts: list[dict[str, int]] = [
-        json.loads(text) for text in comm.exchange(json.dumps(mine).encode())
-    ]
-    streams = {key[5:] for count in counts for key in count}
-    ends = {s: tuple(map(int, s.split()[0].split("->"))) for s in streams}
+    mine = {k: n for k, n in entered.items() if k.ends}
+    told = comm.exchange(json.dumps(rows_of(mine)).encode())
+    counts = [counts_from(json.loads(text)) for text in told]
+    sends = sorted({key._replace(kind=SEND) for count in counts for key in count})
     return [
-        s
-        for s, (source, target) in sorted(ends.items())
-        if counts[source].get(f"send {s}", 0) != counts[target].get(f"recv {s}", 0)
+        str(s)
+        for s in sends
+        if counts[s.ends[0]].get(s, 0) != counts[s.ends[1]].get(s._replace(kind=RECV), 0)
     ]
 
 
@@ -117,13 +115,13 @@ def test_a_deadlock_that_a_rank_hears_of_late(
 ) -> None:
     """What others have ended in a call counts before the ranks compare, not after."""
     call, rank, last, run = values(comm), comm.rank(), comm.size() - 1, Plan.run
-    team = team_text(tuple(range(comm.size())))
-    stream, control = f"{last}->0 {team}", comm._control
+    control = comm._control
+    sends, receives = (Calls(kind, control.world, (last, 0)) for kind in (SEND, RECV))
     board: Any = control.board
-    mine = {0: f"recv {stream}", last: f"send {stream}"}.get(rank, "")
+    mine = {0: receives, last: sends}.get(rank, Calls("", ()))
     before = control.ledger.entered.get(mine, 0)
     if rank == 0:
-        ended = Wait(0, "a transfer", (Need(last, f"send {stream}", before + 5),))
+        ended = Wait(0, "a transfer", (Need(last, sends, before + 5),))
         board._end(Deadlock((ended,)))
     # Not a barrier of the control channel, in which ranks hear of deadlocks.
     comm.backend_for("cpu").barrier(team=control.world)
@@ -132,7 +130,7 @@ def test_a_deadlock_that_a_rank_hears_of_late(
     monkeypatch.setattr(Plan, "run", run)
     call(31)
     assert parted(comm) == []
-    assert not mine or control.ledger.entered[mine] == before + 5
+    assert not mine.kind or control.ledger.entered[mine] == before + 5
 
 
 # ------------------------------------------------------------------ outside of runs
@@ -282,31 +280,34 @@ def test_letters_of_a_failed_run_are_nobodys(monkeypatch: pytest.MonkeyPatch) ->
 def test_halves_of_transfers_are_counted_together() -> None:
     """Only after a failed call; runs silently; what lies outside of the team is left alone."""
 
-    def act() -> tuple[str, str, dict[str, int], dict[Any, int], list[str]]:
+    sends, receives = (Calls(kind, (0, 1), (0, 1)) for kind in (SEND, RECV))
+    nccl, outside = Calls("nccl", (0, 1)), Calls(SEND, (0, 1, 2), (1, 2))
+
+    def act() -> tuple[str, str, dict[Calls, int], dict[Any, int], list[Calls]]:
         control: Any = Communicator.instance()._control
-        rank, lost = control.rank, list[str]()
+        rank, lost = control.rank, list[Calls]()
         control.on_lost.append(lost.append)
         entered = control.ledger.entered
-        entered |= {"send 0->1 (0 1)": 5, "nccl (0 1)": 3} if rank == 0 else {}
-        entered |= {"recv 0->1 (0 1)": 4, "nccl (0 1)": 3, "send 1->2 (0 1 2)": 7} if rank else {}
+        entered |= {sends: 5, nccl: 3} if rank == 0 else {}
+        entered |= {receives: 4, nccl: 3, outside: 7} if rank else {}
         control.runs = {(0, 1): 8} if rank else {}
         counts = [
-            {"send 0->1 (0 1)": 5, "nccl (0 1)": 3},
-            {"recv 0->1 (0 1)": 4, "nccl (0 1)": 3, "send 1->2 (0 1 2)": 7, "run (0 1)": 8},
+            {sends: 5, nccl: 3},
+            {receives: 4, nccl: 3, outside: 7, Calls("run", (0, 1)): 8},
         ]
         assert counts_of(control).items() >= counts[rank].items()
         before = realign(control, (0, 1), counts, has_failed=False)
         after = realign(control, (0, 1), counts, has_failed=True)
-        kept = {k: n for k, n in entered.items() if k.startswith(("send", "recv", "nccl"))}
+        kept = {k: n for k, n in entered.items() if k.ends or k == nccl}
         return before, after, kept, dict(control.runs), lost
 
     with simulate(2) as world:
         first, second = world.run(act)
     for found in (first, second):
         assert found[0] == "" and found[1].startswith("rank 0 has entered 5 of send 0->1 (0 1), ")
-        assert found[3] == {(0, 1): 8} and found[4] == ["send 0->1 (0 1)"]
-    assert first[2] == {"send 0->1 (0 1)": 5, "nccl (0 1)": 3}
-    assert second[2] == {"recv 0->1 (0 1)": 5, "nccl (0 1)": 3, "send 1->2 (0 1 2)": 7}
+        assert found[3] == {(0, 1): 8} and found[4] == [sends]
+    assert first[2] == {sends: 5, nccl: 3}
+    assert second[2] == {receives: 5, nccl: 3, outside: 7}
 
 
 @pytest.mark.mpi(min_size=2)

@@ -55,11 +55,14 @@ class _Channel(Channel):
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._calls = 0
+        self._threads = ""
         self.refused: list[BaseException] = []
 
     def refuse(self, error: BaseException) -> NoReturn:
         self.refused.append(error)
         raise error
+
+    def _connect(self) -> None: ...
 
     def enter(self, claim: object, numbers: object) -> None: ...
 

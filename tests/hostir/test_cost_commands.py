@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuser import DataType, FusionDefinition
 from fuser.errors import InputError, UnsupportedError
-from hostir import NUMBER_OF_STREAMS, calibrate
+from hostir import NUMBER_OF_STREAMS, Allocate, HostIrContainer, PostOnStream, calibrate
 from hostir.cli import main
 from hostir.cost import predict
 from hostir.machine import H200, find_machine, machine_from_json
@@ -31,6 +32,9 @@ def test_a_machine_is_a_file(tmp_path: Path) -> None:
     found = find_machine(str(path))
     assert (found.name, found.pull_bandwidth, found.multiprocessors) == ("mine", 5e10, 132)
     assert found.nccl == {**H200.nccl, "Allreduce": 1e11}
+    (bad := tmp_path / "bad.json").write_text('{"memory_bandwidth": -3}')
+    with pytest.raises(InputError, match=r"bad\.json: machine h200: memory_bandwidth = -3: "):
+        find_machine(str(bad))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,30 @@ def test_the_trace_has_a_process_per_rank_and_a_track_per_stream() -> None:
     assert kernel["args"]["bytes"] == 2000 and moved["args"]["bytes"] == 1000
     assert moved["name"].startswith("Communication 0 (type=Allgather")
     assert tracks["link in"]["ts"] == moved["ts"]
+
+
+def test_a_run_that_nothing_predicts_is_traced_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FusionDefinition() as fd:
+        t = fd.define_tensor([-1, 8], contiguity=True, dtype=DataType.Float)
+        fd.add_output(fd.ops.sum(t, [1]))
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([-1, 8])
+        y = hic.tensor([x.size(0)])
+        hic.append(Allocate(y), PostOnStream((x,), (y,), unit=hic.unit(fd.fusion)))
+        hic.add_output(y)
+    program, out = tmp_path / "p.txt", tmp_path / "t.json"
+    program.write_text(hic.full_text())
+    assert main(["trace", str(program), "-o", str(out), "--run"]) == 0
+    why = "not predicted: cost: what PostOnStream (HostUnit0) takes is not known"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith(why) for line in lines if "predicted" in line] == [True]
+    found = json.loads(out.read_text())
+    titles = [e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"]
+    assert titles == ["rank 0"] and f"not predicted: {found['otherData']['not predicted']}" in lines
+    assert main(["trace", str(program), "-o", str(out)]) == 1, "nothing is measured here"
 
 
 def test_the_trace_of_many_ranks_has_a_process_per_class() -> None:

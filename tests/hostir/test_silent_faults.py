@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from fuser import FusionDefinition, ops
+from fuser import DataType, FusionDefinition, ops
 from fuser.errors import (
     DefinitionError,
     ExecutionError,
@@ -133,6 +133,44 @@ def test_a_given_buffer_is_used_where_the_program_allocates() -> None:
         assert [t.data_ptr() for t in got] == [mine.data_ptr(), zeroed.data_ptr()]
         assert mine.tolist() == [-1] * 4
         assert zeroed.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("late", [None, "all"])
+def test_a_given_buffer_that_begins_as_zeros_is_added_to(late: str | None) -> None:
+    hic = HostIrContainer()
+    with hic:
+        x, n = hic.input([-1, 4]), hic.scalar(DataType.Int)
+        y = hic.tensor([x.size(0), 4])
+        hic.append(Allocate(y, zero_init=True))
+        with hic.loop(n):
+            hic.append(ops.add(y, x), into=y)
+        hic.add_output(y)
+    given, buffer = torch.randn(2, 4), torch.full((2, 4), 7.0)
+    evaluator = HostIrEvaluator(hic, late_stream=late)
+    (got,) = evaluator.run_with_input({x: given, n: 3, y: buffer})
+    assert got is buffer
+    torch.testing.assert_close(got.double(), 3 * given.double(), rtol=1e-6, atol=1e-6)
+    with pytest.raises(InputError, match=r"of shape \(2, 4\), .* but got \(3, 4\)"):
+        evaluator.run_with_input({x: given, n: 3, y: torch.zeros(3, 4)})
+
+
+def test_a_part_that_is_to_begin_as_zeros_does_in_each_run() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([-1, 4])
+        y = hic.tensor([x.size(0), 4])
+        hic.append(Allocate(y))
+        hic.append(ops.mul(x, 5.0), into=y)
+        with hic.loop(x.size(0)) as i:
+            row = hic.select(y, 0, i)
+            hic.append(Allocate(row, zero_init=True))
+            hic.append(ops.add(row, hic.select(x, 0, i)), into=row)
+        hic.add_output(y)
+    evaluator = HostIrEvaluator(hic)
+    for _ in range(4):  # the table of handlers, then plans
+        given = torch.randn(3, 4)
+        assert torch.equal(evaluator.evaluate([given])[0], given)
+        assert torch.equal(evaluator.run([given])[0], given)
 
 
 def test_a_buffer_for_a_part_of_another_is_refused() -> None:

@@ -66,6 +66,7 @@ def test_the_number_of_a_word_wraps_around() -> None:
 
     def act(rank: int) -> list[str]:
         communicator = Communicator.instance()
+        assert communicator.are_on_one_host((0, 1))
         channel = communicator.channel((0, 1))
         assert channel is not None and channel._words is not None
         last = (1 << 16) - 3

@@ -14,7 +14,9 @@ from fuser.errors import PeerError
 from multidevice import board as boards
 from multidevice.board import Board
 from multidevice.page import LINE_NBYTES
-from multidevice.waiting import Need
+from multidevice.waiting import Calls, Need
+
+A, B = Calls("A", (0, 1)), Calls("B", (0, 1))
 
 
 def make(size: int) -> list[Board]:
@@ -25,9 +27,9 @@ def make(size: int) -> list[Board]:
 
 def test_two_ranks_that_wait_for_each_other_both_hear_it() -> None:
     first, second = make(2)
-    entered = [{"A": 4, "B": 2}, {"A": 3, "B": 3}]
-    assert first.watch("call A3", [Need(1, "A", 4)], entered[0]) is None
-    found = second.watch("call B2", [Need(0, "B", 3)], entered[1])
+    entered = [{A: 4, B: 2}, {A: 3, B: 3}]
+    assert first.watch("call A3", [Need(1, A, 4)], entered[0]) is None
+    found = second.watch("call B2", [Need(0, B, 3)], entered[1])
     assert found is not None
     assert found.text().splitlines()[1:] == [
         "  rank 0: waits in call A3",
@@ -35,19 +37,20 @@ def test_two_ranks_that_wait_for_each_other_both_hear_it() -> None:
     ]
     # The second has raised and waits no more; the first still learns of it.
     second.clear()
-    assert first.watch("call A3", [Need(1, "A", 4)], entered[0]) == found
+    assert first.watch("call A3", [Need(1, A, 4)], entered[0]) == found
     # What they wait for next is no part of it.
-    assert first.watch("call A4", [Need(1, "A", 5)], {"A": 5, "B": 3}) is None
+    assert first.watch("call A4", [Need(1, A, 5)], {A: 5, B: 3}) is None
 
 
 def test_a_circle_of_three() -> None:
     ranks = make(3)
     # Rank r has entered A(r) alone and waits there for rank r + 1.
-    needs = [[Need((r + 1) % 3, f"A{r}", 1)] for r in range(3)]
+    keys = [Calls(f"A{r}", (0, 1, 2)) for r in range(3)]
+    needs = [[Need((r + 1) % 3, keys[r], 1)] for r in range(3)]
     found = None
     for _ in range(3):
         for r, rank in enumerate(ranks):
-            found = found or rank.watch(f"A{r}", needs[r], {f"A{r}": 1})
+            found = found or rank.watch(f"A{r}", needs[r], {keys[r]: 1})
     assert found is not None
     assert {w.rank for w in found.waits} == {0, 1, 2}
 
@@ -56,14 +59,26 @@ def test_a_rank_that_has_come_is_not_waited_for_in_vain() -> None:
     """The first has not noticed yet that the second came to A, and is in B now."""
     first, second = make(2)
     for _ in range(2):
-        assert first.watch("A", [Need(1, "A", 1)], {"A": 1}) is None
-        assert second.watch("B", [Need(0, "B", 1)], {"A": 1, "B": 1}) is None
+        assert first.watch("A", [Need(1, A, 1)], {A: 1}) is None
+        assert second.watch("B", [Need(0, B, 1)], {A: 1, B: 1}) is None
+
+
+def test_ranks_in_the_end_of_the_job_hold_nobody_up() -> None:
+    """They wait for announcements, and what they have entered before stays entered."""
+    ranks = make(4)
+    team = Calls("A", (0, 1, 2, 3))
+    for _ in range(2):
+        ranks[2].stay("the end of the job", [0, 1, 3], {team: 1})
+        ranks[3].stay("the end of the job", [0, 1, 2], {team: 1})
+        assert ranks[0].watch("A", [Need(r, team, 1) for r in (1, 2, 3)], {team: 1}) is None
+    assert ranks[0].news() == []
+    assert ranks[0].suspects([Need(3, A, 1)]) == "rank 3 waits in the end of the job"
 
 
 def test_who_has_not_come() -> None:
     first, second, _ = make(3)
-    second.watch("call B", [Need(2, "B", 1)], {"B": 1})
-    text = first.suspects([Need(1, "A", 1), Need(2, "A", 1)])
+    second.watch("call B", [Need(2, B, 1)], {B: 1})
+    text = first.suspects([Need(1, A, 1), Need(2, A, 1)])
     assert text == f"rank 1 waits in call B; rank 2 has not come (process {os.getpid()} is running)"
 
 
@@ -95,10 +110,10 @@ def test_a_killed_process_is_named(
 ) -> None:
     monkeypatch.setattr(boards, "_GRACE_S", -1.0)
     board = with_process(child)
-    assert board.watch("allreduce, for model.py:7", [Need(1, "A", 1)], {}) is None
+    assert board.watch("allreduce, for model.py:7", [Need(1, A, 1)], {}) is None
     child.kill()
     child.wait()
     expected = f"rank 1 is gone: process {child.pid} ended without a word while rank 0 waits for it"
     with pytest.raises(PeerError, match=expected) as error:
-        board.watch("allreduce, for model.py:7", [Need(1, "A", 1)], {})
+        board.watch("allreduce, for model.py:7", [Need(1, A, 1)], {})
     assert "model.py:7" in str(error.value)

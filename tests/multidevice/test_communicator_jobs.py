@@ -193,6 +193,22 @@ def test_a_rank_that_gave_up_a_team_leaves_nobody_waiting_without_end(
     assert job.text.count("ok rank") == 2, job.text
 
 
+@needs_mpi
+def test_ranks_outside_of_a_mesh_may_be_done_first() -> None:
+    job = run_job("mpirun", 4, "sooner_done.py", FUSER_TIMEOUT_S="20")
+    assert job.code == 0, job.text
+    assert job.text.count("ok rank") == 4, job.text
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_threads_that_call_at_once_are_refused_on_all_ranks(launcher: str) -> None:
+    if launcher == "mpirun" and MPIRUN is None:
+        pytest.skip("needs mpirun")
+    job = run_job(launcher, 2, "threads_at_once.py", FUSER_TIMEOUT_S="30")
+    assert job.code == 0, job.text
+    assert job.text.count("ok rank") == 2, job.text
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_disagreeing_ranks_of_a_job_hear_why(launcher: str) -> None:
     if launcher == "mpirun" and MPIRUN is None:

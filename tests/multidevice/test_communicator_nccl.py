@@ -25,6 +25,7 @@ from multidevice.backends.base import stream_at
 from multidevice.backends.protocol import Transfer
 from multidevice.backends.simulated import SimulatedBackend
 from multidevice.shard import shard_for_rank, unshard
+from multidevice.waiting import Calls
 from tests.hostir.programs import CASES, build
 from tests.hostir.stream_programs import N_STREAMS, PROGRAMS
 from tests.multidevice.programs import collectives
@@ -241,12 +242,12 @@ def test_a_replayed_program_posts_by_addresses(
 
         def counted() -> int:
             entered = comm._control.ledger.entered
-            return sum(n for key, n in entered.items() if key.startswith("nccl "))
+            return sum(n for key, n in entered.items() if key.kind == "nccl")
 
         for _ in range(2):
             run(mine, wanted)
         # Each team gives up its communicator, as after an error: the next posts connect anew.
-        for key in [k for k in comm._control.ledger.entered if k.startswith("nccl ")]:
+        for key in [k for k in comm._control.ledger.entered if k.kind == "nccl"]:
             comm._control.lose(key)
         assert not backend._comms
         run(mine, wanted)
@@ -285,7 +286,7 @@ def test_replayed_transfers_are_posted_by_addresses(
 
         def moved() -> int:
             entered = comm._control.ledger.entered
-            return sum(n for key, n in entered.items() if key.startswith(("send ", "recv ")))
+            return sum(n for key, n in entered.items() if key.ends)
 
         counts: list[int] = []
         for _ in range(3):
@@ -363,9 +364,9 @@ def test_graphs_go_before_communicators(no_cuda: None, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(backend._comms[team], "abort", abort)
         before = backend.generation
-        backend._forget("nccl (0 2)")
+        backend._forget(Calls("nccl", (0, 2)))
         assert order == ["graphs"] and team in backend._comms
-        backend._forget("nccl (0 1)")
+        backend._forget(Calls("nccl", (0, 1)))
         assert order == ["graphs", "graphs", "communicator"]
         assert backend.generation == before + 2
         backend.close()
@@ -382,19 +383,19 @@ def test_what_a_graph_repeats_is_counted_without_other_threads(no_cuda: None) ->
         backend = StandInBackend(comm._control, has_alltoall=True)
         x, ledger = torch.ones(4, 2), backend._ledger
         backend.allreduce(torch.empty(4, 2), x, op="SUM", team=team).wait()  # connects
-        before = dict(ledger.entered)
+        before, other = dict(ledger.entered), Calls("nccl", (0, 2))
         with backend.noting() as calls:
             backend.allreduce(torch.empty(4, 2), x, op="SUM", team=team).wait()
-            thread = threading.Thread(target=ledger.enter, args=("nccl (0 2)",))
+            thread = threading.Thread(target=ledger.enter, args=(other,))
             thread.start()
             thread.join()
-        key = f"{backend.name} (0 1)"
-        assert calls[key] == 1 and "nccl (0 2)" not in calls
+        key = Calls(backend.name, team)
+        assert calls[key] == 1 and other not in calls
         backend.enter_again(calls)
         assert ledger.entered[key] == before.get(key, 0) + 2
         backend.enter_again(calls, -1)
         assert ledger.entered[key] == before.get(key, 0) + 1
-        assert ledger.entered["nccl (0 2)"] == 1 and not ledger.noted
+        assert ledger.entered[other] == 1 and not ledger.noted
 
     with multidevice.simulate(2) as world:
         world.run(body)

@@ -21,7 +21,7 @@ from multidevice.backends.launch_order import LaunchOrder
 from multidevice.backends.peer_allreduce import AllreduceKernels
 from multidevice.backends.protocol import RED_OPS, RedOp, Team
 from multidevice.backends.shared_memory import SharedMemory
-from multidevice.waiting import team_text
+from multidevice.waiting import Calls
 from tests.multidevice.programs import collectives
 
 CPU = torch.device("cpu")
@@ -59,13 +59,13 @@ def kernels(comm: Communicator) -> Iterator[AllreduceKernels]:
     made.close()
     # Not all come to each of these calls: later ones would take that for a loss.
     entered = comm._control.ledger.entered
-    for key in [key for key in entered if key.startswith("kernels ")]:
+    for key in [key for key in entered if key.kind == "kernels"]:
         del entered[key]
 
 
 def call_of(comm: Communicator, inp: torch.Tensor, op: RedOp, team: Team) -> Call:
     out, index = torch.zeros_like(inp), team.index(comm.rank())
-    key = f"kernels {team_text(team)}"
+    key = Calls("kernels", team)
     seq = comm._control.ledger.enter(key)
     return Call("allreduce", team, index, out, inp, op, None, None, key, seq, where="model.py:3")
 
