@@ -25,6 +25,7 @@ from hostir.cross_rank import find_mismatches
 from hostir.findings import report
 from hostir.machine import Machine
 from hostir.ops import ForLoop
+from hostir.overlap_bound import Bound
 from hostir.ranks import symbol_values
 from tests.frontend.overlapped import (
     DESCRIBED,
@@ -98,7 +99,7 @@ def forced(slow: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
         named = form
 
     monkeypatch.setattr(auto_overlap, "pick", pick)
-    monkeypatch.setattr(auto_overlap, "_hopeless", lambda *_: "")
+    monkeypatch.setattr(Bound, "why_hopeless", lambda *_: "")
     return name
 
 
@@ -435,7 +436,7 @@ def test_random_programs_in_steps(late: tuple[str, ...], monkeypatch: pytest.Mon
         return chosen
 
     monkeypatch.setattr(auto_overlap, "pick", pick)
-    monkeypatch.setattr(auto_overlap, "_hopeless", lambda *_: "")
+    monkeypatch.setattr(Bound, "why_hopeless", lambda *_: "")
     monkeypatch.setenv("FUSER_ENABLE", "machine(h200)")
     for seed in range(40 if not late else 20):
         program = sharded.generate(seed)
