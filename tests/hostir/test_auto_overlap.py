@@ -393,8 +393,8 @@ def test_refusals_for_some_sizes_are_forgotten_in_time(monkeypatch: pytest.Monke
 
 
 def test_what_gives_up_takes_another_way_and_then_none() -> None:
-    overlaps, values, _ = decided(gather, 4, LARGE)
-    for library in ("NCCL", ""):  # on four ranks sends gain 4 %
+    overlaps, values, _ = decided(gather, 2, LARGE)
+    for library in ("NCCL", ""):  # on two ranks sends gain nearly as much
         assert overlaps.gives_up(values, "it has no time\nat all")
         choice = overlaps.choose(values)
         assert choice is not None and choice.backend == library
