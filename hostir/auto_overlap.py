@@ -70,18 +70,20 @@ _NO_STEPS = Choice()
 @dataclass(frozen=True)
 class Candidate:
     """A way to compute a pair, and the predicted seconds per call, or why there are none. `form` is
-    "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing."""
+    "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing;
+    `numbers_of` is that which the description has the numbers of, if it is another."""
 
     form: str
     backend: str = ""
     seconds: float | None = None
     why: str = ""
+    numbers_of: str = ""
 
     @property
     def name(self) -> str:
-        return (self.form or _AS_IT_IS) + (
-            f", {library_name(self.backend)}" if self.backend else ""
-        )
+        library = f", {library_name(self.backend)}" if self.backend else ""
+        numbers = f" by the numbers of {self.numbers_of}" if self.numbers_of else ""
+        return (self.form or _AS_IT_IS) + library + numbers
 
     def __str__(self) -> str:
         return self.why if self.seconds is None else f"{self.seconds * 1e3:9.3f} ms"
@@ -482,7 +484,8 @@ class _Unit:
             seconds, host = seconds_of(made)
             if {self._backend, backend or self._backend} <= set(self._captured):
                 host = machine.host_run_s
-            return Candidate(form, backend, max(seconds, host))
+            numbers = machine.numbers_of(backend or self._backend)
+            return Candidate(form, backend, max(seconds, host), numbers_of=numbers)
         except FuserError as error:
             return Candidate(form, backend, why=f"cannot be: {_first_line(error)}")
 

@@ -25,13 +25,14 @@ import torch
 from fuser import options
 from fuser.errors import InputError
 from fuser.ir.dtypes import DataType
-from hostir.transfers import COLLECTIVES
+from hostir.transfers import COLLECTIVES, PEER_COPIES
 from multidevice.backends.allreduce_kernel import Way
 
 # Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,
 # float32 is without TF32, float64 on tensor cores.
 _DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
 # Bytes that a rank moves in a second, by type. A bus bandwidth: whatever the team's size.
+_NCCL_NAME = "NCCL"
 _NCCL = {"Allgather": 325e9, "ReduceScatter": 325e9, "Allreduce": 345e9}
 
 # Of an allreduce that is one kernel: what it takes besides sending, by the way that it goes.
@@ -119,6 +120,12 @@ class Machine:
     def __post_init__(self) -> None:
         for f in fields(self):
             _check(self, f.name, getattr(self, f.name))
+
+    def numbers_of(self, library: str) -> str:
+        """Return by which library's numbers another one is predicted, "" for its own: descriptions
+        of GPUs know NCCL and peer copies."""
+        is_known = self.device == CPU or library.upper() in (_NCCL_NAME, PEER_COPIES)
+        return "" if is_known else _NCCL_NAME
 
     def to_json(self) -> str:
         """Return the text of a description file, which `machine_from_json` reads."""

@@ -319,6 +319,29 @@ def test_a_report_says_which_sizes_were_predicted() -> None:
     assert nearby.partition("\n")[2] == exact.partition("\n")[2]
 
 
+@pytest.mark.parametrize(
+    ("device", "library", "numbers"),
+    [
+        ("GPU", "MPI", " by the numbers of NCCL"),
+        ("GPU", "NCCL", ""),
+        ("CPU", "MPI", ""),  # `calibrate` measured that of the job
+    ],
+)
+def test_a_report_names_the_library_that_the_numbers_are_of(
+    device: str, library: str, numbers: str
+) -> None:
+    machine = replace(H200, device=device)
+    transports = (PEER_COPIES, library)
+    overlaps = Overlaps(machine, backend=library, transports=transports, margin=auto_overlap.FORCED)
+    overlaps, values, _ = decided(gather, 4, LARGE, overlaps=overlaps)
+    (found,) = overlaps.decisions(values)
+    assert [c.name for c in found.candidates] == [
+        f"as it is{numbers}",
+        "steps, peer copies",
+        f"steps, {library}{numbers}",
+    ]
+
+
 # ------------------------------------------------------------------ the whole program
 def beside_many(fd: FusionDefinition, d: int) -> TensorView:
     """A gather and a linear that take the GPU a while, and many linears that take the host one."""
