@@ -32,6 +32,7 @@ from hostir.op_costs import BUS, collective_cost, transfer_cost
 from hostir.transfers import PEER_COPIES
 from multidevice import Communicator, simulate
 from tests.hostir.programs import CASES, build
+from tests.hostir.test_cost import linear_program, seconds
 
 CPU = torch.device("cpu")
 CACHED, SPREAD = calibrate_checks.CACHED, calibrate_checks.SPREAD
@@ -59,10 +60,20 @@ def test_a_rank_alone_measures_its_device() -> None:
     assert 1e6 < found.memory_bandwidth < 1e13
     assert all(1e6 < rate < 1e14 for _, rate in found.matmul)
     assert found.matmul_dtypes["Float"] == 1.0
-    # An op as small as can be: 10 ns to 10 ms.
+    # Calls that compute next to nothing: 10 ns to 10 ms.
     assert all(1e-8 < seconds < 1e-2 for seconds in (found.launch_s, found.matmul_launch_s))
     # What was not measured is as it was.
     assert all(getattr(found, name) == getattr(H200, name) for name in LINKS)
+
+
+def test_a_small_linear_costs_what_a_small_matmul_was_measured_to(tmp_path: Path) -> None:
+    _, found, _ = calibrate.calibrate(Communicator.instance(), CPU)
+    assert seconds(linear_program(1, 1, 1, DataType.Float), found) > found.matmul_launch_s
+    # A matmul of twice the size of one that was measured takes longer, at about its rate.
+    flops, rate = found.matmul[-1]
+    n = 2 * round((flops / 2) ** (1 / 3))
+    large = seconds(linear_program(n, n, n, DataType.Float), found)
+    assert large == pytest.approx(8 * flops / rate, rel=0.1)
 
 
 def check_links() -> None:
@@ -456,7 +467,6 @@ def test_no_graph_stands_for_the_ops_that_are_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(calibrate._Bench, "host_seconds", seconds)  # pyright: ignore[reportPrivateUsage]
     bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
     x = torch.ones(128, 128, dtype=torch.bfloat16)
-    chain = calibrate._chain(9, calibrate._square, DataType.BFloat16, 128)  # pyright: ignore[reportPrivateUsage]
-    calibrate._host_of(bench, chain, [x])  # pyright: ignore[reportPrivateUsage]
+    calibrate._host_of(bench, calibrate._linears(9), [x, x])  # pyright: ignore[reportPrivateUsage]
     (evaluator,) = made
     assert evaluator.cuda_graphs() == ["not captured: FUSER_DISABLE=cuda_graphs"]
