@@ -263,6 +263,15 @@ def test_matmuls_that_cannot_be_are_told(
         assert not matmul_faults(rates, "Float", "cpu", has_tiles=True)
 
 
+def test_a_larger_matmul_of_a_gpu_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rates differ by less than fourfold."""
+    monkeypatch.undo()
+    for fast, said in ((1500e12, "1e.12 and 2e.12 operations take"), (800e12, "")):
+        rates = {"BFloat16": [(1e12, 700e12), (2e12, fast)]}
+        text = matmul_faults(rates, "BFloat16", "cuda", has_tiles=False)
+        assert re.search(said, text) and bool(text) == bool(said)
+
+
 def test_measurements_are_repeated_and_nothing_impossible_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
