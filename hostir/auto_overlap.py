@@ -17,7 +17,8 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
-from fuser.ir.scalar import Number, Symbol
+from fuser.ir.scalar import Symbol
+from fuser.ir.scalar_python import Computed
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType
@@ -26,15 +27,15 @@ from fuser.recent import Recent
 from hostir.container import HostIrContainer
 from hostir.cost import seconds_of
 from hostir.lower_params import DEFAULT, LowerParams
-from hostir.machine import CPU, Machine
-from hostir.op_costs import collective_cost, cost_of, held_nbytes
+from hostir.machine import Machine
+from hostir.near_sizes import near_sizes
 from hostir.ops import NUMBER_OF_STREAMS
+from hostir.overlap_bound import COLLECTIVES, Bound, Values
 from hostir.pipeline import lower_sharded
 from hostir.timetable import timetable_of
 from hostir.transfers import library_name
 from multidevice.overlap import Form, Pair, alone, find_pairs, forms_of
 from multidevice.placement import placement
-from multidevice.sharding import local_extents
 from multidevice.sharding_passes import complete_alone
 
 # Steps are taken where their predicted time is less by this part of the time without: the model is
@@ -45,8 +46,6 @@ FORCED = -math.inf
 _AS_IT_IS = "as it is"
 _MAX_SIZES = 256
 _STREAMS = 4
-_COLLECTIVES = {"gather": "Allgather", "scatter": "ReduceScatter", "allreduce": "Allreduce"}
-Values = Mapping[Symbol, Number]
 
 
 @dataclass(frozen=True)
@@ -71,21 +70,27 @@ _NO_STEPS = Choice()
 @dataclass(frozen=True)
 class Candidate:
     """A way to compute a pair, and the predicted seconds per call, or why there are none. `form` is
-    "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing."""
+    "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing;
+    `numbers_of` is that which the description has the numbers of, if it is another."""
 
     form: str
     backend: str = ""
     seconds: float | None = None
     why: str = ""
+    numbers_of: str = ""
 
     @property
     def name(self) -> str:
-        return (self.form or _AS_IT_IS) + (
-            f", {library_name(self.backend)}" if self.backend else ""
-        )
+        library = f", {library_name(self.backend)}" if self.backend else ""
+        numbers = f" by the numbers of {self.numbers_of}" if self.numbers_of else ""
+        return (self.form or _AS_IT_IS) + library + numbers
 
     def __str__(self) -> str:
         return self.why if self.seconds is None else f"{self.seconds * 1e3:9.3f} ms"
+
+
+# The pair as it is, where no number decided.
+_NOT_PREDICTED = Candidate("")
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,10 @@ class Decision:
     """What was decided about a pair: `what` says of which ops, `candidates` are what was compared,
     the first one the pair as it is."""
 
-    what: str
     candidates: tuple[Candidate, ...]
     chosen: Candidate
     why: str = ""
+    what: str = ""
 
     def __str__(self) -> str:
         width = max(len(c.name) for c in self.candidates)
@@ -177,6 +182,9 @@ class Overlaps:
         first = [t for t in transports if t in self._captured]
         self._transports = tuple(dict.fromkeys((*first, *transports)))
         self._known: list[_Known] | None = None
+        # What the sizes of all meshes divide, and the sizes that stand for others, by their key.
+        self._multiple = 1
+        self._near: Recent[object, Mapping[Symbol, int]] = Recent(_MAX_SIZES)
         self._decided: Recent[object, tuple[Choice, tuple[Decision, ...]]] = Recent(_MAX_SIZES)
         # Why a choice is none: for all sizes, or for those of a key.
         self._refused: dict[Choice, str] = {}
@@ -206,7 +214,14 @@ class Overlaps:
 
     def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
         """Return what was decided about each pair, and by which numbers."""
-        return self._find(sizes)[1]
+        values = refined_sizes(self._stand_in(sizes))
+        found: list[Decision] = []
+        for one, decision in zip(self._known or (), self._find(sizes)[1], strict=True):
+            if decision.chosen == _NOT_PREDICTED and not one.why_not:
+                base = one.unit.as_it_is(values, self.machine)
+                decision = replace(decision, candidates=(base,), chosen=base)
+            found.append(replace(decision, what=_text(one.pair, values)))
+        return tuple(found)
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
         """Note that the whole program cannot be lowered as chosen; False where no steps were."""
@@ -225,11 +240,12 @@ class Overlaps:
         """
         choice, decisions = self._find(sizes)
         self._programs[choice] = program
-        why = self._why_not(choice, decisions, program, refined_sizes(sizes))
+        near = self._stand_in(sizes)
+        why = self._why_not(choice, decisions, program, refined_sizes(near))
         if why:
-            key = _key(sizes)
+            key = _key(near)
             self._refused_for[choice, key] = why
-            self._decided[key] = self._decide(sizes)
+            self._decided[key] = self._decide(near)
         return not why
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
@@ -241,12 +257,18 @@ class Overlaps:
         )
         head = f"on {self.machine.name}; steps {wanted}"
         rows = [str(d) for d in self.decisions(sizes)]
+        near = {s.name: (n, sizes[s]) for s, n in self._stand_in(sizes).items() if n != sizes[s]}
+        if near:
+            shown = ", ".join(f"{s} = {n} for {exact}" for s, (n, exact) in sorted(near.items()))
+            head += f"; predicted for sizes nearby: {shown}"
         return "\n".join([head, *(rows or ["no matmul stands beside a communication"])])
 
     # ------------------------------------------------------------ deciding
     def _look_at(self, fusion: Fusion) -> list[_Known]:
         """Note the pairs of a fusion as it is now: what follows changes it."""
         kept, _ = fusion.copy()
+        meshes = (tv.mesh for tv in kept.tensors())
+        self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
         taken: set[TensorView] = set()
         known: list[_Known] = []
         for pair in find_pairs(kept):
@@ -258,7 +280,30 @@ class Overlaps:
             taken |= set() if pair.why_not else results
         return known
 
+    def _stand_in(self, sizes: Mapping[Symbol, int]) -> Mapping[Symbol, int]:
+        """Return the sizes that are predicted for these: those nearby, unless the devices of a pair
+        divide only one of them."""
+        key = _key(sizes)
+        found = self._near.recall(key)
+        if found is None:
+            found = near_sizes(sizes, self._multiple)
+            if found != sizes and self._divided(found) != self._divided(sizes):
+                found = sizes
+            self._near[key] = found
+        return found
+
+    def _divided(self, sizes: Mapping[Symbol, int]) -> list[bool | None]:
+        """Return which pairs have equal blocks; None for an extent that no size tells."""
+        values, found = refined_sizes(sizes), list[bool | None]()
+        for one in self._known or ():
+            try:
+                found.append(_divided_extent(one.pair, values) % one.pair.devices == 0)
+            except KeyError:
+                found.append(None)
+        return found
+
     def _find(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
+        sizes = self._stand_in(sizes)
         key = _key(sizes)
         found = self._decided.recall(key)
         if found is None:
@@ -299,10 +344,10 @@ class Overlaps:
         times: list[_Times] = []
         for one in self._known:
             if one.why_not:
-                times.append(_Times((Candidate(""),), one.why_not))
+                times.append(_Times((_NOT_PREDICTED,), one.why_not))
                 continue
             try:
-                key = _signature(one.pair, values)
+                key = one.signature(values)
             except KeyError as error:
                 times.append(_Times((Candidate("", why=f"an extent depends on {error}"),)))
                 continue
@@ -322,15 +367,12 @@ class Overlaps:
                 best = plan
         if best is None:
             best = [replace(d, chosen=d.candidates[0]) for d in plans[0]]
-        best = [replace(d, why=d.why or why) for d in best]
-        choice = _choice(best)
-        texts = [_text(one.pair, values) for one in self._known]
-        return choice, tuple(replace(d, what=w) for d, w in zip(best, texts, strict=True))
+        return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
         """Return the decisions where what steps transfer goes by one library."""
         return [
-            Decision("", t.candidates, pick(t.candidates, transport, self._margin), t.why)
+            Decision(t.candidates, pick(t.candidates, transport, self._margin), t.why)
             for t in times
         ]
 
@@ -342,6 +384,37 @@ class _Known:
     pair: Pair
     unit: _Unit
     why_not: str
+
+    def signature(self, values: Values) -> object:
+        """Return what two pairs have in common that take the same time, such as those of two
+        layers."""
+        structure, extents = self._structure
+        return structure, extents(values)
+
+    @cached_property
+    def _structure(self) -> tuple[object, Computed]:
+        """What of a signature no size changes, and the extents."""
+        places: dict[TensorView, int] = {}
+        ops: list[object] = []
+        for op in self.pair.ops:
+            ins = [
+                (places.setdefault(tv, len(places)), tuple(op.axis_map(k)))
+                for k, tv in tensor_operands(op)
+            ]
+            ops.append((type(op), tuple(ins), places.setdefault(op.out_tensor, len(places))))
+        tensors = tuple(
+            (
+                tv.dtype(),
+                tuple(a.kind for a in tv.domain.logical),
+                placement(tv),
+                tuple(memory_order(tv)),
+                tv.mesh,
+                tv in tv.fusion.inputs,
+            )
+            for tv in places
+        )
+        axes = [(tv, a) for tv in places for a in tv.domain.logical]
+        return (tuple(ops), tensors), Computed([tv.fusion.canonical(a.size) for tv, a in axes])
 
 
 @dataclass(frozen=True)
@@ -365,6 +438,7 @@ class _Unit:
         self._fusion, self._backend, self._params = fusion, backend, params
         # The libraries whose communications graphs repeat, without the host.
         self._captured = captured
+        self._bound = Bound(pair, backend, is_repeated=backend in captured)
         self._programs: dict[tuple[str, str], HostIrContainer | str] = {}
 
     @cached_property
@@ -382,18 +456,23 @@ class _Unit:
     ) -> _Times:
         """Return the predicted times of the pair as it is and in all its forms."""
         try:
-            is_repeated = self._backend in self._captured
-            why = _hopeless(self.pair, values, machine, self._backend, margin, is_repeated)
+            why = "" if margin == FORCED else self._bound.why_hopeless(values, machine, margin)
         except FuserError as error:
             return _Times((Candidate("", why=str(error)),))
-        base = self._candidate("", "", values, machine)
-        if why or base.seconds is None:
-            return _Times((base,), why)
+        if why:
+            return _Times((_NOT_PREDICTED,), why)
+        base = self.as_it_is(values, machine)
+        if base.seconds is None:
+            return _Times((base,))
         found = [base]
         for form in forms_of(self.pair):
             for transport in transports if form.transfers else ("",):
                 found.append(self._candidate(form.name, transport, values, machine))
         return _Times(tuple(found))
+
+    def as_it_is(self, values: Values, machine: Machine) -> Candidate:
+        """Return the predicted time of the pair without steps."""
+        return self._candidate("", "", values, machine)
 
     def _candidate(self, form: str, backend: str, values: Values, machine: Machine) -> Candidate:
         one = next((f for f in forms_of(self.pair) if f.name == form), None)
@@ -405,14 +484,15 @@ class _Unit:
             seconds, host = seconds_of(made)
             if {self._backend, backend or self._backend} <= set(self._captured):
                 host = machine.host_run_s
-            return Candidate(form, backend, max(seconds, host))
+            numbers = machine.numbers_of(backend or self._backend)
+            return Candidate(form, backend, max(seconds, host), numbers_of=numbers)
         except FuserError as error:
             return Candidate(form, backend, why=f"cannot be: {_first_line(error)}")
 
     def _check_divisible(self, values: Values) -> None:
         """Blocks of devices are equal."""
         pair = self.pair
-        size = _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
+        size = _divided_extent(pair, values)
         if size % pair.devices:
             raise UnsupportedError(
                 f"the extent {size} of axis {pair.axis} of {pair.between} is not divisible by the "
@@ -441,42 +521,6 @@ class _Unit:
         return lower_sharded(fusion, backend_name=self._backend, params=params)[1]
 
 
-def _hopeless(
-    pair: Pair, values: Values, machine: Machine, backend: str, margin: float, is_repeated: bool
-) -> str:
-    """Return why no steps can pay, without lowering any; "" if some may. `is_repeated`: runs take
-    the host for no longer than one call, by a graph."""
-
-    def sizes(tv: TensorView) -> tuple[int, ...]:
-        return tuple(int(sc.evaluate(x, values)) for x in local_extents(tv))
-
-    if margin == FORCED:
-        return ""
-    if machine.device == CPU:
-        return "a CPU rank computes and communicates in turns: steps gain nothing there"
-    costs = [cost_of(op, sizes, machine) for op in pair.products]
-    computes = sum(c.seconds for c in costs if c is not None)
-    ends = pair.move.inputs[0], pair.move.out_tensor
-    nbytes = max(held_nbytes(tv, sizes(tv)) for tv in ends)
-    kind, dtype = _COLLECTIVES[pair.kind], pair.between.dtype()
-    moves = collective_cost(kind, pair.devices, nbytes, backend, machine, dtype=dtype).seconds
-    if min(computes, moves) < margin * (computes + moves):
-        return (
-            f"the matmul takes {computes * 1e6:.1f} us and the communication "
-            f"{moves * 1e6:.1f} us: there is less than {margin:.0%} to gain"
-        )
-    steps = 2 if pair.kind == "allreduce" else pair.devices
-    calls = machine.host_run_s + steps * len(pair.products) * machine.host_library_s
-    host = calls + (steps - 1) * machine.host_post_s
-    if not is_repeated and host > (1 - margin) * (computes + moves + machine.host_run_s):
-        return (
-            f"the host would take {host * 1e6:.1f} us to issue the steps; the matmul and the "
-            f"communication, one after the other, take {computes * 1e6:.1f} and "
-            f"{moves * 1e6:.1f} us"
-        )
-    return ""
-
-
 # ------------------------------------------------------------------ of what
 def _choice(plan: Sequence[Decision]) -> Choice:
     backend = next((d.chosen.backend for d in plan if d.chosen.backend), "")
@@ -499,27 +543,9 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
     return int(sc.evaluate(tv.fusion.canonical(axis.size), values))
 
 
-def _signature(pair: Pair, values: Values) -> object:
-    """Return what two pairs have in common that take the same time, such as those of two layers."""
-    places: dict[TensorView, int] = {}
-    ops: list[object] = []
-    for op in pair.ops:
-        ins = [
-            (places.setdefault(tv, len(places)), tuple(op.axis_map(k)))
-            for k, tv in tensor_operands(op)
-        ]
-        ops.append((type(op), tuple(ins), places.setdefault(op.out_tensor, len(places))))
-    return tuple(ops), tuple(
-        (
-            tv.dtype(),
-            tuple((a.kind, _size(tv, a, values)) for a in tv.domain.logical),
-            placement(tv),
-            tuple(memory_order(tv)),
-            tv.mesh,
-            tv in tv.fusion.inputs,
-        )
-        for tv in places
-    )
+def _divided_extent(pair: Pair, values: Values) -> int:
+    """Return the extent of the axis that the devices divide."""
+    return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
 
 
 def _text(pair: Pair, values: Values) -> str:
@@ -530,9 +556,7 @@ def _text(pair: Pair, values: Values) -> str:
         except KeyError:
             return str(tv)
 
-    move = (
-        f"{_COLLECTIVES[pair.kind]} {shown(pair.move.inputs[0])} -> {shown(pair.move.out_tensor)}"
-    )
+    move = f"{COLLECTIVES[pair.kind]} {shown(pair.move.inputs[0])} -> {shown(pair.move.out_tensor)}"
     products = [
         f"{op.name} of {', '.join(shown(tv) for _, tv in tensor_operands(op))}"
         for op in pair.products

@@ -5,8 +5,9 @@ job, one per GPU, or on CPUs, measure their links, too: collectives, sends and p
 not measured stays as it was: what an earlier calibration found, else that of the built-in machine.
 
 On a GPU the calls of a burst are enqueued behind a kernel that waits, so that their times are the
-GPU's alone. A number is the median of some bursts, on a job that of the slowest rank; of the host,
-the median of single calls, without CUDA graphs.
+GPU's alone. A number is the lower quartile of some bursts, on a job those of the slowest rank, so
+that other work on the machine changes little; of the host, that of single calls, without CUDA
+graphs. What cannot be is measured again, then refused (`hostir.calibrate_checks`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fuser.device import describe_device
 from fuser.errors import FuserError, InputError
 from fuser.ir.dtypes import DataType
 from fuser.ir.types import ParallelType
+from hostir.calibrate_checks import SPREAD, link_faults, matmul_faults, spread_faults
 from hostir.container import HostIrContainer
 from hostir.evaluate import HostIrEvaluator
 from hostir.machine import CPU, H200, Machine, machine_from_json, measured_file, read_once
@@ -43,18 +45,21 @@ from multidevice.communicator import Communicator
 
 Fields = dict[str, Any]
 
-_ROUNDS = 5
-# Repetitions that differ by more are doubtful. A link that is faster than memory by more is none,
-# though caches may carry what CPU ranks send.
-_SPREAD, _CACHED = 2.0, 10.0
+# Bursts of a measurement; where they differ too much, some more. How often all is measured.
+_ROUNDS, _MORE_ROUNDS, _ATTEMPTS = 9, 3, 3
+# A burst on a CPU ends before the system lets another process run.
+_SLICE_S = 2e-3
 # Cycles for which a GPU is kept waiting while the host enqueues a burst: about 10 ms.
 _HEAD_START = 20_000_000
 # Bytes and shapes by kind of device: a GPU needs much of both to be busy.
 _CLONED = {"cuda": 512 << 20, "cpu": 16 << 20}
 _MATMULS = {
     "cuda": ((4096, 4096, 4096), (4096, 8192, 8192), (8192, 8192, 8192), (8192, 8192, 28672)),
-    "cpu": ((128, 128, 128), (256, 256, 256), (512, 512, 512)),
+    "cpu": ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512)),
 }
+# In which of these shapes dtypes are compared: a CPU's libraries need as long as the smallest
+# products besides.
+_COMPARED = {"cuda": slice(0, 2), "cpu": slice(1, 3)}
 # For how long a device is busy with matmuls of one size before they are timed.
 _LOAD_S = {"cuda": 0.05, "cpu": 0.0}
 # Of a collective: what latency and bandwidth are read off.
@@ -73,7 +78,6 @@ _CPU: Fields = {
     "kernel_fill_nbytes": 1.0,
     "tiles": ((1, 1, 1.0),),
     "nccl_fill_s": 0.0,
-    "matmul_launch_s": 0.0,
     **dict.fromkeys(("host_run_s", "host_kernel_s", "host_library_s", "host_post_s"), 0.0),
 }
 
@@ -86,7 +90,11 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
     if kind == "cuda":
         device = torch.device(kind, communicator.local_rank())
         torch.cuda.set_device(device)
+    crowded = _crowded_text(communicator) if kind == "cpu" else ""
+    if crowded and output is None:
+        raise InputError(f"{crowded}: -o FILE.json writes what they measure to a file of its own")
     before, found, doubts = calibrate(communicator, device)
+    doubts += [crowded] if crowded else []
     file = Path(output) if output else measured_file(device)
     lines = [f"{file}:", *changes(before, found), *(f"not sure: {doubt}" for doubt in doubts)]
     if communicator.rank() == 0:
@@ -94,6 +102,14 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
     if communicator.size() == 1:
         lines += ["links were not measured: mpirun -np 2 python -m hostir calibrate does"]
     return "\n".join(lines)
+
+
+def _crowded_text(communicator: Communicator) -> str:
+    """Return that ranks take turns on the cores of this host, "" where each has one."""
+    cores, ranks = os.cpu_count() or 1, communicator.local_size()
+    if ranks <= cores:
+        return ""
+    return f"{ranks} ranks take turns on {cores} cores, which is no link's time and no matmul's"
 
 
 def calibrate(
@@ -104,40 +120,30 @@ def calibrate(
 
     Raises `FuserError` where ranks cannot communicate, or a link is faster than it can be.
     """
-    before = known_before(device)
-    bench = _Bench(communicator, device)
-    found = local_fields(bench, before)
-    if communicator.size() > 1:
-        found |= link_fields(bench)
+    before, ranks = known_before(device), communicator.size()
+    for _ in range(_ATTEMPTS):
+        bench = _Bench(communicator, device)
+        found = local_fields(bench, before)
+        if ranks > 1:
+            found |= link_fields(bench)
+        faults = [*bench.faults, link_faults(found), spread_faults(bench.spreads)]
+        if not any(faults):
+            break
+    else:
+        raise FuserError(
+            f"{'; '.join(filter(None, faults))}: other work must have run beside each of "  # pyright: ignore[reportPossiblyUnboundVariable]
+            f"{_ATTEMPTS} measurements. Nothing is written: measure again when nothing else runs"
+        )
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    check_links(found)
-    after = replace(before, name=f"{name}, measured", **rounded(found))
-    return before, after, [*bench.doubts, *spread_text(bench.spreads)]
+    after = replace(before, name=_name(name, ranks, before), **rounded(found))
+    return before, after, bench.doubts
 
 
-def check_links(found: Fields) -> None:
-    """Raise `FuserError` for a link that is faster than the memory at its ends can be."""
-    memory, links = found["memory_bandwidth"], dict(found.get("nccl", {}))
-    links |= {k: found[k] for k in ("nccl_other_bandwidth", "pull_bandwidth") if k in found}
-    for name, bandwidth in links.items():
-        if bandwidth > _CACHED * memory:
-            raise FuserError(
-                f"{name}: {bandwidth / 1e9:.3g} GB/s between ranks, though the memory of each "
-                f"moves {memory / 1e9:.3g} GB/s: other work must have run beside the measurement. "
-                "Nothing is written: measure again when nothing else runs"
-            )
-
-
-def spread_text(spreads: Sequence[float]) -> list[str]:
-    """Return what to say of measurements whose repetitions differ, each by a factor."""
-    count = sum(spread > _SPREAD for spread in spreads)
-    if not count:
-        return []
-    return [
-        f"{count} of {len(spreads)} measurements differ by more than a factor of {_SPREAD:g} from "
-        f"repetition to repetition, the worst by {max(spreads):.3g}: measure again when nothing "
-        "else runs"
-    ]
+def _name(device: str, ranks: int, before: Machine) -> str:
+    """Return the name of what was measured: links by these ranks, else as they were."""
+    _, sep, links = before.name.partition("; links by ")
+    links = f"{ranks} ranks" if ranks > 1 else links
+    return f"{device}, measured" + (f"; links by {links}" if ranks > 1 or sep else "")
 
 
 def rounded(fields: Fields) -> Fields:
@@ -189,25 +195,40 @@ class _Bench:
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.device = communicator, device
         self.team = tuple(range(communicator.size()))
-        # By which factor the repetitions of each measurement differ, the extremes left out; what
-        # else is doubtful.
+        # By which factor the better repetitions of each measurement differ; what else is doubtful,
+        # or cannot be.
         self.spreads: list[float] = []
         self.doubts: list[str] = []
+        self.faults: list[str] = []
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
         """Return how long the device takes for one call, among many."""
+        return self.interleaved([call], times)[0]
+
+    def interleaved(
+        self, calls: Sequence[Callable[[], object]], times: int = 10, load_s: float = 0.0
+    ) -> list[float]:
+        """Return the same of several calls, which take turns, so that what else runs for a while
+        does not fall on one; for at least `load_s` each."""
+        lengths = [self._length(call, times, load_s) for call in calls]
+        found: list[list[float]] = [[] for _ in calls]
+        for k in range(_ROUNDS * (1 + _MORE_ROUNDS)):
+            if k >= _ROUNDS and k % _ROUNDS == 0 and max(map(_spread, found)) < SPREAD:
+                break
+            for call, length, rounds in zip(calls, lengths, found, strict=True):
+                rounds.append(self._slowest(self._burst(call, length)))
+        self.spreads += map(_spread, found)
+        return [_low(rounds) for rounds in found]
+
+    def _length(self, call: Callable[[], object], times: int, load_s: float) -> int:
+        """Return how many calls a burst has: on a GPU as many as keep it busy for a while, as in a
+        short burst its clock is higher than what it keeps up."""
         for _ in range(3):
             call()
-        rounds = sorted(self._slowest(self._burst(call, times)) for _ in range(_ROUNDS))
-        inner = rounds[1:-1] or rounds
-        self.spreads.append(inner[-1] / max(inner[0], 1e-9))
-        return statistics.median(rounds)
-
-    def kept_up(self, call: Callable[[], object]) -> float:
-        """Return how long the device takes for one call after many: in a short burst its clock is
-        higher than what it keeps up."""
-        once = self._slowest(self._burst(call, 2))
-        return self.seconds(call, max(8, math.ceil(_LOAD_S[self.device.type] / max(once, 1e-9))))
+        once = max(self._slowest(self._burst(call, 2)), 1e-9)
+        if self.device.type == "cpu":
+            return max(1, min(times, int(_SLICE_S / once)))
+        return max(times, math.ceil(load_s / once))
 
     def _burst(self, call: Callable[[], object], times: int) -> float:
         self._meet()
@@ -230,7 +251,7 @@ class _Bench:
         """Return for how long the host is busy with one call.
 
         The GPU is not kept waiting, so that little is under way that the host could wait for; and
-        of single calls the median, as one that does wait says nothing of the others.
+        of single calls the lower quartile, as one that does wait says nothing of the others.
         """
         for _ in range(10):
             call()
@@ -241,9 +262,10 @@ class _Bench:
             for _ in range(times):
                 call()
                 clock.append(time.perf_counter())
-            rounds.append(statistics.median(b - a for a, b in pairwise(clock)))
-            torch.cuda.synchronize(self.device)
-        return statistics.median(map(self._slowest, rounds))
+            rounds.append(_low([b - a for a, b in pairwise(clock)]))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return _low([self._slowest(r) for r in rounds])
 
     def _meet(self) -> None:
         if self.device.type == "cuda":
@@ -264,6 +286,15 @@ class _Bench:
         return torch.empty(nbytes // 4, device=self.device, dtype=torch.float32)
 
 
+def _low(times: Sequence[float]) -> float:
+    """Return the lower quartile: other work makes some of them longer."""
+    return sorted(times)[len(times) // 4]
+
+
+def _spread(times: Sequence[float]) -> float:
+    return _low(times) / max(min(times), 1e-9)
+
+
 def _keep_waiting() -> None:
     """Keep the current stream busy while the host enqueues a burst."""
     torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
@@ -273,14 +304,24 @@ def _keep_waiting() -> None:
 def local_fields(bench: _Bench, machine: Machine) -> Fields:
     """Return what one rank finds out alone."""
     kind = bench.device.type
-    found: Fields = dict(_CPU) if kind == "cpu" else _gpu_fields(bench)
     small = bench.empty(64)
     launch = bench.seconds(lambda: small.add_(1.0), 50)
+    found: Fields = {"launch_s": launch} | (
+        _cpu_fields(bench) if kind == "cpu" else _gpu_fields(bench)
+    )
     source, target = (bench.empty(_CLONED[kind]) for _ in range(2))
     seconds = bench.seconds(lambda: target.copy_(source)) - launch
     moved = 2 * _CLONED[kind]
-    found |= {"launch_s": launch, "memory_bandwidth": moved / max(seconds, 1e-9)}
+    found["memory_bandwidth"] = moved / max(seconds, 1e-9)
     return found | _matmul_fields(bench, replace(machine, **found))
+
+
+def _cpu_fields(bench: _Bench) -> Fields:
+    """Return what a call of a library takes where it computes next to nothing: the host's time is
+    the device's."""
+    x = bench.random(8, 8, dtype=torch.float32)
+    out = torch.empty_like(x)
+    return {**_CPU, "matmul_launch_s": bench.seconds(lambda: torch.mm(x, x, out=out), 50)}
 
 
 def _gpu_fields(bench: _Bench) -> Fields:
@@ -322,17 +363,26 @@ def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
     kind = bench.device.type
     main = "BFloat16" if kind == "cuda" else "Float"
 
-    def rate(m: int, k: int, n: int, dtype: str) -> float:
+    def product(m: int, k: int, n: int, dtype: str) -> Callable[[], object]:
         a, b = (bench.random(*s, dtype=_DTYPES[dtype]) for s in ((m, k), (k, n)))
         out = torch.empty(m, n, device=bench.device, dtype=_DTYPES[dtype])
-        seconds = bench.kept_up(lambda: torch.mm(a, b, out=out)) - machine.matmul_launch_s
-        area, _ = whole_waves(1, m, n, machine)
-        return area * machine.multiprocessors * 2 * k / max(seconds, 1e-9)
+        return lambda: torch.mm(a, b, out=out)
 
-    points = [(float(2 * m * k * n), rate(m, k, n, main)) for m, k, n in _MATMULS[kind]]
-    first = _MATMULS[kind][0]
-    dtypes = {d: 1.0 if d == main else rate(*first, d) / points[0][1] for d in _DTYPES}
-    return {"matmul": tuple(sorted(points)), "matmul_dtypes": dtypes}
+    shapes = {d: _MATMULS[kind] if d == main else _MATMULS[kind][_COMPARED[kind]] for d in _DTYPES}
+    asked = [(d, shape) for d, found in shapes.items() for shape in found]
+    calls = [product(*shape, d) for d, shape in asked]
+    times = bench.interleaved(calls, 8, _LOAD_S[kind])
+    rates: dict[str, list[tuple[float, float]]] = {d: [] for d in _DTYPES}
+    for (d, (m, k, n)), seconds in zip(asked, times, strict=True):
+        area, _ = whole_waves(1, m, n, machine)
+        alone = max(seconds - machine.matmul_launch_s, seconds / 2, 1e-9)
+        rate = area * machine.multiprocessors * 2 * k / alone
+        rates[d].append((float(2 * m * k * n), rate))
+    has_tiles = torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
+    bench.faults.append(matmul_faults(rates, main, kind, has_tiles=has_tiles))
+    mains = dict(rates[main])
+    dtypes = {d: points[-1][1] / mains[points[-1][0]] for d, points in rates.items()}
+    return {"matmul": tuple(rates[main]), "matmul_dtypes": dtypes}
 
 
 # ------------------------------------------------------------------ between ranks
@@ -418,7 +468,7 @@ def _fit(
     """Return latency, ramp, and the bytes per second between the two larger sizes; of each byte a
     rank moves the part `moved`."""
     few, middle, many = (bench.seconds(make(size)) for size in sizes)
-    if many < _SPREAD * few:
+    if many < SPREAD * few:
         bench.doubts.append(
             f"{make.__name__}: {sizes[2]} bytes took {many:.3g} s, {sizes[0]} bytes {few:.3g} s: "
             "that says little of the time per byte"

@@ -25,13 +25,14 @@ import torch
 from fuser import options
 from fuser.errors import InputError
 from fuser.ir.dtypes import DataType
-from hostir.transfers import COLLECTIVES
+from hostir.transfers import COLLECTIVES, PEER_COPIES
 from multidevice.backends.allreduce_kernel import Way
 
 # Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,
 # float32 is without TF32, float64 on tensor cores.
 _DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
 # Bytes that a rank moves in a second, by type. A bus bandwidth: whatever the team's size.
+_NCCL_NAME = "NCCL"
 _NCCL = {"Allgather": 325e9, "ReduceScatter": 325e9, "Allreduce": 345e9}
 
 # Of an allreduce that is one kernel: what it takes besides sending, by the way that it goes.
@@ -61,9 +62,10 @@ class Machine:
     """Seconds (`_s`), bytes per second (`_bandwidth`), and what else the name says.
 
     `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
-    `matmul`: (floating-point operations of one matmul in float16, those per second while every
-    multiprocessor has a tile); between two points the rate follows the logarithm, outside it is
-    that of the nearest. `matmul_dtypes` scales it. `tiles`: rows and columns of a tile that the
+    `matmul`: (floating-point operations in float16, those per second while every multiprocessor
+    has a tile): of all matmuls of a call on a GPU, whose clock depends on how long it is busy, of
+    one matmul on a CPU. Between two points the rate follows the logarithm, outside it is that of
+    the nearest. `matmul_dtypes` scales it. `tiles`: rows and columns of a tile that the
     library can choose, and how fast such tiles are. `nccl` has the bus bandwidth of each type of
     collective, `nccl_other_bandwidth` that of every other and of sends. `nccl_fill_s` is what the
     ramp of a large collective costs beyond `nccl_latency_s`, half of it at `nccl_fill_nbytes`.
@@ -79,12 +81,12 @@ class Machine:
     memory_bandwidth: float = 4.2e12
     launch_s: float = 2e-6
     kernel_fill_nbytes: float = 4e6
-    # What the GPU keeps up: in a short burst after a pause its clock is higher.
+    # The clock sinks while the GPU is busy; so in as many operations of one product or of many.
     matmul: tuple[tuple[float, float], ...] = (
         (0.12e12, 800e12),
         (0.3e12, 790e12),
-        (0.6e12, 730e12),
-        (1e12, 690e12),
+        (1e12, 760e12),
+        (2e12, 680e12),
         (9e12, 670e12),
     )
     matmul_launch_s: float = 4e-6
@@ -118,6 +120,12 @@ class Machine:
     def __post_init__(self) -> None:
         for f in fields(self):
             _check(self, f.name, getattr(self, f.name))
+
+    def numbers_of(self, library: str) -> str:
+        """Return by which library's numbers another one is predicted, "" for its own: descriptions
+        of GPUs know NCCL and peer copies."""
+        is_known = self.device == CPU or library.upper() in (_NCCL_NAME, PEER_COPIES)
+        return "" if is_known else _NCCL_NAME
 
     def to_json(self) -> str:
         """Return the text of a description file, which `machine_from_json` reads."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -175,6 +175,14 @@ def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, in
         for rows, columns, speed in machine.tiles
         for tiles in [batch * math.ceil(m / rows) * math.ceil(n / columns)]
     )
+
+
+def under_load(machine: Machine, flops: float) -> Machine:
+    """Return the machine while a call does so many operations in matmuls: a GPU's clock depends on
+    how long it is busy, however many ops that takes; a CPU's rates are those of one product."""
+    if machine.device == CPU or not flops:
+        return machine
+    return replace(machine, matmul=((flops, _rate(flops, machine.matmul)),))
 
 
 def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:

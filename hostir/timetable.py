@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fuser.ir.nodes import LibraryOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.types import MemoryType
 from hostir.container import HostIrContainer
@@ -17,6 +18,7 @@ from hostir.op_costs import (
     held_nbytes,
     staging_cost,
     transfer_cost,
+    under_load,
 )
 from hostir.rank_posts import DEADLOCK, MISPLACED
 from hostir.rank_values import Array, at, np
@@ -123,9 +125,15 @@ class _Builder:
         self.calls: dict[object, tuple[Work, ...]] = {}
 
     def run(self, items: Sequence[UnrolledOp]) -> None:
-        for item in items:
-            if item.mask[self.place]:
-                self._item(item)
+        mine = [item for item in items if item.mask[self.place]]
+        products = [self._cost(item) for item in mine if isinstance(item.site.op, LibraryOp)]
+        self.machine = under_load(self.machine, sum(c.flops for c in products if c is not None))
+        for item in mine:
+            self._item(item)
+
+    def _cost(self, item: UnrolledOp) -> Cost | None:
+        sizes = item.sizes(self.place)
+        return cost_of(item.site.op, lambda tv: sizes[tv], self.machine)
 
     def _item(self, item: UnrolledOp) -> None:
         op, stream = item.site.op, self._stream(item)
@@ -137,11 +145,8 @@ class _Builder:
             self._collective(item, op, stream)
         elif item.group is not None or isinstance(op, P2PCommunication | CollectivePermute):
             self._transfers(item, stream)
-        else:
-            sizes = item.sizes(self.place)
-            cost = cost_of(op, lambda tv: sizes[tv], self.machine)
-            if cost is not None:
-                self._compute(item, cost, stream)
+        elif (cost := self._cost(item)) is not None:
+            self._compute(item, cost, stream)
 
     def _stream(self, item: UnrolledOp) -> int:
         return int(at(item.stream, self.place))  # pyright: ignore[reportArgumentType]

@@ -34,6 +34,7 @@ from fuser.frontend.program_cache import PROGRAMS
 from fuser.multidevice import Communicator
 from hostir import auto_overlap
 from hostir.auto_overlap import Candidate
+from hostir.overlap_bound import Bound
 from tests.frontend.overlapped import FORMS, SLOW, Form, X, defined, has_loops, several
 from tests.frontend.overlapped_gradients import GRADIENTS
 
@@ -47,7 +48,7 @@ _ENABLED = ["machine(h200)"]  # the name of any; `Chosen` gives the machine
 # What takes the fastest; why nothing can pay, why a graph pays more; on which machine.
 _DECIDES = (
     (auto_overlap, "pick"),
-    (auto_overlap, "_hopeless"),
+    (Bound, "why_hopeless"),
     (auto_overlap.Overlaps, "_why_not"),
     (fuser.frontend.overlap, "find_machine"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 
 from fuser import DataType
 from fuser.errors import FuserError, InputError
-from hostir import calibrate
+from hostir import calibrate, calibrate_checks
+from hostir.calibrate_checks import link_faults, matmul_faults, spread_faults
 from hostir.cli import main
 from hostir.evaluate import HostIrEvaluator
 from hostir.machine import (
@@ -30,9 +32,10 @@ from hostir.op_costs import BUS, collective_cost, transfer_cost
 from hostir.transfers import PEER_COPIES
 from multidevice import Communicator, simulate
 from tests.hostir.programs import CASES, build
+from tests.hostir.test_cost import linear_program, seconds
 
 CPU = torch.device("cpu")
-CACHED = calibrate._CACHED  # pyright: ignore[reportPrivateUsage]
+CACHED, SPREAD = calibrate_checks.CACHED, calibrate_checks.SPREAD
 LINKS = ("nccl", "nccl_other_bandwidth", "nccl_latency_s", "copy_latency_s", "pull_bandwidth")
 
 
@@ -41,8 +44,11 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Few rounds, and a cache folder of the test's own."""
     monkeypatch.setenv("FUSER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "_ROUNDS", 1)
-    # Of which nothing is left to say.
-    monkeypatch.setattr(calibrate, "_CACHED", float("inf"))
+    # One round says nothing of what cannot be, and other tests run beside.
+    for name in ("CACHED", "SPREAD", "RATES", "HALF_ON_CPU"):
+        monkeypatch.setattr(calibrate_checks, name, float("inf"))
+    monkeypatch.setattr(calibrate_checks, "FASTER", dict.fromkeys(("cpu", "cuda"), float("inf")))
+    monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 8)
 
 
 def test_a_rank_alone_measures_its_device() -> None:
@@ -54,8 +60,20 @@ def test_a_rank_alone_measures_its_device() -> None:
     assert 1e6 < found.memory_bandwidth < 1e13
     assert all(1e6 < rate < 1e14 for _, rate in found.matmul)
     assert found.matmul_dtypes["Float"] == 1.0
+    # Calls that compute next to nothing: 10 ns to 10 ms.
+    assert all(1e-8 < seconds < 1e-2 for seconds in (found.launch_s, found.matmul_launch_s))
     # What was not measured is as it was.
     assert all(getattr(found, name) == getattr(H200, name) for name in LINKS)
+
+
+def test_a_small_linear_costs_what_a_small_matmul_was_measured_to(tmp_path: Path) -> None:
+    _, found, _ = calibrate.calibrate(Communicator.instance(), CPU)
+    assert seconds(linear_program(1, 1, 1, DataType.Float), found) > found.matmul_launch_s
+    # A matmul of twice the size of one that was measured takes longer, at about its rate.
+    flops, rate = found.matmul[-1]
+    n = 2 * round((flops / 2) ** (1 / 3))
+    large = seconds(linear_program(n, n, n, DataType.Float), found)
+    assert large == pytest.approx(8 * flops / rate, rel=0.1)
 
 
 def check_links() -> None:
@@ -167,9 +185,10 @@ def test_a_link_faster_than_memory_is_not_written(
     links: dict[str, Any] = {"nccl": {"Allgather": 2e9}, "nccl_other_bandwidth": 2e9}
     links["pull_bandwidth"] = 2e9
     (links["nccl"] if name == "Allgather" else links)[name] = 3090e9
-    monkeypatch.setattr(calibrate, "_CACHED", CACHED)
+    monkeypatch.setattr(calibrate_checks, "CACHED", CACHED)
+    tries: list[object] = []
     monkeypatch.setattr(calibrate, "local_fields", lambda *_: {"memory_bandwidth": 13e9})
-    monkeypatch.setattr(calibrate, "link_fields", lambda _: links)
+    monkeypatch.setattr(calibrate, "link_fields", lambda bench: tries.append(bench) or links)
 
     def body() -> None:
         with pytest.raises(
@@ -180,27 +199,136 @@ def test_a_link_faster_than_memory_is_not_written(
     with simulate(2) as world:
         world.run(body)
     assert not measured_file(CPU).exists()
-    calibrate.check_links({**H200.__dict__})
-    calibrate.check_links({"memory_bandwidth": 10e9, "pull_bandwidth": 19e9})
+    assert len(tries) == 3 * 2  # ranks
+    assert not link_faults({**H200.__dict__})
+    assert not link_faults({"memory_bandwidth": 10e9, "pull_bandwidth": 19e9})
 
 
-def test_repetitions_that_differ_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_other_work_beside_some_repetitions_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One repetition aside: the median does without it."""
-    monkeypatch.setattr(calibrate, "_ROUNDS", 5)
+    """The lower quartile of nine; where that is far from the best, of up to four times as many."""
+    monkeypatch.setattr(calibrate, "_ROUNDS", 9)
+    monkeypatch.setattr(calibrate_checks, "SPREAD", SPREAD)
+    monkeypatch.setattr(calibrate, "SPREAD", SPREAD)
     bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
-    for times in ([1.0, 1.1, 1.2, 1.0, 9.0], [1.0, 3.0, 1.0, 20.0, 2.0]):
-        left = iter(times)
+    quiet = [9.0, 1.0, 9.0, 1.1, 30.0, 1.0, 9.0, 9.0, 9.0]
+    busy = [1.0, *[5.0] * 8]
+    for times, expected in ((quiet, 1.1), ([*busy, *[1.2] * 9], 1.2), ([*busy, *[5.0] * 27], 5.0)):
+        left = iter([0.0, *times])  # the first tells how many calls a burst has
         monkeypatch.setattr(bench, "_burst", lambda *_, left=left: next(left))
-        assert bench.seconds(lambda: None) == sorted(times)[2]
-    assert bench.spreads == pytest.approx([1.2, 3.0])
-    assert calibrate.spread_text(bench.spreads[:1]) == []
-    (text,) = calibrate.spread_text(bench.spreads)
-    assert text.startswith("1 of 2 measurements differ by more than a factor of 2 from repetition")
-    monkeypatch.setattr(calibrate, "calibrate", lambda *_: (H200, H200, [text]))
-    assert main(["calibrate", "--device", "cpu"]) == 0
-    assert f"not sure: {text}" in capsys.readouterr().out
+        assert bench.seconds(lambda: None) == expected
+        assert len(list(left)) == 0
+    assert bench.spreads == pytest.approx([1.1, 1.2, 5.0])
+    assert spread_faults(bench.spreads[:2]) == ""
+    text = spread_faults(bench.spreads)
+    assert text.startswith("1 of 3 measurements differ by more than a factor of 2 from repetition")
+
+
+def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_ROUNDS", 3)
+    bench = calibrate._Bench(Communicator.instance(), CPU)  # pyright: ignore[reportPrivateUsage]
+    called: list[str] = []
+    bench.interleaved([lambda: called.append("a"), lambda: called.append("b")], 1)
+    assert called[-6:] == ["a", "b"] * 3
+
+
+# (dtype, microseconds of products of 4, 34 and 268 MFLOP); what is said.
+FAULTS = [
+    ({"Float": (60, 400, 3000)}, ""),
+    ({"Float": (60, 60, 60)}, "Float matmuls of 4e.06 and 3.4e.07 operations take 60 and 60 us"),
+    ({"Float": (30, 23000, 3000)}, "take 30 and 2.3e.04 us: their rates differ by a factor of 90"),
+    ({"Float": (60, 400, 300)}, "take 400 and 300 us"),
+    ({"Float": (60, 400, 3000), "Half": (4, 28, 210)}, "Half matmuls are 15 times as fast as"),
+    ({"Float": (60, 400, 3000), "Half": (9000, 80000, 640000)}, ""),
+    ({"Float": (60, 400, 3000), "BFloat16": (30, 200, 1500)}, ""),
+    ({"Float": (60, 400, 3000), "Double": (20, 130, 1000)}, "Double matmuls are 3.08 times"),
+    ({"Float": (60, 400, 3000), "Double": (100, 100, 100)}, "Double matmuls of 4e.06 and"),
+]
+
+
+@pytest.mark.parametrize(("times", "said"), FAULTS)
+def test_matmuls_that_cannot_be_are_told(
+    times: dict[str, tuple[float, ...]], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the bounds as they are
+    flops = (4e6, 34e6, 268e6)
+    rates = {
+        d: [(n, n / (us * 1e-6)) for n, us in zip(flops, found, strict=True)]
+        for d, found in times.items()
+    }
+    text = matmul_faults(rates, "Float", "cpu", has_tiles=False)
+    assert re.search(said, text) and bool(text) == bool(said)
+    if "15 times" in said:
+        assert not matmul_faults(rates, "Float", "cpu", has_tiles=True)
+
+
+def test_a_larger_matmul_of_a_gpu_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rates differ by less than fourfold."""
+    monkeypatch.undo()
+    for fast, said in ((1500e12, "1e.12 and 2e.12 operations take"), (800e12, "")):
+        rates = {"BFloat16": [(1e12, 700e12), (2e12, fast)]}
+        text = matmul_faults(rates, "BFloat16", "cuda", has_tiles=False)
+        assert re.search(said, text) and bool(text) == bool(said)
+
+
+def test_measurements_are_repeated_and_nothing_impossible_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The third one has nothing that cannot be; or none has."""
+    tries: list[object] = []
+
+    def wrong(bench: Any, before: Machine) -> dict[str, Any]:
+        tries.append(bench)
+        bench.faults.append("" if len(tries) == good else "it cannot be")
+        return {"memory_bandwidth": 1e9}
+
+    monkeypatch.setattr(calibrate, "local_fields", wrong)
+    good = 3
+    calibrate.calibrate(Communicator.instance(), CPU)
+    assert len(tries) == 3
+    good = -1
+    with pytest.raises(FuserError, match=r"it cannot be: other work .* Nothing is written"):
+        calibrate.calibrate_here(Communicator.instance(), "cpu", None)
+    assert len(tries) == 6 and not measured_file(CPU).exists()
+
+
+def test_ranks_that_take_turns_are_refused_unless_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(calibrate, "local_fields", lambda *_: {"memory_bandwidth": 1e9})
+    monkeypatch.setattr(calibrate, "link_fields", lambda _: {"pull_bandwidth": 2e9})
+    file = tmp_path / "mine.json"
+
+    def body() -> None:
+        here = Communicator.instance()
+        with pytest.raises(InputError, match=r"2 ranks take turns on 1 cores.*-o FILE.json"):
+            calibrate.calibrate_here(here, "cpu", None)
+        told = calibrate.calibrate_here(here, "cpu", str(file))
+        assert "not sure: 2 ranks take turns on 1 cores" in told
+
+    with simulate(2) as world:
+        world.run(body)
+    assert file.exists() and not measured_file(CPU).exists()
+
+
+def test_a_description_says_whose_links_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone keeps the links that a job has measured, and their number."""
+    monkeypatch.setattr(calibrate, "local_fields", lambda *_: {"memory_bandwidth": 1e9})
+    monkeypatch.setattr(calibrate, "link_fields", lambda _: {"pull_bandwidth": 2e9})
+
+    def body() -> None:
+        calibrate.calibrate_here(Communicator.instance(), "cpu", None)
+
+    body()
+    assert cast(Machine, machine_of(CPU)).name == "cpu, measured"
+    with simulate(2) as world:
+        world.run(body)
+    assert cast(Machine, machine_of(CPU)).name == "cpu, measured; links by 2 ranks"
+    body()
+    found = cast(Machine, machine_of(CPU))
+    assert (found.name, found.pull_bandwidth) == ("cpu, measured; links by 2 ranks", 2e9)
 
 
 class Model:

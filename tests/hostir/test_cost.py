@@ -131,13 +131,16 @@ def test_the_streams_of_a_report_add_up() -> None:
     assert one.compute == pytest.approx(4e-6)
 
 
-def linear_program(m: int, n: int, k: int, dtype: DataType = DataType.BFloat16) -> HostIrContainer:
+def linear_program(
+    m: int, n: int, k: int, dtype: DataType = DataType.BFloat16, *, times: int = 1
+) -> HostIrContainer:
     hic = HostIrContainer()
     with hic:
         x, w = hic.input([m, k], dtype), hic.input([n, k], dtype)
-        y = ops.linear(x, w)
-        hic.append(y)
-        hic.add_output(y)
+        for _ in range(times):
+            y = ops.linear(x, w)
+            hic.append(y)
+            hic.add_output(y)
     return hic
 
 
@@ -172,6 +175,19 @@ def test_the_rate_of_matmuls_follows_their_size() -> None:
         flops = 2 * 10 * 10 * math.ceil(size / 200)
         found = seconds(linear_program(10, 10, flops // 200), machine)
         assert found == pytest.approx(flops / rate, rel=1e-3)
+
+
+@pytest.mark.parametrize(("device", "rate"), [("GPU", 0.5e12), ("CPU", 1e12)])
+def test_a_gpus_rate_follows_what_a_call_computes_not_how_it_is_cut(
+    device: str, rate: float
+) -> None:
+    """8e6 operations in one product run at 0.5e12 on both; in eight, on a CPU each at 1e12."""
+    points = ((1e6, 1e12), (4e6, 0.5e12))
+    one_tile = {"multiprocessors": 1, "tiles": ((1, 1, 1.0),)}
+    machine = replace(PLAIN, device=device, memory_bandwidth=1e15, matmul=points, **one_tile)
+    assert seconds(linear_program(80, 10, 5000), machine) == pytest.approx(8e6 / 0.5e12)
+    cut = seconds(linear_program(10, 10, 5000, times=8), machine)
+    assert cut == pytest.approx(8e6 / rate)
 
 
 def test_float32_matmuls_are_scaled_and_unknown_dtypes_refused() -> None:
