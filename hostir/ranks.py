@@ -17,7 +17,6 @@ from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
-from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator, MakeRunner
 from hostir.measured import Trace
 from multidevice.communicator import Communicator
@@ -96,7 +95,7 @@ def random_inputs(
 ) -> list[Argument]:
     """Return global inputs: normal floats, integers in [0, 8); `sizes` sets symbols by name.
 
-    Raises `InputError` for a name that no input has.
+    Raises `InputError` for a name that no input has, and for a tensor that is too large.
     """
     values = symbol_values(program, sizes)
     generator = torch.Generator().manual_seed(seed)
@@ -108,11 +107,15 @@ def random_inputs(
     for value in program.inputs:
         if isinstance(value, TensorView):
             shape = [size_of(program.values.canonical(x)) for x in value.shape()]
-            if category(value.dtype()) == "float":
-                tensor = torch.randn(shape, generator=generator)
-            else:
-                tensor = torch.randint(0, 8, shape, generator=generator)
-            inputs.append(tensor.to(to_torch(value.dtype())))
+            try:
+                if category(value.dtype()) == "float":
+                    tensor = torch.randn(shape, generator=generator)
+                else:
+                    tensor = torch.randint(0, 8, shape, generator=generator)
+                inputs.append(tensor.to(to_torch(value.dtype())))
+            except RuntimeError as error:  # torch's, of what no memory holds
+                what = f"{value} of shape {tuple(shape)}"
+                raise InputError(f"no memory for the input {what}: {error}") from None
         else:
             assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
             inputs.append(values[value])
@@ -174,7 +177,7 @@ def run_here(
         number_of_streams=number_of_streams,
         late_stream=late_stream,
     )
-    return run_agreed(evaluator, mine, communicator)
+    return evaluator.run(mine)
 
 
 def run_simulated(

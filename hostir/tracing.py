@@ -22,16 +22,14 @@ from fuser.arguments import LONGEST, require, show
 from fuser.errors import ExecutionError, FuserError, InputError, UnsupportedError
 from fuser.inputs import flatten
 from fuser.ir.binding import signature_of
-from fuser.ir.tensor import TensorView
 from hostir.arena import Arena
 from hostir.bind import Argument
 from hostir.capture import RUNS_BEFORE
-from hostir.container import HostIrContainer, walk
-from hostir.effects import Writes, effects_of
 from hostir.machine import Machine, find_machine
 from hostir.measured import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.memory import op_failed
 from hostir.noting import NotingRecorder
+from hostir.overlap import written_inputs
 from hostir.plan import Plan
 from hostir.steps import Slots
 from hostir.storage import Storage
@@ -39,6 +37,7 @@ from hostir.streams import on_device
 from hostir.timetable import Timetable, timetable_of
 from hostir.together import Together, aligned
 from hostir.watch import CuptiWatch, EventWatch, HostWatch, clock
+from hostir.writable import not_writable
 from multidevice.backends.protocol import Team
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ def take_trace(
         return given, where, machine
 
     given, where, machine = ranks.together(prepare)
-    _check_alike(ranks.tell(asked.runs))
     runs = _Runs(evaluator, ranks, given)
     plan = runs.plan
     ways = ranks.together(lambda: _ways(plan.device, asked.source, communicator))
@@ -112,10 +110,11 @@ class Asked:
     predicted: str | None = None
 
     @property
-    def runs(self) -> str:
-        """What all ranks must have asked for alike."""
+    def line(self) -> str:
+        """What ranks claim besides what they trace: it must be alike."""
         names = "warm_up", "repeat", "source"
-        return ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
+        runs = ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
+        return f"// traced: {runs}"
 
     def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
         """Return where this rank writes, if it does, and the machine.
@@ -129,13 +128,6 @@ class Asked:
         machine: str | None = require("trace", "predicted", self.predicted, str | None)
         where = _path(self.path, is_written=is_written)
         return where, None if machine is None else find_machine(machine)
-
-
-def _check_alike(asked: Sequence[str]) -> None:
-    """Raise `InputError` where ranks would run the program differently often."""
-    if len(set(asked)) > 1:
-        told = "; ".join(dict.fromkeys(asked))
-        raise InputError(f"trace: the ranks of a program ask for different runs: {told}")
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:
@@ -153,21 +145,9 @@ def _path(path: object, *, is_written: bool) -> Path | None:
         raise InputError(f"trace: path={show(path)}: expected the name of a file")
     if not is_written:
         return None
-    if why := _not_writable(where):
+    if why := not_writable(where):
         raise InputError(f"trace: path={show(str(where))}: {why}")
     return where
-
-
-def _not_writable(where: Path) -> str:
-    folder = where.absolute().parent
-    try:
-        if where.is_dir():
-            return "it is a folder"
-        if not folder.is_dir():
-            return f"there is no folder {show(str(where.parent))}"
-        return "" if os.access(where if where.exists() else folder, os.W_OK) else "not permitted"
-    except OSError as error:
-        return error.strerror or type(error).__name__
 
 
 def _ways(
@@ -200,17 +180,18 @@ class _Runs:
 
     def __init__(self, evaluator: HostIrEvaluator, ranks: Together, given: list[Argument]) -> None:
         self.ranks, self._evaluator = ranks, evaluator
-        into = _written(evaluator.program)
+        program = evaluator.program
+        written = written_inputs(program, Storage.of(program))
         self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inputs = list(given)
-        for i, declared in enumerate(evaluator.program.inputs):
+        for i in written:
             value = given[i]
-            if declared in into and isinstance(value, torch.Tensor):
-                copy = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
-                self._inputs[i] = copy
-                self._restored.append((copy, value.detach()))
+            assert isinstance(value, torch.Tensor), f"input {i} has no memory"
+            copy = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+            self._inputs[i] = copy
+            self._restored.append((copy, value.detach()))
         self._restore()
         self.recorder, self.plan = evaluator.recorded(self._inputs, NotingRecorder)
         self.outputs: list[torch.Tensor] = []
@@ -292,14 +273,6 @@ class _Runs:
 
 def _wall_and_host(begin: float, issued: float, end: float) -> tuple[float, float]:
     return end - begin, issued - begin
-
-
-def _written(program: HostIrContainer) -> set[TensorView]:
-    """Return the inputs that a program writes into: declared updates, and those of its ops."""
-    storage = Storage.of(program)
-    effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
-    written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
-    return {*written, *(alias.into for alias in program.aliases)}
 
 
 def _watched(
