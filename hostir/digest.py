@@ -1,24 +1,18 @@
-"""What ranks compare before they run a program, and running a program from its text with it."""
+"""What ranks compare before they run a program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from fuser.ir.core import Op
 from fuser.ir.fusion import Value
-from fuser.ir.scalar import Symbol
+from fuser.ir.scalar import Number, Symbol
 from fuser.ir.text import op_text
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
-from hostir.evaluate import HostIrEvaluator
-from multidevice.agreement import Claim, Prepared
-from multidevice.agreement import run_agreed as run_when_agreed
-
-if TYPE_CHECKING:
-    from multidevice.communicator import Communicator
+from multidevice.agreement import Claim
 
 
 def communications_text(program: HostIrContainer) -> str:
@@ -70,30 +64,24 @@ def claim_of(
     return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where, tuple(ops))
 
 
-def run_agreed(
-    evaluator: HostIrEvaluator, inputs: Sequence[Argument], communicator: Communicator
-) -> list[torch.Tensor]:
-    """Run once the ranks of the program's meshes agree; see `multidevice.agreement.run_agreed`.
-
-    Raises the error of this rank's inputs, `PeerError` naming another rank's, or
-    `ProgramMismatchError` with the first line that differs; nothing was launched then.
-    """
-    program = evaluator.program
-
-    def prepare() -> Prepared[list[torch.Tensor]]:
-        values = evaluator.check(inputs)
-        free = {program.inputs[i]: inputs[i] for i in sorted(evaluator.free)}
-        claim = claim_of(
-            (program.meaning_text(),),
-            input_names(program.inputs, walk(program.ops)),
-            inputs,
-            {s: v for s, v in values.items() if isinstance(v, int) and s not in free},
-            free=evaluator.free,
-            where=first_line(program),
-            ops=tuple(walk(program.ops)),
-        )
-        evaluator.are_apart(inputs, None)  # raises what the others should hear before they start
-        run: Callable[[], list[torch.Tensor]] = lambda: evaluator.run(inputs)  # noqa: E731
-        return claim, tuple(free.values()), run
-
-    return run_when_agreed(communicator, program.devices(), prepare)
+def program_claim(
+    program: HostIrContainer,
+    parts: Sequence[str],
+    inputs: Sequence[Argument],
+    values: Mapping[Symbol, Number],
+    free: Iterable[int],
+) -> Claim:
+    """Return what a rank claims that runs a program by itself; `parts` has lines of how it is run,
+    `values` what the symbols are."""
+    ops = tuple(walk(program.ops))
+    loose = {program.inputs[i] for i in free}
+    sizes = {s: v for s, v in values.items() if isinstance(v, int) and s not in loose}
+    return claim_of(
+        (program.meaning_text(), *parts),
+        input_names(program.inputs, ops),
+        inputs,
+        sizes,
+        free=free,
+        where=first_line(program),
+        ops=ops,
+    )

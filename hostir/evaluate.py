@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 from fuser import options
-from fuser.arguments import require, show
+from fuser.arguments import require
 from fuser.errors import (
-    ExecutionError,
     FuserError,
-    InputError,
     UnsupportedError,
     VerifyError,
     user_code,
@@ -47,10 +45,11 @@ from hostir.container import (
     walk,
 )
 from hostir.devices import Devices
+from hostir.digest import program_claim
 from hostir.frame import Frame, KernelRunner
-from hostir.given import bind_buffers
+from hostir.given import bind_buffers, inputs_and_buffers
 from hostir.handlers import run_block
-from hostir.job import check_devices, check_grouped
+from hostir.job import check_devices, check_grouped, read_late_stream
 from hostir.known import Known
 from hostir.lower_params import check_number_of_streams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
@@ -67,6 +66,7 @@ from hostir.streams import (
 )
 from hostir.transfers import PEER_COPIES
 from hostir.verify import verify
+from multidevice.agreement import Channel, Claim, Prepared
 from multidevice.backends.captured import STEP_BY_STEP
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ if TYPE_CHECKING:
 
     from fuser.kernels.executor import KernelRequest
     from hostir.measured import Trace
-    from hostir.tracing import Source
+    from hostir.tracing import Asked, Source
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
 R = TypeVar("R", bound=Recorder)
+T = TypeVar("T")
 _NAME = "HostIrEvaluator"
 # Classes of inputs that an evaluator remembers.
 MAX_PLANS = 256
@@ -121,13 +122,7 @@ class HostIrEvaluator:
         self.program = program
         self._storage = Storage.of(program)
         self._number_of_streams = number_of_streams
-        if isinstance(late_stream, str) and late_stream.isascii() and late_stream.isdigit():
-            late_stream = int(late_stream)
-        is_number = type(late_stream) is int and late_stream >= 0
-        if not is_number and late_stream not in (None, "all", "entry"):
-            raise ExecutionError(
-                f"late_stream={late_stream!r}: the number of a stream, 'entry' or 'all'"
-            )
+        late_stream = read_late_stream(late_stream)
         self._late = late_stream
         if late_stream is not None and communicator is not None and communicator.is_real():
             check_grouped(program)
@@ -190,17 +185,39 @@ class HostIrEvaluator:
         return self._runners[group]
 
     # ------------------------------------------------------------ running
-    def run(
-        self, inputs: Sequence[Argument], *, signature: Hashable | None = None
-    ) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Return the visible outputs in order; hidden aliased ones are written into their inputs.
 
-        The ranks have agreed on program and inputs (`hostir.digest.run_agreed`, or the frontend).
-        `signature` stands for the class of the inputs where the caller knows it already.
+        The ranks of the program's meshes call it together: they agree on program and inputs first,
+        and an error of one of them is an error of all; see `multidevice.agreement.run_agreed`.
 
-        Raises `InputError` or `ShardingError` when an input does not fit; nothing was launched.
+        Raises `InputError` or `ShardingError` when an input does not fit, `PeerError` naming
+        another rank's error, or `ProgramMismatchError`; nothing was launched then.
         """
-        self._begin()
+        channel = self._channel()
+        if channel is None:
+            return self.run_as_agreed(inputs)
+        return channel.run(partial(self._prepare_run, inputs))
+
+    def run_as_agreed(
+        self, inputs: Sequence[Argument], *, signature: Hashable | None = None
+    ) -> list[torch.Tensor]:
+        """Like `run`, inside of a call on which the ranks have agreed.
+
+        `signature` stands for the class of the inputs where the caller knows it already.
+        """
+        inputs, key, known = self._recall(inputs, signature)
+        if known is not None:
+            return self.run_known(known, inputs, known.contents.check(inputs))
+        known = self.know(inputs)
+        outputs = self.run_known(known, inputs)
+        self._known[key] = known
+        return outputs
+
+    def _recall(
+        self, inputs: Sequence[Argument], signature: Hashable | None = None
+    ) -> tuple[Sequence[Argument], Hashable, Known | None]:
+        """Return the flat inputs, their signature, and what is known of earlier ones like them."""
         try:
             inputs = list(inputs)
             key = signature_of(inputs, self.free) if signature is None else signature
@@ -209,14 +226,53 @@ class HostIrEvaluator:
             inputs = flatten(inputs)
             key = signature_of(inputs, self.free)
             known = None
+        return inputs, key, self._known.recall(key) if known is None else known
+
+    # ------------------------------------------------------------ among ranks
+    def _channel(self) -> Channel | None:
+        return None if self._communicator is None else self._communicator.channel(self._team)
+
+    def _agreed(
+        self, inputs: Sequence[Argument], body: Callable[[list[Argument]], T], *also: str
+    ) -> T:
+        """Return `body` of the flat inputs, once the ranks agree, also on the lines `also`."""
+        channel = self._channel()
+        if channel is None:
+            return body(flatten(inputs))
+
+        def prepare() -> Prepared[T]:
+            given = flatten(inputs)
+            claim = self._claim(given, *also)
+            self.are_apart(given, None)  # raises what the others should hear, too
+            return claim, self._numbers(given), partial(body, given)
+
+        return channel.run(prepare)
+
+    def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
+        """Return what this rank claims to run, and how; nothing is launched."""
+        inputs, key, known = self._recall(inputs)
         if known is None:
-            known = self._known.recall(key)
-        if known is not None:
-            return self.run_known(known, inputs, known.contents.check(inputs), has_begun=True)
-        known = self.know(inputs)
-        outputs = self.run_known(known, inputs, has_begun=True)
-        self._known[key] = known
-        return outputs
+            known, places = self.prepare(inputs), None
+        else:
+            places = known.contents.check(inputs)
+        claim = known.claim = known.claim or self._claim(inputs)
+        are_apart = self.are_apart(inputs, known)
+
+        def run() -> list[torch.Tensor]:
+            outputs = self.run_known(known, inputs, places, are_apart)
+            if places is None:
+                self._known[key] = known
+            return outputs
+
+        return claim, self._numbers(inputs), run
+
+    def _claim(self, inputs: Sequence[Argument], *also: str) -> Claim:
+        """Return what this rank claims to run on these inputs, once they are checked."""
+        how = f"// options: {self._settings}\n// streams: {self._number_of_streams}"
+        return program_claim(self.program, (how, *also), inputs, self.check(inputs), self.free)
+
+    def _numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
+        return tuple(inputs[i] for i in sorted(self.free))
 
     def know(self, inputs: Sequence[Argument]) -> Known:
         """Return what `run_known` remembers inputs of one signature by."""
@@ -228,16 +284,13 @@ class HostIrEvaluator:
         inputs: Sequence[Argument],
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
-        *,
-        has_begun: bool = False,
     ) -> list[torch.Tensor]:
-        """Like `run`, for inputs of a signature that is known.
+        """Like `run_as_agreed`, for inputs of a signature that is known.
 
         `places` is what their `Contents.check` returned, None before the first run; `are_apart` is
-        what the method of this name returned, where the caller has asked it. `has_begun`: the run
-        has been counted.
+        what the method of this name returned, where the caller has asked it.
         """
-        if self._copies_from_peers and not has_begun:
+        if self._copies_from_peers:
             self._begin()
         plan = None if places is None else known.plans.get(places)
         # Entering and leaving no_grad costs a tenth of a small program.
@@ -262,21 +315,28 @@ class HostIrEvaluator:
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
         """Run on values by name: every input has one; any other tensor is where the program puts
-        that result instead of a tensor of its own. Returns as `run` does.
+        that result instead of a tensor of its own. Ranks agree, and it returns, as `run` does.
         """
+        channel = self._channel()
+        if channel is None:
+            return self._with_buffers(*inputs_and_buffers(self.program, values))
+        return channel.run(partial(self._prepare_with_buffers, values))
+
+    def _prepare_with_buffers(
+        self, values: Mapping[Value, Argument]
+    ) -> Prepared[list[torch.Tensor]]:
+        inputs, buffers = inputs_and_buffers(self.program, values)
+        bind_buffers(self._frame(inputs, tuple(buffers)), buffers)
+        self.are_apart(inputs, None)
+        names = sorted(tv.label for tv in buffers)
+        claim = self._claim(inputs, f"// given: {', '.join(names)}")
+        run = partial(self._with_buffers, inputs, buffers)
+        return claim, self._numbers(inputs), run
+
+    def _with_buffers(
+        self, inputs: list[Argument], buffers: Mapping[TensorView, Argument]
+    ) -> list[torch.Tensor]:
         self._begin()
-        if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"Expected a value for each input by name, but got {show(values)}")
-        missing = [i for i, v in enumerate(self.program.inputs) if v not in values]
-        if missing:
-            i = missing[0]
-            raise InputError(f"Expected a value for input {i}, {self.program.inputs[i]}")
-        inputs = flatten([values[v] for v in self.program.inputs])
-        tensors = self.program.tensors()
-        given = {v: t for v, t in values.items() if v not in self.program.inputs}
-        for stranger in (v for v in given if v not in tensors):
-            raise InputError(f"{show(stranger)} is no value of this program")
-        buffers = {v: t for v, t in given.items() if isinstance(v, TensorView)}
 
         def body(apart: list[Argument]) -> list[torch.Tensor]:
             frame = self._frame(apart, tuple(buffers))
@@ -460,20 +520,27 @@ class HostIrEvaluator:
     ) -> Trace:
         """Run several times on these inputs, all ranks of the program together, and return what ran
         when; see `FusionDefinition.trace`."""
-        from hostir.tracing import Asked, take_trace
+        from hostir.tracing import Asked
+
+        asked = Asked(path, warm_up, repeat, source, predicted)
+        return self._agreed(inputs, lambda given: self.trace_as_agreed(given, asked), asked.line)
+
+    def trace_as_agreed(self, inputs: Sequence[Argument], asked: Asked) -> Trace:
+        """Like `trace`, inside of a call on which the ranks have agreed."""
+        from hostir.tracing import take_trace
 
         if self._late is not None:
             raise UnsupportedError("trace: late_stream holds work back: trace without it")
-        asked = Asked(path, warm_up, repeat, source, predicted)
         return take_trace(self, self._communicator, self._team, inputs, asked)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""
+        return self._agreed(inputs, self._evaluate)
+
+    def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
         self._begin()
         with torch.no_grad():
-            return self._on_apart(
-                flatten(inputs), lambda apart: self._walk(self._frame(apart), None)
-            )
+            return self._on_apart(inputs, lambda apart: self._walk(self._frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
         """Return the outputs of `body` on inputs that share no memory with updated ones."""

@@ -15,14 +15,16 @@ import torch
 
 from fuser.arguments import show
 from fuser.errors import CommunicationError, InputError, user_code
+from fuser.inputs import flatten
 from fuser.ir import nodes
-from fuser.ir.binding import tensor_problem
+from fuser.ir.binding import Argument, tensor_problem
 from fuser.ir.core import Op
 from fuser.ir.dtypes import to_torch
+from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.storage import expanded_positions
 from fuser.ir.tensor import TensorView
-from hostir.container import walk
+from hostir.container import HostIrContainer, walk
 from hostir.effects import Makes, Part, Reads, Writes, effects_of
 from hostir.frame import Frame
 from hostir.in_place import manner
@@ -33,6 +35,27 @@ from hostir.storage import Storage
 from hostir.transfers import Order, StartsCommunication
 
 _POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, nodes.LoadStoreOp)
+
+
+def inputs_and_buffers(
+    program: HostIrContainer, values: Mapping[Value, Argument]
+) -> tuple[list[Argument], dict[TensorView, Argument]]:
+    """Return the inputs of a program in order, and what is given for other tensors.
+
+    Raises `InputError` for an input without a value, and for what is no value of the program.
+    """
+    if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"Expected a value for each input by name, but got {show(values)}")
+    missing = [i for i, v in enumerate(program.inputs) if v not in values]
+    if missing:
+        i = missing[0]
+        raise InputError(f"Expected a value for input {i}, {program.inputs[i]}")
+    inputs = flatten([values[v] for v in program.inputs])
+    tensors = program.tensors()
+    given = {v: t for v, t in values.items() if v not in program.inputs}
+    for stranger in (v for v in given if v not in tensors):
+        raise InputError(f"{show(stranger)} is no value of this program")
+    return inputs, {v: t for v, t in given.items() if isinstance(v, TensorView)}
 
 
 def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from fuser.errors import ShardingError, UnsupportedError, user_code
+from fuser.errors import ExecutionError, ShardingError, UnsupportedError, user_code
 from hostir.container import HostIrContainer, walk
 from hostir.transfers import EndCoalescing, P2PCommunication, StartCoalescing
+
+
+def read_late_stream(late: str | int | None) -> str | int | None:
+    """Return which stream's work is held back: a number, "entry", "all", or None.
+
+    Raises `ExecutionError` for anything else.
+    """
+    if isinstance(late, str) and late.isascii() and late.isdigit():
+        return int(late)
+    is_number = type(late) is int and late >= 0
+    if not is_number and late not in (None, "all", "entry"):
+        raise ExecutionError(f"late_stream={late!r}: the number of a stream, 'entry' or 'all'")
+    return late
 
 
 def check_grouped(program: HostIrContainer) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from fuser.ir.binding import Argument, Contents
 from fuser.recent import Recent
 from hostir.plan import Plan
+from multidevice.agreement import Claim
 
 # Places in a vector of memory of the tensors of one signature.
 MAX_PLACES = 64
@@ -21,6 +22,8 @@ class Known:
 
     def __init__(self, contents: Contents, forget: Callable[[Plan], None]) -> None:
         self.contents = contents
+        # What this rank claims to run on them, where others have to agree.
+        self.claim: Claim | None = None
         self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
         # What is bound and has not run yet.
         self._new: dict[tuple[int, ...], Plan] = {}

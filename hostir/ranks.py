@@ -17,7 +17,6 @@ from fuser.ir.tensor import TensorView
 from fuser.options import Settings
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
-from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator, MakeRunner
 from hostir.measured import Trace
 from multidevice.communicator import Communicator
@@ -174,7 +173,7 @@ def run_here(
         number_of_streams=number_of_streams,
         late_stream=late_stream,
     )
-    return run_agreed(evaluator, mine, communicator)
+    return evaluator.run(mine)
 
 
 def run_simulated(

@@ -72,7 +72,6 @@ def take_trace(
         return given, where, machine
 
     given, where, machine = ranks.together(prepare)
-    _check_alike(ranks.tell(asked.runs))
     runs = _Runs(evaluator, ranks, given)
     plan = runs.plan
     ways = ranks.together(lambda: _ways(plan.device, asked.source, communicator))
@@ -112,10 +111,11 @@ class Asked:
     predicted: str | None = None
 
     @property
-    def runs(self) -> str:
-        """What all ranks must have asked for alike."""
+    def line(self) -> str:
+        """What ranks claim besides what they trace: it must be alike."""
         names = "warm_up", "repeat", "source"
-        return ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
+        runs = ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
+        return f"// traced: {runs}"
 
     def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
         """Return where this rank writes, if it does, and the machine.
@@ -129,13 +129,6 @@ class Asked:
         machine: str | None = require("trace", "predicted", self.predicted, str | None)
         where = _path(self.path, is_written=is_written)
         return where, None if machine is None else find_machine(machine)
-
-
-def _check_alike(asked: Sequence[str]) -> None:
-    """Raise `InputError` where ranks would run the program differently often."""
-    if len(set(asked)) > 1:
-        told = "; ".join(dict.fromkeys(asked))
-        raise InputError(f"trace: the ranks of a program ask for different runs: {told}")
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:

@@ -312,19 +312,12 @@ class FusionExecutorCache:
         inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(communicator, inputs, device, _enable_options, _disable_options)
         # A rank that traces does not meet one that executes, or traces more runs.
-        claim = replace(call.claim, parts=(*call.claim.parts, f"// traced: {asked.runs}"))
+        claim = replace(call.claim, parts=(*call.claim.parts, asked.line))
         numbers = draws.claimed(given, self._numbers, device, self._draws)
 
         def run() -> Trace:
             self._has_run(call)
-            return call.bound.evaluator.trace(
-                self._autograd.resolved(given),
-                asked.path,
-                warm_up=asked.warm_up,
-                repeat=asked.repeat,
-                source=asked.source,
-                predicted=asked.predicted,
-            )
+            return call.bound.evaluator.trace_as_agreed(self._autograd.resolved(given), asked)
 
         return claim, numbers, begin(run)
 

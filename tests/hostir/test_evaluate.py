@@ -25,7 +25,6 @@ from fuser.ir.binding import Contents
 from fuser.ir.dtypes import DataType
 from fuser.ops.define import define_scalar, define_tensor
 from hostir.container import HostIrContainer
-from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator
 from hostir.ops import Allocate
 from hostir.parse import parse
@@ -486,8 +485,8 @@ def test_an_error_on_one_rank_reaches_the_others_and_the_next_run_works() -> Non
         mine = _shards(case, program, communicator.rank())
         wrong = mine if communicator.rank() == 0 else [mine[0].half(), *mine[1:]]
         with pytest.raises(FuserError) as error:
-            run_agreed(evaluator, wrong, communicator)
-        good = run_agreed(evaluator, mine, communicator)
+            evaluator.run(wrong)
+        good = evaluator.run(mine)
         return type(error.value).__name__, str(error.value), good
 
     with simulate(2) as world:
@@ -507,10 +506,10 @@ def test_ranks_with_different_programs_are_told_the_first_different_line() -> No
     def body() -> str:
         communicator = Communicator.instance()
         mine = _shards(case, program, communicator.rank())
-        run_agreed(HostIrEvaluator(other, communicator), mine, communicator)
+        HostIrEvaluator(other, communicator).run(mine)
         text = changed if communicator.rank() else other
         with pytest.raises(ProgramMismatchError) as error:
-            run_agreed(HostIrEvaluator(text, communicator), mine, communicator)
+            HostIrEvaluator(text, communicator).run(mine)
         return str(error.value)
 
     with simulate(2) as world:
@@ -539,8 +538,8 @@ def test_a_rank_outside_the_mesh_skips_everything() -> None:
         communicator = Communicator.instance()
         mine = _shards(case, program, communicator.rank())
         evaluator = HostIrEvaluator(program, communicator)
-        run_agreed(evaluator, mine, communicator)
-        (result,) = run_agreed(evaluator, mine, communicator)
+        evaluator.run(mine)
+        (result,) = evaluator.run(mine)
         return result
 
     with simulate(3) as world:
@@ -560,8 +559,8 @@ def test_an_extent_that_the_mesh_does_not_divide_is_named() -> None:
         communicator = Communicator.instance()
         evaluator = HostIrEvaluator(program, communicator)
         with pytest.raises(ShardingError, match=r"extent 5 .* is not divisible by the 2 devices"):
-            run_agreed(evaluator, [torch.zeros(5, 6)], communicator)
-        (part,) = run_agreed(evaluator, [torch.arange(24.0).view(4, 6)], communicator)
+            evaluator.run([torch.zeros(5, 6)])
+        (part,) = evaluator.run([torch.arange(24.0).view(4, 6)])
         assert part[0, 0].item() == 12 * communicator.rank()
 
     with simulate(2) as world:

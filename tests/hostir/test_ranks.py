@@ -7,7 +7,6 @@ import torch
 
 from fuser.errors import FuserError, InputError, PeerError
 from fuser.ir.tensor import TensorView
-from hostir.digest import run_agreed
 from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from multidevice import Communicator
@@ -30,7 +29,7 @@ def test_programs_equal_torch(name: str, comm: Communicator) -> None:
         evaluator = HostIrEvaluator(one, comm)
         mine = _shards(name, comm.rank())
         for _ in range(2):
-            outputs = run_agreed(evaluator, mine, comm)
+            outputs = evaluator.run(mine)
             for declared, got, want in zip(one.outputs, outputs, wanted, strict=True):
                 _check_shard(declared, got, want, comm.rank())
 
@@ -56,6 +55,6 @@ def test_an_error_on_one_rank_reaches_the_others(comm: Communicator) -> None:
     mine = _shards("mlp2", comm.rank())
     wrong = mine if comm.rank() == 0 else [mine[0].half(), *mine[1:]]
     with pytest.raises(FuserError) as error:
-        run_agreed(evaluator, wrong, comm)
+        evaluator.run(wrong)
     assert isinstance(error.value, PeerError if comm.rank() == 0 else InputError)
-    run_agreed(evaluator, mine, comm)
+    evaluator.run(mine)

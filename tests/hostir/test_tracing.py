@@ -18,6 +18,7 @@ from fuser.errors import (
     ExecutionError,
     InputError,
     PeerError,
+    ProgramMismatchError,
     UnsupportedError,
 )
 from hostir import HostIrEvaluator
@@ -295,7 +296,7 @@ def test_ranks_that_ask_for_different_runs_are_refused() -> None:
         rank = Communicator.instance().rank()
         evaluator = HostIrEvaluator(example.build(), Communicator.instance())
         mine = shards_of(evaluator.program, example.arguments(0), rank)
-        with pytest.raises(InputError, match=r"different runs: warm_up=3, repeat=1, .*; .*=2"):
+        with pytest.raises(ProgramMismatchError, match=r"(?s)traced: warm_up=3, repeat=1, .*=2"):
             evaluator.trace(mine, repeat=1 + rank)
         # What each makes of it is its own matter.
         return evaluator.trace(mine, repeat=1, predicted="h200" if rank else None)

@@ -34,7 +34,6 @@ from hostir import (
 )
 from hostir.before_run import findings
 from hostir.container import walk
-from hostir.digest import run_agreed
 from hostir.findings import refuse
 from hostir.ops import ForLoop, loop_index
 from multidevice import Communicator, DeviceMesh, simulate
@@ -181,7 +180,7 @@ def test_ranks_agree_though_they_wrote_a_program_at_different_lines() -> None:
                 hic.append(Allocate(y), step, Wait(0))
             hic.add_output(y)
         evaluator = HostIrEvaluator(hic, communicator)
-        (out,) = run_agreed(evaluator, [torch.ones(2, 8)], communicator)
+        (out,) = evaluator.run([torch.ones(2, 8)])
         return out
 
     with simulate(2) as world:

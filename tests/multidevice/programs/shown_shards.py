@@ -56,7 +56,7 @@ def run_here(
     program: HostIrContainer, runs: int = RUNS, device: torch.device | str = "cpu"
 ) -> None:
     """Run with fresh data, and compare with torch, on this rank; repetitions run ahead of slower
-    ranks as far as the program lets them."""
+    ranks as far as the program lets them, for which they do without agreement."""
     x, rank = program.inputs[0], Communicator.instance().rank()
     assert isinstance(x, TensorView)
     evaluator = HostIrEvaluator(program)
@@ -64,7 +64,7 @@ def run_here(
     for k in range(runs):
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(k))
         shard = multidevice.shard_tensor(whole, x).to(device)
-        run = evaluator.evaluate if k == runs - 1 else evaluator.run
+        run = evaluator.evaluate if k == runs - 1 else evaluator.run_as_agreed
         (out,) = run([shard])
         assert torch.equal(out.cpu(), 4 * whole), f"rank {rank}, run {k}"
 

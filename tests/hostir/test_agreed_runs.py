@@ -1,0 +1,203 @@
+"""Programs by hand on several ranks: the ranks agree on each run, as they do for `execute`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import ParallelType, ops
+from fuser.errors import FuserError, InputError, PeerError, ProgramMismatchError
+from fuser.ir.tensor import TensorView
+from hostir import (
+    Allocate,
+    Communication,
+    Deallocate,
+    HostIrContainer,
+    HostIrEvaluator,
+    TeamOf,
+    Wait,
+)
+from multidevice import Communicator, DeviceMesh
+from multidevice.backends.protocol import RedOp
+from multidevice.simulation import simulate
+
+X = ParallelType.mesh_x
+MESH = DeviceMesh((0, 1))
+TEAM = TeamOf(MESH, (X,))
+
+
+def sharded(program: HostIrContainer, *, rows: int = 2, is_input: bool = False) -> TensorView:
+    made = program.input if is_input else program.tensor
+    tv = made([rows, 4], mesh=MESH)
+    tv.axis(0).parallelize(X)
+    return tv
+
+
+def gathered(factor: float = 1.0, *, backend: str = "NCCL") -> HostIrContainer:
+    """A program that gathers `factor * x`."""
+    program = HostIrContainer()
+    with program:
+        x, t = sharded(program, is_input=True), sharded(program)
+        y = program.tensor([2, 4], mesh=MESH)
+        program.append(Allocate(t))
+        program.append(ops.mul(x, factor), into=t)
+        program.append(Allocate(y))
+        program.append(
+            Communication(t, y, number=0, type="Allgather", team=TEAM, backend=backend), Wait(0)
+        )
+        program.append(Deallocate(t))
+        program.add_output(y)
+    return program
+
+
+def reduced(red_op: RedOp) -> HostIrContainer:
+    program = HostIrContainer()
+    with program:
+        x, y = sharded(program, is_input=True), sharded(program)
+        program.append(Allocate(y))
+        program.append(
+            Communication(x, y, number=0, type="Allreduce", team=TEAM, red_op=red_op), Wait(0)
+        )
+        program.add_output(y)
+    return program
+
+
+def _run(evaluator: HostIrEvaluator, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return evaluator.run(inputs)
+
+
+def _evaluate(evaluator: HostIrEvaluator, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return evaluator.evaluate(inputs)
+
+
+def _with_buffer(evaluator: HostIrEvaluator, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    program = evaluator.program
+    values = dict(zip(program.inputs, inputs, strict=True))
+    rows = 1 if any(a.is_device for a in program.outputs[0].domain.loop) else 2
+    return evaluator.run_with_input({**values, program.outputs[0]: torch.empty(rows, 4)})
+
+
+WAYS = {"run": _run, "evaluate": _evaluate, "run_with_input": _with_buffer}
+
+
+def refused_once(way: Callable[..., list[torch.Tensor]], backend: str) -> list[str]:
+    """Run six times, the third time on what rank 1 refuses; return the errors."""
+    communicator = Communicator.instance()
+    evaluator, errors = HostIrEvaluator(gathered(backend=backend)), list[str]()
+    for i in range(6):
+        mine = torch.full((1, 4), 10.0 * i + communicator.rank())
+        given = torch.zeros(3) if i == 2 and communicator.rank() == 1 else mine
+        try:
+            (out,) = way(evaluator, [given])
+        except FuserError as error:
+            errors.append(f"{i} {type(error).__name__}: {error}")
+            continue
+        assert out.tolist() == [[10.0 * i] * 4, [10.0 * i + 1] * 4]
+    return errors
+
+
+@pytest.mark.parametrize("backend", ["NCCL", "CUDA"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_input_that_one_rank_refuses_ends_the_run_of_all_and_no_other(
+    way: str, backend: str
+) -> None:
+    with simulate(2) as world:
+        one, other = world.run(refused_once, WAYS[way], backend)
+    assert len(one) == len(other) == 1
+    assert one[0].startswith("2 PeerError: rank 1 failed: InputError: Expected input 0")
+    assert other[0].startswith("2 InputError: Expected input 0")
+
+
+def test_a_buffer_that_one_rank_refuses_is_an_error_of_all() -> None:
+    def here() -> str:
+        evaluator, rank = HostIrEvaluator(gathered()), Communicator.instance().rank()
+        (x,), (y,) = evaluator.program.inputs, evaluator.program.outputs
+        mine = torch.full((1, 4), float(rank))
+        with pytest.raises(InputError if rank else PeerError) as error:
+            evaluator.run_with_input({x: mine, y: torch.empty(2, 4 + rank)})
+        (out,) = evaluator.run_with_input({x: mine, y: torch.empty(2, 4)})
+        assert out.tolist() == [[0.0] * 4, [1.0] * 4]
+        return str(error.value)
+
+    with simulate(2) as world:
+        one, _ = world.run(here)
+    assert "rank 1 failed: InputError: Expected a tensor of shape (2, 4)" in one
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("programs", "shown"),
+    [
+        (
+            (lambda: reduced("SUM"), lambda: reduced("MAX")),
+            ("(type=Allreduce, team=(0 1), input", "red_op=MAX"),
+        ),
+        ((lambda: gathered(2.0), lambda: gathered(3.0)), ("double(2)", "double(3)")),
+        ((gathered, lambda: gathered(backend="CUDA")), ("backend=NCCL", "backend=CUDA")),
+    ],
+)
+def test_ranks_with_different_programs_are_told_what_differs(
+    programs: tuple[Callable[[], HostIrContainer], ...], shown: tuple[str, str], way: str
+) -> None:
+    def here() -> str:
+        rank = Communicator.instance().rank()
+        evaluator = HostIrEvaluator(programs[rank]())
+        with pytest.raises(ProgramMismatchError) as error:
+            WAYS[way](evaluator, [torch.ones(1, 4)])
+        return str(error.value)
+
+    with simulate(2) as world:
+        one, other = world.run(here)
+    assert one == other
+    assert all(text in one for text in shown), one
+
+
+def test_a_rank_that_traces_does_not_meet_one_that_runs() -> None:
+    def here() -> None:
+        evaluator = HostIrEvaluator(gathered())
+        with pytest.raises(ProgramMismatchError, match="traced: warm_up=3"):
+            if Communicator.instance().rank():
+                evaluator.trace([torch.ones(1, 4)])
+            else:
+                evaluator.run([torch.ones(1, 4)])
+
+    with simulate(2) as world:
+        world.run(here)
+
+
+def test_a_program_without_a_mesh_is_its_rank_s_own_matter() -> None:
+    program = HostIrContainer()
+    with program:
+        x = program.input([-1])
+        y = ops.add(x, 1.0)
+        program.append(y)
+        program.add_output(y)
+
+    def here() -> None:
+        if Communicator.instance().rank():
+            (out,) = HostIrEvaluator(program).run([torch.ones(3)])
+            assert out.tolist() == [2.0] * 3
+
+    with simulate(2) as world:
+        world.run(here)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("backend", ["NCCL", "CUDA"])
+def test_an_input_that_one_process_refuses_ends_the_run_of_all(
+    comm: Communicator, backend: str
+) -> None:
+    if comm.rank() < 2:
+        (error,) = refused_once(_run, backend)
+        assert error.startswith(("2 PeerError: rank 1", "2 InputError")[comm.rank()])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_processes_with_different_programs_all_raise(comm: Communicator) -> None:
+    if comm.rank() < 2:
+        evaluator = HostIrEvaluator(reduced(("SUM", "MAX")[comm.rank()]))
+        with pytest.raises(ProgramMismatchError, match="red_op=MAX"):
+            evaluator.run([torch.ones(1, 4)])
