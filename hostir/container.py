@@ -467,10 +467,10 @@ def has_streams(program: HostIrContainer) -> bool:
     return any(isinstance(op, (*undecided, StartsCommunication)) for op in program.ops)
 
 
-def computes(program: HostIrContainer) -> bool:
-    """Whether anything is written; what a program only allocates is like `torch.empty`."""
+def only_allocates(program: HostIrContainer) -> bool:
+    """Whether a program takes nothing and computes nothing: its outputs are like `torch.empty`."""
     kinds = TensorOp | LaunchKernel | PostOnStream | StartsCommunication
-    return any(isinstance(op, kinds) for op in walk(program.ops))
+    return not program.inputs and not any(isinstance(op, kinds) for op in walk(program.ops))
 
 
 def unlowered(program: HostIrContainer) -> TensorOp | None:

@@ -57,8 +57,10 @@ def parse(text: str) -> HostIrContainer:
     parser = Parser(cursor, values, ops=ops, attributes=ATTRIBUTES, bounds=bounds)
     parser.symbols.update({s.name: s for s in (RANK, NUMBER_OF_STREAMS)})
     parser.is_short = _NAMED_FULL.search(text) is None and "TransformPrinter :" not in text
+    home = cursor.pos
     parser.declarations()
     program, lines = _program(parser, values)
+    parser.end()
     parser.relations()
     parser.reserve_symbols()
     groups: dict[int, KernelGroup] = {}
@@ -70,13 +72,22 @@ def parse(text: str) -> HostIrContainer:
             what = "kernel group" if header[1] else "host unit"
             raise cursor.fail(f"{what} {number} appears twice", header.start())
         if header[1]:
-            groups[number] = KernelGroup(number, parse_fusion_at(section, bounds), header[2])
+            groups[number] = KernelGroup(
+                number, parse_fusion_at(section, bounds, in_full=header.start()), header[2]
+            )
         else:
-            units[number] = parse_fusion_at(section, definition_bounds(part))
+            units[number] = parse_fusion_at(
+                section, definition_bounds(part), in_full=header.start()
+            )
     for number, (line, at) in lines.items():
         if number in units and unit_line(number, units[number]) != line:
             raise cursor.fail(f"expected {unit_line(number, units[number])}", at)
-    return HostIrContainer(values, program, groups, is_short=parser.is_short, units=units)
+    read = HostIrContainer(values, program, groups, is_short=parser.is_short, units=units)
+    if not parser.is_short:
+        cursor.pos = home
+        cursor.skip()
+        parser.check_declared(read.tensors(), cursor.pos)
+    return read
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:

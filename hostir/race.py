@@ -25,7 +25,7 @@ from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from hostir.boxes import Box, Owned, box_text, overlap, reshaped, whole_box
 from hostir.clocks import Clock, Clocks
-from hostir.container import HostIrContainer, computes, has_streams, walk
+from hostir.container import HostIrContainer, has_streams, only_allocates, walk
 from hostir.effects import (
     Captures,
     ClosesGroup,
@@ -536,7 +536,11 @@ class Walker(Reports):
             else:
                 self._drop(buffer, None)
         for tv, place in returned.items():
-            if not place.is_empty and not place.buffer.is_filled and computes(self.program):
+            if (
+                not place.is_empty
+                and not place.buffer.is_filled
+                and not only_allocates(self.program)
+            ):
                 self._check_output(tv, place)
 
     def _output(self, tv: TensorView) -> Place | None:

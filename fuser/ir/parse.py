@@ -6,7 +6,7 @@ The grammar of an op is its own text template (`variants()`), so a new op needs 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 
 from fuser.errors import FuserError, ParseError
@@ -30,9 +30,16 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.text import value_text, with_lines
 from fuser.ir.types import ParallelType
 
-_SECTION = re.compile(
-    r"^(Aliases|Equal extents|Symbols|TransformPrinter|Provenance|User lines) :[ ]*$", re.MULTILINE
+_TITLES = (
+    "Aliases",
+    "Equal extents",
+    "Symbols",
+    "TransformPrinter",
+    "Provenance",
+    "User lines",
 )
+_SECTION = re.compile(rf"^({'|'.join(_TITLES)}) :[ ]*$", re.MULTILINE)
+_HEADER = re.compile(r"^\S[^\n]* :[ ]*$", re.MULTILINE)
 
 _LINE = re.compile(r"(\S[^\n]*?) : ([^\n]*\S)[ ]*$", re.MULTILINE)
 
@@ -57,6 +64,8 @@ class Parser(ValueParser):
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
         # Whether the text says of tensors no more than their loop domains.
         self.is_short = False
+        # The numbers of the tensors whose domains sections tell.
+        self.declared: frozenset[int] = frozenset()
         # What ops are called by `line_key` -> the user's line.
         self.lines: dict[str, str] = {}
         # The indices of the loops that are being read, and what their names meant before.
@@ -186,6 +195,7 @@ class Parser(ValueParser):
             ("User lines", self._line),
         ):
             self._section(title, read, home)
+        self.declared = frozenset(self.tensors)
         c.pos = home
 
     def relations(self) -> None:
@@ -202,8 +212,32 @@ class Parser(ValueParser):
             raise c.fail(f"section {title} appears twice", headers[1].start())
         for header in headers:
             c.pos = header.end()
-            while not c.done() and not _SECTION.match(c.text, c.pos):
+            while not self._at_section():
                 read()
+
+    def _at_section(self) -> bool:
+        """Whether a section begins here, or the text ends."""
+        c = self.cursor
+        if c.done() or _SECTION.match(c.text, c.pos, c.end):
+            return True
+        if found := _HEADER.match(c.text, c.pos, c.end):
+            raise c.fail(f"unknown section {found[0]!r}: expected {', '.join(_TITLES)}")
+        return False
+
+    def end(self) -> None:
+        """Require that only sections follow what has been read."""
+        if not self._at_section():
+            raise self.cursor.fail(f"expected a section ({', '.join(_TITLES)}) or the end")
+
+    def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
+        """Require that the text from `section` on holds the domains of all tensors: without them
+        their layouts would be lost."""
+        for tv in tensors:
+            if tv.number not in self.declared:
+                raise self.cursor.fail(
+                    f"the full form lacks the domains of {tv.label}, in section TransformPrinter",
+                    section,
+                )
 
     def _symbol(self) -> None:
         name = self.cursor.expect(tokens.NAME, "a symbol")[0]
@@ -278,17 +312,20 @@ def parse_fusion(text: str) -> Fusion:
     return parse_fusion_at(Cursor(text), definition_bounds(text))
 
 
-def parse_fusion_at(cursor: Cursor, bounds: Mapping[str, int | None]) -> Fusion:
-    """Read the fusion that [pos, end) of the cursor holds; `bounds` as of `Parser`."""
+def parse_fusion_at(
+    cursor: Cursor, bounds: Mapping[str, int | None], *, in_full: int | None = None
+) -> Fusion:
+    """Read the fusion that [pos, end) of the cursor holds; `bounds` as of `Parser`. `in_full` is
+    where a text begins that must tell all domains."""
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
     parser.declarations()
     parser.math()
     parser.relations()
     parser.reserve_symbols()
-    cursor.skip()
-    if cursor.pos < cursor.end and not _SECTION.match(cursor.text, cursor.pos):
-        raise cursor.fail("expected a section or the end")
+    parser.end()
+    if in_full is not None:
+        parser.check_declared(fusion.tensors(), in_full)
     cursor.pos = cursor.end
     return fusion
 

@@ -225,3 +225,45 @@ def test_a_short_form_with_blocks_is_read_and_says_what_it_lacks() -> None:
     assert len(short.ops) == len(program.ops)
     with pytest.raises(VerifyError, match="The full form is needed"):
         HostIrEvaluator(short)
+
+
+def damaged(change: str) -> str:
+    """Return the full form of a program with a kernel, damaged in one place."""
+    text = build(CASES["sliced_matmul"]).full_text()
+    header, rows = re.search(r"TransformPrinter : \n((?: .*\n)+)", text), "TransformPrinter : \n"
+    kernel = text.index("Kernel group 0")
+    assert header is not None and header.start() < kernel
+    changed = {
+        "renamed": text.replace(rows, "Transforms : \n", 1),
+        "deleted": text.replace(rows, "", 1),
+        "without": text.replace(header[0], "", 1),
+        "later unknown": text.replace("User lines : \n", "Lines : \n", 1),
+        "garbage": text.replace("} // %HostIrContainer\n", "} // %HostIrContainer\ngarbage\n", 1),
+        "kernel without": text[:kernel]
+        + re.sub(r"TransformPrinter : \n(?: .*\n)+", "", text[kernel:], count=1),
+    }[change]
+    assert changed != text
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("renamed", "unknown section 'Transforms : ': expected Aliases, .*TransformPrinter"),
+        ("deleted", r"expected a section \(Aliases, .*TransformPrinter"),
+        ("without", "the full form lacks the domains of T0_g_float, in section TransformPrinter"),
+        ("later unknown", "unknown section 'Lines : '"),
+        ("garbage", r"line \d+, column 1: expected a section .* or the end\n  garbage"),
+        ("kernel without", "the full form lacks the domains of T"),
+    ],
+)
+def test_a_damaged_section_is_refused(change: str, message: str) -> None:
+    text = damaged(change)
+    with pytest.raises(ParseError, match=message):
+        parse(text)
+
+
+def test_comments_may_follow_a_program() -> None:
+    text = build(CASES["sliced_matmul"]).full_text()
+    end = "} // %HostIrContainer\n"
+    assert equal(parse(text.replace(end, f"{end}// more\n\n", 1)), parse(text))

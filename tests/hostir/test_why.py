@@ -309,7 +309,7 @@ def test_why_of_a_program_by_hand_says_that_it_has_no_provenance() -> None:
 
 
 def test_a_ring_is_explained_by_the_tensor_of_which_it_moves_parts() -> None:
-    text = """// host program, full form: this text runs
+    text = """// host program
 %HostIrContainer { (T0_g_float[ideviceIdx.x0{2}, iS1{4}] (DeviceMesh{0 1})) -> (T1_g_float[iS2{2}, iS3{4}] (DeviceMesh{0 1})) :
   T1_g_float[iS2{2}, iS3{4}] (DeviceMesh{0 1}) = ALLOCATE(mem_type=global, zero_init=false)
   FOR i3 from 0 to 2:
@@ -330,7 +330,7 @@ Provenance :
     assert explain(program, "T2")[0].startswith("T2 is a part of T1. T1 is whole on DeviceMesh")
 
 
-SENDS = """// host program, full form: this text runs
+SENDS = """// host program
 %HostIrContainer { (T0_g_float[ideviceIdx.x0{2}, iS1{4}] (DeviceMesh{0 1})) -> (T1_g_float[istreamIdx2{2}, iS3{4}] (DeviceMesh{0 1})) :
   T1_g_float[istreamIdx2{2}, iS3{4}] (DeviceMesh{0 1}) = ALLOCATE(mem_type=global, zero_init=false)
   FOR i3 from 0 to 2:
