@@ -53,7 +53,7 @@ from hostir.job import check_devices, check_grouped, read_late_stream
 from hostir.known import Known
 from hostir.lower_params import check_number_of_streams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
-from hostir.overlap import Body, Updates
+from hostir.overlap import Body, Updates, noted, written_inputs
 from hostir.pattern import Pattern, pattern_of
 from hostir.plan import Plan
 from hostir.rehearsal import Rehearsal, can_bind, rehearse, rehearse_plan
@@ -61,9 +61,7 @@ from hostir.replay import Recorder
 from hostir.steady import Steady, Surroundings, steady
 from hostir.step_kernels import make_kernel_executor
 from hostir.storage import Storage
-from hostir.streams import (
-    on_device,
-)
+from hostir.streams import on_device
 from hostir.transfers import PEER_COPIES
 from hostir.verify import verify
 from multidevice.agreement import Channel, Claim, Prepared
@@ -176,6 +174,7 @@ class HostIrEvaluator:
         into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
         hidden = {a.out for a in program.aliases if a.hidden}
         self._updates = Updates(program) if program.aliases else None
+        self._written = written_inputs(program, self._storage)
         self._visible = [into.get(o, o) for o in program.outputs if o not in hidden]
 
     def kernel(self, group: int) -> KernelRunner:
@@ -294,9 +293,9 @@ class HostIrEvaluator:
             self._begin()
         plan = None if places is None else known.plans.get(places)
         # Entering and leaving no_grad costs a tenth of a small program.
-        if plan is not None and self._updates is None and not plan.records:
+        if plan is not None and not self._written and not plan.records:
             return plan.run(inputs)
-        with torch.no_grad():
+        with torch.no_grad(), noted(inputs, self._written):
             if self.are_apart(inputs, known) if are_apart is None else are_apart:
                 return self._run(inputs, known, plan)
             assert self._updates is not None, "inputs meet where nothing is updated"
@@ -343,7 +342,8 @@ class HostIrEvaluator:
             bind_buffers(frame, buffers)
             return self._walk(frame, None)
 
-        with torch.no_grad():
+        written = (*self._written, *range(len(inputs), len(inputs) + len(buffers)))
+        with torch.no_grad(), noted([*inputs, *buffers.values()], written):
             return self._on_apart(inputs, body)
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
@@ -539,7 +539,7 @@ class HostIrEvaluator:
 
     def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
         self._begin()
-        with torch.no_grad():
+        with torch.no_grad(), noted(inputs, self._written):
             return self._on_apart(inputs, lambda apart: self._walk(self._frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:

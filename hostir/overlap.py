@@ -7,17 +7,42 @@ the run. Two updates that share elements are refused: one would be lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fuser.errors import InputError, user_code
 from fuser.ir.binding import Argument
-from hostir.container import HostIrContainer
+from hostir.container import HostIrContainer, walk
+from hostir.effects import Writes, effects_of
+from hostir.storage import Storage
 
 Body = Callable[[list[Argument]], list[torch.Tensor]]
 _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...]:
+    """Return the positions of the inputs that a program writes into: declared updates, and those of
+    its ops."""
+    effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
+    written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
+    written.update(alias.into for alias in program.aliases)
+    return tuple(i for i, value in enumerate(program.inputs) if value in written)
+
+
+@contextmanager
+def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
+    """Tell autograd which of these a run writes, however it ends: a backward pass that needs an old
+    value raises."""
+    try:
+        yield
+    finally:
+        changed = (tensors[i] for i in written if i < len(tensors))
+        if found := [x for x in changed if isinstance(x, torch.Tensor)]:
+            increment_version(found)
 
 
 class Updates:

@@ -22,16 +22,14 @@ from fuser.arguments import LONGEST, require, show
 from fuser.errors import ExecutionError, FuserError, InputError, UnsupportedError
 from fuser.inputs import flatten
 from fuser.ir.binding import signature_of
-from fuser.ir.tensor import TensorView
 from hostir.arena import Arena
 from hostir.bind import Argument
 from hostir.capture import RUNS_BEFORE
-from hostir.container import HostIrContainer, walk
-from hostir.effects import Writes, effects_of
 from hostir.machine import Machine, find_machine
 from hostir.measured import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.memory import op_failed
 from hostir.noting import NotingRecorder
+from hostir.overlap import written_inputs
 from hostir.plan import Plan
 from hostir.steps import Slots
 from hostir.storage import Storage
@@ -193,17 +191,18 @@ class _Runs:
 
     def __init__(self, evaluator: HostIrEvaluator, ranks: Together, given: list[Argument]) -> None:
         self.ranks, self._evaluator = ranks, evaluator
-        into = _written(evaluator.program)
+        program = evaluator.program
+        written = written_inputs(program, Storage.of(program))
         self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inputs = list(given)
-        for i, declared in enumerate(evaluator.program.inputs):
+        for i in written:
             value = given[i]
-            if declared in into and isinstance(value, torch.Tensor):
-                copy = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
-                self._inputs[i] = copy
-                self._restored.append((copy, value.detach()))
+            assert isinstance(value, torch.Tensor), f"input {i} has no memory"
+            copy = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+            self._inputs[i] = copy
+            self._restored.append((copy, value.detach()))
         self._restore()
         self.recorder, self.plan = evaluator.recorded(self._inputs, NotingRecorder)
         self.outputs: list[torch.Tensor] = []
@@ -285,14 +284,6 @@ class _Runs:
 
 def _wall_and_host(begin: float, issued: float, end: float) -> tuple[float, float]:
     return end - begin, issued - begin
-
-
-def _written(program: HostIrContainer) -> set[TensorView]:
-    """Return the inputs that a program writes into: declared updates, and those of its ops."""
-    storage = Storage.of(program)
-    effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
-    written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
-    return {*written, *(alias.into for alias in program.aliases)}
 
 
 def _watched(
