@@ -18,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,7 @@ from hostir.machine import CPU, H200, Machine, machine_from_json, measured_file,
 from hostir.op_costs import BUS, whole_waves
 from hostir.ops import Allocate
 from hostir.transfers import Communication, Wait
+from hostir.writable import not_replaceable
 from multidevice import DeviceMesh
 from multidevice.backends.allreduce_kernel import MAX_NBYTES, Way, sent_nbytes, shape_of
 from multidevice.backends.protocol import Transfer, Work
@@ -84,18 +86,19 @@ _CPU: Fields = {
 
 def calibrate_here(communicator: Communicator, kind: str | None, output: str | None) -> str:
     """Measure the device of this rank ("cuda", "cpu"; None: a GPU if there is one) and, on rank 0,
-    write the description; return what to say of it."""
-    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device(kind, communicator.local_rank())
+    write the description; return what to say of it.
+
+    Raises `InputError` before anything is measured where there is no such device, or a description
+    cannot be written; `PeerError` where that is another rank's error.
+    """
+    device, file = _checked(communicator, kind, output)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    crowded = _crowded_text(communicator) if kind == "cpu" else ""
+    crowded = _crowded_text(communicator) if device.type == "cpu" else ""
     if crowded and output is None:
         raise InputError(f"{crowded}: -o FILE.json writes what they measure to a file of its own")
     before, found, doubts = calibrate(communicator, device)
     doubts += [crowded] if crowded else []
-    file = Path(output) if output else measured_file(device)
     lines = [f"{file}:", *changes(before, found), *(f"not sure: {doubt}" for doubt in doubts)]
     if communicator.rank() == 0:
         write(found, file)
@@ -110,6 +113,32 @@ def _crowded_text(communicator: Communicator) -> str:
     if ranks <= cores:
         return ""
     return f"{ranks} ranks take turns on {cores} cores, which is no link's time and no matmul's"
+
+
+def _checked(
+    communicator: Communicator, kind: str | None, output: str | None
+) -> tuple[torch.device, Path]:
+    """Return the device of this rank and the file; an error of one rank is an error of all."""
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    device, why = torch.device(kind), ""
+    if kind == "cuda":
+        number = communicator.local_rank()
+        device = torch.device(kind, number)
+        if number >= torch.cuda.device_count():
+            why = f"--device cuda: there is no GPU{f' of number {number}' if number else ''}"
+    file = Path()
+    if not why:
+        # A link stays: what it leads to is replaced.
+        file = measured_file(device) if output is None else Path(os.path.realpath(output))
+        if output == "":
+            why = "--output '': expected the name of a file"
+        elif output and communicator.rank() == 0 and (problem := not_replaceable(file)):
+            why = f"--output {output}: {problem}"
+    error = InputError(why) if why else None
+    communicator.agree(error)
+    if error is not None:
+        raise error
+    return device, file
 
 
 def calibrate(
@@ -173,13 +202,16 @@ def write(machine: Machine, file: Path) -> None:
 
     Raises `InputError` where it cannot be written.
     """
-    part = file.with_suffix(f".{os.getpid()}.part")
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(machine.to_json() + "\n")
         part.replace(file)
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error}") from error
+    finally:
+        with suppress(OSError):  # where there is none
+            part.unlink()
     read_once.cache_clear()
 
 

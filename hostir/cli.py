@@ -48,6 +48,9 @@ from multidevice.communicator import Communicator
 from multidevice.launch import read_launch
 from multidevice.simulation import simulate
 
+# So many digits of a size fit into 64 bits, whatever they are.
+_SIZE_DIGITS = 18
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (1: an error, or two programs that differ)."""
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; nothing may be flushed into the pipe any more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (FuserError, OSError, UnicodeDecodeError) as error:
+    except (FuserError, OSError) as error:
         launch = read_launch()
         who = f"rank {launch.rank}: " if launch.size > 1 else ""
         # In one piece: the ranks of a job write to one place.
@@ -129,7 +132,7 @@ def _run(args: argparse.Namespace) -> None:
     program = _checked(args)
     _say_sizes(args, program)
     _say_unchecked(args)
-    ranks = args.ranks or max((*program.devices(), 0)) + 1
+    ranks = _simulated_ranks(args, program)
     inputs = _inputs(args, program)
     by_rank = run_simulated(
         program, inputs, ranks=ranks, number_of_streams=args.streams, late_stream=args.late
@@ -138,6 +141,18 @@ def _run(args: argparse.Namespace) -> None:
         if args.save:
             save(outputs, args.save, rank)
         print(summaries(outputs, rank))
+
+
+def _needed_ranks(program: HostIrContainer) -> int:
+    return max((*program.devices(), 0)) + 1
+
+
+def _simulated_ranks(args: argparse.Namespace, program: HostIrContainer) -> int:
+    if args.ranks is None:
+        return _needed_ranks(program)
+    if args.ranks < 1:
+        raise InputError(f"--ranks {args.ranks}: at least 1")
+    return args.ranks
 
 
 def _run_in_job(args: argparse.Namespace, size: int) -> None:
@@ -205,7 +220,10 @@ def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument
         raise InputError("--size is for random inputs: --inputs has sizes of its own")
     if args.inputs:
         return load_inputs(program, args.inputs)
-    return random_inputs(program, sizes=_sizes(args.size), seed=args.seed or 0)
+    seed = args.seed or 0
+    if not -(2**63) <= seed < 2**64:
+        raise InputError(f"--seed {seed}: expected 64 bits, {-(2**63)} to {2**64 - 1}")
+    return random_inputs(program, sizes=_sizes(args.size), seed=seed)
 
 
 def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
@@ -225,8 +243,10 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        if not equals or not (value.isascii() and value.isdigit() and len(value) < 19):
+        if not equals or not (value.isascii() and value.isdigit()):
             raise InputError(f"--size {option}: expected NAME=N, such as i0=16")
+        if len(value) > _SIZE_DIGITS:
+            raise InputError(f"--size {option}: at most {_SIZE_DIGITS} digits")
         if sizes.get(name, int(value)) != int(value):
             raise InputError(f"--size {option}: {name} was given as {sizes[name]} before")
         sizes[name] = int(value)
@@ -283,7 +303,7 @@ def _trace(args: argparse.Namespace) -> None:
             inputs,
             args.output,
             device=device,
-            machine=args.machine or usual_machine(),
+            machine=_machine(args),
             number_of_streams=args.streams,
         )
 
@@ -296,7 +316,7 @@ def _trace(args: argparse.Namespace) -> None:
     program = _checked(args)
     inputs = _inputs(args, program)
     _say_sizes(args, program)
-    with simulate(args.ranks or max((*program.devices(), 0)) + 1) as world:
+    with simulate(_simulated_ranks(args, program)) as world:
         print(world.run(here, program, inputs)[0].summary())
 
 
@@ -308,12 +328,16 @@ def _calibrate(args: argparse.Namespace) -> None:
         print(told)
 
 
+def _machine(args: argparse.Namespace) -> str:
+    return usual_machine() if args.machine is None else args.machine
+
+
 def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
-    program, machine = _checked(args), find_machine(args.machine or usual_machine())
+    program, machine = _checked(args), find_machine(_machine(args))
     values = symbol_values(program, _sizes(args.size))
     values[NUMBER_OF_STREAMS] = args.streams
-    needed = max((*program.devices(), 0)) + 1
-    if args.ranks is not None and args.ranks < needed:
+    needed = _needed_ranks(program)
+    if args.ranks not in (None, needed):
         raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed}")
     ranks = range(args.ranks) if args.ranks is not None else ()
     return program, timetable_of(program, values, machine, ranks=ranks)

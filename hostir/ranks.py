@@ -95,7 +95,7 @@ def random_inputs(
 ) -> list[Argument]:
     """Return global inputs: normal floats, integers in [0, 8); `sizes` sets symbols by name.
 
-    Raises `InputError` for a name that no input has.
+    Raises `InputError` for a name that no input has, and for a tensor that is too large.
     """
     values = symbol_values(program, sizes)
     generator = torch.Generator().manual_seed(seed)
@@ -107,11 +107,15 @@ def random_inputs(
     for value in program.inputs:
         if isinstance(value, TensorView):
             shape = [size_of(program.values.canonical(x)) for x in value.shape()]
-            if category(value.dtype()) == "float":
-                tensor = torch.randn(shape, generator=generator)
-            else:
-                tensor = torch.randint(0, 8, shape, generator=generator)
-            inputs.append(tensor.to(to_torch(value.dtype())))
+            try:
+                if category(value.dtype()) == "float":
+                    tensor = torch.randn(shape, generator=generator)
+                else:
+                    tensor = torch.randint(0, 8, shape, generator=generator)
+                inputs.append(tensor.to(to_torch(value.dtype())))
+            except RuntimeError as error:  # torch's, of what no memory holds
+                what = f"{value} of shape {tuple(shape)}"
+                raise InputError(f"no memory for the input {what}: {error}") from None
         else:
             assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
             inputs.append(values[value])

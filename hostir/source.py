@@ -47,13 +47,16 @@ def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
     chooses among several programs, counted from 0. Errors count the lines of the file.
 
     Raises:
-        InputError: there is no such file.
+        InputError: there is no such file, or it is no text.
         ParseError: the file has no program, or the choice among several is open.
     """
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} is no {error.encoding.upper()}"
+        raise InputError(f"cannot read {path}: it is no text, {where}") from None
     found = programs_in(text)
     if not found:
         raise ParseError(f"no host program in {path}: no line begins with %HostIrContainer")

@@ -37,6 +37,7 @@ from hostir.streams import on_device
 from hostir.timetable import Timetable, timetable_of
 from hostir.together import Together, aligned
 from hostir.watch import CuptiWatch, EventWatch, HostWatch, clock
+from hostir.writable import not_writable
 from multidevice.backends.protocol import Team
 
 if TYPE_CHECKING:
@@ -144,21 +145,9 @@ def _path(path: object, *, is_written: bool) -> Path | None:
         raise InputError(f"trace: path={show(path)}: expected the name of a file")
     if not is_written:
         return None
-    if why := _not_writable(where):
+    if why := not_writable(where):
         raise InputError(f"trace: path={show(str(where))}: {why}")
     return where
-
-
-def _not_writable(where: Path) -> str:
-    folder = where.absolute().parent
-    try:
-        if where.is_dir():
-            return "it is a folder"
-        if not folder.is_dir():
-            return f"there is no folder {show(str(where.parent))}"
-        return "" if os.access(where if where.exists() else folder, os.W_OK) else "not permitted"
-    except OSError as error:
-        return error.strerror or type(error).__name__
 
 
 def _ways(

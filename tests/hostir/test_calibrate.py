@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 
 from fuser import DataType
-from fuser.errors import FuserError, InputError
+from fuser.errors import FuserError, InputError, PeerError
 from hostir import calibrate, calibrate_checks
 from hostir.calibrate_checks import link_faults, matmul_faults, spread_faults
 from hostir.cli import main
@@ -110,7 +111,7 @@ def test_what_is_measured_is_kept_and_found(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_description_goes_where_it_is_asked_to(tmp_path: Path) -> None:
-    file = tmp_path / "here" / "mine.json"
+    file = tmp_path / "mine.json"
     assert main(["calibrate", "--device", "cpu", "-o", str(file)]) == 0
     assert find_machine(str(file)).name == "cpu, measured"
     assert not measured_file(CPU).exists()
@@ -479,3 +480,73 @@ def test_no_graph_stands_for_the_ops_that_are_measured(monkeypatch: pytest.Monke
     calibrate._host_of(bench, calibrate._linears(9), [x, x])  # pyright: ignore[reportPrivateUsage]
     (evaluator,) = made
     assert evaluator.cuda_graphs() == ["not captured: FUSER_DISABLE=cuda_graphs"]
+
+
+def _nobody_measures(*_: object) -> NoReturn:
+    raise AssertionError("measured before the file was looked at")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "--output '': expected the name of a file"),
+        ("folder", "it is a folder"),
+        ("nowhere/m.json", "there is no folder"),
+        ("pipe", "it is no plain file"),
+    ],
+)
+def test_where_no_description_can_be_written_nothing_is_measured(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(calibrate, "calibrate", _nobody_measures)
+    path = str(tmp_path / name) if name else ""
+    with pytest.raises(InputError, match=message):
+        calibrate.calibrate_here(Communicator.instance(), "cpu", path)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", _nobody_measures)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InputError, match="--device cuda: there is no GPU"):
+        calibrate.calibrate_here(Communicator.instance(), "cuda", None)
+
+
+def test_one_rank_s_file_is_the_matter_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", _nobody_measures)
+
+    def body() -> None:
+        communicator = Communicator.instance()
+        path = tmp_path if communicator.rank() == 0 else tmp_path / "m.json"
+        with pytest.raises(InputError if communicator.rank() == 0 else PeerError, match="a folder"):
+            calibrate.calibrate_here(communicator, "cpu", str(path))
+
+    with simulate(2) as world:
+        world.run(body)
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(InputError, match=r"m\.json cannot be written: no space"):
+        calibrate.write(H200, tmp_path / "m.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_stays_where_its_file_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: (H200, H200, []))
+    file, link = tmp_path / "m.json", tmp_path / "link.json"
+    file.write_text("{}")
+    link.symlink_to(file)
+    calibrate.calibrate_here(Communicator.instance(), "cpu", str(link))
+    assert link.is_symlink() and "multiprocessors" in file.read_text()

@@ -167,6 +167,13 @@ def test_an_axis_that_is_the_devices_has_their_number(
         (["--inputs", "ONE"], "InputError: ONE: expected 5 inputs, got 1"),
         (["--inputs", "ONE", "--size", "i0=3"], "InputError: --size is for random inputs"),
         (["--ranks", "1"], "ShardingError: DeviceMesh{0 1} of T0_g_float names rank 1"),
+        (["--ranks", "0"], "InputError: --ranks 0: at least 1"),
+        (
+            ["--seed", "99999999999999999999"],
+            "InputError: --seed 99999999999999999999: expected 64",
+        ),
+        (["--size", "i0=9223372036854775807"], "854775807: at most 18 digits"),
+        (["--size", "i0=922337203685477580"], "InputError: no memory for the input T0_g_float"),
         (["--program", "1"], "ParseError: PROGRAM has 1 host programs, and none of number 1"),
         (["--save", "PROGRAM"], "InputError: --save"),
     ],
@@ -420,3 +427,13 @@ def test_run_holds_streams_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for bad in (["--late", "first"], ["--streams", "0"]):
         assert main(["run", ring(tmp_path), *bad]) == 1
         assert bad[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["print", "opt", "run", "verify", "cost"])
+def test_a_file_that_is_no_text_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "binary.txt"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert main([command, str(path)]) == 1
+    assert f"cannot read {path}: it is no text, byte 0 is no UTF-8" in capsys.readouterr().err

@@ -129,6 +129,8 @@ def test_what_the_commands_refuse(
     for args, message in (
         (["--machine", "h100"], "there is no machine 'h100'"),
         (["--ranks", "1"], "--ranks 1: the program's meshes need 2"),
+        (["--ranks", "1000000"], "--ranks 1000000: the program's meshes need 2"),
+        (["--machine", ""], "there is no machine ''"),
         (["--streams", "0"], "--streams 0: at least 1"),
         (["--size", "i9=1"], "no input has a size 'i9'"),
     ):
