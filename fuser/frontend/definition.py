@@ -141,7 +141,7 @@ class FusionDefinition:
 
         Everything that the program computes sees the value that an updated input had at the start
         of the call. An input that is an output itself is returned as the caller's own tensor, which
-        shows its update.
+        shows its update; a view of it, permuted say, is computed and has the old values.
         """
         self.fusion.add_output(output, alias_input, where=user_line())
 

@@ -12,7 +12,7 @@ from dataclasses import field
 from fuser.errors import DefinitionError, user_code
 from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, TensorDomain
-from fuser.ir.dtypes import DataType, category
+from fuser.ir.dtypes import DataType, category, dtype_text
 from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
@@ -263,6 +263,10 @@ class Fusion:
                 f"add_output of {output}, which belongs to another definition"
                 f"{user_code(where or output.user_line())}"
             )
+        if alias_input is not None:
+            if alias_input not in self.inputs:
+                raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")
+            self._check_update(output, alias_input, where)
         if output.memory is not MemoryType.symmetric:
             output.memory = MemoryType.global_
         is_hidden = self.is_hidden(output)
@@ -275,20 +279,20 @@ class Fusion:
                 ]
             self.outputs.append(output)
             return
-        if alias_input not in self.inputs:
-            raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")
-        self._check_update(output, alias_input, where)
         is_known = output in self.outputs
         self.aliases.append(Alias(output, alias_input, is_hidden or not is_known, where))
         if not is_known:
             self.outputs.append(output)
 
     def _check_update(self, out: TensorView, into: TensorView, where: str) -> None:
-        """Require one update per input, of the input's own shape."""
+        """Require one update per input, of the input's own dtype and shape."""
         what = f"add_output: {out}, to be written into {into}"
         line = f" (at {where})" if where else ""
         for other in (a.out for a in self.aliases if a.into is into and a.out is not out):
             raise DefinitionError(f"{what}: {other} is written there already{line}")
+        if out.dtype() is not into.dtype():
+            found, wanted = (dtype_text(tv.dtype()) for tv in (out, into))
+            raise DefinitionError(f"{what}, is {found}, not {wanted}: cast it{line}")
         sizes = [tv.shape() for tv in (out, into)]
         fixed = [(a, b) for a, b in zip(*sizes, strict=False) if int_value(a) is not None]
         if len(sizes[0]) != len(sizes[1]) or any(

@@ -275,3 +275,28 @@ def test_the_text_does_not_depend_on_the_hash_seed() -> None:
         for seed in ("0", "1", "77")
     }
     assert len(texts) == 1 and "LaunchKernel" in texts.pop()
+
+
+def test_an_update_of_another_dtype_is_refused_where_it_is_made() -> None:
+    with FusionDefinition() as fd:
+        a = fd.define_tensor([-1], dtype=DataType.Half)
+        total = fd.ops.add(a, fd.ops.sum(fd.ops.cast(a, DataType.Float), [0]))
+        with pytest.raises(DefinitionError, match=r"into T0_g___half.*, is float, not __half"):
+            fd.add_output(total, a)
+        fd.add_output(fd.ops.cast(total, DataType.Half), a)
+    x = torch.ones(4, dtype=torch.half)
+    fd.execute([x])
+    assert x.tolist() == [5.0] * 4
+
+
+def test_an_input_that_is_returned_shows_its_update_and_a_view_of_it_does_not() -> None:
+    with FusionDefinition() as fd:
+        a = fd.define_tensor([-1, -1])
+        fd.add_output(a)
+        fd.add_output(fd.ops.permute(a, [1, 0]))
+        fd.add_output(fd.ops.add(a, 1.0), a)
+    x = torch.arange(6.0).view(2, 3)
+    old = x.clone()
+    itself, view = fd.execute([x])
+    assert itself.data_ptr() == x.data_ptr() and torch.equal(x, old + 1)
+    assert torch.equal(view, old.T)
