@@ -11,7 +11,7 @@ no reader can see one without the other, on any processor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fuser.errors import PeerError
@@ -28,6 +28,9 @@ _NUMBERS = (1 << _NUMBER_BITS) - 1
 CLASSES = (1 << 48) - 1
 # The class that says "this rank left the call with an error".
 GAVE_UP = 1
+# Where in a line, behind the words, a rank that gives up says for whom it waited: a bit for each of
+# so many members, in team order.
+_AWAITED, _BITS = 2, 64
 # Looks at the words before a wait that yields the processor: about 3 us.
 _SPINS = 50
 
@@ -118,6 +121,15 @@ class Words:
             or (words[slot] ^ mine) == GAVE_UP << _NUMBER_BITS
         ]
 
+    def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
+        """Returns for whom members waited that gave up this call, and who has not come since."""
+        gave_up, words, awaited = word_of(GAVE_UP, number), self.page, 0
+        for _, slot in self._others[number & 1]:
+            if words[slot] == gave_up:
+                awaited |= words[slot + _AWAITED]
+        come = {self._control.rank, *left}
+        return [r for i, r in enumerate(self._team) if awaited >> i & 1 and r not in come]
+
     def _wait(self, number: int, word: int, about: object) -> bool:
         words, others = self.page, self._others[number & 1]
 
@@ -137,11 +149,17 @@ class Words:
             )
             if left := self._have_given_up(number):
                 self._control.check_ended(what, [Need(r, self._key, number + 1) for r, _ in others])
+                awaited = self._awaited_by(left, number)
                 raise PeerError(
-                    f"ranks {team_text(left)} gave up {what()}: an error ended their wait for it"
+                    f"ranks {team_text(left)} gave up {what()}: an error ended their wait for "
+                    + (f"ranks {team_text(awaited)}" if awaited else "it")
                 )
         except BaseException:
-            words[self.mine[number & 1]] = word_of(GAVE_UP, number)
+            mine, missing = self.mine[number & 1], {need.rank for need in behind()}
+            words[mine + _AWAITED] = sum(
+                1 << i for i, rank in enumerate(self._team[:_BITS]) if rank in missing
+            )
+            words[mine] = word_of(GAVE_UP, number)
             self._control.wake(self._team)
             raise
         return all(words[slot] == word for _, slot in others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from fuser import FusionDefinition, ParallelType
 from fuser.errors import (
     CommunicationError,
+    CommunicationTimeout,
     DeadlockError,
     FuserError,
     InputError,
@@ -20,6 +22,9 @@ from fuser.errors import (
 from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.agreement import Claim, run_agreed
 from multidevice.backends.simulated import SimulatedControl
+from multidevice.control import Control
+from multidevice.page import LINE_NBYTES
+from multidevice.words import Words
 from scripts import disagree
 
 KINDS = range(len(disagree.CASES))
@@ -256,3 +261,37 @@ def test_a_forked_process_is_no_rank() -> None:
         return [first, str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]
 
     assert on_ranks(act) == [["ran", "0"], ["ran"]]
+
+
+class _AtOnce:
+    """A control whose waits end at once, in a timeout where nothing has come."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def wake(self, team: object) -> None:
+        pass
+
+    def check_ended(self, *_: object) -> None:
+        pass
+
+    def poll_until(self, done: Callable[[], bool], **_: object) -> None:
+        if not done():
+            raise CommunicationTimeout("it did not come")
+
+
+def test_a_rank_that_gives_up_says_for_whom_it_waited() -> None:
+    page = memoryview(bytearray(3 * LINE_NBYTES)).cast("Q")
+    first, second, third = (
+        Words(cast(Control, _AtOnce(r)), (0, 1, 2), page, "call", lambda n, _: f"call {n}")
+        for r in range(3)
+    )
+    with pytest.raises(CommunicationTimeout):
+        first.say(9, 4)
+    with pytest.raises(
+        PeerError, match=r"ranks \(0\) gave up call 4: .* their wait for ranks \(2\)"
+    ):
+        second.say(9, 4)
+    # It is not told that it waited for itself.
+    with pytest.raises(PeerError, match=r"ranks \(0 1\) gave up call 4: .* their wait for it"):
+        third.say(9, 4)
