@@ -67,9 +67,13 @@ def _campaign(args: argparse.Namespace) -> int:
         args.schedules = "cpu"
     if args.device == "cuda" and args.schedules == "cpu,h200":
         args.schedules = "own"
-    if args.command == "sharded" and _is_launched():
+    if args.command == "sharded" and _launched_ranks() > 1:
         from tests.fuzz.launched import run_launched
+        from tests.fuzz.sharded import RANKS
 
+        if (size := _launched_ranks()) not in RANKS:
+            print(f"no program has {size} ranks: start {' or '.join(map(str, sorted({*RANKS})))}")
+            return 1
         seeds = range(args.seed, args.seed + args.cases)
         tally = run_launched(seeds, args.seconds, args.schedules, args.device, args.without)
         return _exit_code(tally, percent=args.refusals)
@@ -98,10 +102,10 @@ def _exit_code(tally: Tally, *, percent: float) -> int:
     return 1 if tally.failures or refused else 0
 
 
-def _is_launched() -> bool:
-    """Whether mpirun or torchrun started several ranks of this script."""
+def _launched_ranks() -> int:
+    """Return how many ranks of this script mpirun or torchrun started."""
     sizes = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
-    return any(int(os.environ.get(name, "1")) > 1 for name in sizes)
+    return max(int(os.environ.get(name, "1")) for name in sizes)
 
 
 def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namespace) -> None:

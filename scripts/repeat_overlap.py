@@ -41,6 +41,8 @@ from tests.frontend.overlapped_gradients import GRADIENTS
 # Of the largest number of a result: what sums in another order, or rounded twice, may differ by. A
 # block that is missing, or another one's, differs by about 1.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+# What divides, times --scale, every extent that a program shards.
+SHARDED = 8
 # Repetitions between two looks at what differs, and at the clock.
 CHUNK = 25
 _ENABLED = ["machine(h200)"]  # the name of any; `Chosen` gives the machine
@@ -239,6 +241,12 @@ def run(args: argparse.Namespace) -> int:
         device = torch.device("cuda", communicator.local_rank())
         torch.cuda.set_device(device)
     ranks = Ranks(args, communicator, device)
+    if SHARDED * args.scale % communicator.size():
+        ranks.say(
+            f"{communicator.size()} ranks do not divide the extents of the programs: start as many "
+            f"as divide {SHARDED * args.scale}"
+        )
+        return 1
     began, done, missing = time.monotonic(), 0, 0
     every = list(programs(args))
     with Chosen() as chosen:

@@ -26,6 +26,8 @@ from tests.fuzz.shards import mesh_sizes
 
 _DTYPES = ("Float",) * 6 + ("BFloat16", "Double", "Double", "Int")
 _SIZES = (4, 4, 8, 8, 8, 12, 16)
+# How many ranks run a program, as often as drawn.
+RANKS = (2, 2, 4)
 Ranks = tuple[object, ...]
 
 
@@ -43,7 +45,7 @@ class Sharded(Builder):
 
     def __init__(self, seed: int, kind: str = "sharded") -> None:
         super().__init__(kind, seed, calls=1, cap=2048)
-        self.ranks = self.rng.choice((2, 2, 4))
+        self.ranks = self.rng.choice(RANKS)
         self.ncalls = self.rng.choice((1, 1, 1, 2))
         self.args = [[] for _ in range(self.ncalls)]
         self.envs = [{} for _ in range(self.ncalls)]
