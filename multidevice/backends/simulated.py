@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ class Baton:
         self._waiting: dict[int, _Position] = {}
         self._ended: dict[int, str] = {}
         self._failure: Callable[[], CommunicationError] | None = None
-        self.meetings: dict[tuple[str, int], Meeting] = {}
+        self.meetings: dict[tuple[Hashable, int], Meeting] = {}
         self.mailboxes: dict[str, deque[_Letter]] = {}
         self.pages: dict[Team, memoryview] = {}
         self.generators = Generators(size)
@@ -147,7 +147,7 @@ def meet(
     baton: Baton,
     position: _Position,
     *,
-    key: str,
+    key: Hashable,
     seq: int,
     team: Team,
     index: int,

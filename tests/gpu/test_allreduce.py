@@ -19,6 +19,7 @@ from multidevice.backends.allreduce_kernel import MAX_NBYTES, Way, shape_of
 from multidevice.backends.nccl import NcclBackend
 from multidevice.backends.peer_cuda import CudaPeerBackend
 from multidevice.backends.protocol import RedOp
+from multidevice.waiting import Calls
 from tests.multidevice.programs import collectives
 from tests.multidevice.test_allreduce_kernel import DTYPES, reductions
 
@@ -291,7 +292,7 @@ def test_a_rank_that_does_not_come_is_named(
     if me == last:
         # What the others have entered counts here, too: later errors would take it for a loss.
         # Their second call does not begin.
-        comm._control.ledger.enter(f"cuda ({' '.join(map(str, world))})")
+        comm._control.ledger.enter(Calls("cuda", tuple(world)))
     else:
         monkeypatch.setenv("FUSER_TIMEOUT_S", "2")
         y, began = torch.ones(200, device=device), time.monotonic()

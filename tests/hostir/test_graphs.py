@@ -19,6 +19,7 @@ from fuser.torch_calls import arithmetic_choices
 from hostir import Allocate, HostIrContainer, HostIrEvaluator, arena, capture
 from hostir.plan import BoundPlan, Plan
 from multidevice.backends.captured import Captured
+from multidevice.waiting import Calls
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
 from tests.hostir.stand_in_graphs import CpuGraph, CpuGraphs, stand_in
 
@@ -140,7 +141,7 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
             (total,) = fd.execute([torch.ones(2, 3)])
             assert torch.equal(total, torch.full((3,), 4.0))
         assert "by a step of its own" in fd.cuda_graphs()[0]
-        return backend._ledger.entered["simulated (0 1)"]
+        return backend._ledger.entered[Calls("simulated", (0, 1))]
 
     with multidevice.simulate(2) as world:
         assert world.run(run) == [ENOUGH, ENOUGH]

@@ -24,6 +24,7 @@ from multidevice.agreement import Claim, run_agreed
 from multidevice.backends.simulated import SimulatedControl
 from multidevice.control import Control
 from multidevice.page import LINE_NBYTES
+from multidevice.waiting import Calls
 from multidevice.words import Words
 from scripts import disagree
 
@@ -283,7 +284,13 @@ class _AtOnce:
 def test_a_rank_that_gives_up_says_for_whom_it_waited() -> None:
     page = memoryview(bytearray(3 * LINE_NBYTES)).cast("Q")
     first, second, third = (
-        Words(cast(Control, _AtOnce(r)), (0, 1, 2), page, "call", lambda n, _: f"call {n}")
+        Words(
+            cast(Control, _AtOnce(r)),
+            (0, 1, 2),
+            page,
+            Calls("call", (0, 1, 2)),
+            lambda n, _: f"call {n}",
+        )
         for r in range(3)
     )
     with pytest.raises(CommunicationTimeout):
