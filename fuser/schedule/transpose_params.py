@@ -171,8 +171,7 @@ class _Tiles:
         self._device, self._staged, self._direct = device, axes.staged, axes.direct
         self._widths = VectorWidths(axes.direct), VectorWidths(axes.staged)
         self._largest = max(a.nbytes for a in axes.direct), max(a.nbytes for a in axes.staged)
-        words = min(w.within(Facts({})) for w in self._widths) > 1
-        self._is_copy = words and len(axes.staged) + len(axes.direct) <= 2
+        self._is_copy = len(axes.staged) + len(axes.direct) <= 2
         self._staged_bytes = sum(a.nbytes for a in axes.staged)
         self._loaded = sum(a.nbytes for a in space.accesses if space.is_full(a) and not a.is_output)
 
@@ -189,10 +188,10 @@ class _Tiles:
                 break
             edges = (made.edge, made.staged_edge)
             tiles = prod(-(-n // edge) for n, edge in zip(extents, edges, strict=True))
+            in_words = min(vectors) > 1 and [made.vector, made.staged_vector] == vectors
+            fits = least <= 1 or (self._is_copy and in_words)
             found = made
-            if tiles * outer >= least * self._device.sm_count and (
-                least <= 1 or (self._is_copy and [made.vector, made.staged_vector] == vectors)
-            ):
+            if tiles * outer >= least * self._device.sm_count and fits:
                 break
         if found is None:
             return None
