@@ -16,11 +16,11 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Apply, Const, Number, Scalar, Symbol
 from fuser.ir.scalar_nodes import postorder
 from fuser.ir.scalar_python import Computed
-from fuser.ir.tensor import TensorView
 
 
 class Clamps:
-    """The minima and maxima of integers in the extents and operands of a fusion."""
+    """The minima and maxima of integers in the extents of a fusion. Those in operands alone are
+    values: runs whose sizes are equal may differ in them."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -28,7 +28,7 @@ class Clamps:
         # Inner ones first.
         self._found = [
             y
-            for x in _scalars(fusion)
+            for x in _extents(fusion)
             for y in postorder(fusion.canonical(x), seen.__contains__)
             if seen.add(y) is None and _is_clamp(y)
         ]
@@ -57,11 +57,10 @@ class Clamps:
         return found
 
 
-def _scalars(fusion: Fusion) -> Iterator[Scalar]:
+def _extents(fusion: Fusion) -> Iterator[Scalar]:
     for op in fusion.used_exprs():
         for out in op.outputs:
             yield from (x for a in out.domain.axes.values() for x in (a.extent, a.size))
-        yield from (v for v in op.inputs if not isinstance(v, TensorView))
 
 
 def _is_clamp(x: Scalar) -> bool:
