@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fuser.errors import InputError
-from fuser.ops.attention_kernels import Attention, Forward, Kept, kernel_for, wide
+from fuser.ops.attention_kernels import Attention, Forward, Given, Kept, kernel_for, wide
 from fuser.ops.philox import random_numbers
 
 Tensor = torch.Tensor
@@ -40,9 +40,10 @@ def forward(
     folded = _folded(query), _folded(key), _folded(value)
     added = _added(bias, mask, query)
     added = None if added is None else _folded(added.expand(*leading, *added.shape[-2:]))
-    kernel = None if is_oracle else kernel_for(call, *folded, added)
+    given = Given(call, *folded, added, reads[1])
+    kernel = None if is_oracle else kernel_for(given)
     if kernel is not None:
-        found = kernel.forward(call, *folded, added, reads[1])
+        found = kernel.forward(given)
     else:
         found = _step_by_step(call, *folded, added)
     shape = query.shape[:-1]
@@ -106,7 +107,7 @@ def backward(
     kept = Kept(_folded(out), log_sumexp.reshape(grad.shape[:-1]), seed, offset)
     # Of doubles, what forward gave is rounded to float32: too few digits for a kernel.
     has_digits = log_sumexp.dtype is wide(query.dtype) and not is_oracle
-    kernel = kernel_for(call, *folded, None) if has_digits else None
+    kernel = kernel_for(Given(call, *folded)) if has_digits else None
     if kernel is not None:
         found = kernel.backward(call, grad, folded, kept)
     else:

@@ -52,6 +52,23 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What forward reads: `added` is added to scores, None for nothing. Where nobody reads
+    log_sumexp (`reads_sums`), it may be undefined."""
+
+    call: Attention
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    added: Tensor | None = None
+    reads_sums: bool = True
+
+    @property
+    def factor(self) -> float:
+        return self.call.factor(self.query)
+
+
+@dataclass(frozen=True)
 class Forward:
     """Output, log_sumexp, and the seed of what was dropped; None where nothing is."""
 
@@ -72,23 +89,20 @@ class Kept:
 
 @dataclass(frozen=True)
 class Kernel:
-    """`takes` and `forward`: (call, query, key, value, what is added to scores); `forward` leaves
-    log_sumexp undefined where the last argument says that nobody reads it."""
+    """A kernel, and which calls it takes."""
 
-    takes: Callable[[Attention, Tensor, Tensor, Tensor, Tensor | None], bool]
-    forward: Callable[[Attention, Tensor, Tensor, Tensor, Tensor | None, bool], Forward]
+    takes: Callable[[Given], bool]
+    forward: Callable[[Given], Forward]
     backward: Callable[[Attention, Tensor, Operands, Kept], list[Tensor]]
 
 
-def kernel_for(
-    call: Attention, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None
-) -> Kernel | None:
+def kernel_for(given: Given) -> Kernel | None:
     """Return the first kernel that takes a call; None for what is computed step by step."""
-    if not all(t.numel() for t in (query, key, value)) or call.factor(query) <= 0:
+    if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Of scores times a factor that is not above 0, the largest are others than those of
         # products; and -inf becomes NaN.
         return None
-    return next((k for k in KERNELS if k.takes(call, query, key, value, added)), None)
+    return next((k for k in KERNELS if k.takes(given)), None)
 
 
 # ------------------------------------------------------------------ operands
@@ -126,10 +140,9 @@ def _copy(t: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------ flash attention, on CUDA
-def _flash_takes(
-    call: Attention, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None
-) -> bool:
-    if added is not None or query.device.type not in CUDA_DEVICES or query.dtype not in HALF:
+def _flash_takes(given: Given) -> bool:
+    call, query, key, value = given.call, given.query, given.key, given.value
+    if given.added is not None or query.device.type not in CUDA_DEVICES or query.dtype not in HALF:
         return False
     # It counts the place of a causal query from the last key.
     is_square = not call.is_causal or query.shape[-2] == key.shape[-2]
@@ -137,22 +150,13 @@ def _flash_takes(
     return fits and _is_new_enough(query.device)
 
 
-def _flash(
-    call: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    added: Tensor | None,
-    reads_sums: bool,
-) -> Forward:
-    del added, reads_sums
+def _flash(given: Given) -> Forward:
+    call, query, value = given.call, given.query, given.value
     found = aten._scaled_dot_product_flash_attention(
-        _in_words(query),
-        _in_words(key),
-        _in_words(value),
+        *map(_in_words, (query, given.key, value)),
         call.dropout_p,
         call.is_causal,
-        scale=call.factor(query),
+        scale=given.factor,
     )
     out, log_sumexp, seed = found[0], found[1], found[6]
     # Without dropout torch leaves the seed as it finds it.
@@ -181,15 +185,13 @@ def _flash_backward(call: Attention, grad: Tensor, operands: Operands, kept: Kep
 
 
 # ------------------------------------------------------------------ memory-efficient, on CUDA
-def _efficient_takes(
-    call: Attention, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None
-) -> bool:
-    del key, value
+def _efficient_takes(given: Given) -> bool:
+    query, added = given.query, given.added
     if query.device.type not in CUDA_DEVICES or query.dtype not in (*HALF, torch.float32):
         return False
     # What is added is rounded to the operands' dtype: only one of that is taken.
     is_known = added is None or added.dtype is query.dtype
-    return is_known and not call.dropout_p and _is_new_enough(query.device)
+    return is_known and not given.call.dropout_p and _is_new_enough(query.device)
 
 
 def _by_rows(t: Tensor) -> Tensor:
@@ -214,20 +216,12 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
     return once.expand(added.shape)
 
 
-def _efficient(
-    call: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    added: Tensor | None,
-    reads_sums: bool,
-) -> Forward:
-    rows, columns = query.shape[-2], key.shape[-2]
-    bias = None if added is None else _bias(added, rows, columns)
+def _efficient(given: Given) -> Forward:
+    call, query, value = given.call, given.query, given.value
+    rows, columns = query.shape[-2], given.key.shape[-2]
+    bias = None if given.added is None else _bias(given.added, rows, columns)
     found = aten._efficient_attention_forward(
-        _by_rows(query),
-        _by_rows(key),
-        _by_rows(value),
+        *map(_by_rows, (query, given.key, value)),
         bias,
         None,
         None,
@@ -235,11 +229,11 @@ def _efficient(
         None,
         0.0,
         _CAUSAL if call.is_causal else _ANY_ORDER,
-        reads_sums,
-        scale=call.factor(query),
+        given.reads_sums,
+        scale=given.factor,
     )
     out, log_sumexp = found[0].transpose(1, 2)[..., : value.shape[-1]], found[1][..., :rows]
-    if bias is not None and reads_sums:
+    if bias is not None and given.reads_sums:
         # Of a row without scores torch gives 0.
         seen = bias.isneginf().logical_not_()
         seen = seen.tril_() if call.is_causal else seen
@@ -274,32 +268,24 @@ def _efficient_backward(
 
 
 # ------------------------------------------------------------------ torch's kernel of the CPU
-def _cpu_takes(
-    call: Attention, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None
-) -> bool:
-    del key
-    fits = query.device.type == "cpu" and not call.dropout_p and query.shape[-1] == value.shape[-1]
+def _cpu_takes(given: Given) -> bool:
+    call, query = given.call, given.query
+    fits = query.device.type == "cpu" and query.shape[-1] == given.value.shape[-1]
     # Which rows a bias and the order of keys leave without any is not told.
-    return fits and (added is None or not call.is_causal)
+    return fits and not call.dropout_p and (given.added is None or not call.is_causal)
 
 
-def _cpu(
-    call: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    added: Tensor | None,
-    reads_sums: bool,
-) -> Forward:
+def _cpu(given: Given) -> Forward:
+    query, added = given.query, given.added
     mask = None if added is None else added.to(wide(query.dtype))
     out, log_sumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(last_dense, (query, key, value)),
+        *map(last_dense, (query, given.key, given.value)),
         0.0,
-        call.is_causal,
+        given.call.is_causal,
         attn_mask=mask,
-        scale=call.factor(query),
+        scale=given.factor,
     )
-    if mask is not None and reads_sums:
+    if mask is not None and given.reads_sums:
         # Of a row without scores torch gives 0.
         log_sumexp = log_sumexp.masked_fill(mask.isneginf().all(-1), -torch.inf)
     return Forward(out, log_sumexp)

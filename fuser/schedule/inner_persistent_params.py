@@ -24,7 +24,7 @@ KEPT_REGISTERS = 32
 # Bytes that one of half of the most threads keeps of a row that takes more registers than that.
 LONG_ROW_BYTES = 240
 # Columns from which kernels with sums over rows load a wide weight in one word, and rows in shorter
-# ones. Measured on an H200: 4096 and 8192 take 5 to 13 % less time, 1536 and 1024 up to 8 % more.
+# ones. Measured on an H200: 4096 and 8192 take 4 to 17 % less time, 1536 and 1024 2 to 8 % more.
 LONG_PARTS = 4096
 # Of one multiprocessor, what a row may keep at most, and up to where results of costly ops are kept
 # rather than computed again.
