@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 as tensor-parallel fusions: weights, tokens, and the three definitions.
+"""all-MiniLM-L6-v2 as tensor-parallel fusions: weights, tokens, and the definitions.
 
 Source: Wang et al. 2020 (MiniLM); the sentence-transformers model card for pooling and
 normalisation; `transformers.BertModel` for the layer's arithmetic.
@@ -112,6 +112,8 @@ LINEARS: dict[str, tuple[str, int, int, Callable[..., None]]] = {
     "up": ("intermediate.dense", FFN, HIDDEN, column_parallel),
     "down": ("output.dense", HIDDEN, FFN, row_parallel),
 }
+# The weights of the embedding.
+EMBEDDINGS = tuple(f"embedding.{name}" for name in ("token_type", "weight", "bias"))
 NORMS = {"ln1": "attention.output.LayerNorm", "ln2": "output.LayerNorm"}
 
 
@@ -132,60 +134,91 @@ class Program:
         ]
 
 
-def encoder_layer(mesh: DeviceMesh, dtype: DataType, *, attention: bool = False) -> Program:
-    """Define one post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h].
+# ------------------------------------------------------------------ one layer
+def define_layer_weights(fd: FusionDefinition, dtype: DataType) -> dict[str, TensorView]:
+    """Define the weights of a layer as inputs, by name."""
+    weights: dict[str, TensorView] = {}
+    for name, (_, n, k, _) in LINEARS.items():
+        weights[f"{name}.weight"] = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
+        weights[f"{name}.bias"] = fd.define_tensor([n], contiguity=True, dtype=dtype)
+    for name in NORMS:
+        for part in ("weight", "bias"):
+            weights[f"{name}.{part}"] = fd.define_tensor(
+                [HIDDEN], contiguity=True, dtype=DataType.Float
+            )
+    return weights
+
+
+def shard_layer_weights(weights: dict[str, TensorView], mesh: DeviceMesh) -> None:
+    for name in NORMS:
+        for part in ("weight", "bias"):
+            weights[f"{name}.{part}"].set_device_mesh(mesh)
+    for name, (_, _, _, shard) in LINEARS.items():
+        shard(weights[f"{name}.weight"], weights[f"{name}.bias"], mesh)
+
+
+def layer(
+    fd: FusionDefinition,
+    x: TensorView,
+    mask: TensorView,
+    weights: dict[str, TensorView],
+    *,
+    attention: bool,
+) -> Any:
+    """Apply a post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h].
 
     `attention`: by the op of that name; else by the ops that it consists of.
     """
-    weights: dict[str, TensorView] = {}
+    ops, dtype = fd.ops, x.dtype()
+    batch, seq = ops.size(x, 0), ops.size(x, 1)
+
+    def linear(value: TensorView, name: str) -> TensorView:
+        return ops.linear(value, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def heads(value: TensorView, dims: list[int]) -> TensorView:
+        return ops.permute(ops.reshape(value, [batch, seq, HEADS, HEAD_DIM]), dims)
+
+    q = heads(linear(x, "q"), [0, 2, 1, 3])
+    k = heads(linear(x, "k"), [0, 2, 1, 3] if attention else [0, 2, 3, 1])
+    v = heads(linear(x, "v"), [0, 2, 1, 3])
+    if attention:
+        context = ops.sdpfa_fwd(q, k, v, bias=mask)[0]
+    else:
+        scores = ops.add(ops.mul(ops.matmul(q, k), HEAD_DIM**-0.5), mask)
+        context = ops.matmul(ops.cast(softmax(fd, scores), dtype), v)
+    merged = ops.reshape(ops.permute(context, [0, 2, 1, 3]), [batch, seq, HIDDEN])
+    attended = ops.add(linear(merged, "o"), x)
+    h = layer_norm(fd, attended, weights["ln1.weight"], weights["ln1.bias"])
+    narrow = ops.cast(h, dtype)
+    up = ops.cast(gelu(fd, linear(narrow, "up")), dtype)
+    out = layer_norm(
+        fd, ops.add(linear(up, "down"), narrow), weights["ln2.weight"], weights["ln2.bias"]
+    )
+    return ops.cast(out, dtype)
+
+
+def mask_dtype(dtype: DataType, *, attention: bool) -> DataType:
+    """Return the dtype of what is added to scores: torch's kernels for attention add what is of
+    the operands' dtype."""
+    return dtype if attention else DataType.Float
+
+
+def encoder_layer(mesh: DeviceMesh, dtype: DataType, *, attention: bool = False) -> Program:
+    """Define `layer` alone."""
     with FusionDefinition() as fd:
-        ops = fd.ops
         x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
-        # Torch's kernels for attention add what is of the operands' dtype.
-        added = dtype if attention else DataType.Float
+        added = mask_dtype(dtype, attention=attention)
         mask = fd.define_tensor([-1, 1, 1, -1], contiguity=True, dtype=added)
-        for name, (_, n, k, _) in LINEARS.items():
-            weights[f"{name}.weight"] = fd.define_tensor([n, k], contiguity=True, dtype=dtype)
-            weights[f"{name}.bias"] = fd.define_tensor([n], contiguity=True, dtype=dtype)
-        for name in NORMS:
-            for part in ("weight", "bias"):
-                weights[f"{name}.{part}"] = fd.define_tensor(
-                    [HIDDEN], contiguity=True, dtype=DataType.Float
-                )
-        batch, seq = ops.size(x, 0), ops.size(x, 1)
-
-        def linear(value: TensorView, name: str) -> TensorView:
-            return ops.linear(value, weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-        def heads(value: TensorView, dims: list[int]) -> TensorView:
-            return ops.permute(ops.reshape(value, [batch, seq, HEADS, HEAD_DIM]), dims)
-
-        q = heads(linear(x, "q"), [0, 2, 1, 3])
-        k = heads(linear(x, "k"), [0, 2, 1, 3] if attention else [0, 2, 3, 1])
-        v = heads(linear(x, "v"), [0, 2, 1, 3])
-        if attention:
-            context = ops.sdpfa_fwd(q, k, v, bias=mask)[0]
-        else:
-            scores = ops.add(ops.mul(ops.matmul(q, k), HEAD_DIM**-0.5), mask)
-            context = ops.matmul(ops.cast(softmax(fd, scores), dtype), v)
-        merged = ops.reshape(ops.permute(context, [0, 2, 1, 3]), [batch, seq, HIDDEN])
-        attended = ops.add(linear(merged, "o"), x)
-        h = layer_norm(fd, attended, weights["ln1.weight"], weights["ln1.bias"])
-        narrow = ops.cast(h, dtype)
-        up = ops.cast(gelu(fd, linear(narrow, "up")), dtype)
-        out = layer_norm(
-            fd, ops.add(linear(up, "down"), narrow), weights["ln2.weight"], weights["ln2.bias"]
-        )
-        fd.add_output(ops.cast(out, dtype))
-        for tv in (x, mask, *(weights[f"{n}.{p}"] for n in NORMS for p in ("weight", "bias"))):
+        weights = define_layer_weights(fd, dtype)
+        fd.add_output(layer(fd, x, mask, weights, attention=attention))
+        for tv in (x, mask):
             tv.set_device_mesh(mesh)
-        for name, (_, _, _, shard) in LINEARS.items():
-            shard(weights[f"{name}.weight"], weights[f"{name}.bias"], mesh)
+        shard_layer_weights(weights, mesh)
     return Program(fd, weights)
 
 
 def layer_weights(checkpoint: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
-    """Return one layer's weights under the names of `encoder_layer`."""
+    """Return one layer's weights under the names of `define_layer_weights`."""
     names = {k: v[0] for k, v in LINEARS.items()} | NORMS
     return {
         f"{name}.{part}": checkpoint[f"encoder.layer.{layer}.{stem}.{part}"]
@@ -194,54 +227,54 @@ def layer_weights(checkpoint: dict[str, torch.Tensor], layer: int) -> dict[str, 
     }
 
 
-def embedding(mesh: DeviceMesh, dtype: DataType, added_dtype: DataType) -> Program:
+# ------------------------------------------------------------------ the whole encoder
+def pooled(fd: FusionDefinition, x: TensorView, mask: TensorView) -> Any:
+    """Mean of x [b, s, h] over the mask [b, s] Int, of length 1: [b, h] Float."""
+    ops = fd.ops
+    counted = ops.cast(mask, DataType.Float)
+    kept = ops.mul(x, ops.broadcast(counted, [False, False, True]))
+    count = ops.broadcast(ops.sum(counted, dim=1), [False, True])
+    mean = ops.div(ops.sum(kept, dim=1), ops.maximum(count, 1e-9))
+    norm = ops.sqrt(ops.sum(ops.mul(mean, mean), dim=1, keepdim=True))
+    return ops.div(mean, ops.maximum(norm, 1e-12))
+
+
+def sentence_encoder(
+    mesh: DeviceMesh, dtype: DataType, layers: int, *, attention: bool = False
+) -> Program:
     """Define what follows the look-up of words.
 
-    (words [b, s, h] Float, positions [s, h] Float, mask [b, s] Int) -> the LayerNorm of the summed
-    embeddings [b, s, h], and what is added to attention scores [b, 1, 1, s] of `added_dtype`.
+    (words [b, s, h] Float, positions [s, h] Float, mask [b, s] Int) -> embeddings [b, h] Float.
+    Weights are named `embedding.*`, and those of a layer `N.*`.
     """
+    weights: dict[str, TensorView] = {}
     with FusionDefinition() as fd:
         ops = fd.ops
         words = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=DataType.Float)
         positions = fd.define_tensor([-1, HIDDEN], contiguity=True, dtype=DataType.Float)
         mask = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Int)
-        weights = {
-            name: fd.define_tensor([HIDDEN], contiguity=True, dtype=DataType.Float)
-            for name in ("token_type", "weight", "bias")
-        }
-        x = ops.add(ops.add(words, weights["token_type"]), positions)
-        fd.add_output(ops.cast(layer_norm(fd, x, weights["weight"], weights["bias"]), dtype))
+        token_type, weight, bias = (
+            fd.define_tensor([HIDDEN], contiguity=True, dtype=DataType.Float) for _ in range(3)
+        )
+        weights |= dict(zip(EMBEDDINGS, (token_type, weight, bias), strict=True))
+        summed = ops.add(ops.add(words, token_type), positions)
+        x = ops.cast(layer_norm(fd, summed, weight, bias), dtype)
         added = ops.where(ops.eq(mask, 0), float("-inf"), 0.0)
-        added = ops.cast(added, added_dtype)
-        fd.add_output(ops.broadcast(added, [False, True, True, False]))
-        for tv in (words, positions, mask, *weights.values()):
+        added = ops.cast(added, mask_dtype(dtype, attention=attention))
+        added = ops.broadcast(added, [False, True, True, False])
+        for number in range(layers):
+            own = define_layer_weights(fd, dtype)
+            x = layer(fd, x, added, own, attention=attention)
+            shard_layer_weights(own, mesh)
+            weights |= {f"{number}.{name}": tv for name, tv in own.items()}
+        fd.add_output(pooled(fd, x, mask))
+        for tv in (words, positions, mask, token_type, weight, bias):
             tv.set_device_mesh(mesh)
     return Program(fd, weights)
 
 
-def pooling(mesh: DeviceMesh, dtype: DataType) -> Program:
-    """Define mean pooling over the mask and L2 normalisation.
-
-    (x [b, s, h], mask [b, s] Int) -> [b, h] Float.
-    """
-    with FusionDefinition() as fd:
-        ops = fd.ops
-        x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
-        mask = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Int)
-        counted = ops.cast(mask, DataType.Float)
-        kept = ops.mul(x, ops.broadcast(counted, [False, False, True]))
-        count = ops.broadcast(ops.sum(counted, dim=1), [False, True])
-        mean = ops.div(ops.sum(kept, dim=1), ops.maximum(count, 1e-9))
-        norm = ops.sqrt(ops.sum(ops.mul(mean, mean), dim=1, keepdim=True))
-        fd.add_output(ops.div(mean, ops.maximum(norm, 1e-12)))
-        for tv in (x, mask):
-            tv.set_device_mesh(mesh)
-    return Program(fd, {})
-
-
-# ------------------------------------------------------------------ the whole encoder
 class Encoder:
-    """The three definitions with the weights of all layers bound to this rank's device."""
+    """One definition of all layers, with its weights bound to this rank's device."""
 
     def __init__(
         self,
@@ -252,44 +285,35 @@ class Encoder:
         *,
         attention: bool = False,
     ) -> None:
-        ir_dtype = DTYPES[dtype]
         self.device = device
-        self.embedding = embedding(mesh, ir_dtype, ir_dtype if attention else DataType.Float)
-        self.layer = encoder_layer(mesh, ir_dtype, attention=attention)
-        self.pool = pooling(mesh, ir_dtype)
-        prefix = "embeddings."
+        program = sentence_encoder(mesh, DTYPES[dtype], LAYERS, attention=attention)
+        self.fd = program.fd
         self.words, self.positions = (
-            checkpoint[f"{prefix}{name}_embeddings.weight"].float().to(device)
+            checkpoint[f"embeddings.{name}_embeddings.weight"].float().to(device)
             for name in ("word", "position")
         )
-        given = {p: checkpoint[f"{prefix}LayerNorm.{p}"] for p in ("weight", "bias")}
-        given["token_type"] = checkpoint[f"{prefix}token_type_embeddings.weight"][0]
-        self.embedding_weights = self.embedding.bind(given, device)
-        self.layer_weights = [
-            self.layer.bind(layer_weights(checkpoint, i), device) for i in range(LAYERS)
-        ]
+        given = {
+            f"embedding.{p}": checkpoint[f"embeddings.LayerNorm.{p}"] for p in ("weight", "bias")
+        }
+        given["embedding.token_type"] = checkpoint["embeddings.token_type_embeddings.weight"][0]
+        for number in range(LAYERS):
+            own = layer_weights(checkpoint, number)
+            given |= {f"{number}.{name}": value for name, value in own.items()}
+        self.weights = program.bind(given, device)
+
+    def placed(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids and mask [b, s] on this rank's device, by one copy."""
+        if self.device == "cpu":
+            return ids, mask
+        both = torch.stack((ids, mask)).pin_memory().to(self.device, non_blocking=True)
+        return both[0], both[1]
+
+    def inputs(self, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        """Return the definition's inputs for a batch that is on this rank's device."""
+        return [self.words[ids], self.positions[: ids.shape[1]], mask, *self.weights]
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return embeddings [b, h] (float32) of token ids and mask [b, s]."""
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        x, additive = self.embedding.fd.execute(self._embedded(ids, mask))
-        for weights in self.layer_weights:
-            (x,) = self.layer.fd.execute([x, additive, *weights])
-        (out,) = self.pool.fd.execute([x, mask])
+        """Return embeddings [b, h] (float32) of token ids and mask [b, s], which are on this rank's
+        device."""
+        (out,) = self.fd.execute(self.inputs(ids, mask))
         return out
-
-    def _embedded(self, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-        return [self.words[ids], self.positions[: ids.shape[1]], mask, *self.embedding_weights]
-
-    def calls(
-        self, ids: torch.Tensor, mask: torch.Tensor
-    ) -> list[tuple[FusionDefinition, list[torch.Tensor], int]]:
-        """Return the definitions that a batch executes, inputs of their sizes, and how often."""
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        first = self._embedded(ids, mask)
-        x, additive = self.embedding.fd.execute(first)
-        return [
-            (self.embedding.fd, first, 1),
-            (self.layer.fd, [x, additive, *self.layer_weights[0]], LAYERS),
-            (self.pool.fd, [x, mask], 1),
-        ]
