@@ -25,7 +25,6 @@ from fuser.frontend.autograd import Autograd
 from fuser.frontend.draws import Draws, T
 from fuser.frontend.known_call import (
     MAX_DECLINED,
-    MAX_PATIENCE,
     BoundProgram,
     Call,
     CallKey,
@@ -197,7 +196,7 @@ class FusionExecutorCache:
 
     def _consider(self, call: Call, given: Sequence[Argument]) -> None:
         """Give calls like this one, which has run, to the compiled runner if it takes them."""
-        call.patience = call.runs_left = min(2 * call.patience, MAX_PATIENCE)
+        call.hasten(given)
         if call.never or call.steady is not None:
             return
         inputs = tuple(given)

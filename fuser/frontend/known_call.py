@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from fuser.frontend.program_cache import Program
 from fuser.ir.binding import Contents, Signature, inputs_text
 from fuser.options import Settings
+from fuser.runtime import compiled_runner
+from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.auto_overlap import NoOverlap, Overlaps
 from hostir.evaluate import HostIrEvaluator
 from hostir.known import Known
@@ -90,6 +93,8 @@ class Call:
     # `Contents.glance`; it sees nothing before the second call: many sizes come once.
     glance: Callable[[Iterable[Any]], tuple[int, ...] | None] = sees_nothing
     has_come_again: bool = False
+    # Whether that has been tried in C.
+    is_hastened: bool = False
     # What repeats such calls in one call of the compiled runner, or why nothing does; how many runs
     # pass before it is asked for, the next time and the time after.
     steady: Steady | None = None
@@ -115,8 +120,26 @@ class Call:
             self.patience = RUNS_BEFORE
         self.runs_left = self.patience
 
+    def hasten(self, inputs: Iterable[Any]) -> None:
+        """Let calls like this one, which has come often, be seen by a glance in C, once there is
+        one; ask again later where there is none yet."""
+        self.patience = self.runs_left = min(2 * self.patience, MAX_PATIENCE)
+        if self.bound.program.settings.disabled("compiled_runner"):
+            return
+        runner = compiled_runner.find()
+        if runner is None or self.is_hastened or self.glance is sees_nothing:
+            return
+        self.is_hastened, tensors = True, tuple(inputs)
+        places = self.contents.places(tensors)
+        # Of tensors of some kinds it sees nothing.
+        with suppress(RuntimeError, TypeError, ValueError):
+            self.glance = runner.Glance(tensors, VECTOR_BYTES - 1, places, self.glance)
+
     def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
         """Return what `FusionExecutorCache.prepare` does, for inputs that the glance has seen."""
+        self.runs_left -= 1
+        if not self.runs_left:
+            self.hasten(inputs)
         evaluator, known = self.bound.evaluator, self.known
         are_apart = evaluator.are_apart(inputs, known)
         return self.claim, (), partial(evaluator.run_known, known, inputs, places, are_apart)

@@ -29,7 +29,7 @@ from fuser.runtime.kernel_cache import Binary, KernelCache, digest
 from fuser.runtime.simt import cxx_compiler, in_memory
 
 _NAME = "fuser_runner"
-_FILES = ("runner.c", "runner_graphs.h", "runner_tensors.h")
+_FILES = ("runner.c", "runner_glance.h", "runner_graphs.h", "runner_tensors.h")
 _FLAGS = ("-x", "c", "-std=c11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _POLL_S = 0.01
 

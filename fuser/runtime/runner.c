@@ -9,9 +9,8 @@
    Tensors are read through torch's C exchange table (DLPack), and the size of their storage through
    torch's stable C shim. */
 
+#include "runner_glance.h"
 #include "runner_graphs.h"
-
-#include <structmember.h>
 
 enum { MAX_SLOTS = 1 << 15 };
 
@@ -488,7 +487,10 @@ PyMODINIT_FUNC PyInit_fuser_runner(void) {
   text_misses = PyUnicode_InternFromString("_misses");
   text_launch = PyUnicode_InternFromString("launch");
   text_update = PyUnicode_InternFromString("update");
-  PyObject *module = PyType_Ready(&steady_type) ? NULL : PyModule_Create(&definition);
-  if (module && PyModule_AddObjectRef(module, "Steady", (PyObject *)&steady_type)) Py_CLEAR(module);
+  if (PyType_Ready(&steady_type) || PyType_Ready(&glance_type)) return NULL;
+  PyObject *module = PyModule_Create(&definition);
+  if (module && (PyModule_AddObjectRef(module, "Steady", (PyObject *)&steady_type) ||
+                 PyModule_AddObjectRef(module, "Glance", (PyObject *)&glance_type)))
+    Py_CLEAR(module);
   return module;
 }

@@ -1,6 +1,8 @@
 /* The graphs of a plan, found by addresses and told where tensors lie: `Replays.run` in C. What
    Python captured is looked up in its own dictionary, and what changes is changed there. */
 
+#pragma once
+
 #include <stddef.h>
 
 #include "runner_tensors.h"

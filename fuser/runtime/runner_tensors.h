@@ -1,6 +1,8 @@
 /* How the compiled runner looks at tensors: through torch's C exchange table (DLPack) and, for the
    size of a storage, through torch's stable C shim. Nothing here owns a tensor. */
 
+#pragma once
+
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>

@@ -11,7 +11,11 @@ import torch
 
 from fuser import FusionDefinition
 from fuser.errors import FuserError, InputError
+from fuser.frontend.known_call import RUNS_BEFORE
+from fuser.ir.binding import Contents
 from fuser.ir.tensor import TensorView
+from fuser.runtime import compiled_runner
+from fuser.schedule.vectorize import VECTOR_BYTES
 from multidevice import DeviceMesh, simulate
 
 
@@ -122,3 +126,54 @@ def test_a_rank_outside_of_the_mesh_gets_nothing() -> None:
 
     with simulate(3) as world:
         assert world.run(body) == [(4, 6), (0,), (4, 6)]
+
+
+def test_the_glance_in_c_tells_what_the_other_one_does() -> None:
+    """It never says yes to what Python's tells apart, and asks it about all else."""
+    runner = compiled_runner.wait(60.0)
+    if runner is None:
+        pytest.skip(compiled_runner.why_not())
+    plain = [torch.randn(4, 6), torch.randn(3)]
+    contents = Contents([], plain, VECTOR_BYTES)
+    look = contents.glance(plain)
+    assert look is not None
+    asked: list[object] = []
+
+    def otherwise(given: object) -> object:
+        asked.append(given)
+        return look(given)
+
+    places = contents.places(plain)
+    glance = runner.Glance(tuple(plain), VECTOR_BYTES - 1, places, otherwise)
+    assert glance(plain) == glance(tuple(plain)) == places and not asked
+    others: list[object] = [make(torch.randn(4, 6)) for make in _OTHERS.values()]
+    others += [make() for make in _REFUSED.values()]
+    for other in others:
+        given = [other, plain[1]]
+        assert glance(given) == look(given)
+        assert asked.pop() is given, other
+    for given in ([], plain[:1], plain * 2, iter(plain), None, plain[::-1]):
+        assert glance(given) is None
+        assert asked.pop() is given
+    # A storage that has become too small, and a gradient that is wanted since.
+    plain[1].untyped_storage().resize_(4)
+    assert glance(plain) is None and asked.pop() is plain
+
+
+def test_calls_of_ranks_are_seen_in_c() -> None:
+    if compiled_runner.wait(60.0) is None:
+        pytest.skip(compiled_runner.why_not())
+
+    def body() -> tuple[bool, int]:
+        fd = _double()
+        x = fd.fusion.inputs[0]
+        assert isinstance(x, TensorView)
+        x.set_device_mesh(DeviceMesh([0, 1]))
+        for i in range(3 * RUNS_BEFORE):
+            given = torch.randn(4 + i % 2, 6)
+            assert torch.equal(fd.execute([given])[0], given + given)
+        calls = fd.fec._by_signature  # pyright: ignore[reportPrivateUsage]
+        return all(c.is_hastened for c in dict(calls.items()).values()), len(calls)
+
+    with simulate(2) as world:
+        assert world.run(body) == [(True, 2)] * 2
