@@ -201,11 +201,13 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
-    """Cover the inner run with 32 or 128 threads, a short one with as many as it has chunks: few
-    shapes of kernels exist, and lanes have work."""
-    if one_run or chunks > 32:
+    """Cover the inner run with THREADS threads, a shorter one with fewer, so that most lanes have
+    work: few shapes of kernels exist."""
+    if one_run or chunks > THREADS:
         return THREADS, 1
-    x = power_of_two_at_least(chunks) if chunks <= 8 else 32
+    x = power_of_two_at_least(chunks)
+    if x > 32:  # the most threads of those that leave the fewest idle
+        x = max((THREADS, THREADS // 2, 32), key=lambda n: (chunks / (-(-chunks // n) * n), n))
     return x, THREADS // x
 
 
