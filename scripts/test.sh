@@ -36,7 +36,7 @@ ranks() {
     -p tests.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}"
 }
 
-step "tests in one process" 1800 "$PY" -m pytest -q "$@"
+step "plain tests" 1800 "$PY" -m pytest -q -n auto --dist worksteal "$@"
 ranks 2 "$@"
 ranks 4 "$@"
 if [ "$selection" -eq 0 ]; then

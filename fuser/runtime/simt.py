@@ -30,6 +30,7 @@ from fuser.runtime.sources import (
     SIMT_FILES,
     codegen_text,
     explain,
+    in_namespace,
     preamble,
 )
 
@@ -44,7 +45,7 @@ _COMMON_FLAGS = (
 )
 # Vectorise, but keep the meaning of NaN and Inf: never -ffinite-math-only.
 _FAST_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
-_CHECKED_FLAGS = ("-O1", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
+_CHECKED_FLAGS = ("-Og", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
 _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
 
 
@@ -166,19 +167,8 @@ FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
   return 0;
 }}
 """
-    return f"""
-namespace {symbol}_unit {{
-#define {source.name} {symbol}_kernel
-#line 1 "{source.name}"
-{source.text}
-#undef {source.name}
-#line 1 "{source.name}.launcher"
-{body}
-#ifdef nvfuser_index_t
-#undef nvfuser_index_t
-#endif
-}}
-"""
+    launcher = f'#line 1 "{source.name}.launcher"\n{body}'
+    return in_namespace(source, symbol, launcher)
 
 
 @functools.cache

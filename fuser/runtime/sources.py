@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 
+from fuser.kernel_source import KernelSource
+
 RT_FILES = ("rt.h", "rt_math.h", "rt_random.h", "rt_reduce.h")
 SIMT_FILES = ("simt_abi.h", "simt.h")
 ENGINE_FILE = "simt_engine.cpp"
@@ -28,6 +30,25 @@ def preamble(names: tuple[str, ...]) -> str:
         text = codegen_text(name).replace("#pragma once\n", "\n")
         parts.append(f'#line 1 "{name}"\n{text}')
     return "".join(parts)
+
+
+def in_namespace(source: KernelSource, symbol: str, launcher: str = "") -> str:
+    """Returns a kernel's text, then `launcher`, so that other kernels fit into the same program.
+
+    The kernel is called `{symbol}_kernel` there.
+    """
+    return f"""
+namespace {symbol}_unit {{
+#define {source.name} {symbol}_kernel
+#line 1 "{source.name}"
+{source.text}
+#undef {source.name}
+{launcher}
+#ifdef nvfuser_index_t
+#undef nvfuser_index_t
+#endif
+}}
+"""
 
 
 def explain(log: str, texts: Mapping[str, str]) -> str:

@@ -1,0 +1,61 @@
+"""What the tests' kernels become on a GPU: NVRTC compiles them for sm_90a, several in one program.
+
+A program of one kernel spends much of its time on what all kernels share. Each kernel has an entry
+in the disk cache of its own, so that only new kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from fuser.errors import CompileError
+from fuser.kernel_source import KernelSource
+from fuser.runtime import nvrtc
+from fuser.runtime.kernel_cache import KernelCache, digest
+from fuser.runtime.sources import in_namespace
+
+TOGETHER = 16
+
+
+def compile_for_hopper(kernels: Mapping[str, str]) -> None:
+    """Compile kernels (text -> name) with the options that a GPU's kernels get.
+
+    Raises:
+        CompileError: NVRTC refuses a kernel, which is named.
+    """
+    sources = [KernelSource(name, text, (), False) for text, name in kernels.items()]
+    by_key = {digest("beside others", nvrtc.kernel_key(k, nvrtc.HOPPER)): k for k in sources}
+    cache = KernelCache()
+    if not (missing := _missing(cache, by_key)):
+        return
+    with cache.lock(next(iter(missing))):  # ranks make the same kernels
+        missing = _missing(cache, missing)
+        keys = list(missing)
+        parts = [keys[i : i + TOGETHER] for i in range(0, len(keys), TOGETHER)]
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            jobs = [pool.submit(_compile, cache, {k: missing[k] for k in part}) for part in parts]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _missing(cache: KernelCache, by_key: Mapping[str, KernelSource]) -> dict[str, KernelSource]:
+    return {key: k for key, k in by_key.items() if cache.find(key, k.name) is None}
+
+
+def _compile(cache: KernelCache, by_key: Mapping[str, KernelSource]) -> None:
+    units = [in_namespace(k, f"n{number}") for number, k in enumerate(by_key.values())]
+    together = KernelSource("together", "".join(units), (), False)
+    try:
+        code = nvrtc._compile(together, nvrtc.HOPPER)
+    except CompileError:
+        for kernel in by_key.values():  # alone, for an error that names the kernel
+            nvrtc._compile(kernel, nvrtc.HOPPER)
+        raise
+    assert code[:4] == b"\x7fELF", "machine code is no ELF file"
+    cache.store({key: k.name for key, k in by_key.items()}, code, "cubin")

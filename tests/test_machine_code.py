@@ -1,0 +1,93 @@
+"""The kernels of all test processes are compiled for sm_90a at the end, each once, and a refused
+one is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuser.errors import CompileError
+from fuser.runtime import nvrtc
+from tests import mpi_abort
+from tests.machine_code import TOGETHER, compile_for_hopper
+
+REPOSITORY = Path(__file__).parents[1]
+KERNEL = 'extern "C" __global__ void {name}(FUSER_PTR(int) T0) {{ T0[0] = {value}; }}'
+# What g++ takes and NVRTC does not.
+FOR_CPUS = "#ifndef FUSER_SIMT\n#error not for GPUs\n#endif\n"
+
+pytest.importorskip("cuda.bindings.nvrtc")
+pytestmark = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="counts compilations")
+
+
+def kernels(count: int, first: int = 0) -> dict[str, str]:
+    return {KERNEL.format(name="same", value=k): "same" for k in range(first, first + count)}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch, kernel_cache_dir: Path) -> list[str]:
+    """The texts that NVRTC gets."""
+    texts: list[str] = []
+    original = nvrtc._compile
+
+    def noted(source: nvrtc.KernelSource, arch: str) -> bytes:
+        texts.append(source.text)
+        return original(source, arch)
+
+    monkeypatch.setattr(nvrtc, "_compile", noted)
+    return texts
+
+
+def test_several_kernels_of_one_name_are_one_program(programs: list[str]) -> None:
+    compile_for_hopper(kernels(TOGETHER + 1))
+    assert sorted(text.count("T0[0]") for text in programs) == [1, TOGETHER]
+
+
+def test_only_new_kernels_are_compiled(programs: list[str]) -> None:
+    compile_for_hopper(kernels(3))
+    compile_for_hopper(kernels(4))
+    assert [text.count("T0[0]") for text in programs] == [3, 1]
+
+
+def test_a_refused_kernel_is_named_and_comes_again(programs: list[str]) -> None:
+    wrong = {KERNEL.format(name="wrong", value="nothing"): "wrong"}
+    for _ in range(2):
+        with pytest.raises(CompileError, match="NVRTC refused kernel wrong"):
+            compile_for_hopper(kernels(2) | wrong)
+
+
+@pytest.mark.parametrize(("processes", "head"), [("0", FOR_CPUS), ("2", FOR_CPUS), ("2", "")])
+def test_kernels_of_all_processes_decide(
+    processes: str, head: str, kernel_cache_dir: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("xdist")
+    text = head + KERNEL.format(name="made", value=1)
+    (tmp_path / "test_it.py").write_text(f"""\
+import pytest
+from fuser.kernel_source import KernelParam, KernelSource
+from fuser.kernels import executor
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_make(number):
+    text = {text!r} + f"// {{number}}"
+    source = KernelSource("made", text, (KernelParam("T0", "int", True),), False)
+    executor.compile_kernels([source], "cpu")
+""")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-q", "-n", processes, str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
+    refused = "the kernels do not compile for sm_90a" in done.stdout
+    assert refused == (done.returncode == 1) == bool(head), done.stdout
+    assert refused or "4 kernels compiled for sm_90a" in done.stdout
