@@ -43,6 +43,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 WITH_FLAGS = (Way.PACKETS, Way.ONE_SHOT, Way.TWO_SHOTS)
 LIMIT_NS = 60 * 10**9
 
+# Dozens of large kernels at once: 20 s of a core, which others may use as well.
+pytestmark = pytest.mark.timeout(300)
+
 
 @cache
 def kernels(size: int, dtype: torch.dtype) -> dict[tuple[RedOp, Way], CompiledKernel]:
