@@ -22,6 +22,7 @@ from fuser.lower.kernel import (
     Declare,
     DeclareShared,
     Define,
+    DrawTicket,
     Element,
     Expr,
     For,
@@ -403,14 +404,17 @@ def _reduce_calls(w: Writer, s: ThreadReduce, name: str, functor: str, identity:
         call = f"block_reduce{suffix}<{_flags(s.thread_axes)}{count}>({common}, smem);"
         w.line(call if is_array else f"{name} = {call}")
     if any(s.grid_axes):
-        assert s.work_offset is not None and s.semaphore_offset is not None
+        assert s.packets_offset is not None
         flags = f"{_flags(s.grid_axes)}, {_flags(s.same_axes)}"
-        work = _offset_pointer(s.work, s.work_offset)
-        semaphore = _offset_pointer(s.semaphore, s.semaphore_offset)
+        packets = _offset_pointer(s.packets, s.packets_offset)
         w.line(
             f"const bool {s.done} = grid_reduce{suffix}<{flags}{count}>"
-            f"({common}, {work}, {semaphore}, smem);"
+            f"({common}, {packets}, {s.ticket}, smem);"
         )
+
+
+def _draw_ticket(w: Writer, s: DrawTicket) -> None:
+    w.line(f"const unsigned {s.name} = grid_ticket<{_flags(s.grid_axes)}>({s.begun});")
 
 
 def _flags(flags: tuple[bool, ...]) -> str:
@@ -444,6 +448,7 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
     Accumulate: _accumulate,
     AccumulateBlock: _accumulate_block,
     AccumulateBatch: _accumulate_batch,
+    DrawTicket: _draw_ticket,
     ThreadReduce: _thread_reduce,
     Sync: lambda w, s: w.line("__syncthreads();"),
 }
@@ -511,7 +516,7 @@ def _coordinates(body: Body) -> set[str]:
             used.update(s.name for s in sc.symbols(x) if s.name in COORDINATE_TEXT)
 
     for s in walk(body):
-        for name in ("cond", "value", "index", "at", "extent", "work_offset", "semaphore_offset"):
+        for name in ("cond", "value", "index", "at", "extent", "packets_offset"):
             value = getattr(s, name, None)
             if isinstance(value, Scalar):
                 note(value)

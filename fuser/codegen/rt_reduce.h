@@ -12,14 +12,19 @@
 //       the same for N values at once with shared barriers, in place; N * sizeof(T) bytes for each thread.
 //   block_broadcast<X, Y, Z>(value, smem) -> T
 //       the value of the thread at coordinate 0 of the flagged axes; sizeof(T) bytes for each thread.
-//   grid_reduce<BX, BY, BZ, TX, TY, TZ>(value, combine, identity, work, semaphore, smem) -> bool
+//   grid_ticket<BX, BY, BZ>(begun) -> unsigned
+//       Once, at the start of a kernel, for its grid reductions over these block axes: draws the block's number among those
+//       that have begun, in its first thread. `begun`: FUSER_PTR(unsigned), one per group of blocks, zero before the first
+//       launch and zero again after each.
+//   grid_reduce<BX, BY, BZ, TX, TY, TZ>(value, combine, identity, packets, ticket, smem) -> bool
 //       combines over the block axes with a true B flag. The T flags name the thread axes over which `value` (by reference)
-//       is already the same (the block_reduce before it). The last block to arrive gets true and, in every thread, the
-//       result; the others get false. Nobody waits. `work`: FUSER_PTR(T), blocks * threads elements (threads: product of
-//       the block's extents along axes that are not reduced); `semaphore`: FUSER_PTR(int), one per group of blocks, zero
-//       before the first launch and zero again after it. smem: as block_reduce, and at least 16 bytes.
-//   grid_reduce_array<BX, BY, BZ, TX, TY, TZ, N>(array, combine, identity, work, semaphore, smem) -> bool
-//       work: N times as much; smem as block_reduce_array.
+//       is already the same (the block_reduce before it). The block that began last waits for the values of the others; it
+//       gets true and, in every thread, the result. The others get false and wait for nobody. `packets`:
+//       FUSER_PTR(uint64_t), blocks * threads * ceil(sizeof(T) / 4) of them (threads: product of the block's extents along
+//       axes that are not reduced), zero before the first launch and zero again after each. smem: as block_reduce, and at
+//       least 16 bytes.
+//   grid_reduce_array<BX, BY, BZ, TX, TY, TZ, N>(array, combine, identity, packets, ticket, smem) -> bool
+//       packets: N times as many; smem as block_reduce_array.
 //
 // The order of combination depends only on the shape of grid and block, never on timing.
 
@@ -338,94 +343,196 @@ FUSER_DEVICE T block_broadcast(T value, S smem) {
 }
 
 // ---- grids -----------------------------------------------------------------------------------------------------------
-// Reads past the L1 cache, which is not coherent between the blocks of a running kernel.
-template <class P, class I>
-FUSER_DEVICE typename FuserElement<P>::type fuser_load_coherent(P src, I index) {
-#ifdef FUSER_SIMT
-  return src[index];
-#else
-  typedef typename FuserElement<P>::type T;
-  constexpr int word = sizeof(T) % 16 == 0 ? 16 : sizeof(T) % 8 == 0 ? 8 : sizeof(T) % 4 == 0 ? 4 : sizeof(T) % 2 == 0 ? 2 : 1;
-  typedef typename FuserWord<(word > (int)alignof(T) ? (int)alignof(T) : word)>::type W;
-  T value;
-  FUSER_UNROLL
-  for (int i = 0; i < (int)(sizeof(T) / sizeof(W)); ++i) {
-    const W part = __ldcg(reinterpret_cast<const W*>(src + index) + i);
-    memcpy(reinterpret_cast<char*>(&value) + i * sizeof(W), &part, sizeof(W));
-  }
-  return value;
-#endif
-}
+// Partial results travel as words of 8 bytes that are 0 until they are written, and arrive as one: who finds a word has what
+// it holds. So an exchange is one store and one load. A counter of those that have written would take a fence, an atomic and
+// then the loads, one after the other, each as long as this exchange.
+//
+// One block of a group waits for the others, and only for blocks that have begun: its ticket says that all have. So it does
+// not matter in which order blocks are dispatched, or how many fit: a block that waits keeps no other from beginning that it
+// waits for. Nor do several reductions of one kernel block each other: who has not yet written what another waits for can
+// itself wait only in a reduction before that one.
+//
+// The waiting block clears the words, and the tickets begin anew by themselves, so that the next launch on the same memory
+// finds both as this one did. Launches that may overlap each have memory of their own (`runtime/launch.py`).
+// In a packet 8 bytes of floating numbers are their own flag: all bits set, a NaN, becomes another NaN. Of other types, which
+// use all of their values, it is 4 bytes and a flag.
+template <class T>
+struct FuserOwnFlag {
+  static constexpr bool value = FuserSame<T, float>::value || FuserSame<T, double>::value;
+};
+template <class T, class N>
+struct FuserOwnFlag<Welford<T, N>> {
+  // The 8 bytes of the count, which is not negative, are never all set.
+  static constexpr bool value = FuserOwnFlag<T>::value && FuserSame<N, int64_t>::value;
+};
+template <class A, class B>
+struct FuserOwnFlag<Pair<A, B>> {
+  static constexpr bool value = FuserOwnFlag<A>::value && FuserOwnFlag<B>::value;
+};
 
-// Counts a block in and returns how many came before. What the block wrote before a barrier is visible to all threads of
-// the block that finds all others counted, behind its next barrier: release and acquire order more cheaply than fences.
-template <class Q, class I>
-FUSER_DEVICE int fuser_arrive(Q semaphore, I index) {
-#ifdef FUSER_SIMT
-  return atomicAdd(semaphore + index, 1);
-#else
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore + index) : "memory");
-  return before;
-#endif
-}
+// The packets of N values.
+template <class T, int N>
+struct FuserPackets {
+  static constexpr bool own_flag = FuserOwnFlag<T>::value;
+  static constexpr int payload = own_flag ? 8 : 4;
+  static constexpr int count = (N * (int)sizeof(T) + payload - 1) / payload;
+  uint64_t words[count];
 
-template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, int N, class A, class Op, class I, class P, class Q, class S>
-FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P work, Q semaphore, S smem) {
-  typedef typename FuserArrayElement<A>::type T;
-  const FuserPlace block = fuser_block_place<BX, BY, BZ>();
-  const FuserShape shape = fuser_shape(smem);
-  const FuserPlace thread = fuser_thread_place<TX, TY, TZ>(shape);
-  if (block.count == 1u) return true;
-  // work[group of blocks][block in the group][i][group of threads]
-  const int64_t pitch = static_cast<int64_t>(N) * thread.groups;
-  const int64_t base = static_cast<int64_t>(block.group) * block.count * pitch + thread.group;
-  if (thread.position == 0u) {
+  template <class A>
+  FUSER_METHOD void pack(const A& values) {
+    char bytes[count * payload] = {};
     FUSER_UNROLL
-    for (int i = 0; i < N; ++i) work[base + block.position * pitch + i * static_cast<int64_t>(thread.groups)] = values[i];
+    for (int i = 0; i < N; ++i) memcpy(bytes + i * sizeof(T), &values[i], sizeof(T));
+    FUSER_UNROLL
+    for (int k = 0; k < count; ++k) {
+      uint64_t word = 0;
+      memcpy(&word, bytes + k * payload, payload);
+      words[k] = !own_flag ? 1ull << 32 | word : word == ~0ull ? 0x8000000080000000ull : ~word;
+    }
   }
-  // The barrier orders the block's writes before the release of the one thread that announces them.
-  __syncthreads();
-  int arrived = 0;
-  if (fuser_linear_thread(shape) == 0u) arrived = fuser_arrive(semaphore, block.group);
-  const bool last = block_broadcast<true, true, true>(arrived, smem) == static_cast<int>(block.count) - 1;
-  if (!last) return false;
-  // Nobody else touches the semaphore any more: leave it as the next launch needs it.
-  if (fuser_linear_thread(shape) == 0u) semaphore[block.group] = 0;
+  FUSER_METHOD void unpack(T (&values)[N]) const {
+    char bytes[count * payload];
+    FUSER_UNROLL
+    for (int k = 0; k < count; ++k) {
+      const uint64_t word = own_flag ? ~words[k] : words[k];
+      memcpy(bytes + k * payload, &word, payload);
+    }
+    memcpy(values, bytes, N * sizeof(T));
+  }
+  FUSER_METHOD void fill(uint64_t word) {
+    FUSER_UNROLL
+    for (int k = 0; k < count; ++k) words[k] = word;
+  }
+};
+
+#ifdef FUSER_SIMT
+template <class P>
+FUSER_DEVICE void fuser_put_packet(P packets, int64_t at, uint64_t word) { packets[at] = word; }
+// Reads a word that has not been found yet.
+template <class P>
+FUSER_DEVICE void fuser_poll_packet(P packets, int64_t at, uint64_t& word) {
+  if (word == 0u) word = packets[at];
+}
+// Blocks run one after the other here: the engine reports the wait for one that has not written.
+FUSER_DEVICE void fuser_wait() { __nanosleep(20); }
+template <class Q>
+FUSER_DEVICE unsigned fuser_draw(Q begun, unsigned group, unsigned count) {
+  const unsigned before = atomicAdd(begun + group, 1u);
+  if (before == count - 1u) begun[group] = 0u;
+  return before;
+}
+template <class S>
+FUSER_DEVICE bool fuser_first_thread_says(bool value, S smem) { return block_broadcast<true, true, true>(value, smem); }
+#else
+FUSER_DEVICE void fuser_put_packet(uint64_t* packets, int64_t at, uint64_t word) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(packets + at), "l"(word) : "memory");
+}
+FUSER_DEVICE void fuser_poll_packet(uint64_t* packets, int64_t at, uint64_t& word) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u64 p, %0, 0;\n\t@p ld.relaxed.gpu.global.u64 %0, [%1];\n\t}"
+               : "+l"(word)
+               : "l"(packets + at)
+               : "memory");
+}
+FUSER_DEVICE void fuser_wait() {}
+FUSER_DEVICE unsigned fuser_draw(unsigned* begun, unsigned group, unsigned count) {
+  unsigned before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(begun + group), "r"(count - 1u));
+  return before;
+}
+template <class S>
+FUSER_DEVICE bool fuser_first_thread_says(bool value, S) { return __syncthreads_or(value) != 0; }
+#endif
+
+// Not yet compared with anything: the answer comes while the block computes what it will exchange.
+template <bool BX, bool BY, bool BZ, class Q>
+FUSER_DEVICE unsigned grid_ticket(Q begun) {
+  const FuserPlace block = fuser_block_place<BX, BY, BZ>();
+  const bool is_first_thread = (threadIdx.x | threadIdx.y | threadIdx.z) == 0u;
+  return is_first_thread && block.count > 1u ? fuser_draw(begun, block.group, block.count) : 0u;
+}
+
+// Waits for the packets of `count` blocks, the first of which lies at `first`, combines them in order and clears them. Those
+// of the block itself, number `self`, are `own` and were never written. `pitch` and `stride`: from block to block, and from
+// packet to packet. BATCH blocks are loaded before the first is used.
+template <int BATCH, int N, class A, class Op, class P, class K>
+FUSER_DEVICE void fuser_collect(A& values, Op combine, P packets, int64_t first, int64_t pitch, int64_t stride, int count,
+                                int self, const K& own) {
+  typedef typename FuserArrayElement<A>::type T;
+  for (; count > 0; count -= BATCH, self -= BATCH, first += BATCH * pitch) {
+    K parts[BATCH];
+    FUSER_UNROLL
+    for (int j = 0; j < BATCH; ++j) {
+      parts[j].fill(j < count ? 0u : 1u);
+      if (j == self) parts[j] = own;
+    }
+    bool complete = false;
+    while (!complete) {
+      FUSER_UNROLL
+      for (int j = 0; j < BATCH; ++j)
+        FUSER_UNROLL
+        for (int k = 0; k < K::count; ++k) fuser_poll_packet(packets, first + j * pitch + k * stride, parts[j].words[k]);
+      complete = true;
+      FUSER_UNROLL
+      for (int j = 0; j < BATCH; ++j)
+        FUSER_UNROLL
+        for (int k = 0; k < K::count; ++k) complete = complete && parts[j].words[k] != 0u;
+      if (!complete) fuser_wait();
+    }
+    FUSER_UNROLL
+    for (int j = 0; j < BATCH; ++j) {
+      if (j >= count) continue;
+      FUSER_UNROLL
+      for (int k = 0; k < K::count; ++k) fuser_put_packet(packets, first + j * pitch + k * stride, 0u);
+      T part[N];
+      parts[j].unpack(part);
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i) values[i] = combine(T(values[i]), part[i]);
+    }
+  }
+}
+
+template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, int N, class A, class Op, class I, class P, class S>
+FUSER_DEVICE bool grid_reduce_array(A& values, Op combine, I identity, P packets, unsigned ticket, S smem) {
+  typedef typename FuserArrayElement<A>::type T;
+  typedef FuserPackets<T, N> Packets;
+  const FuserPlace block = fuser_block_place<BX, BY, BZ>();
+  const FuserPlace thread = fuser_thread_place<TX, TY, TZ>(fuser_shape(smem));
+  if (block.count == 1u) return true;
+  // packets[group of blocks][block in the group][k][group of threads]
+  const int64_t stride = thread.groups, pitch = Packets::count * stride;
+  const int64_t base = static_cast<int64_t>(block.group) * block.count * pitch + thread.group;
+  Packets own;
+  own.pack(values);
+  // Of other threads than the first the ticket is 0, which is not the last of several.
+  if (!fuser_first_thread_says(ticket == block.count - 1u, smem)) {
+    if (thread.position != 0u) return false;
+    FUSER_UNROLL
+    for (int k = 0; k < Packets::count; ++k)
+      fuser_put_packet(packets, base + block.position * pitch + k * stride, own.words[k]);
+    return false;
+  }
   FUSER_UNROLL
   for (int i = 0; i < N; ++i) values[i] = T(identity);
   // The threads along reduced axes share the partials: consecutive runs, so that the order stays that of the blocks.
-  const unsigned run = (block.count + thread.count - 1u) / thread.count;
-  const unsigned begin = thread.position * run;
-  const unsigned end = begin + run < block.count ? begin + run : block.count;
-  // Several partials are loaded before the first is used: the loads' latency is all that this phase costs. As many as
-  // 64 registers hold: more would leave the blocks that sum fewer threads.
-  constexpr unsigned each = N * sizeof(T);
-  constexpr unsigned batch = each >= 128u ? 2u : each >= 64u ? 4u : 8u;
-  for (unsigned b = begin; b < end; b += batch) {
-    T part[batch][N];
-    FUSER_UNROLL
-    for (unsigned j = 0; j < batch; ++j) {
-      const unsigned at = b + j < end ? b + j : end - 1u;
-      FUSER_UNROLL
-      for (int i = 0; i < N; ++i)
-        part[j][i] = fuser_load_coherent(work, base + at * pitch + i * static_cast<int64_t>(thread.groups));
-    }
-    FUSER_UNROLL
-    for (unsigned j = 0; j < batch; ++j) {
-      FUSER_UNROLL
-      for (int i = 0; i < N; ++i)
-        if (b + j < end) values[i] = combine(T(values[i]), part[j][i]);
-    }
-  }
+  const int run = (block.count + thread.count - 1u) / thread.count, begin = thread.position * run;
+  const int left = static_cast<int>(block.count) - begin, count = left < run ? left : run;
+  const int64_t first = base + begin * pitch;
+  const int self = static_cast<int>(block.position) - begin;
+  // The loads' latency is all that this phase costs, so that many are under way at once: as many as 64 registers hold,
+  // more would leave the blocks that sum fewer threads. A short run is spared the instructions of a long one.
+  constexpr int each = Packets::count * 8, most = each >= 128 ? 2 : each > 16 ? 4 : 8;
+  if (run <= 2)
+    fuser_collect<2, N>(values, combine, packets, first, pitch, stride, count, self, own);
+  else
+    fuser_collect<most, N>(values, combine, packets, first, pitch, stride, count, self, own);
   fuser_block_reduce<TX, TY, TZ, N>(values, combine, smem);
   return true;
 }
 
-template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, class T, class Op, class I, class P, class Q, class S>
-FUSER_DEVICE bool grid_reduce(T& value, Op combine, I identity, P work, Q semaphore, S smem) {
+template <bool BX, bool BY, bool BZ, bool TX, bool TY, bool TZ, class T, class Op, class I, class P, class S>
+FUSER_DEVICE bool grid_reduce(T& value, Op combine, I identity, P packets, unsigned ticket, S smem) {
   T values[1] = {value};
-  const bool last = grid_reduce_array<BX, BY, BZ, TX, TY, TZ, 1>(values, combine, identity, work, semaphore, smem);
+  const bool last = grid_reduce_array<BX, BY, BZ, TX, TY, TZ, 1>(values, combine, identity, packets, ticket, smem);
   value = values[0];
   return last;
 }

@@ -80,8 +80,8 @@ class Needs:
     # (parameter, place), and (parameter, place, axis).
     pointers: tuple[tuple[int, int], ...]
     stride_arguments: tuple[tuple[int, int, int], ...]
-    # (parameter, whether zeroed)
-    workspaces: tuple[tuple[int, bool], ...]
+    # The parameters that are workspaces.
+    workspaces: tuple[int, ...]
 
     @staticmethod
     def of(variant: Variant) -> Needs:
@@ -118,7 +118,7 @@ class Needs:
             evaluated,
             tuple((i, place[a.tv.number]) for i, a in args if isinstance(a, TensorArg)),
             tuple((i, place[a.tv.number], a.axis) for i, a in args if isinstance(a, StrideArg)),
-            tuple((i, space.zeroed) for i, space in spaces),
+            tuple(i for i, _ in spaces),
         )
 
 
@@ -187,9 +187,7 @@ def launch_of(
         smem_bytes,
         needs.pointers,
         tuple(numbers),
-        tuple([(p, n, z) for (p, z), n in zip(needs.workspaces, spaces, strict=True)])
-        if spaces
-        else (),
+        tuple(zip(needs.workspaces, spaces, strict=True)),
         is_repeatable=not checked,
     )
 

@@ -49,6 +49,8 @@ def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
                 DeclareShared(buffer.name, buffer.dtype, buffer.offset, buffer.count)
             )
     builder.nodes(loop_tree(ctx.nesting), Scope(body), 0)
+    # First of all, so that the answers have come when the first reduction ends.
+    body.statements[:0] = ctx.tickets.values()
     return body, buffers
 
 

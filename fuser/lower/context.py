@@ -12,7 +12,7 @@ from fuser.ir.path import partial_splits, transforms_between
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.lower.index import Indexer
-from fuser.lower.kernel import Workspace
+from fuser.lower.kernel import DrawTicket, Workspace
 from fuser.lower.loops import Nesting, Stage
 
 
@@ -70,6 +70,10 @@ class Context:
     alignments: dict[TensorView, int] = field(default_factory=dict[TensorView, int])
     workspaces: list[Workspace] = field(default_factory=list[Workspace])
     reduction_bytes: Scalar = sc.ZERO
+    # What grid reductions over the same axes draw together, by these axes.
+    tickets: dict[tuple[bool, bool, bool], DrawTicket] = field(
+        default_factory=dict[tuple[bool, bool, bool], DrawTicket]
+    )
     # The flag of each finished grid reduction; reductions combined together have one.
     done_flags: dict[Stage, str] = field(default_factory=dict[Stage, str])
     _whole: set[tuple[Scalar, Scalar]] = field(default_factory=set[tuple[Scalar, Scalar]])

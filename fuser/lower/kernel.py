@@ -55,12 +55,11 @@ Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 @record
 class Workspace:
-    """Scratch memory of a launch, of `ctype` elements. `zeroed` memory is zero before the first
-    launch, and the kernel leaves it zero."""
+    """Memory of a launch, of `ctype` elements: zero before the first launch, and the kernel leaves
+    it zero."""
 
     ctype: str
     nbytes: Scalar
-    zeroed: bool
 
 
 @record
@@ -331,11 +330,21 @@ class ReducePart:
 
 
 @dataclass
+class DrawTicket:
+    """Draw the block's number among those that have begun, for grid reductions over these axes."""
+
+    name: str
+    begun: str
+    grid_axes: tuple[bool, bool, bool]
+
+
+@dataclass
 class ThreadReduce:
     """Combine accumulators (`size` None: scalars) over thread and block axes, all in one exchange.
 
-    `done` names the flag of a grid reduction: true in the block that has the result. `same_axes`
-    are the thread axes along which all threads hold the same value after the block step.
+    `done` names the flag of a grid reduction: true in the block that has the result, which its
+    `ticket` decides. `same_axes` are the thread axes along which all threads hold the same value
+    after the block step.
     """
 
     parts: tuple[ReducePart, ...]
@@ -343,10 +352,9 @@ class ThreadReduce:
     thread_axes: tuple[bool, bool, bool]
     grid_axes: tuple[bool, bool, bool] = (False, False, False)
     same_axes: tuple[bool, bool, bool] = (False, False, False)
-    work: str = ""
-    work_offset: Scalar | None = None
-    semaphore: str = ""
-    semaphore_offset: Scalar | None = None
+    packets: str = ""
+    packets_offset: Scalar | None = None
+    ticket: str = ""
     done: str = ""
 
 
@@ -370,6 +378,7 @@ Statement: TypeAlias = (
     | Accumulate
     | AccumulateBlock
     | AccumulateBatch
+    | DrawTicket
     | ThreadReduce
     | Sync
 )
@@ -401,7 +410,7 @@ _SCALAR_FIELDS: dict[type, tuple[str, ...]] = {
     Store: ("index",),
     VectorLoad: ("at", "index"),
     VectorStore: ("at", "index"),
-    ThreadReduce: ("work_offset", "semaphore_offset"),
+    ThreadReduce: ("packets_offset",),
     DeclareShared: ("offset", "count"),
     Let: ("value",),
     AccumulateBlock: ("count",),

@@ -19,6 +19,7 @@ from fuser.lower.context import Context
 from fuser.lower.kernel import (
     Compute,
     Declare,
+    DrawTicket,
     Expr,
     ReducePart,
     ScalarValue,
@@ -29,6 +30,9 @@ from fuser.lower.loops import Stage
 from fuser.ops.table import REDUCTIONS
 
 _AXES = ("x", "y", "z")
+# What blocks exchange (`rt_reduce.h`): so many bytes of a value in a word of so many.
+PACKET_BYTES = 8
+PAYLOAD_BYTES = 4
 
 
 def _type(axis: str, kind: str) -> ParallelType:
@@ -146,7 +150,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
-    """Add the grid step, with scratch memory of its own for every serial iteration around it."""
+    """Add the grid step, with packets of its own for every serial iteration around it."""
     stage = group[0].stage
     iterated = _iterated(stage)
     kept = [p for p in BLOCK_TYPES if p in iterated]
@@ -161,21 +165,32 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
         turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
     turns = sc.product(loop.extent for loop in rounds)
     elements = sc.mul(_product(ctx, GRID_TYPES), per_block)
-    groups = _product(ctx, [p for p in GRID_TYPES if p not in reduced_types(stage)])
-    first = len(ctx.workspaces)
     nbytes, _ = _layout(group)
-    pair = pair_text(p.ctype for p in statement.parts)
-    ctx.workspaces += [
-        Workspace(pair, sc.mul(sc.mul(elements, nbytes), turns), zeroed=False),
-        Workspace("int", sc.mul(sc.mul(groups, 4), turns), zeroed=True),
-    ]
+    packets = sc.mul(elements, -(-nbytes // PAYLOAD_BYTES))
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)
     statement.same_axes = (x, y, z)
-    statement.work, statement.semaphore = f"W{first}", f"W{first + 1}"
-    statement.work_offset = sc.mul(turn, elements)
-    statement.semaphore_offset = sc.mul(turn, groups)
+    statement.ticket = _ticket(ctx, group[0], statement.grid_axes)
+    statement.packets = _workspace(ctx, "uint64_t", sc.mul(sc.mul(packets, turns), PACKET_BYTES))
+    statement.packets_offset = sc.mul(turn, packets)
     statement.done = f"done{stage.tv.number}"
     ctx.done_flags.update((b.stage, statement.done) for b in group)
+
+
+def _ticket(ctx: Context, buffer: Buffer, grid_axes: tuple[bool, bool, bool]) -> str:
+    """Return the name of the block's ticket for reductions over these axes of the grid."""
+    found = ctx.tickets.get(grid_axes)
+    if found is None:
+        reduced = reduced_types(buffer.stage)
+        groups = _product(ctx, [p for p in GRID_TYPES if p not in reduced])
+        begun = _workspace(ctx, "unsigned", sc.mul(groups, 4))
+        name = f"ticket{len(ctx.tickets)}"
+        found = ctx.tickets[grid_axes] = DrawTicket(name, begun, grid_axes)
+    return found.name
+
+
+def _workspace(ctx: Context, ctype: str, nbytes: Scalar) -> str:
+    ctx.workspaces.append(Workspace(ctype, nbytes))
+    return f"W{len(ctx.workspaces) - 1}"
 
 
 def pair_text(names: Iterable[str], name: str = "Pair") -> str:

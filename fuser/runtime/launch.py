@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fuser.errors import KernelError
 from fuser.runtime.kernel import CompiledKernel, Dim3, PreparedLaunch
 from fuser.runtime.slots import slot_code
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 Number = bool | int | float
+# Bytes; a sector of a GPU's second-level cache, so that no two workspaces share one.
+WORKSPACE_ALIGNMENT = 32
 
 
 @dataclass
@@ -22,7 +25,7 @@ class BoundLaunch:
 
     `args` has every argument that the class decides, in order. `pointers` are (parameter, position
     of its tensor); `numbers` are (parameter, its value for the scalar inputs of a call);
-    `workspaces` are (parameter, bytes, whether zeroed before the first launch). Where
+    `workspaces` are (parameter, bytes) of memory that a kernel finds zero and leaves zero. Where
     `is_repeatable` is False, arguments are packed anew by every launch.
     """
 
@@ -32,7 +35,7 @@ class BoundLaunch:
     smem_bytes: int
     pointers: tuple[tuple[int, int], ...]
     numbers: tuple[tuple[int, Callable[[Sequence[Number]], Number]], ...] = ()
-    workspaces: tuple[tuple[int, int, bool], ...] = ()
+    workspaces: tuple[tuple[int, int], ...] = ()
     is_repeatable: bool = True
     _prepared: PreparedLaunch | None = None
     _scratch: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -53,13 +56,18 @@ class BoundLaunch:
             KernelError: the launch failed, or a finding of checked mode.
         """
         if not self.is_repeatable:
-            kernel.launch(
-                self._arguments(tensors, numbers, stream),
-                grid=self.grid,
-                block=self.block,
-                smem_bytes=self.smem_bytes,
-                stream=stream,
-            )
+            try:
+                kernel.launch(
+                    self._arguments(tensors, numbers, stream),
+                    grid=self.grid,
+                    block=self.block,
+                    smem_bytes=self.smem_bytes,
+                    stream=stream,
+                )
+            except KernelError:
+                # What a kernel that stopped halfway has left there is not zero.
+                self._scratch.clear()
+                raise
             return
         prepared = self._prepared
         if prepared is None:
@@ -113,15 +121,17 @@ class BoundLaunch:
         ]
 
     def make_memories(self, device: torch.device) -> list[torch.Tensor]:
-        """Return new workspaces: launches that may overlap share none."""
+        """Return new workspaces, parts of one memory: launches that may overlap share none."""
         if not self.workspaces:
             return []
         import torch
 
-        return [
-            (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
-            for _, nbytes, zeroed in self.workspaces
+        sizes = [
+            -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT for _, nbytes in self.workspaces
         ]
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        parts = memory.split(sizes)
+        return [part[:nbytes] for part, (_, nbytes) in zip(parts, self.workspaces, strict=True)]
 
     def _arguments(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[Number], stream: int | None
@@ -147,7 +157,7 @@ class BoundLaunch:
         for param, value_for in self.numbers:
             args[param] = value_for(numbers)
         if self.workspaces:
-            for (param, _, _), memory in zip(self.workspaces, memories, strict=True):
+            for (param, _), memory in zip(self.workspaces, memories, strict=True):
                 args[param] = memory
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ def on_gpu(build: Build, inputs: list[torch.Tensor], shape: tuple[int, ...]) -> 
     out = torch.full(shape, 77, dtype=to_torch(BF16), device="cuda")
     tensors = [t.cuda() for t in inputs]
     sizes = sizes_of(fusion, *(t.shape for t in inputs))
-    # Twice: semaphores of grid reductions must be left as they were found.
+    # Twice: workspaces of grid reductions must be left as they were found.
     for _ in range(2):
         out.fill_(77)
         executor.run(tensors, [out], sizes=sizes)

@@ -127,14 +127,13 @@ def launch(
             case WorkspaceArg():
                 space = kernel.workspaces[arg.index]
                 nbytes = int(sc.evaluate(space.nbytes, values))
-                memory = torch.zeros if space.zeroed else torch.empty
-                args.append(memory(nbytes, dtype=torch.uint8))
+                args.append(torch.zeros(nbytes, dtype=torch.uint8))
     grid = tuple(int(sc.evaluate(x, values)) for x in kernel.grid)
     block = tuple(int(sc.evaluate(x, values)) for x in kernel.block)
     if compiled is None:
         (compiled,) = compile_kernels([kernel.source], "cpu", checked=checked)
     for _ in range(2 if kernel.workspaces else 1):
-        # Twice: semaphores must be left as they were found.
+        # Twice: workspaces must be left as they were found.
         compiled.launch(
             args,  # pyright: ignore
             grid=grid,  # pyright: ignore

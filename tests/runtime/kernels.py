@@ -183,8 +183,9 @@ def grid_reduce_affine(blocks: tuple[int, int, int], threads: tuple[int, int, in
     """Reduces over block and thread axes; the threads of the last block write their results."""
     return kernel(
         f"grid_reduce_affine_{suffix(blocks)}_{suffix(threads)}",
-        "const int* T0, int* T1, int* T2, Affine* work, int* semaphore",
+        "const int* T0, int* T1, int* T2, uint64_t* packets, unsigned* begun",
         f"""\
+  const unsigned ticket = grid_ticket<{flags(blocks)}>(begun);
   FUSER_SMEM(smem);
   const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
   const unsigned t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
@@ -192,7 +193,7 @@ def grid_reduce_affine(blocks: tuple[int, int, int], threads: tuple[int, int, in
   Affine value{{T0[2 * (b * threads + t)], T0[2 * (b * threads + t) + 1]}};
   value = block_reduce<{flags(threads)}>(value, AffineOp(), Affine{{1, 0}}, smem);
   const bool last = grid_reduce<{flags(blocks)}, {flags(threads)}>(
-      value, AffineOp(), Affine{{1, 0}}, work, semaphore, smem);
+      value, AffineOp(), Affine{{1, 0}}, packets, ticket, smem);
   if (last) {{
     const unsigned group = fuser_block_place<{flags(blocks)}>().group;
     T1[2 * (group * threads + t)] = value.a;
@@ -206,8 +207,9 @@ def grid_reduce_affine(blocks: tuple[int, int, int], threads: tuple[int, int, in
 
 GRID_COLUMN_SUM = kernel(
     "grid_column_sum",
-    "const float* T0, float* T1, float* work, int* semaphore, int rows, int columns",
+    "const float* T0, float* T1, uint64_t* packets, unsigned* begun, int rows, int columns",
     """\
+  const unsigned ticket = grid_ticket<false, true, false>(begun);
   FUSER_SMEM(smem);
   Array<float, 2> T2;
   T2.set(0.0f);
@@ -220,7 +222,7 @@ GRID_COLUMN_SUM = kernel(
   }
   block_reduce_array<false, true, false, 2>(T2, SumOp<float>(), 0.0f, smem);
   const bool last = grid_reduce_array<false, true, false, false, true, false, 2>(
-      T2, SumOp<float>(), 0.0f, work, semaphore, smem);
+      T2, SumOp<float>(), 0.0f, packets, ticket, smem);
   if (last && threadIdx.y == 0) store_vec_cs<2>(T1, column, T2);""",
     uses_barriers=True,
 )

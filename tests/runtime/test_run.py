@@ -277,14 +277,15 @@ def test_grid_reduce(device: str, blocks: Shape, threads: Shape, grid: Shape, bl
     place = torch_device(device)
     out = torch.zeros(len(names), n_threads, 2, dtype=torch.int32, device=place)
     arrivals = torch.zeros(len(names), dtype=torch.int32, device=place)
-    work = torch.zeros(n_blocks * n_threads * 2, dtype=torch.int32, device=place)
-    semaphore = torch.zeros(len(names), dtype=torch.int32, device=place)
-    args = [values.to(place), out, arrivals, work, semaphore]
+    packets = torch.zeros(n_blocks * n_threads * 2, dtype=torch.int64, device=place)
+    begun = torch.zeros(len(names), dtype=torch.int32, device=place)
+    args = [values.to(place), out, arrivals, packets, begun]
     source = kernels.grid_reduce_affine(blocks, threads)
     run(source, device, args, grid=grid, block=block, smem_bytes=8 * max(n_threads, 2))
     launches = len(ORDERS) if device == "checked" else 1
     assert arrivals.tolist() == [launches] * len(names)
-    assert not semaphore.any()
+    assert not begun.any()
+    assert not packets.any()
     for b, at in enumerate(coordinates(grid)):
         row = out[group_index[group_of(at, blocks)]].cpu().tolist()
         assert [tuple(pair) for pair in row] == [per_thread[t][b] for t in range(n_threads)]
@@ -303,14 +304,15 @@ def _group_strides(name: Shape, grid: Shape, blocks: Shape) -> list[tuple[int, i
 def test_grid_column_sum(device: str) -> None:
     rows, columns = 133, 32
     x = torch.randn(rows, columns, device=torch_device(device))
-    out, work = torch.zeros(columns, device=x.device), torch.zeros(5 * 2 * 16, device=x.device)
-    work = torch.zeros(2 * 5 * 2 * 8, device=x.device)
-    semaphore = torch.zeros(2, dtype=torch.int32, device=x.device)
-    args = [x, out, work, semaphore, rows, columns]
+    out = torch.zeros(columns, device=x.device)
+    packets = torch.zeros(2 * 5 * 2 * 8, dtype=torch.int64, device=x.device)
+    begun = torch.zeros(2, dtype=torch.int32, device=x.device)
+    args = [x, out, packets, begun, rows, columns]
     shape = {"grid": (2, 5, 1), "block": (8, 6, 1), "smem_bytes": 8 * 48}
     run(kernels.GRID_COLUMN_SUM, device, args, **shape)
     torch.testing.assert_close(out.double(), x.double().sum(0), rtol=1e-5, atol=1e-5)
-    assert not semaphore.any()
+    assert not begun.any()
+    assert not packets.any()
 
 
 @pytest.mark.parametrize("n", [16, 37])
