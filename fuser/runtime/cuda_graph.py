@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fuser.collector import uncollected
 from fuser.errors import KernelError
 from fuser.runtime.cuda_kernel import address_of, bind_primary_context, load_driver
+from fuser.runtime.graph_memory import relaxed
 from fuser.runtime.graphs import Slots
 from fuser.runtime.kernel import LaunchCall
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 _INVALID_CONTEXT = 201
 _NON_BLOCKING = 1
-# Of `CUstreamCaptureMode`: calls that another thread's capture, or this one's, would forbid.
-_RELAXED = 2
 
 
 class _KernelNodeParams(ctypes.Structure):
@@ -58,12 +57,9 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
 
 
 def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: Any) -> None:
-    """Destroy a graph: a garbage collection does, maybe while a caller captures one of his own,
-    which that would end in the strict modes of captures."""
-    mode = ctypes.c_int(_RELAXED)
-    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    destroy(handle)
-    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    """Destroy a graph: a garbage collection does, maybe while a caller captures one of his own."""
+    with relaxed(library):
+        destroy(handle)
 
 
 class _Template:

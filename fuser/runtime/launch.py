@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fuser.errors import KernelError
+from fuser.runtime.graph_memory import graph_memory
 from fuser.runtime.kernel import CompiledKernel, Dim3, PreparedLaunch
 from fuser.runtime.slots import slot_code
 
@@ -129,7 +130,14 @@ class BoundLaunch:
         sizes = [
             -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT for _, nbytes in self.workspaces
         ]
-        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        memory, ready = None, graph_memory(device)
+        if ready is not None and torch.cuda.is_current_stream_capturing():
+            memory = ready.lend(sum(sizes))
+        elif ready is not None:
+            ready.make_ready(sum(sizes))
+        if memory is None:
+            # Of a graph that is captured: it clears them in every replay.
+            memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         parts = memory.split(sizes)
         return [part[:nbytes] for part, (_, nbytes) in zip(parts, self.workspaces, strict=True)]
 
@@ -161,8 +169,8 @@ class BoundLaunch:
                 args[param] = memory
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
-        """Return the workspaces of a stream: launches on two streams may overlap. A graph that is
-        captured clears its own, whichever is launched first."""
+        """Return the workspaces of a stream: launches on two streams may overlap, and so may those
+        of a graph that is captured with all others."""
         import torch
 
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

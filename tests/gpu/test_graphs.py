@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh
+from fuser.runtime.graph_memory import STOCK
 from multidevice import Communicator
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
 
@@ -270,6 +274,58 @@ def test_the_graphs_of_a_caller_keep_their_memory() -> None:
         graph.replay()
         checked(x, out)
     assert all(t.isnan().all() for t in filled)
+
+
+def _captured(run: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, Any, list[int]]:
+    """Return a graph, the results of its run, and the kinds of its nodes (0: kernel, 2: memset)."""
+    driver, side = ctypes.CDLL("libcuda.so.1"), torch.cuda.Stream()
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    made = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(made, stream=side):
+        results = run()
+        places = (ctypes.byref(x) for x in (status, number, graph))
+        stream = ctypes.c_void_p(side.cuda_stream)
+        assert driver.cuStreamGetCaptureInfo_v2(stream, *places, None, None) == 0
+        nodes, count, kind = (ctypes.c_void_p * 64)(), ctypes.c_size_t(64), ctypes.c_int()
+        assert driver.cuGraphGetNodes(graph, nodes, ctypes.byref(count)) == 0
+        kinds: list[int] = []
+        for k in range(count.value):
+            assert driver.cuGraphNodeGetType(ctypes.c_void_p(nodes[k]), ctypes.byref(kind)) == 0
+            kinds.append(kind.value)
+    return made, results, kinds
+
+
+@pytest.mark.gpu
+def test_the_graph_of_a_caller_is_its_kernels() -> None:
+    """It clears no memory of theirs, which it has to itself until it is destroyed."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.sum(x, [0, 1]))
+        fd.add_output(fd.ops.max(x, [0, 1]))
+    device = torch.device("cuda")
+    xs = [torch.randn(512, 1024, device=device) for _ in range(2)]
+    fd.execute([xs[0]])
+    kept: list[tuple[torch.cuda.CUDAGraph, Any]] = []
+    for _ in range(3 * STOCK):  # more than are ready at a time
+        graph, results, kinds = _captured(lambda: fd.execute([xs[0]]))
+        assert set(kinds) == {0}, kinds
+        kept = [(graph, results)]
+        torch.cuda.synchronize()
+    second, others, _ = _captured(lambda: fd.execute([xs[1]]))
+    kept.append((second, others))
+    streams = [torch.cuda.Stream() for _ in kept]
+    found: set[tuple[float, ...]] = set()
+    for _ in range(50):
+        for stream, (graph, _) in zip(streams, kept, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        fd.execute([xs[0]])  # beside both
+        torch.cuda.synchronize()
+        found.add(tuple(float(t) for _, results in kept for t in results))
+    (got,) = found  # bit for bit
+    for total, largest, x in zip(got[::2], got[1::2], xs, strict=True):
+        assert abs(total - float(x.double().sum())) < 1e-2
+        assert largest == float(x.max())
 
 
 @pytest.mark.gpu

@@ -1,0 +1,168 @@
+"""Zeroed memory for kernels that a caller captures into a CUDA graph of their own.
+
+A kernel leaves its workspaces zero, as it found them: they are cleared once. A graph could clear
+them only by a node of its own in front of the kernel, in every replay. So memory that was cleared
+before is lent to the graph, and comes back when the driver has destroyed it and all that were
+instantiated from it, which a user object of the graph tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fuser.locks import make_lock
+from fuser.torch_calls import raw_stream_on
+
+if TYPE_CHECKING:
+    import torch
+
+# How many memories of one size are kept ready, and how many bytes of one size at most.
+STOCK = 16
+STOCK_BYTES = 32 << 20
+SMALLEST = 256
+# Of `CUstreamCaptureMode`: calls that another thread's capture, or this one's, would forbid.
+_RELAXED = 2
+_NO_DESTRUCTOR_SYNC = 1
+_MOVE = 1
+_SEMAPHORE_BYTES = 64
+
+
+@contextlib.contextmanager
+def relaxed(library: Any) -> Generator[None]:
+    """A context for calls of the driver that would end a capture in its strict modes."""
+    mode = ctypes.c_int(_RELAXED)
+    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Memory, and the address of the semaphore that is posted when a graph gives it back."""
+
+    data: torch.Tensor
+    returned: int
+
+
+class GraphMemory:
+    """The zeroed memory of one device that is ready for graphs, and what is lent to them."""
+
+    def __init__(self, device: torch.device, driver: Any, libc: Any) -> None:
+        """`driver` and `libc` are the C libraries of these names."""
+        self._device, self._driver, self._libc = device, driver, libc
+        self._post = ctypes.cast(libc.sem_post, ctypes.c_void_p)
+        self._stream = raw_stream_on(device)
+        self._stock: dict[int, list[_Memory]] = {}
+        self._lent: list[_Memory] = []
+        self._lock = make_lock()
+
+    def make_ready(self, nbytes: int) -> None:
+        """Clear memories of this size for captures to come; no capture is under way."""
+        import torch
+
+        size = _size_of(nbytes)
+        with self._lock:
+            self._take_back()
+            stock = self._stock.setdefault(size, [])
+            missing = max(min(STOCK, STOCK_BYTES // size), 1) - len(stock)
+            if missing <= 0:
+                return
+            data = torch.zeros(missing * size, dtype=torch.uint8, device=self._device)
+            if self._device.type == "cuda":
+                with relaxed(self._driver):
+                    # A graph may be launched on any stream.
+                    torch.cuda.current_stream(self._device).synchronize()
+            stock += [_Memory(part, self._new_semaphore()) for part in data.split(size)]
+
+    def lend(self, nbytes: int) -> torch.Tensor | None:
+        """Return zeroed memory for the graph that the current stream is captured into; None where
+        none is ready."""
+        with self._lock:
+            self._take_back()
+            stock = self._stock.get(_size_of(nbytes))
+            if not stock:
+                return None
+            memory = stock.pop()
+            made = ctypes.c_void_p()
+            status = self._driver.cuUserObjectCreate(
+                ctypes.byref(made),
+                ctypes.c_void_p(memory.returned),
+                self._post,
+                ctypes.c_uint(1),
+                ctypes.c_uint(_NO_DESTRUCTOR_SYNC),
+            )
+            if status:
+                stock.append(memory)
+                return None
+            # From here on the driver posts the semaphore, whatever becomes of the graph.
+            self._lent.append(memory)
+            graph = self._graph()
+            if graph is not None and not self._driver.cuGraphRetainUserObject(
+                graph, made, ctypes.c_uint(1), ctypes.c_uint(_MOVE)
+            ):
+                return memory.data[:nbytes]
+            self._driver.cuUserObjectRelease(made, ctypes.c_uint(1))
+            return None
+
+    def _graph(self) -> ctypes.c_void_p | None:
+        """Return the graph that the current stream is captured into."""
+        status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+        nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
+        places = (ctypes.byref(x) for x in (status, number, graph, nodes, count))
+        failed = self._driver.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(self._stream()), *places)
+        return None if failed or not graph.value else graph
+
+    def _take_back(self) -> None:
+        """Put what graphs have given back into the stock."""
+        lent: list[_Memory] = []
+        for memory in self._lent:
+            is_back = self._libc.sem_trywait(ctypes.c_void_p(memory.returned)) == 0
+            (self._stock[memory.data.numel()] if is_back else lent).append(memory)
+        self._lent = lent
+
+    def _new_semaphore(self) -> int:
+        """Return a semaphore that is never freed: the interpreter may end before a graph does."""
+        self._libc.calloc.restype = ctypes.c_void_p
+        address = self._libc.calloc(ctypes.c_size_t(1), ctypes.c_size_t(_SEMAPHORE_BYTES))
+        self._libc.sem_init(ctypes.c_void_p(address), ctypes.c_int(0), ctypes.c_uint(0))
+        return int(address)
+
+
+def _size_of(nbytes: int) -> int:
+    """Return the size of memories for so many bytes: a power of two."""
+    return max(SMALLEST, 1 << (nbytes - 1).bit_length())
+
+
+@functools.cache
+def _of(index: int) -> GraphMemory | None:
+    """Return the memory of a CUDA device; None where the libraries lack what it takes."""
+    import torch
+
+    try:
+        driver, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+        needed = (
+            driver.cuUserObjectCreate,
+            driver.cuUserObjectRelease,
+            driver.cuGraphRetainUserObject,
+            driver.cuStreamGetCaptureInfo_v2,
+            libc.sem_trywait,
+        )
+        return GraphMemory(torch.device("cuda", index), driver, libc) if all(needed) else None
+    except (OSError, AttributeError):
+        return None
+
+
+def graph_memory(device: torch.device) -> GraphMemory | None:
+    """Return the memory for graphs on a device; None where there is none, as on the CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    return _of(torch.cuda.current_device() if device.index is None else device.index)
