@@ -17,7 +17,15 @@ from fuser.kernels.executor import KernelExecutor
 from fuser.schedule.facts import Facts
 from fuser.schedule.reduction import ReductionParams
 from tests.lower.build import P
-from tests.schedule.programs import Build, define, random, run, scheduled, sizes_of
+from tests.schedule.programs import (
+    Build,
+    define,
+    make_executor,
+    random,
+    run,
+    scheduled,
+    sizes_of,
+)
 
 BF16, F32 = DataType.BFloat16, DataType.Float
 # So little of a device that small tensors have work for all of it: threads take several vectors.
@@ -230,3 +238,23 @@ def test_a_kernel_serves_other_numbers_of_rows() -> None:
         (got,) = run(executor, [x], [(8, 40)])
         torch.testing.assert_close(got, x.double().sum(0).float(), rtol=1e-5, atol=1e-5)
     assert len(executor.variants) == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "bounds"),
+    [
+        (lambda x: ops.sum(x, [0]), "(256, 4)"),
+        (lambda x: ops.sum(x, [0, 1]), "(256, 4)"),
+        # Their arrays do not fit into the registers that this leaves.
+        (lambda x: list(ops.var_mean(x, [0])), "(256)"),
+        (lambda x: [f(x, [0]) for f in (ops.sum, ops.max, ops.min, ops.prod)], "(256)"),
+    ],
+    ids=["columns", "all", "welford", "many"],
+)
+def test_loads_of_long_sums_are_under_way_together(build: Build, bounds: str) -> None:
+    executor = make_executor(define(build, (None, None)), "h200")
+    fusion = executor.fusion
+    x = torch.empty(8192, 1536, device="meta")
+    outs = [torch.empty(1536 if tv.ndim else (), device="meta") for tv in fusion.outputs]
+    executor.bind([x], outs, sizes=sizes_of(fusion, x.shape))
+    assert f"__launch_bounds__{bounds} " in executor.variants[0].kernel.source.text
