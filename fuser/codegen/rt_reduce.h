@@ -344,8 +344,8 @@ FUSER_DEVICE T block_broadcast(T value, S smem) {
 
 // ---- grids -----------------------------------------------------------------------------------------------------------
 // Partial results travel as words of 8 bytes that are 0 until they are written, and arrive as one: who finds a word has what
-// it holds. So an exchange is one store and one load. A counter of those that have written would take a fence, an atomic and
-// then the loads, one after the other, each as long as this exchange.
+// it holds. So an exchange is one store and one load, without the fence and the atomic that a counter of those that have
+// written would take before the loads.
 //
 // One block of a group waits for the others, and only for blocks that have begun: its ticket says that all have. So it does
 // not matter in which order blocks are dispatched, or how many fit: a block that waits keeps no other from beginning that it

@@ -74,9 +74,10 @@ class GraphMemory:
             missing = max(min(STOCK, STOCK_BYTES // size), 1) - len(stock)
             if missing <= 0:
                 return
-            data = torch.zeros(missing * size, dtype=torch.uint8, device=self._device)
-            if self._device.type == "cuda":
-                with relaxed(self._driver):
+            # Another thread may capture meanwhile.
+            with relaxed(self._driver):
+                data = torch.zeros(missing * size, dtype=torch.uint8, device=self._device)
+                if self._device.type == "cuda":
                     # A graph may be launched on any stream.
                     torch.cuda.current_stream(self._device).synchronize()
             stock += [_Memory(part, self._new_semaphore()) for part in data.split(size)]

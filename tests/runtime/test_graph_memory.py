@@ -20,9 +20,14 @@ class _Driver:
         self.held: list[int] = []
         self.graph = 77
         self.refuses = ""
+        self.mode = 0
 
     def _status(self, name: str) -> int:
         return 801 if self.refuses == name else 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode._obj.value, self.mode = self.mode, mode._obj.value
+        return 0
 
     def cuUserObjectCreate(self, made: Any, semaphore: Any, post: Any, *rest: Any) -> int:
         del rest
@@ -85,10 +90,11 @@ def test_a_graph_has_its_memory_until_it_is_destroyed() -> None:
 
 
 def test_what_is_lent_is_replaced() -> None:
-    memory, _ = _memory()
+    memory, driver = _memory()
     memory.make_ready(5000)
     first = _addresses(memory, 5000, STOCK)
     memory.make_ready(8000)
+    assert driver.mode == 0  # of captures, as it was
     assert not set(first) & set(_addresses(memory, 8192, STOCK))
 
 
