@@ -22,10 +22,10 @@ REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 # older devices), and so is how deeply C++ nests the values that are reduced together.
 MAX_OPERANDS = 256
 # What alone may take some kinds of unions.
-SCHEDULER: Mapping[str | None, str] = {
-    None: "inner_persistent",
-    "tail": "reduction",
-    "rows": "inner_outer_persistent",
+SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
+    None: ("inner_persistent", "outer_persistent"),
+    "tail": ("reduction",),
+    "rows": ("inner_outer_persistent",),
 }
 
 
@@ -135,7 +135,7 @@ class Merger:
             most = max(len(merged) // 2, 1)
 
     def _is_wanted(self, parts: Sequence[Group], union: Group, kind: str | None) -> bool:
-        if union.scheduler != SCHEDULER.get(kind, union.scheduler):
+        if union.scheduler not in SCHEDULERS.get(kind, (union.scheduler,)):
             return False
         fusions = [g.fusion for g in (*parts, union) if g.fusion is not None]
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
@@ -183,7 +183,7 @@ class Merger:
     def _comes_along(self, rows: int, place: int) -> bool:
         """Whether a pointwise group reads nothing but what a kernel along rows reads anyway."""
         group, of_rows = self._groups[place], self._groups[rows]
-        if of_rows.scheduler != SCHEDULER[None] or self._space(place)[0] != "pointwise":
+        if of_rows.scheduler not in SCHEDULERS[None] or self._space(place)[0] != "pointwise":
             return False
         return bool(group.inputs) and {*group.inputs} <= {*of_rows.inputs}
 
