@@ -309,12 +309,12 @@ def _persistent_neighbours(params: Any) -> list[Any]:
 def _strip_neighbours(params: Any) -> list[Any]:
     """Strips of other widths, threads with other numbers of their rows, other vectors."""
     found = [params]
-    rows = params.threads_y * params.kept
+    rows, vectors = params.threads_y * params.kept, (2, 4, 8) if params.vector > 1 else (1,)
     for vector, x, kept, resident in itertools.product(
-        (2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1024, 1536)
+        vectors, (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1024, 1536)
     ):
         y = rows // kept
-        is_strip = 8 <= x * vector <= 64 and 32 <= x * y <= 1024 and kept * vector <= 64
+        is_strip = 8 <= x * vector <= 64 and 64 <= x * y <= 1024 and kept * vector <= 64
         if params.kept and is_strip:
             shape = replace(params, threads_x=x, threads_y=y, vector=vector, kept=kept)
             found.append(replace(shape, resident=resident))
