@@ -93,10 +93,11 @@ class Merger:
         """Return the groups that are left, in program order.
 
         Reductions that share inputs come first: what waits for one of them mostly waits for all.
-        What is computed from results alone joins their kernel before it joins another's. What goes
-        along rows and what sums these come last: both are whole by then.
+        What is computed from results alone joins their kernel before it joins another's, and then
+        what waits for that may. What goes along rows and what sums these come last: both are whole
+        by then.
         """
-        for kind in ("reduction", None, "tail", "pointwise", "rows"):
+        for kind in ("reduction", None, "tail", None, "pointwise", "rows"):
             while self._merge_all(kind):
                 pass
         return [self._groups[place] for place in sorted(self._groups)]

@@ -202,30 +202,33 @@ def test_how_many_rows_a_block_holds(build: Build, count: int, dtype: DataType, 
         assert bool(params.kept) == fits, params
         assert params.threads_x * params.threads_y <= 1024
     assert not row.suits(fusion, {})
+    for n, fits in ((rows // 8, True), (rows // 8 + 1, False)):
+        assert row.suits(fusion, sizes_of(fusion, *[(n, 4097)] * count)) == fits
 
 
-# Rows, columns, type, threads, rows of a thread.
+# Rows, columns, type, threads, rows of a thread, columns of a thread.
 PARAMS = [
-    (64, 4096, BF16, (4, 32), 2),
-    (64, 4096, F, (4, 32), 2),
-    (512, 1024, BF16, (4, 128), 4),
-    (2048, 384, BF16, (4, 256), 8),
-    (128, 1 << 20, BF16, (16, 16), 8),
-    (128, 1 << 20, F, (8, 16), 8),
+    (64, 4096, BF16, (16, 8), 8, 2),
+    (64, 4096, F, (16, 8), 8, 2),
+    (512, 1024, BF16, (8, 32), 16, 2),
+    (512, 1024, F, (4, 32), 16, 2),
+    (2048, 384, BF16, (8, 128), 16, 2),
+    (128, 1 << 20, BF16, (16, 16), 8, 4),
+    (128, 1 << 20, F, (8, 16), 8, 4),
 ]
 
 
-@pytest.mark.parametrize(("rows", "columns", "dtype", "threads", "kept"), PARAMS)
+@pytest.mark.parametrize(("rows", "columns", "dtype", "threads", "kept", "vector"), PARAMS)
 def test_strips_are_sectors_wide_or_lines_where_there_are_many(
-    rows: int, columns: int, dtype: DataType, threads: tuple[int, int], kept: int
+    rows: int, columns: int, dtype: DataType, threads: tuple[int, int], kept: int, vector: int
 ) -> None:
     fusion = define(lambda x: back_to(x, softmax(x)), (None, None), dtype=dtype)
     copy, params = scheduled(fusion, H200, (rows, columns))
     assert isinstance(params, OuterPersistentParams)
     assert ((params.threads_x, params.threads_y), params.kept) == (threads, kept)
-    assert (params.vector, params.exact) == (4, True)
+    assert (params.vector, params.exact) == (vector, True)
     x, y = threads
-    assert loops(copy.outputs[0]) == f"BIDx TIDx{x} S UR{kept} TIDy{y} V4"
+    assert loops(copy.outputs[0]) == f"BIDx TIDx{x} S UR{kept} TIDy{y} V{vector}"
 
 
 def counters(build: Build, inputs: Sequence[torch.Tensor]) -> Counters:
@@ -242,11 +245,11 @@ def counters(build: Build, inputs: Sequence[torch.Tensor]) -> Counters:
 def test_rows_that_fit_are_read_once_in_vectors(rows: int, dtype: torch.dtype) -> None:
     x = random((rows, 64), dtype)
     found = counters(lambda x: back(softmax(x), dtype), [x])
-    words = {4 * x.element_size(): x.numel() // 4}
+    words = {2 * x.element_size(): x.numel() // 2}
     assert (found.global_loads, found.global_stores) == (words, words)
 
 
 def test_longer_columns_are_read_once_by_each_level() -> None:
     x = random((4100, 8), torch.bfloat16)
     found = counters(lambda x: back(softmax(x), torch.bfloat16), [x])
-    assert found.global_loads == {8: 3 * x.numel() * 2 // 8}
+    assert found.global_loads == {4: 3 * x.numel() * 2 // 4}

@@ -182,7 +182,8 @@ def _scaled_sums(x: TensorView, w: TensorView) -> tuple[TensorView, ...]:
 
 def test_what_is_computed_from_sums_alone_joins_their_kernel() -> None:
     fusion = fusion_of(_scaled_sums, 2, 1)
-    segmented = cut(fusion)
+    assert kinds(cut(fusion)) == ["outer_persistent"]
+    segmented = cut(fusion, without_persistent)
     assert kinds(segmented) == ["reduction", "pointwise"]
     assert [e.name for e in segmented.segments[1].exprs].count("exp") == 0
     check_values(fusion, (7, 5), (5,))
