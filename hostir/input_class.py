@@ -17,7 +17,7 @@ from fuser.ir.scalar import Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from fuser.passes.concretize import KeyOfSizes
-from fuser.schedule import inner_outer_persistent, inner_persistent
+from fuser.schedule import inner_outer_persistent, inner_persistent, outer_persistent
 from fuser.schedule.inner_persistent import row_extents
 from fuser.schedule.rows import REDUCTIONS
 
@@ -81,14 +81,15 @@ class Classifier:
         key = (*where, layouts, repeated, self._key_of(sizes), pays)
         return InputClass(key, sizes, layouts, repeated, device.type, pays is not None)
 
-    def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[bool, ...] | None:
+    def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[int, ...] | None:
         known = self._rows.at_once(sizes)
         if known is None:
             return None
         found = [int(n) for n in known]
         pairs = [*zip(found[::2], found[1::2], strict=True)]
         decided = (inner_persistent.pays, inner_outer_persistent.pays)
-        return tuple([pays(rows, columns) for pays in decided for rows, columns in pairs])
+        steps = [outer_persistent.step_of(rows, columns) for rows, columns in pairs]
+        return (*(pays(rows, columns) for pays in decided for rows, columns in pairs), *steps)
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:

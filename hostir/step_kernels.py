@@ -18,6 +18,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.effects import bounds
 from hostir.places import check_places
+from hostir.second_reads import NO_READS, Reads
 from multidevice.localize import is_block
 from multidevice.placement import Block
 from multidevice.sharding import local_extents
@@ -142,16 +143,21 @@ def make_kernel_executor(
     of: str = "a host program",
     rank: int = 0,
     lowered: Lowered | None = None,
+    reads: Reads = NO_READS,
 ) -> KernelExecutor | StepKernels:
     """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
-    Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`.
+    Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
+    `reads` `hostir.second_reads`.
     """
     from fuser.kernels.executor import KernelExecutor
     from multidevice.localize import localize
 
     def make(block: Block) -> KernelExecutor:
         fusion, _ = localize(group.fusion, block)
+        if reads is not NO_READS:
+            fusion, _ = fusion.copy()
+            fusion.read_again, fusion.goes_backwards = reads
         last = "" if block == "first" else f"_{block}"
         return KernelExecutor(
             fusion,

@@ -241,6 +241,7 @@ def bench_launches(args: argparse.Namespace) -> list[dict[str, Any]]:
 def neighbours(params: Any) -> list[Any]:
     """Return scheduler parameters near the chosen ones, the chosen first."""
     from fuser.schedule.inner_persistent_params import InnerPersistentParams
+    from fuser.schedule.outer_persistent import OuterPersistentParams
     from fuser.schedule.pointwise import PointwiseParams
     from fuser.schedule.transpose_params import TransposeParams
 
@@ -249,6 +250,8 @@ def neighbours(params: Any) -> list[Any]:
         return _tile_neighbours(params)
     if isinstance(params, InnerPersistentParams):
         return _persistent_neighbours(params)
+    if isinstance(params, OuterPersistentParams):
+        return _strip_neighbours(params)
     if isinstance(params, PointwiseParams):
         widths = [v for v in (params.vector, params.vector // 2) if v]
         for vector, unroll, x in itertools.product(widths, (1, 2, 4, 8), (64, 128, 256)):
@@ -300,6 +303,21 @@ def _persistent_neighbours(params: Any) -> list[Any]:
             y = max(128 // threads, 1)
             shape = replace(params, threads_x=threads, threads_y=y, kept=kept)
             found.append(replace(shape, resident=resident, keeps_costly=costly))
+    return list(dict.fromkeys(found))
+
+
+def _strip_neighbours(params: Any) -> list[Any]:
+    """Strips of other widths, threads with other numbers of their rows, other vectors."""
+    found = [params]
+    rows, vectors = params.threads_y * params.kept, (2, 4, 8) if params.vector > 1 else (1,)
+    for vector, x, kept, resident in itertools.product(
+        vectors, (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1024, 1536)
+    ):
+        y = rows // kept
+        is_strip = 8 <= x * vector <= 64 and 64 <= x * y <= 1024 and kept * vector <= 64
+        if params.kept and is_strip:
+            shape = replace(params, threads_x=x, threads_y=y, vector=vector, kept=kept)
+            found.append(replace(shape, resident=resident))
     return list(dict.fromkeys(found))
 
 

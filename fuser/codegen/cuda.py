@@ -52,6 +52,7 @@ COORDINATE_TEXT = {
     "by": "blockIdx.y",
     "bz": "blockIdx.z",
 }
+BACKWARDS = {c: f"gridDim.{c[1]} - 1 - {t}" for c, t in COORDINATE_TEXT.items() if c[0] == "b"}
 INDEX = "nvfuser_index_t"
 
 
@@ -461,7 +462,8 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
     writer = Writer(depth=0)
     writer.body(kernel.body)
     used = _coordinates(kernel.body)
-    head = [f"  const {INDEX} {c} = {t};" for c, t in COORDINATE_TEXT.items() if c in used]
+    texts = COORDINATE_TEXT | (BACKWARDS if kernel.goes_backwards else {})
+    head = [f"  const {INDEX} {c} = {t};" for c, t in texts.items() if c in used]
     if any(isinstance(s, ThreadReduce) for s in walk(kernel.body)):
         shape = ", ".join(map(scalar_text, kernel.block))
         head.insert(0, f"  FUSER_BLOCK_SMEM(smem, {shape});")

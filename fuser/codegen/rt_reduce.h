@@ -296,6 +296,32 @@ FUSER_DEVICE void fuser_block_reduce(A& values, Op combine, S smem) {
     __syncthreads();
     return;
   }
+  // Few groups, side by side in every warp (a strip of columns, rows over the other axes): lanes combine those of their
+  // own group; of the warps' partials one thread combines each value.
+  const unsigned threads = fuser_block_threads(block), groups = place.groups;
+  if (!X && groups == block.x && groups < 32u && (groups & (groups - 1u)) == 0u && threads % 32u == 0u) {
+    for (unsigned offset = groups; offset < 32u; offset *= 2) {
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i) values[i] = fuser_butterfly(0xffffffffu, T(values[i]), lane, offset, combine);
+    }
+    if (threads == 32u) return;
+    const unsigned thread = fuser_linear_thread(block), results = groups * N;
+    if (lane < groups) {
+      FUSER_UNROLL
+      for (int i = 0; i < N; ++i) slots[thread / 32u * results + lane * N + i] = values[i];
+    }
+    __syncthreads();
+    for (unsigned r = thread; r < results; r += threads) {
+      T all = slots[r];
+      for (unsigned w = 1; w < threads / 32u; ++w) all = combine(all, T(slots[w * results + r]));
+      slots[r] = all;
+    }
+    __syncthreads();
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = slots[place.group * N + i];
+    __syncthreads();
+    return;
+  }
   // A tree in shared memory over the positions, slot [i][position][group] so that neighbouring groups are neighbours.
   const unsigned plane = fuser_block_threads(block);
   const unsigned own = place.position * place.groups + place.group;

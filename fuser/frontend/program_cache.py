@@ -22,6 +22,7 @@ from fuser.recent import Recent
 from hostir.auto_overlap import Overlaps
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.digest import first_line
+from hostir.second_reads import NO_READS, Reads, second_reads
 from hostir.step_kernels import StepKernels, make_kernel_executor
 from multidevice.sharding import CutAxis, check_cuts, cut_axes
 
@@ -54,6 +55,10 @@ class Program:
         return first_line(self.container)
 
     @cached_property
+    def _reads(self) -> Mapping[int, Reads]:
+        return second_reads(self.container)
+
+    @cached_property
     def _cut_axes(self) -> tuple[CutAxis, ...]:
         return cut_axes(self.segmented.fusion)
 
@@ -67,7 +72,12 @@ class Program:
         found = self._kernels.get(group.number)
         if found is None:
             made = make_kernel_executor(
-                group, self.settings, of=self.label, rank=self.rank, lowered=self._lowered
+                group,
+                self.settings,
+                of=self.label,
+                rank=self.rank,
+                lowered=self._lowered,
+                reads=self._reads.get(group.number, NO_READS),
             )
             found = self._kernels.setdefault(group.number, made)
         return found

@@ -67,6 +67,10 @@ class Fusion:
         self.joined: tuple[tuple[int, int], ...] = ()
         # Threads that the registers of a multiprocessor are to suffice for; 0: any number.
         self.resident_threads = 0
+        # Inputs, by number, that the next kernel reads again, and whether this kernel is such a
+        # one: the first leaves them in the cache, the second begins with what was read last.
+        self.read_again: frozenset[int] = frozenset()
+        self.goes_backwards = False
         # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
         self.origins: tuple[Origin, ...] = ()
 
@@ -341,6 +345,7 @@ class Fusion:
         new.extents, new.origins = self.extents.copy(), self.origins
         new.assumed, new.divisible = self.assumed, dict(self.divisible)
         new.joined, new.resident_threads = self.joined, self.resident_threads
+        new.read_again, new.goes_backwards = self.read_again, self.goes_backwards
         mapping: dict[TensorView, TensorView] = {}
         read = self.tensors() if ops is None else _tensors_of(ops)
         for tv in read:

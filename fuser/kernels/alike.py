@@ -103,6 +103,8 @@ def form_of(fusion: Fusion) -> Form:
         tuple([renamed(x) for x in fusion.assumed]),
         frozenset((renamed(s), n) for s, n in fusion.divisible.items()),
         fusion.resident_threads,
+        fusion.goes_backwards,
+        tuple([tv.number in fusion.read_again for tv in tensors]),
         tuple([tv.is_cpu_scalar for tv in tensors]),
     )
     return Form(key, tuple([tv.number for tv in tensors]), symbols)

@@ -279,8 +279,11 @@ class _Builder:
         self.ctx.alignments[tv] = max(known, width * nbytes_of(tv.dtype()))
 
     def is_read_once(self, source: TensorView, stage: Stage) -> bool:
-        """Whether every element of an input is read by one iteration of one stage."""
+        """Whether every element of an input is read by one iteration of one stage, here and by no
+        later kernel."""
         fusion = self.ctx.nesting.fusion
+        if source.number in fusion.read_again:
+            return False
         if len(fusion.uses(source)) != 1 or any(a.into is source for a in fusion.aliases):
             return False
         if stage.reference is not None:

@@ -70,6 +70,7 @@ class LoweredKernel:
     body. `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a
     launch; `alignments` are the (tensor, bytes) that pointers must satisfy. The compiler keeps to
     as many registers as let `min_blocks` blocks share a multiprocessor (0: it decides).
+    `goes_backwards`: the last block begins.
     """
 
     name: str
@@ -87,6 +88,7 @@ class LoweredKernel:
     smem_bytes: Scalar
     guards: tuple[Scalar, ...]
     alignments: tuple[tuple[TensorView, int], ...]
+    goes_backwards: bool = False
 
     @property
     def needs_smem(self) -> bool:

@@ -22,10 +22,10 @@ REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 # older devices), and so is how deeply C++ nests the values that are reduced together.
 MAX_OPERANDS = 256
 # What alone may take some kinds of unions.
-SCHEDULER: Mapping[str | None, str] = {
-    None: "inner_persistent",
-    "tail": "reduction",
-    "rows": "inner_outer_persistent",
+SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
+    None: ("inner_persistent", "outer_persistent"),
+    "tail": ("reduction",),
+    "rows": ("inner_outer_persistent",),
 }
 
 
@@ -93,10 +93,11 @@ class Merger:
         """Return the groups that are left, in program order.
 
         Reductions that share inputs come first: what waits for one of them mostly waits for all.
-        What is computed from results alone joins their kernel before it joins another's. What goes
-        along rows and what sums these come last: both are whole by then.
+        What is computed from results alone joins their kernel before it joins another's, and then
+        what waits for that may. What goes along rows and what sums these come last: both are whole
+        by then.
         """
-        for kind in ("reduction", None, "tail", "pointwise", "rows"):
+        for kind in ("reduction", None, "tail", None, "pointwise", "rows"):
             while self._merge_all(kind):
                 pass
         return [self._groups[place] for place in sorted(self._groups)]
@@ -135,7 +136,7 @@ class Merger:
             most = max(len(merged) // 2, 1)
 
     def _is_wanted(self, parts: Sequence[Group], union: Group, kind: str | None) -> bool:
-        if union.scheduler != SCHEDULER.get(kind, union.scheduler):
+        if union.scheduler not in SCHEDULERS.get(kind, (union.scheduler,)):
             return False
         fusions = [g.fusion for g in (*parts, union) if g.fusion is not None]
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
@@ -183,7 +184,7 @@ class Merger:
     def _comes_along(self, rows: int, place: int) -> bool:
         """Whether a pointwise group reads nothing but what a kernel along rows reads anyway."""
         group, of_rows = self._groups[place], self._groups[rows]
-        if of_rows.scheduler != SCHEDULER[None] or self._space(place)[0] != "pointwise":
+        if of_rows.scheduler not in SCHEDULERS[None] or self._space(place)[0] != "pointwise":
             return False
         return bool(group.inputs) and {*group.inputs} <= {*of_rows.inputs}
 

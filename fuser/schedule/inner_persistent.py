@@ -63,14 +63,21 @@ ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 # ------------------------------------------------------------------ what is accepted
 def accepts(fusion: Fusion) -> str | None:
     """Return why the fusion is not of this kind, None when it is."""
+    if fusion.aliases:
+        return "an output is written into an input"
+    reason = waiting_rejection(fusion)
+    return reason or _order_rejection(fusion)
+
+
+def waiting_rejection(fusion: Fusion) -> str | None:
+    """Return why not all reductions are over the same axes, along which something waits for
+    them."""
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCTIONS)]
     if not reductions:
         return "there is no reduction"
     for op in fusion.exprs:
         if isinstance(op, LibraryOp):
             return f"{op.name} of {op.out_tensor} is an op of the library"
-    if fusion.aliases:
-        return "an output is written into an input"
     graph = AxisGraph(fusion)
     reason = common_rejection(fusion, graph)
     if reason is not None:
@@ -79,7 +86,7 @@ def accepts(fusion: Fusion) -> str | None:
     for op in reductions:
         if _classes(graph, op.out_tensor) != _classes(graph, reference):
             return f"{op.out_tensor} and {reference} reduce different axes"
-    return _tensor_rejection(fusion, graph, reference) or _order_rejection(fusion, graph, reference)
+    return _tensor_rejection(fusion, graph, reference)
 
 
 def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
@@ -111,9 +118,10 @@ def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -
     return None if waits else f"nothing along the reduced axes waits for {reference}"
 
 
-def _order_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -> str | None:
+def _order_rejection(fusion: Fusion) -> str | None:
     """The reduced axes are innermost in memory."""
-    space = iteration_space(fusion, reference, graph)
+    reference = reference_of(fusion)
+    space = iteration_space(fusion, reference)
     order = [space.is_reduced(p) for p in space.memory_order()]
     if order != sorted(order):
         return f"{reference} reduces axes that are not innermost in memory"

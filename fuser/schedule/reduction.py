@@ -496,6 +496,7 @@ def _split_reduction(
     vector: int = 1,
     tile: Sequence[tuple[int, ParallelType]],
     grid: int = 1,
+    is_outer: bool = False,
 ) -> list[ParallelType]:
     """Split a reduced axis into [(BIDy,) S, US, tile.., (vector)]; return the types outside in."""
     if vector > 1:
@@ -503,6 +504,11 @@ def _split_reduction(
     types = [PT.unswitch, *split_tile(tv, axis, tile)]
     types += [PT.serial] if vector > 1 else []
     tv.split(axis, 1)
+    if grid > 1 and is_outer:
+        # All blocks are at rows near each other: the rows read last are in the cache together.
+        tv.split(axis, grid)
+        tv.reorder({axis: axis + 1})
+        return [PT.grid_y, PT.serial, *types]
     if grid > 1:
         tv.outer_split(axis, grid)
         return [PT.grid_y, PT.serial, *types]
@@ -576,6 +582,10 @@ def _shape_outer(
     end = len(tv.domain.loop) - 1
     tv.reorder({end: 2})
     tile = ((params.unroll, PT.unroll), (params.threads_y, PT.block_y))
-    types = [PT.grid_x, PT.block_x, *_split_reduction(tv, 2, tile=tile, grid=params.grid)]
+    types = [
+        PT.grid_x,
+        PT.block_x,
+        *_split_reduction(tv, 2, tile=tile, grid=params.grid, is_outer=True),
+    ]
     parallelize(tv, [*types, *inside])
     return 2, types.index(PT.unswitch)

@@ -14,6 +14,7 @@ from fuser.schedule import (
     inner_outer_persistent,
     inner_persistent,
     inner_persistent_params,
+    outer_persistent,
     plain,
     pointwise,
     reduction,
@@ -82,6 +83,14 @@ _ROWS = (
         inner_persistent.apply,
         inner_persistent_params.generic,
         inner_persistent.suits,
+    ),
+    Scheduler(
+        "outer_persistent",
+        outer_persistent.accepts,
+        outer_persistent.chooser,
+        outer_persistent.apply,
+        outer_persistent.generic,
+        outer_persistent.suits,
     ),
     Scheduler(
         "inner_outer_persistent",

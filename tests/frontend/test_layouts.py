@@ -183,8 +183,8 @@ def test_batch_norm_of_a_channels_last_input_is_channels_last(schedules: list[st
             kernels = program.kernel(group)
             assert isinstance(kernels, KernelExecutor)
             (variant,) = kernels.variants
-            widths = [nbytes for _, nbytes in variant.kernel.alignments]
-            assert widths.count(16) >= len(whole), "four channels are read and written at once"
+            wide = [nbytes for _, nbytes in variant.kernel.alignments if nbytes >= 8]
+            assert len(wide) >= len(whole), "two channels, or four, are read and written at once"
 
 
 def _is_whole(tv: object) -> bool:

@@ -157,6 +157,8 @@ def test_block_reduce_over_axes(device: str, axes: Shape) -> None:
         (1, 7, 9),
         (5, 1, 6),
         (16, 3, 1),
+        (2, 64, 1),
+        (16, 4, 3),
     ]
     for shape in shapes:
         check_block_reduce(device, axes, shape)

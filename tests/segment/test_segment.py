@@ -45,6 +45,11 @@ def cut(
     )
 
 
+def without_persistent(fusion: Fusion) -> str | None:
+    """Return the scheduler for rows that no block holds."""
+    return find_scheduler(fusion, suits=lambda row: not row.name.endswith("persistent"))
+
+
 def kinds(segmented: SegmentedFusion) -> list[str]:
     return [s.scheduler or s.kind for s in segmented.segments]
 
@@ -127,7 +132,8 @@ def test_softmax_over_outer_axes_recomputes_exponentials_and_stores_the_reductio
         return ops.div(e, ops.sum(e, dim=0, keepdim=True))
 
     fusion = fusion_of(build, 2)
-    segmented = cut(fusion)
+    assert kinds(cut(fusion)) == ["outer_persistent"]
+    segmented = cut(fusion, without_persistent)
     assert kinds(segmented) == ["reduction", "reduction", "pointwise"]
     stored = [o for s in segmented.segments[:-1] for o in s.outputs]
     assert [len(o.domain.no_reductions) for o in stored] == [1, 1]
@@ -142,7 +148,8 @@ def test_a_norm_of_columns_keeps_what_belongs_to_the_reduced_space_in_its_kernel
         return ops.mul(ops.sub(h, mean), ops.rsqrt(ops.add(var, 1e-5)))
 
     fusion = fusion_of(build, 2, 2)
-    segmented = cut(fusion)
+    assert kinds(cut(fusion)) == ["outer_persistent"]
+    segmented = cut(fusion, without_persistent)
     assert kinds(segmented) == ["reduction", "pointwise"]
     assert "rsqrt" in [e.name for e in segmented.segments[0].exprs]
     check_values(fusion, (3, 5), (3, 5))
@@ -158,7 +165,8 @@ def test_a_norm_of_columns_that_keeps_its_statistics_is_two_kernels() -> None:
         return ops.mul(ops.sub(x, over[0]), over[1]), mean, r
 
     fusion = fusion_of(build, 3)
-    segmented = cut(fusion)
+    assert kinds(cut(fusion)) == ["outer_persistent"]
+    segmented = cut(fusion, without_persistent)
     assert kinds(segmented) == ["reduction", "pointwise"]
     assert segmented.segments[0].outputs == tuple(fusion.outputs[1:])
     check_values(fusion, (3, 2, 5))
@@ -174,7 +182,8 @@ def _scaled_sums(x: TensorView, w: TensorView) -> tuple[TensorView, ...]:
 
 def test_what_is_computed_from_sums_alone_joins_their_kernel() -> None:
     fusion = fusion_of(_scaled_sums, 2, 1)
-    segmented = cut(fusion)
+    assert kinds(cut(fusion)) == ["outer_persistent"]
+    segmented = cut(fusion, without_persistent)
     assert kinds(segmented) == ["reduction", "pointwise"]
     assert [e.name for e in segmented.segments[1].exprs].count("exp") == 0
     check_values(fusion, (7, 5), (5,))

@@ -1,0 +1,390 @@
+"""The outer persistent scheduler: reductions over outer axes, what waits for them, and the same
+rows again, as one kernel that reads its inputs once (batch norm of channels last).
+
+A block has a strip of a few columns, and its threads keep all rows of it (r: reduced):
+
+    GPU         [BIDx columns, TIDx columns | r S 1, r UR, r TIDy | columns V]
+    GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]
+    CPU         [S columns.., S column tiles, US | r S.. | S 256 columns]
+
+Each wait is an exchange within the block, of one value for each column and thread. What has the
+columns alone (weights, means) is a vector in the registers of each thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+
+from fuser.device import DeviceInfo
+from fuser.ir import primitives
+from fuser.ir import scalar as sc
+from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.nodes import LibraryOp
+from fuser.ir.scalar import Number, Symbol
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import ParallelType
+from fuser.record import record
+from fuser.schedule import inner_persistent
+from fuser.schedule.facts import Facts, RunExtents
+from fuser.schedule.row_view import RowView, rewrite
+from fuser.schedule.rows import REDUCTIONS, kept_values, levels_of, most_bytes, separate_levels
+from fuser.schedule.space import Access
+from fuser.schedule.tiling import (
+    Loops,
+    arrange,
+    cache_input,
+    intermediates,
+    parallelize,
+    split_tile,
+    vectorize_last,
+)
+from fuser.schedule.vectorize import (
+    VECTOR_BYTES,
+    VectorWidths,
+    power_of_two_at_least,
+)
+
+PT = ParallelType
+# Loop axes that all tensors share: the block's columns and the thread's.
+SHARED = 2
+# Bytes of a row that a strip has: a line of memory where there are strips for all multiprocessors,
+# at least what memory is read in.
+LINE = 128
+SECTOR = 32
+# Registers of a block that hold its strip, in bytes: of the narrowest strips, and of wider ones,
+# of which a multiprocessor holds several.
+MOST_BYTES = 128 * 1024
+BYTES_SHARED = 64 * 1024
+# Bytes of registers in which one thread keeps its rows, where blocks are many.
+KEPT_BYTES = 128
+BLOCKS_OF = (128, 256, 512, 1024)
+# Columns of a vector: each takes registers for its sums, and for what has the columns alone. Where
+# blocks are few, an exchange of fewer columns ends sooner: 512 x 1024 in bfloat16 took 2.7 us on an
+# H200 with 2, 3.2 with 4; 128 x 1048576 takes 165 and 154.
+MOST_COLUMNS = 4
+MOST_COLUMNS_FEW_BLOCKS = 2
+# Threads of a multiprocessor.
+RESIDENT = 1024
+THREADS_GENERIC = (32, 8)
+# Columns that a CPU kernel reduces together.
+CPU_COLUMNS = 256
+# Strips of up to so many rows are told apart: which of them fit depends on what is kept. Columns
+# that are no whole vectors are read one by one, in strips as wide as a line, as words of memory
+# begin anywhere in them: two kernels take half the time for 2048 x 50257 in float32.
+STEPS = (256, 512, 1024, 2048, 4096)
+ROWS_OF_SINGLE_COLUMNS = 8
+
+
+@record
+class OuterPersistentParams:
+    """What the outer persistent scheduler decides. Zero threads: plain loops of the CPU.
+
+    `kept` counts the rows of a strip in one thread; 0: every level reads them. `exact`: what the
+    threads keep are the rows, and blocks have whole strips, so that nothing has to be tested.
+    `resident` threads are to find registers on a multiprocessor (0: the compiler decides).
+    """
+
+    threads_x: int = 0
+    threads_y: int = 1
+    vector: int = 1
+    kept: int = 0
+    resident: int = 0
+    exact: bool = False
+
+    def is_near(self, other: OuterPersistentParams) -> bool:
+        """Whether kernels of both differ in nothing that a small input would notice. Where one is
+        exact, its guards tell whether it serves."""
+        return replace(self, exact=False) == replace(other, exact=False)
+
+    def is_alike(self, other: OuterPersistentParams) -> bool:
+        """Whether a kernel made with `other` serves, if less well: not with most threads idle."""
+        forms = [(p.vector, bool(p.kept), bool(p.threads_x)) for p in (self, other)]
+        sizes = self.threads_y * self.kept, other.threads_y * other.kept
+        return forms[0] == forms[1] and max(sizes) <= 2 * min(sizes)
+
+    def __str__(self) -> str:
+        if not self.threads_x:
+            return "outer_persistent(loops)"
+        what = f"kept {self.kept}, resident {self.resident}" if self.kept else "looped"
+        return (
+            f"outer_persistent(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
+            f"{what}{', exact' if self.exact else ''})"
+        )
+
+
+# ------------------------------------------------------------------ what is accepted
+def accepts(fusion: Fusion) -> str | None:
+    """Return why the fusion is not of this kind, None when it is."""
+    reason = inner_persistent.waiting_rejection(fusion)
+    if reason is None:
+        reason = next(filter(None, (_update_rejection(fusion, a) for a in fusion.aliases)), None)
+    if reason is not None:
+        return reason
+    view = RowView(fusion)
+    order = view.space.memory_order()
+    if not view.iterated or view.space.is_reduced(order[-1]):
+        return f"{view.reference} reduces axes that are innermost in memory"
+    return None
+
+
+def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
+    """What is written into an input: nothing else needs the old values, which all threads of a
+    column may read."""
+    below = {alias.into}
+    for op in fusion.exprs:
+        if any(v in below for v in op.inputs):
+            below.update(op.outputs)
+            if isinstance(op, (*REDUCTIONS, LibraryOp)):
+                return f"{op.out_tensor} reduces {alias.into}, which {alias.out} overwrites"
+    others = [out for out in fusion.outputs if out in below and out is not alias.out]
+    return f"{others[0]} reads {alias.into}, which {alias.out} overwrites" if others else None
+
+
+def step_of(columns: int, rows: int) -> int:
+    """Return a number that is the same for all extents that are decided alike: the place in `STEPS`
+    of the rows that a block must hold."""
+    rows *= ROWS_OF_SINGLE_COLUMNS if columns % MOST_COLUMNS else 1
+    return next((k for k, most in enumerate(STEPS) if rows <= most), len(STEPS))
+
+
+def most_rows(fusion: Fusion) -> int:
+    """Return how many rows of a narrow strip a block holds, one of `STEPS`; 0 for fewer."""
+    view, nbytes = _view_and_bytes(fusion)
+    columns = max(SECTOR // _widest(view), 1)
+    fits = [step for step in STEPS if step * columns * nbytes <= MOST_BYTES]
+    return max(fits, default=0)
+
+
+def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
+    """Return a fusion as threads keep its rows, and the bytes that they keep of each element."""
+    given, _ = fusion.copy()
+    rewrite(given, is_kept=True, has_threads=True)
+    view = RowView(given)
+    kept = kept_values(given, view.full, is_costly=lambda op: False)
+    return view, max(most_bytes(kept, 1), 4)
+
+
+def _widest(view: RowView) -> int:
+    """Return the bytes of an element of the widest input that has all axes."""
+    read = (a for a in view.space.accesses if not a.is_output and a.tv in view.full)
+    return max((a.nbytes for a in read), default=4)
+
+
+def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
+    """Whether a block holds the rows of a strip for these sizes."""
+    known = inner_persistent.rows_of(fusion, sizes)
+    return known is not None and most_rows(fusion) in STEPS[step_of(*known) :]
+
+
+# ------------------------------------------------------------------ heuristics
+def generic(device: DeviceInfo) -> OuterPersistentParams:
+    """Return the parameters that rely on nothing."""
+    if device.kind == "cpu":
+        return OuterPersistentParams()
+    return OuterPersistentParams(*THREADS_GENERIC)
+
+
+def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersistentParams]:
+    """Return what chooses vector width and thread shape for an input class."""
+    if device.kind == "cpu":
+        loops = OuterPersistentParams()
+        return lambda facts: loops
+    view, nbytes = _view_and_bytes(fusion)
+    logical, widest = view.reference.domain.logical, _widest(view)
+    candidates = view.space.vector_candidates(view.iterated[-1][-1])
+    widths = VectorWidths([a for a in candidates if a.tv in view.full])
+    runs = [[logical[p] for p in run] for run in view.iterated + view.reduced]
+    extents, count = RunExtents(view.fusion, runs), len(view.iterated)
+
+    def choose(facts: Facts) -> OuterPersistentParams:
+        found = extents.of(facts)
+        columns, rows = found[:count], prod(found[count:])
+        widest_vector = widths.of(facts, columns[-1])
+        for most in (MOST_COLUMNS, MOST_COLUMNS_FEW_BLOCKS):
+            vector = min(widest_vector, most)
+            step = vector, vector * widest, vector * nbytes
+            params = _kept_params(columns, rows, step, device)
+            blocks = prod(columns[:-1]) * -(-columns[-1] // (vector * params.threads_x))
+            if blocks > 2 * device.sm_count:
+                break
+        return params
+
+    return choose
+
+
+def _kept_params(
+    columns: list[int], rows: int, step: tuple[int, int, int], device: DeviceInfo
+) -> OuterPersistentParams:
+    """Choose for vectors of so many elements, bytes in memory and bytes of registers."""
+    vector, nbytes, kept_bytes = step
+    chunks, outside = -(-columns[-1] // vector), prod(columns[:-1])
+    least, x = (max(n // nbytes, 1) for n in (SECTOR, LINE))
+    x = min(x, power_of_two_at_least(chunks))
+    while x > least and (
+        rows * x * kept_bytes > BYTES_SHARED
+        or outside * -(-chunks // x) < device.sm_count - device.sm_count // 8
+    ):
+        x //= 2
+    most = max(KEPT_BYTES // kept_bytes, 1)
+    threads = next((t for t in BLOCKS_OF if t * most >= rows * x), BLOCKS_OF[-1])
+    y = min(max(threads // x, 1), power_of_two_at_least(rows))
+    kept = power_of_two_at_least(-(-rows // y))
+    if x * y * kept * kept_bytes > MOST_BYTES:
+        return OuterPersistentParams(*THREADS_GENERIC, vector)
+    exact = rows == kept * y and chunks % x == 0
+    return OuterPersistentParams(x, y, vector, kept, RESIDENT, exact)
+
+
+# ------------------------------------------------------------------ application
+def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
+    """Schedule the fusion in place."""
+    rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
+    if params.threads_x == 0:
+        view = RowView(fusion)
+        _finish(view, _shape_loops(view), [])
+        return
+    fusion.resident_threads = params.resident
+    for out in dict.fromkeys(fusion.outputs):
+        if isinstance(out.definition(), REDUCTIONS):
+            primitives.cache_before(out)
+    view = RowView(fusion)
+    kept = _kept(view) if params.kept else []
+    per_column = [tv for tv in fusion.tensors() if view.is_per_row(tv)]
+    separate_levels(fusion, frozenset({*kept, *per_column}))
+    _apply_threads(RowView(fusion), params)
+
+
+def _kept(view: RowView) -> list[TensorView]:
+    found = kept_values(view.fusion, view.full, is_costly=lambda op: False)
+    return [k.tv for k in found]
+
+
+def _apply_threads(view: RowView, params: OuterPersistentParams) -> None:
+    fusion, innermost = view.fusion, view.iterated[-1][-1]
+    kept: list[TensorView] = []
+    wide: list[TensorView] = []
+    for access in view.space.accesses:
+        tv = access.tv
+        if not access.is_output:
+            stays = (tv in view.full and params.kept) or view.axes(tv) == view.iterated_axes
+            if not (stays and access.order and fusion.uses(tv)):
+                continue
+            tv = cache_input(tv)
+            kept.append(tv)
+        if _is_wide(access, innermost, params):
+            wide.append(tv)
+    _shape(view, params)
+    _finish(view, SHARED, kept)
+    for tv in wide:
+        vectorize_last(tv)
+
+
+def _is_wide(access: Access, innermost: int, params: OuterPersistentParams) -> bool:
+    fits = access.nbytes * params.vector <= VECTOR_BYTES or not access.is_output
+    return params.vector > 1 and fits and access.is_vector_candidate(innermost)
+
+
+def _once_per_column(view: RowView) -> list[TensorView]:
+    """Return what has a value for each column and is read along it: registers of each thread."""
+    fusion, levels = view.fusion, levels_of(view.fusion)
+    found: list[TensorView] = []
+    for op in fusion.exprs:
+        tv = op.out_tensor
+        if isinstance(op, REDUCTIONS) or tv in fusion.outputs or not levels.get(tv):
+            continue
+        along = any(not view.is_per_row(out) for u in fusion.uses(tv) for out in u.outputs)
+        if along and view.axes(tv) == view.iterated_axes:
+            found.append(tv)
+    return found
+
+
+def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
+    """Return the columns outside, with the broadcast axes of the reference, the innermost columns,
+    and the rows."""
+    rank = len(view.reference.domain.logical)
+    broadcast = [p for p in range(rank) if p not in view.space.concrete]
+    *others, columns = view.iterated
+    outside = [*broadcast, *(p for run in others for p in run)]
+    return outside, columns, [p for run in view.reduced for p in run]
+
+
+def _shape(view: RowView, params: OuterPersistentParams) -> None:
+    """Build the loops of the reference for threads."""
+    tv, fusion = view.reference, view.fusion
+    groups = _groups(view)
+    outside = groups[0]
+    are_whole = params.exact and _assume_exact(view, params)
+    arrange(tv, [g for g in groups if g])
+    column = 1 if outside else 0
+    # Whole strips need no test, vectors of others one for all of their elements.
+    if are_whole:
+        tv.split(column, params.threads_x * params.vector)
+    if params.vector > 1:
+        tv.split(column + are_whole, params.vector)
+    if not are_whole:
+        tv.split(column, params.threads_x)
+    if outside:
+        # Strips of columns and the other columns share BIDx.
+        tv.merge(0, 1)
+    # [BIDx, TIDx, (V), r] -> [BIDx, TIDx, r.., (V)]
+    tv.reorder({len(tv.domain.loop) - 1: SHARED})
+    tile = split_tile(tv, SHARED, ((params.kept, PT.unroll), (params.threads_y, PT.block_y)))
+    if params.kept:
+        # One tile holds the rows.
+        fusion.assume(tv.domain.loop[SHARED].extent, sc.ONE)
+    inside = [PT.serial] if params.vector > 1 else []
+    parallelize(tv, [PT.grid_x, PT.block_x, PT.serial, *tile, *inside])
+
+
+def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
+    """Make the number of rows a constant, and the columns whole strips; return whether it is known
+    that they are."""
+    fusion, logical = view.fusion, view.reference.domain.logical
+    _, columns, rows = _groups(view)
+    count = sc.product(logical[p].extent for p in rows)
+    fusion.assume(count, sc.const(params.threads_y * params.kept))
+    width = params.threads_x * params.vector
+    size = fusion.canonical(sc.product(logical[p].extent for p in columns))
+    if isinstance(size, Symbol):
+        fusion.divisible[size] = width
+        return True
+    known = sc.int_value(size)
+    return known is not None and known % width == 0
+
+
+def _shape_loops(view: RowView) -> int:
+    """Build the loops of the reference for the CPU; return how many of them are columns."""
+    tv = view.reference
+    outside, columns, _ = _groups(view)
+    rows = [outside, columns] if outside else [columns]
+    arrange(tv, [*rows, *view.reduced])
+    # [columns, r..] -> [column tiles, US, r.., columns of a tile]
+    last = len(rows) - 1
+    tv.split(last, CPU_COLUMNS)
+    tv.split(last, 1)
+    tv.reorder({last + 2: len(tv.domain.loop) - 1})
+    tv.axis(last + 1).parallelize(PT.unswitch)
+    return len(rows) + 1
+
+
+def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
+    """Give all tensors their loops and positions: `shared` loop axes of the reference are
+    columns."""
+    fusion, reference = view.fusion, view.reference
+    loops, view = Loops(fusion, reference), RowView(fusion)
+    once = _once_per_column(view)
+    for tv in (*fusion.outputs, *intermediates(fusion, ())):
+        axes = view.axes(tv)
+        is_reduction = isinstance(tv.definition(), REDUCTIONS)
+        done = loops.repeat(tv) or (
+            not is_reduction and axes is not None and loops.repeat(tv, only=axes)
+        )
+        if not done and (is_reduction or tv in fusion.outputs):
+            raise AssertionError(f"{tv} does not follow {reference}")
+    for tv in intermediates(fusion, ()):
+        if isinstance(tv.definition(), REDUCTIONS) or tv in kept or tv in once:
+            tv.compute_at = shared
+        else:
+            loops.inline_whole(tv)

@@ -1,0 +1,78 @@
+"""Two kernels that read the same tensor: what the first leaves in the cache, the second finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import FusionDefinition
+from fuser.ir.tensor import TensorView
+from hostir.second_reads import Reads, second_reads
+
+H200 = ["schedules_for(h200)"]
+# More than a block keeps.
+ROWS, COLUMNS = 8192, 32
+
+
+def defined(build: Callable[[FusionDefinition, TensorView], Any]) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(build(fd, x))
+    return fd
+
+
+def centred(fd: FusionDefinition, x: TensorView) -> TensorView:
+    return fd.ops.sub(x, fd.ops.sum(x, [0], True))
+
+
+def column_sum(fd: FusionDefinition, x: TensorView) -> TensorView:
+    return fd.ops.sum(x, [0])
+
+
+def reads_of(fd: FusionDefinition, x: torch.Tensor) -> dict[int, Reads]:
+    return dict(second_reads(fd._executor_cache().program_for([x])))  # pyright: ignore[reportPrivateUsage]
+
+
+def texts_of(
+    fd: FusionDefinition, x: torch.Tensor, capfd: pytest.CaptureFixture[str]
+) -> tuple[torch.Tensor, list[str]]:
+    (out,) = fd.execute([x], _enable_options=H200)
+    printed = capfd.readouterr().out
+    return out, printed.split("// end of cuda_kernel")[:-1]
+
+
+def test_the_second_kernel_begins_with_what_the_first_read_last(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FUSER_DUMP", "cuda_kernel")
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+    fd = defined(centred)
+    out, (first, second) = texts_of(fd, x, capfd)
+    torch.testing.assert_close(out, (x.double() - x.double().sum(0)).float(), atol=1e-3, rtol=1e-5)
+    assert "load_vec<4>(" in first and "load_vec_cs" not in first
+    assert "gridDim" not in first
+    assert "= gridDim.x - 1 - blockIdx.x;" in second
+
+
+def test_what_no_kernel_reads_again_is_streamed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FUSER_DUMP", "cuda_kernel")
+    x = torch.ones(ROWS, COLUMNS)
+    out, (text,) = texts_of(defined(column_sum), x, capfd)
+    assert out.tolist() == [float(ROWS)] * COLUMNS
+    assert "load_vec_cs<4>(" in text and "gridDim" not in text
+
+
+def test_groups_that_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSER_ENABLE", *H200)
+    x = torch.empty(ROWS, COLUMNS)
+    found = reads_of(fd := defined(centred), x)
+    (number,) = (tv.number for tv in fd.fusion.inputs if isinstance(tv, TensorView))
+    assert list(found.values()) == [Reads(frozenset({number})), Reads(is_second=True)]
+    assert reads_of(defined(column_sum), x) == {}
+    # Few rows are one kernel.
+    assert reads_of(defined(centred), x[:64]) == {}
