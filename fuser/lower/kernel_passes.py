@@ -18,6 +18,7 @@ from fuser.lower.batches import batch_welfords
 from fuser.lower.blocks import sum_in_blocks
 from fuser.lower.build import build_body
 from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
+from fuser.lower.directions import alternate_directions
 from fuser.lower.hoist import Hoister
 from fuser.lower.index import Indexer
 from fuser.lower.kernel import (
@@ -89,6 +90,11 @@ def _mark_unrolled(state: State) -> None:
     mark_unrolled(state.body)
 
 
+def _alternate_directions(state: State) -> None:
+    if not state.ctx.is_cpu:
+        alternate_directions(state.body)
+
+
 def _divide_once(state: State) -> None:
     if not state.ctx.is_cpu:
         divide_once(state.body, state.ctx.nesting.fusion.least)
@@ -125,8 +131,9 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These six before hoisting, which hides loop symbols behind names.
+    # These seven before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
+    ("alternate_directions", _alternate_directions),
     ("divide_once", _divide_once),
     ("load_words", _load_words),
     ("sum_in_blocks", _sum_in_blocks),

@@ -24,7 +24,7 @@ from fuser.ir import primitives
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LibraryOp, TensorOp
+from fuser.ir.nodes import BroadcastOp, LibraryOp, LoadStoreOp, SqueezeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -51,6 +51,8 @@ from fuser.schedule.tiling import (
 )
 
 PT = ParallelType
+# Ops whose results are their operands, under other axes.
+VIEWS = (BroadcastOp, SqueezeOp, LoadStoreOp)
 # The loops of the rows of parts: the part, the rows of a part, the rows at once.
 ROWS_OF_PARTS = 3
 NOTHING: Mapping[TensorView, Access] = {}
@@ -238,8 +240,8 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
         is_input = not access.is_output and bool(access.order and fusion.uses(tv))
         if is_input and view.axes(tv) == view.iterated_axes:
             found.append(cache_input(tv))
-    # None waits for another: their loops would have to be shared, as those of reductions are.
-    waits: set[TensorView] = set(found)
+    # In a loop over rows none waits for another: they would have to share it, as reductions do.
+    waits: set[TensorView] = set(found) if view.parts else set()
     for op in fusion.exprs:
         tv = op.out_tensor
         if tv not in levels or isinstance(op, REDUCTIONS) or tv in fusion.outputs:
@@ -248,11 +250,13 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
             continue
         if any(v in waits for v in op.inputs):
             waits.add(tv)
+        elif isinstance(op, VIEWS):
+            continue
         elif levels.get(tv) and view.axes(tv) == view.iterated_axes:
             along = any(not view.is_per_row(out) for u in fusion.uses(tv) for out in u.outputs)
             if along:
                 found.append(tv)
-                waits.add(tv)
+                waits.update([tv] if view.parts else [])
     return found
 
 
