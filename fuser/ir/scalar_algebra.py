@@ -9,7 +9,7 @@ be negative they agree, and both are written `/` and `%`. A division by 0 has no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 
 from fuser.errors import DefinitionError
@@ -367,7 +367,7 @@ def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
     return Apply("ceilDiv", (a, b), int_dtype(a, b))
 
 
-_OTHER_PART: dict[str, Callable[[Scalar, Scalar], Scalar]] = {
+_OTHER_PART: Mapping[str, Callable[[Scalar, Scalar], Scalar]] = {
     op: partial(remainder, op=rest) for op, rest in _REMAINDER_OF.items()
 } | {op: partial(_whole_multiple, op=division) for op, division in _DIVISION_OF.items()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fuser.ir.scalar import Scalar
 from fuser.lower.kernel import (
     Body,
     For,
@@ -27,13 +28,14 @@ _MEETINGS = (Sync, ThreadReduce)
 
 
 def alternate_directions(body: Body) -> None:
-    """Turn around, in place, every second one of the loops side by side that read a tensor."""
-    backward: dict[str, bool] = {}
+    """Turn around, in place, every second one of the loops side by side that go over a tensor."""
+    # How often it goes around, and in which direction it did last.
+    latest: dict[str, tuple[Scalar, bool]] = {}
     for statement in body.statements:
         if isinstance(statement, For) and not statement.unroll and _is_free(statement):
             read = dict.fromkeys(_tensors_read(statement))
-            statement.backward = any(backward.get(name) is False for name in read)
-            backward.update(dict.fromkeys(read, statement.backward))
+            statement.backward = any(latest.get(name) == (statement.extent, False) for name in read)
+            latest.update(dict.fromkeys(read, (statement.extent, statement.backward)))
         else:
             for inner in bodies(statement):
                 alternate_directions(inner)
