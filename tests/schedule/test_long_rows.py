@@ -13,7 +13,7 @@ from fuser.device import H200
 from fuser.ir.dtypes import DataType
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
-from tests.schedule.programs import Build, define, sizes_of
+from tests.schedule.programs import Build, define, scheduled, sizes_of
 from tests.schedule.test_inner_persistent import back_to, softmax, wide
 from tests.schedule.test_numeric import check
 
@@ -75,6 +75,24 @@ def test_what_a_row_has_once_is_computed_once(columns: int) -> None:
 
     text = kernel_text(build, (300, columns), [(300, columns)])
     assert text.count("fm_reciprocal(") == 1
+
+
+def test_narrow_rows_are_kept_where_nothing_is_written_along_them() -> None:
+    def loss(x: TensorView, t: TensorView) -> TensorView:
+        return loss_and_gradient(x, t)[0]
+
+    shapes = [(2048, 50257), (2048,)]
+    for build, expected in (
+        (loss, "threads 512x1, vector 8, kept 104, resident 1024, shifted"),
+        (loss_and_gradient, "threads 512x1, vector 8, looped, unroll 2, resident 0, shifted"),
+    ):
+        fusion = define(build, [None, None], [None], dtype=[BF16, DataType.Int])
+        assert str(scheduled(fusion, H200, *shapes)[1]) == f"inner_persistent({expected})"
+    # The last step of 4 vectors would have little to do in rows of 50257, not in those of 65536.
+    for columns, unroll in ((50257, 2), (65536, 4)):
+        fusion = define(loss, [None, None], [None], dtype=[DataType.Float, DataType.Int])
+        _, params = scheduled(fusion, H200, (2048, columns), (2048,))
+        assert f"threads 1024x1, vector 4, looped, unroll {unroll}" in str(params)
 
 
 @pytest.mark.parametrize("columns", [LONG, LONG + 1])
