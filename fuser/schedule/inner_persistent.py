@@ -250,14 +250,21 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
             continue
         if any(v in waits for v in op.inputs):
             waits.add(tv)
-        elif isinstance(op, VIEWS):
             continue
-        elif levels.get(tv) and view.axes(tv) == view.iterated_axes:
-            along = any(not view.is_per_row(out) for u in fusion.uses(tv) for out in u.outputs)
-            if along:
-                found.append(tv)
-                waits.update([tv] if view.parts else [])
+        has_rows = bool(levels.get(tv)) and view.axes(tv) == view.iterated_axes
+        if has_rows and not isinstance(op, VIEWS) and _is_read_along(view, tv):
+            found.append(tv)
+            waits.update([tv] if view.parts else [])
     return found
+
+
+def _is_read_along(view: RowView, tv: TensorView) -> bool:
+    """Whether a value of a row is read for its elements, at once or through views."""
+    return any(
+        not view.is_per_row(out) or (isinstance(op, VIEWS) and _is_read_along(view, out))
+        for op in view.fusion.uses(tv)
+        for out in op.outputs
+    )
 
 
 def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> list[list[TensorOp]]:

@@ -76,6 +76,14 @@ def test_what_a_row_has_once_is_computed_once(columns: int) -> None:
     text = kernel_text(build, (300, columns), [(300, columns)])
     assert text.count("fm_reciprocal(") == 1
 
+    def norm(x: TensorView, t: TensorView) -> Sequence[TensorView]:
+        var, _ = ops.var_mean(wide(x), [-1], correction=0)
+        r = ops.rsqrt(ops.add(ops.add(var, 1e-5), ops.cast(t, DataType.Float)))
+        return r, back_to(x, ops.mul(wide(x), ops.broadcast(r, [False, True])))
+
+    text = kernel_text(norm, (300, columns), [(300,), (300, columns)])
+    assert text.count("fm_rsqrt(") == 1
+
 
 def test_narrow_rows_are_kept_where_nothing_is_written_along_them() -> None:
     def loss(x: TensorView, t: TensorView) -> TensorView:
