@@ -281,8 +281,11 @@ class Writer:
 def _for(w: Writer, s: For) -> None:
     if s.pragma:
         w.line(s.pragma)
-    k = s.symbol.name
-    w.line(f"for ({INDEX} {k} = 0; {k} < {scalar_text(s.extent)}; ++{k}) {{")
+    k, count = s.symbol.name, scalar_text(s.extent)
+    if s.backward:
+        w.line(f"for ({INDEX} {k} = {count} - 1; {k} >= 0; --{k}) {{")
+    else:
+        w.line(f"for ({INDEX} {k} = 0; {k} < {count}; ++{k}) {{")
     w.body(s.body)
     w.line("}")
 

@@ -63,6 +63,10 @@ class Fusion:
         self.assumed: tuple[Scalar, ...] = ()
         # Sizes that it takes to be multiples of a number.
         self.divisible: dict[Symbol, int] = {}
+        # Products of extents that it takes to be at least a number.
+        self.least: dict[Scalar, int] = {}
+        # Whether the last vector of a tensor may be incomplete.
+        self.has_tails = False
         # Pairs of axes, by number, that it iterates together although no op relates them.
         self.joined: tuple[tuple[int, int], ...] = ()
         # Threads that the registers of a multiprocessor are to suffice for; 0: any number.
@@ -344,6 +348,7 @@ class Fusion:
             setattr(new, name, getattr(self, name))
         new.extents, new.origins = self.extents.copy(), self.origins
         new.assumed, new.divisible = self.assumed, dict(self.divisible)
+        new.least, new.has_tails = dict(self.least), self.has_tails
         new.joined, new.resident_threads = self.joined, self.resident_threads
         new.read_again, new.goes_backwards = self.read_again, self.goes_backwards
         mapping: dict[TensorView, TensorView] = {}

@@ -9,7 +9,8 @@ be negative they agree, and both are written `/` and `%`. A division by 0 has no
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 
 from fuser.errors import DefinitionError
 from fuser.ir.scalar_nodes import (
@@ -67,11 +68,16 @@ def negate(x: Scalar) -> Scalar:
     return multiply(x, Const(-1, x.dtype))
 
 
+# The remainder that a division leaves.
+_REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
+
+
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Rewrite c*(x / b)*b + c*(x % b) into c*x, for either division."""
+    """Rewrite c*(x / b)*b + c*(x % b) into c*x, and what lacks one of the three into the third, for
+    either division."""
     while True:
         terms = {m: c for m, c in terms.items() if c}
-        found = _whole(terms)
+        found = _whole(terms) or _part(terms)
         if found is None:
             return terms
         terms = found
@@ -97,6 +103,34 @@ def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
                     full = join_monomials(rest, m)
                     joined[full] = joined.get(full, 0) + coef * c
                 return joined
+    return None
+
+
+def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
+    """Return the terms with c*(x / b)*b - c*x as -c*(x % b), or c*x - c*(x % b) as c*(x / b)*b;
+    None where there are neither."""
+    for mono, coef in terms.items():
+        for atom in mono:
+            if not (isinstance(atom, Apply) and atom.op in _OTHER_PART):
+                continue
+            x, b = atom.args
+            around, count = without_factors(mono, (atom,)), coef
+            if atom.op in _REMAINDER_OF:
+                divisor = single_term(b)
+                if around is None or divisor is None or coef % divisor[1]:
+                    continue
+                around, count = without_factors(around, divisor[0]), coef // divisor[1]
+            if around is None:
+                continue
+            taken = {join_monomials(around, m): -count * c for m, c in terms_of(x).items()}
+            if mono in taken or any(terms.get(m) != c for m, c in taken.items()):
+                continue
+            left = {m: c for m, c in terms.items() if m not in taken and m != mono}
+            other = _OTHER_PART[atom.op](x, b)
+            for m, c in terms_of(other).items():
+                full = join_monomials(around, m)
+                left[full] = left.get(full, 0) - count * c
+            return left
     return None
 
 
@@ -313,6 +347,10 @@ def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
     return Apply("%" if is_plain else "floorMod", (a, b), dtype)
 
 
+def _whole_multiple(a: Scalar, b: Scalar, op: str) -> Scalar:
+    return multiply(divide(a, b, op), b)
+
+
 @lru_cache(maxsize=100_000)
 def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
     """Return a / b rounded up."""
@@ -327,6 +365,11 @@ def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
     if parts is not None and int_value(parts[1]) == 0:
         return parts[0]
     return Apply("ceilDiv", (a, b), int_dtype(a, b))
+
+
+_OTHER_PART: Mapping[str, Callable[[Scalar, Scalar], Scalar]] = {
+    op: partial(remainder, op=rest) for op, rest in _REMAINDER_OF.items()
+} | {op: partial(_whole_multiple, op=division) for op, division in _DIVISION_OF.items()}
 
 
 # ---------------------------------------------------------------- extrema

@@ -102,6 +102,8 @@ def form_of(fusion: Fusion) -> Form:
         tuple([(renamed(s), s.name if s not in names else "") for s in symbols]),
         tuple([renamed(x) for x in fusion.assumed]),
         frozenset((renamed(s), n) for s, n in fusion.divisible.items()),
+        frozenset((renamed(x), n) for x, n in fusion.least.items()),
+        fusion.has_tails,
         fusion.resident_threads,
         fusion.goes_backwards,
         tuple([tv.number in fusion.read_again for tv in tensors]),

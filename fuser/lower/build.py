@@ -120,8 +120,8 @@ class _Builder:
 
     # ------------------------------------------------------------ the work of a stage
     def leaf(self, stage: Stage, scope: Scope) -> None:
-        if stage.vector is not None and self.ctx.shifts(stage.tv):
-            move = self.load_shifted if stage.storage == "local" else self.store_shifted
+        if stage.vector is not None and self.ctx.may_be_partial(stage):
+            move = self.load_part if stage.storage == "local" else self.store_part
             move(stage, stage.vector, scope)
             return
         inside = self.guarded(stage_predicate(self.ctx, stage), scope)
@@ -166,7 +166,7 @@ class _Builder:
         array, base = self.source_array(stage, scope)
         self.store_vector(stage, array, base, scope)
 
-    def load_shifted(self, stage: Stage, vector: Loop, scope: Scope) -> None:
+    def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
         """Load the word that holds elements of a row. Those of its neighbours come along; at the
         tensor's own end, element by element."""
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
@@ -179,10 +179,10 @@ class _Builder:
         canonical = self.ctx.nesting.fusion.canonical
         size = sc.product(canonical(a.size) for a in source.domain.no_reductions)
         self.elements(stage, vector, part)
-        is_whole = sc.le(sc.add(load.index, load.width), self.ctx.simplify(size))
+        is_whole = sc.lt(sc.add(load.index, load.width - 1), self.ctx.simplify(size))
         inside.body.statements.append(If(is_whole, word.body, part.body))
 
-    def store_shifted(self, stage: Stage, vector: Loop, scope: Scope) -> None:
+    def store_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
         """Store a word where all of it belongs to the row, else the elements that do."""
         word, part = Scope(Body(), scope), Scope(Body(), scope)
         self.vector(stage, word)

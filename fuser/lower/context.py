@@ -88,10 +88,16 @@ class Context:
             if stage.vector is not None:
                 self._require_whole_words(stage)
 
+    def may_be_partial(self, stage: Stage) -> bool:
+        """Whether some vectors of a stage are tested, and go element by element where not all of
+        their elements exist: those at the ends of shifted rows, or of a tensor."""
+        is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
+        return stage.vector is not None and is_tested
+
     def _require_whole_words(self, stage: Stage) -> None:
-        """A vector never runs past the end: its split is divisible, or guarded to be. Of shifted
-        rows the words at the ends are tested instead."""
-        if self.shifts(stage.tv):
+        """A vector never runs past the end: its split is divisible, or guarded to be; or it is
+        tested."""
+        if self.may_be_partial(stage):
             return
         innermost = stage.axes[-1].number
         for split in partial_splits(stage.tv.domain, self.indexer.loop_transforms(stage.tv)):

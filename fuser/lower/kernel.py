@@ -178,14 +178,15 @@ class Body:
 
 @dataclass
 class For:
-    """A loop over `symbol` from 0 to `extent`; `pragma` is the macro printed before it, "" for
-    none."""
+    """A loop over `symbol` from 0 to `extent`, `backward` from the last to the first; `pragma` is
+    the macro printed before it, "" for none."""
 
     symbol: Symbol
     extent: Scalar
     body: Body
     unroll: bool = False
     pragma: str = ""
+    backward: bool = False
 
 
 @dataclass

@@ -18,6 +18,7 @@ from fuser.lower.batches import batch_welfords
 from fuser.lower.blocks import sum_in_blocks
 from fuser.lower.build import build_body
 from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
+from fuser.lower.directions import alternate_directions
 from fuser.lower.hoist import Hoister
 from fuser.lower.index import Indexer
 from fuser.lower.kernel import (
@@ -43,6 +44,7 @@ from fuser.lower.kernel import (
 )
 from fuser.lower.loops import COORDINATES, NoNestError, Stage, nest_stages
 from fuser.lower.reduce import element_layout
+from fuser.lower.row_ends import divide_once
 from fuser.lower.simd import vectorize_loops
 from fuser.lower.synchronize import insert_barriers
 from fuser.lower.unroll import expand_unswitch, mark_unrolled
@@ -88,6 +90,16 @@ def _mark_unrolled(state: State) -> None:
     mark_unrolled(state.body)
 
 
+def _alternate_directions(state: State) -> None:
+    if not state.ctx.is_cpu:
+        alternate_directions(state.body)
+
+
+def _divide_once(state: State) -> None:
+    if not state.ctx.is_cpu:
+        divide_once(state.body, state.ctx.nesting.fusion.least)
+
+
 def _load_words(state: State) -> None:
     if not state.ctx.is_cpu:
         load_words(state.body)
@@ -119,8 +131,10 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These five before hoisting, which hides loop symbols behind names.
+    # These seven before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
+    ("alternate_directions", _alternate_directions),
+    ("divide_once", _divide_once),
     ("load_words", _load_words),
     ("sum_in_blocks", _sum_in_blocks),
     ("batch_welfords", _batch_welfords),
@@ -204,6 +218,7 @@ def _finish(state: State, name: str, index_dtype: DataType) -> LoweredKernel:
     if threads is None:
         raise UnsupportedError(f"kernel {name}: the block size {sc.product(block)} is not constant")
     guards = [*ctx.nesting.fusion.assumed, *ctx.guards, *ctx.assumptions.guards()]
+    guards += [sc.le(n, x) for x, n in ctx.nesting.fusion.least.items()]
     if index_dtype is DataType.Int32:
         guards += _int32_guards(state, tensors)
     return LoweredKernel(

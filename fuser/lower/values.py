@@ -284,14 +284,15 @@ def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
 
 
 def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
-    """Compare with the place of an element: what the loops of a thread add to it is small."""
+    """Compare with the place of an element: what short loops of a thread add to it is small."""
     step = sc.ZERO
     for factors, count in terms_of(place):
-        if all(isinstance(f, Symbol) and f.is_index and f.name not in _PLACES for f in factors):
-            step = sc.add(step, sc.mul(count, sc.product(factors)))
-    least, most = interval(step)
-    if least < 0 or most > INT32_LIMIT:
-        step = sc.ZERO
+        term = sc.mul(count, sc.product(factors))
+        is_own = all(isinstance(f, Symbol) and f.is_index for f in factors)
+        if is_own and not any(f.name in _PLACES for f in sc.symbols(term)):
+            longer = sc.add(step, term)
+            least, most = interval(longer)
+            step = longer if least >= 0 and most <= INT32_LIMIT else step
     base = ScalarValue(sc.sub(place, step), DataType.Int)
     made = Compute(template, (x, base, ScalarValue(step, DataType.Int32)), DataType.Bool)
     return convert(made, out)

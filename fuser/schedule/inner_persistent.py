@@ -24,7 +24,7 @@ from fuser.ir import primitives
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LibraryOp, TensorOp
+from fuser.ir.nodes import BroadcastOp, LibraryOp, LoadStoreOp, SqueezeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -51,6 +51,8 @@ from fuser.schedule.tiling import (
 )
 
 PT = ParallelType
+# Ops whose results are their operands, under other axes.
+VIEWS = (BroadcastOp, SqueezeOp, LoadStoreOp)
 # The loops of the rows of parts: the part, the rows of a part, the rows at once.
 ROWS_OF_PARTS = 3
 NOTHING: Mapping[TensorView, Access] = {}
@@ -246,8 +248,8 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
         is_input = not access.is_output and bool(access.order and fusion.uses(tv))
         if is_input and view.axes(tv) == view.iterated_axes:
             found.append(cache_input(tv))
-    # None waits for another: their loops would have to be shared, as those of reductions are.
-    waits: set[TensorView] = set(found)
+    # In a loop over rows none waits for another: they would have to share it, as reductions do.
+    waits: set[TensorView] = set(found) if view.parts else set()
     for op in fusion.exprs:
         tv = op.out_tensor
         if tv not in levels or isinstance(op, REDUCTIONS) or tv in fusion.outputs:
@@ -256,12 +258,21 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
             continue
         if any(v in waits for v in op.inputs):
             waits.add(tv)
-        elif levels.get(tv) and view.axes(tv) == view.iterated_axes:
-            along = any(not view.is_per_row(out) for u in fusion.uses(tv) for out in u.outputs)
-            if along:
-                found.append(tv)
-                waits.add(tv)
+            continue
+        has_rows = bool(levels.get(tv)) and view.axes(tv) == view.iterated_axes
+        if has_rows and not isinstance(op, VIEWS) and _is_read_along(view, tv):
+            found.append(tv)
+            waits.update([tv] if view.parts else [])
     return found
+
+
+def _is_read_along(view: RowView, tv: TensorView) -> bool:
+    """Whether a value of a row is read for its elements, at once or through views."""
+    return any(
+        not view.is_per_row(out) or (isinstance(op, VIEWS) and _is_read_along(view, out))
+        for op in view.fusion.uses(tv)
+        for out in op.outputs
+    )
 
 
 def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> list[list[TensorOp]]:

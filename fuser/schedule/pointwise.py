@@ -5,10 +5,13 @@ contiguous; the innermost run is `inner`, the others together are `outer`:
 
     GPU, one run   [BIDx, US, UR, TIDx, V]
     GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
+    GPU, flat      [BIDx, US, UR, TIDx, V], all runs as one
     CPU            [S, ..., S inner], everything inlined into plain loops
 
 On the GPU inputs are loaded into registers right after US, so that all loads of an unrolled step
-are under way before the first is used; everything else is inlined.
+are under way before the first is used; everything else is inlined. Flat, where rows of no whole
+vectors lie one behind the other: the vectors of full tensors go across the ends of rows, and other
+operands are read element by element.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from fuser.schedule.tiling import (
     split_tile,
     vectorize_last,
 )
-from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least
+from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
 
 PT = ParallelType
 NOT_POINTWISE = (ReductionOp, WelfordOp, LibraryOp)
@@ -76,6 +79,7 @@ class PointwiseParams:
     unroll: int = 1
     inner_on_x: bool = False
     pieces: int = 1
+    flat: bool = False
 
     def is_near(self, other: object) -> bool:
         """Whether kernels of both differ in nothing that a small input would notice: as half of a
@@ -87,7 +91,7 @@ class PointwiseParams:
         is_same = widths[0] == widths[1] or is_half
         return (
             is_same
-            and self.pieces == other.pieces
+            and (self.pieces, self.flat) == (other.pieces, other.flat)
             and bool(self.threads_x) == bool(other.threads_x)
         )
 
@@ -98,9 +102,10 @@ class PointwiseParams:
             return "pointwise(loops)"
         order = ", inner on x" if self.inner_on_x else ""
         pieces = f", {self.pieces} pieces" if self.pieces > 1 else ""
+        flat = ", flat" if self.flat else ""
         return (
             f"pointwise(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
-            f"unroll {self.unroll}{order}{pieces})"
+            f"unroll {self.unroll}{order}{pieces}{flat})"
         )
 
 
@@ -181,11 +186,18 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
     moved = max(loaded_bytes(space), loaded_bytes(space, outputs=True))
     extents = RunExtents(fusion, [[logical[p] for p in run] for run in runs])
     pieces, length = equal_pieces(fusion, logical[runs[-1][-1]]) if len(runs) == 1 else (1, 0)
+    flat_widths = VectorWidths(_full_if_flat(space)) if runs else None
 
     def choose(facts: Facts) -> PointwiseParams:
         *outer_runs, inner = extents.of(facts) or [1]
         outer = prod(outer_runs)
         widest = widths.of(facts, inner)
+        if flat_widths is not None:
+            wider = min(flat_widths.within(facts), power_of_two_at_most(inner))
+            if wider > 2 * widest:
+                vector = _narrower(wider, inner * outer, device)
+                unroll = unroll_of(moved, inner * outer, wider, BYTES_IN_FLIGHT, device)
+                return PointwiseParams(THREADS, 1, vector, unroll, flat=True)
         vector = _narrower(widest, inner * outer, device)
         if pieces > 1 and vector > 1 and length % vector == 0:
             return PointwiseParams(THREADS, 1, vector, pieces=pieces)
@@ -198,6 +210,14 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
         return PointwiseParams(threads_x, threads_y, vector, unroll, len(runs) > 1 and inner_on_x)
 
     return choose
+
+
+def _full_if_flat(space: Space) -> tuple[Access, ...]:
+    """Return the accesses to all axes, where these lie one row behind the other in one order and no
+    other tensor is read at shifted places."""
+    full = tuple(a for a in space.accesses if space.is_full(a))
+    is_flat = space.are_dense(full) and all(a.order is not None for a in space.accesses)
+    return full if is_flat else ()
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
@@ -289,7 +309,7 @@ def _apply_loops(fusion: Fusion, space: Space, runs: tuple[tuple[int, ...], ...]
 def _apply_threads(
     fusion: Fusion, space: Space, runs: tuple[tuple[int, ...], ...], params: PointwiseParams
 ) -> None:
-    groups = _groups(space, runs, 2)
+    groups = _groups(space, runs, 1 if params.flat else 2)
     if params.pieces > 1:
         groups = [groups[0][:-1], groups[0][-1:]]
     vector = params.vector
@@ -297,9 +317,13 @@ def _apply_threads(
     inner_run = frozenset(runs[-1]) if runs else frozenset()
     loaded: dict[TensorView, Access] = {}
     if vector * params.unroll > 1:
-        for access in space.accesses:
-            if is_direct_input(access) and _covers(access, inner_run, len(space.concrete)):
-                loaded[cache_input(access.tv)] = access
+        direct = [a for a in space.accesses if is_direct_input(a)]
+        chosen = [a for a in direct if params.flat or _covers(a, inner_run, len(space.concrete))]
+        loaded = {cache_input(a.tv): a for a in chosen}
+    if params.flat:
+        logical = space.reference.domain.logical
+        row = sc.product(fusion.canonical(logical[p].extent) for p in runs[-1])
+        fusion.least[row], fusion.has_tails = vector, True
     stored: dict[TensorView, TensorView] = {}
     wide_outputs: set[TensorView] = set()
     if vector > 1:
@@ -314,7 +338,6 @@ def _apply_threads(
     )
     unswitch = _shape(reference, groups, params)
     loops = Loops(fusion, reference)
-    inner_axes = frozenset(reference.domain.logical[p].number for p in inner_run)
     outside = {a.number for a in reference.domain.loop[: unswitch + 1]}
     for out in dict.fromkeys(fusion.outputs):
         if not loops.repeat(out):
@@ -325,9 +348,12 @@ def _apply_threads(
         registers.compute_at = depth - 1
     for tv, access in loaded.items():
         if not loops.repeat(tv):
-            loops.repeat(tv, only=inner_axes)
+            logical = reference.domain.logical
+            loops.repeat(tv, only=frozenset(logical[p].number for p in access.order or ()))
         tv.compute_at = _shared(tv, reference, outside)
-        if vector > 1 and access.is_vector_candidate(innermost):
+        # The end of a row may be inside of a flat vector.
+        is_whole = space.is_full(access) or not params.flat
+        if vector > 1 and is_whole and access.is_vector_candidate(innermost):
             vectorize_last(tv)
     for out in wide_outputs:
         vectorize_last(out)

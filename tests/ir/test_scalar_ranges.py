@@ -315,3 +315,29 @@ def test_five_thousand_chained_ops() -> None:
     for _ in range(5000):
         floats = sc.apply("neg", floats)
     assert sc.evaluate(floats, dict.fromkeys(sc.symbols(floats), 1.5)) == 1.5
+
+
+@pytest.mark.parametrize(("divide", "rest"), [("/", "%"), ("floorDiv", "floorMod")])
+def test_two_parts_of_a_division_are_the_third(divide: str, rest: str) -> None:
+    """x / b * b, x % b and x: any two of them, with factors and between other terms."""
+    dividends = (N, OVER_EXTENT, sc.mul(N, OVER_EXTENT), sc.mul(-1, OVER_EXTENT), sc.mul(2, BELOW))
+    divisors = (sc.const(4), EXTENT, sc.mul(2, EXTENT), N)
+    for x, b, c in itertools.product(dividends, divisors, (1, -3)):
+        if x == b:
+            continue
+        whole, part = sc.mul(sc.apply(divide, x, b), b), sc.apply(rest, x, b)
+        for made, wanted in (
+            (sc.sub(whole, x), sc.mul(-1, part)),
+            (sc.sub(x, part), whole),
+            (sc.add(whole, part), x),
+        ):
+            found = sc.add(sc.mul(c, made), sc.mul(8, BELOW))
+            assert found == sc.add(sc.mul(c, wanted), sc.mul(8, BELOW))
+            for values in bindings((*sc.symbols(x), *sc.symbols(b), BELOW)):
+                n, m = (sc.evaluate(y, values) for y in (x, b))
+                if m == 0:
+                    continue
+                quotient = BINARY[divide](int(n), int(m))
+                meant = {whole: quotient * m, part: n - quotient * m, x: n}
+                value = -meant[part] if made == sc.mul(-1, part) else meant[wanted]
+                assert sc.evaluate(found, values) == c * value + 8 * values[BELOW]
