@@ -106,6 +106,24 @@ def test_an_operand_in_another_order() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shared", "vector"),
+    [(torch.bfloat16, 1, 8), (torch.bfloat16, 2, 4), (torch.bfloat16, 4, 0), (torch.float32, 4, 0)],
+    ids=str,
+)
+def test_what_rows_share_narrows_flat_vectors(dtype: torch.dtype, shared: int, vector: int) -> None:
+    def build(x: TensorView, *others: TensorView) -> TensorView:
+        total = ops.cast(x, DataType.Float)
+        for t in others:
+            total = ops.add(total, ops.broadcast(ops.cast(t, DataType.Float), [True, False]))
+        return ops.cast(total, x.dtype())
+
+    inputs = [random((64, 131), dtype), *(random((131,), dtype, n + 1) for n in range(shared))]
+    params = check(build, lambda x, *others: x + torch.stack(others).sum(0), inputs, "h200")
+    assert isinstance(params, PointwiseParams)
+    assert (params.vector if params.flat else 0) == vector
+
+
 def test_rows_with_gaps_are_not_flat() -> None:
     x, b = random((9, 400), torch.bfloat16)[:, :333], random((333,), torch.bfloat16, 1)
     params = check(
