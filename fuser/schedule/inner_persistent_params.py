@@ -44,8 +44,9 @@ ROW_THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LOOPED_THREADS = 512
 LOOPED_BYTES = 32
 # Bytes of a row of which few are to be on their way through the cache at once: with twice the
-# threads and loads there are half as many. Measured on an H200, cross entropy of 50257 columns in
-# float32: as fast, with its gradient 326 and 378 us.
+# loads, and twice the threads where results lie along it, there are half as many. Measured on an
+# H200, rows of 50257 in float32: cross entropy 158 us (with twice the threads, too, 193), with its
+# gradient 326 (without both 378).
 WIDE_ROW_BYTES = 128 << 10
 
 
@@ -151,7 +152,7 @@ def chooser(
             if columns * nbytes <= 4 * limit and not spills:
                 return _kept_params(shape, nbytes, costly, device)
         # Those along the row alone are not shifted with it: their elements are loaded one by one.
-        return _looped_params(shape, has_columns=has_columns)
+        return _looped_params(shape, has_columns=has_columns, writes=writes)
 
     return choose
 
@@ -218,10 +219,11 @@ def _kept_params(
     )
 
 
-def _looped_params(shape: _Shape, *, has_columns: bool) -> InnerPersistentParams:
+def _looped_params(shape: _Shape, *, has_columns: bool, writes: bool) -> InnerPersistentParams:
+    """`writes`: along the row, and no columns are read."""
     row_bytes = shape.inputs * shape.columns * shape.widest
     chunks, times = shape.chunks, 1 if has_columns or row_bytes < WIDE_ROW_BYTES else 2
-    x = min(power_of_two_at_least(chunks), times * LOOPED_THREADS)
+    x = min(power_of_two_at_least(chunks), (times if writes else 1) * LOOPED_THREADS)
     unroll = max(times * LOOPED_BYTES // (shape.vector * shape.widest), 1)
     unroll = min(power_of_two_at_most(unroll), power_of_two_at_least(-(-chunks // x)), 8)
     if 10 * _covered(chunks, x * unroll // 2) < 9 * _covered(chunks, x * unroll):
