@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from fuser.ir.mesh import DeviceMesh
     from fuser.ir.tensor import TensorView
     from fuser.ir.types import IterType, MemoryType, ParallelType
-
-__version__ = "0.1.0"
+    from fuser.version import __version__ as __version__
 
 __all__ = [
     "FusionDefinition",
@@ -97,13 +96,14 @@ _DEFINED_IN: dict[str, str] = {
     "IterDomain": "fuser.ir.axis:Axis",
     "TensorDomain": "fuser.ir.domain",
     "DeviceMesh": "fuser.ir.mesh",
+    "__version__": "fuser.version",
 }
 """Public name -> the module that defines it (and its name there); every other name of `__all__` is
 an error type."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in __all__ and name not in _DEFINED_IN:
         raise AttributeError(f"module 'fuser' has no attribute {name!r}")
     if name in _MODULES:
         value = import_module(f"fuser.{name}")

@@ -21,7 +21,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "overlap": "which matmuls and communications run side by side, and the predicted times "
         "that decided it",
         "segmented_fusion": "one line per segment: kind, ops, results",
-        "scheduler_params": "the parameters that the scheduler chose for a kernel",
+        "scheduler_params": "the parameters that the scheduler chose for a kernel; with tune, also "
+        "what it has found: the time of that choice, the best, and all that were timed",
         "scheduled_ir": "a kernel's fusion after scheduling",
         "fusion_ir": "nvFuser's name of scheduled_ir",
         "kernel_ir": "a kernel's loop nests before they become C++",
@@ -41,6 +42,9 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "steps": "a matmul beside a communication takes the fastest of its steps, also where these "
         "do not pay, as those of small tensors on CPU ranks; fastest on the machine of "
         "machine(..), else on these GPUs where they are described, else on an H200",
+        "tune": "the first run of a kernel for a class of inputs times parameters near the "
+        "heuristic's choice on these inputs; the best is kept on disk; programs on several ranks "
+        "are refused",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
         "stream is held back as far as the program's waits allow, so that a missing wait gives "
         "wrong numbers",

@@ -16,12 +16,7 @@ import torch
 
 from fuser import options
 from fuser.arguments import require
-from fuser.errors import (
-    FuserError,
-    UnsupportedError,
-    VerifyError,
-    user_code,
-)
+from fuser.errors import FuserError, UnsupportedError, VerifyError, user_code
 from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Contents, signature_of
 from fuser.ir.dtypes import category
@@ -49,7 +44,7 @@ from hostir.digest import program_claim
 from hostir.frame import Frame, KernelRunner
 from hostir.given import bind_buffers, inputs_and_buffers
 from hostir.handlers import run_block
-from hostir.job import check_devices, check_grouped, read_late_stream
+from hostir.job import check_devices, check_grouped, check_tuning, read_late_stream
 from hostir.known import Known
 from hostir.lower_params import check_number_of_streams
 from hostir.ops import NUMBER_OF_STREAMS, RANK
@@ -120,8 +115,7 @@ class HostIrEvaluator:
         self.program = program
         self._storage = Storage.of(program)
         self._number_of_streams = number_of_streams
-        late_stream = read_late_stream(late_stream)
-        self._late = late_stream
+        self._late = late_stream = read_late_stream(late_stream)
         if late_stream is not None and communicator is not None and communicator.is_real():
             check_grouped(program)
         self._late_lock = make_lock()
@@ -137,7 +131,6 @@ class HostIrEvaluator:
         self._patterns: dict[torch.device, Pattern] = {}
         # A class of inputs does not know the values of floats.
         self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
-        self._can_bind = late_stream is None and self._is_replayed and can_bind(program)
         self._is_prepared = False
         self._known: Recent[object, Known] = Recent(MAX_PLANS, on_drop=lambda known: known.forget())
         if communicator is not None or program.devices():
@@ -152,6 +145,9 @@ class HostIrEvaluator:
             make_kernel_executor, settings=self._settings, rank=self._rank
         )
         self._team = program.devices() or (self._rank,)
+        # What is timed has contents: no rehearsal tells.
+        is_told = self._is_replayed and not check_tuning(self._settings, self._team)
+        self._can_bind = late_stream is None and is_told and can_bind(program)
         self._copies_from_peers = any(
             getattr(op, "backend", "") == PEER_COPIES for op in walk(program.ops)
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fuser.errors import ExecutionError, ShardingError, UnsupportedError, user_code
+from fuser.options import Settings
 from hostir.container import HostIrContainer, walk
 from hostir.transfers import EndCoalescing, P2PCommunication, StartCoalescing
 
@@ -42,3 +45,15 @@ def check_devices(program: HostIrContainer, size: int) -> None:
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
                 f"{size} rank{'s' if size != 1 else ''}"
             )
+
+
+def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
+    """Return whether the option `tune` is on. Raise `UnsupportedError` for a program of several
+    ranks: what each finds fastest is its own, and replicated tensors equal in every bit."""
+    is_on = settings.enabled("tune")
+    if is_on and len(team) > 1:
+        raise UnsupportedError(
+            f"tune: this program runs on {len(team)} ranks, whose kernels have to be the same on "
+            "all: the option is for programs of one rank"
+        )
+    return is_on

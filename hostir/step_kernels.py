@@ -151,7 +151,10 @@ def make_kernel_executor(
     `reads` `hostir.second_reads`.
     """
     from fuser.kernels.executor import KernelExecutor
+    from fuser.kernels.tuned_executor import TunedExecutor
     from multidevice.localize import localize
+
+    kind = TunedExecutor if settings.enabled("tune") else KernelExecutor
 
     def make(block: Block) -> KernelExecutor:
         fusion, _ = localize(group.fusion, block)
@@ -159,7 +162,7 @@ def make_kernel_executor(
             fusion, _ = fusion.copy()
             fusion.read_again, fusion.goes_backwards = reads
         last = "" if block == "first" else f"_{block}"
-        return KernelExecutor(
+        return kind(
             fusion,
             scheduler=group.scheduler,
             name=f"kernel{group.number}{last}",

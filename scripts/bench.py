@@ -16,6 +16,9 @@ launches: kernels of each pattern, dtype and shape with the H200's schedules, on
 
 explore: the same kernels with neighbouring scheduler parameters, to tune the heuristics.
 
+tune: the same kernels with the option `tune` and without, in turns, and how long the first run of
+each takes.
+
 host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
 
 agree: what ranks need to agree on a call, under mpirun.
@@ -53,6 +56,7 @@ from kernel_summary import is_wrong, read_rows, summarise
 from kernel_timing import Replay, set_count, time_interleaved, timer
 
 from fuser import FusionDefinition
+from fuser.errors import FuserError, KernelError
 from hostir.ops import LaunchKernel, PostOnStream
 
 SHAPES = ((16384, 8192), (32768, 1024))
@@ -69,6 +73,8 @@ ALL_SHAPES = (
     (64, 4096),
 )
 LARGE_COPY = (32768, 16384)
+# Neighbours of one choice that `explore` times at most.
+MAX_EXPLORED = 128
 PEERS = ("eager", "default", "max-autotune-no-cudagraphs")
 
 
@@ -238,89 +244,6 @@ def bench_launches(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------ tuning
-def neighbours(params: Any) -> list[Any]:
-    """Return scheduler parameters near the chosen ones, the chosen first."""
-    from fuser.schedule.inner_persistent_params import InnerPersistentParams
-    from fuser.schedule.outer_persistent import OuterPersistentParams
-    from fuser.schedule.pointwise import PointwiseParams
-    from fuser.schedule.transpose_params import TransposeParams
-
-    found: list[Any] = [params]
-    if isinstance(params, TransposeParams):
-        return _tile_neighbours(params)
-    if isinstance(params, InnerPersistentParams):
-        return _persistent_neighbours(params)
-    if isinstance(params, OuterPersistentParams):
-        return _strip_neighbours(params)
-    if isinstance(params, PointwiseParams):
-        widths = [v for v in (params.vector, params.vector // 2) if v]
-        for vector, unroll, x in itertools.product(widths, (1, 2, 4, 8), (64, 128, 256)):
-            made = replace(params, vector=vector, unroll=unroll, threads_x=x, threads_y=1)
-            found.append(made)
-    elif params.inner:
-        for unroll, x, threads in itertools.product((1, 2, 4), (16, 32, 64, 128), (128, 256)):
-            y = max(threads // x, 1)
-            found.append(replace(params, unroll=unroll, threads_x=x, threads_y=y))
-    elif params.threads_y == 1:
-        for unroll, x, columns in itertools.product((1, 2, 4, 8), (64, 128, 256), (1, 2, 4)):
-            found.append(replace(params, unroll=unroll, threads_x=x, columns=columns))
-    else:
-        grids = (4, 8, 16, 32, 64, 128)
-        shapes = itertools.product((8, 16, 32), (16, 32, 64, 128), (256, 512), grids)
-        for unroll, x, threads, grid in shapes:
-            made = replace(params, unroll=unroll, threads_x=x, threads_y=threads // x, grid=grid)
-            found.append(made)
-    return list(dict.fromkeys(found))
-
-
-def _tile_neighbours(params: Any) -> list[Any]:
-    """Half and twice each extent of the tile, with blocks of other sizes."""
-    found = [params]
-    widest = max(params.vector, params.staged_vector)
-    edges = itertools.product((params.edge // 2, params.edge, 2 * params.edge), (-1, 0, 1))
-    for (edge, power), threads in itertools.product(edges, (64, 128, 256, 512)):
-        staged = int(params.staged_edge * 2**power)
-        if edge >= params.vector and staged >= params.staged_vector:
-            fits = threads * widest <= edge * staged
-            found += [replace(params, edge=edge, staged_edge=staged, threads=threads)] * fits
-    return list(dict.fromkeys(found))
-
-
-def _persistent_neighbours(params: Any) -> list[Any]:
-    """Twice and half the threads of a row, other numbers of registers, and the looped form."""
-    found = [params]
-    loops = replace(params, kept=0, keeps_costly=False, resident=0)
-    for unroll, threads in itertools.product((1, 2, 4), (256, 512, 1024)):
-        found.append(replace(loops, unroll=unroll, threads_x=threads, threads_y=1))
-    if params.shifted:
-        found.append(replace(params, vector=1, shifted=False))
-    for shift, resident, costly in itertools.product(
-        (-1, 0, 1), (0, 768, 1024, 1536), (False, True)
-    ):
-        threads = params.threads_x << 1 if shift > 0 else params.threads_x >> -shift
-        kept = params.kept >> 1 if shift > 0 else params.kept << -shift
-        if params.kept and 1 <= threads <= 1024 and kept % params.vector == 0:
-            y = max(128 // threads, 1)
-            shape = replace(params, threads_x=threads, threads_y=y, kept=kept)
-            found.append(replace(shape, resident=resident, keeps_costly=costly))
-    return list(dict.fromkeys(found))
-
-
-def _strip_neighbours(params: Any) -> list[Any]:
-    """Strips of other widths, threads with other numbers of their rows, other vectors."""
-    found = [params]
-    rows, vectors = params.threads_y * params.kept, (2, 4, 8) if params.vector > 1 else (1,)
-    for vector, x, kept, resident in itertools.product(
-        vectors, (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1024, 1536)
-    ):
-        y = rows // kept
-        is_strip = 8 <= x * vector <= 64 and 64 <= x * y <= 1024 and kept * vector <= 64
-        if params.kept and is_strip:
-            shape = replace(params, threads_x=x, threads_y=y, vector=vector, kept=kept)
-            found.append(replace(shape, resident=resident))
-    return list(dict.fromkeys(found))
-
-
 def _always(params: Any, *_: Any) -> Callable[..., Any]:
     return lambda _: params
 
@@ -331,11 +254,28 @@ def _run_kernel(executor: Any, like: Any, sizes: Any, *inputs: Any) -> list[torc
     return outs
 
 
+def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) -> bool:
+    """Make an executor choose these parameters; whether they can be lowered, serve these tensors,
+    and give a launch that the device takes."""
+    from fuser.device import describe_device
+    from fuser.kernels.trial import is_launchable
+
+    executor.scheduler = replace(executor.scheduler, chooser=partial(_always, params))
+    try:
+        record = executor.bind(inputs, outs, sizes=sizes)
+    except (FuserError, AssertionError):
+        return False
+    if record is None or record[0].params != params:
+        return False
+    return is_launchable(record[1], describe_device("cuda"))
+
+
 def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Time neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
     from fuser.kernels.executor import KernelExecutor, compile_many
     from fuser.passes.concretize import concretize
     from fuser.passes.fusion_passes import run_passes
+    from fuser.schedule.neighbours import neighbours
     from fuser.schedule.registry import find_scheduler
     from hostir.bind import InputBinder
 
@@ -357,22 +297,67 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         launch = executor().bind(sets[0], outs, sizes=sizes)
         assert launch is not None
+        chosen = launch[0].params
         candidates: dict[str, KernelExecutor] = {}
-        for params in neighbours(launch[0].params):
-            e = candidates[str(params)] = executor()
-            e.scheduler = replace(e.scheduler, chooser=partial(_always, params))
+        for params in (chosen, *neighbours(chosen)[:MAX_EXPLORED]):
+            e = executor()
+            if _launchable(e, params, sets[0], outs, sizes):
+                candidates[str(params)] = e
         compile_many([(e, sets[0], outs, sizes) for e in candidates.values()], device="cuda")
         results: dict[str, float] = {}
         for text, e in candidates.items():
-            run = partial(_run_kernel, e, outs, sizes)
-            ((results[text], _, _),) = time_interleaved([Replay(run, sets)])
+            try:
+                ((results[text], _, _),) = time_interleaved(
+                    [Replay(partial(_run_kernel, e, outs, sizes), sets)]
+                )
+            except KernelError as error:
+                print(f"{text}: {error}", file=sys.stderr)
         best = sorted(results, key=results.__getitem__)[:5]
-        for text in dict.fromkeys((str(launch[0].params), *best)):
+        for text in dict.fromkeys((str(chosen), *best)):
             us = round(results[text] * 1e6, 2)
             labels = {"bench": "explore", "pattern": name, "dtype": dtype, "shape": [m, n]}
             row = {**labels, "us": us, "params": text}
             print(json.dumps(row), flush=True)
             rows.append(row)
+    return rows
+
+
+def _shown_params(fd: FusionDefinition) -> list[str]:
+    """Return the parameters of the kernels that the latest run of a definition has launched."""
+    from fuser.kernels.executor import KernelExecutor
+
+    program = fd._executor_cache()._last().program
+    kernels = [program.kernel(group) for group in program.container.groups.values()]
+    return [str(v.params) for k in kernels if isinstance(k, KernelExecutor) for v in k.variants]
+
+
+def _execute(fd: FusionDefinition, options: Sequence[str], *inputs: Any) -> list[torch.Tensor]:
+    return fd.execute(inputs, _enable_options=options)
+
+
+def bench_tune(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time each pattern with the option `tune` beside the heuristic's choice, in turns."""
+    rows: list[dict[str, Any]] = []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, dtype, m, n in chosen_cells(args):
+        pattern, key = PATTERNS[name], (m, n, DTYPES[dtype])
+        sets = [pattern.random(*key, device=device) for _ in range(set_count(pattern.nbytes(*key)))]
+        fd = pattern.define(*key)
+        seconds: dict[str, float] = {}
+        params: dict[str, list[str]] = {}
+        runs: dict[str, Callable[..., Any]] = {}
+        for way, options in (("heuristic", ()), ("tuned", ("tune",))):
+            runs[way] = partial(_execute, fd, options)
+            began = time.perf_counter()
+            runs[way](*sets[0])
+            seconds[way] = round(time.perf_counter() - began, 2)
+            params[way] = _shown_params(fd)
+        timed = time_interleaved([timer(device)(run, sets) for run in runs.values()])
+        us = {way: round(t[0] * 1e6, 2) for way, t in zip(runs, timed, strict=True)}
+        labels = {"bench": "tune", "pattern": name, "dtype": dtype, "shape": [m, n]}
+        row = {**labels, "us": us, "first_run_s": seconds, "params": params}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
     return rows
 
 
@@ -516,6 +501,7 @@ BENCHES = {
     "summary": bench_summary,
     "launches": bench_launches,
     "explore": bench_explore,
+    "tune": bench_tune,
     "host": bench_host,
     "cpu": bench_cpu,
     "compile": lambda args: bench_compile(args.only),

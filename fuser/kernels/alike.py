@@ -112,6 +112,20 @@ def form_of(fusion: Fusion) -> Form:
     return Form(key, tuple([tv.number for tv in tensors]), symbols)
 
 
+def form_text(form: Form) -> str:
+    """Return a form as text, the same in every process."""
+    ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
+    return _text([ranges, form.key])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, frozenset):
+        return "\n".join(sorted(map(_text, value)))
+    if isinstance(value, tuple | list):
+        return "\n".join(map(_text, value))
+    return str(value)
+
+
 def _renumbered(
     domain: TensorDomain, next_axis: Callable[[], int], renamed: Rename
 ) -> TensorDomain:

@@ -9,7 +9,6 @@ class, or the generic variant, which relies on nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -27,10 +26,10 @@ from fuser.ir.laid import VECTOR_BYTES, Laid
 from fuser.ir.layout_class import Layout, LayoutClasses, stored_part, with_layout
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.ir.text import fusion_text, op_text
+from fuser.ir.text import fusion_text
 from fuser.kernel_source import KernelSource
 from fuser.kernels.alike import Lowered
-from fuser.kernels.extents import Bound, KernelExtents, Sizes
+from fuser.kernels.extents import Bound, KernelExtents, Sizes, free_symbols
 from fuser.kernels.kernel import make_kernel
 from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
 from fuser.kernels.variant import Variant, launch_of
@@ -129,7 +128,7 @@ class KernelExecutor:
         self._aligned = dict.fromkeys(self._numbers, VECTOR_BYTES)
         self._unaligned = dict.fromkeys(self._numbers, 1)
         self._scalars = [v for v in fusion.inputs if isinstance(v, Symbol)]
-        self._free = _free_symbols(fusion, self._scalars)
+        self._free = free_symbols(fusion, self._scalars)
         free = free_inputs(fusion)
         numbers = [i for i, v in enumerate(fusion.inputs) if isinstance(v, Scalar)]
         # Which scalar inputs decide sizes, by their place among the scalars.
@@ -277,7 +276,7 @@ class KernelExecutor:
 
     def explained(self, variant: Variant, error: KernelError) -> KernelError:
         """Return an error of a launch of a variant with op and line."""
-        return KernelError(f"{error}\n{self._blame(variant, error)}")
+        return KernelError(f"{error}\n{variant.blame(self.fusion, self._tensors, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
         step, steps = inputs[-1] if inputs else None, int(sc.evaluate(count, sizes))
@@ -285,19 +284,6 @@ class KernelExecutor:
             raise InputError(
                 f"{self.name}: the last input is the step of a stream of {steps}, not {step!r}"
             )
-
-    def _blame(self, variant: Variant, error: KernelError) -> str:
-        """Return the op and the user's line of the tensor that a finding names (else all ops)."""
-        named = re.search(r"\bT(\d+)\b", str(error))
-        number = int(named[1]) if named else None
-        tv = next((t for t in self._tensors if variant.twins[t.number].number == number), None)
-        if tv is None:
-            what, ops = "this kernel computes", self.fusion.exprs
-        else:
-            definition = self.fusion.definition(tv)
-            what = f"T{tv.number} is of"
-            ops = self.fusion.uses(tv) if definition is None else (definition,)
-        return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
 
     def _run_empty(
         self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], sizes: Sizes
@@ -340,14 +326,31 @@ class KernelExecutor:
         are_plain: bool,
     ) -> Record:
         """Return the variant and the launch for tensors of which the sizes are bound."""
+        layouts, alignments = self._laid(tensors, are_plain=are_plain)
+        return self._by_heuristic(layouts, alignments, bound, tensors, device)
+
+    def _laid(
+        self, tensors: Sequence[torch.Tensor | Laid], *, are_plain: bool
+    ) -> tuple[tuple[Layout, ...], Mapping[int, int]]:
+        """Return the layouts of tensors, and their alignments by number."""
         if self._dense is not None and are_plain:
-            layouts, alignments = self._dense, self._aligned
-        else:
-            layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
-            alignments = {
-                number: alignment(t, layout)
-                for number, t, layout in zip(self._numbers, tensors, layouts, strict=True)
-            }
+            return self._dense, self._aligned
+        layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
+        alignments = {
+            number: alignment(t, layout)
+            for number, t, layout in zip(self._numbers, tensors, layouts, strict=True)
+        }
+        return layouts, alignments
+
+    def _by_heuristic(
+        self,
+        layouts: tuple[Layout, ...],
+        alignments: Mapping[int, int],
+        bound: Bound,
+        tensors: Sequence[torch.Tensor | Laid],
+        device: DeviceInfo,
+    ) -> Record:
+        """Return the variant that the heuristic chooses, or one that relies on less."""
         # A kernel may rely on more than its parameters say: then without vectors, then generic.
         for known in (alignments, self._unaligned, None):
             variant, launch = self._variant(layouts, known, alignments, bound, tensors, device)
@@ -372,6 +375,10 @@ class KernelExecutor:
         return launch_of(variant, tensors, values, alignments, scalars, checked=checked)
 
     # ------------------------------------------------------------ variants
+    @property
+    def _is_full(self) -> bool:
+        return len(self._variants) >= MAX_VARIANTS
+
     def _variant(
         self,
         layouts: tuple[Layout, ...],
@@ -385,15 +392,10 @@ class KernelExecutor:
         None: the generic one), and its launch where that was needed to choose it."""
         if known is None:
             return self._generic_variant(device), None
-        is_full = self._generic is not None and len(self._variants) >= MAX_VARIANTS
-        if is_full and not any(k[0] == layouts for k in self._variants):
+        has_all = self._generic is not None and self._is_full
+        if has_all and not any(k[0] == layouts for k in self._variants):
             return self._generic_variant(device), None
-        latest, its_device, choose = self._latest_chooser
-        if latest is not layouts or its_device is not device:
-            choose = self._chooser(layouts, device)
-            self._latest_chooser = layouts, device, choose
-        facts = Facts(bound.sizes) if known is self._aligned else Facts(bound.sizes, known)
-        params = choose(facts)
+        params = self._chosen(layouts, known, bound, device)
         key = (layouts, params, index_dtype(bound.iterations, tensors))
         found = self._variants.get(key)
         if found is not None:
@@ -401,11 +403,25 @@ class KernelExecutor:
         nearby = self._nearby(key, alignments, bound.values, tensors)
         if nearby is not None:
             return nearby
-        if len(self._variants) >= MAX_VARIANTS:
+        if self._is_full:
             return self._generic_variant(device), None
         found = self._variants[key] = self._lower_first(key, device)
         found.nbytes = total_nbytes(tensors)
         return found, None
+
+    def _chosen(
+        self,
+        layouts: tuple[Layout, ...],
+        known: Mapping[int, int],
+        bound: Bound,
+        device: DeviceInfo,
+    ) -> Any:
+        """Return the heuristic's choice."""
+        latest, its_device, choose = self._latest_chooser
+        if latest is not layouts or its_device is not device:
+            choose = self._chooser(layouts, device)
+            self._latest_chooser = layouts, device, choose
+        return choose(Facts(bound.sizes) if known is self._aligned else Facts(bound.sizes, known))
 
     def _chooser(self, layouts: tuple[Layout, ...], device: DeviceInfo) -> _Choose:
         found = self._choosers.recall((layouts, device))
@@ -425,7 +441,7 @@ class KernelExecutor:
         and its launch. When all variants are made, one that is alike serves any."""
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
-        is_full = len(self._variants) >= MAX_VARIANTS
+        is_full = self._is_full
         if (nbytes > SMALL_BYTES and not is_full) or not self._reuses_nearby:
             return None
         # Up to TINY_BYTES a launch takes longer than the work; and when half of the variants are
@@ -484,6 +500,23 @@ class KernelExecutor:
         )
 
     def _lower_alone(self, key: VariantKey, device: DeviceInfo) -> Variant:
+        variant, scheduled = self._scheduled(key, device)
+        kernel = variant.kernel
+        texts: dict[str, Callable[[], str]] = {
+            "scheduler_params": lambda: f"{self.name}: {variant.params}",
+            "scheduled_ir": lambda: fusion_text(scheduled),
+            "fusion_ir": lambda: fusion_text(scheduled),
+            "kernel_ir": lambda: kernel.ir_text,
+            "cuda_kernel": lambda: kernel.source.text,
+        }
+        assert texts.keys() == {*_DUMPS}
+        for name, text in texts.items():
+            if options.dump_enabled(name):
+                self._dump(dumps.Dump(name, self._of, text()))
+        return variant
+
+    def _scheduled(self, key: VariantKey, device: DeviceInfo) -> tuple[Variant, Fusion]:
+        """Return a kernel and the scheduled fusion that it was made of."""
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
@@ -493,18 +526,7 @@ class KernelExecutor:
         named = dict(twins)
         for tv, out in zip(self._tensors[-outputs:], fusion.outputs, strict=True):
             named[tv.number] = out
-        texts: dict[str, Callable[[], str]] = {
-            "scheduler_params": lambda: f"{self.name}: {params}",
-            "scheduled_ir": lambda: fusion_text(fusion),
-            "fusion_ir": lambda: fusion_text(fusion),
-            "kernel_ir": lambda: kernel.ir_text,
-            "cuda_kernel": lambda: kernel.source.text,
-        }
-        assert texts.keys() == {*_DUMPS}
-        for name, text in texts.items():
-            if options.dump_enabled(name):
-                self._dump(dumps.Dump(name, self._of, text()))
-        return Variant(kernel, params, named, self._places)
+        return Variant(kernel, params, named, self._places), fusion
 
     # ------------------------------------------------------------ compiling
     @property
@@ -515,10 +537,15 @@ class KernelExecutor:
 
     def _compiled(self, variant: Variant, tensors: Sequence[torch.Tensor]) -> CompiledKernel:
         if variant.compiled is None:
-            (variant.compiled,) = compile_kernels(
-                [variant.kernel.source], tensors[0].device, checked=self.checked
-            )
+            self._compile([variant], tensors[0].device)
+        assert variant.compiled is not None
         return variant.compiled
+
+    def _compile(self, variants: Sequence[Variant], device: torch.device) -> None:
+        sources = [variant.kernel.source for variant in variants]
+        compiled = compile_kernels(sources, device, checked=self.checked)
+        for variant, kernel in zip(variants, compiled, strict=True):
+            variant.compiled = kernel
 
 
 # What `compile_many` needs to know of one launch: executor, inputs, outputs, sizes.
@@ -565,23 +592,6 @@ def _lower_missing(
             seen.add(id(record[0]))
             variants.append(record[0])
             yield record[0].kernel.source
-
-
-# ------------------------------------------------------------------ helpers
-def _free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
-    """Return the symbols that neither an input's axes nor a scalar input binds."""
-    bound = {
-        a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
-    }
-    used: dict[Symbol, None] = {}
-    for tv in fusion.tensors():
-        for axis in tv.domain.axes.values():
-            used.update(dict.fromkeys(sc.symbols(axis.size)))
-    for op in fusion.exprs:
-        for value in op.inputs:
-            if isinstance(value, Scalar):
-                used.update(dict.fromkeys(sc.symbols(value)))
-    return tuple(s for s in used if s not in bound and s not in scalars)
 
 
 def _chooses_nothing(facts: Facts) -> None:

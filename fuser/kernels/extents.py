@@ -38,7 +38,10 @@ class Bound(NamedTuple):
 
 
 class KernelExtents:
-    """Binds the sizes of one fusion. `tensors` are its inputs of this kind, then its outputs."""
+    """Binds the sizes of one fusion. `tensors` are its inputs of this kind, then its outputs.
+
+    `symbols` are those of all extents.
+    """
 
     def __init__(self, fusion: Fusion, tensors: Sequence[TensorView], name: str) -> None:
         self._fusion, self._tensors, self._name = fusion, tensors, name
@@ -53,7 +56,7 @@ class KernelExtents:
         everything = fusion.tensors()
         axes = [a for tv in everything for a in tv.domain.logical]
         self._is_empty = any(sc.int_value(a.extent) == 0 for a in axes)
-        self._symbols = tuple(dict.fromkeys(s for a in axes for s in sc.symbols(a.extent)))
+        self.symbols = tuple(dict.fromkeys(s for a in axes for s in sc.symbols(a.extent)))
         spaces = {tuple(fusion.canonical(a.size) for a in tv.domain.logical) for tv in everything}
         # A random number's place is one in the whole tensor.
         places = [op.shape for op in fusion.exprs if isinstance(op, RandomOp)]
@@ -69,8 +72,8 @@ class KernelExtents:
         self._shapes = list(pairwise(ends))
         equal = fusion.equal_extents()
         sides = [*(x for x, _ in equal), *(y for _, y in equal)]
-        self._parts = ends[-1] + len(self._symbols), len(equal)
-        self._all = Computed([*chain(*shapes), *self._symbols, *sides, *spaces])
+        self._parts = ends[-1] + len(self.symbols), len(equal)
+        self._all = Computed([*chain(*shapes), *self.symbols, *sides, *spaces])
         self._equal, self._spaces = equal, spaces
         self._count: Callable[[Sizes], int | None] | None = None
         self._has_scalars = any(isinstance(v, Scalar) for v in fusion.inputs)
@@ -96,7 +99,7 @@ class KernelExtents:
         if (
             self._is_empty
             or any(t.numel() == 0 for t in tensors)
-            or any(values.get(s) == 0 for s in self._symbols)
+            or any(values.get(s) == 0 for s in self.symbols)
         ):
             return None
         known = {s: v for s, v in values.items() if isinstance(v, int)}
@@ -127,7 +130,7 @@ class KernelExtents:
 
     def _compiled_count(self) -> Callable[[Sizes], int | None]:
         text, known = PythonText(), {x for shape in self._extents for x in shape}
-        for symbol in self._symbols:
+        for symbol in self.symbols:
             if symbol not in known:
                 text.lines.append(f"if {text.name(symbol)} == 0: return None")
         for x, y in self._equal:
@@ -174,3 +177,19 @@ class KernelExtents:
                     f"written once, but its buffer of shape {tuple(t.shape)} has strides "
                     f"{t.stride()}"
                 )
+
+
+def free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
+    """Return the symbols that neither an input's axes nor a scalar input binds."""
+    bound = {
+        a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
+    }
+    used: dict[Symbol, None] = {}
+    for tv in fusion.tensors():
+        for axis in tv.domain.axes.values():
+            used.update(dict.fromkeys(sc.symbols(axis.size)))
+    for op in fusion.exprs:
+        for value in op.inputs:
+            if isinstance(value, Scalar):
+                used.update(dict.fromkeys(sc.symbols(value)))
+    return tuple(s for s in used if s not in bound and s not in scalars)

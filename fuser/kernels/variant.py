@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 
+from fuser.errors import KernelError
 from fuser.ir import scalar as sc
+from fuser.ir.fusion import Fusion
 from fuser.ir.laid import Laid
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed, PythonText
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import op_text
 from fuser.kernels.kernel import Kernel
 from fuser.lower.kernel import ScalarArg, StrideArg, TensorArg, WorkspaceArg, stride_symbol
 from fuser.runtime.kernel import CompiledKernel
@@ -41,6 +45,20 @@ class Variant:
     def needs(self) -> Needs:
         """What a launch has to evaluate."""
         return Needs.of(self)
+
+    def blame(self, fusion: Fusion, tensors: Sequence[TensorView], error: KernelError) -> str:
+        """Return the op and the user's line of the tensor that an error names (else all ops);
+        `tensors` are the inputs and outputs of the fusion."""
+        named = re.search(r"\bT(\d+)\b", str(error))
+        number = int(named[1]) if named else None
+        tv = next((t for t in tensors if self.twins[t.number].number == number), None)
+        if tv is None:
+            what, ops = "this kernel computes", fusion.exprs
+        else:
+            definition = fusion.definition(tv)
+            what = f"T{tv.number} is of"
+            ops = fusion.uses(tv) if definition is None else (definition,)
+        return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
 
     def renamed(
         self,

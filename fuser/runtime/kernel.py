@@ -212,6 +212,20 @@ def compile_kernels(
     return [found[key] for key in keys]
 
 
+def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
+    """Returns a digest of what makes machine code of a kernel's text on a device: compiler, flags,
+    headers, architecture."""
+    kind, index = device_parts(device)
+    if kind == "cpu":
+        from fuser.runtime import simt
+
+        return simt.compiler_key(checked)
+    from fuser.runtime import cuda_kernel, nvrtc
+    from fuser.runtime.kernel_cache import digest
+
+    return digest(nvrtc.compiler_key(), cuda_kernel.architecture(index))
+
+
 def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:
     """Compiles kernels for sm_90a with NVRTC; needs no GPU and no driver.
 

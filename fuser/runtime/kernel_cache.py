@@ -3,7 +3,8 @@
 Layout, under one folder of mode 0700:
     entries/KEY          JSON: the key, the name of the object, the symbol of the kernel in it
     objects/DIGEST.EXT   the object (`.so`, often of several kernels, or `.cubin`); SHA-256 as name
-    locks/KEY.lock       held while a process compiles KEY
+    tuned/KEY            JSON: what the option `tune` has found for one kernel and class of inputs
+    locks/KEY.lock       held while a process compiles, or times, KEY
 Files appear by rename, so a reader sees a whole file or none. Only regular files are read, without
 following links; whatever does not fit means compiling again and putting it right. What was used
 least lately goes when the objects have more than `LIMIT_NBYTES`; the folder may be deleted at any
@@ -24,9 +25,10 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fuser.errors import OptionError
 from fuser.options import cache_dir
@@ -34,15 +36,17 @@ from fuser.options import cache_dir
 # What all objects together may take; down to this share of it when it is exceeded.
 LIMIT_NBYTES = 1 << 30
 LIMIT_ENTRIES = 50_000
+LIMIT_TUNED = 10_000
 _KEPT_SHARE = 0.75
 _MAX_ENTRY_NBYTES = 4096
+_MAX_TUNED_NBYTES = 1 << 20
 _MAX_OBJECT_NBYTES = 256 << 20
 _STALE_S = 3600.0
 _VERSION = "1"
 _LOCK_DEADLINE_S = 120.0
 _LOCK_POLL_S = 0.005
 _OBJECT_NAME = re.compile(r"[0-9a-f]{64}\.(so|cubin)")
-_FOLDERS = ("entries", "objects", "locks")
+_FOLDERS = ("entries", "objects", "tuned", "locks")
 
 
 @dataclass(frozen=True)
@@ -182,26 +186,57 @@ class KernelCache:
     def store(self, symbols: dict[str, str], data: bytes, extension: str) -> Binary:
         """Stores an object and an entry for each of its kernels (key -> symbol), if it can."""
         binary = Binary(f"{hashlib.sha256(data).hexdigest()}.{extension}", data)
+        self._keep(lambda: self._write(binary, symbols), len(data))
+        return binary
+
+    def _keep(self, write: Callable[[], None], nbytes: int) -> None:
+        """Writes, if it can."""
         try:
-            self._write(binary, symbols)
+            write()
         except FileNotFoundError:
             # Somebody deleted the folder.
             try:
                 _prepare(self.folder)
-                self._write(binary, symbols)
+                write()
             except OSError:
                 _warn_once(self.folder)
         except OSError:
             _warn_once(self.folder)
         else:
-            self._evict(len(data))
-        return binary
+            self._evict(nbytes)
 
     def _write(self, binary: Binary, symbols: dict[str, str]) -> None:
         _write_atomically(self.folder / "objects" / binary.name, binary.data)
         for key, symbol in symbols.items():
             entry = {"key": key, "object": binary.name, "symbol": symbol}
             _write_atomically(self.folder / "entries" / key, json.dumps(entry).encode())
+
+    # ------------------------------------------------------------ what tuning has found
+    def find_tuned(self, key: str) -> dict[str, Any] | None:
+        """Returns what `store_tuned` has kept; None, after a warning, where that is damaged."""
+        path = self.folder / "tuned" / key
+        data = _read(path, _MAX_TUNED_NBYTES)
+        if data is None and not os.path.lexists(path):
+            return None
+        try:
+            found = json.loads(data or b"null")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or found.pop("check", None) != _check(key, found):
+            warnings.warn(
+                f"{path} is not what tuning wrote: it is ignored, and written anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
+        return found
+
+    def store_tuned(self, key: str, found: dict[str, Any]) -> None:
+        """Keeps what tuning has found, as a text for people, too, if it can."""
+        data = json.dumps({**found, "check": _check(key, found)}, indent=1).encode()
+        self._keep(lambda: _write_atomically(self.folder / "tuned" / key, data), len(data))
 
     def is_kept(self) -> bool:
         """Returns whether the folder takes what is stored, as far as its rights tell."""
@@ -217,8 +252,15 @@ class KernelCache:
             _written[self.folder] = 0
             self.evict()
 
-    def evict(self, *, limit_nbytes: int | None = None, limit_entries: int | None = None) -> None:
+    def evict(
+        self,
+        *,
+        limit_nbytes: int | None = None,
+        limit_entries: int | None = None,
+        limit_tuned: int | None = None,
+    ) -> None:
         """Removes what was used least lately until the cache is within its limits."""
+        limit_tuned = LIMIT_TUNED if limit_tuned is None else limit_tuned
         limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
         limit_entries = LIMIT_ENTRIES if limit_entries is None else limit_entries
         now = time.time()
@@ -232,6 +274,8 @@ class KernelCache:
                 _remove(path)
                 total -= nbytes
             kept = {path.name for path, _, _ in objects if path.exists()}
+            for path, _, _ in self._by_age("tuned", now)[: -max(limit_tuned, 1)]:
+                _remove(path)
             entries = self._by_age("entries", now)
             if len(objects) != len(kept):
                 dangling = [e for e in entries if self._object_of(e[0]) not in kept]
@@ -299,6 +343,11 @@ class KernelCache:
             _open_locks.discard(handle)
             with contextlib.suppress(OSError):
                 os.close(handle)
+
+
+def _check(key: str, found: object) -> str:
+    """What tells a damaged entry, and one that stands in the place of another."""
+    return digest(key, json.dumps(found, sort_keys=True))
 
 
 def _open_lock(path: Path) -> int | None:

@@ -61,11 +61,12 @@ def _text(source: KernelSource) -> str:
 
 def kernel_key(source: KernelSource, arch: str) -> str:
     """The cache key of a kernel for one GPU architecture."""
-    return digest(_key_prefix(), arch, source.name, source.text)
+    return digest(compiler_key(), arch, source.name, source.text)
 
 
 @functools.cache
-def _key_prefix() -> str:
+def compiler_key() -> str:
+    """What, beside a kernel's text and the architecture, decides about its machine code."""
     return digest(preamble(RT_FILES), _version(), *_OPTIONS)
 
 

@@ -172,7 +172,8 @@ FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
 
 
 @functools.cache
-def _key_prefix(checked: bool) -> str:
+def compiler_key(checked: bool) -> str:
+    """What, beside a kernel's text, decides about its machine code."""
     flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS)
     return digest(
         preamble(SIMT_FILES + RT_FILES), " ".join(flags), _compiler_identity(cxx_compiler())
@@ -181,7 +182,7 @@ def _key_prefix(checked: bool) -> str:
 
 def _kernel_key(source: KernelSource, *, checked: bool) -> str:
     # The launcher is part of the text, so a change of its template changes the key.
-    return digest(_key_prefix(checked), _unit(source, "k", checked=checked))
+    return digest(compiler_key(checked), _unit(source, "k", checked=checked))
 
 
 def kernel_key_unchecked(source: KernelSource) -> str:

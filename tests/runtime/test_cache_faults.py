@@ -263,3 +263,38 @@ def test_a_fork_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -
         child.join(10)
         child.kill()
     assert value_of(30) == 30
+
+
+# ------------------------------------------------------------------ what tuning has found
+def test_what_tuning_found_is_bounded_and_outlives_objects(empty_cache: Path) -> None:
+    cache = KernelCache()
+    keys = [f"{k:064x}" for k in range(20)]
+    for k, key in enumerate(keys):
+        cache.store_tuned(key, {"best": k})
+        os.utime(empty_cache / "tuned" / key, (k + 1, k + 1))
+    assert cache.find_tuned(keys[0]) == {"best": 0}  # used now: it is the youngest
+    cache.evict(limit_nbytes=0, limit_entries=0, limit_tuned=5)
+    kept = {key for key in keys if cache.find_tuned(key) is not None}
+    assert kept == {keys[0], *keys[16:]}
+    assert cache.find_tuned("absent") is None
+
+
+def test_tuning_without_room_goes_on(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KernelCache()
+    kernel_cache._warn_once.cache_clear()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(kernel_cache, "_write_atomically", full)
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        cache.store_tuned("0" * 64, {"best": 1})
+    assert cache.find_tuned("0" * 64) is None
+    assert not list((empty_cache / "tuned").iterdir())
+
+
+def test_a_folder_deleted_meanwhile_takes_what_tuning_finds(empty_cache: Path) -> None:
+    cache = KernelCache()
+    shutil.rmtree(empty_cache)
+    cache.store_tuned("0" * 64, {"best": 1})
+    assert cache.find_tuned("0" * 64) == {"best": 1}
