@@ -27,7 +27,7 @@ SIZES = [5, 1, 0, 2, 3, 8, 64, 7, 16, 33, 100, 1, 17, 0, 31]
 
 # ------------------------------------------------------------------ programs
 def _layers() -> FusionDefinition:
-    """Three matmuls, a kernel before, between and behind them, a reduction."""
+    """Three matmuls, a kernel before and between them, a norm of columns."""
     with FusionDefinition() as fd:
         x, *weights = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(4))
         y = fd.ops.relu(x)
@@ -328,7 +328,8 @@ def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]
 
 def test_later_sizes_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, linears = _layers(), _linears()
-    for n in range(20, 30):
+    # Of up to 32 rows and of more, a block keeps strips of different kinds.
+    for n in range(33, 43):
         layers.execute(_square(n))
         linears.execute(_linear_inputs(n, 0))
 
@@ -336,7 +337,7 @@ def test_later_sizes_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a program was walked again")
 
     monkeypatch.setattr(rehearsal, "run_block", refuse)
-    for n in range(30, 40):
+    for n in range(43, 53):
         (got,) = layers.execute(_square(n))
         (want,) = _layers_meaning(*_square(n))
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
@@ -420,7 +421,7 @@ def test_a_new_size_looks_at_no_program_again(schedules: Sequence[str]) -> None:
         assert not over, f"size {n}: {over}"
         kinds = fd.fec.statistics()
         ops = kinds["kernels"] + kinds["library_calls"]
-        assert ops == 8
+        assert ops == 7
         assert names.total() <= MAX_CALLS_PER_OP * ops, names.most_common(12)
 
 
