@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Blocks of a launch along x, y and z, on every GPU.
+MAX_GRID = ((1 << 31) - 1, 65535, 65535)
+
+
 @record
 class DeviceInfo:
     """The numbers of one device that decide about schedules.

@@ -53,6 +53,7 @@ from hostir.pattern import Pattern, pattern_of
 from hostir.plan import Plan
 from hostir.rehearsal import Rehearsal, can_bind, rehearse, rehearse_plan
 from hostir.replay import Recorder
+from hostir.second_reads import second_reads
 from hostir.steady import Steady, Surroundings, steady
 from hostir.step_kernels import make_kernel_executor
 from hostir.storage import Storage
@@ -142,7 +143,10 @@ class HostIrEvaluator:
         self._rank = communicator.rank() if communicator is not None else 0
         self._settings = options.settings() if settings is None else settings
         self._make_runner = make_runner or partial(
-            make_kernel_executor, settings=self._settings, rank=self._rank
+            make_kernel_executor,
+            settings=self._settings,
+            rank=self._rank,
+            reads=second_reads(program),
         )
         self._team = program.devices() or (self._rank,)
         # What is timed has contents: no rehearsal tells.

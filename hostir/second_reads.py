@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fuser.ir.tensor import TensorView
@@ -25,7 +26,8 @@ class Reads(NamedTuple):
     is_second: bool = False
 
 
-NO_READS = Reads()
+# Of kernels none of which is known to follow another.
+NOTHING_AGAIN: Mapping[int, Reads] = MappingProxyType({})
 
 
 def second_reads(program: HostIrContainer) -> Mapping[int, Reads]:
@@ -43,6 +45,6 @@ def second_reads(program: HostIrContainer) -> Mapping[int, Reads]:
             continue
         numbers = frozenset(tv.number for tv in again if isinstance(tv, TensorView))
         if numbers:
-            found[first.group] = Reads(numbers, found.get(first.group, NO_READS).is_second)
+            found[first.group] = Reads(again=numbers)
             found[second.group] = Reads(is_second=True)
     return found

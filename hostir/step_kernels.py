@@ -18,7 +18,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from hostir.effects import bounds
 from hostir.places import check_places
-from hostir.second_reads import NO_READS, Reads
+from hostir.second_reads import NOTHING_AGAIN, Reads
 from multidevice.localize import is_block
 from multidevice.placement import Block
 from multidevice.sharding import local_extents
@@ -143,12 +143,12 @@ def make_kernel_executor(
     of: str = "a host program",
     rank: int = 0,
     lowered: Lowered | None = None,
-    reads: Reads = NO_READS,
+    reads: Mapping[int, Reads] = NOTHING_AGAIN,
 ) -> KernelExecutor | StepKernels:
     """Return the executor that compiles a group's kernel for local shards, or for steps' blocks.
 
     Dumps say that it is a kernel of `of`, made by `rank`; for `lowered` see `KernelExecutor`, for
-    `reads` `hostir.second_reads`.
+    `reads`, those of the whole program, `hostir.second_reads`.
     """
     from fuser.kernels.executor import KernelExecutor
     from fuser.kernels.tuned_executor import TunedExecutor
@@ -158,9 +158,9 @@ def make_kernel_executor(
 
     def make(block: Block) -> KernelExecutor:
         fusion, _ = localize(group.fusion, block)
-        if reads is not NO_READS:
+        if group.number in reads:
             fusion, _ = fusion.copy()
-            fusion.read_again, fusion.goes_backwards = reads
+            fusion.read_again, fusion.goes_backwards = reads[group.number]
         last = "" if block == "first" else f"_{block}"
         return kind(
             fusion,

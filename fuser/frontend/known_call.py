@@ -124,10 +124,11 @@ class Call:
         """Let calls like this one, which has come often, be seen by a glance in C, once there is
         one; ask again later where there is none yet."""
         self.patience = self.runs_left = min(2 * self.patience, MAX_PATIENCE)
-        if self.bound.program.settings.disabled("compiled_runner"):
+        is_off = self.bound.program.settings.disabled("compiled_runner")
+        if is_off or self.is_hastened or self.glance is sees_nothing:
             return
         runner = compiled_runner.find()
-        if runner is None or self.is_hastened or self.glance is sees_nothing:
+        if runner is None:
             return
         self.is_hastened, tensors = True, tuple(inputs)
         places = self.contents.places(tensors)

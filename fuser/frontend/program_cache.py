@@ -22,7 +22,7 @@ from fuser.recent import Recent
 from hostir.auto_overlap import Overlaps
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.digest import first_line
-from hostir.second_reads import NO_READS, Reads, second_reads
+from hostir.second_reads import Reads, second_reads
 from hostir.step_kernels import StepKernels, make_kernel_executor
 from multidevice.sharding import CutAxis, check_cuts, cut_axes
 
@@ -77,7 +77,7 @@ class Program:
                 of=self.label,
                 rank=self.rank,
                 lowered=self._lowered,
-                reads=self._reads.get(group.number, NO_READS),
+                reads=self._reads,
             )
             found = self._kernels.setdefault(group.number, made)
         return found

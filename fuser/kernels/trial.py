@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fuser.device import DeviceInfo, describe_device
+from fuser.device import MAX_GRID, DeviceInfo, describe_device
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import VECTOR_BYTES
@@ -24,8 +24,6 @@ from fuser.kernels.operands import address, span
 from fuser.kernels.variant import Variant
 from fuser.runtime.launch import BoundLaunch
 
-# Blocks of a launch along x, y and z.
-MAX_GRID = ((1 << 31) - 1, 65535, 65535)
 # Elements that are compared at a time.
 _CHUNK = 1 << 22
 _SMALLEST = torch.finfo(torch.float64).tiny

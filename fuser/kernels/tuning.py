@@ -323,7 +323,11 @@ class _Search:
             if params in self._seen:
                 continue
             self._seen.add(params)
-            made = self._given.lower(params)
+            try:
+                made = self._given.lower(params)
+            except AssertionError as error:
+                made = None
+                self._warn(params, f"it cannot be lowered: {error}")
             if made is None:
                 self._refused += 1
             elif _form_of(*made) not in self._forms:
@@ -350,19 +354,19 @@ class _Search:
             candidate.run()
         except KernelError as error:
             if candidate.tensors[0].device.type == "cpu":
-                self._warn(candidate, str(error))  # nothing else refuses a launch there
+                self._warn(candidate.params, str(error))  # nothing else refuses a launch there
             self._refused += 1
             return False
         excess = self._expected.difference(self._scratch, self._tolerance)
         if excess is not None:
-            self._warn(candidate, f"its results differ by {excess:.3g} times what rounding may do")
+            what = f"its results differ by {excess:.3g} times what rounding may do"
+            self._warn(candidate.params, what)
             self._refused += 1
         return excess is None
 
-    def _warn(self, candidate: Candidate, what: str) -> None:
+    def _warn(self, params: Params, what: str) -> None:
         warnings.warn(
-            f"internal error, please report: tune leaves out {candidate.params} of {self._name}: "
-            f"{what}",
+            f"internal error, please report: tune leaves out {params} of {self._name}: {what}",
             RuntimeWarning,
             stacklevel=2,
         )

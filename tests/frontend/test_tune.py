@@ -454,6 +454,24 @@ def test_a_wrong_candidate_is_reported_and_not_taken(
     assert not is_64(params_of(fd))
 
 
+def test_an_assertion_about_a_candidate_is_told(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock.prefer(is_64)
+    usual = tuned_executor.TunedExecutor._scheduled
+
+    def scheduled(self: tuned_executor.TunedExecutor, key: Any, device: Any) -> Any:
+        assert not is_64(key[1]), "no loops like these"
+        return usual(self, key, device)
+
+    monkeypatch.setattr(tuned_executor.TunedExecutor, "_scheduled", scheduled)
+    fd, x = doubled(), torch.randn(64, 96)
+    with pytest.warns(RuntimeWarning, match=r"internal error.*threads 64x1.*no loops like these"):
+        (out,) = fd.execute([x], _enable_options=TUNE)
+    torch.testing.assert_close(out, expected(x))
+    assert not is_64(params_of(fd))
+
+
 def test_what_a_candidate_does_not_write_is_seen(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -328,7 +328,7 @@ def test_a_pattern_makes_the_plans_that_rehearsals_make(schedules: Sequence[str]
 
 def test_later_sizes_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, linears = _layers(), _linears()
-    # Of up to 32 rows and of more, a block keeps strips of different kinds.
+    # All of them in two classes: columns that are no multiple of 4 count as more rows (`step_of`).
     for n in range(33, 43):
         layers.execute(_square(n))
         linears.execute(_linear_inputs(n, 0))

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import FusionDefinition
+from fuser import FusionDefinition, options
 from fuser.ir.tensor import TensorView
+from hostir.evaluate import HostIrEvaluator
+from hostir.parse import parse
 from hostir.second_reads import Reads, second_reads
 
 H200 = ["schedules_for(h200)"]
@@ -52,9 +54,14 @@ def test_the_second_kernel_begins_with_what_the_first_read_last(
     fd = defined(centred)
     out, (first, second) = texts_of(fd, x, capfd)
     torch.testing.assert_close(out, (x.double() - x.double().sum(0)).float(), atol=1e-3, rtol=1e-5)
-    assert "load_vec<4>(" in first and "load_vec_cs" not in first
-    assert "gridDim" not in first
-    assert "= gridDim.x - 1 - blockIdx.x;" in second
+    # The program from its text has such kernels, too.
+    text = fd.fec.host_program().full_text()
+    HostIrEvaluator(parse(text), settings=options.settings(H200)).run([x])
+    again = capfd.readouterr().out.split("// end of cuda_kernel")[:-1]
+    for leaves, finds in ((first, second), again):
+        assert "load_vec<4>(" in leaves and "load_vec_cs" not in leaves
+        assert "gridDim" not in leaves
+        assert "= gridDim.x - 1 - blockIdx.x;" in finds
 
 
 def test_what_no_kernel_reads_again_is_streamed(
