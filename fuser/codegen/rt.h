@@ -26,6 +26,7 @@
 //                load_vec<N>(array, at, T0, index)   store_vec<N>(T0, index, array, at)   starting at array[at]
 //                load_vec_any: same, element by element where the address is not aligned
 //                load_vec_cs, store_vec_cs: same, data used once (streaming); load_cs(T0, i), store_cs(T0, i, value): one element
+//                prefetch(T0, index): a load of this element follows
 //                `array` is an Array or a C array; T0 a global or a shared pointer (_cs: global)
 //   shared       FUSER_SMEM(smem);                       the block's one dynamic buffer, of the launch's smem_bytes
 //                FUSER_BLOCK_SMEM(smem, X, Y, Z); the same in a block of this shape, for which reductions are compiled
@@ -426,6 +427,17 @@ FUSER_DEVICE void load_vec_any(D& dst, int at, P src, I index) {
 template <int N, class D, class P, class I>
 FUSER_DEVICE void load_vec_any(D& dst, P src, I index) {
   load_vec_any<N>(dst, 0, src, index);
+}
+
+// Ask for the line of an element that is loaded soon.
+template <class P, class I>
+FUSER_DEVICE void prefetch(P src, I index) {
+#ifdef FUSER_SIMT
+  const typename FuserElement<P>::type value = src[index];  // the checked build checks the place
+  (void)value;
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(src + index));
+#endif
 }
 
 template <class P, class I>

@@ -277,6 +277,14 @@ class VectorLoad:
 
 
 @dataclass
+class Prefetch:
+    """Ask for an element of a global tensor, which is loaded later."""
+
+    name: str
+    index: Scalar
+
+
+@dataclass
 class VectorStore:
     """`width` elements of a register array from `at` into a global or shared tensor."""
 
@@ -377,6 +385,7 @@ Statement: TypeAlias = (
     | Assign
     | Store
     | VectorLoad
+    | Prefetch
     | VectorStore
     | Accumulate
     | AccumulateBlock
@@ -412,6 +421,7 @@ def map_expr(expr: Expr, fn: Rewrite, value: Callable[[ScalarValue], Expr]) -> E
 _SCALAR_FIELDS: dict[type, tuple[str, ...]] = {
     Store: ("index",),
     VectorLoad: ("at", "index"),
+    Prefetch: ("index",),
     VectorStore: ("at", "index"),
     ThreadReduce: ("packets_offset",),
     DeclareShared: ("offset", "count"),

@@ -43,6 +43,7 @@ from fuser.lower.kernel import (
     walk,
 )
 from fuser.lower.loops import COORDINATES, NoNestError, Stage, nest_stages
+from fuser.lower.prefetch import prefetch_next
 from fuser.lower.reduce import element_layout
 from fuser.lower.row_ends import divide_once
 from fuser.lower.simd import vectorize_loops
@@ -105,6 +106,11 @@ def _load_words(state: State) -> None:
         load_words(state.body)
 
 
+def _prefetch_next(state: State) -> None:
+    if not state.ctx.is_cpu:
+        prefetch_next(state.body)
+
+
 def _sum_in_blocks(state: State) -> None:
     if state.ctx.is_cpu:
         sum_in_blocks(state.body)
@@ -131,11 +137,12 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These seven before hoisting, which hides loop symbols behind names.
+    # These eight before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
     ("alternate_directions", _alternate_directions),
     ("divide_once", _divide_once),
     ("load_words", _load_words),
+    ("prefetch_next", _prefetch_next),
     ("sum_in_blocks", _sum_in_blocks),
     ("batch_welfords", _batch_welfords),
     ("vectorize_loops", _vectorize_loops),

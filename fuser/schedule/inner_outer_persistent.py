@@ -121,6 +121,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersis
 
     def choose(facts: Facts) -> InnerPersistentParams:
         rows = choose_rows(facts)
+        if rows.kept and not rows.resident:
+            return rows  # long ones
         at_once = max(THREADS // rows.threads_x, 1)
         return replace(rows, threads_y=at_once, resident=RESIDENT)
 

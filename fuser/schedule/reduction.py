@@ -53,8 +53,11 @@ REDUCTIONS = (ReductionOp, WelfordOp)
 BYTES_INNER = 32
 BYTES_OUTER = 128
 MAX_UNROLL = 16
-# Threads that keep one multiprocessor busy. Fewer rows get more threads each, then several blocks.
+# Threads that keep a multiprocessor busy. Fewer rows get more threads each, then several blocks.
 THREADS_PER_SM = 1024
+# The same where blocks put deviations together, which takes longer. Measured on an H200, batch norm
+# of 8192 x 1536 in bfloat16: 30.4 us with 1024, 25.0 with 512.
+THREADS_PER_SM_WELFORD = 512
 THREADS_INNER = 128
 THREADS_OUTER = 256
 # What one block reads in about the time in which blocks exchange partial results. Where a strip of
@@ -246,12 +249,13 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     if device.kind == "cpu":
         loops = ReductionParams(inner=runs.inner)
         return lambda facts: loops
-    logical = space.reference.domain.logical
-    candidates = space.vector_candidates(runs.innermost)
+    logical, candidates = space.reference.domain.logical, space.vector_candidates(runs.innermost)
     # An inner reduction's outputs are rows: none of them is stored in vectors.
     widths = VectorWidths([a for a in candidates if not (runs.inner and a.is_output)])
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
     loaded = loaded_bytes(space)
+    is_welford = any(isinstance(op, WelfordOp) for op in given.exprs)
+    busy = device.sm_count * (THREADS_PER_SM_WELFORD if is_welford else THREADS_PER_SM)
     shifted = VectorWidths(_shiftable(space, runs))
 
     groups = [[logical[p] for p in run] for run in (*runs.iterated, *runs.reduced)]
@@ -271,7 +275,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
         step = vector, vector * widest
         if runs.inner:
             return _inner_params(iterated, reduced, step, device)
-        return _outer_params(iterated, reduced, step, loaded, device)
+        return _outer_params(iterated, reduced, step, loaded, busy, device)
 
     return choose
 
@@ -311,7 +315,12 @@ def _inner_params(
 
 
 def _outer_params(
-    iterated: list[int], reduced: list[int], step: tuple[int, int], loaded: int, device: DeviceInfo
+    iterated: list[int],
+    reduced: list[int],
+    step: tuple[int, int],
+    loaded: int,
+    busy: int,
+    device: DeviceInfo,
 ) -> ReductionParams:
     vector, nbytes = step
     chunks, rows = -(-iterated[-1] // vector), prod(reduced)
@@ -321,7 +330,7 @@ def _outer_params(
     unroll = min(_unroll(BYTES_OUTER, nbytes), power_of_two_at_least(-(-rows // y)))
     blocks = prod(iterated[:-1]) * -(-chunks // x)
     steps = -(-rows // (y * unroll))
-    grid = _grid(blocks * x * y, steps, device.sm_count * THREADS_PER_SM)
+    grid = _grid(blocks * x * y, steps, busy)
     chosen = ReductionParams(False, x, y, vector, unroll, grid)
     narrow = max(min(x, BYTES_SECTOR // nbytes), 1)
     most = rows * narrow * vector * loaded
