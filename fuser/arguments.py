@@ -83,7 +83,10 @@ def show(value: object, depth: int = 0) -> str:
         )
     else:
         try:
-            text = str(value) if hasattr(value, "is_symbolic") else repr(value)
+            if isinstance(value, types.MethodType):
+                text = f"the method {value.__qualname__}, which is not called,"
+            else:
+                text = str(value) if hasattr(value, "is_symbolic") else repr(value)
         except Exception:  # a repr may raise anything; that of a range of huge numbers does
             text = object.__repr__(value)
     text = text.partition(" object at 0x")[0]

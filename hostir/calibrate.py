@@ -99,11 +99,18 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
         raise InputError(f"{crowded}: -o FILE.json writes what they measure to a file of its own")
     before, found, doubts = calibrate(communicator, device)
     doubts += [crowded] if crowded else []
-    lines = [f"{file}:", *changes(before, found), *(f"not sure: {doubt}" for doubt in doubts)]
+    lines = [
+        f"{file}, what differs from {before.name}:",
+        *changes(before, found),
+        *(f"not sure: {doubt}" for doubt in doubts),
+    ]
     if communicator.rank() == 0:
         write(found, file)
     if communicator.size() == 1:
-        lines += ["links were not measured: mpirun -np 2 python -m hostir calibrate does"]
+        lines += [
+            f"links were not measured, and stay those of {before.name}: "
+            "mpirun -np 2 python -m hostir calibrate measures them"
+        ]
     return "\n".join(lines)
 
 

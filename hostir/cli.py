@@ -386,7 +386,9 @@ def _arguments() -> argparse.ArgumentParser:
     names = ",".join(p.__name__ for p in PASSES) + "; lower_streams: of a program by hand"
     opt.add_argument("-p", "--passes", help=f"which, in this order; all by default: {names}")
     opt.add_argument(
-        "--print-after-all", action="store_true", help="the text before and after each"
+        "--print-after-all",
+        action="store_true",
+        help="the text before and after each, in place of the full form",
     )
     opt.add_argument("-o", "--output", metavar="FILE", help="where to write the full form")
     file(opt)

@@ -33,6 +33,7 @@ from fuser.ir.scalar import ONE, Scalar, Symbol, as_scalar, const, is_int, symbo
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text, lines_text, region_text, sections_text, value_text
 from fuser.ir.types import IterType, MemoryType
+from fuser.ops.building import same_extent
 from hostir.ops import (
     ForLoop,
     HirAliasSelect,
@@ -275,10 +276,21 @@ class HostIrContainer:
                 f"makes them anew. Give {out}{like} a buffer (Allocate), append it, and then a set "
                 "of it"
             )
-        if (out.dtype(), out.ndim, out.mesh) != (into.dtype(), into.ndim, into.mesh):
-            raise DefinitionError(f"append: {out} cannot be written into {into}: dtype, rank, mesh")
+        differing = [
+            word
+            for word, mine, theirs in (
+                ("dtype", out.dtype(), into.dtype()),
+                ("number of axes", out.ndim, into.ndim),
+                ("mesh", out.mesh, into.mesh),
+            )
+            if mine != theirs
+        ]
+        if differing:
+            raise DefinitionError(
+                f"append: {out} cannot be written into {into}: another {' and '.join(differing)}"
+            )
         for a, b in zip(into.shape(), out.shape(), strict=True):
-            self.values.unify_extents(a, b, f"{out}, to be written into {into}")
+            same_extent(self.values, a, b, f"append: {out}, to be written into {into}")
         written = op.replace(**{results[0]: into})
         self.values.exprs = tuple(written if e is op else e for e in self.values.exprs)
         return written

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ _KNOWN_LIMIT = 4096
 _MAX_EXCHANGES = 16
 # The kinds of the streams in which ranks talk to one another, besides the data of runs.
 _AMONG_RANKS = {CLAIMS, WITHIN_CALLS, OF_USERS, CALL}
+# In an op's text: the numbers of axes, and where tensors lie.
+_NUMBERS = re.compile(r"\d+(?=\{)|(?<=\d)_(?:g|l|s|sym)(?=_)")
 
 
 @dataclass(frozen=True)
@@ -452,11 +455,19 @@ class Channel:
             + "\n".join(f"  ranks {ranks}: {text}" for text, ranks in _grouped(self._team, texts))
         )
         ops = {" ".join(op_text(op).split()): op.where for op in claim.ops}
-        for part, text in (("op", "\n".join(ops)), ("line", claim.parts[0])):
+        # An annotation after an op that only one rank has differs in its axes' numbers, and so do
+        # ops before both: the op itself is found without them.
+        alike = {_NUMBERS.sub("", text): where for text, where in ops.items()}
+        where = {**alike, **ops}
+        for part, text in (
+            ("op", "\n".join(alike)),
+            ("op", "\n".join(ops)),
+            ("line", claim.parts[0]),
+        ):
             self._control.compare_texts(
                 text,
                 team=self._team,
-                where_of=lambda line: ops.get(line) or claim.where,
+                where_of=lambda line: where.get(line) or claim.where,
                 head=f"{head}\nwhich",
                 part=part,
                 stream=CLAIMS,

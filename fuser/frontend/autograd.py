@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
-from fuser.errors import InputError
+from fuser.errors import InputError, user_code, user_line
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
 
@@ -66,6 +66,6 @@ class Autograd:
         declared = self._fusion.inputs[position] if position < len(self._fusion.inputs) else "extra"
         warnings.warn(
             f"input {position}, {declared}, {what}, but no output will carry a gradient: "
-            f"pass {instead}",
+            f"pass {instead}{user_code(user_line())}",
             stacklevel=2,
         )

@@ -151,7 +151,7 @@ class FusionDefinition:
         if not hasattr(self, "fec") and self._fusion is None:
             return False, _NEVER_WRITTEN
         if not self.fusion.outputs or not self.fusion.vals():
-            return False, "Fusion is empty!"
+            return False, "Fusion is empty! It has no output: call fd.add_output in its definition"
         return True, None
 
     # ------------------------------------------------------------ execution

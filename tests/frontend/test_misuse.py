@@ -13,6 +13,7 @@ from fuser.errors import (
     ArgumentError,
     DefinitionError,
     DtypeError,
+    EmptyDefinitionError,
     FuserError,
     InputError,
     OptionError,
@@ -193,6 +194,23 @@ def test_a_definition_is_valid_after_it_ran() -> None:
     assert fd.validate_definition() == (True, None)
     fd.execute([torch.ones(2), 1.0])
     assert fd.validate_definition() == (True, None)
+
+
+def test_a_definition_without_an_output_says_what_is_missing() -> None:
+    with FusionDefinition() as fd:
+        fd.ops.neg(fd.define_tensor([-1], contiguity=True))
+    with pytest.raises(EmptyDefinitionError, match=r"no output: call fd\.add_output"):
+        fd.execute([torch.ones(2)])
+
+
+def test_a_method_that_is_not_called_is_named() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        with pytest.raises(
+            ArgumentError, match=r"got the method TensorView\.dtype, which is not called"
+        ):
+            fd.ops.cast(x, x.dtype)  # pyright: ignore[reportArgumentType]
+        fd.add_output(x)
 
 
 def test_torch_dtypes_are_taken() -> None:

@@ -95,7 +95,10 @@ def test_other_kinds_of_tensors_are_refused(make: Any, why: str) -> None:
 
 def test_a_gradient_that_is_lost_is_warned_about_once() -> None:
     fd, x = doubled(), torch.randn(2, 3, requires_grad=True)
-    with pytest.warns(UserWarning, match=r"input 0, T0.*requires grad.*detach"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"input 0, T0.*requires grad.*detach.*user code at .*{__name__.rpartition('.')[2]}",
+    ):
         (out,) = fd.execute([x])
     assert not out.requires_grad
     torch.testing.assert_close(out, (x * 2).detach())

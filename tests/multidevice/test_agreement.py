@@ -203,6 +203,26 @@ def test_definitions_that_differ_are_shown_by_their_first_differing_op(
     assert mine.count(f"(user code at {__file__}:") == theirs.count("(user code at ") == 1
 
 
+def test_an_op_that_one_rank_has_is_shown_where_annotations_follow_it() -> None:
+    """Annotations after the ops give other numbers to the axes of all ops before them."""
+
+    def act(rank: int) -> list[str]:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, -1], contiguity=True)
+            y = fd.ops.exp(fd.ops.neg(x))
+            fd.add_output(fd.ops.relu(y) if rank else y)
+            x.set_device_mesh(DeviceMesh([0, 1]))
+            x.outer_split(0, 2)
+            x.axis(0).parallelize(ParallelType.mesh_x)
+        return [outcome(fd, 2)]
+
+    (first,), (second,) = on_ranks(act)
+    assert first == second
+    *_, at, mine, theirs = first.splitlines()
+    assert at == "which differ at op 3:"
+    assert mine.startswith("  ranks (0): <end>") and "relu" in theirs
+
+
 @pytest.mark.parametrize("calls", [("baab", "abab"), ("ab", "bab"), ("aab", "aabx")])
 def test_calls_that_are_swapped_or_left_out_name_the_call_and_both_definitions(
     calls: tuple[str, str],
