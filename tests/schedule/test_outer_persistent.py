@@ -87,6 +87,20 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
 
 
 @BOTH
+@pytest.mark.parametrize("flags", [[True, False, False], [False, True, False]], ids=str)
+def test_a_broadcast_axis_beside_columns_alone(flags: list[bool], device: str) -> None:
+    def build(x: TensorView) -> TensorView:
+        x = ops.broadcast(x, flags)
+        return ops.sub(x, ops.max(x, [flags.index(False)], keepdim=True))
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        return (x - x.amax(0)).unsqueeze(flags.index(True))
+
+    params = check(build, reference, [random((31, 300), torch.float32)], device)
+    assert isinstance(params, OuterPersistentParams)
+
+
+@BOTH
 @pytest.mark.parametrize("shape", [(3, 37, 48), (5, 64, 7)], ids=str)
 def test_rows_between_columns(shape: tuple[int, ...], device: str) -> None:
     """Statistics of the middle axis: an instance norm of channels last."""
