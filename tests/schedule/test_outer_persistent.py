@@ -87,6 +87,23 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
 
 
 @BOTH
+def test_softmax_beside_what_columns_have(device: str) -> None:
+    """The sum has two readers, of which one waits for no row and the other reads the maximum."""
+
+    def build(x: TensorView) -> Sequence[TensorView]:
+        m = ops.max(x, 0, keepdim=True)
+        e = ops.exp(ops.sub(x, m))
+        s = ops.sum(e, 0, keepdim=True)
+        return ops.div(e, s), ops.add(ops.log(s), m)
+
+    def reference(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.softmax(x, 0), torch.logsumexp(x, 0, keepdim=True)
+
+    params = check(build, reference, [random((31, 300), torch.float32)], device, scale=4)
+    assert isinstance(params, OuterPersistentParams)
+
+
+@BOTH
 @pytest.mark.parametrize("flags", [[True, False, False], [False, True, False]], ids=str)
 def test_a_broadcast_axis_beside_columns_alone(flags: list[bool], device: str) -> None:
     def build(x: TensorView) -> TensorView:
