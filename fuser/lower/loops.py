@@ -184,8 +184,7 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
             nesting.stage_of.update(dict.fromkeys(op.outputs, stage))
         is_buffered = stage is not None and stage.storage != "global"
         frontier.update(dict.fromkeys(op.outputs, (stage,) if is_buffered else below))
-    _build_nests(nesting)
-    sharing = _Sharing(nesting)
+    sharing = _Sharing(nesting, _build_nests(nesting))
     for tv, stages in _computed_by(nesting, exprs).items():
         if (tv.compute_at or tv in fusion.inputs) and len(stages) > 1:
             sharing.fuse_readers(tuple(sorted(stages, key=lambda s: s.number)))
@@ -384,7 +383,7 @@ def _leading(axes: Sequence[IterDomain]) -> int:
     return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
 
 
-def _build_nests(nesting: Nesting) -> None:
+def _build_nests(nesting: Nesting) -> _Waits:
     nests = _Nests(nesting)
     readers: dict[Stage, list[Stage]] = {s: [] for s in nesting.stages}
     for s in nesting.stages:
@@ -392,46 +391,42 @@ def _build_nests(nesting: Nesting) -> None:
             readers[read].append(s)
     for s in reversed(nesting.stages):
         nests.build(s, readers[s])
+        nests.waits.add(s, readers[s])
+    return nests.waits
 
 
 class _Waits:
-    """How many loops two stages may share when one waits for the other."""
+    """How many loops two stages may share when one waits for the other. Stages come readers first,
+    each with its depth decided."""
 
     def __init__(self) -> None:
-        self._known: dict[Stage, dict[Stage, float]] = {}
+        self._limits: dict[Stage, dict[Stage, float]] = {}
 
-    def limits(self, target: Stage) -> dict[Stage, float]:
-        """Return every stage that `target` waits for, with the number of loops they may share."""
-        todo = [target]
-        while todo:
-            stage = todo[-1]
-            missing = [s for s in stage.reads if s not in self._known]
-            if missing:
-                todo += missing
-                continue
-            todo.pop()
-            found: dict[Stage, float] = {}
-            for mid in stage.reads:
-                for source, through in ((mid, float("inf")), *self._known[mid].items()):
-                    limit = min(through, mid.depth)
-                    found[source] = min(found.get(source, limit), limit)
-            self._known[stage] = found
-        return self._known[target]
+    def add(self, stage: Stage, readers: Sequence[Stage]) -> None:
+        found: dict[Stage, float] = {}
+        for reader in readers:
+            for target, through in ((reader, float("inf")), *self._limits[reader].items()):
+                limit = min(through, stage.depth)
+                found[target] = min(found.get(target, limit), limit)
+        self._limits[stage] = found
+
+    def limits(self, source: Stage) -> dict[Stage, float]:
+        """Return every stage that waits for `source`, with the number of loops they may share."""
+        return self._limits[source]
 
     def limit(self, source: Stage, target: Stage) -> float:
-        return self.limits(target).get(source, float("inf"))
+        return self._limits[source].get(target, float("inf"))
 
 
 class _Sharing:
     """Which stages share which loops, as far as they do not wait for each other."""
 
-    def __init__(self, nesting: Nesting) -> None:
-        waits = _Waits()
+    def __init__(self, nesting: Nesting, waits: _Waits) -> None:
         self._limits: dict[Stage, dict[Stage, float]] = {s: {} for s in nesting.stages}
         self._members: dict[Loop, set[Stage]] = {}
         for stage in nesting.stages:
-            for source, limit in waits.limits(stage).items():
-                self._limits[stage][source] = self._limits[source][stage] = limit
+            for target, limit in waits.limits(stage).items():
+                self._limits[stage][target] = self._limits[target][stage] = limit
             for loop in stage.loops:
                 self._members.setdefault(loop.find(), set()).add(stage)
 

@@ -301,12 +301,13 @@ def _once_per_column(view: RowView) -> list[TensorView]:
 
 
 def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
-    """Return the columns outside, with the broadcast axes of the reference, the innermost columns,
-    and the rows."""
+    """Return the columns outside, the innermost columns, and the rows. Broadcast axes of the
+    reference join the outermost columns: alone they are none, and readers may lack them."""
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
-    *others, columns = view.iterated
-    outside = [*broadcast, *(p for run in others for p in run)]
+    first, *rest = view.iterated
+    *others, columns = [*broadcast, *first], *rest
+    outside = [p for run in others for p in run]
     return outside, columns, [p for run in view.reduced for p in run]
 
 

@@ -87,6 +87,37 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
 
 
 @BOTH
+def test_softmax_beside_what_columns_have(device: str) -> None:
+    """The sum has two readers, of which one waits for no row and the other reads the maximum."""
+
+    def build(x: TensorView) -> Sequence[TensorView]:
+        m = ops.max(x, 0, keepdim=True)
+        e = ops.exp(ops.sub(x, m))
+        s = ops.sum(e, 0, keepdim=True)
+        return ops.div(e, s), ops.add(ops.log(s), m)
+
+    def reference(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.softmax(x, 0), torch.logsumexp(x, 0, keepdim=True)
+
+    params = check(build, reference, [random((31, 300), torch.float32)], device, scale=4)
+    assert isinstance(params, OuterPersistentParams)
+
+
+@BOTH
+@pytest.mark.parametrize("flags", [[True, False, False], [False, True, False]], ids=str)
+def test_a_broadcast_axis_beside_columns_alone(flags: list[bool], device: str) -> None:
+    def build(x: TensorView) -> TensorView:
+        x = ops.broadcast(x, flags)
+        return ops.sub(x, ops.max(x, [flags.index(False)], keepdim=True))
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        return (x - x.amax(0)).unsqueeze(flags.index(True))
+
+    params = check(build, reference, [random((31, 300), torch.float32)], device)
+    assert isinstance(params, OuterPersistentParams)
+
+
+@BOTH
 @pytest.mark.parametrize("shape", [(3, 37, 48), (5, 64, 7)], ids=str)
 def test_rows_between_columns(shape: tuple[int, ...], device: str) -> None:
     """Statistics of the middle axis: an instance norm of channels last."""
