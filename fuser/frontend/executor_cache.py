@@ -43,6 +43,7 @@ from fuser.ir.binding import (
 )
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Symbol
+from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
@@ -132,6 +133,12 @@ class FusionExecutorCache:
     def _text(self) -> str:
         """The structure: what ranks compare of the definition, and what programs are found by."""
         return fusion_text(self._fusion)
+
+    @cached_property
+    def _lines(self) -> tuple[str, ...]:
+        """The user's lines: a program speaks of those of its own definition."""
+        inputs = [v for v in self._fusion.inputs if isinstance(v, TensorView)]
+        return tuple(v.where for v in (*inputs, *self._fusion.exprs))
 
     @cached_property
     def _classifier(self) -> Classifier:
@@ -455,7 +462,8 @@ class FusionExecutorCache:
         )
         # What is dumped is lowered again for each definition, so that each shows all its stages.
         owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
-        key = (self._text, self._params, backend, input_class.key, settings, owner)
+        given = (self._text, self._lines, self._params)
+        key = (given, backend, input_class.key, settings, owner)
         texts: list[Dump] = []
         overlaps = overlaps_of(
             self._fusion, key, communicator, device, backend, settings, self._params

@@ -75,6 +75,19 @@ def test_equal_definitions_share_a_program_and_others_do_not() -> None:
     assert PROGRAMS.lowerings - before == 2
 
 
+def test_a_program_speaks_of_the_lines_of_its_own_definition() -> None:
+    with FusionDefinition() as first:
+        first.add_output(first.ops.neg(first.define_tensor([-1], contiguity=True)))
+    with FusionDefinition() as second:
+        second.add_output(second.ops.neg(second.define_tensor([-1], contiguity=True)))
+    lines: list[str] = []
+    for fd in (first, second):
+        fd.execute([torch.ones(3)])
+        lines += [op.where for op in fd._executor_cache()._last().program.segmented.fusion.exprs]
+    mine, other = (int(line.rpartition(":")[2]) for line in lines)
+    assert other - mine == 2, lines
+
+
 def test_a_mesh_set_by_the_user_tells_definitions_apart() -> None:
     x, w = torch.randn(3, 8), torch.randn(6, 8)
     before = PROGRAMS.lowerings
