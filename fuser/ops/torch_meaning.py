@@ -31,7 +31,8 @@ from fuser.ops.attention_kernels import Attention
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.random import key_of
-from fuser.ops.table import POINTWISE, REDUCTIONS, compute_dtype
+from fuser.ops.table import REDUCTIONS, compute_dtype
+from fuser.pointwise import POINTWISE
 
 Tensor = torch.Tensor
 InputValue = Tensor | Number | None
