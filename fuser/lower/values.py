@@ -18,18 +18,12 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, DataType, is_floating, to_torch
 from fuser.ir.nodes import (
     BinaryOp,
-    BroadcastOp,
     CastOp,
     CatOp,
-    ExpandOp,
     FullOp,
     IotaOp,
-    LoadStoreOp,
     PadOp,
     RandomOp,
-    ReshapeOp,
-    SliceOp,
-    SqueezeOp,
     TensorOp,
     TernaryOp,
     UnaryOp,
@@ -58,6 +52,7 @@ from fuser.lower.predicate import inside_pad
 from fuser.lower.vectorize import terms_of
 from fuser.ops.random import key_of
 from fuser.ops.table import compute_dtype, computed_in
+from fuser.ops.torch_meaning import nodes_computed
 from fuser.pointwise import POINTWISE
 from fuser.record import record
 
@@ -402,7 +397,7 @@ def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr
     return inside, build.operand(op, k, None, guarded)
 
 
-_VIEWS = (LoadStoreOp, BroadcastOp, SqueezeOp, ExpandOp, ReshapeOp, SliceOp)
+_VIEWS = nodes_computed("index")
 _BY_OP: dict[type[TensorOp], Callable[[ValueBuilder, TensorOp, At], Expr]] = {
     UnaryOp: _pointwise,
     BinaryOp: _pointwise,

@@ -22,7 +22,7 @@ Apply = Callable[[str, list[Operand]], Typed]
 @record
 class DtypeRule:
     """What the rule says; the operands of a call in its dtypes, with the dtype of the result (that
-    in which a test is computed); the categories of dtypes that it takes (f, i, b)."""
+    in which a test is computed); the categories of dtypes that it takes (see `samples`)."""
 
     sentence: str
     apply: Apply | None = None
@@ -104,7 +104,7 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     "float_only": DtypeRule(
         "As `float`; operands that promote to Half or BFloat16 are refused.",
         _promoted("float_only"),
-        "f",
+        "w",
     ),
     "comparison": DtypeRule(
         "Operands are promoted as by `default`; the result is Bool.",

@@ -57,7 +57,7 @@ def _apply_scalar(kind: str, values: list[Scalar], dtype: DataType) -> Scalar:
     """Return the scalar that the op makes of scalars."""
     row = POINTWISE[kind]
     if kind == "neg" and category(dtype) == "int":
-        return sc.mul(values[0], -1)
+        return sc.mul(values[0], Const(-1, values[0].dtype))
     narrow = f"{row.scalar}f"
     op = narrow if dtype is DataType.Float and narrow in sc.COMPUTE else row.scalar
     result = sc.where(*values) if op == "where" else sc.apply(op, *values)

@@ -60,7 +60,7 @@ class OpRow:
     is_implemented: bool = True
 
 
-_BROADCAST = "Axes are aligned at the last one; one of size 1 fits any other."
+_BROADCAST = "The operands', aligned at the last axis."
 _SAME = "That of the operand."
 _REDUCED = "The operand's without the reduced axes; with `keepdim`, they have size 1."
 _GIVEN = "The one that is given."

@@ -30,8 +30,11 @@ DOMAINS: dict[str, Domain] = {
 
 @record
 class Sample:
-    """A class of operands: the categories of dtypes (f, i, b) and ranks that tensors have, and a
-    domain for each operand, or one for all."""
+    """A class of operands: the categories of dtypes and the ranks that tensors have, and a domain
+    for each operand, or one for all.
+
+    Categories are f (floating), w (of these, Float and Double), i (integers) and b (Bool).
+    """
 
     takes: str
     ranks: tuple[int, int]
@@ -45,7 +48,7 @@ SAMPLES: dict[str, Sample] = {
     "floats": Sample("f", (0, 4)),
     "rows": Sample("fib", (1, 4)),
     "float_rows": Sample("f", (1, 4)),
-    "wide_rows": Sample("f", (1, 4)),
+    "wide_rows": Sample("w", (1, 4)),
     "matrices": Sample("fib", (2, 4)),
     "factors": Sample("f", (1, 4)),
     "heads": Sample("f", (4, 5)),
