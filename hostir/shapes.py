@@ -16,7 +16,7 @@ from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from fuser.ops.table import POINTWISE
+from fuser.pointwise import POINTWISE, TESTS
 from hostir.ops import HirAliasSelect, LocalSlice
 from multidevice.placement import placement
 
@@ -31,7 +31,6 @@ _MAPPED = (
     nodes.SqueezeOp,
     nodes.ReductionOp,
 )
-_TESTS = frozenset({"test", "test_promoted", "comparison", "bool"})
 
 # An axis of a tensor: whose, at which position (reductions left out; None: a reduction), itself.
 _Axis = tuple[TensorView, int | None, IterDomain]
@@ -182,7 +181,7 @@ def _check_dtypes(op: nodes.TensorOp) -> None:
         rule = POINTWISE[op.kind].rule
         values = operands[1:] if rule == "select" and op.inputs[0] is operands[0] else operands
         expected = [tv.dtype() for tv in values] or [out.dtype()]
-        if rule in _TESTS:
+        if rule in TESTS:
             expected = [DataType.Bool]
         fits = out.dtype() in expected
     else:

@@ -14,16 +14,9 @@ from fuser.errors import VerifyError
 from fuser.ir.core import Op, attr, operand, operands, result
 from fuser.ir.dtypes import INFO, DataType, category
 from fuser.ir.scalar import Scalar
-from fuser.ir.spelling import (
-    BINARY_KINDS,
-    SUFFIXED,
-    TERNARY_KINDS,
-    UNARY_KINDS,
-    binary_template,
-    cast_spelling,
-    unary_template,
-)
+from fuser.ir.spelling import binary_template, cast_spelling, ternary_template, unary_template
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
+from fuser.pointwise import kinds_of
 
 if TYPE_CHECKING:
     from fuser.ir.tensor import TensorView
@@ -98,15 +91,13 @@ class UnaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        suffix = self.out.dtype() is DataType.Float and self.kind in SUFFIXED
-        return unary_template(self.kind, "f" if suffix else "")
+        return unary_template(self.kind, is_float=self.out.dtype() is DataType.Float)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        for kind in UNARY_KINDS:
-            yield {"kind": kind}, unary_template(kind, "")
-            if kind in SUFFIXED:
-                yield {"kind": kind}, unary_template(kind, "f")
+        for kind in kinds_of(1):
+            for is_float in (False, True):
+                yield {"kind": kind}, unary_template(kind, is_float=is_float)
 
 
 class CastOp(TensorOp):
@@ -138,13 +129,13 @@ class BinaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        return binary_template(self.kind, category(self.out.dtype()) == "float")
+        return binary_template(self.kind, is_float=category(self.out.dtype()) == "float")
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        for kind in BINARY_KINDS:
+        for kind in kinds_of(2):
             for is_float in (False, True):
-                yield {"kind": kind}, binary_template(kind, is_float)
+                yield {"kind": kind}, binary_template(kind, is_float=is_float)
 
 
 class TernaryOp(TensorOp):
@@ -157,12 +148,12 @@ class TernaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        return "{out}\n   = " + self.kind + "({a}\n  , {b}\n  , {c});"
+        return ternary_template(self.kind)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        for kind in TERNARY_KINDS:
-            yield {"kind": kind}, "{out}\n   = " + kind + "({a}\n  , {b}\n  , {c});"
+        for kind in kinds_of(3):
+            yield {"kind": kind}, ternary_template(kind)
 
 
 class FullOp(TensorOp):

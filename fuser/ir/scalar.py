@@ -32,7 +32,7 @@ from fuser.ir.scalar_algebra import (
     smaller,
     subtract,
 )
-from fuser.ir.scalar_compute import COMPUTE
+from fuser.ir.scalar_compute import BOOL_OPS, COMPUTE
 from fuser.ir.scalar_nodes import (
     ONE,
     ZERO,
@@ -234,11 +234,8 @@ def cast(x: ScalarLike, dtype: DataType) -> Scalar:
     return Apply(f"cast:{dtype_text(dtype)}", (x,), dtype)
 
 
-_BOOL_OPS = frozenset({"<", "<=", ">", ">=", "==", "!=", "&&", "||", "!"})
-
-
 def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
-    if op in _BOOL_OPS:
+    if op in BOOL_OPS:
         return DataType.Bool
     return common_dtype([(a.dtype, "scalar") for a in args], "default")
 
@@ -381,7 +378,11 @@ def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -
         return sum(c * math.prod(int(next(given)) for _ in m) for m, c in x.terms)
     assert isinstance(x, Apply)
     try:
-        return Const(args[0], x.dtype).value if x.op not in COMPUTE else COMPUTE[x.op](*args)
+        if x.op not in COMPUTE:
+            return Const(args[0], x.dtype).value
+        found = COMPUTE[x.op](*args)
+        # Arithmetic on Bool is that of 0 and 1.
+        return bool(found) if x.dtype is DataType.Bool else found
     except ZeroDivisionError:
         raise DivisionByZeroError(f"{x} divides {args[0]} by 0{_bound(x, values)}") from None
     except (OverflowError, ValueError):

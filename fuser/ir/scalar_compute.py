@@ -1,5 +1,7 @@
 """What scalar ops compute on Python numbers: C on integers, IEEE 754 on floats.
 
+Those that index arithmetic has not are elementwise ops, and mean what torch computes in float64.
+
 Raises `ZeroDivisionError` for an integer divided by 0.
 """
 
@@ -10,6 +12,7 @@ import operator
 from collections.abc import Callable
 
 from fuser.ir.scalar_nodes import Number
+from fuser.pointwise import POINTWISE, TESTS
 
 
 def _c_div(a: Number, b: Number) -> Number:
@@ -124,7 +127,7 @@ def _where(cond: Number, a: Number, b: Number) -> Number:
     return a if cond else b
 
 
-COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmentType]
+_ALGEBRA: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmentType]
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
@@ -161,5 +164,12 @@ COMPUTE: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignmen
     "where": _where,
 }
 
-_UNARY = frozenset({"!", "~", "neg", "abs", "sqrt", "rsqrt", "exp", "log", "reciprocal"})
-ARITY = {op: 3 if op == "where" else 1 if op in _UNARY else 2 for op in COMPUTE}
+COMPUTE: dict[str, Callable[..., Number]] = {
+    **{name: fn for row in POINTWISE.values() for name, fn in row.scalar_ops.items()},
+    **_ALGEBRA,
+}
+ARITY = dict.fromkeys(_ALGEBRA, 2) | {
+    op: row.arity for row in POINTWISE.values() for op in row.scalar_ops
+}
+# The ops whose result is Bool.
+BOOL_OPS = frozenset(row.scalar for row in POINTWISE.values() if row.rule in TESTS)

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fuser.ir.dtypes import category
+from fuser.ir.dtypes import DataType, category
 from fuser.ir.scalar import evaluate
-from fuser.ir.scalar_compute import COMPUTE
+from fuser.ir.scalar_compute import BOOL_OPS, COMPUTE
 from fuser.ir.scalar_nodes import Apply, Const, Number, Poly, Scalar, Symbol, is_int, postorder
 
 _INFIX = frozenset({"+", "-", "*", "<", "<=", ">", ">=", "==", "!="})
@@ -111,6 +111,8 @@ def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]
             return f"values[{named(x)}]"
         case Poly():
             return _sum(x, names)
+        case Apply(dtype=DataType.Bool) if x.op in COMPUTE and x.op not in BOOL_OPS | {"where"}:
+            return f"bool({_call(x, names, named)})"
         case Apply(op="where"):
             cond, a, b = (names[y] for y in x.args)
             return f"{a} if {cond} else {b}"
@@ -125,9 +127,13 @@ def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]
         case Apply() if x.op in _INFIX:
             return f" {x.op} ".join(names[y] for y in x.args)
         case Apply():
-            return f"{named(COMPUTE[x.op])}({', '.join(names[y] for y in x.args)})"
+            return _call(x, names, named)
         case _:
             raise AssertionError(f"{x} is no scalar")
+
+
+def _call(x: Apply, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
+    return f"{named(COMPUTE[x.op])}({', '.join(names[y] for y in x.args)})"
 
 
 def _sum(x: Poly, names: Mapping[Scalar, str]) -> str:

@@ -15,21 +15,15 @@ import torch
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType, to_torch
+from fuser.ir.dtypes import HALF_LIKE, DataType, is_floating, to_torch
 from fuser.ir.nodes import (
     BinaryOp,
-    BroadcastOp,
     CastOp,
     CatOp,
-    ExpandOp,
     FullOp,
     IotaOp,
-    LoadStoreOp,
     PadOp,
     RandomOp,
-    ReshapeOp,
-    SliceOp,
-    SqueezeOp,
     TensorOp,
     TernaryOp,
     UnaryOp,
@@ -57,7 +51,9 @@ from fuser.lower.loops import COORDINATES, Stage
 from fuser.lower.predicate import inside_pad
 from fuser.lower.vectorize import terms_of
 from fuser.ops.random import key_of
-from fuser.ops.table import POINTWISE, compute_dtype, computed_in
+from fuser.ops.table import compute_dtype, computed_in
+from fuser.ops.torch_meaning import nodes_computed
+from fuser.pointwise import POINTWISE
 from fuser.record import record
 
 TRUE = sc.const(True)
@@ -271,7 +267,8 @@ def _pointwise(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
             if _is_place(place) and not isinstance(x, ScalarValue):
                 return _compare_place(_IS_AT[op.name], x, place.scalar, out)
     computed = DataType.Bool if out is DataType.Bool else dtype
-    return convert(Compute(row.cuda_text(dtype), args, computed), out)
+    text = row.cuda if row.cuda_int is None or is_floating(dtype) else row.cuda_int
+    return convert(Compute(text, args, computed), out)
 
 
 # How a value of 64 bits is compared with an index.
@@ -400,7 +397,7 @@ def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr
     return inside, build.operand(op, k, None, guarded)
 
 
-_VIEWS = (LoadStoreOp, BroadcastOp, SqueezeOp, ExpandOp, ReshapeOp, SliceOp)
+_VIEWS = nodes_computed("index")
 _BY_OP: dict[type[TensorOp], Callable[[ValueBuilder, TensorOp, At], Expr]] = {
     UnaryOp: _pointwise,
     BinaryOp: _pointwise,

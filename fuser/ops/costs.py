@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from fuser.ir.nodes import TensorOp
+from fuser.ir.nodes import RandomOp, TensorOp
+from fuser.pointwise import POINTWISE
 
 # What costs a thread more than keeping the result in a register: special functions, divisions,
 # random numbers.
-EXPENSIVE = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cos cosh div erf erfc erfcinv erfinv exp exp2 expm1 "
-    "fmod lgamma log log10 log1p log2 normal pow reciprocal remainder rsqrt sigmoid silu sin "
-    "sinh sqrt tan tanh uniform".split()
-)
+EXPENSIVE = frozenset((*(k for k, row in POINTWISE.items() if row.is_slow), *RandomOp.KINDS))
 _EXPENSIVE_INSTRUCTIONS = 20
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast as typing_cast
 from typing import overload
 
-from fuser.errors import DtypeError, user_line
+from fuser.errors import DtypeError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text, is_floating
 from fuser.ir.nodes import BinaryOp, LoadStoreOp, TernaryOp, UnaryOp
@@ -28,107 +28,12 @@ from fuser.ops.building import (
     fail,
     new_output,
     pointwise_output,
-    promote,
-    promote_keeping_half,
-    unsupported,
 )
-from fuser.ops.table import (
-    LOGICAL_TWIN,
-    POINTWISE,
-    PUBLIC,
-    Rule,
-    highest,
-    lowest,
-    operand_dtype,
-)
+from fuser.ops.dtype_rules import integers, typed
+from fuser.ops.table import highest, lowest, operand_dtype
+from fuser.pointwise import POINTWISE, PUBLIC
 
-# Node kind -> scalar op of `fuser.ir.scalar.COMPUTE`, for calls without a tensor.
-_SCALAR_OPS = {
-    "neg": "neg",
-    "abs": "abs",
-    "sqrt": "sqrt",
-    "rsqrt": "rsqrt",
-    "exp": "exp",
-    "log": "log",
-    "reciprocal": "reciprocal",
-    "logical_not": "!",
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "mod": "%",
-    "fmod": "%",
-    "pow": "pow",
-    "maximum": "max",
-    "minimum": "min",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "logical_and": "&&",
-    "logical_or": "||",
-    "where": "where",
-    "bitwise_and": "&",
-    "bitwise_or": "|",
-    "bitwise_xor": "^",
-    "bitwise_not": "~",
-    "bitwise_left_shift": "<<",
-    "bitwise_right_shift": ">>",
-}
 _NODES = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
-
-
-# ------------------------------------------------------------------ dtype rules
-def _typed(name: str, rule: Rule, values: list[Operand]) -> tuple[list[Operand], DataType]:
-    """Convert the operands as the rule says; return them and the result dtype."""
-    for v in values:
-        check_supported(operand_dtype(v), name)
-    match rule:
-        case "keep" | "keep_float":
-            dtype = operand_dtype(values[0])
-            if rule == "keep_float" and not is_floating(dtype):
-                raise DtypeError(f"{name}: a floating operand is needed, got {dtype_text(dtype)}")
-            return [values[0], *(convert(v, dtype) for v in values[1:])], dtype
-        case "test":
-            return values, DataType.Bool
-        case "bool":
-            return [convert(v, DataType.Bool) for v in values], DataType.Bool
-        case "comparison" | "test_promoted":
-            converted, _ = promote(values, "comparison")
-            return converted, DataType.Bool
-        case "select":
-            return _typed_where(name, values)
-        case "bits" | "int":
-            _need_integers(name, values)
-            return promote(values, "default")
-        case _:
-            return promote(values, rule)
-
-
-def _need_integers(name: str, values: list[Operand]) -> None:
-    for v in values:
-        dtype = operand_dtype(v)
-        if category(dtype) not in ("int", "bool") or (
-            category(dtype) == "bool" and name not in LOGICAL_TWIN
-        ):
-            accepted = "Integer or boolean" if name in LOGICAL_TWIN else "Integer"
-            raise DtypeError(
-                f"{accepted} input is required for {name} but found {dtype_text(dtype)} "
-                f"(at {user_line()})"
-            )
-
-
-def _typed_where(name: str, values: list[Operand]) -> tuple[list[Operand], DataType]:
-    cond = operand_dtype(values[0])
-    if cond is not DataType.Bool:
-        raise DtypeError(
-            f"{name}: Condition should be of DataType Bool, not {dtype_text(cond)} "
-            f"(at {user_line()})"
-        )
-    rest, dtype = promote_keeping_half(values[1:])
-    return [values[0], *rest], dtype
 
 
 # ------------------------------------------------------------------ the call
@@ -136,31 +41,32 @@ def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
     """Append the nodes of one elementwise op call; return its result."""
     kind, rule = PUBLIC[name]
     values = [as_operand(a, name) for a in arguments]
-    if name in LOGICAL_TWIN and all(operand_dtype(v) is DataType.Bool for v in values):
-        kind = LOGICAL_TWIN[name]
-        rule = "comparison" if kind == "ne" else "bool"
-    values, dtype = _typed(name, rule, values)
+    of_bools = POINTWISE[kind].of_bools
+    if of_bools and all(operand_dtype(v) is DataType.Bool for v in values):
+        kind, rule = of_bools, POINTWISE[of_bools].rule
+    values, dtype = typed(name, rule, values)
     if not any(isinstance(v, TensorView) for v in values):
-        return _apply_scalar(name, kind, typing_cast(list[Scalar], values), dtype)
+        return _apply_scalar(kind, typing_cast(list[Scalar], values), dtype)
     values = align_ranks(values)
     out = pointwise_output(values, dtype, name)
     add_op(_NODES[len(values)](out, *values, kind=kind))
     return out
 
 
-def _apply_scalar(name: str, kind: str, values: list[Scalar], dtype: DataType) -> Scalar:
-    op = _SCALAR_OPS.get(kind)
-    if op is None:
-        texts = ", ".join(map(str, values))
-        raise unsupported(name, f"not available for scalars only ({texts})")
-    if op == "neg" and category(dtype) == "int":
-        return sc.mul(values[0], -1)
+def _apply_scalar(kind: str, values: list[Scalar], dtype: DataType) -> Scalar:
+    """Return the scalar that the op makes of scalars."""
+    row = POINTWISE[kind]
+    if kind == "neg" and category(dtype) == "int":
+        return sc.mul(values[0], Const(-1, values[0].dtype))
+    narrow = f"{row.scalar}f"
+    op = narrow if dtype is DataType.Float and narrow in sc.COMPUTE else row.scalar
     result = sc.where(*values) if op == "where" else sc.apply(op, *values)
-    return sc.cast(result, dtype) if category(result.dtype) != category(dtype) else result
+    is_typed = category(result.dtype) == category(dtype) and not is_floating(dtype)
+    return result if is_typed else sc.cast(result, dtype)
 
 
 def _make(name: str) -> Callable[..., Operand]:
-    kind, rule = PUBLIC[name]
+    kind, _ = PUBLIC[name]
     arity = POINTWISE[kind].arity
 
     def unary(x: OperandLike, /) -> Operand:
@@ -174,7 +80,7 @@ def _make(name: str) -> Callable[..., Operand]:
 
     function = {1: unary, 2: binary, 3: ternary}[arity]
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"Append `{name}`, element by element (dtype rule: {rule})."
+    function.__doc__ = f"Append {name}, element by element: {POINTWISE[kind].meaning}"
     return function
 
 
@@ -276,8 +182,7 @@ def sign(x: OperandLike, /) -> Operand:
 def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
     """Append lhs >> rhs with zeros shifted in; counts outside [0, width) give 0."""
     values = [as_operand(lhs, "logical_right_shift"), as_operand(rhs, "logical_right_shift")]
-    _need_integers("logical_right_shift", values)
-    values, dtype = promote(values, "default")
+    values, dtype = integers("logical_right_shift", values)
     value, count = values
     # The arithmetic shift repeats the sign; the mask keeps the width - count low bits.
     ones = _call("bitwise_right_shift", Const(highest(dtype), dtype), _call("sub", count, 1))

@@ -11,7 +11,7 @@ float32, the result rounded to the IR dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,9 @@ from fuser.ops.attention_kernels import Attention
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.random import key_of
-from fuser.ops.table import POINTWISE, REDUCTIONS, compute_dtype
+from fuser.ops.table import REDUCTIONS, compute_dtype
+from fuser.pointwise import POINTWISE
+from fuser.record import record
 
 Tensor = torch.Tensor
 InputValue = Tensor | Number | None
@@ -278,30 +280,54 @@ def _sdpa_backward(op: SdpaBwdOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [cx.store(x, tv) for x, tv in zip(found, op.outputs, strict=True)]
 
 
-_RULES: dict[type[nodes.TensorOp], Rule] = {
-    nodes.UnaryOp: _pointwise,
-    nodes.BinaryOp: _pointwise,
-    nodes.TernaryOp: _pointwise,
-    nodes.CastOp: _cast,
-    nodes.LoadStoreOp: _load_store,
-    nodes.Reshard: _reshard,
-    nodes.BroadcastOp: _broadcast,
-    nodes.SqueezeOp: _squeeze,
-    nodes.ExpandOp: _expand,
-    nodes.ReshapeOp: _reshape,
-    nodes.SliceOp: _slice,
-    nodes.PadOp: _pad,
-    nodes.CatOp: _cat,
-    nodes.FullOp: _full,
-    nodes.IotaOp: _iota,
-    nodes.RandomOp: _random,
-    nodes.ReductionOp: _reduction,
-    nodes.WelfordOp: _welford,
-    nodes.MatmulOp: _matmul,
-    nodes.LinearOp: _linear,
-    SdpaFwdOp: _sdpa,
-    SdpaBwdOp: _sdpa_backward,
+# ------------------------------------------------------------------ the table of nodes
+# How the results of an op come about:
+#   element        a kernel computes each from elements of its operands (`lower/values.py`)
+#   index          a kernel reads its operand elsewhere
+#   reduction      a kernel's loop accumulates them (`lower/reduce.py`)
+#   library        torch, on whole tensors; an op of its own in the host program
+#   communication  ranks exchange them
+Computed = Literal["element", "index", "reduction", "library", "communication"]
+
+
+@record
+class NodeRow:
+    """What a class of ops means in torch, and how it is computed. Its axis and cut maps, which say
+    how it may be sharded, are its own."""
+
+    meaning: Rule
+    computed: Computed
+
+
+NODES: dict[type[nodes.TensorOp], NodeRow] = {
+    nodes.UnaryOp: NodeRow(_pointwise, "element"),
+    nodes.BinaryOp: NodeRow(_pointwise, "element"),
+    nodes.TernaryOp: NodeRow(_pointwise, "element"),
+    nodes.CastOp: NodeRow(_cast, "element"),
+    nodes.LoadStoreOp: NodeRow(_load_store, "index"),
+    nodes.Reshard: NodeRow(_reshard, "communication"),
+    nodes.BroadcastOp: NodeRow(_broadcast, "index"),
+    nodes.SqueezeOp: NodeRow(_squeeze, "index"),
+    nodes.ExpandOp: NodeRow(_expand, "index"),
+    nodes.ReshapeOp: NodeRow(_reshape, "index"),
+    nodes.SliceOp: NodeRow(_slice, "index"),
+    nodes.PadOp: NodeRow(_pad, "element"),
+    nodes.CatOp: NodeRow(_cat, "element"),
+    nodes.FullOp: NodeRow(_full, "element"),
+    nodes.IotaOp: NodeRow(_iota, "element"),
+    nodes.RandomOp: NodeRow(_random, "element"),
+    nodes.ReductionOp: NodeRow(_reduction, "reduction"),
+    nodes.WelfordOp: NodeRow(_welford, "reduction"),
+    nodes.MatmulOp: NodeRow(_matmul, "library"),
+    nodes.LinearOp: NodeRow(_linear, "library"),
+    SdpaFwdOp: NodeRow(_sdpa, "library"),
+    SdpaBwdOp: NodeRow(_sdpa_backward, "library"),
 }
+
+
+def nodes_computed(how: Computed) -> tuple[type[nodes.TensorOp], ...]:
+    """Return the classes of ops whose results come about so."""
+    return tuple(cls for cls, row in NODES.items() if row.computed == how)
 
 
 # ------------------------------------------------------------------ entry points
@@ -320,8 +346,8 @@ def evaluate_op(
     then computed from `values`. `values` binds the symbols in extents and scalar operands. `device`
     is used by ops without tensor operands.
     """
-    rule = _RULES.get(type(op))
-    if rule is None:
+    row = NODES.get(type(op))
+    if row is None:
         raise UnsupportedError(f"{op.name}: no torch meaning for\n{op}")
     resolved: Inputs = []
     for given, declared in zip(inputs, op.inputs, strict=True):
@@ -329,7 +355,7 @@ def evaluate_op(
             given = sc.evaluate(declared, values)
         resolved.append(given)
     found = next((x.device for x in resolved if isinstance(x, Tensor)), torch.device(device))
-    return rule(op, resolved, _Context(values, dtype, found, unread))
+    return row.meaning(op, resolved, _Context(values, dtype, found, unread))
 
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)

@@ -28,8 +28,8 @@ from fuser.errors import (
     OtherEntranceError,
 )
 from fuser.ir.text import fusion_text
-from fuser.ops.table import POINTWISE, PUBLIC
-from fuser.ops.unsupported import UNSUPPORTED
+from fuser.ops.rows import ROWS as OP_ROWS
+from fuser.pointwise import POINTWISE, PUBLIC
 from fuser.schedule import SchedulerType
 from multidevice import mesh as public_mesh
 from multidevice import shard_tensor
@@ -141,7 +141,7 @@ OPS: dict[str, Call] = {
     "var_mean": lambda t: (t.x, [0], 1, True),
     "welford": lambda t: (t.x, [0]),
     **{name: lambda t: (t.x, [0], True, D.Double) for name in ("sum", "prod", "max", "min")},
-    **{name: lambda t: (t.x,) for name in UNSUPPORTED},
+    **{name: lambda t: (t.x,) for name, row in OP_ROWS.items() if not row.is_implemented},
 }
 
 

@@ -169,7 +169,7 @@ def _where(vals: Sequence[Val], dtype: str) -> Val:
 
 
 _INT_GROWING = ("add", "sub", "mul", "neg", "pow", "bitwise_left_shift")
-_BOOL_FN: dict[str, Callable[..., Tensor]] = {
+BOOL_FN: dict[str, Callable[..., Tensor]] = {
     "add": torch.logical_or,
     "mul": torch.logical_and,
     "maximum": torch.logical_or,
@@ -186,7 +186,7 @@ def _integers(row: Row, vals: list[Val], compute: str, result: str) -> Val:
     fn = row.int_fn or row.fn
     known = torch.ones((), dtype=torch.bool)
     if compute == "Bool":
-        fn = _BOOL_FN.get(row.name, fn)
+        fn = BOOL_FN.get(row.name, fn)
     elif row.name in ("div", "mod", "fmod", "remainder"):
         known = vals[1].ref != 0
         vals[1] = Val(torch.where(known, vals[1].ref, 1), vals[1].bound, compute)

@@ -182,4 +182,12 @@ def _lerp_scale(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tens
 
 
 ROWS: dict[str, Row] = {row.name: row for row in _rows()}
+# Ops that no program draws, and why.
+NOT_DRAWN = {
+    "imag": "it refuses every dtype that there is",
+    "rand_like": "drawn from torch's generator: tests/ops/test_random.py",
+    "randn_like": "as rand_like",
+    "shape": "sizes are drawn as such",
+    "size": "sizes are drawn as such",
+}
 SHIFTS = ("bitwise_left_shift", "bitwise_right_shift", "logical_right_shift")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuser.ops import table
+from fuser import pointwise
 from scripts import fuzz
 from tests.fuzz import oracle, single
 from tests.fuzz.campaign import Campaign, Failure, Tally
@@ -60,9 +60,9 @@ def test_every_op_is_generated() -> None:
 def test_a_wrong_op_is_found_minimised_and_written_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    row = table.POINTWISE["maximum"]
+    row = pointwise.POINTWISE["maximum"]
     wrong = dataclasses.replace(row, cuda=row.cuda.replace("maximum", "minimum"))
-    monkeypatch.setitem(table.POINTWISE, "maximum", wrong)
+    monkeypatch.setitem(pointwise.POINTWISE, "maximum", wrong)
     program = _first_wrong(range(300), _uses("maximum"))
     assert program is not None
 
@@ -78,9 +78,9 @@ def test_a_wrong_op_is_found_minimised_and_written_down(
     assert healthy.returncode == 0
     plant = f"""
 import dataclasses
-from fuser.ops import table
-row = table.POINTWISE["maximum"]
-table.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
+from fuser import pointwise
+row = pointwise.POINTWISE["maximum"]
+pointwise.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
 """
     text = script.read_text()
     at = text.index("\nnan, inf")

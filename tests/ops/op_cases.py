@@ -2,7 +2,8 @@
 
 `CASES` is used by the tests of the op functions and by the tests of generated kernels. A case
 builds a fusion (`OpCase.define`), draws inputs (`OpCase.draw`) and has a reference that knows
-nothing of our op table (`OpCase.reference`, on float64 or integer tensors).
+nothing of our op table (`OpCase.reference`, on float64 or integer tensors): that of the fuzzers
+(`tests/fuzz/table.py`), so that a new elementwise op is described once for all tests.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_tensor
+from fuser.ops.samples import DOMAINS
+from fuser.pointwise import POINTWISE, PUBLIC
+from tests.fuzz.elementwise import BOOL_FN, typed
+from tests.fuzz.table import ROWS as REFERENCES
+from tests.fuzz.table import Row
+from tests.fuzz.values import exact
 
 D = DataType
 FLOATS = (D.Double, D.Float, D.Half, D.BFloat16)
@@ -29,37 +36,16 @@ ALL = (*FLOATS, *INTS, D.Bool)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 0), (5, 13), (2, 3, 11))
 LAYOUTS = ("contiguous", "strided", "transposed", "expanded")
 
-Draw = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
-
-
-def _uniform(low: float, high: float) -> Draw:
-    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
-
-    return draw
-
-
-# Domains of operands: what may be drawn as a float, and the inclusive range of integers.
-DOMAINS: dict[str, tuple[Draw, tuple[int, int]]] = {
-    "any": (_uniform(-4.0, 4.0), (-9, 9)),
-    "unit": (_uniform(-0.95, 0.95), (0, 0)),
-    "positive": (_uniform(0.05, 6.0), (1, 12)),
-    "above_one": (_uniform(1.05, 6.0), (2, 12)),
-    "below_two": (_uniform(0.05, 1.95), (1, 1)),
-    "nonzero": (_uniform(0.5, 4.0), (1, 9)),
-    "shift": (_uniform(0.0, 6.0), (-2, 70)),
-    "wide": (_uniform(-1e4, 1e4), (-(2**30), 2**30)),
-}
-
 
 def draw_operand(
     domain: str, dtype: DataType, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor:
     """Return a contiguous tensor of the domain."""
-    draw, (low, high) = DOMAINS[domain]
+    (least, most), (low, high) = DOMAINS[domain].floats, DOMAINS[domain].integers
     match category(dtype):
         case "float":
-            return draw(generator, shape).to(to_torch(dtype))
+            unit = torch.rand(shape, generator=generator, dtype=torch.float64)
+            return (unit * (most - least) + least).to(to_torch(dtype))
         case "int":
             values = torch.randint(low, high + 1, shape, generator=generator)
             return values.to(to_torch(dtype))
@@ -131,187 +117,92 @@ class OpCase:
         return self.torch(*wide, *self.scalars)
 
 
-# ------------------------------------------------------------------ result dtypes
-def promoted(dtype: DataType) -> DataType:
-    """The result of an op that promotes one dtype with itself."""
-    return D.Float if dtype in (D.Half, D.BFloat16) else dtype
+# ------------------------------------------------------------------ one node each
+def _dtypes(row: Row) -> list[DataType]:
+    """Return the dtypes to try: of each category that the reference knows."""
+    found: list[DataType] = []
+    if "f" in row.dtypes:
+        # The number next to a float depends on its dtype; the reference has Double.
+        found += (D.Double,) if row.name == "nextafter" else FLOATS
+    if "i" in row.dtypes:
+        found += (D.Int,) if row.rule == "float" else INTS
+    if "b" in row.dtypes:
+        found.append(D.Bool)
+    return found
 
 
-def promoted_to_float(dtype: DataType) -> DataType:
-    return D.Double if dtype is D.Double else D.Float
+def _case(row: Row, dtype: DataType) -> OpCase:
+    kind, _ = PUBLIC[row.name]
+    dtypes = [dtype] * row.arity
+    if row.rule == "select":
+        dtypes[0] = D.Bool
+    operands = [exact(torch.zeros(1), d.name) for d in dtypes]
+    result = D[typed(row, operands)[1]]
+    fn = row.fn
+    if row.rule == "float":
+        fn = _double(fn)
+    elif category(dtype) != "float":
+        fn = row.int_fn or fn
+    if dtype is D.Bool and row.rule == "default":
+        fn = BOOL_FN[row.name]
+    return OpCase(row.name, tuple(dtypes), POINTWISE[kind].domains, result, fn)
 
 
-# ------------------------------------------------------------------ the ops
 def _double(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Compute integers in float64 too: the op's result is floating."""
     return lambda *xs: fn(*(x.double() for x in xs))
 
 
-_FLOAT_UNARY: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
-    "acos": ("unit", torch.acos),
-    "acosh": ("above_one", torch.acosh),
-    "asin": ("unit", torch.asin),
-    "asinh": ("any", torch.asinh),
-    "atan": ("any", torch.atan),
-    "atanh": ("unit", torch.atanh),
-    "cos": ("any", torch.cos),
-    "cosh": ("any", torch.cosh),
-    "sin": ("any", torch.sin),
-    "sinh": ("any", torch.sinh),
-    "tan": ("unit", torch.tan),
-    "tanh": ("any", torch.tanh),
-    "exp": ("any", torch.exp),
-    "exp2": ("any", torch.exp2),
-    "expm1": ("any", torch.expm1),
-    "erf": ("any", torch.erf),
-    "erfc": ("any", torch.erfc),
-    "erfinv": ("unit", torch.erfinv),
-    "erfcinv": ("below_two", lambda x: torch.erfinv(1 - x)),
-    "lgamma": ("positive", torch.lgamma),
-    "log": ("positive", torch.log),
-    "log10": ("positive", torch.log10),
-    "log1p": ("positive", torch.log1p),
-    "log2": ("positive", torch.log2),
-    "reciprocal": ("nonzero", torch.reciprocal),
-    "rsqrt": ("positive", torch.rsqrt),
-    "sqrt": ("positive", torch.sqrt),
-    "sigmoid": ("any", torch.sigmoid),
-}
-_KEEP_UNARY: dict[str, Callable[..., torch.Tensor]] = {
-    "abs": torch.abs,
-    "ceil": torch.ceil,
-    "floor": torch.floor,
-    "frac": lambda x: x - torch.trunc(x),
-    "relu": torch.relu,
-    "round": torch.round,
-    "trunc": torch.trunc,
-    "set": lambda x: x,
-    "segment_set": lambda x: x,
-    "sign": torch.sign,
-    "real": lambda x: x,
-}
-_TESTS = ("isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal")
-
-
-def _binary(name: str) -> tuple[tuple[str, str], Callable[..., torch.Tensor]]:
-    return ("any", "any"), getattr(torch, name)
-
-
-def _truncated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")
-
-
-_PROMOTING_BINARY: dict[str, tuple[tuple[str, str], Callable[..., torch.Tensor]]] = {
-    "add": _binary("add"),
-    "sub": _binary("sub"),
-    "mul": _binary("mul"),
-    "div": (("any", "nonzero"), _truncated),
-    "mod": (("any", "nonzero"), torch.fmod),
-    "fmod": (("any", "nonzero"), torch.fmod),
-    "remainder": (("any", "nonzero"), torch.remainder),
-    "pow": (("positive", "nonzero"), torch.pow),
-    "maximum": _binary("maximum"),
-    "minimum": _binary("minimum"),
-}
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_BITS = ("bitwise_and", "bitwise_or", "bitwise_xor")
-
-
-def _logical_right_shift(a: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+# ------------------------------------------------------------------ with arguments of their own
+def _shifted(a: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """Return the logical shift: counts outside [0, width) give 0."""
     width = 64 if a.dtype is torch.int64 else 32
-    out = [
-        ((int(x) % 2**width) >> int(s)) if 0 <= int(s) < width else 0
-        for x, s in zip(a.flatten().tolist(), n.flatten().tolist(), strict=True)
-    ]
-    signed = [v - 2**width if v >= 2 ** (width - 1) else v for v in out]
-    return torch.tensor(signed, dtype=a.dtype).reshape(a.shape)
+    inside = (n >= 0) & (n < width)
+    shifted = REFERENCES["logical_right_shift"].fn(a.long(), torch.where(inside, n, 0), width)
+    return torch.where(inside, shifted, 0).to(a.dtype)
 
 
-def _unary_cases() -> list[OpCase]:
+def _composite_cases() -> list[OpCase]:
     cases: list[OpCase] = []
-    for name, (domain, fn) in _FLOAT_UNARY.items():
-        for d in (*FLOATS, D.Int):
-            cases.append(OpCase(name, (d,), (domain,), promoted_to_float(d), _double(fn)))
-    for name, fn in _KEEP_UNARY.items():
-        for d in (*FLOATS, *INTS):
-            cases.append(OpCase(name, (d,), ("any",), d, _integer_frac if name == "frac" else fn))
-    for d in FLOATS:
-        cases.append(OpCase("silu", (d,), ("any",), d, torch.nn.functional.silu))
-    for d in (*FLOATS, *INTS):
-        cases.append(OpCase("neg", (d,), ("any",), promoted(d), torch.neg))
-        cases.append(OpCase("signbit", (d,), ("any",), D.Bool, torch.signbit))
-    for name in _TESTS:
-        for d in ALL:
-            cases.append(OpCase(name, (d,), ("any",), D.Bool, getattr(torch, name)))
-    for d in ALL:
-        cases.append(OpCase("logical_not", (d,), ("any",), D.Bool, torch.logical_not))
-    for d in (*INTS, D.Bool):
-        cases.append(OpCase("bitwise_not", (d,), ("any",), d, torch.bitwise_not))
-    return cases
-
-
-def _integer_frac(x: torch.Tensor) -> torch.Tensor:
-    return x - torch.trunc(x)
-
-
-def _binary_cases() -> list[OpCase]:
-    cases: list[OpCase] = []
-    for name, (domains, fn) in _PROMOTING_BINARY.items():
-        for d in (*FLOATS, *INTS):
-            cases.append(OpCase(name, (d, d), domains, promoted(d), fn))
-    for d in (*FLOATS, D.Int):
-        wide = promoted_to_float(d)
-        cases.append(OpCase("truediv", (d, d), ("any", "nonzero"), wide, _double(torch.div)))
-        cases.append(OpCase("atan2", (d, d), ("any", "any"), wide, _double(torch.atan2)))
-    cases.append(OpCase("nextafter", (D.Double,) * 2, ("any", "any"), D.Double, torch.nextafter))
-    for name in _COMPARISONS:
-        for d in ALL:
-            cases.append(OpCase(name, (d, d), ("any", "any"), D.Bool, getattr(torch, name)))
-    for name in ("logical_and", "logical_or"):
-        for d in ALL:
-            cases.append(OpCase(name, (d, d), ("any", "any"), D.Bool, getattr(torch, name)))
-    for name in _BITS:
-        for d in (*INTS, D.Bool):
-            cases.append(OpCase(name, (d, d), ("any", "any"), d, getattr(torch, name)))
-    for d in INTS:
-        for name in ("bitwise_left_shift", "bitwise_right_shift"):
-            # torch is asked for counts in range only: what it does outside depends on its build.
-            cases.append(OpCase(name, (d, d), ("any", "nonzero"), d, getattr(torch, name)))
-        shift = ("wide", "shift")
-        cases.append(OpCase("logical_right_shift", (d, d), shift, d, _logical_right_shift))
-        cases.append(OpCase("gcd", (d, d), ("any", "any"), d, torch.gcd))
-    return cases
-
-
-def _ternary_cases() -> list[OpCase]:
-    cases: list[OpCase] = []
-    for d in ALL:
-        cases.append(OpCase("where", (D.Bool, d, d), ("any",) * 3, d, torch.where))
-    for d in FLOATS:
-        lerp = OpCase("lerp", (d, d, d), ("any",) * 3, promoted(d), torch.lerp)
-        cases.append(lerp)
-    for d in (*FLOATS, *INTS):
-        value = 2.5 if d in FLOATS else 2
+    numbers = (*FLOATS, *INTS)
+    for d in numbers:
+        for name in ("set", "segment_set", "real"):
+            cases.append(OpCase(name, (d,), ("any",), d, lambda x: x))
+        cases.append(OpCase("sign", (d,), ("any",), d, torch.sign))
+        value, limits, step = (
+            (2.5, (-1.5, 2.0), (0.5, 7.0)) if d in FLOATS else (2, (-3, 2), (1, 7))
+        )
+        wide = D.Float if d in (D.Half, D.BFloat16) else d
 
         def addcmul(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, v: float) -> torch.Tensor:
             return a + b * c * v
 
-        cases.append(OpCase("addcmul", (d,) * 3, ("any",) * 3, promoted(d), addcmul, (value,)))
-        limits = (-1.5, 2.0) if d in FLOATS else (-3, 2)
-        cases.append(OpCase("clamp", (d,), ("any",), d, torch.clamp, limits))
-        cases.append(OpCase("clamp", (d,), ("any",), d, torch.clamp, (None, limits[1])))
-        cases.append(OpCase("clamp", (d,), ("any",), d, torch.clamp, (limits[0], None)))
-
         def threshold(x: torch.Tensor, limit: float, v: float) -> torch.Tensor:
             return torch.where(x <= limit, torch.full_like(x, v), x)
 
-        cases.append(
-            OpCase("threshold", (d,), ("any",), d, threshold, (1, 7) if d in INTS else (0.5, 7.0))
-        )
+        cases.append(OpCase("addcmul", (d,) * 3, ("any",) * 3, wide, addcmul, (value,)))
+        for ends in (limits, (None, limits[1]), (limits[0], None)):
+            cases.append(OpCase("clamp", (d,), ("any",), d, torch.clamp, ends))
+        cases.append(OpCase("threshold", (d,), ("any",), d, threshold, step))
+        if d in INTS:
+            shifts = ("wide", "shift")
+            cases.append(OpCase("logical_right_shift", (d, d), shifts, d, _shifted))
     return cases
 
 
-CASES: tuple[OpCase, ...] = (*_unary_cases(), *_binary_cases(), *_ternary_cases())
+_OWN = {"clamp", "threshold"}
+CASES: tuple[OpCase, ...] = (
+    *(
+        _case(row, dtype)
+        for row in REFERENCES.values()
+        if row.name in PUBLIC and row.name not in _OWN
+        for dtype in _dtypes(row)
+    ),
+    # What programs do not draw.
+    *(_case(REFERENCES["frac"], d) for d in INTS),
+    _case(REFERENCES["erfcinv"], D.Int),
+    *_composite_cases(),
+)
 
 # |error| allowed per result dtype: (relative, absolute); the reference is float64.
 TOLERANCE: dict[DataType, tuple[float, float]] = {

@@ -1,0 +1,148 @@
+"""How ops type their operands and results: a row per rule.
+
+A rule that turns operands into the dtype in which an elementwise op computes does so in `apply`.
+The others are what an op's function does by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuser.errors import DtypeError, user_line
+from fuser.ir.dtypes import Config, DataType, category, check_supported, dtype_text, is_floating
+from fuser.ops.building import Operand, convert, promote, promote_keeping_half
+from fuser.ops.table import operand_dtype
+from fuser.pointwise import POINTWISE, TESTS
+from fuser.record import record
+
+Typed = tuple[list[Operand], DataType]
+Apply = Callable[[str, list[Operand]], Typed]
+
+
+@record
+class DtypeRule:
+    """What the rule says; the operands of a call in its dtypes, with the dtype of the result (that
+    in which a test is computed); the categories of dtypes that it takes (see `samples`)."""
+
+    sentence: str
+    apply: Apply | None = None
+    takes: str = "fib"
+
+
+def typed(name: str, rule: str, values: list[Operand]) -> Typed:
+    """Convert the operands of a call of `name` as the rule says; return them and the result dtype.
+
+    Raises `DtypeError` for what the rule does not take, `UnsupportedError` for dtypes that cannot
+    be computed with.
+    """
+    for v in values:
+        check_supported(operand_dtype(v), name)
+    apply = DTYPE_RULES[rule].apply
+    assert apply is not None, f"{name} types its operands by itself"
+    converted, dtype = apply(name, values)
+    return converted, DataType.Bool if rule in TESTS else dtype
+
+
+# ------------------------------------------------------------------ one function per rule
+def _promoted(config: Config) -> Apply:
+    return lambda name, values: promote(values, config)
+
+
+def _kept(name: str, values: list[Operand]) -> Typed:
+    dtype = operand_dtype(values[0])
+    return [values[0], *(convert(v, dtype) for v in values[1:])], dtype
+
+
+def _kept_floating(name: str, values: list[Operand]) -> Typed:
+    dtype = operand_dtype(values[0])
+    if not is_floating(dtype):
+        raise DtypeError(f"{name}: a floating operand is needed, got {dtype_text(dtype)}")
+    return _kept(name, values)
+
+
+def _as_bool(name: str, values: list[Operand]) -> Typed:
+    return [convert(v, DataType.Bool) for v in values], DataType.Bool
+
+
+def integers(name: str, values: list[Operand]) -> Typed:
+    """Return integers promoted; raises `DtypeError` for any other, and for Bool where the op has
+    no meaning for Bool."""
+    takes_bools = name in POINTWISE and bool(POINTWISE[name].of_bools)
+    for v in values:
+        kind = category(operand_dtype(v))
+        if kind != "int" and not (kind == "bool" and takes_bools):
+            accepted = "Integer or boolean" if takes_bools else "Integer"
+            raise DtypeError(
+                f"{accepted} input is required for {name} but found "
+                f"{dtype_text(operand_dtype(v))} (at {user_line()})"
+            )
+    return promote(values, "default")
+
+
+def _selected(name: str, values: list[Operand]) -> Typed:
+    cond = operand_dtype(values[0])
+    if cond is not DataType.Bool:
+        raise DtypeError(
+            f"{name}: Condition should be of DataType Bool, not {dtype_text(cond)} "
+            f"(at {user_line()})"
+        )
+    rest, dtype = promote_keeping_half(values[1:])
+    return [values[0], *rest], dtype
+
+
+# ------------------------------------------------------------------ the table
+DTYPE_RULES: dict[str, DtypeRule] = {
+    "default": DtypeRule(
+        "Operands are promoted as torch promotes them, Half and BFloat16 become Float; the result "
+        "has that dtype.",
+        _promoted("default"),
+    ),
+    "float": DtypeRule(
+        "As `default`; integers and Bool become Float.",
+        _promoted("float"),
+    ),
+    "float_only": DtypeRule(
+        "As `float`; operands that promote to Half or BFloat16 are refused.",
+        _promoted("float_only"),
+        "w",
+    ),
+    "comparison": DtypeRule(
+        "Operands are promoted as by `default`; the result is Bool.",
+        _promoted("comparison"),
+    ),
+    "keep": DtypeRule("The result has the dtype of the first operand.", _kept),
+    "keep_float": DtypeRule(
+        "The result has the dtype of the operand, which is floating.", _kept_floating, "f"
+    ),
+    "test": DtypeRule("The operand stays as it is; the result is Bool.", _kept),
+    "test_promoted": DtypeRule(
+        "The operand becomes what `default` makes of it; the result is Bool.",
+        _promoted("comparison"),
+    ),
+    "bool": DtypeRule("Operands are cast to Bool; the result is Bool.", _as_bool),
+    "bits": DtypeRule(
+        "Integers are promoted as by `default`; of Bool alone it is the logical op.", integers, "ib"
+    ),
+    "int": DtypeRule("Integers alone, promoted as by `default`.", integers, "i"),
+    "select": DtypeRule(
+        "The condition is Bool; the other operands are promoted as by `default`, but Half and "
+        "BFloat16 stay.",
+        _selected,
+    ),
+    "given": DtypeRule("The result has the dtype that is given."),
+    "sum": DtypeRule(
+        "Without a dtype, integers and Bool become Int and floats stay; else the operand is cast "
+        "to the dtype first."
+    ),
+    "wide": DtypeRule("The results have the dtype of the operand, Float or Double."),
+    "counts": DtypeRule(
+        "Mean and sum of squares have the dtype of the floating operand, the count is Index."
+    ),
+    "equal": DtypeRule("Operands have one dtype, which is the result's."),
+    "attention": DtypeRule(
+        "Queries, keys and values have one dtype, which is the results'; logsumexp is Float, the "
+        "random state UInt64."
+    ),
+    "index": DtypeRule("The result is an Index scalar for each axis."),
+    "complex": DtypeRule("The operand is complex; the result has the dtype of its parts."),
+}

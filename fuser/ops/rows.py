@@ -1,0 +1,259 @@
+"""The public ops, one row each; `fuser.ops` and `docs/ops.md` are made from them.
+
+An elementwise op of one node has its row in `fuser.pointwise`, and is here as others see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.nodes import (
+    BinaryOp,
+    BroadcastOp,
+    CastOp,
+    CatOp,
+    ExpandOp,
+    FullOp,
+    IotaOp,
+    LinearOp,
+    LoadStoreOp,
+    MatmulOp,
+    PadOp,
+    RandomOp,
+    ReductionOp,
+    ReshapeOp,
+    SliceOp,
+    SqueezeOp,
+    TensorOp,
+    TernaryOp,
+    UnaryOp,
+    WelfordOp,
+)
+from fuser.ops import elementwise, factories, random, reductions, resize, views
+from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
+from fuser.ops.contractions import linear, matmul
+from fuser.ops.reshape import reshape
+from fuser.ops.unsupported import not_implemented
+from fuser.pointwise import POINTWISE, PUBLIC
+from fuser.record import record
+
+
+@record
+class OpRow:
+    """Facts about one public op.
+
+    `nodes` are the classes of what it appends; casts and broadcasts of operands go without saying.
+    `dtype` names a rule of `fuser.ops.dtype_rules`, `shape` says the shape of the result, `sample`
+    names what may be drawn (`fuser.ops.samples`; "": what the elementwise row says). With scalars
+    alone, an op that `takes_scalars` gives a scalar; the others refuse them.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    nodes: tuple[type[TensorOp], ...] = ()
+    dtype: str = "keep"
+    shape: str = ""
+    sample: str = "values"
+    takes_scalars: bool = False
+    is_implemented: bool = True
+
+
+_BROADCAST = "The operands', aligned at the last axis."
+_SAME = "That of the operand."
+_REDUCED = "The operand's without the reduced axes; with `keepdim`, they have size 1."
+_GIVEN = "The one that is given."
+_NODES: dict[int, type[TensorOp]] = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
+
+
+def _pointwise(name: str, kind: str, rule: str) -> OpRow:
+    arity = POINTWISE[kind].arity
+    shape = _SAME if arity == 1 else _BROADCAST
+    function = elementwise.ELEMENTWISE[name]
+    return OpRow(name, function, (_NODES[arity],), rule, shape, "", takes_scalars=True)
+
+
+def _composite(
+    name: str,
+    function: Callable[..., Any],
+    nodes: tuple[type[TensorOp], ...],
+    dtype: str = "keep",
+    shape: str = _SAME,
+    sample: str = "values",
+) -> OpRow:
+    """Return the row of an op that takes tensors and scalars alike."""
+    return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
+
+
+def _not_yet(name: str) -> OpRow:
+    return OpRow(name, not_implemented(name), is_implemented=False)
+
+
+_CHOICE = (BinaryOp, TernaryOp)
+_SUMS = (ReductionOp, SqueezeOp, LoadStoreOp, FullOp)
+
+_ROWS = (
+    *(_pointwise(name, kind, rule) for name, (kind, rule) in PUBLIC.items()),
+    # Elementwise, of several nodes or with arguments of their own.
+    _composite("addcmul", elementwise.addcmul, (BinaryOp,), "default", _BROADCAST, "numbers"),
+    _composite("cast", elementwise.cast, (CastOp, LoadStoreOp), "given"),
+    _composite("clamp", elementwise.clamp, (TernaryOp,), sample="numbers"),
+    _composite("imag", elementwise.imag, (), "complex"),
+    _composite("lerp", elementwise.lerp, (TernaryOp, BinaryOp), "default", _BROADCAST, "numbers"),
+    _composite(
+        "logical_right_shift", elementwise.logical_right_shift, _CHOICE, "int", _BROADCAST, "shifts"
+    ),
+    _composite("real", elementwise.real, (LoadStoreOp,)),
+    _composite("set", elementwise.set_, (LoadStoreOp,)),
+    _composite("sign", elementwise.sign, (*_CHOICE, LoadStoreOp)),
+    _composite("threshold", elementwise.threshold, (TernaryOp,), sample="numbers"),
+    OpRow("segment_set", elementwise.segment_set, (LoadStoreOp,), shape=_SAME),
+    # Axes in another order, form or number.
+    OpRow(
+        "broadcast",
+        views.broadcast,
+        (BroadcastOp,),
+        shape="An axis of size 1 is inserted for each True.",
+    ),
+    OpRow(
+        "broadcast_in_dim",
+        views.broadcast_in_dim,
+        (BroadcastOp, ExpandOp, LoadStoreOp),
+        shape=_GIVEN,
+    ),
+    OpRow(
+        "expand",
+        views.expand,
+        (ExpandOp, LoadStoreOp),
+        shape="The one that is given, -1 keeping an axis; more sizes than axes prepend axes.",
+    ),
+    OpRow(
+        "permute",
+        views.permute,
+        (LoadStoreOp,),
+        shape="Axis i is the operand's axis dims[i].",
+        sample="rows",
+    ),
+    OpRow(
+        "reshape",
+        reshape,
+        (ReshapeOp, BroadcastOp, SqueezeOp, ExpandOp, LoadStoreOp, FullOp),
+        shape="The one that is given, with as many elements; one size may be -1.",
+    ),
+    OpRow(
+        "squeeze",
+        views.squeeze,
+        (SqueezeOp, LoadStoreOp),
+        shape="The operand's without the given axes, which have size 1.",
+        sample="rows",
+    ),
+    OpRow("stride_order", views.stride_order, (LoadStoreOp,), shape=_SAME),
+    OpRow("shape", views.shape, (), "index", "No tensor."),
+    OpRow("size", views.size, (), "index", "No tensor.", "rows"),
+    # Parts of tensors, and tensors of parts.
+    OpRow(
+        "cat",
+        resize.cat,
+        (CatOp, PadOp, LoadStoreOp, FullOp),
+        "equal",
+        "The operands' but for `dim`, where sizes add up.",
+        "rows",
+    ),
+    OpRow(
+        "pad",
+        resize.pad,
+        (PadOp, LoadStoreOp, FullOp),
+        shape="Left and right widths are added to the last axes; negative ones crop.",
+        sample="rows",
+    ),
+    OpRow(
+        "slice",
+        resize.slice,
+        (SliceOp, LoadStoreOp, FullOp),
+        shape="end - start elements of each axis, clamped to what there is.",
+        sample="rows",
+    ),
+    OpRow("triu", factories.triu, (IotaOp, *_CHOICE), shape=_SAME, sample="matrices"),
+    # Tensors from numbers.
+    OpRow("full", factories.full, (FullOp,), "given", _GIVEN, "sizes"),
+    OpRow("iota", factories.iota, (IotaOp,), "given", "One axis of `length`.", "sizes"),
+    OpRow("normal", random.normal, (RandomOp,), "given", _GIVEN, "sizes"),
+    OpRow("rand_like", random.rand_like, (RandomOp,), "keep_float", _SAME, "floats"),
+    OpRow("randn_like", random.randn_like, (RandomOp,), "keep_float", _SAME, "floats"),
+    OpRow("uniform", random.uniform, (RandomOp,), "given", _GIVEN, "sizes"),
+    # Reductions.
+    OpRow("max", reductions.max, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
+    OpRow("min", reductions.min, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
+    OpRow("prod", reductions.prod, (*_SUMS, BinaryOp), "sum", _REDUCED, "rows"),
+    OpRow("sum", reductions.sum, (*_SUMS, BinaryOp), "sum", _REDUCED, "rows"),
+    OpRow("var", reductions.var, (*_SUMS, BinaryOp), "default", _REDUCED, "float_rows"),
+    OpRow(
+        "var_mean",
+        reductions.var_mean,
+        (WelfordOp, SqueezeOp, FullOp, *_CHOICE),
+        "wide",
+        _REDUCED,
+        "wide_rows",
+    ),
+    OpRow(
+        "welford",
+        reductions.welford,
+        (WelfordOp, SqueezeOp, FullOp, *_CHOICE),
+        "counts",
+        "The operand's without the reduced axes, of all three results.",
+        "float_rows",
+    ),
+    # Products and attention.
+    OpRow(
+        "linear",
+        linear,
+        (LinearOp, FullOp, BinaryOp),
+        "equal",
+        "[*i, K], [N, K] -> [*i, N].",
+        "factors",
+    ),
+    OpRow("matmul", matmul, (MatmulOp, FullOp), "equal", "As `torch.matmul`.", "factors"),
+    OpRow(
+        "sdpfa_bwd",
+        sdpfa_bwd,
+        (SdpaBwdOp,),
+        "attention",
+        "Those of query, key and value.",
+        "heads",
+    ),
+    OpRow(
+        "sdpfa_fwd",
+        sdpfa_fwd,
+        (SdpaFwdOp,),
+        "attention",
+        "Query [.., L, E], key [.., S, E], value [.., S, Ev] -> [.., L, Ev], [.., L], [2], [].",
+        "heads",
+    ),
+    *map(
+        _not_yet,
+        """
+        argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm embedding_fwd gather
+        grouped_mm index_select nv_block_quantize nv_grouped_block_quantize
+        preprocess_grouped_matmul_input_sf scaled_mm scatter select take_along_axis topk
+        """.split(),
+    ),
+)
+
+# By name; an op with arguments of its own stands in the place of the one that has none.
+ROWS: dict[str, OpRow] = {row.name: row for row in _ROWS}
+
+# What torch has a function for, and users write with other ops.
+SPELLED: dict[str, str] = {
+    "gelu": "write mul(mul(x, 0.5), add(erf(mul(x, 0.7071067811865476)), 1.0))",
+    "softmax": "write e = exp(sub(x, max(x, dim, True))), then div(e, sum(e, dim, True))",
+    "mean": "write div(sum(x, dim), n)",
+    "layer_norm": "write it with var_mean(x, [-1], 0, True), sub, rsqrt and mul",
+    "view": "it is called reshape",
+    "transpose": "it is called permute, which takes all axes",
+    "unsqueeze": "it is called broadcast, which takes a flag per axis of the result",
+    "mm": "it is called matmul",
+    "float": "it is called cast, which takes the dtype",
+    "to": "it is called cast, which takes the dtype",
+    **{other: f"it is called {row.name}" for row in POINTWISE.values() for other in row.near},
+}

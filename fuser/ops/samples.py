@@ -1,0 +1,65 @@
+"""What testers may draw for an op: the values, dtypes and ranks for which it has a meaning."""
+
+from __future__ import annotations
+
+from fuser.ops.dtype_rules import DTYPE_RULES
+from fuser.ops.rows import OpRow
+from fuser.pointwise import POINTWISE, PUBLIC
+from fuser.record import record
+
+
+@record
+class Domain:
+    """Values of an operand: the ends of floats, and the inclusive ends of integers."""
+
+    floats: tuple[float, float]
+    integers: tuple[int, int]
+
+
+DOMAINS: dict[str, Domain] = {
+    "any": Domain((-4.0, 4.0), (-9, 9)),
+    "unit": Domain((-0.95, 0.95), (0, 0)),
+    "positive": Domain((0.05, 6.0), (1, 12)),
+    "above_one": Domain((1.05, 6.0), (2, 12)),
+    "below_two": Domain((0.05, 1.95), (1, 1)),
+    "nonzero": Domain((0.5, 4.0), (1, 9)),
+    "shift": Domain((0.0, 6.0), (-2, 70)),
+    "wide": Domain((-1e4, 1e4), (-(2**30), 2**30)),
+}
+
+
+@record
+class Sample:
+    """A class of operands: the categories of dtypes and the ranks that tensors have, and a domain
+    for each operand, or one for all.
+
+    Categories are f (floating), w (of these, Float and Double), i (integers) and b (Bool).
+    """
+
+    takes: str
+    ranks: tuple[int, int]
+    domains: tuple[str, ...] = ("any",)
+
+
+SAMPLES: dict[str, Sample] = {
+    "values": Sample("fib", (0, 4)),
+    "numbers": Sample("fi", (0, 4)),
+    "shifts": Sample("i", (0, 4), ("wide", "shift")),
+    "floats": Sample("f", (0, 4)),
+    "rows": Sample("fib", (1, 4)),
+    "float_rows": Sample("f", (1, 4)),
+    "wide_rows": Sample("w", (1, 4)),
+    "matrices": Sample("fib", (2, 4)),
+    "factors": Sample("f", (1, 4)),
+    "heads": Sample("f", (4, 5)),
+    "sizes": Sample("", (0, 0)),
+}
+
+
+def sample_of(row: OpRow) -> Sample:
+    """Return what may be drawn for an op; an elementwise op takes what its dtype rule does."""
+    if row.sample:
+        return SAMPLES[row.sample]
+    kind, rule = PUBLIC[row.name]
+    bools = "b" if POINTWISE[kind].of_bools else ""
+    return Sample(DTYPE_RULES[rule].takes + bools, (0, 4), POINTWISE[kind].domains)

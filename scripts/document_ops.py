@@ -1,0 +1,108 @@
+"""Writes docs/ops.md, the page of the public ops, from their rows (`fuser.ops.rows`).
+
+`python scripts/document_ops.py` after a row was added or changed; a test compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from fuser.ops.dtype_rules import DTYPE_RULES
+from fuser.ops.rows import ROWS, SPELLED, OpRow
+from fuser.pointwise import POINTWISE, PUBLIC
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
+
+_HEAD = """# Ops
+
+The functions of `fd.ops`, from the rows of `fuser/pointwise.py` and `fuser/ops/rows.py`
+(`python scripts/document_ops.py` writes this page). Operands before `/` are given by place. What
+the rules of dtypes say stands below. Elementwise ops and those marked † take scalars too: of
+scalars alone they give a scalar, which the host computes. Operands of several axes are aligned at
+the last one; an axis of size 1 fits any other.
+"""
+
+
+def arguments_of(function: Callable[..., Any]) -> str:
+    """Return the parameters without annotations: `arg, dim=None, /`."""
+    signature = inspect.signature(function)
+    bare = [
+        p.replace(
+            annotation=p.empty, default=_Shown(p.default) if p.default is not p.empty else p.empty
+        )
+        for p in signature.parameters.values()
+    ]
+    text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
+    return text[1:-1]
+
+
+class _Shown:
+    """A default whose repr is how a user writes it."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return str(self._value) if isinstance(self._value, Enum) else repr(self._value)
+
+
+def meaning_of(row: OpRow) -> str:
+    """Return a sentence: the table's, or the first of the function's docstring."""
+    if row.name in POINTWISE and not row.sample:
+        return POINTWISE[row.name].meaning
+    if row.name in PUBLIC and not row.sample:
+        return f"As `{PUBLIC[row.name][0]}`, in floats."
+    text = " ".join((inspect.getdoc(row.function) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[^.]\.) (?=[A-Z])", text)[0].removeprefix("Append ")
+
+
+def _table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    rows = [list(titles), ["---"] * len(list(titles)), *map(list, lines)]
+    return "\n".join(
+        f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in rows
+    )
+
+
+def _ops(rows: Iterable[OpRow], mark: str = "") -> str:
+    lines = [
+        (
+            f"`{row.name}({arguments_of(row.function)})`" + mark * row.takes_scalars,
+            meaning_of(row),
+            row.dtype,
+            row.shape,
+        )
+        for row in sorted(rows, key=lambda row: row.name)
+    ]
+    return _table(["op", "meaning", "dtype rule", "shape"], lines)
+
+
+def page() -> str:
+    """Return the text of the page."""
+    rows = [row for row in ROWS.values() if row.is_implemented]
+    is_plain = {row.name: row.name in PUBLIC and not row.sample for row in rows}
+    missing = ", ".join(f"`{row.name}`" for row in ROWS.values() if not row.is_implemented)
+    rules = [(name, rule.sentence) for name, rule in DTYPE_RULES.items()]
+    others = [(f"`{name}`", hint) for name, hint in sorted(SPELLED.items())]
+    return "\n".join(
+        (
+            _HEAD,
+            "## Elementwise\n",
+            _ops([r for r in rows if is_plain[r.name]]),
+            "\n## Others\n",
+            _ops([r for r in rows if not is_plain[r.name]], " †"),
+            "\n## Rules of dtypes\n",
+            _table(["rule", "what it says"], rules),
+            "\n## Names elsewhere\n",
+            _table(["name", "here"], others),
+            f"\nNot implemented yet, and refused with `UnsupportedError`: {missing}.\n",
+        )
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

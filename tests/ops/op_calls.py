@@ -1,0 +1,265 @@
+"""A call of each op that is not in the table of elementwise ops, and what torch says about it.
+
+The operands' dtypes, ranks and values are those of the op's sample class; what torch computes is
+written here from the ops' documentation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from fuser import FusionDefinition, ops
+from fuser.ir.attention import SdpaFwdOp, TensorOp
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.nodes import FullOp
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ops.rows import ROWS
+from fuser.ops.samples import sample_of
+from tests.ops.op_cases import CASES, LAYOUTS, draw_operand, lay_out
+
+D = DataType
+Tensor = torch.Tensor
+Shape = tuple[int, ...]
+DTYPES = {
+    "w": (D.Float, D.Double),
+    "f": (D.Float, D.Double, D.Half, D.BFloat16),
+    "i": (D.Int, D.Int32),
+    "b": (D.Bool,),
+}
+# Extents 0, 1, primes.
+SHAPES: tuple[Shape, ...] = (
+    (),
+    (0,),
+    (1,),
+    (7,),
+    (3, 0),
+    (5, 13),
+    (1, 4),
+    (2, 3, 11),
+    (2, 1, 3, 5),
+)
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """How an op is called on operands, and what torch gives for them; None: what shape and dtype
+    the results have is all that is known.
+
+    `shapes` are those of the operands; by default one operand of each rank of the sample class.
+    """
+
+    build: Callable[..., Any]
+    torch: Callable[..., Any]
+    shapes: Sequence[tuple[Shape, ...]] | None = None
+    is_random: bool = False
+    # What the call appends beside its own nodes.
+    beside: tuple[type[TensorOp], ...] = ()
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(-1, dtype=x.dtype if x.is_floating_point() else torch.int64)
+
+
+def _prod(x: Tensor) -> Tensor:
+    return x.prod(-1, dtype=x.dtype if x.is_floating_point() else torch.int64)
+
+
+def _extreme(fn: Callable[..., Tensor], empty: float) -> Callable[[Tensor], Tensor]:
+    def reduce(x: Tensor) -> Tensor:
+        if x.shape[-1]:
+            return fn(x, -1)
+        least = fn is torch.amax
+        if x.dtype is torch.bool:
+            value: float | bool = not least
+        elif x.is_floating_point():
+            value = empty
+        else:
+            value = torch.iinfo(x.dtype).min if least else torch.iinfo(x.dtype).max
+        return torch.full(x.shape[:-1], value, dtype=x.dtype)
+
+    return reduce
+
+
+def _variance(x: Tensor) -> Tensor:
+    n = x.shape[-1]
+    deviation = ((x - x.mean(-1, keepdim=True)) ** 2).sum(-1)
+    return deviation / max(n - 1, 0) if n > 1 else deviation / torch.zeros(())
+
+
+def _welford(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.mean(-1)
+    deviation = ((x - x.mean(-1, keepdim=True)) ** 2).sum(-1)
+    return mean, deviation, torch.full(mean.shape, x.shape[-1], dtype=torch.int64)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+
+
+def _attend(q: TensorView, k: TensorView, v: TensorView) -> TensorView:
+    return ops.sdpfa_fwd(q, k, v, None, None, 0.0, False, None)[0]
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    read = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(_attention(*read), read, g)
+
+
+def _attend_back(q: TensorView, k: TensorView, v: TensorView, g: TensorView) -> Any:
+    out, sums, seed, offset = ops.sdpfa_fwd(q, k, v, None, None, 0.0, False, None)
+    return ops.sdpfa_bwd(g, q, k, v, out, sums, 0.0, False, seed, offset, None)
+
+
+def _lerp(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+    return a + w * (b - a)
+
+
+def _threes() -> list[tuple[Shape, ...]]:
+    return [(s,) * 3 for s in SHAPES]
+
+
+_MATRICES: list[tuple[Shape, ...]] = [
+    ((4,), (4,)),
+    ((3, 5), (5,)),
+    ((3, 5), (5, 2)),
+    ((2, 3, 5), (5, 7)),
+    ((2, 3, 5), (2, 5, 4)),
+    ((3, 0), (0, 2)),
+    ((3, 1), (1, 2)),
+]
+_HEADS: list[tuple[Shape, ...]] = [((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6))]
+
+
+def _as_case(name: str) -> OpCall:
+    """Return the call of an elementwise op with arguments of its own: its case of integers."""
+    case = next(c for c in CASES if c.name == name and c.dtypes[0] is D.Int)
+    function = getattr(ops, name)
+    return OpCall(
+        lambda *xs: function(*xs, *case.scalars),
+        lambda *xs: case.torch(*xs, *case.scalars),
+        [(s,) * len(case.dtypes) for s in SHAPES],
+    )
+
+
+_ELEMENTWISE = "addcmul clamp logical_right_shift real segment_set set sign threshold"
+CALLS: dict[str, OpCall] = {
+    **{name: _as_case(name) for name in _ELEMENTWISE.split()},
+    "broadcast": OpCall(
+        lambda x: ops.broadcast(x, [True] + [False] * x.ndim), lambda x: x.unsqueeze(0)
+    ),
+    "broadcast_in_dim": OpCall(
+        lambda x: ops.broadcast_in_dim(x, [*x.shape(), 4], list(range(x.ndim))),
+        lambda x: x.unsqueeze(-1).expand(*x.shape, 4),
+    ),
+    "cast": OpCall(lambda x: ops.cast(x, D.Float), lambda x: x.to(torch.float32)),
+    "cat": OpCall(
+        lambda a, b: ops.cat([a, b], -1),
+        lambda a, b: torch.cat([a, b], -1),
+        [((3,), (4,)), ((0,), (2,)), ((2, 1), (2, 5)), ((3, 0), (3, 0))],
+    ),
+    "expand": OpCall(lambda x: ops.expand(x, [3, *x.shape()]), lambda x: x.expand(3, *x.shape)),
+    "full": OpCall(
+        lambda: ops.full([2, 3], 1.5, D.Double),
+        lambda: torch.full([2, 3], 1.5, dtype=torch.float64),
+        [()],
+    ),
+    "iota": OpCall(
+        lambda: ops.iota(5, 2, 3, D.Int32), lambda: 2 + 3 * torch.arange(5, dtype=torch.int32), [()]
+    ),
+    "lerp": OpCall(ops.lerp, _lerp, _threes()),
+    "linear": OpCall(
+        ops.linear,
+        functional.linear,
+        [((5,), (3, 5)), ((2, 5), (3, 5)), ((2, 4, 5), (3, 5), (3,)), ((2, 0), (3, 0))],
+    ),
+    "matmul": OpCall(ops.matmul, torch.matmul, _MATRICES),
+    "max": OpCall(lambda x: ops.max(x, -1), _extreme(torch.amax, -math.inf)),
+    "min": OpCall(lambda x: ops.min(x, -1), _extreme(torch.amin, math.inf)),
+    "normal": OpCall(
+        lambda: ops.normal(0.0, 1.0, [2, 3], dtype=D.Float, rng_seed=1, rng_offset=2),
+        lambda: torch.empty(2, 3),
+        [()],
+        is_random=True,
+    ),
+    "pad": OpCall(lambda x: ops.pad(x, [1, 2]), lambda x: functional.pad(x, [1, 2])),
+    "permute": OpCall(
+        lambda x: ops.permute(x, list(reversed(range(x.ndim)))),
+        lambda x: x.permute(*reversed(range(x.ndim))),
+    ),
+    "prod": OpCall(lambda x: ops.prod(x, -1), _prod),
+    "rand_like": OpCall(ops.rand_like, torch.empty_like, is_random=True),
+    "randn_like": OpCall(ops.randn_like, torch.empty_like, is_random=True),
+    "reshape": OpCall(lambda x: ops.reshape(x, [-1]), lambda x: x.reshape(-1)),
+    "sdpfa_bwd": OpCall(
+        _attend_back, _gradients, [(*s, (2, 3, 5, 6)) for s in _HEADS], beside=(SdpaFwdOp,)
+    ),
+    "sdpfa_fwd": OpCall(_attend, _attention, _HEADS),
+    "shape": OpCall(ops.shape, lambda x: list(x.shape), beside=(FullOp,)),
+    "size": OpCall(lambda x: ops.size(x, -1), lambda x: x.shape[-1], beside=(FullOp,)),
+    "slice": OpCall(
+        lambda x: ops.slice(x, [0] * x.ndim, [2] * x.ndim), lambda x: x[(slice(2),) * x.ndim]
+    ),
+    "squeeze": OpCall(
+        lambda x: ops.squeeze(x, [-1]), lambda x: x.squeeze(-1), [((1,),), ((3, 1),), ((0, 2, 1),)]
+    ),
+    "stride_order": OpCall(lambda x: ops.stride_order(x, list(range(x.ndim))), lambda x: x),
+    "sum": OpCall(lambda x: ops.sum(x, -1), _sum),
+    "triu": OpCall(lambda x: ops.triu(x, 1), lambda x: x.triu(1)),
+    "uniform": OpCall(
+        lambda: ops.uniform(0.0, 1.0, [2, 3], dtype=D.Double, rng_seed=1, rng_offset=2),
+        lambda: torch.empty(2, 3, dtype=torch.float64),
+        [()],
+        is_random=True,
+    ),
+    "var": OpCall(lambda x: ops.var(x, [-1]), _variance),
+    "var_mean": OpCall(lambda x: ops.var_mean(x, [-1]), lambda x: (_variance(x), x.mean(-1))),
+    "welford": OpCall(lambda x: ops.welford(x, [-1]), _welford),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One call of an op: the definition, its inputs, what the op gave; sizes are outputs too."""
+
+    fusion: Fusion
+    inputs: list[Tensor]
+    results: list[TensorView | Scalar]
+    dtype: DataType | None
+
+
+def calls_of(name: str) -> Iterator[Drawn]:
+    """Call an op on operands of each dtype and shape of its sample class; layouts take turns."""
+    call, sample = CALLS[name], sample_of(ROWS[name])
+    low, high = sample.ranks
+    shapes = call.shapes or [(s,) for s in SHAPES if low <= len(s) <= high]
+    dtypes = [d for c in sample.takes for d in DTYPES[c]] or [None]
+    generator = torch.Generator().manual_seed(0)
+    for seed, (dtype, operands) in enumerate(itertools.product(dtypes, shapes)):
+        domains = itertools.cycle(sample.domains)
+        layout = LAYOUTS[seed % len(LAYOUTS)]
+        inputs = [
+            lay_out(draw_operand(next(domains), dtype or D.Float, s, generator), layout)
+            for s in operands
+        ]
+        with FusionDefinition() as fd:
+            made = call.build(*map(fd.from_pytorch, inputs))
+            results = list(made) if isinstance(made, list | tuple) else [made]
+            for r in results:
+                fd.add_output(r if isinstance(r, TensorView) else fd.ops.full([], r, D.Int))
+        yield Drawn(fd.fusion, inputs, results, dtype)
+
+
+def expected_of(name: str, inputs: Sequence[Tensor], *, is_wide: bool) -> list[Any]:
+    """Return what torch says, of floating operands in float64 where `is_wide`."""
+    given = [x.double() if is_wide and x.is_floating_point() else x for x in inputs]
+    found = CALLS[name].torch(*given)
+    return list(found) if isinstance(found, list | tuple) else [found]
