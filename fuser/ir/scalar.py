@@ -243,9 +243,9 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
 def apply(op: str, *args: ScalarLike) -> Scalar:
     """Apply a named op of `COMPUTE`, folding constants. Integer arithmetic has its own form: `/`
     and `%` truncate, as in C."""
-    scalars = tuple(as_scalar(a) for a in args)
+    scalars = tuple([as_scalar(a) for a in args])
     form = _INT_FORMS.get(op)
-    if form is not None and all(is_int(s) for s in scalars):
+    if form is not None and all(map(is_int, scalars)):
         return form(*scalars)
     dtype = _result_dtype(scalars, op)
     values = [s.value for s in scalars if isinstance(s, Const)]

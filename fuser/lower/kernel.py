@@ -7,15 +7,15 @@ tensors. Indices and conditions are `Scalar`s over loop symbols; values are `Exp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
-from fuser.record import record
+from fuser.record import record, replace
 
 INT32_LIMIT = 2**31 - 1
 
@@ -394,6 +394,7 @@ Statement: TypeAlias = (
     | ThreadReduce
     | Sync
 )
+StatementT = TypeVar("StatementT", bound=Statement)
 Rewrite: TypeAlias = Callable[[Scalar], Scalar]
 
 
@@ -448,9 +449,14 @@ def map_statement(
         changes[name] = None if scalar is None else fn(scalar)
     for name in _VALUE_FIELDS.get(type(statement), ()):
         changes[name] = map_expr(getattr(statement, name), fn, value)
-    if not changes:
-        return statement
-    return replace(statement, **changes)  # pyright: ignore[reportArgumentType]
+    return with_changes(statement, changes) if changes else statement
+
+
+def with_changes(statement: StatementT, changes: dict[str, object]) -> StatementT:
+    """Do what `dataclasses.replace` does, for statements: that looks at each field."""
+    made = object.__new__(type(statement))
+    made.__dict__.update(statement.__dict__, **changes)
+    return made
 
 
 def bodies(statement: Statement) -> tuple[Body, ...]:

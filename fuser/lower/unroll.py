@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import Apply, Poly, Scalar, Symbol
@@ -31,6 +30,7 @@ from fuser.lower.kernel import (
     bodies,
     values_of,
     walk,
+    with_changes,
 )
 
 _EFFECTS = (Store, VectorStore, Accumulate, AccumulateBlock, ThreadReduce, Sync, Unswitch)
@@ -132,7 +132,7 @@ def _without_tests(body: Body, tests: Collection[Scalar]) -> Body:
             if rest == sc.const(True) and not s.flags:
                 out.extend(then.statements)
                 continue
-            out.append(replace(s, cond=rest, then=then))
+            out.append(with_changes(s, {"cond": rest, "then": then}))
         else:
             out.append(_with_bodies(s, lambda b: _without_tests(b, tests)))
     return Body(out)
@@ -142,14 +142,12 @@ def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
     """Return the statement with `fn` applied to its bodies."""
     match statement:
         case For() | Unswitch():
-            return replace(statement, body=fn(statement.body))
+            return with_changes(statement, {"body": fn(statement.body)})
         case If():
-            other = statement.otherwise
-            return replace(
-                statement, then=fn(statement.then), otherwise=None if other is None else fn(other)
-            )
+            other = None if statement.otherwise is None else fn(statement.otherwise)
+            return with_changes(statement, {"then": fn(statement.then), "otherwise": other})
         case _:
-            return replace(statement)
+            return with_changes(statement, {})
 
 
 # ------------------------------------------------------------------ unrolling
