@@ -7,7 +7,7 @@ is `host_s`. Kernels are bound by memory; matmuls by the larger of arithmetic an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -30,6 +30,9 @@ from multidevice.backends.protocol import RedOp
 Shape = tuple[int, ...]
 # The local shapes of an op's operands, and of its results.
 Sizes = Callable[[TensorView], Shape]
+# Of how many bytes of a tensor a kernel reads no more than these.
+Found = Mapping[TensorView, int]
+NOTHING: Found = {}
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,11 @@ def held_nbytes(tv: TensorView, shape: Shape) -> int:
 
 
 # ------------------------------------------------------------------ kernels
-def _kernel(op: Op, sizes: Sizes, machine: Machine) -> Cost:
-    """Every operand is read and every result written, once."""
+def _kernel(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost:
+    """Every operand is read and every result written, once; of tables what is found in them."""
     both = dict.fromkeys((*op.inputs, *op.outputs))
-    touched = [v for v in both if isinstance(v, TensorView)]
-    return _moves(sum(held_nbytes(tv, sizes(tv)) for tv in touched), machine)
+    held = {v: held_nbytes(v, sizes(v)) for v in both if isinstance(v, TensorView)}
+    return _moves(sum(min(n, found.get(v, n)) for v, n in held.items()), machine)
 
 
 def _moves(nbytes: int, machine: Machine) -> Cost:
@@ -306,12 +309,15 @@ def is_computed(op: Op, effects: Iterable[Effect]) -> bool:
     return is_known and not any(isinstance(e, Shows) for e in effects)
 
 
-def cost_of(op: Op, sizes: Sizes, machine: Machine) -> Cost | None:
+def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:
     """Return what an op that computes costs; None for one that only names, waits or switches.
 
-    Raises `UnsupportedError` for what the model does not know.
+    `found` says what a kernel reads of its tables (`hostir.table_costs`). Raises
+    `UnsupportedError` for what the model does not know.
     """
-    found = COSTS.get(type(op))
-    if found is not None:
-        return found(op, sizes, machine)
+    if found:
+        return _kernel(op, sizes, machine, found)
+    row = COSTS.get(type(op))
+    if row is not None:
+        return row(op, sizes, machine)
     return _kernel(op, sizes, machine) if isinstance(op, TensorOp) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fuser.ir.core import Op
 from fuser.ir.nodes import LibraryOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.types import MemoryType
@@ -12,7 +13,9 @@ from hostir.container import HostIrContainer
 from hostir.findings import Finding, refuse
 from hostir.machine import Machine
 from hostir.op_costs import (
+    NOTHING,
     Cost,
+    Found,
     collective_cost,
     cost_of,
     held_nbytes,
@@ -20,8 +23,10 @@ from hostir.op_costs import (
     transfer_cost,
     under_load,
 )
+from hostir.ops import LaunchKernel
 from hostir.rank_posts import DEADLOCK, MISPLACED
 from hostir.rank_values import Array, at, np
+from hostir.table_costs import found_in_tables
 from hostir.time_classes import time_classes
 from hostir.timeline import Resource, Simulator, Work
 from hostir.transfers import (
@@ -74,7 +79,7 @@ def timetable_of(
     refuse(program, wrong, what="this program has no timetable")
     classes = time_classes(unrolled.items, len(unrolled.ranks))
     firsts: list[int] = np.unique(classes, return_index=True)[1].tolist()
-    shared = _Shared(classes, machine)
+    shared = _Shared(classes, machine, program, values)
     host: list[float] = []
     for number, place in enumerate(firsts):
         builder = _Builder(shared, number, place)
@@ -101,9 +106,23 @@ class _Shared:
 
     classes: Array
     machine: Machine
+    program: HostIrContainer
+    values: Mapping[Symbol, Number]
     work: list[Work] = field(default_factory=list[Work])
     by_key: dict[object, Work] = field(default_factory=dict[object, Work])
     members: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    # What kernels find in their tables.
+    in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
+
+    def found(self, op: Op) -> Found:
+        """Return what a kernel finds in its tables."""
+        if not isinstance(op, LaunchKernel):
+            return NOTHING
+        if op not in self.in_tables:
+            group = self.program.groups.get(op.group)
+            known = found_in_tables(op, group.fusion, self.values) if group else NOTHING
+            self.in_tables[op] = known
+        return self.in_tables[op]
 
     def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> Work:
         work = Work(item, cost, is_transfer, {}, len(self.work))
@@ -132,8 +151,8 @@ class _Builder:
             self._item(item)
 
     def _cost(self, item: UnrolledOp) -> Cost | None:
-        sizes = item.sizes(self.place)
-        return cost_of(item.site.op, lambda tv: sizes[tv], self.machine)
+        sizes, op = item.sizes(self.place), item.site.op
+        return cost_of(op, lambda tv: sizes[tv], self.machine, self.shared.found(op))
 
     def _item(self, item: UnrolledOp) -> None:
         op, stream = item.site.op, self._stream(item)

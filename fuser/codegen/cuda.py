@@ -29,6 +29,7 @@ from fuser.lower.kernel import (
     GlobalLoad,
     If,
     Let,
+    LetValue,
     LoweredKernel,
     Prefetch,
     ScalarValue,
@@ -441,6 +442,10 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
     If: _if,
     Unswitch: _unswitch,
     Let: lambda w, s: w.line(f"const {INDEX} {s.symbol.name} = {scalar_text(s.value)};"),
+    LetValue: lambda w, s: w.line(
+        f"const {'bool' if s.symbol.dtype is DataType.Bool else INDEX} {s.symbol.name} = "
+        f"{_strip(expr_text(s.value))};"
+    ),
     Define: lambda w, s: w.line(
         f"const {c_type(s.dtype)} {s.name} = {_strip(expr_text(s.value))};"
     ),

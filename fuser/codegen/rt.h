@@ -22,6 +22,7 @@
 //                __double2bfloat; for N elements at once (packed instructions): half2float_vec<N>(dst, src)
 //                float2half_vec<N> bfloat2float_vec<N> float2bfloat_vec<N>, dst and src arrays
 //   places       fm_is_at(x, base, step): whether x is base + step, a place in a tensor that differs from thread to thread
+//                fm_is_row(x, n): whether x is a position of an axis of n elements; the checked build fails where it is not
 //   vectors      load_vec<N>(array, T0, index)   store_vec<N>(T0, index, array)   N elements, 1 2 4 8 or 16 bytes, aligned
 //                load_vec<N>(array, at, T0, index)   store_vec<N>(T0, index, array, at)   starting at array[at]
 //                load_vec_any: same, element by element where the address is not aligned
@@ -278,6 +279,15 @@ FUSER_DEVICE bool fm_is_at(int64_t x, int64_t base, int step) {
   asm("" : "+r"(near));  // or the compiler compares 64 bits again
 #endif
   return near == step;
+}
+
+// Outside of a table nothing is read, as no kernel can raise an error; the checked build can.
+FUSER_DEVICE bool fm_is_row(int64_t x, int64_t n) {
+  const bool is_row = static_cast<uint64_t>(x) < static_cast<uint64_t>(n);
+#ifdef FUSER_SIMT_CHECKED
+  if (!is_row) simt::engine->fail_row(x, n);
+#endif
+  return is_row;
 }
 
 // Pairs go through one packed conversion on the GPU; on the CPU the plain loop vectorises.

@@ -72,6 +72,7 @@ struct Engine {
   void (*fail_global)(const char* name, long long at, unsigned nbytes, unsigned alignment, long long extent,
                       unsigned element, int is_store);
   void (*fail_register)(long long index, long long extent);
+  void (*fail_row)(long long index, long long extent);
 };
 
 }  // namespace simt

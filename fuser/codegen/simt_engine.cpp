@@ -388,6 +388,10 @@ void fail_register(long long index, long long extent) {
   FAIL(kRegister, "element %lld of a register array of %lld", index, extent);
 }
 
+void fail_row(long long index, long long extent) {
+  FAIL(kOutOfBounds, "an index of %lld, into an axis of %lld elements", index, extent);
+}
+
 // Whether an access of `thread` is unordered with one by `other`, made at the given epochs.
 bool unordered(unsigned thread, unsigned other, unsigned long long epoch, unsigned long long warp_epoch) {
   if (thread == other || epoch != context.epoch) return false;
@@ -436,7 +440,7 @@ void shared_access(const char* name, unsigned at, unsigned nbytes, unsigned alig
 }
 
 const Engine engine = {run, barrier, sync_warp, exchange, vote, sleep_a_while, smem, shared_access, fail_global,
-                       fail_register};
+                       fail_register, fail_row};
 
 }  // namespace
 

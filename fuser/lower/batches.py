@@ -34,6 +34,7 @@ from fuser.lower.kernel import (
     Expr,
     For,
     If,
+    LetValue,
     ScalarValue,
     Statement,
     Var,
@@ -105,7 +106,7 @@ def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
     """Return what replaces a nest of unrolled loops around Welford updates, None for another."""
     loops, conds, inside = _perfect_nest(top)
     if not any(map(_is_update, inside)) or not all(
-        isinstance(s, Accumulate | Define) for s in inside
+        isinstance(s, Accumulate | Define | LetValue) for s in inside
     ):
         return None
     own = {x for s in inside if isinstance(s, Accumulate) for x in _own_symbols(s.target)}

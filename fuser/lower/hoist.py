@@ -19,6 +19,7 @@ from fuser.lower.kernel import (
     For,
     If,
     Let,
+    LetValue,
     ScalarValue,
     Statement,
     Unswitch,
@@ -79,7 +80,17 @@ class Hoister:
         self._frames.pop()
 
     def _inside(self, body: Body) -> None:
-        body.statements = [self._statement(s) for s in body.statements]
+        made: list[Statement] = []
+        for k, statement in enumerate(body.statements):
+            made.append(self._statement(statement))
+            if isinstance(statement, LetValue):
+                # What depends on it can be computed from here on: the rest is a frame of its own.
+                rest = Body(body.statements[k + 1 :])
+                self._levels[statement.symbol] = len(self._frames)
+                self._frame(rest)
+                made += rest.statements
+                break
+        body.statements = made
 
     def _statement(self, statement: Statement) -> Statement:
         match statement:

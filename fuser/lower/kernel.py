@@ -215,6 +215,14 @@ class Let:
 
 
 @dataclass
+class LetValue:
+    """`const T name = value`: a value that kernels find out, named in indices and conditions."""
+
+    symbol: Symbol
+    value: Expr
+
+
+@dataclass
 class Define:
     """`const T name = value`."""
 
@@ -379,6 +387,7 @@ Statement: TypeAlias = (
     | If
     | Unswitch
     | Let
+    | LetValue
     | Define
     | Declare
     | DeclareShared
@@ -430,6 +439,7 @@ _SCALAR_FIELDS: dict[type, tuple[str, ...]] = {
     AccumulateBlock: ("count",),
 }
 _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
+    LetValue: ("value",),
     Define: ("value",),
     Assign: ("target", "value"),
     Store: ("value",),

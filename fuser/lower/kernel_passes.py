@@ -42,6 +42,7 @@ from fuser.lower.kernel import (
     values_of,
     walk,
 )
+from fuser.lower.lookups import lift_places
 from fuser.lower.loops import COORDINATES, NoNestError, Stage, nest_stages
 from fuser.lower.prefetch import prefetch_next
 from fuser.lower.reduce import element_layout
@@ -101,6 +102,10 @@ def _divide_once(state: State) -> None:
         divide_once(state.body, state.ctx.nesting.fusion.least)
 
 
+def _lift_places(state: State) -> None:
+    lift_places(state.body)
+
+
 def _load_words(state: State) -> None:
     if not state.ctx.is_cpu:
         load_words(state.body)
@@ -137,10 +142,12 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These eight before hoisting, which hides loop symbols behind names.
+    # These nine before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
     ("alternate_directions", _alternate_directions),
     ("divide_once", _divide_once),
+    # Before words: what is read at a place that a loop finds out has none.
+    ("lift_places", _lift_places),
     ("load_words", _load_words),
     ("prefetch_next", _prefetch_next),
     ("sum_in_blocks", _sum_in_blocks),

@@ -26,6 +26,7 @@ from fuser.lower.kernel import (
     GlobalLoad,
     If,
     Let,
+    LetValue,
     Prefetch,
     Statement,
     ThreadReduce,
@@ -60,9 +61,9 @@ class _Loop:
         self.following = sc.add(loop.symbol, 1)
         # What is known in this iteration alone: places that depend on it are not asked for.
         self.made: Container[str] = {
-            s.symbol.name if isinstance(s, Let) else s.name
+            s.symbol.name if isinstance(s, Let | LetValue) else s.name
             for s in walk(loop.body)
-            if isinstance(s, Let | Define | Declare)
+            if isinstance(s, Let | LetValue | Define | Declare)
         }
 
     def prefetch(self) -> None:

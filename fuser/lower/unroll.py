@@ -97,7 +97,7 @@ def conjuncts(cond: Scalar) -> list[Scalar]:
     """Return the tests of a conjunction; none for a constant."""
     if isinstance(cond, Apply) and cond.op == "&&":
         return [c for a in cond.args for c in conjuncts(a)]
-    return [] if sc.int_value(cond) is not None or not isinstance(cond, Apply) else [cond]
+    return [cond] if isinstance(cond, Apply | Symbol) and sc.int_value(cond) is None else []
 
 
 def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:

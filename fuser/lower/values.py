@@ -47,6 +47,7 @@ from fuser.lower.kernel import (
     Select,
     Var,
 )
+from fuser.lower.lookups import LOOKUPS, looked_up
 from fuser.lower.loops import COORDINATES, Stage
 from fuser.lower.predicate import inside_pad
 from fuser.lower.vectorize import terms_of
@@ -183,11 +184,15 @@ class ValueBuilder:
 
     def define(self, tv: TensorView, value: Expr, scope: Scope) -> Var:
         """Name a value `t5` (`t5_1` for further elements of the same tensor)."""
-        count = self._names.get(tv.number, 0)
-        self._names[tv.number] = count + 1
-        name = f"t{tv.number}_{count}" if count else f"t{tv.number}"
+        name = f"t{self.mark(tv)}"
         scope.body.statements.append(Define(name, value.dtype, value))
         return Var(name, value.dtype)
+
+    def mark(self, tv: TensorView) -> str:
+        """Return what tells apart the names of a tensor's elements: `5`, `5_1`, ..."""
+        count = self._names.get(tv.number, 0)
+        self._names[tv.number] = count + 1
+        return f"{tv.number}_{count}" if count else str(tv.number)
 
     def words_of(self, tv: TensorView, scope: Scope) -> str:
         """Return the name of what keeps a random tensor's words from one element to the next."""
@@ -408,4 +413,5 @@ _BY_OP: dict[type[TensorOp], Callable[[ValueBuilder, TensorOp, At], Expr]] = {
     RandomOp: _random,
     PadOp: _pad,
     CatOp: _cat,
+    **dict.fromkeys(LOOKUPS, looked_up),
 }

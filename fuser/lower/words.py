@@ -29,10 +29,12 @@ from fuser.lower.kernel import (
     For,
     GlobalLoad,
     If,
+    LetValue,
     ScalarValue,
     Statement,
     VectorLoad,
     bodies,
+    walk,
 )
 from fuser.lower.unroll import conjuncts
 from fuser.lower.vectorize import MAX_VECTOR_BYTES, terms_of
@@ -64,12 +66,15 @@ class _Words:
         """Return the statements that load what a loop reads, which reads it from there on."""
         made: list[Statement] = []
         arrays: dict[tuple[str, Scalar, Scalar], str] = {}
+        found_here = {s.symbol for s in walk(loop.body) if isinstance(s, LetValue)}
         for statement, conditions in _definitions(loop.body, TRUE):
             load = statement.value
             if not isinstance(load, GlobalLoad):
                 continue
             guard = sc.logical_and(conditions, load.guard)
             if not _is_run(load, guard, loop):
+                continue
+            if found_here.intersection((*sc.symbols(load.index), *sc.symbols(guard))):
                 continue
             key = load.name, load.index, guard
             if key not in arrays:

@@ -139,6 +139,10 @@ DTYPE_RULES: dict[str, DtypeRule] = {
         "Mean and sum of squares have the dtype of the floating operand, the count is Index."
     ),
     "equal": DtypeRule("Operands have one dtype, which is the result's."),
+    "indexed": DtypeRule(
+        "The result has the dtype of what is read, or written into, as what is written has; an "
+        "index is Int or Int32."
+    ),
     "attention": DtypeRule(
         "Queries, keys and values have one dtype, which is the results'; logsumexp is Float, the "
         "random state UInt64."

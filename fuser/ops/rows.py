@@ -9,6 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.lookup import (
+    EmbeddingFwdOp,
+    GatherOp,
+    IndexSelectOp,
+    ScatterOp,
+    SelectOp,
+    TakeAlongAxisOp,
+)
 from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -31,7 +39,7 @@ from fuser.ir.nodes import (
     UnaryOp,
     WelfordOp,
 )
-from fuser.ops import elementwise, factories, random, reductions, resize, views
+from fuser.ops import elementwise, factories, indexing, random, reductions, resize, views
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
 from fuser.ops.contractions import linear, matmul
 from fuser.ops.reshape import reshape
@@ -182,6 +190,41 @@ _ROWS = (
     OpRow("rand_like", random.rand_like, (RandomOp,), "keep_float", _SAME, "floats"),
     OpRow("randn_like", random.randn_like, (RandomOp,), "keep_float", _SAME, "floats"),
     OpRow("uniform", random.uniform, (RandomOp,), "given", _GIVEN, "sizes"),
+    # Tensors read, and written, where an index says.
+    OpRow(
+        "embedding_fwd",
+        indexing.embedding_fwd,
+        (EmbeddingFwdOp,),
+        "indexed",
+        "[*i], [v, h] -> [*i, h].",
+        "matrices",
+    ),
+    OpRow("gather", indexing.gather, (GatherOp,), "indexed", "That of the index.", "rows"),
+    OpRow(
+        "index_select",
+        indexing.index_select,
+        (IndexSelectOp,),
+        "indexed",
+        "The operand's but for `dim`, which has the size of the index.",
+        "rows",
+    ),
+    OpRow("scatter", indexing.scatter, (ScatterOp,), "indexed", _SAME, "rows"),
+    OpRow(
+        "select",
+        indexing.select,
+        (SelectOp,),
+        "indexed",
+        "The operand's without `dim`.",
+        "rows",
+    ),
+    OpRow(
+        "take_along_axis",
+        indexing.take_along_axis,
+        (TakeAlongAxisOp,),
+        "indexed",
+        "Both operands' but for `dim`, where it is the index's.",
+        "rows",
+    ),
     # Reductions.
     OpRow("max", reductions.max, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
     OpRow("min", reductions.min, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
@@ -233,9 +276,9 @@ _ROWS = (
     *map(
         _not_yet,
         """
-        argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm embedding_fwd gather
-        grouped_mm index_select nv_block_quantize nv_grouped_block_quantize
-        preprocess_grouped_matmul_input_sf scaled_mm scatter select take_along_axis topk
+        argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm grouped_mm
+        nv_block_quantize nv_grouped_block_quantize preprocess_grouped_matmul_input_sf scaled_mm
+        topk
         """.split(),
     ),
 )

@@ -10,6 +10,7 @@ float32, the result rounded to the IR dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,15 @@ from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType, is_floating, to_torch
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import (
+    EmbeddingFwdOp,
+    GatherOp,
+    IndexSelectOp,
+    LookupOp,
+    ScatterOp,
+    SelectOp,
+    TakeAlongAxisOp,
+)
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -156,6 +166,59 @@ def _cat(op: nodes.CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
         parts.append(kept.expand(shape))
         start = stop
     return [torch.cat(parts, op.dim)]
+
+
+# ------------------------------------------------------------------ lookups
+def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    """Look up at indices that are in range, then put what others mean in its place."""
+    table, index = inputs[op.TABLE], inputs[1 - op.TABLE].long()
+    extent = table.shape[op.axis]
+    outside = (index < 0) | (index >= extent)
+    index = index.clamp(0, max(extent - 1, 0))
+    shape = cx.sizes(op.out)
+    found = table.new_empty(shape) if not extent else _FOUND[type(op)](op, table, index, cx)
+    missing = math.nan if found.dtype.is_floating_point else 0
+    if isinstance(op, IndexSelectOp | EmbeddingFwdOp):
+        after = found.ndim - (op.axis if isinstance(op, IndexSelectOp) else 0) - index.ndim
+        outside = outside[(..., *(None,) * after)]
+    return [found.masked_fill(outside, missing)]
+
+
+def _along(op: TakeAlongAxisOp, table: Tensor, index: Tensor, cx: _Context) -> Tensor:
+    sizes = cx.sizes(op.out)
+    of_table = [*sizes[: op.dim], table.shape[op.dim], *sizes[op.dim + 1 :]]
+    return table.expand(of_table).gather(op.dim, index.expand(sizes))
+
+
+def _select(op: SelectOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    table, place = inputs[0], cx.int_of(op.index)
+    if 0 <= place < table.shape[op.dim]:
+        return [table.select(op.dim, place)]
+    missing = math.nan if table.dtype.is_floating_point else 0
+    return [table.new_full(cx.sizes(op.out), missing)]
+
+
+def _scatter(op: ScatterOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    """Write into one place more than there are, which takes what is meant for none of them."""
+    x, index = inputs[0], inputs[1].long()
+    extent = x.shape[op.dim]
+    out = x.new_empty([n + (k == op.dim) for k, n in enumerate(x.shape)])
+    kept = out.narrow(op.dim, 0, extent)
+    kept.copy_(x)
+    index = torch.where((index < 0) | (index >= extent), extent, index)
+    if isinstance(op.src, Scalar):
+        out.scatter_(op.dim, index, sc.evaluate(op.src, cx.values))
+    else:
+        out.scatter_(op.dim, index, inputs[2])
+    return [kept]
+
+
+_FOUND: dict[type[LookupOp], Callable[[Any, Tensor, Tensor, _Context], Tensor]] = {
+    IndexSelectOp: lambda op, table, index, cx: table.index_select(op.dim, index),
+    EmbeddingFwdOp: lambda op, table, index, cx: table[index],
+    TakeAlongAxisOp: _along,
+    GatherOp: lambda op, table, index, cx: table.gather(op.dim, index),
+}
 
 
 # ------------------------------------------------------------------ factories
@@ -313,6 +376,9 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     nodes.SliceOp: NodeRow(_slice, "index"),
     nodes.PadOp: NodeRow(_pad, "element"),
     nodes.CatOp: NodeRow(_cat, "element"),
+    **dict.fromkeys(_FOUND, NodeRow(_lookup, "element")),
+    SelectOp: NodeRow(_select, "element"),
+    ScatterOp: NodeRow(_scatter, "library"),
     nodes.FullOp: NodeRow(_full, "element"),
     nodes.IotaOp: NodeRow(_iota, "element"),
     nodes.RandomOp: NodeRow(_random, "element"),

@@ -20,6 +20,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import complete, size_of
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import GatherOp, ScatterOp
 from fuser.ir.nodes import ReshapeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
@@ -49,7 +50,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
     """Return a concretized copy for these sizes, and its key.
 
     `sizes` binds the extent symbols (or the representatives of their classes) and integer scalar
-    inputs. Raises `InputError` for a reshape whose element counts differ for these sizes.
+    inputs. Raises `InputError` for a reshape whose element counts differ for these sizes, and for a
+    gather whose index is larger than its table.
     """
     decide = KeyOfSizes(fusion)
     key = decide(sizes)
@@ -85,6 +87,7 @@ class KeyOfSizes:
         reshapes = [op for op in fusion.used_exprs() if isinstance(op, ReshapeOp)]
         # With the element counts that sizes have to make equal; None where they are.
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
+        self._limited = [op for op in fusion.used_exprs() if isinstance(op, GatherOp | ScatterOp)]
         self._extents = _used_extents(fusion)
         self._sizes = Computed(list(self._extents))
         self.clamps = Clamps(fusion)
@@ -101,6 +104,8 @@ class KeyOfSizes:
                 _check_counts(op, counts, values)
             if is_undecided(op):
                 plans.append(_plan(self._fusion, op, values))
+        for op in self._limited:
+            _check_limits(op, values)
         empty, clamps = tuple(self._empty(values)), self.clamps.decide(values)
         if not (plans or empty or clamps):
             return ()
@@ -174,6 +179,20 @@ def _check_counts(
             f"{op.inp} from {shapes[0]} to {shapes[1]} ({found} and {expected} elements)"
             f"{_at(op)}"
         )
+
+
+def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> None:
+    """Raise `InputError` where an index is longer than what is read or written at it."""
+    for k, tv in op.limits():
+        want, have = (
+            [size_of(a.size, values) for a in t.domain.no_reductions] for t in (op.index, tv)
+        )
+        if want[k] > have[k]:
+            raise InputError(
+                f"{op.name}: Size does not match at dimension {k}: expected index {op.index} of "
+                f"shape {want} to be no larger than {tv} of shape {have} apart from dimension "
+                f"{op.dim}{_at(op)}"
+            )
 
 
 def _at(op: TensorOp) -> str:

@@ -18,6 +18,7 @@ from fuser.ir.binding import size_of
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, is_floating
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import LookupOp
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -52,13 +53,16 @@ def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.Te
     pads_nothing = isinstance(op, nodes.PadOp) and any(
         _is_empty(a, values) for a in op.inp.domain.no_reductions
     )
+    finds_nothing = isinstance(op, LookupOp) and any(
+        _is_empty(a, values) for a in op.table.domain.no_reductions
+    )
     # An expanded axis without elements is dropped before it is reduced: there is nothing to pick.
     drops_nothing = isinstance(op, nodes.SqueezeOp) and any(
         is_gone and _is_empty(a, values)
         for a, is_gone in zip(op.inp.domain.no_reductions, op.flags, strict=True)
     )
     is_empty = any(_is_empty(a, values) for a in op.out_tensor.domain.logical)
-    if not (reduces_nothing or pads_nothing or drops_nothing or is_empty):
+    if not (reduces_nothing or pads_nothing or finds_nothing or drops_nothing or is_empty):
         return [op]
     fills: list[nodes.TensorOp] = []
     for out, value in zip(op.outputs, _fill_values(op), strict=True):
@@ -75,6 +79,8 @@ def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
             return [op.init]
         case nodes.PadOp():
             return [op.value]
+        case LookupOp() if is_floating(op.out.dtype()):
+            return [Const(math.nan, op.out.dtype())]
         case nodes.WelfordOp():
             average = math.nan if is_floating(op.avg.dtype()) else 0
             return [

@@ -24,6 +24,7 @@ from fuser.ir.domain import (
     TensorDomain,
 )
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import GatherOp
 from fuser.ir.path import Rules, SizeRules, forward, replay
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -193,6 +194,8 @@ def _root_states(
             joined = _expanded(joined, op.shape[position], values)
         elif isinstance(op, nodes.LibraryOp) and not op.KEEPS_EXPANDED:
             joined = unexpanded(joined)
+        elif isinstance(op, GatherOp) and position in op.narrowed():
+            joined = unexpanded(joined)  # each of its elements is read from another of the table
         states.append(_like(axis, joined))
     return states
 

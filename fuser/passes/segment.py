@@ -1,10 +1,11 @@
 """Segmentation: cut a fusion into library ops, views, communications and generated kernels.
 
 A tensor is *materialised* when memory must hold it: fusion inputs and outputs, operands and results
-of library ops and communications, and the last tensors of a reduction's own iteration space. A
-kernel computes one materialised tensor from other materialised tensors; the pointwise ops between
-are recomputed by every kernel that needs them, which costs reads of inputs that are read anyway and
-saves a write. Kernels that share work are then merged while a scheduler accepts the union.
+of library ops and communications, tables of lookups, and the last tensors of a reduction's own
+iteration space. A kernel computes one materialised tensor from other materialised tensors; the
+pointwise ops between are recomputed by every kernel that needs them, which costs reads of inputs
+that are read anyway and saves a write. Kernels that share work are then merged while a scheduler
+accepts the union.
 
 Source: the acyclic-partition view of fusion (Herrmann et al. 2017) reduced to cones; nvFuser's
 forwarding of cheap producer chains.
@@ -20,6 +21,7 @@ from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
 from fuser.ir.domain import TensorDomain
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import LookupOp
 from fuser.ir.nodes import TensorOp
 from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
@@ -178,8 +180,8 @@ class _Segmenter:
         return not sent or all(a.is_broadcast or mine == want for a, mine, want in dense)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
-        """Return the view ops from which only views lead to a library op or communication, or to
-        a kernel that they cannot be in."""
+        """Return the view ops from which only views lead to a library op or communication, to
+        a lookup as its table, or to a kernel that they cannot be in."""
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):
             reads_memory = self.kind[e] in ("library", "communication") or e in wanted
@@ -187,7 +189,8 @@ class _Segmenter:
                 d = self.fusion.definition(v) if isinstance(v, TensorView) else None
                 if d is None or self.kind[d] != "kernel" or not isinstance(d, VIEW_OPS):
                     continue
-                if reads_memory or not self.may_share_kernel(d, e):
+                is_table = isinstance(e, LookupOp) and v is e.table
+                if reads_memory or is_table or not self.may_share_kernel(d, e):
                     wanted.add(d)
         return wanted
 
@@ -248,6 +251,8 @@ class _Segmenter:
                 stored.update({v: None for v in e.inputs if isinstance(v, TensorView)})
                 stored.update(dict.fromkeys(e.outputs))
                 continue
+            if isinstance(e, LookupOp):
+                stored[e.table] = None
             for v in e.inputs:
                 d = self.fusion.definition(v) if isinstance(v, TensorView) else None
                 if isinstance(v, TensorView) and d is not None and not self.may_share_kernel(d, e):

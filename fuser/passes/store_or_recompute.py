@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from fuser.ir import storage
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import LookupOp
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
@@ -113,11 +114,14 @@ class _Decision:
         )
         spared = arithmetic / INSTRUCTIONS_PER_BYTE
         cost_of_storing = nbytes_of(op.out_tensor.dtype()) * (1 + count)
-        for v in inputs:
+        # Of a table as much is read as is found in it.
+        read = {v: readers & self._users((v,), others) for v in inputs}
+        read.update((e.out, others[e]) for e in ops if isinstance(e, LookupOp))
+        for v, mine in read.items():
             if elements(v) == size:
                 nbytes = nbytes_of(v.dtype())
                 cost_of_storing += nbytes
-                spared += nbytes * (count - (readers & self._users((v,), others)).bit_count())
+                spared += nbytes * (count - mine.bit_count())
         return spared > LEAST_GAIN * cost_of_storing
 
     def _users(self, tensors: Iterable[TensorView], others: Mapping[TensorOp, int]) -> int:

@@ -19,6 +19,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record
 from fuser.schedule.facts import Facts
+from fuser.schedule.pointwise import table_rejection
 from fuser.schedule.tiling import arrange, intermediates, parallelize
 
 PT = ParallelType
@@ -57,7 +58,7 @@ def accepts(fusion: Fusion) -> str | None:
             return f"{op.out_tensor} is a reduction that other ops read"
     if fusion.aliases:
         return "an output is written into an input"
-    return None
+    return table_rejection(fusion)
 
 
 def generic(device: DeviceInfo) -> PlainParams:

@@ -24,6 +24,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import LookupOp
 from fuser.ir.nodes import CatOp, LibraryOp, ReductionOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -140,10 +141,21 @@ def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
         return "the fusion computes nothing"
     if any(out in fusion.inputs for out in fusion.outputs):
         return "an input is an output"
+    reason = table_rejection(fusion)
+    if reason is not None:
+        return reason
     repeated = has_self_mapping(graph, fusion.tensors())
     if repeated is not None:
         return f"two axes of {repeated} are the same axis elsewhere in the fusion"
     return _alias_rejection(fusion, graph)
+
+
+def table_rejection(fusion: Fusion) -> str | None:
+    """Any thread may need any part of a table: memory holds it before the kernel begins."""
+    for op in fusion.exprs:
+        if isinstance(op, LookupOp) and op.table not in fusion.inputs:
+            return f"the table {op.table} of {op.name} is computed in the same kernel"
+    return None
 
 
 def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:

@@ -7,12 +7,13 @@ every tensor (each run becomes one loop), and for the tensors that can be access
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
+from fuser.ir.lookup import LookupOp
 from fuser.ir.nodes import CatOp, PadOp, SliceOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -28,13 +29,15 @@ class Access:
 
     `order` holds positions of reference axes, outermost in memory first; `contiguous[k]` says that
     the stride of `order[k]` is the extent times the stride of `order[k + 1]` (last: 1). A tensor
-    that is reached through a resize, or whose axes are not reference axes, has no order.
+    that is reached through a resize, or whose axes are not reference axes, has no order; of a
+    table, read at looked-up places, `beside` says the same as `order` without the looked-up axis.
     """
 
     tv: TensorView
     is_output: bool
     order: tuple[int, ...] | None
     contiguous: tuple[bool, ...] = ()
+    beside: tuple[int, ...] | None = None
 
     @cached_property
     def nbytes(self) -> int:
@@ -43,7 +46,7 @@ class Access:
 
     def joins(self, outer: int, inner: int) -> bool:
         """Whether the reference axes `outer`, `inner` are one run in this tensor's memory."""
-        order = self.order
+        order = self.order if self.beside is None else self.beside
         if order is None:
             return True  # its index goes through a view in any case
         if outer not in order or inner not in order:
@@ -124,10 +127,14 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
     concrete = tuple(k for k, a in enumerate(logical) if a.kind is not IterType.broadcast)
     place = {logical[k].number: k for k in concrete}
     resized = tensors_above_resize(fusion)
+    tables = {op.table: op for op in fusion.exprs if isinstance(op, LookupOp)}
     outputs = dict.fromkeys(fusion.outputs)
     accesses: list[Access] = []
     read = (v for v in fusion.inputs if isinstance(v, TensorView) and fusion.uses(v))
     for tv in (*read, *outputs):
+        if tv in tables:
+            accesses.append(_table_access(tables[tv], matcher, place))
+            continue
         order: list[int] = []
         flags: list[bool] = []
         known = tv not in resized or tv in outputs
@@ -149,10 +156,32 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
     return Space(reference, concrete, tuple(accesses))
 
 
+def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) -> Access:
+    """Say how a table lies in memory beside its looked-up axis."""
+    domain, roots = op.table.domain, op.out.domain.maybe_root
+    targets = dict(zip((a.number for a in domain.no_reductions), op.table_map(), strict=True))
+    order: list[int] = []
+    flags: list[bool] = []
+    for axis, flag in zip(domain.maybe_allocation, domain.contiguity, strict=True):
+        if flag is None:
+            continue
+        target = targets.get(axis.number)
+        match = None if target is None else matcher.reference_of(roots[target])
+        if match is not None and match.number in place:
+            order.append(place[match.number])
+            flags.append(flag and target not in op.narrowed())
+        elif flags:
+            flags[-1] = False  # the looked-up axis lies inside of the one before
+    return Access(op.table, False, None, tuple(flags), tuple(order))
+
+
 def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
-    """Return the tensors that some consumer reads at a shifted index (slice, pad, cat)."""
+    """Return the tensors that some consumer reads at another index than its own (slice, pad, cat,
+    a table)."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
+        if isinstance(op, LookupOp):
+            found.add(op.table)
         if isinstance(op, RESIZING) or any(o in found for o in op.outputs):
             found.update(v for v in op.inputs if isinstance(v, TensorView))
     return frozenset(found)

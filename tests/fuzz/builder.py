@@ -157,8 +157,10 @@ class Builder:
         stride_order: tuple[int, ...],
         *,
         offset: int,
-        fill: str,
+        fill: str | Sequence[str],
     ) -> str:
+        """Append an input; `fill` is of all calls, or has one for each."""
+        fills = (fill,) * self.ncalls if isinstance(fill, str) else fill
         name = self.fresh("x")
         shape = tuple(d.vec[0] if d.static and not d.expanded else -1 for d in dims)
         shape = tuple(d.vec[0] if d.static else n for d, n in zip(dims, shape, strict=True))
@@ -166,8 +168,9 @@ class Builder:
         for m in range(self.ncalls):
             sizes = tuple(d.vec[m] for d in dims)
             seed = self.rng.randrange(2**31)
-            self.args[m].append(TensorArg(sizes, offset, fill, seed))
-            t = make_tensor(sizes, layout.strides(sizes), offset, DTYPES[dtype].torch, fill, seed)
+            self.args[m].append(TensorArg(sizes, offset, fills[m], seed))
+            like = DTYPES[dtype].torch
+            t = make_tensor(sizes, layout.strides(sizes), offset, like, fills[m], seed)
             self.envs[m][name] = exact(wide(t).clone(), dtype)
         self._register(name, tuple(dims), dtype)
         return name

@@ -33,7 +33,12 @@ class FusionBuilder(Builder):
     def draw_dtype(self) -> str:
         return self.rng.choice(_DTYPES) if self.mixed else self.home
 
-    def input(self, dims: Sequence[Dim] | None = None, dtype: str | None = None) -> str:
+    def input(
+        self,
+        dims: Sequence[Dim] | None = None,
+        dtype: str | None = None,
+        fill: str | Sequence[str] | None = None,
+    ) -> str:
         if dims is None:
             rank = self.rng.choices(range(6), (4, 18, 30, 25, 14, 9))[0]
             dims = [
@@ -53,7 +58,7 @@ class FusionBuilder(Builder):
             flags,
             order,
             offset=self.rng.randint(1, 15) if self.chance(0.1) else 0,
-            fill=self.fill,
+            fill=fill or self.fill,
         )
 
     def layout(self, dims: list[Dim]) -> tuple[Layout, list[Dim]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from tests.fuzz.attend import statement
 from tests.fuzz.builder import Builder, Dim, joined_shapes
+from tests.fuzz.lookups import look_up
 from tests.fuzz.program import (
     Annotation,
     Arg,
@@ -81,7 +82,12 @@ class Sharded(Builder):
             return Dim(tuple(self.rng.choice(_SIZES) for _ in range(self.ncalls)), False)
         return self.constant(self.rng.choice(_SIZES))
 
-    def tensor(self, dims: Sequence[Dim], dtype: str | None = None) -> str:
+    def tensor(
+        self,
+        dims: Sequence[Dim],
+        dtype: str | None = None,
+        fill: str | Sequence[str] | None = None,
+    ) -> str:
         layout, flags = plain_layout(len(dims)), True
         if len(dims) > 1 and self.chance(0.3):
             order = tuple(self.rng.sample(range(len(dims)), len(dims)))
@@ -93,7 +99,8 @@ class Sharded(Builder):
             flags = tuple(
                 None if k in expanded or d.is_broadcast else False for k, d in enumerate(dims)
             )
-        return self.add_input(dims, dtype or self.home, layout, flags, (), offset=0, fill=self.fill)
+        fill = fill or self.fill
+        return self.add_input(dims, dtype or self.home, layout, flags, (), offset=0, fill=fill)
 
     @property
     def fill(self) -> str:
@@ -415,6 +422,11 @@ def _cat(b: Sharded, name: str) -> None:
     b.emit("cat", [[Ref(name), Ref(other)], at], dims)
 
 
+def _look_up(b: Sharded, name: str) -> None:
+    if b.dims[name]:
+        look_up(b, name, b.dim, b.tensor)
+
+
 def _pad(b: Sharded, name: str) -> None:
     dims = list(b.dims[name])
     if dims:
@@ -483,6 +495,7 @@ _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_full, 4),
     (_random, 5),
     (_triu, 2),
+    (_look_up, 16),
 )
 _MAKERS = [m for m, _ in _TABLE]
 _WEIGHTS = [w for _, w in _TABLE]

@@ -87,6 +87,7 @@ _TABLE: tuple[tuple[Callable[[FusionBuilder], None], int], ...] = (
     (views.factory, 4),
     (views.contraction, 4),
     (views.attend, 3),
+    (views.look_up, 12),
 )
 _MAKERS = [m for m, _ in _TABLE]
 _WEIGHTS = [w for _, w in _TABLE]

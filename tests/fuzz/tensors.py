@@ -27,6 +27,8 @@ def _values(n: int, dtype: torch.dtype, fill: str, gen: torch.Generator) -> torc
     if dtype is torch.bool:
         return torch.randint(0, 2, (n,), generator=gen).bool()
     if not dtype.is_floating_point:
+        if fill.startswith("below "):
+            return torch.randint(0, int(fill[6:]), (n,), generator=gen).to(dtype)
         high = 3 if fill == "small" else 9
         return torch.randint(-high, high + 1, (n,), generator=gen).to(dtype)
     normal = torch.randn(n, generator=gen, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tests.fuzz import lookups
 from tests.fuzz.attend import statement
 from tests.fuzz.builder import Dim
 from tests.fuzz.fusions import FusionBuilder
@@ -293,3 +294,9 @@ def contraction(b: FusionBuilder) -> None:
         other, out = [*batch, k, n], [*dims[:-1], n]
     if b.fits(other):
         b.emit("matmul", [Ref(name), Ref(b.input(other, dtype))], out)
+
+
+def look_up(b: FusionBuilder) -> None:
+    name = b.pick(lambda n: bool(b.dims[n]))
+    if name is not None and len(b.inputs) < 8:
+        lookups.look_up(b, name, lambda: b.rng.choice(b.pool), b.input)

@@ -19,9 +19,10 @@ from fuser import FusionDefinition, ops
 from fuser.ir.attention import SdpaFwdOp, TensorOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import FullOp
+from fuser.ir.nodes import BroadcastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
+from fuser.ops.define import define_scalar
 from fuser.ops.rows import ROWS
 from fuser.ops.samples import sample_of
 from tests.ops.op_cases import CASES, LAYOUTS, draw_operand, lay_out
@@ -223,6 +224,52 @@ CALLS: dict[str, OpCall] = {
     "var": OpCall(lambda x: ops.var(x, [-1]), _variance),
     "var_mean": OpCall(lambda x: ops.var_mean(x, [-1]), lambda x: (_variance(x), x.mean(-1))),
     "welford": OpCall(lambda x: ops.welford(x, [-1]), _welford),
+}
+
+
+def _places(rank: int, count: int, *, backward: bool = False) -> TensorView:
+    """Return an index of this rank: 0, 1, .. along its last axis, which is its only one."""
+    places = ops.iota(count, count - 1, -1) if backward else ops.iota(count)
+    return ops.reshape(places, [1] * (rank - 1) + [count])
+
+
+_PLACES = (IotaOp, BroadcastOp, ReshapeOp, LoadStoreOp)
+_READ: list[tuple[Shape, ...]] = [((5,),), ((2, 7),), ((3, 1, 4),), ((2, 1, 3, 5),), ((0, 3),)]
+_WRITTEN: list[tuple[Shape, ...]] = [((5,),), ((1, 7),), ((1, 1, 4),)]
+CALLS |= {
+    "embedding_fwd": OpCall(
+        lambda x: ops.embedding_fwd(ops.iota(2), x),
+        lambda x: x[:2],
+        [((2, 3),), ((5, 0),), ((7, 13),)],
+        beside=_PLACES,
+    ),
+    "gather": OpCall(
+        lambda x: ops.gather(x, _places(x.ndim, 3), -1),
+        lambda x: x[(slice(1),) * (x.ndim - 1)][..., :3],
+        [s for s in _READ if s != ((0, 3),)],
+        beside=_PLACES,
+    ),
+    "index_select": OpCall(
+        lambda x: ops.index_select(x, ops.iota(3), -1),
+        lambda x: x[..., :3],
+        _READ,
+        beside=_PLACES,
+    ),
+    "scatter": OpCall(
+        lambda x: ops.scatter(x, _places(x.ndim, 3, backward=True), x, -1),
+        lambda x: torch.cat([x[..., :3].flip(-1), x[..., 3:]], -1),
+        _WRITTEN,
+        beside=_PLACES,
+    ),
+    "select": OpCall(
+        lambda x: ops.select(x, define_scalar(-2, D.Int), -1), lambda x: x[..., -2], _READ
+    ),
+    "take_along_axis": OpCall(
+        lambda x: ops.take_along_axis(x, _places(x.ndim, 3), -1),
+        lambda x: x[..., :3],
+        _READ,
+        beside=_PLACES,
+    ),
 }
 
 

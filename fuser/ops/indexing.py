@@ -1,0 +1,211 @@
+"""Op functions that read a table where an index says, and scatter, which writes there.
+
+Indices are Int or Int32 and count from 0: no negative one wraps. torch raises for an index outside
+of the table; a kernel cannot: it reads nothing there, and the value is NaN, 0 where the dtype has
+no NaN. The checked mode of CPU kernels raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuser.errors import DtypeError, user_line
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import DataType, category, dtype_text
+from fuser.ir.guard import active_fusion
+from fuser.ir.lookup import (
+    INDEX_DTYPES,
+    EmbeddingFwdOp,
+    GatherOp,
+    IndexSelectOp,
+    ScatterOp,
+    SelectOp,
+    TakeAlongAxisOp,
+)
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ops.building import (
+    add_op,
+    axes_of,
+    broadcast_tensor,
+    fail,
+    join_axes,
+    new_output,
+    unexpanded,
+    unsupported,
+    wrap_dim,
+)
+
+
+def _check_index(name: str, index: TensorView) -> None:
+    if index.dtype() not in INDEX_DTYPES:
+        raise DtypeError(
+            f"{name}: Expected an index of dtype Int or Int32, but {index} is "
+            f"{dtype_text(index.dtype())} (at {user_line()})"
+        )
+
+
+def _looked_up_axis(name: str, table: TensorView, dim: int) -> int:
+    if not table.ndim:
+        raise fail(name, f"{table} has no axis to look up")
+    return wrap_dim(dim, table.ndim, name, table)
+
+
+def _clone(axes: Sequence[IterDomain]) -> list[IterDomain]:
+    return [active_fusion().clone_axis(a) for a in axes]
+
+
+def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
+    """Take the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..].
+
+    An index without axes is one of a single element.
+    """
+    name = "index_select"
+    _check_index(name, index)
+    axis = _looked_up_axis(name, arg, dim)
+    if index.ndim > 1:
+        raise fail(name, f"Expected an index of rank 1 or 0, but found {index}")
+    if not index.ndim:
+        index = broadcast_tensor(index, (True,))
+    sources = axes_of(arg)
+    axes = [*sources[:axis], *axes_of(index), *sources[axis + 1 :]]
+    out = new_output(_clone(axes), arg.dtype(), [arg, index])
+    add_op(IndexSelectOp(out, arg, index, dim=axis))
+    return out
+
+
+def select(arg: TensorView, index: Scalar, dim: int) -> TensorView:
+    """Take position `index` of axis `dim`, which ends; a negative one counts from the end."""
+    name = "select"
+    axis = _looked_up_axis(name, arg, dim)
+    if category(index.dtype) != "int":
+        raise DtypeError(f"{name}: Expected an integer, but {index} is {dtype_text(index.dtype)}")
+    source = axes_of(arg)[axis]
+    size, place = sc.int_value(source.size), sc.int_value(index)
+    if size is not None and place is not None and not -size <= place < size:
+        raise fail(name, f"index {place} is outside of axis {axis} of {arg}")
+    place = sc.cast(index, DataType.Int)
+    place = sc.where(sc.lt(place, 0), sc.add(place, source.size), place)
+    axes = [a for k, a in enumerate(axes_of(arg)) if k != axis]
+    out = new_output(_clone(axes), arg.dtype(), [arg])
+    add_op(SelectOp(out, arg, place, dim=axis))
+    return out
+
+
+def embedding_fwd(
+    input: TensorView,
+    weight: TensorView,
+    padding_idx: Scalar | None = None,
+    max_norm: Scalar | None = None,
+    norm_type: Scalar | None = None,
+    scale_grad_by_freq: Scalar | None = None,
+    sparse: Scalar | None = None,
+) -> TensorView:
+    """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h].
+
+    `padding_idx`, `scale_grad_by_freq` and `sparse` are about gradients, `norm_type` about the norm
+    that `max_norm` bounds: they change nothing here. `max_norm` is refused.
+    """
+    name = "embedding_fwd"
+    del padding_idx, norm_type, scale_grad_by_freq, sparse
+    _check_index(name, input)
+    if max_norm is not None:
+        raise unsupported(
+            name, f"max_norm = {max_norm}, which would change rows of {weight}: scale them before"
+        )
+    if weight.ndim != 2:
+        raise fail(name, f"Expected a weight of rank 2, but found {weight}")
+    axes = [*axes_of(input), axes_of(weight)[1]]
+    out = new_output(_clone(axes), weight.dtype(), [input, weight])
+    add_op(EmbeddingFwdOp(out, input, weight))
+    return out
+
+
+def _check_ranks(name: str, table: TensorView, index: TensorView) -> None:
+    if table.ndim != index.ndim:
+        raise fail(name, f"Expected operands of one rank, but found {table} and index {index}")
+
+
+def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
+    """Take along axis `dim` of each row the positions that `index` has for that row.
+
+    The other axes of both have one extent, or one of them is a broadcast.
+    """
+    name = "take_along_axis"
+    _check_index(name, index)
+    _check_ranks(name, arg, index)
+    axis = _looked_up_axis(name, arg, dim)
+    fusion = active_fusion()
+    axes: list[IterDomain] = []
+    for k, (mine, theirs) in enumerate(zip(axes_of(arg), axes_of(index), strict=True)):
+        pairs = [(index, theirs)] if k == axis else [(arg, mine), (index, theirs)]
+        joined = join_axes(fusion, pairs, name)
+        axes.append(fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded))
+    out = new_output(axes, arg.dtype(), [arg, index])
+    add_op(TakeAlongAxisOp(out, arg, index, dim=axis))
+    return out
+
+
+def gather(arg: TensorView, index: TensorView, dim: int) -> TensorView:
+    """Append torch.gather: a result of the shape of `index`, whose axes other than `dim` may be
+    shorter than those of `arg`.
+
+    On a mesh take_along_axis is better: where extents are not known to be equal, only `dim` of the
+    index may be cut.
+    """
+    name = "gather"
+    _check_index(name, index)
+    _check_ranks(name, arg, index)
+    axis = _looked_up_axis(name, arg, dim)
+    fusion = active_fusion()
+    axes: list[IterDomain] = []
+    for k, (mine, theirs) in enumerate(zip(axes_of(arg), axes_of(index), strict=True)):
+        pairs = [(index, theirs)]
+        if k != axis and fusion.canonical(mine.size) == fusion.canonical(theirs.size):
+            pairs = [(arg, mine), (index, theirs)]
+        elif k != axis:
+            _check_narrower(name, arg, index, k, axis)
+            pairs = [(index, unexpanded(theirs))]
+        joined = join_axes(fusion, pairs, name)
+        axes.append(fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded))
+    out = new_output(axes, arg.dtype(), [arg, index])
+    add_op(GatherOp(out, arg, index, dim=axis))
+    return out
+
+
+def _check_narrower(name: str, arg: TensorView, index: TensorView, k: int, axis: int) -> None:
+    have, want = (sc.int_value(axes_of(tv)[k].size) for tv in (arg, index))
+    if have is not None and want is not None and want > have:
+        raise fail(
+            name,
+            f"Size does not match at dimension {k}: expected index {index} to be no larger than "
+            f"{arg} apart from dimension {axis}",
+        )
+
+
+def scatter(arg: TensorView, index: TensorView, src: TensorView | Scalar, dim: int) -> TensorView:
+    """Return a copy of `arg` with `src` written at the positions `index` along axis `dim`, as
+    torch.scatter does: of one rank; index no longer than src, nor than arg along the other axes.
+
+    A library op: torch carries it out. Which of several elements for one place is taken, is not
+    said; those for a place outside of `arg` go nowhere.
+    """
+    name = "scatter"
+    _check_index(name, index)
+    _check_ranks(name, arg, index)
+    axis = _looked_up_axis(name, arg, dim)
+    if isinstance(src, TensorView):
+        _check_ranks(name, src, index)
+        if src.dtype() is not arg.dtype():
+            raise DtypeError(f"{name}: Expected one dtype, but found {arg} and {src}")
+    elif category(src.dtype) != category(arg.dtype()):
+        raise DtypeError(
+            f"{name}: Expected a number of the kind of {arg}, but {src} is {dtype_text(src.dtype)}"
+        )
+    axes = [active_fusion().new_axis(b.extent, b.kind) for b in map(unexpanded, axes_of(arg))]
+    out = new_output(axes, arg.dtype(), [arg, index, src])
+    op = add_op(ScatterOp(out, arg, index, src, dim=axis))
+    for k, tv in op.limits():
+        _check_narrower(name, tv, index, k, axis)
+    return out
