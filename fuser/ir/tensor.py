@@ -61,6 +61,24 @@ class TensorView:
         # The user's lines that cut it along device types and streams.
         self.cut_lines: Mapping[ParallelType, str] = {}
 
+    # What `fuser.ops.operators` gives to tensors.
+    if TYPE_CHECKING:
+
+        def _operator(self, other: TensorView | Scalar | bool | int | float) -> TensorView: ...
+
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
+        __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _operator
+        __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
+        __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
+        __lt__ = __le__ = __gt__ = __ge__ = _operator
+
+        def __matmul__(self, other: TensorView) -> TensorView: ...
+        def __neg__(self) -> TensorView: ...
+        def __pos__(self) -> TensorView: ...
+        def __abs__(self) -> TensorView: ...
+        def __invert__(self) -> TensorView: ...
+        def __getitem__(self, key: object) -> TensorView: ...
+
     # ------------------------------------------------------------ queries
     @property
     def label(self) -> str:

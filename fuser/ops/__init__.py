@@ -13,8 +13,11 @@ from typing import Any
 
 from fuser.arguments import checked
 from fuser.errors import UnknownOpError
+from fuser.ops import operators
 from fuser.ops.building import ARGUMENTS
 from fuser.ops.rows import ROWS, SPELLED
+
+operators.install()
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

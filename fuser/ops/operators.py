@@ -1,0 +1,174 @@
+"""Python's operators on the tensors of a definition: `x + 1.0`, `-x`, `x @ w`, `x < y`, `x[1:, 0]`.
+
+Each appends an op; an operand may be a tensor, a scalar or a Python number. `x == y` asks whether
+both are the same tensor, as sets and dictionaries of tensors do: the op is `eq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fuser.arguments import show
+from fuser.errors import ArgumentError, DefinitionError, user_code, user_line
+from fuser.ir import scalar as sc
+from fuser.ir.scalar import Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ops.building import broadcast_tensor, unsupported
+from fuser.ops.contractions import matmul
+from fuser.ops.elementwise import apply_pointwise
+from fuser.ops.indexing import select
+from fuser.ops.resize import slice as slice_tensor
+
+NUMBERS = (bool, int, float)
+
+# Operator -> op, of two operands; those of arithmetic stand on the right, too.
+ARITHMETIC = {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "truediv",
+    "mod": "remainder",
+    "pow": "pow",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
+COMPARISONS = ("lt", "le", "gt", "ge")
+UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
+
+
+def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
+    def operator(self: TensorView, other: Any) -> Any:
+        if not isinstance(other, (TensorView, Scalar, *NUMBERS)):
+            return NotImplemented
+        operands = (other, self) if reflected else (self, other)
+        return apply_pointwise(op, operands)
+
+    return operator
+
+
+def _unary(op: str) -> Callable[[TensorView], Any]:
+    return lambda self: apply_pointwise(op, (self,))
+
+
+def _matmul(self: TensorView, other: Any) -> Any:
+    return matmul(self, other) if isinstance(other, TensorView) else NotImplemented
+
+
+def _has_no_truth(self: TensorView) -> bool:
+    raise DefinitionError(
+        f"{self} has no value while the program is written: use the op where, in place of if, and, "
+        f"or, not{user_code(user_line())}"
+    )
+
+
+def _equal(self: TensorView, other: object) -> bool:
+    if isinstance(other, NUMBERS):
+        raise DefinitionError(
+            f"{self} == {other!r} compares tensors by identity: the op is eq"
+            f"{user_code(user_line())}"
+        )
+    return NotImplemented
+
+
+# ------------------------------------------------------------------ slices
+def _item(self: TensorView, key: object) -> TensorView:
+    """Take a part: a slice of step 1 or a number for each axis, `...` for those left out, None for
+    a new axis of size 1."""
+    wanted = _per_axis(self, key if isinstance(key, tuple) else (key,))
+    along = [item for item in wanted if item is not None]
+    part = self
+    if any(isinstance(item, slice) and item != slice(None) for item in along):
+        bounds = [_bounds(self, key, i, s) for i, s in zip(along, self.shape(), strict=True)]
+        part = slice_tensor(part, [a for a, _ in bounds], [b for _, b in bounds])
+    for dim in reversed(range(len(along))):
+        if not isinstance(along[dim], slice):
+            place = along[dim]
+            part = select(part, place if isinstance(place, Scalar) else sc.const(place), dim)
+    flags = tuple(item is None for item in wanted if item is None or isinstance(item, slice))
+    return broadcast_tensor(part, flags) if any(flags) else part
+
+
+def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
+    """Return one item for each axis, and None for new ones."""
+    for item in key:
+        if item is None or item is Ellipsis or isinstance(item, slice):
+            continue
+        if isinstance(item, bool) or not isinstance(item, int | Scalar):
+            raise ArgumentError(
+                f"{tv}[{_shown(key)}]: expected integers, slices, ... and None, got {show(item)}"
+                f"{user_code(user_line())}"
+            )
+    given = sum(item is not None and item is not Ellipsis for item in key)
+    if given > tv.ndim or sum(item is Ellipsis for item in key) > 1:
+        raise DefinitionError(
+            f"{tv}[{_shown(key)}]: {given} indices for {tv.ndim} axes{user_code(user_line())}"
+        )
+    whole = [slice(None)] * (tv.ndim - given)
+    if Ellipsis not in key:
+        return [*key, *whole]
+    at = key.index(Ellipsis)
+    return [*key[:at], *whole, *key[at + 1 :]]
+
+
+def _bounds(
+    tv: TensorView, key: object, item: Any, size: Scalar
+) -> tuple[Scalar | int, Scalar | int]:
+    """Return the ends of what a slice takes, all of the axis for anything else."""
+    if not isinstance(item, slice):
+        return 0, size
+    if item.step not in (None, 1):
+        raise unsupported("slice", f"{tv}[{_shown(key)}]: a step other than 1")
+    start, end = _end(tv, key, item.start, 0, size), _end(tv, key, item.stop, size, size)
+    return start, sc.maximum(start, end)
+
+
+def _end(
+    tv: TensorView, key: object, given: Any, default: Scalar | int, size: Scalar
+) -> Scalar | int:
+    """Return an end of a slice as torch takes it: counted from the end where it is negative."""
+    if given is None:
+        return default
+    if isinstance(given, bool) or not isinstance(given, int | Scalar):
+        raise ArgumentError(
+            f"{tv}[{_shown(key)}]: an end of a slice is an integer, got {show(given)}"
+            f"{user_code(user_line())}"
+        )
+    return sc.maximum(sc.add(size, given), 0) if isinstance(given, int) and given < 0 else given
+
+
+def _shown(key: object) -> str:
+    items = key if isinstance(key, tuple) else (key,)
+    return ", ".join(map(_item_text, items))
+
+
+def _item_text(item: object) -> str:
+    if isinstance(item, slice):
+        parts = [item.start, item.stop, *([item.step] if item.step is not None else [])]
+        return ":".join("" if p is None else str(p) for p in parts)
+    return "..." if item is Ellipsis else str(item)
+
+
+METHODS: dict[str, Any] = {
+    **{f"__{name}__": _binary(op) for name, op in ARITHMETIC.items()},
+    **{f"__r{name}__": _binary(op, reflected=True) for name, op in ARITHMETIC.items()},
+    **{f"__{name}__": _binary(name) for name in COMPARISONS},
+    **{f"__{name}__": _unary(op) for name, op in UNARY.items()},
+    "__matmul__": _matmul,
+    "__pos__": lambda self: self,
+    "__getitem__": _item,
+    # What has places is gone through by asking for one after the other, without an end.
+    "__iter__": None,
+    "__bool__": _has_no_truth,
+    "__eq__": _equal,
+    "__hash__": object.__hash__,
+}
+
+
+def install() -> None:
+    """Give tensors their operators: `fuser.ir` knows no ops."""
+    for name, method in METHODS.items():
+        setattr(TensorView, name, method)

@@ -1,0 +1,176 @@
+"""Python's operators on the tensors of a definition, against torch's on tensors in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition
+from fuser.errors import ArgumentError, DefinitionError, DtypeError, UnsupportedError
+
+Build = Callable[..., Any]
+
+
+def run(build: Build, *inputs: torch.Tensor, static: bool = False) -> torch.Tensor:
+    with FusionDefinition() as fd:
+        operands = [
+            fd.define_tensor(
+                [*x.shape] if static else [-1] * x.ndim, contiguity=True, dtype=x.dtype
+            )
+            for x in inputs
+        ]
+        fd.add_output(build(*operands))
+    (out,) = fd.execute(inputs)
+    return out
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+ARITHMETIC: dict[str, Build] = {
+    "x + y": lambda x, y: x + y,
+    "x - 1.5": lambda x, y: x - 1.5,
+    "1.5 - x": lambda x, y: 1.5 - x,
+    "2 * x": lambda x, y: 2 * x,
+    "x / y": lambda x, y: x / y,
+    "1 / x": lambda x, y: 1 / x,
+    "x % y": lambda x, y: x % y,
+    "x ** 2": lambda x, y: x**2,
+    "2.0 ** x": lambda x, y: 2.0**x,
+    "-x, +x, abs": lambda x, y: -x + (+y) * abs(x),
+    "x < y": lambda x, y: x < y,
+    "x <= 0": lambda x, y: x <= 0,
+    "0 < x": lambda x, y: 0 < x,  # noqa: SIM300
+    "x >= y": lambda x, y: x >= y,
+    "(x > 0) & ~(y > 0) | (x < y)": lambda x, y: (x > 0) & ~(y > 0) | (x < y),
+    "(x > 0) ^ (y > 0)": lambda x, y: (x > 0) ^ (y > 0),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic(name: str) -> None:
+    x, y = draw(5, 7), draw(5, 7, seed=1)
+    expected = ARITHMETIC[name](x, y)
+    got = run(ARITHMETIC[name], x, y)
+    assert got.dtype is expected.dtype
+    torch.testing.assert_close(got, expected)
+
+
+def test_integers() -> None:
+    x = torch.tensor([-9, -4, 0, 5, 12])
+    y = torch.tensor([2, 3, 1, 2, 3])
+    cases: Iterable[Build] = (
+        lambda x, y: x / y,
+        lambda x, y: x % y,
+        lambda x, y: (x << y) | (x >> 1),
+        lambda x, y: (1 << y) ^ x,
+        lambda x, y: x & 6,
+    )
+    for build in cases:
+        expected = build(x, y)
+        torch.testing.assert_close(run(build, x, y), expected)
+
+
+def test_scalars_stand_on_both_sides() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True, dtype=DataType.Double)
+        s = fd.define_scalar(dtype=DataType.Double)
+        fd.add_output((s - x) * (x + s) + x.size(0) * x)
+    (out,) = fd.execute([a := draw(6), 2.5])
+    torch.testing.assert_close(out, (2.5 - a) * (a + 2.5) + 6 * a)
+
+
+def test_products() -> None:
+    x, w = draw(4, 5), draw(5, 3, seed=1)
+    torch.testing.assert_close(run(lambda x, w: x @ w, x, w), x @ w)
+
+
+ITEMS: dict[str, Build] = {
+    "one": lambda x: x[2],
+    "last": lambda x: x[-1],
+    "numbers": lambda x: x[1, 2, -3],
+    "slice": lambda x: x[1:3],
+    "from the end": lambda x: x[:, -2:],
+    "without ends": lambda x: x[1:-1, 1:-1],
+    "both": lambda x: x[1:, 2, :4],
+    "dots": lambda x: x[..., 1],
+    "dots between": lambda x: x[1, ..., 2:5],
+    "new": lambda x: x[:, None, 1:3],
+    "new at ends": lambda x: x[None, ..., None],
+    "beyond": lambda x: x[2:100, -100:3],
+    "nothing": lambda x: x[3:1],
+    "all": lambda x: x[:],
+    "none given": lambda x: x[()],
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ITEMS)
+def test_parts(name: str, static: bool) -> None:
+    x = draw(4, 5, 6)
+    expected = ITEMS[name](x)
+    torch.testing.assert_close(run(ITEMS[name], x, static=static), expected)
+
+
+def test_a_number_of_the_call_chooses() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Double)
+        k = fd.define_scalar(dtype=DataType.Int)
+        fd.add_output(x[k])
+        fd.add_output(x[:, k:])
+    a = draw(4, 5)
+    for chosen in (1, 3):
+        row, rest = fd.execute([a, chosen])
+        torch.testing.assert_close(row, a[chosen])
+        torch.testing.assert_close(rest, a[:, chosen:])
+
+
+def test_operators_may_stand_in_rows_of_ops() -> None:
+    """A softmax as one would write it in torch."""
+
+    x = draw(3, 8)
+    with FusionDefinition() as fd:
+        t = fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Double)
+        e = fd.ops.exp(t - fd.ops.max(t, 1)[:, None])
+        fd.add_output(e / fd.ops.sum(e, 1)[:, None])
+    (out,) = fd.execute([x])
+    torch.testing.assert_close(out, torch.softmax(x, 1))
+
+
+REFUSED: dict[str, tuple[Build, type[Exception], str]] = {
+    "a step": (lambda x: x[::2], UnsupportedError, r"\[::2\]: a step other than 1"),
+    "too many": (lambda x: x[0, 0, 0], DefinitionError, "3 indices for 2 axes"),
+    "two dots": (lambda x: x[..., ...], DefinitionError, "indices for 2 axes"),
+    "a list": (lambda x: x[[0, 1]], ArgumentError, r"expected integers, slices"),
+    "a bool": (lambda x: x[True], ArgumentError, "got True"),
+    "an end": (lambda x: x[:1.5], ArgumentError, r"an end of a slice is an integer, got 1\.5"),
+    "if": (lambda x: 1 if x > 0 else 2, DefinitionError, "the op where, in place of if"),
+    "and": (lambda x: x > 0 and x < 1, DefinitionError, "the op where"),
+    "== a number": (lambda x: x == 0, DefinitionError, "the op is eq"),
+    "bits of floats": (lambda x: x & 1, DtypeError, "bitwise_and"),
+    "a string": (lambda x: x + "a", TypeError, "unsupported operand"),
+    "a torch tensor": (lambda x: x @ 2.0, TypeError, "unsupported operand"),
+    "iteration": (lambda x: list(x), TypeError, "not iterable"),
+    "out of range": (lambda x: x[3], DefinitionError, "outside of axis 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    build, error, why = REFUSED[name]
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([3, 4], contiguity=True)
+        with pytest.raises(error, match=why):
+            build(x)
+        fd.add_output(x)
+
+
+def test_tensors_are_compared_as_objects() -> None:
+    with FusionDefinition() as fd:
+        x, y = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
+        assert x == x and x != y and {x: 1, y: 2}[y] == 2 and y in [x, y]
+        fd.add_output(x)
