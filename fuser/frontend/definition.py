@@ -38,6 +38,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
+from fuser.locks import make_reentrant_lock
 from fuser.ops import define
 from fuser.options import NONE
 from multidevice.agreement import Prepared, run_agreed
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 _NEVER_WRITTEN = (
     "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
 )
+# Two threads may call a definition for the first time.
+_FIRST_CALL = make_reentrant_lock()
 
 
 @partial(checked, name="execute")
@@ -307,13 +310,14 @@ class FusionDefinition:
             raise OtherEntranceError(
                 "KernelExecutor already exists! Use manual_execute() to execute the fusion."
             )
-        if not hasattr(self, "fec"):
-            valid, why = self.validate_definition()
-            if not valid:
-                raise EmptyDefinitionError(why)
-            assert self._fusion is not None
-            self.fec = FusionExecutorCache(self._fusion)
-            del self._fusion
+        with _FIRST_CALL:
+            if not hasattr(self, "fec"):
+                valid, why = self.validate_definition()
+                if not valid:
+                    raise EmptyDefinitionError(why)
+                assert self._fusion is not None
+                self.fec = FusionExecutorCache(self._fusion)
+                del self._fusion
         return self.fec
 
     def cuda_graphs(self) -> list[str]:

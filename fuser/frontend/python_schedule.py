@@ -1,5 +1,6 @@
 """Meshes, loops and layouts of a fusion as the calls that users make on its tensors.
 
+    from fuser import ParallelType, multidevice
     mesh0 = multidevice.DeviceMesh([0, 1])
     tv0.set_device_mesh(mesh0)
     tv0.outer_split(0, 2)
@@ -35,10 +36,11 @@ class ScheduleText:
     def __init__(self, fusion: Fusion, text: Text, add: Callable[[str], None]) -> None:
         self._fusion, self._text, self._add = fusion, text, add
         self._meshes: dict[DeviceMesh, str] = {}
-        self._imports: set[str] = set()
+        self._imported: set[str] = set()
+        self._ends = {*fusion.inputs, *fusion.outputs}
 
-    def write(self) -> None:
-        """Write the lines of all tensors, and the names that they need in front of them."""
+    def write(self) -> list[str]:
+        """Write the lines of all tensors; return the names of the package that stand in them."""
         tensors = self._fusion.tensors()
         for tv in tensors:
             self._mesh(tv)
@@ -48,13 +50,11 @@ class ScheduleText:
             if tv.compute_at:
                 name = self._text(tv)
                 self._add(f"fd.sched.inline_at({name}, {tv.compute_at}, selected_tensors=[{name}])")
+        return sorted(self._imported)
 
     def _line(self, line: str) -> None:
-        """Write a line, after the import of what it names."""
-        for name in ("ParallelType", "MemoryType", "multidevice"):
-            if f"{name}." in line and name not in self._imports:
-                self._imports.add(name)
-                self._add(f"from fuser import {name}")
+        names = ("MemoryType", "ParallelType", "multidevice")
+        self._imported.update(n for n in names if f"{n}." in line)
         self._add(line)
 
     def _mesh(self, tv: TensorView) -> None:
@@ -70,8 +70,7 @@ class ScheduleText:
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
     def _memory(self, tv: TensorView) -> None:
-        is_end = tv in self._fusion.inputs or tv in self._fusion.outputs
-        if tv.memory is not (MemoryType.global_ if is_end else MemoryType.local):
+        if tv.memory is not (MemoryType.global_ if tv in self._ends else MemoryType.local):
             self._line(f"{self._text(tv)}.set_memory_type(MemoryType.{tv.memory.name})")
 
 
@@ -85,6 +84,25 @@ def _ranks_text(mesh: DeviceMesh) -> str:
     for count in mesh.shape[:0:-1]:
         nested = [nested[k : k + count] for k in range(0, len(nested), count)]
     return str(nested)
+
+
+def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
+    """Return the call of a transform of loop axes, None where users have none; the axes are those
+    behind it then."""
+    places = [loop.index(n) for n in t.inputs]
+    for n in t.inputs:
+        loop.remove(n)
+    loop[min(places) : min(places)] = t.outputs
+    match t:
+        case Split():
+            name = "inner_split" if t.inner_split else "outer_split"
+            return f"{name}({places[0]}, {text(t.factor)})"
+        case Merge():
+            return f"merge({places[0]}, {places[1]})"
+        case Swizzle1D():
+            return f"swizzle1d({places[0]}, ParallelType.{t.ptype.name})"
+        case _:
+            return None
 
 
 class _TensorText:
@@ -104,7 +122,11 @@ class _TensorText:
         for t in self._transforms():
             for number in needed.intersection(t.inputs):
                 self._keep(number)
-            self._line(self._step(t))
+            call = transform_call(t, self._loop, self._text)
+            if call is None:
+                what = transform_text(t, self._domain)
+                raise UnsupportedError(f"no statement for {what} of {self._tv}")
+            self._line(f"{self._name}.{call}")
         if (order := self._reorder()) is not None:
             self._line(f"{self._name}.reorder({order})")
         for axis in sorted(parallel, key=lambda a: self._place(a.number)):
@@ -121,26 +143,6 @@ class _TensorText:
         domain = self._domain
         own = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
         return [t for t in domain.transforms if t not in own]
-
-    def _step(self, t: Transform) -> str:
-        """Return the call of a transform; the loop axes are those behind it then."""
-        loop = self._loop
-        places = [loop.index(n) for n in t.inputs]
-        match t:
-            case Split():
-                name = "inner_split" if t.inner_split else "outer_split"
-                call = f"{name}({places[0]}, {self._text(t.factor)})"
-            case Merge():
-                call = f"merge({places[0]}, {places[1]})"
-            case Swizzle1D():
-                call = f"swizzle1d({places[0]}, ParallelType.{t.ptype.name})"
-            case _:
-                what = transform_text(t, self._domain)
-                raise UnsupportedError(f"no statement for {what} of {self._tv}")
-        for n in t.inputs:
-            loop.remove(n)
-        loop[min(places) : min(places)] = t.outputs
-        return f"{self._name}.{call}"
 
     def _reorder(self) -> dict[int, int] | None:
         """Return where loop axes are to be moved; None where all are in place."""
@@ -185,13 +187,15 @@ class _TensorText:
         domain, tv = self._domain, self._tv
         if (domain.allocation_numbers, domain.contiguity) == _first_layout(tv):
             return
-        order = domain.allocation_numbers or domain.logical_numbers
+        order = domain.allocation_numbers
         axes = ", ".join(map(self._handle, order))
-        plain = (
-            f for f in (True, False) if contiguity_for(domain.states(order), f) == domain.contiguity
+        # Without axes, the flags are those of the logical ones.
+        flags = (
+            f
+            for f in (True, False)
+            if order and contiguity_for(domain.allocation, f) == domain.contiguity
         )
-        flags = next(plain, None)
-        contiguity = list(domain.contiguity) if flags is None else flags
+        contiguity = next(flags, list(domain.contiguity))
         self._line(f"{self._name}.set_allocation_domain([{axes}], {contiguity})")
 
 

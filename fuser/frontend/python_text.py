@@ -14,12 +14,14 @@ Source: the statements and their spelling are nvFuser's; floats have the digits 
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Sequence
 
 from fuser.arguments import checked
 from fuser.errors import UnsupportedError, user_code
-from fuser.frontend.python_schedule import ScheduleText
+from fuser.frontend.python_rfactor import Factored, factored_reductions
+from fuser.frontend.python_schedule import ScheduleText, transform_call
 from fuser.frontend.python_statements import STATEMENTS, Call, stride_order_of
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, dtype_text
@@ -29,10 +31,12 @@ from fuser.ir.scalar import Apply, Const, Poly, Scalar
 from fuser.ir.scalar_nodes import Monomial, postorder
 from fuser.ir.tensor import TensorView
 from fuser.ops.elementwise import SCALAR_OPS
+from fuser.record import replace
 
 HEADER = "def nvfuser_fusion(fd : FusionDefinition) -> None :"
 # What a Python number becomes; constants of other dtypes are defined.
-_INLINED = (DataType.Bool, DataType.Int, DataType.Index, DataType.Double)
+_D = DataType
+_INLINED = (_D.Bool, _D.Int, _D.Index, _D.Double, _D.ComplexDouble)
 # Scalar op -> the op of a definition that gives it; several may, of which the first one counts.
 SCALAR_CALLS = {op: name for name, op in reversed(SCALAR_OPS.items())}
 # Those that no op gives, but Python's operators on scalars.
@@ -74,12 +78,20 @@ class _Writer:
         for value in self._fusion.inputs:
             self._input(value)
         self._declare(None)
+        factored = factored_reductions(self._fusion)
+        parts = {op for found in factored.values() for op in found.ops}
         for op in self._fusion.exprs:
-            self._op(op)
+            if op in factored:
+                self._factored(factored[op])
+            elif op not in parts:
+                self._op(op)
         for said in [*self._declared]:
             self._declare(said)
         self._outputs()
-        ScheduleText(self._fusion, self.text, self._add).write()
+        at = len(self._lines)
+        names = ScheduleText(self._fusion, self.text, self._add).write()
+        if names:
+            self._lines.insert(at, f"from fuser import {', '.join(names)}")
         return self._lines
 
     def _input(self, value: TensorView | Scalar) -> None:
@@ -94,15 +106,31 @@ class _Writer:
             self._scalar_line(value, f"fd.define_scalar(None, dtype={dtype})")
 
     def _op(self, op: TensorOp) -> None:
-        statement = STATEMENTS.get(type(op))
-        if statement is None:
-            raise UnsupportedError(f"no statement for {op.name}, in{user_code(op.where)}\n{op}")
-        text = self._call(statement(op))
-        for out in op.outputs:
+        self._made(_statement_of(op), op.outputs)
+
+    def _made(self, call: Call, results: Sequence[TensorView]) -> None:
+        """Write a statement, and the equalities that were said behind it."""
+        text = self._call(call)
+        for out in results:
             self._name(out)
-        self._add(f"{', '.join(self._tensors[o] for o in op.outputs)} = {text}")
-        for out in op.outputs:
+        self._add(f"{', '.join(self._tensors[o] for o in results)} = {text}")
+        for out in results:
             self._declare(out)
+
+    def _factored(self, found: Factored) -> None:
+        """Write a reduction as a whole, and the calls that make its parts."""
+        call = _statement_of(found.ops[0])
+        dims = {"dims": found.dims} if "dims" in call.kwargs else {}
+        self._made(replace(call, kwargs={**call.kwargs, **dims}), [found.out])
+        for step in found.steps:
+            loop = [*step.loop]
+            for t in step.transforms:
+                transform = transform_call(t, loop, self.text)
+                self._add(f"{self._tensors[step.of]}.{transform}")
+            self._name(step.made)
+            rfactor = f"{self._tensors[step.of]}.rfactor(axes={list(step.axes)})"
+            self._add(f"{self._tensors[step.made]} = {rfactor}")
+            self._declare(step.made)
 
     def _declare(self, after: TensorView | None) -> None:
         """Write the equalities that no op says."""
@@ -149,6 +177,8 @@ class _Writer:
                 return f"DataType.{value.name}"
             case float() if not math.isfinite(value):
                 return f'float("{value}")'
+            case complex() if not cmath.isfinite(value):
+                return f"complex({self.text(value.real)}, {self.text(value.imag)})"
             case list() | tuple():
                 return f"[{', '.join(map(self.text, value))}]"  # pyright: ignore[reportUnknownArgumentType]
             case _:
@@ -231,11 +261,18 @@ class _Writer:
         return made
 
 
+def _statement_of(op: TensorOp) -> Call:
+    statement = STATEMENTS.get(type(op))
+    if statement is None:
+        raise UnsupportedError(f"no statement for {op.name}{user_code(op.where)}\n{op}")
+    return statement(op)
+
+
 def _is_literal(x: Scalar) -> bool:
     return isinstance(x, Const) and x.dtype in _INLINED
 
 
-def _number(x: Scalar) -> bool | int | float:
+def _number(x: Scalar) -> object:
     assert isinstance(x, Const), x
     return x.value
 

@@ -254,11 +254,10 @@ def sharded_linear(fd: FusionDefinition) -> None:
 def test_meshes_and_shardings_are_users_own_lines() -> None:
     fd = written(sharded_linear)
     assert repr(fd).splitlines()[6:] == [
-        "    from fuser import multidevice",
+        "    from fuser import ParallelType, multidevice",
         "    mesh0 = multidevice.DeviceMesh([[0, 1], [2, 3]])",
         "    tv0.set_device_mesh(mesh0)",
         "    tv0.outer_split(1, 2)",
-        "    from fuser import ParallelType",
         "    tv0.axis(1).parallelize(ParallelType.mesh_x)",
         "    tv1.set_device_mesh(mesh0)",
         "    tv1.outer_split(1, 2)",
@@ -326,6 +325,25 @@ def test_a_schedule_by_hand_runs_the_same() -> None:
     assert_same(again(fd).manual_execute([x]), fd.manual_execute([x]))
 
 
+def copied(fd: FusionDefinition) -> None:
+    """Copies that schedules insert lie as what they copy."""
+    x = fd.define_tensor([-1, 32])
+    w = fd.define_tensor([-1, 32], stride_order=[0, 1], contiguity=[True, False])
+    y = fd.ops.mul(fd.ops.exp(x), w)
+    fd.add_output(y)
+    fd.add_output(fd.ops.sum(y, 0))
+    x.cache_after()
+    w.cache_after()
+    w.cache_after()
+    y.split(0, 4)
+    y.cache_before()
+    y.cache_fork()
+
+
+def test_copies_of_a_schedule() -> None:
+    again(written(copied))
+
+
 # ------------------------------------------------------------------ at any time
 def test_a_definition_prints_while_it_is_written_and_after_it_ran() -> None:
     fd = FusionDefinition()
@@ -369,3 +387,66 @@ def test_other_programs_are_not_equal(change: Any) -> None:
     assert plain.fusion != other.fusion
     assert repr(plain) != repr(other)
     again(other)
+
+
+# ------------------------------------------------------------------ reductions in parts
+def once(fd: FusionDefinition, y: Any) -> None:
+    y.outer_split(1, 4)
+    y.rfactor([2]).axis(1).parallelize(ParallelType.unroll)
+
+
+def twice(fd: FusionDefinition, y: Any) -> None:
+    y.outer_split(1, 4)
+    y.outer_split(0, 3)
+    first = y.rfactor([3])
+    y.inner_split(2, 2)
+    fd.add_output(y.rfactor([3]))
+    first.reorder({0: 1})
+
+
+def nested(fd: FusionDefinition, y: Any) -> None:
+    y.outer_split(1, 4)
+    first = y.rfactor([2])
+    first.outer_split(2, 2)
+    second = first.rfactor([3])
+    second.set_device_mesh([0, 1])
+    second.axis(1).parallelize(ParallelType.mesh_x)
+    y.axis(0).parallelize(ParallelType.block_x)
+
+
+def merged(fd: FusionDefinition, y: Any) -> None:
+    y.merge(1, 2)
+    y.inner_split(1, 8)
+    y.rfactor([1])
+
+
+def whole(fd: FusionDefinition, y: Any) -> None:
+    y.rfactor([2])
+
+
+# Contractions reduce one axis.
+IN_PARTS = [(f, k) for f in (once, twice, nested) for k in ("sum", "max", "matmul", "linear")]
+IN_PARTS += [(f, k) for f in (merged, whole) for k in ("sum", "max")]
+
+
+@pytest.mark.parametrize(("factor", "kind"), IN_PARTS)
+@pytest.mark.parametrize("is_read", [False, True])
+def test_reductions_in_parts(factor: Callable[..., None], kind: str, is_read: bool) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([6, 16, 4], contiguity=True)
+        if kind in ("matmul", "linear"):
+            y = fd.ops.matmul(fd.define_tensor([16]), fd.define_tensor([16, 6]))
+            if kind == "linear":
+                y = fd.ops.linear(fd.define_tensor([2, 16]), fd.define_tensor([6, 16]))
+                y.merge(0, 1)
+        elif factor in (merged, whole):
+            y = getattr(fd.ops, kind)(x, [1, 2])
+        else:
+            y = getattr(fd.ops, kind)(fd.ops.exp(fd.ops.sum(x, 2)), 1)
+        if is_read:
+            fd.add_output(fd.ops.sum(fd.ops.neg(y), 0))
+            fd.add_output(fd.ops.sum(y, 0))
+        fd.add_output(y)
+        factor(fd, y)
+    assert "rfactor" in repr(fd) or factor is whole
+    again(fd)
