@@ -221,11 +221,12 @@ class FusionDefinition:
         ranks."""
 
         def prepare() -> Prepared[list[torch.Tensor]]:
-            given_inputs = inputs
-            if _flag(save_repro_inputs):
-                given_inputs = flatten(inputs)
-                self.fake_inputs = fake_inputs(given_inputs)
-            return self._executor_cache().prepare(given_inputs, *given)
+            if not _flag(save_repro_inputs):
+                return self._executor_cache().prepare(inputs, *given)
+            flat = flatten(inputs)
+            prepared = self._executor_cache().prepare(flat, *given)
+            self.fake_inputs = fake_inputs(flat)
+            return prepared
 
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
@@ -250,7 +251,8 @@ class FusionDefinition:
     def _report(self, error: Exception, inputs: object) -> None:
         """Add the script to an error that may be this project's fault."""
         try:
-            report(error, self.repro_script_for(inputs if isinstance(inputs, list) else None))
+            given = inputs if isinstance(inputs, list | tuple) else None
+            report(error, self.repro_script_for(given))
         except Exception as another:  # the first error is what counts
             error.add_note(f"(no script shows it again: {another})")
 

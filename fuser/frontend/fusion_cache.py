@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import ParamSpec
 
-from fuser.arguments import checked
-from fuser.errors import DefinitionError, EmptyDefinitionError
+from fuser.arguments import checked, show
+from fuser.errors import ArgumentError, DefinitionError, EmptyDefinitionError
 from fuser.frontend.definition import FusionDefinition
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.form import form_of
@@ -106,6 +106,8 @@ class LruFusionCache:
 
         def defined(*args: P.args, **kwargs: P.kwargs) -> FusionDefinition:
             fd = define(*args, **kwargs)
+            if not isinstance(fd, FusionDefinition):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ArgumentError(f"LruFusionCache: no FusionDefinition returned: {show(fd)}")
             if not hasattr(fd, "fec"):
                 is_valid, why = fd.validate_definition()
                 if not is_valid:

@@ -125,7 +125,7 @@ def _random(op: nodes.RandomOp) -> Call:
             raise UnsupportedError(f"no statement for {op.out}{user_code(op.where)}")
         return _ops({"uniform": "rand_like", "normal": "randn_like"}[op.kind], tv)
     key = {} if op.seed is None else {"rng_seed": op.seed, "rng_offset": op.offset}
-    return _ops(op.kind, _filled(op.a), _filled(op.b), op.shape, **key, dtype=dtype)
+    return _ops(op.kind, _filled(op.a), _filled(op.b), shape=op.shape, **key, dtype=dtype)
 
 
 # ------------------------------------------------------------------ copies and views

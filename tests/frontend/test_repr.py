@@ -150,6 +150,69 @@ is_cpu=False)
     )
 
 
+# The calls of section "repr" of nvFuser's interface: what is written, and how it is spelled.
+SPELLED: list[tuple[Callable[..., Any], str]] = [
+    (lambda fd, x: fd.ops.sum(x, 1), "fd.ops.sum(tv0, dims=[1], dtype=DataType.Float)"),
+    (lambda fd, x: fd.ops.max(x, 0), "fd.ops.max(tv0, dims=[0])"),
+    (lambda fd, x: fd.ops.set(x), "fd.ops.cast(tv0, dtype=DataType.Float)"),
+    (lambda fd, x: fd.ops.segment_set(x), "fd.ops.segment_set(tv0)"),
+    (lambda fd, x: fd.ops.permute(x, [1, -2]), "fd.ops.permute(tv0, dims=[1, 0])"),
+    (lambda fd, x: fd.ops.stride_order(x, [0, 1]), "fd.ops.stride_order(tv0, stride_order=[0, 1])"),
+    (
+        lambda fd, x: fd.ops.broadcast(x, [False, True, False]),
+        "fd.ops.broadcast(tv0, is_broadcast_dim=[False, True, False])",
+    ),
+    (
+        lambda fd, x: fd.ops.squeeze(fd.ops.broadcast(x, [True, False, False]), [0]),
+        "fd.ops.squeeze(tv1, dims=[0])",
+    ),
+    (
+        lambda fd, x: fd.ops.squeeze(
+            fd.ops.broadcast_in_dim(x, [3, 6, 8], [1, 2]), [0], squeeze_expanded=True
+        ),
+        "fd.ops.squeeze(tv2, dims=[0], squeeze_expanded=True)",
+    ),
+    (
+        lambda fd, x: fd.ops.broadcast_in_dim(x, [3, 6, 8], [1, 2]),
+        "fd.ops.expand(tv1, shape=[3, 6, 8])",
+    ),
+    (lambda fd, x: fd.ops.reshape(x, [2, -1]), "fd.ops.reshape(tv0, new_shape=[2, 24])"),
+    (
+        lambda fd, x: fd.ops.full([6, 8], 1, DataType.Half),
+        "fd.ops.full(shape=[6, 8], fill_value=1.0, dtype=DataType.Half)",
+    ),
+    (
+        lambda fd, x: fd.ops.slice(x, [0, 1], [6, 3]),
+        "fd.ops.slice(tv0, start_indices=[0, 1], end_indices=[6, 3], strides=[1, 1], "
+        "manual_normalization=True)",
+    ),
+    (
+        lambda fd, x: fd.ops.pad(x, [1, 2]),
+        "fd.ops.pad(tv0, pad_widths=[1, 2, 0, 0], value=0.0)",
+    ),
+    (
+        lambda fd, x: fd.ops.cat([x, x], 1),
+        "fd.ops.cat([tv1, tv2], dim=1, manual_padding=True)",
+    ),
+    (lambda fd, x: fd.ops.iota(4, 0, 2), "fd.ops.iota(4, step=2, dtype=DataType.Int)"),
+    (lambda fd, x: fd.ops.rand_like(x), "fd.ops.rand_like(tv0)"),
+    (
+        lambda fd, x: fd.ops.normal(0, 0.5, [6, 8], rng_seed=3, rng_offset=4),
+        "fd.ops.normal(0.0, 0.5, shape=[6, 8], rng_seed=3, rng_offset=4, dtype=DataType.Float)",
+    ),
+    (lambda fd, x: fd.ops.where(fd.ops.gt(x, 0), x, 1.5), "fd.ops.where(tv1, tv0, 1.5)"),
+    (lambda fd, x: fd.ops.linear(x, x, fd.ops.sum(x, 1)), "fd.ops.linear(tv0, tv0, bias=tv1)"),
+    (lambda fd, x: fd.ops.matmul(x, fd.ops.permute(x, [1, 0])), "fd.ops.matmul(tv0, tv1)"),
+]
+
+
+@pytest.mark.parametrize(("op", "line"), SPELLED, ids=[line for _, line in SPELLED])
+def test_every_statement_is_spelled_as_nvfuser_does(op: Callable[..., Any], line: str) -> None:
+    fd = written(lambda fd: fd.add_output(op(fd, fd.define_tensor([6, 8], contiguity=True))))
+    assert repr(fd).splitlines()[-2].partition(" = ")[2] == line
+    again(fd)
+
+
 def sizes(fd: FusionDefinition) -> None:
     x = fd.define_tensor([-1, -1, 12], contiguity=[None, True, True], stride_order=[1, 0, 2])
     i = fd.define_scalar(None, DataType.Int)
