@@ -30,7 +30,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Apply, Const, Poly, Scalar
 from fuser.ir.scalar_nodes import Monomial, postorder
 from fuser.ir.tensor import TensorView
-from fuser.ops.elementwise import SCALAR_OPS
+from fuser.pointwise import POINTWISE, PUBLIC
 from fuser.record import replace
 
 HEADER = "def nvfuser_fusion(fd : FusionDefinition) -> None :"
@@ -38,7 +38,9 @@ HEADER = "def nvfuser_fusion(fd : FusionDefinition) -> None :"
 _D = DataType
 _INLINED = (_D.Bool, _D.Int, _D.Index, _D.Double, _D.ComplexDouble)
 # Scalar op -> the op of a definition that gives it; several may, of which the first one counts.
-SCALAR_CALLS = {op: name for name, op in reversed(SCALAR_OPS.items())}
+SCALAR_CALLS = {
+    op: name for name, (kind, _) in reversed(PUBLIC.items()) for op in POINTWISE[kind].scalar_ops
+}
 # Those that no op gives, but Python's operators on scalars.
 OPERATORS = {"floorDiv": "//", "floorMod": "%"}
 

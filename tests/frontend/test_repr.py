@@ -12,6 +12,7 @@ import torch
 
 from fuser import (
     DataType,
+    DtypeError,
     FusionDefinition,
     MemoryType,
     ParallelType,
@@ -23,10 +24,12 @@ from fuser.frontend import python_statements, python_text
 from fuser.ir import nodes
 from fuser.ir.core import Op
 from fuser.ir.scalar_compute import COMPUTE
+from fuser.pointwise import POINTWISE, PUBLIC
 from tests.frontend.again import again, assert_same, defined_by
 from tests.fuzz import sharded, single, streams
 from tests.fuzz.ranks import local_inputs
 from tests.fuzz.runner import Case, define
+from tests.ops.op_calls import CALLS, calls_of
 from tests.ops.op_cases import CASES, SHAPES, OpCase
 
 Define = Callable[[FusionDefinition], None]
@@ -57,6 +60,40 @@ def test_ops_compute_the_same(case: OpCase) -> None:
         inputs = case.draw(SHAPES[-1], seed=3, layout=layout)
         fd = fusion_of(case, 3)
         assert_same(again(fd).execute(inputs), fd.execute(inputs))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_is_defined_again_and_computes_the_same(name: str) -> None:
+    calls = [*calls_of(name)]
+    for drawn in calls:
+        fd = FusionDefinition()
+        fd._fusion = drawn.fusion
+        again(fd)
+    fd = FusionDefinition()
+    fd._fusion = calls[-1].fusion
+    results: list[list[torch.Tensor]] = []
+    for one in (again(fd), fd):
+        torch.manual_seed(0)
+        results.append(one.execute(calls[-1].inputs))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("dtype", [DataType.Double, DataType.Float, DataType.Int, DataType.Bool])
+def test_every_op_of_scalars_is_defined_again(dtype: DataType) -> None:
+    count = 0
+    for name, (kind, rule) in PUBLIC.items():
+        with FusionDefinition() as fd:
+            given = [fd.define_scalar(None, dtype) for _ in range(POINTWISE[kind].arity)]
+            if rule == "select":
+                given[0] = fd.define_scalar(None, DataType.Bool)
+            try:
+                made = getattr(fd.ops, name)(*given)
+            except DtypeError:
+                continue
+            fd.add_output(fd.ops.full([2], made, made.dtype))
+        again(fd)
+        count += 1
+    assert count > 25, count
 
 
 def test_every_node_has_a_statement() -> None:
