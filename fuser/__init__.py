@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         FuserError,
         InputError,
         KernelError,
+        NoReproInputsError,
         OptionError,
         OtherEntranceError,
         ParseError,
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from fuser.frontend.definition import FusionDefinition
+    from fuser.frontend.executor_cache import FusionExecutorCache
+    from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
+    from fuser.frontend.python_text import translate_fusion
     from fuser.ir.axis import Axis as IterDomain
     from fuser.ir.domain import TensorDomain
     from fuser.ir.dtypes import DataType
@@ -47,6 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FusionDefinition",
+    "FusionExecutorCache",
+    "LRUCache",
+    "LruFusionCache",
+    "translate_fusion",
     "DataType",
     "ParallelType",
     "MemoryType",
@@ -68,6 +76,7 @@ __all__ = [
     "ArgumentError",
     "DefinitionError",
     "EmptyDefinitionError",
+    "NoReproInputsError",
     "OtherEntranceError",
     "DtypeError",
     "InputError",
@@ -87,6 +96,10 @@ _MODULES = frozenset({"ops", "schedule", "multidevice"})
 
 _DEFINED_IN: dict[str, str] = {
     "FusionDefinition": "fuser.frontend.definition",
+    "FusionExecutorCache": "fuser.frontend.executor_cache",
+    "LRUCache": "fuser.frontend.fusion_cache",
+    "LruFusionCache": "fuser.frontend.fusion_cache",
+    "translate_fusion": "fuser.frontend.python_text",
     "DataType": "fuser.ir.dtypes",
     "ParallelType": "fuser.ir.types",
     "MemoryType": "fuser.ir.types",

@@ -34,6 +34,10 @@ class OtherEntranceError(DefinitionError, AssertionError):
     """A definition runs by `execute` or by `manual_execute`, not by both."""
 
 
+class NoReproInputsError(FuserError, AssertionError):
+    """A script is asked for with the inputs of the last call, which were not to be remembered."""
+
+
 class ArgumentError(FuserError, TypeError):
     """An argument of a call is of a kind that the call does not take."""
 

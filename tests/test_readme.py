@@ -70,6 +70,15 @@ def run_line(line: str, folder: Path) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+def test_definitions_as_python(capsys: pytest.CaptureFixture[str]) -> None:
+    text = section("Definitions as Python")
+    (program,) = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    exec(compile(program, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 Max Fusions Allowed: 64\n")
+    assert "make_tensor((2, 3), dtype=torch.float32, device='cpu')" in printed
+
+
 @needs_mpi
 def test_the_commands_on_programs_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +24,21 @@ from fuser.errors import (
     DefinitionError,
     EmptyDefinitionError,
     InputError,
+    NoReproInputsError,
     OtherEntranceError,
-    UnsupportedError,
     user_line,
 )
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual import ManualKernel
+from fuser.frontend.python_text import translate_fusion
+from fuser.frontend.repro import fake_inputs, is_internal, report, repro_script
 from fuser.inputs import flatten
 from fuser.ir.dtypes import DataType, DtypeLike, from_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
+from fuser.locks import make_reentrant_lock
 from fuser.ops import define
 from fuser.options import NONE
 from multidevice.agreement import Prepared, run_agreed
@@ -50,6 +54,13 @@ if TYPE_CHECKING:
 _NEVER_WRITTEN = (
     "Fusion does not exist! Use `with FusionDefinition() as fd: ...` to define a fusion."
 )
+# Two threads may call a definition for the first time.
+_FIRST_CALL = make_reentrant_lock()
+
+
+@partial(checked, name="execute")
+def _flag(save_repro_inputs: bool) -> bool:
+    return save_repro_inputs
 
 
 class FusionDefinition:
@@ -67,6 +78,7 @@ class FusionDefinition:
         self._fusion_guard: FusionGuard | None = None
         self.fec: FusionExecutorCache
         self.ke: ManualKernel
+        self.fake_inputs: list[object]
 
     # ------------------------------------------------------------ the with block
     def __enter__(self) -> FusionDefinition:
@@ -95,6 +107,13 @@ class FusionDefinition:
         if self._fusion is None:
             raise EmptyDefinitionError(_NEVER_WRITTEN)
         return self._fusion
+
+    def __repr__(self) -> str:
+        """Return the definition as a Python program (`fuser.frontend.python_text`)."""
+        is_written = hasattr(self, "fec") or self._fusion is not None
+        return (
+            translate_fusion(self.fusion) if is_written else "<FusionDefinition, not written yet>"
+        )
 
     # ------------------------------------------------------------ definition
     def define_tensor(self, *args: Any, **kwargs: Any) -> TensorView:
@@ -177,29 +196,65 @@ class FusionDefinition:
         """
 
         cache = self.__dict__.get("fec")
-        if cache is not None and save_repro_inputs is False:
-            # An empty list says nothing: such a call is like all others.
-            if type(_enable_options) is list and not _enable_options:
-                _enable_options = NONE
-            if type(_disable_options) is list and not _disable_options:
-                _disable_options = NONE
-            return cache.execute(inputs, device, _enable_options, _disable_options)
-        given = inputs, device, _enable_options, _disable_options
-        return self._execute_first(*given, save_repro_inputs=save_repro_inputs)
+        try:
+            if cache is not None and save_repro_inputs is False:
+                # An empty list says nothing: such a call is like all others.
+                if type(_enable_options) is list and not _enable_options:
+                    _enable_options = NONE
+                if type(_disable_options) is list and not _disable_options:
+                    _disable_options = NONE
+                return cache.execute(inputs, device, _enable_options, _disable_options)
+            given = device, _enable_options, _disable_options
+            return self._execute_first(inputs, *given, save_repro_inputs=save_repro_inputs)
+        except Exception as error:
+            if is_internal(error):
+                self._report(error, inputs)
+            raise
 
     def _execute_first(
         self,
+        inputs: Iterable[object],
         *given: Any,
         save_repro_inputs: bool,
     ) -> list[torch.Tensor]:
-        """Run what has not run yet, or cannot: what is wrong here is an error on all ranks."""
+        """Run what has not run yet, or is to be remembered: what is wrong here is an error on all
+        ranks."""
 
         def prepare() -> Prepared[list[torch.Tensor]]:
-            if save_repro_inputs is not False:
-                raise UnsupportedError("execute: save_repro_inputs is not supported yet")
-            return self._executor_cache().prepare(*given)
+            if not _flag(save_repro_inputs):
+                return self._executor_cache().prepare(inputs, *given)
+            flat = flatten(inputs)
+            prepared = self._executor_cache().prepare(flat, *given)
+            self.fake_inputs = fake_inputs(flat)
+            return prepared
 
         return run_agreed(Communicator.instance(), self._devices(), prepare)
+
+    # ------------------------------------------------------------ scripts
+    def repro_script_for(self, inputs: Iterable[object] | None = None) -> str:
+        """Return a script that defines this program and runs it on inputs like these: of their
+        shapes, strides, dtypes and devices; without inputs, one that only defines it."""
+        return repro_script(repr(self), inputs)
+
+    def last_repro_script(self) -> str:
+        """Return `repro_script_for` the inputs of the last `execute(save_repro_inputs=True)`.
+
+        Raises AssertionError when there was none.
+        """
+        if not hasattr(self, "fake_inputs"):
+            raise NoReproInputsError(
+                "last_repro_script: no inputs are remembered; call execute with "
+                "save_repro_inputs=True first"
+            )
+        return self.repro_script_for(self.fake_inputs)
+
+    def _report(self, error: Exception, inputs: object) -> None:
+        """Add the script to an error that may be this project's fault."""
+        try:
+            given = inputs if isinstance(inputs, list | tuple) else None
+            report(error, self.repro_script_for(given))
+        except Exception as another:  # the first error is what counts
+            error.add_note(f"(no script shows it again: {another})")
 
     def trace(
         self,
@@ -257,13 +312,14 @@ class FusionDefinition:
             raise OtherEntranceError(
                 "KernelExecutor already exists! Use manual_execute() to execute the fusion."
             )
-        if not hasattr(self, "fec"):
-            valid, why = self.validate_definition()
-            if not valid:
-                raise EmptyDefinitionError(why)
-            assert self._fusion is not None
-            self.fec = FusionExecutorCache(self._fusion)
-            del self._fusion
+        with _FIRST_CALL:
+            if not hasattr(self, "fec"):
+                valid, why = self.validate_definition()
+                if not valid:
+                    raise EmptyDefinitionError(why)
+                assert self._fusion is not None
+                self.fec = FusionExecutorCache(self._fusion)
+                del self._fusion
         return self.fec
 
     def cuda_graphs(self) -> list[str]:

@@ -17,7 +17,7 @@ from fuser.ir.extents import ExtentClasses
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
 from fuser.ir.origin import Origin
-from fuser.ir.scalar import Scalar, Symbol, eq, int_value
+from fuser.ir.scalar import Scalar, ScalarLike, Symbol, as_scalar, eq, int_value
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
 from fuser.record import record, replace
@@ -36,6 +36,19 @@ class Alias:
     into: TensorView
     hidden: bool = True
     where: str = field(default="", compare=False)
+
+
+@record
+class Declared:
+    """Two extents that were said to be equal behind the op that makes `after`; None: before all.
+
+    `by_output`: an update of an input said so.
+    """
+
+    after: TensorView | None
+    a: Scalar
+    b: Scalar
+    by_output: bool
 
 
 class Fusion:
@@ -59,6 +72,8 @@ class Fusion:
         self._next_scalar = 0
         self._zero_is_numbered = False
         self.extents = ExtentClasses()
+        # Equalities that no op says of itself.
+        self.declared: list[Declared] = []
         # What a schedule relies on beyond them; a kernel's launch checks it.
         self.assumed: tuple[Scalar, ...] = ()
         # Sizes that it takes to be multiples of a number.
@@ -308,7 +323,7 @@ class Fusion:
         ):
             raise DefinitionError(f"{what}, does not have its shape{line}")
         for a, b in zip(*sizes, strict=True):
-            self.unify_extents(b, a, f"{what}{line}")
+            self._declare(b, a, f"{what}{line}", by_output=True)
 
     def alias_of(self, out: TensorView) -> TensorView | None:
         """Return the input whose buffer `out` is written into, None for a fresh output."""
@@ -321,6 +336,17 @@ class Fusion:
     def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
         """State that two extents are equal; `reason` is shown where inputs contradict it."""
         self.extents.unify(a, b, reason)
+
+    def declare_extents(self, a: ScalarLike, b: ScalarLike, reason: str = "") -> None:
+        """State that two extents are equal, which no op that is there says."""
+        self._declare(as_scalar(a), as_scalar(b), reason, by_output=False)
+
+    def _declare(self, a: Scalar, b: Scalar, reason: str, *, by_output: bool) -> None:
+        if self.canonical(a) != self.canonical(b):
+            last = self._added[-1:] or self._exprs[-1:]
+            after = last[0].outputs[0] if last else None
+            self.declared.append(Declared(after, a, b, by_output))
+            self.unify_extents(a, b, reason)
 
     def assume(self, extent: Scalar, value: Scalar) -> None:
         """Take an extent to have a value, in this kernel alone: launches check it."""
@@ -376,6 +402,10 @@ class Fusion:
         new.inputs = [twin_of(v) for v in self.inputs]
         new.outputs = [mapping[v] for v in self.outputs]
         new.aliases = [replace(a, out=mapping[a.out], into=mapping[a.into]) for a in self.aliases]
+        new.declared = [
+            replace(d, after=None if d.after is None else mapping.get(d.after))
+            for d in self.declared
+        ]
         return new, mapping
 
     def print_math(self, from_outputs_only: bool = True) -> str:
@@ -383,6 +413,20 @@ class Fusion:
         from fuser.ir.text import fusion_math
 
         return fusion_math(self, used_only=from_outputs_only)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two fusions say the same, names aside: ops, layouts, shardings, updates."""
+        from fuser.ir.form import form_of
+
+        if self is other:
+            return True
+        return isinstance(other, Fusion) and form_of(self).key == form_of(other).key
+
+    def __hash__(self) -> int:
+        """Equal fusions have equal hashes: it changes while a fusion is being written."""
+        from fuser.ir.form import form_of
+
+        return hash(form_of(self).key)
 
     def __str__(self) -> str:
         return self.print_math(False)

@@ -90,6 +90,12 @@ class TensorView:
         """Number of logical axes without reductions."""
         return len(self.domain.no_reductions)
 
+    @property
+    def has_own_mesh(self) -> bool:
+        """Whether the mesh counts: the user set it, or shared an axis among its devices. One that
+        an op copied is provenance, which propagation begins without."""
+        return self.mesh_is_user_set or self.domain.has_devices
+
     def dtype(self) -> DataType:
         return self._dtype
 

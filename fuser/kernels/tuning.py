@@ -22,11 +22,11 @@ from fuser import dumps, options
 from fuser.device import DeviceInfo
 from fuser.errors import CompileError, KernelError
 from fuser.ir.dtypes import DataType
+from fuser.ir.form import Form, form_of, form_text
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout
 from fuser.ir.scalar import Number, Symbol
 from fuser.kernels import trial
-from fuser.kernels.alike import Form, form_of, form_text
 from fuser.kernels.trial import Candidate, Scratch, Timer
 from fuser.kernels.variant import Variant
 from fuser.recent import Recent

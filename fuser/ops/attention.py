@@ -83,6 +83,12 @@ def sdpfa_bwd(
     return grad_query, grad_key, grad_value
 
 
+def memory_order(letters: str) -> str:
+    """Return the letters of a result's axes as it lies in memory."""
+    leading, mine = letters[:-_RANK], letters[-_RANK:]
+    return leading + next((o for o in _IN_MEMORY if {*o} == {*mine}), mine)
+
+
 # ------------------------------------------------------------------ numbers
 def _numbers(
     name: str,
@@ -192,7 +198,7 @@ class _Axes:
         dtype = self._op.DTYPES.get(field, (self._given["query"].dtype(),))[0]
         # No other op makes what is only stored.
         tv = fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))
-        order = next((o for o in _IN_MEMORY if {*o} == {*self._op.AXES[field]}), None)
-        if order is not None:
-            tv.set_allocation_domain([axes[c] for c in self._leading + order], True)
+        order = memory_order(letters)
+        if order != letters:
+            tv.set_allocation_domain([axes[c] for c in order], True)
         return tv

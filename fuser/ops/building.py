@@ -280,14 +280,24 @@ def _join_sizes(
 
 def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
     """State that two extents are equal; raises `DefinitionError` for different constants."""
+    if _may_match(fusion, a, b, what):
+        fusion.unify_extents(a, b, f"{what} at {user_line()}")
+
+
+def declare_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
+    """As `same_extent`, where no op that follows says so by itself."""
+    if _may_match(fusion, a, b, what):
+        fusion.declare_extents(a, b, f"{what} at {user_line()}")
+
+
+def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
+    """Whether two extents are not known to be equal."""
     x, y = fusion.canonical(a), fusion.canonical(b)
-    if x == y:
-        return
-    if isinstance(x, Const) and isinstance(y, Const):
+    if isinstance(x, Const) and isinstance(y, Const) and x != y:
         raise DefinitionError(
             f"Expected sizes to match, but found {x} and {y} in {what} (at {user_line()})"
         )
-    fusion.unify_extents(a, b, f"{what} at {user_line()}")
+    return x != y
 
 
 def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> TensorView:

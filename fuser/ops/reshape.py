@@ -31,9 +31,9 @@ from fuser.ops.building import (
     axes_of,
     broadcast_tensor,
     clone_axes,
+    declare_extent,
     fail,
     new_output,
-    same_extent,
 )
 from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
@@ -308,7 +308,7 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
     axes = axes_of(tv)
     for ins, sizes in groups:
         if len(ins) == len(sizes) == 1:
-            same_extent(fusion, axes[ins[0]].size, sizes[0], f"reshape of {source}")
+            declare_extent(fusion, axes[ins[0]].size, sizes[0], f"reshape of {source}")
     if not all(g.is_kept for g in plan.groups):
         domain = transformed_domain(fusion, clone_axes(tv), groups)
         out = new_output(domain, tv.dtype(), [tv])

@@ -235,7 +235,10 @@ def _join(pieces: list[TensorView], ends: list[Scalar], dim: int) -> TensorView:
     fusion = active_fusion()
     columns = zip(*(axes_of(p) for p in pieces), strict=True)
     joined = [join_axes(fusion, list(zip(pieces, c, strict=True)), "cat") for c in columns]
+    dtype = pieces[0].dtype()
+    if any(sc.int_value(j.size) == 0 for j in joined):
+        return full_tensor([j.size for j in joined], Const(0, dtype), dtype)
     axes = [fusion.new_axis(j.extent, j.kind, expanded=j.expanded) for j in joined]
-    out = new_output(axes, pieces[0].dtype(), pieces)
+    out = new_output(axes, dtype, pieces)
     add_op(CatOp(out, tuple(pieces), tuple(ends), dim=dim))
     return out

@@ -19,10 +19,10 @@ from fuser.ops.building import (
     axes_of,
     broadcast_tensor,
     clone_axes,
+    declare_extent,
     fail,
     new_output,
     prepend_axes,
-    same_extent,
     wrap_dim,
 )
 from fuser.ops.elementwise import copy_tensor
@@ -99,7 +99,7 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
         if sc.int_value(fusion.canonical(axis.size)) != value:
             raise fail("expand", f"Invalid expand size, {value}, for {axis} of {tv}")
         return axis
-    same_extent(fusion, axis.size, size, f"expand: {tv}")
+    declare_extent(fusion, axis.size, size, f"expand: {tv}")
     return axis
 
 

@@ -14,6 +14,7 @@ forwarding of cheap producer chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 from typing import Literal, NoReturn
 
 from fuser.errors import UnsupportedError
@@ -46,7 +47,7 @@ class Segment:
     outputs: tuple[TensorView, ...]
     scheduler: str = ""
     # The kernel's own fusion (global form); None for other kinds.
-    fusion: Fusion | None = None
+    fusion: Fusion | None = field(default=None, hash=False)
 
     @property
     def line(self) -> str:

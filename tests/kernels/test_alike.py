@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
+from fuser.ir.form import form_of
 from fuser.kernels import executor
-from fuser.kernels.alike import form_of
 
 
 @pytest.fixture

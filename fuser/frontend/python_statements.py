@@ -1,0 +1,244 @@
+"""The statement of each kind of op: which call of a definition makes it, of which arguments.
+
+One row per node class; `python_text` spells them. A call that is written makes the same single node
+again, because its operands are already what promotion, rank alignment and padding made of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+
+from fuser.errors import UnsupportedError, user_code
+from fuser.ir import nodes
+from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.dtypes import DataType
+from fuser.ir.scalar import Const, Scalar
+from fuser.ir.tensor import TensorView
+from fuser.ir.types import CacheOp, LoadStoreOpType
+from fuser.record import record
+
+
+@record
+class Call:
+    """`fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values, lists."""
+
+    name: str
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+
+Statement = Callable[..., Call]
+STATEMENTS: dict[type[nodes.TensorOp], Statement] = {}
+
+# Nodes that only the compiler makes, in copies of what the user defined.
+COMPILED = (nodes.Reshard,)
+
+
+def _row(kind: type[nodes.TensorOp]) -> Callable[[Statement], Statement]:
+    """Register the statement of a node class."""
+
+    def register(statement: Statement) -> Statement:
+        STATEMENTS[kind] = statement
+        return statement
+
+    return register
+
+
+def _ops(name: str, *args: object, **kwargs: object) -> Call:
+    return Call(f"ops.{name}", args, kwargs)
+
+
+def _filled(value: Scalar | None) -> object:
+    """Return a number that the op converts to its own dtype, any other scalar as it is."""
+    if isinstance(value, Const) and math.isfinite(value.value):
+        return value.value
+    return value
+
+
+def _given(**optional: tuple[object, object]) -> dict[str, object]:
+    """Return the arguments (value, default) that are not their defaults."""
+    return {name: value for name, (value, default) in optional.items() if value != default}
+
+
+def stride_order_of(tv: TensorView) -> list[int] | None:
+    """Return the rank by stride of each logical axis, where an order of their own is declared."""
+    logical, order = tv.domain.logical_numbers, tv.domain.allocation_numbers
+    if order == logical or sorted(order) != sorted(logical):
+        return None
+    return [len(order) - 1 - order.index(n) for n in logical]
+
+
+def is_stride_order(op: nodes.LoadStoreOp) -> bool:
+    """Whether a copy is one into a memory order of its own."""
+    domain = op.out.domain
+    is_whole = op.kind is LoadStoreOpType.set and not domain.root_numbers
+    return is_whole and stride_order_of(op.out) is not None and False not in domain.contiguity
+
+
+# ------------------------------------------------------------------ elementwise
+@_row(nodes.UnaryOp)
+def _unary(op: nodes.UnaryOp) -> Call:
+    return _ops(op.kind, op.inp)
+
+
+@_row(nodes.CastOp)
+def _cast(op: nodes.CastOp) -> Call:
+    return _ops("cast", op.inp, dtype=op.out.dtype())
+
+
+@_row(nodes.BinaryOp)
+def _binary(op: nodes.BinaryOp) -> Call:
+    return _ops(op.kind, op.lhs, op.rhs)
+
+
+@_row(nodes.TernaryOp)
+def _ternary(op: nodes.TernaryOp) -> Call:
+    return _ops(op.kind, op.a, op.b, op.c)
+
+
+# ------------------------------------------------------------------ factories
+@_row(nodes.FullOp)
+def _full(op: nodes.FullOp) -> Call:
+    return _ops("full", shape=op.shape, fill_value=_filled(op.value), dtype=op.out.dtype())
+
+
+@_row(nodes.IotaOp)
+def _iota(op: nodes.IotaOp) -> Call:
+    ends = _given(start=(_filled(op.start), 0), step=(_filled(op.step), 1))
+    return _ops("iota", op.length, **ends, dtype=op.out.dtype())
+
+
+def _is_like(tv: TensorView, op: nodes.RandomOp) -> bool:
+    return tv.dtype() is op.out.dtype() and tuple(tv.shape()) == op.shape
+
+
+@_row(nodes.RandomOp)
+def _random(op: nodes.RandomOp) -> Call:
+    dtype = op.out.dtype()
+    if op.a is None:
+        # Such an op takes the shape of a tensor that was there, and does not read it.
+        before = takewhile(lambda t: t is not op.out, op.out.fusion.tensors())
+        tv = next((t for t in before if _is_like(t, op)), None)
+        if tv is None or op.seed is not None:
+            raise UnsupportedError(f"no statement for {op.out}{user_code(op.where)}")
+        return _ops({"uniform": "rand_like", "normal": "randn_like"}[op.kind], tv)
+    key = {} if op.seed is None else {"rng_seed": op.seed, "rng_offset": op.offset}
+    return _ops(op.kind, _filled(op.a), _filled(op.b), shape=op.shape, **key, dtype=dtype)
+
+
+# ------------------------------------------------------------------ copies and views
+@_row(nodes.LoadStoreOp)
+def _copy(op: nodes.LoadStoreOp) -> Call:
+    domain = op.out.domain
+    if op.kind is LoadStoreOpType.segmenter_set:
+        return _ops("segment_set", op.inp)
+    if op.kind is not LoadStoreOpType.set or op.cache_op is not CacheOp.unspecified:
+        raise UnsupportedError(f"no statement for {op.name} of {op.inp}{user_code(op.where)}")
+    if domain.root_numbers:
+        places = [domain.root_numbers.index(n) for n in domain.logical_numbers]
+        return _ops("permute", op.inp, dims=places)
+    if is_stride_order(op):
+        return _ops("stride_order", op.inp, stride_order=stride_order_of(op.out))
+    return _ops("cast", op.inp, dtype=op.out.dtype())
+
+
+@_row(nodes.BroadcastOp)
+def _broadcast(op: nodes.BroadcastOp) -> Call:
+    return _ops("broadcast", op.inp, is_broadcast_dim=op.flags)
+
+
+@_row(nodes.SqueezeOp)
+def _squeeze(op: nodes.SqueezeOp) -> Call:
+    dims = [i for i, gone in enumerate(op.flags) if gone]
+    axes = op.inp.domain.no_reductions
+    is_expanded = any(axes[d].expanded is not None for d in dims)
+    return _ops("squeeze", op.inp, dims=dims, **_given(squeeze_expanded=(is_expanded, False)))
+
+
+@_row(nodes.ExpandOp)
+def _expand(op: nodes.ExpandOp) -> Call:
+    return _ops("expand", op.inp, shape=op.shape)
+
+
+@_row(nodes.ReshapeOp)
+def _reshape(op: nodes.ReshapeOp) -> Call:
+    return _ops("reshape", op.inp, new_shape=op.out.shape())
+
+
+@_row(nodes.SliceOp)
+def _slice(op: nodes.SliceOp) -> Call:
+    return _ops(
+        "slice",
+        op.inp,
+        start_indices=op.starts,
+        end_indices=op.stops,
+        strides=[1] * len(op.starts),
+        manual_normalization=True,
+    )
+
+
+@_row(nodes.PadOp)
+def _pad(op: nodes.PadOp) -> Call:
+    pairs = [*zip(op.left, op.right, strict=True)][::-1]
+    widths = [w for pair in pairs for w in pair]
+    return _ops("pad", op.inp, pad_widths=widths, value=_filled(op.value))
+
+
+@_row(nodes.CatOp)
+def _cat(op: nodes.CatOp) -> Call:
+    return _ops("cat", op.pieces, dim=op.dim, manual_padding=True)
+
+
+# ------------------------------------------------------------------ reductions
+def _reduced(out: TensorView) -> list[int]:
+    return [k for k, a in enumerate(out.domain.maybe_root) if a.is_reduction()]
+
+
+@_row(nodes.ReductionOp)
+def _reduction(op: nodes.ReductionOp) -> Call:
+    sums = {"dtype": op.out.dtype()} if op.kind in ("add", "mul") else {}
+    return _ops(op.name, op.inp, dims=_reduced(op.out), **sums)
+
+
+@_row(nodes.WelfordOp)
+def _welford(op: nodes.WelfordOp) -> Call:
+    return _ops("welford", op.inp, dims=_reduced(op.avg))
+
+
+# ------------------------------------------------------------------ library ops
+@_row(nodes.MatmulOp)
+def _matmul(op: nodes.MatmulOp) -> Call:
+    return _ops("matmul", op.a, op.b)
+
+
+@_row(nodes.LinearOp)
+def _linear(op: nodes.LinearOp) -> Call:
+    return _ops("linear", op.x, op.weight, **_given(bias=(op.bias, None)))
+
+
+@_row(SdpaFwdOp)
+def _sdpa_fwd(op: SdpaFwdOp) -> Call:
+    options = _given(
+        bias=(op.bias, None),
+        mask=(op.mask, None),
+        dropout_p=(op.dropout_p, Const(0.0, DataType.Double)),
+        is_causal=(op.is_causal, Const(False, DataType.Bool)),
+        scale=(op.scale, None),
+    )
+    return _ops("sdpfa_fwd", op.query, op.key, op.value, **options)
+
+
+@_row(SdpaBwdOp)
+def _sdpa_bwd(op: SdpaBwdOp) -> Call:
+    read = op.grad_output, op.query, op.key, op.value, op.attended, op.log_sumexp
+    return _ops(
+        "sdpfa_bwd",
+        *read,
+        dropout_p=op.dropout_p,
+        is_causal=op.is_causal,
+        philox_seed=op.philox_seed,
+        philox_offset=op.philox_offset,
+        scale=op.scale,
+    )

@@ -1,0 +1,43 @@
+"""A definition from its own text: what the tests of `repr` and of the caches compare."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from fuser import DataType, FusionDefinition
+from fuser.ir.form import form_of
+
+
+def defined_by(text: str) -> FusionDefinition:
+    """Return the definition that a text makes; it has no names but these two."""
+    names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
+    exec(compile(text, "<repr>", "exec"), names)
+    with FusionDefinition() as fd:
+        names["nvfuser_fusion"](fd)
+    return fd
+
+
+def again(fd: FusionDefinition) -> FusionDefinition:
+    """Return what the text of a definition makes; it is equal, and so is its text."""
+    text = repr(fd)
+    made = defined_by(text)
+    assert repr(made) == text
+    assert made.fusion == fd.fusion, _difference(fd, made) + text
+    assert hash(made.fusion) == hash(fd.fusion)
+    return made
+
+
+def _difference(a: FusionDefinition, b: FusionDefinition) -> str:
+    old, new = (str(form_of(fd.fusion).key).split("\\n") for fd in (a, b))
+    return "\n".join(difflib.unified_diff(old, new, lineterm="", n=0)) + "\n"
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Require equal values, in every bit, and equal strides."""
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
