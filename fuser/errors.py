@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 
 # What opens a `with` block of ours is no code of the user.
 _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
@@ -113,11 +113,16 @@ class ProgramMismatchError(CommunicationError):
     """The ranks were about to run different programs; the message shows the first difference."""
 
 
+def is_users(frame: FrameType) -> bool:
+    """Return whether a frame is outside our packages."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
+
+
 def user_line() -> str:
     """Return `file.py:12` of the innermost frame outside our packages."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES:
+        if is_users(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -127,12 +132,12 @@ def last_user_line(trace: TracebackType | None) -> str:
     """Return `file.py:12` of the innermost frame of a traceback outside our packages, else of the
     innermost one."""
     found = ""
-    is_users = False
+    is_found = False
     while trace is not None:
-        here = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
-        if here or not is_users:
+        here = is_users(trace.tb_frame)
+        if here or not is_found:
             found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        is_users |= here
+        is_found |= here
         trace = trace.tb_next
     return found
 

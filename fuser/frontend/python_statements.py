@@ -14,6 +14,14 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.dtypes import DataType
+from fuser.ir.lookup import (
+    EmbeddingFwdOp,
+    GatherOp,
+    IndexSelectOp,
+    ScatterOp,
+    SelectOp,
+    TakeAlongAxisOp,
+)
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, LoadStoreOpType
@@ -205,6 +213,37 @@ def _reduction(op: nodes.ReductionOp) -> Call:
 @_row(nodes.WelfordOp)
 def _welford(op: nodes.WelfordOp) -> Call:
     return _ops("welford", op.inp, dims=_reduced(op.avg))
+
+
+# ------------------------------------------------------------------ lookups
+@_row(SelectOp)
+def _select(op: SelectOp) -> Call:
+    return _ops("select", op.table, index=op.index, dim=op.dim)
+
+
+@_row(IndexSelectOp)
+def _index_select(op: IndexSelectOp) -> Call:
+    return _ops("index_select", op.table, op.index, dim=op.dim)
+
+
+@_row(EmbeddingFwdOp)
+def _embedding(op: EmbeddingFwdOp) -> Call:
+    return _ops("embedding_fwd", op.index, op.table)
+
+
+@_row(TakeAlongAxisOp)
+def _take_along_axis(op: TakeAlongAxisOp) -> Call:
+    return _ops("take_along_axis", op.table, op.index, dim=op.dim)
+
+
+@_row(GatherOp)
+def _gather(op: GatherOp) -> Call:
+    return _ops("gather", op.table, op.index, dim=op.dim)
+
+
+@_row(ScatterOp)
+def _scatter(op: ScatterOp) -> Call:
+    return _ops("scatter", op.inp, op.index, op.src, dim=op.dim)
 
 
 # ------------------------------------------------------------------ library ops

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from fuser.errors import VerifyError
+from fuser.ir import scalar as sc
 from fuser.ir.core import attr, operand, result
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp
@@ -98,7 +99,7 @@ class LookupOp(TensorOp):
 
 
 class SelectOp(LookupOp):
-    """out[.., ..] = table[.., index, ..] along axis `dim`, which ends; index is a scalar."""
+    """out[.., ..] = table[.., place, ..] along axis `dim`, which ends; index is a scalar."""
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -109,6 +110,12 @@ class SelectOp(LookupOp):
     @property
     def name(self) -> str:
         return "select"
+
+    @property
+    def place(self) -> Scalar:
+        """The position: a negative index counts from the end."""
+        size = self.table.domain.no_reductions[self.dim].size
+        return sc.where(sc.lt(self.index, 0), sc.add(self.index, size), self.index)
 
     @property
     def axis(self) -> int:

@@ -69,7 +69,11 @@ LOOKUPS = (SelectOp, IndexSelectOp, EmbeddingFwdOp, TakeAlongAxisOp, GatherOp)
 def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     """Return the element of a table that an index says, as seen from a reader of the result."""
     assert isinstance(op, LookupOp)
-    place = build.operand(op, 1 - op.TABLE, DataType.Int, at)
+    if isinstance(op, SelectOp):
+        canonical = build.ctx.nesting.fusion.canonical
+        place: Expr = ScalarValue(canonical(op.place), DataType.Int)
+    else:
+        place = build.operand(op, 1 - op.TABLE, DataType.Int, at)
     axes = op.table.domain.no_reductions
     size = build.ctx.nesting.fusion.canonical
     extent = build.ctx.simplify(size(axes[op.axis].size))

@@ -85,11 +85,9 @@ def select(arg: TensorView, index: Scalar, dim: int) -> TensorView:
     size, place = sc.int_value(source.size), sc.int_value(index)
     if size is not None and place is not None and not -size <= place < size:
         raise fail(name, f"index {place} is outside of axis {axis} of {arg}")
-    place = sc.cast(index, DataType.Int)
-    place = sc.where(sc.lt(place, 0), sc.add(place, source.size), place)
     axes = [a for k, a in enumerate(axes_of(arg)) if k != axis]
     out = new_output(_clone(axes), arg.dtype(), [arg])
-    add_op(SelectOp(out, arg, place, dim=axis))
+    add_op(SelectOp(out, arg, sc.cast(index, DataType.Int), dim=axis))
     return out
 
 

@@ -6,11 +6,12 @@ both are the same tensor, as sets and dictionaries of tensors do: the op is `eq`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from fuser.arguments import show
-from fuser.errors import ArgumentError, DefinitionError, user_code, user_line
+from fuser.errors import ArgumentError, DefinitionError, is_users, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
@@ -59,6 +60,8 @@ def _matmul(self: TensorView, other: Any) -> Any:
 
 
 def _has_no_truth(self: TensorView) -> bool:
+    if not is_users(sys._getframe(1)):
+        return True
     raise DefinitionError(
         f"{self} has no value while the program is written: use the op where, in place of if, and, "
         f"or, not{user_code(user_line())}"
@@ -66,7 +69,7 @@ def _has_no_truth(self: TensorView) -> bool:
 
 
 def _equal(self: TensorView, other: object) -> bool:
-    if isinstance(other, NUMBERS):
+    if isinstance(other, NUMBERS) and is_users(sys._getframe(1)):
         raise DefinitionError(
             f"{self} == {other!r} compares tensors by identity: the op is eq"
             f"{user_code(user_line())}"

@@ -191,7 +191,7 @@ def _along(op: TakeAlongAxisOp, table: Tensor, index: Tensor, cx: _Context) -> T
 
 
 def _select(op: SelectOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    table, place = inputs[0], cx.int_of(op.index)
+    table, place = inputs[0], cx.int_of(op.place)
     if 0 <= place < table.shape[op.dim]:
         return [table.select(op.dim, place)]
     missing = math.nan if table.dtype.is_floating_point else 0
