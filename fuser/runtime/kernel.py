@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from fuser.device import device_parts
 from fuser.errors import KernelError
 from fuser.kernel_source import KernelSource
-from fuser.locks import make_lock, make_reentrant_lock
+from fuser.locks import make_lock
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ _statistics = _Statistics()
 # Kernels live as long as somebody can launch them.
 _memory: weakref.WeakValueDictionary[tuple[str, str], CompiledKernel]
 _memory = weakref.WeakValueDictionary()
-_compile_lock = make_reentrant_lock()
+_memory_lock = make_lock()
 
 
 def compilations() -> int:
@@ -147,7 +147,7 @@ def count_requests(kernels: int) -> None:
 
 def clear_memory_cache() -> None:
     """Forgets the compiled kernels of this process: the next request goes to the disk cache."""
-    with _compile_lock:
+    with _memory_lock:
         _memory.clear()
 
 
@@ -204,10 +204,11 @@ def compile_kernels(
                 missing[key] = source
                 yield source
 
-    with _compile_lock:
-        compiled = compile_missing(yield_missing())
-        found.update(zip(missing, compiled, strict=True))
-        _memory.update(found)
+    # No lock meanwhile: what makes a source takes locks, whose holders may be about to compile.
+    compiled = compile_missing(yield_missing())
+    with _memory_lock:
+        for key, kernel in zip(missing, compiled, strict=True):
+            found[key] = _memory.setdefault(key, kernel)
     count_requests(len(keys))
     return [found[key] for key in keys]
 

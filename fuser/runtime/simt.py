@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from fuser.errors import CompileError
 from fuser.kernel_source import KernelParam, KernelSource
+from fuser.locks import make_lock
 from fuser.runtime.cpu_kernel import CheckedCpuKernel, CpuKernel, LaunchFunction
 from fuser.runtime.kernel import CompiledKernel, count_compilations
 from fuser.runtime.kernel_cache import Binary, KernelCache, digest
@@ -47,6 +48,8 @@ _COMMON_FLAGS = (
 _FAST_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 _CHECKED_FLAGS = ("-Og", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
 _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
+# One thread compiles: others find what it made.
+_lock = make_lock()
 
 
 # ---- the compiler -------------------------------------------------------------------------------
@@ -244,12 +247,13 @@ def _compile(requested: Iterable[KernelSource], *, checked: bool) -> list[Compil
         return []
     keys = [_kernel_key(source, checked=checked) for source in sources]
     by_key = dict(zip(keys, sources, strict=True))
-    functions = _load_or_compile(KernelCache(), by_key, checked=checked)
     kernels: dict[str, CompiledKernel] = {}
-    for key, source in by_key.items():
-        engine = _engine_address() if checked or source.uses_barriers else 0
-        make = CheckedCpuKernel if checked else CpuKernel
-        kernels[key] = make(source, functions[key], engine)
+    with _lock:
+        functions = _load_or_compile(KernelCache(), by_key, checked=checked)
+        for key, source in by_key.items():
+            engine = _engine_address() if checked or source.uses_barriers else 0
+            make = CheckedCpuKernel if checked else CpuKernel
+            kernels[key] = make(source, functions[key], engine)
     return [kernels[key] for key in keys]
 
 

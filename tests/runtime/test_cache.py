@@ -239,6 +239,20 @@ def test_threads_may_compile_and_launch_together() -> None:
     assert compilations() - before == 1
 
 
+def test_what_makes_a_source_may_wait_for_a_thread_that_compiles() -> None:
+    """As where a thread that runs a kernel compiles another form of it, and has its lock."""
+
+    def sources() -> Iterator[KernelSource]:
+        other = threading.Thread(target=lambda: value_of(constant(12)), daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive()
+        yield constant(11)
+
+    (compiled,) = compile_kernels(sources(), "cpu")
+    assert compiled.source == constant(11)
+
+
 def test_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")

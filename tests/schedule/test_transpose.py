@@ -450,3 +450,12 @@ def test_ladder_of_a_tile() -> None:
         (1, 1),
         (1, 0),
     ]
+
+
+def test_what_a_view_hides_is_named() -> None:
+    def build(x: TensorView) -> TensorView:
+        return ops.slice(ops.permute(x, [1, 0]), [1, 0], [3, 4])
+
+    fusion = define(build, [4, 5], dtype=[DataType.Float])
+    (x,) = fusion.inputs
+    assert f"but {x}, which a view reads" in str(scheduler("transpose").accepts(fusion))
