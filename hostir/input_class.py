@@ -16,10 +16,10 @@ from fuser.ir.layout_class import Layout, LayoutClasses, with_layout
 from fuser.ir.scalar import Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
+from fuser.ops.torch_meaning import REDUCING
 from fuser.passes.concretize import KeyOfSizes
 from fuser.schedule import inner_outer_persistent, inner_persistent, outer_persistent
 from fuser.schedule.inner_persistent import row_extents
-from fuser.schedule.rows import REDUCTIONS
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Classifier:
         ]
         self._key_of = KeyOfSizes(fusion)
         # How many rows of which length reductions have: whether one kernel takes them whole.
-        reductions = [op.out_tensor for op in fusion.used_exprs() if isinstance(op, REDUCTIONS)]
+        reductions = [op.out_tensor for op in fusion.used_exprs() if isinstance(op, REDUCING)]
         extents = dict.fromkeys(map(row_extents, reductions))
         self._rows = Computed([x for pair in extents for x in pair])
 

@@ -17,13 +17,13 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, ReductionOp, TensorOp, WelfordOp
+from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType
 from fuser.lower.stream import stream_index
+from fuser.ops.torch_meaning import REDUCING
 
-REDUCTIONS = (ReductionOp, WelfordOp)
 PARALLEL = (*GRID_TYPES, *BLOCK_TYPES)
 # How the coordinates of threads and blocks are called in kernels.
 COORDINATES = {
@@ -132,7 +132,7 @@ class Stage:
 
     @property
     def is_reduction(self) -> bool:
-        return isinstance(self.op, REDUCTIONS)
+        return isinstance(self.op, REDUCING)
 
     @property
     def all_loops(self) -> list[Loop]:
@@ -228,7 +228,7 @@ def _stage_for(
     used = [o for o in op.outputs if fusion.uses(o)]
     compute_at = min((o.compute_at for o in used), default=0)
     storage: StageMemory
-    if isinstance(op, REDUCTIONS):
+    if isinstance(op, REDUCING):
         storage = "reduction"
     elif outputs:
         storage, compute_at = "global", 0

@@ -28,12 +28,12 @@ from fuser.ir.nodes import BroadcastOp, LibraryOp, LoadStoreOp, SqueezeOp, Tenso
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.ops.torch_meaning import REDUCING
 from fuser.schedule.inner_persistent_params import InnerPersistentParams
 from fuser.schedule.pointwise import common_rejection
 from fuser.schedule.propagate import AxisMatcher
 from fuser.schedule.row_view import RowView, reference_of, rewrite
 from fuser.schedule.rows import (
-    REDUCTIONS,
     kept_values,
     levels_of,
     separate_levels,
@@ -74,7 +74,7 @@ def accepts(fusion: Fusion) -> str | None:
 def waiting_rejection(fusion: Fusion) -> str | None:
     """Return why not all reductions are over the same axes, along which something waits for
     them."""
-    reductions = [op for op in fusion.exprs if isinstance(op, REDUCTIONS)]
+    reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
         return "there is no reduction"
     for op in fusion.exprs:
@@ -252,7 +252,7 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
     waits: set[TensorView] = set(found) if view.parts else set()
     for op in fusion.exprs:
         tv = op.out_tensor
-        if tv not in levels or isinstance(op, REDUCTIONS) or tv in fusion.outputs:
+        if tv not in levels or isinstance(op, REDUCING) or tv in fusion.outputs:
             continue
         if not view.is_per_row(tv):
             continue
@@ -362,15 +362,15 @@ def _finish(
             _follow_rows(tv, view, loops)
             continue
         axes = view.axes(tv)
-        is_step = isinstance(tv.definition(), REDUCTIONS) or tv in fusion.outputs
-        if isinstance(tv.definition(), REDUCTIONS):
+        is_step = isinstance(tv.definition(), REDUCING) or tv in fusion.outputs
+        if isinstance(tv.definition(), REDUCING):
             done = loops.repeat(tv)
         else:
             done = axes is not None and (loops.repeat(tv) or loops.repeat(tv, only=axes))
         if not done and is_step:
             raise AssertionError(f"{tv} does not follow {reference}")
     for tv in intermediates(fusion, ()):
-        if isinstance(tv.definition(), REDUCTIONS) or tv in kept:
+        if isinstance(tv.definition(), REDUCING) or tv in kept:
             tv.compute_at = shared
         elif tv in ahead:
             tv.compute_at = len(tv.domain.loop) - inside

@@ -25,11 +25,12 @@ from fuser.ir.nodes import LibraryOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.ops.torch_meaning import REDUCING
 from fuser.record import record
 from fuser.schedule import inner_persistent
 from fuser.schedule.facts import Facts, RunExtents
 from fuser.schedule.row_view import RowView, rewrite
-from fuser.schedule.rows import REDUCTIONS, kept_values, levels_of, most_bytes, separate_levels
+from fuser.schedule.rows import kept_values, levels_of, most_bytes, separate_levels
 from fuser.schedule.space import Access
 from fuser.schedule.tiling import (
     Loops,
@@ -136,7 +137,7 @@ def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
     for op in fusion.exprs:
         if any(v in below for v in op.inputs):
             below.update(op.outputs)
-            if isinstance(op, (*REDUCTIONS, LibraryOp)):
+            if isinstance(op, (*REDUCING, LibraryOp)):
                 return f"{op.out_tensor} reduces {alias.into}, which {alias.out} overwrites"
     others = [out for out in fusion.outputs if out in below and out is not alias.out]
     return f"{others[0]} reads {alias.into}, which {alias.out} overwrites" if others else None
@@ -247,7 +248,7 @@ def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
         return
     fusion.resident_threads = params.resident
     for out in dict.fromkeys(fusion.outputs):
-        if isinstance(out.definition(), REDUCTIONS):
+        if isinstance(out.definition(), REDUCING):
             primitives.cache_before(out)
     view = RowView(fusion)
     kept = _kept(view) if params.kept else []
@@ -292,7 +293,7 @@ def _once_per_column(view: RowView) -> list[TensorView]:
     found: list[TensorView] = []
     for op in fusion.exprs:
         tv = op.out_tensor
-        if isinstance(op, REDUCTIONS) or tv in fusion.outputs or not levels.get(tv):
+        if isinstance(op, REDUCING) or tv in fusion.outputs or not levels.get(tv):
             continue
         along = any(not view.is_per_row(out) for u in fusion.uses(tv) for out in u.outputs)
         if along and view.axes(tv) == view.iterated_axes:
@@ -378,14 +379,14 @@ def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
     once = _once_per_column(view)
     for tv in (*fusion.outputs, *intermediates(fusion, ())):
         axes = view.axes(tv)
-        is_reduction = isinstance(tv.definition(), REDUCTIONS)
+        is_reduction = isinstance(tv.definition(), REDUCING)
         done = loops.repeat(tv) or (
             not is_reduction and axes is not None and loops.repeat(tv, only=axes)
         )
         if not done and (is_reduction or tv in fusion.outputs):
             raise AssertionError(f"{tv} does not follow {reference}")
     for tv in intermediates(fusion, ()):
-        if isinstance(tv.definition(), REDUCTIONS) or tv in kept or tv in once:
+        if isinstance(tv.definition(), REDUCING) or tv in kept or tv in once:
             tv.compute_at = shared
         else:
             loops.inline_whole(tv)

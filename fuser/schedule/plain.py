@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 from fuser.device import DeviceInfo
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LibraryOp, ReductionOp, WelfordOp
+from fuser.ir.nodes import LibraryOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.ops.torch_meaning import REDUCING
 from fuser.record import record
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import table_rejection
 from fuser.schedule.tiling import arrange, intermediates, parallelize
 
 PT = ParallelType
-REDUCTIONS = (ReductionOp, WelfordOp)
 THREADS = 128
 
 
@@ -54,7 +54,7 @@ def accepts(fusion: Fusion) -> str | None:
     for op in fusion.exprs:
         if isinstance(op, LibraryOp):
             return f"{op.name} of {op.outputs[0]} is an op of the library"
-        if isinstance(op, REDUCTIONS) and op is not last:
+        if isinstance(op, REDUCING) and op is not last:
             return f"{op.out_tensor} is a reduction that other ops read"
     if fusion.aliases:
         return "an output is written into an input"
@@ -78,7 +78,7 @@ def apply(fusion: Fusion, params: PlainParams) -> None:
     for out in fusion.outputs:
         _shape(out, params.threads)
     for tv in intermediates(fusion, ()):
-        if isinstance(tv.definition(), REDUCTIONS):
+        if isinstance(tv.definition(), REDUCING):
             _shape(tv, params.threads)  # a result that nothing asks for, beside one that is
         tv.compute_at = len(tv.domain.loop)
 

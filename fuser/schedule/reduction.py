@@ -25,9 +25,10 @@ from fuser.device import DeviceInfo
 from fuser.ir import primitives
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LibraryOp, ReductionOp, TensorOp, WelfordOp
+from fuser.ir.nodes import LibraryOp, TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.ops.torch_meaning import REDUCING
 from fuser.record import record
 from fuser.schedule.facts import Facts, RunExtents
 from fuser.schedule.pointwise import BYTES_IN_FLIGHT, common_rejection, loaded_bytes, unroll_of
@@ -48,7 +49,6 @@ from fuser.schedule.tiling import (
 from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
 
 PT = ParallelType
-REDUCTIONS = (ReductionOp, WelfordOp)
 # Bytes of one input that a thread loads before it uses the first; measured on an H200.
 BYTES_INNER = 32
 BYTES_OUTER = 128
@@ -142,12 +142,12 @@ def accepts(fusion: Fusion) -> str | None:
     below: set[TensorView] = set()
     for op in fusion.exprs:
         reads_result = any(v in below for v in op.inputs)
-        if isinstance(op, REDUCTIONS):
+        if isinstance(op, REDUCING):
             if reads_result:
                 return f"{op.out_tensor} reduces something that depends on another reduction"
             if _classes(graph, op.out_tensor) != _classes(graph, reference):
                 return f"{op.out_tensor} and {reference} reduce different axes"
-        if reads_result or isinstance(op, REDUCTIONS):
+        if reads_result or isinstance(op, REDUCING):
             below.update(op.outputs)
     return _tail_rejection(fusion, graph, reference, below)
 
@@ -203,7 +203,7 @@ def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
 
 
 def _reductions(fusion: Fusion) -> list[TensorOp]:
-    return [op for op in fusion.exprs if isinstance(op, REDUCTIONS)]
+    return [op for op in fusion.exprs if isinstance(op, REDUCING)]
 
 
 def _space(fusion: Fusion) -> Space:
@@ -456,7 +456,7 @@ def _below(fusion: Fusion) -> set[TensorView]:
     """Return the results of reductions and everything computed from them."""
     below: set[TensorView] = set()
     for op in fusion.exprs:
-        if isinstance(op, REDUCTIONS) or any(v in below for v in op.inputs):
+        if isinstance(op, REDUCING) or any(v in below for v in op.inputs):
             below.update(op.outputs)
     return below
 
@@ -478,14 +478,14 @@ def _finish(
     for tv in (*fusion.outputs, *intermediates(fusion, ())):
         if tv in fusion.inputs:
             continue
-        is_reduction = isinstance(tv.definition(), REDUCTIONS)
+        is_reduction = isinstance(tv.definition(), REDUCING)
         if tv in below and not is_reduction:
             if not loops.repeat(tv, only=kept) and tv in fusion.outputs:
                 raise AssertionError(f"output {tv} does not follow {reference}")
         elif not loops.repeat(tv) and (is_reduction or tv in fusion.outputs):
             raise AssertionError(f"{tv} does not follow {reference}")
     for tv in intermediates(fusion, ()):
-        if isinstance(tv.definition(), REDUCTIONS) or tv in stored:
+        if isinstance(tv.definition(), REDUCING) or tv in stored:
             tv.compute_at = shared
         elif tv in loaded:
             tv.compute_at = loads_at

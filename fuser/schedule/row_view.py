@@ -10,15 +10,16 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.costs import EXPENSIVE
+from fuser.ops.torch_meaning import REDUCING
 from fuser.passes.row_parts import RowParts, row_parts
 from fuser.schedule.propagate import AxisMatcher
-from fuser.schedule.rows import REDUCTIONS, divide_once, two_pass_welford
+from fuser.schedule.rows import divide_once, two_pass_welford
 from fuser.schedule.space import Access, Space, iteration_space
 
 
 def reference_of(fusion: Fusion) -> TensorView:
     """Return the result of the first reduction along rows."""
-    reductions = (op for op in fusion.exprs if isinstance(op, REDUCTIONS))
+    reductions = (op for op in fusion.exprs if isinstance(op, REDUCING))
     return next(op.out_tensor for op in reductions if row_parts(op) is None)
 
 

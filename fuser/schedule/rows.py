@@ -15,11 +15,10 @@ from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, DataType, nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
-from fuser.ir.nodes import ReductionOp, TensorOp, WelfordOp
+from fuser.ir.nodes import TensorOp, WelfordOp
 from fuser.ir.tensor import TensorView
+from fuser.ops.torch_meaning import REDUCING
 from fuser.record import record
-
-REDUCTIONS = (ReductionOp, WelfordOp)
 
 
 def levels_of(fusion: Fusion) -> dict[TensorView, int]:
@@ -27,13 +26,13 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
     found: dict[TensorView, int] = {}
     for op in fusion.exprs:
         level = max((found.get(v, 0) for v in op.inputs if isinstance(v, TensorView)), default=0)
-        found.update(dict.fromkeys(op.outputs, level + isinstance(op, REDUCTIONS)))
+        found.update(dict.fromkeys(op.outputs, level + isinstance(op, REDUCING)))
     return found
 
 
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
     """Return the level at which an op goes over the row."""
-    return levels[op.out_tensor] - isinstance(op, REDUCTIONS)
+    return levels[op.out_tensor] - isinstance(op, REDUCING)
 
 
 # ------------------------------------------------------------------ what is kept
@@ -62,7 +61,7 @@ def kept_values(
         mine: set[int] = set()
         for out in op.outputs:
             mine |= times.get(out, set())
-        if isinstance(op, REDUCTIONS) or any(out in fusion.outputs for out in op.outputs):
+        if isinstance(op, REDUCING) or any(out in fusion.outputs for out in op.outputs):
             mine = {2 * level + 1}
         elif op.out_tensor in costly and len({t // 2 for t in mine}) > 1:
             found.append(Kept(op.out_tensor, 2 * level, max(mine)))
@@ -88,7 +87,7 @@ def _last_of_chain(
     while len(uses := fusion.uses(tv)) == 1:
         (reader,) = uses
         out = reader.out_tensor
-        if isinstance(reader, REDUCTIONS) or out not in rows or levels[out] != levels[tv]:
+        if isinstance(reader, REDUCING) or out not in rows or levels[out] != levels[tv]:
             break
         tv = out
         if (nbytes := _nbytes_computed(tv)) <= least:
@@ -144,7 +143,7 @@ def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[Tenso
 
 
 def _is_step(fusion: Fusion, op: TensorOp) -> bool:
-    return isinstance(op, REDUCTIONS) or any(out in fusion.outputs for out in op.outputs)
+    return isinstance(op, REDUCING) or any(out in fusion.outputs for out in op.outputs)
 
 
 def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:

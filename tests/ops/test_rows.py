@@ -26,7 +26,7 @@ from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.ops.samples import DOMAINS, SAMPLES
 from fuser.ops.torch_meaning import NODES, NodeRow, evaluate_fusion, nodes_computed
 from fuser.pointwise import POINTWISE, PUBLIC
-from fuser.schedule.rows import REDUCTIONS
+from hostir.op_costs import COSTS
 from scripts import document_ops
 from tests.fuzz import oracle
 from tests.fuzz.table import NOT_DRAWN
@@ -74,11 +74,9 @@ def _is_computed(node: type[TensorOp], row: NodeRow) -> bool:
             return node in values._BY_OP  # pyright: ignore[reportPrivateUsage]
         case "index":
             return len(node.fields_of("operand")) == 1
-        case "reduction":
-            return node in REDUCTIONS
         case "library":
             return issubclass(node, LibraryOp)
-        case "communication":
+        case _:
             return True
 
 
@@ -110,8 +108,16 @@ def test_a_missing_part_is_named() -> None:
 def test_stages_and_rows_know_the_same_nodes() -> None:
     by_op = set(values._BY_OP)  # pyright: ignore[reportPrivateUsage]
     assert by_op == set(nodes_computed("element"))
-    assert set(REDUCTIONS) == set(nodes_computed("reduction"))
     assert {cls for cls in NODES if issubclass(cls, LibraryOp)} == set(nodes_computed("library"))
+
+
+# Library ops that take as long as a kernel that reads and writes the same tensors.
+BOUND_BY_MEMORY = {"ScatterOp"}
+
+
+def test_library_ops_say_what_they_cost() -> None:
+    without = {cls.__name__ for cls in nodes_computed("library") if cls not in COSTS}
+    assert without == BOUND_BY_MEMORY, "a row of hostir/op_costs.py, or a name here"
 
 
 def test_the_page_of_ops_is_that_of_the_rows() -> None:
