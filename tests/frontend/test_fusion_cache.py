@@ -105,6 +105,21 @@ def test_names_and_ops_beside_do_not_count() -> None:
     assert fd.fusion == other.fusion
 
 
+def test_sizes_that_are_said_to_be_equal_count() -> None:
+    """No op says so; which of them was said first does not count."""
+
+    def define(fd: FusionDefinition, pairs: list[tuple[int, int]]) -> None:
+        x = fd.define_tensor([-1] * 4)
+        for a, b in pairs:
+            fd.fusion.declare_extents(x.size(a), x.size(b))
+        fd.add_output(fd.ops.set(x))
+
+    said = ([], [(0, 1)], [(0, 2)], [(0, 1), (2, 3)], [(2, 3), (1, 0)])
+    fusions = [written(lambda fd, p=p: define(fd, p)).fusion for p in said]
+    assert fusions[3] == fusions[4]
+    assert len({*fusions}) == 4
+
+
 # ------------------------------------------------------------------ LRUCache
 @pytest.mark.parametrize("generator", [single, sharded, streams], ids=lambda m: m.__name__[11:])
 def test_a_cache_grows_by_one_for_a_program_and_by_none_for_its_copy(generator: ModuleType) -> None:

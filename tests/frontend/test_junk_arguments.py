@@ -294,7 +294,8 @@ def methods_of(cls: type) -> set[str]:
 def test_every_public_call_has_a_row() -> None:
     assert set(OPS) == set(dir(fuser.ops))
     # `execute` and its kin are the subject of other tests: they check values, too.
-    running = {"execute", "manual_execute", "overlap_report", "trace", "validate"}
+    running = {"execute", "manual_execute", "overlap_report", "repro_script_for", "trace"}
+    running |= {"validate"}
     assert methods_of(FusionDefinition) - running <= set(DEFINITION)
     assert methods_of(TensorView) <= set(TENSOR)
     assert methods_of(public_mesh.DeviceMesh) | methods_of(DeviceMesh) <= set(MESH)
@@ -310,7 +311,9 @@ def scaled() -> FusionDefinition:
     return fd
 
 
-@pytest.mark.parametrize("name", ["execute", "manual_execute", "trace", "validate"])
+@pytest.mark.parametrize(
+    "name", ["execute", "manual_execute", "repro_script_for", "trace", "validate"]
+)
 def test_junk_inputs(name: str) -> None:
     nested: list[Any] = []
     nested.append(nested)
