@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import takewhile
 
 from fuser.errors import UnsupportedError, user_code
-from fuser.ir import nodes
+from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Const, Scalar
@@ -27,6 +27,13 @@ class Call:
     name: str
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
+
+
+@record
+class Val:
+    """A scalar as an argument for which no Python number is taken."""
+
+    scalar: Scalar
 
 
 Statement = Callable[..., Call]
@@ -189,6 +196,30 @@ def _pad(op: nodes.PadOp) -> Call:
 @_row(nodes.CatOp)
 def _cat(op: nodes.CatOp) -> Call:
     return _ops("cat", op.pieces, dim=op.dim, manual_padding=True)
+
+
+# ------------------------------------------------------------------ lookups
+@_row(lookup.SelectOp)
+def _select(op: lookup.SelectOp) -> Call:
+    return _ops("select", op.table, index=Val(op.index), dim=op.dim)
+
+
+@_row(lookup.IndexSelectOp)
+@_row(lookup.TakeAlongAxisOp)
+@_row(lookup.GatherOp)
+def _along(op: lookup.IndexSelectOp | lookup.TakeAlongAxisOp | lookup.GatherOp) -> Call:
+    return _ops(op.name, op.table, op.index, dim=op.dim)
+
+
+@_row(lookup.EmbeddingFwdOp)
+def _embedding(op: lookup.EmbeddingFwdOp) -> Call:
+    return _ops("embedding_fwd", op.index, op.table)
+
+
+@_row(lookup.ScatterOp)
+def _scatter(op: lookup.ScatterOp) -> Call:
+    src = Val(op.src) if isinstance(op.src, Scalar) else op.src
+    return _ops("scatter", op.inp, op.index, src, dim=op.dim)
 
 
 # ------------------------------------------------------------------ reductions

@@ -2,8 +2,8 @@
 
 The *looked-up axis* of the table is the one whose positions the index holds. Only kernels know the
 values of an index, so that any part of a result may need any part of that axis: it is whole on
-every device. Indices count from 0. In a kernel, an index below 0 or past the end reads nothing: its
-value is NaN, 0 for a dtype without NaN.
+every device. Indices in tensors count from 0. In a kernel, an index below 0 or past the end reads
+nothing: its value is NaN, 0 for a dtype without NaN.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class LookupOp(TensorOp):
 
 
 class SelectOp(LookupOp):
-    """out[.., ..] = table[.., index, ..] along axis `dim`, which ends; index is a scalar."""
+    """out[.., ..] = table[.., index, ..] along axis `dim`, which ends; index is a scalar, which
+    counts from the end where it is negative."""
 
     out: TensorView = result()
     table: TensorView = operand()

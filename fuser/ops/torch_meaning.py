@@ -192,7 +192,8 @@ def _along(op: TakeAlongAxisOp, table: Tensor, index: Tensor, cx: _Context) -> T
 
 def _select(op: SelectOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     table, place = inputs[0], cx.int_of(op.index)
-    if 0 <= place < table.shape[op.dim]:
+    extent = table.shape[op.dim]
+    if -extent <= place < extent:
         return [table.select(op.dim, place)]
     missing = math.nan if table.dtype.is_floating_point else 0
     return [table.new_full(cx.sizes(op.out), missing)]
