@@ -11,17 +11,9 @@ from collections.abc import Callable, Mapping
 from itertools import takewhile
 
 from fuser.errors import UnsupportedError, user_code
-from fuser.ir import nodes
+from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.dtypes import DataType
-from fuser.ir.lookup import (
-    EmbeddingFwdOp,
-    GatherOp,
-    IndexSelectOp,
-    ScatterOp,
-    SelectOp,
-    TakeAlongAxisOp,
-)
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, LoadStoreOpType
@@ -35,6 +27,13 @@ class Call:
     name: str
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
+
+
+@record
+class Val:
+    """A scalar as an argument for which no Python number is taken."""
+
+    scalar: Scalar
 
 
 Statement = Callable[..., Call]
@@ -199,6 +198,30 @@ def _cat(op: nodes.CatOp) -> Call:
     return _ops("cat", op.pieces, dim=op.dim, manual_padding=True)
 
 
+# ------------------------------------------------------------------ lookups
+@_row(lookup.SelectOp)
+def _select(op: lookup.SelectOp) -> Call:
+    return _ops("select", op.table, index=Val(op.index), dim=op.dim)
+
+
+@_row(lookup.IndexSelectOp)
+@_row(lookup.TakeAlongAxisOp)
+@_row(lookup.GatherOp)
+def _along(op: lookup.IndexSelectOp | lookup.TakeAlongAxisOp | lookup.GatherOp) -> Call:
+    return _ops(op.name, op.table, op.index, dim=op.dim)
+
+
+@_row(lookup.EmbeddingFwdOp)
+def _embedding(op: lookup.EmbeddingFwdOp) -> Call:
+    return _ops("embedding_fwd", op.index, op.table)
+
+
+@_row(lookup.ScatterOp)
+def _scatter(op: lookup.ScatterOp) -> Call:
+    src = Val(op.src) if isinstance(op.src, Scalar) else op.src
+    return _ops("scatter", op.inp, op.index, src, dim=op.dim)
+
+
 # ------------------------------------------------------------------ reductions
 def _reduced(out: TensorView) -> list[int]:
     return [k for k, a in enumerate(out.domain.maybe_root) if a.is_reduction()]
@@ -213,37 +236,6 @@ def _reduction(op: nodes.ReductionOp) -> Call:
 @_row(nodes.WelfordOp)
 def _welford(op: nodes.WelfordOp) -> Call:
     return _ops("welford", op.inp, dims=_reduced(op.avg))
-
-
-# ------------------------------------------------------------------ lookups
-@_row(SelectOp)
-def _select(op: SelectOp) -> Call:
-    return _ops("select", op.table, index=op.index, dim=op.dim)
-
-
-@_row(IndexSelectOp)
-def _index_select(op: IndexSelectOp) -> Call:
-    return _ops("index_select", op.table, op.index, dim=op.dim)
-
-
-@_row(EmbeddingFwdOp)
-def _embedding(op: EmbeddingFwdOp) -> Call:
-    return _ops("embedding_fwd", op.index, op.table)
-
-
-@_row(TakeAlongAxisOp)
-def _take_along_axis(op: TakeAlongAxisOp) -> Call:
-    return _ops("take_along_axis", op.table, op.index, dim=op.dim)
-
-
-@_row(GatherOp)
-def _gather(op: GatherOp) -> Call:
-    return _ops("gather", op.table, op.index, dim=op.dim)
-
-
-@_row(ScatterOp)
-def _scatter(op: ScatterOp) -> Call:
-    return _ops("scatter", op.inp, op.index, op.src, dim=op.dim)
 
 
 # ------------------------------------------------------------------ library ops

@@ -22,7 +22,7 @@ from fuser.arguments import checked
 from fuser.errors import UnsupportedError, user_code
 from fuser.frontend.python_rfactor import Factored, factored_reductions
 from fuser.frontend.python_schedule import ScheduleText, transform_call
-from fuser.frontend.python_statements import STATEMENTS, Call, stride_order_of
+from fuser.frontend.python_statements import STATEMENTS, Call, Val, stride_order_of
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.fusion import Declared, Fusion
@@ -175,6 +175,12 @@ class _Writer:
                 return name
             case Scalar():
                 return self._scalar(value)
+            case Val(Const() as constant):
+                name, self._count = f"c{self._count}", self._count + 1
+                self._add(f"{name} = {self._constant(constant)}")
+                return name
+            case Val():
+                return self._scalar(value.scalar)
             case DataType():
                 return f"DataType.{value.name}"
             case float() if not math.isfinite(value):
@@ -196,8 +202,7 @@ class _Writer:
     def _write_scalar(self, x: Scalar) -> None:
         match x:
             case Const():
-                dtype = self.text(x.dtype)
-                self._scalar_line(x, f"fd.define_scalar({self.text(x.value)}, dtype={dtype})")
+                self._scalar_line(x, self._constant(x))
             case _ if x in self._sizes:
                 tv, dim = self._sizes[x]
                 self._scalar_line(x, f"fd.ops.size({self.text(tv)}, dim={dim})")
@@ -207,6 +212,9 @@ class _Writer:
                 self._scalar_line(x, self._applied(x))
             case _:
                 raise UnsupportedError(f"no statement makes {x}: it is neither an input nor a size")
+
+    def _constant(self, x: Const) -> str:
+        return f"fd.define_scalar({self.text(x.value)}, dtype={self.text(x.dtype)})"
 
     def _scalar_line(self, x: Scalar, text: str) -> None:
         name = f"c{self._count}"

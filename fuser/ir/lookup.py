@@ -2,8 +2,8 @@
 
 The *looked-up axis* of the table is the one whose positions the index holds. Only kernels know the
 values of an index, so that any part of a result may need any part of that axis: it is whole on
-every device. Indices count from 0. In a kernel, an index below 0 or past the end reads nothing: its
-value is NaN, 0 for a dtype without NaN.
+every device. Indices in tensors count from 0. In a kernel, an index below 0 or past the end reads
+nothing: its value is NaN, 0 for a dtype without NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from fuser.errors import VerifyError
-from fuser.ir import scalar as sc
 from fuser.ir.core import attr, operand, result
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp
@@ -99,7 +98,8 @@ class LookupOp(TensorOp):
 
 
 class SelectOp(LookupOp):
-    """out[.., ..] = table[.., place, ..] along axis `dim`, which ends; index is a scalar."""
+    """out[.., ..] = table[.., index, ..] along axis `dim`, which ends; index is a scalar, which
+    counts from the end where it is negative."""
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -110,12 +110,6 @@ class SelectOp(LookupOp):
     @property
     def name(self) -> str:
         return "select"
-
-    @property
-    def place(self) -> Scalar:
-        """The position: a negative index counts from the end."""
-        size = self.table.domain.no_reductions[self.dim].size
-        return sc.where(sc.lt(self.index, 0), sc.add(self.index, size), self.index)
 
     @property
     def axis(self) -> int:

@@ -69,14 +69,15 @@ LOOKUPS = (SelectOp, IndexSelectOp, EmbeddingFwdOp, TakeAlongAxisOp, GatherOp)
 def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     """Return the element of a table that an index says, as seen from a reader of the result."""
     assert isinstance(op, LookupOp)
-    if isinstance(op, SelectOp):
-        canonical = build.ctx.nesting.fusion.canonical
-        place: Expr = ScalarValue(canonical(op.place), DataType.Int)
-    else:
-        place = build.operand(op, 1 - op.TABLE, DataType.Int, at)
     axes = op.table.domain.no_reductions
     size = build.ctx.nesting.fusion.canonical
     extent = build.ctx.simplify(size(axes[op.axis].size))
+    if isinstance(op, SelectOp):
+        given = sc.cast(size(op.index), DataType.Int)
+        wrapped = sc.where(sc.lt(given, 0), sc.add(given, extent), given)
+        place: Expr = ScalarValue(wrapped, DataType.Int)
+    else:
+        place = build.operand(op, 1 - op.TABLE, DataType.Int, at)
     is_inside, row = _name_place(build, op, place, extent, at)
     roots = op.out.domain.maybe_root
     index = [

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import DataType, category, dtype_text
+from fuser.ir.dtypes import category, dtype_text
 from fuser.ir.guard import active_fusion
 from fuser.ir.lookup import (
     INDEX_DTYPES,
@@ -87,7 +87,7 @@ def select(arg: TensorView, index: Scalar, dim: int) -> TensorView:
         raise fail(name, f"index {place} is outside of axis {axis} of {arg}")
     axes = [a for k, a in enumerate(axes_of(arg)) if k != axis]
     out = new_output(_clone(axes), arg.dtype(), [arg])
-    add_op(SelectOp(out, arg, sc.cast(index, DataType.Int), dim=axis))
+    add_op(SelectOp(out, arg, index, dim=axis))
     return out
 
 

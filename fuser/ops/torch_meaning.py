@@ -191,8 +191,9 @@ def _along(op: TakeAlongAxisOp, table: Tensor, index: Tensor, cx: _Context) -> T
 
 
 def _select(op: SelectOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    table, place = inputs[0], cx.int_of(op.place)
-    if 0 <= place < table.shape[op.dim]:
+    table, place = inputs[0], cx.int_of(op.index)
+    extent = table.shape[op.dim]
+    if -extent <= place < extent:
         return [table.select(op.dim, place)]
     missing = math.nan if table.dtype.is_floating_point else 0
     return [table.new_full(cx.sizes(op.out), missing)]
@@ -394,9 +395,6 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
 def nodes_computed(how: Computed) -> tuple[type[nodes.TensorOp], ...]:
     """Return the classes of ops whose results come about so."""
     return tuple(cls for cls, row in NODES.items() if row.computed == how)
-
-
-REDUCING = nodes_computed("reduction")
 
 
 # ------------------------------------------------------------------ entry points

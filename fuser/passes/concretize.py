@@ -190,8 +190,8 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
         if want[k] > have[k]:
             raise InputError(
                 f"{op.name}: Size does not match at dimension {k}: expected index {op.index} of "
-                f"shape {want} to be no larger than {tv} of shape {have} apart from dimension "
-                f"{op.dim}{_at(op)}"
+                f"shape {want} to be no larger than {tv} of shape {have}"
+                f"{f' apart from dimension {op.dim}' if k != op.dim else ''}{_at(op)}"
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fuser.ir.fusion import Fusion
 from fuser.ir.verify import verify_fusion
 from fuser.passes.consecutive_casts import consecutive_casts
+from fuser.passes.look_up_first import look_up_first
 from fuser.passes.remove_bcast_squeeze import remove_bcast_squeeze
 from fuser.passes.remove_unused import remove_unused
 from fuser.passes.separate_updates import separate_updates
@@ -19,6 +20,8 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
     ("remove_bcast_squeeze", remove_bcast_squeeze),
     # After the views are gone that stood between two casts.
     ("consecutive_casts", consecutive_casts),
+    # After unused ops are gone, which would count as readers of a table.
+    ("look_up_first", look_up_first),
 )
 
 

@@ -115,8 +115,10 @@ class _Decision:
         spared = arithmetic / INSTRUCTIONS_PER_BYTE
         cost_of_storing = nbytes_of(op.out_tensor.dtype()) * (1 + count)
         # Of a table as much is read as is found in it.
-        read = {v: readers & self._users((v,), others) for v in inputs}
-        read.update((e.out, others[e]) for e in ops if isinstance(e, LookupOp))
+        found = {e.out: e for e in ops if isinstance(e, LookupOp)}
+        tables = {e.table for e in found.values()}
+        read = {v: readers & self._users((v,), others) for v in inputs if v not in tables}
+        read.update((out, others[e]) for out, e in found.items())
         for v, mine in read.items():
             if elements(v) == size:
                 nbytes = nbytes_of(v.dtype())

@@ -38,7 +38,7 @@ from fuser.schedule.rows import (
     levels_of,
     separate_levels,
 )
-from fuser.schedule.space import Access, iteration_space
+from fuser.schedule.space import Access, direct_uses, iteration_space
 from fuser.schedule.tiling import (
     Loops,
     arrange,
@@ -211,7 +211,7 @@ def _apply_threads(
             kept.append(copy)
             ahead[copy] = access
         elif is_wide or (tv in full and params.unroll > 1):
-            for uses in _by_level(fusion.uses(tv), needed):
+            for uses in _by_level(direct_uses(tv), needed):
                 copy = primitives.cache_after(
                     tv, propagate_allocation_domain=False, cached_uses=uses
                 )

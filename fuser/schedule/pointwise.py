@@ -162,13 +162,14 @@ def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
     """An output written into an input must be computed from that input's same element only: other
     threads would read it before or after the write."""
     resized = tensors_above_resize(fusion) if fusion.aliases else frozenset()
+    tables = {op.table for op in fusion.exprs if isinstance(op, LookupOp)}
     for alias in fusion.aliases:
         axes = [
             [graph.find(a) for a in tv.domain.no_reductions if not a.is_broadcast]
             for tv in (alias.out, alias.into)
         ]
         is_read = bool(fusion.uses(alias.into))
-        if is_read and (axes[0] != axes[1] or alias.into in resized):
+        if is_read and (axes[0] != axes[1] or alias.into in {*resized, *tables}):
             return f"{alias.out} overwrites {alias.into}, which is read at other indices"
     return None
 

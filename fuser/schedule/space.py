@@ -128,6 +128,8 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
     place = {logical[k].number: k for k in concrete}
     resized = tensors_above_resize(fusion)
     tables = {op.table: op for op in fusion.exprs if isinstance(op, LookupOp)}
+    # What is read at its own index, too, lies as that says.
+    tables = {tv: op for tv, op in tables.items() if not direct_uses(tv)}
     outputs = dict.fromkeys(fusion.outputs)
     accesses: list[Access] = []
     read = (v for v in fusion.inputs if isinstance(v, TensorView) and fusion.uses(v))
@@ -175,13 +177,16 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
     return Access(op.table, False, None, tuple(flags), tuple(order))
 
 
+def direct_uses(tv: TensorView) -> list[TensorOp]:
+    """Return the ops that read a tensor at no looked-up places."""
+    uses = tv.fusion.uses(tv)
+    return [op for op in uses if not (isinstance(op, LookupOp) and op.table is tv)]
+
+
 def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
-    """Return the tensors that some consumer reads at another index than its own (slice, pad, cat,
-    a table)."""
+    """Return the tensors that some consumer reads at a shifted index (slice, pad, cat)."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
-        if isinstance(op, LookupOp):
-            found.add(op.table)
         if isinstance(op, RESIZING) or any(o in found for o in op.outputs):
             found.update(v for v in op.inputs if isinstance(v, TensorView))
     return frozenset(found)

@@ -19,14 +19,16 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.schedule.propagate import AxisMatcher, LoopReplay, set_parallel_types
-from fuser.schedule.space import Access
+from fuser.schedule.space import Access, direct_uses
 
 PT = ParallelType
 
 
 def cache_input(tv: TensorView) -> TensorView:
-    """Load an input into registers; the copy gets no allocation domain."""
-    return primitives.cache_after(tv, propagate_allocation_domain=False)
+    """Load an input into registers; the copy gets no allocation domain. What lookups find in it
+    they read in memory."""
+    uses = direct_uses(tv)
+    return primitives.cache_after(tv, propagate_allocation_domain=False, cached_uses=uses)
 
 
 def cache_output(tv: TensorView) -> tuple[TensorView, TensorView]:
