@@ -397,6 +397,9 @@ def nodes_computed(how: Computed) -> tuple[type[nodes.TensorOp], ...]:
     return tuple(cls for cls, row in NODES.items() if row.computed == how)
 
 
+REDUCING = nodes_computed("reduction")
+
+
 # ------------------------------------------------------------------ entry points
 def evaluate_op(
     op: nodes.TensorOp,
