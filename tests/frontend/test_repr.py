@@ -260,7 +260,7 @@ def test_scalars_have_names_where_calls_take_no_numbers() -> None:
 
     fd = written(define)
     assert "c0 = fd.define_scalar(1, dtype=DataType.Int)" in repr(fd)
-    assert "fd.ops.select(tv0, c0, dim=0)" in repr(fd)
+    assert "fd.ops.select(tv0, index=c0, dim=0)" in repr(fd)
     assert "c1 = fd.define_scalar(0.5, dtype=DataType.Double)" in repr(fd)
     assert "fd.ops.scatter(tv0, tv1, c1, dim=0)" in repr(fd)
     inputs = [torch.randn(6, 8), torch.randint(0, 6, (2, 8))]
