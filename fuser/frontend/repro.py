@@ -37,8 +37,9 @@ def repro_script(program: str, inputs: Iterable[object] | None) -> str:
 
 def _input_text(value: torch.Tensor | bool | int | float) -> str:
     if not isinstance(value, torch.Tensor):
-        is_plain = isinstance(value, int) or math.isfinite(value)
-        return repr(value) if is_plain else f'float("{value}")'
+        if isinstance(value, int):
+            return repr(value) if value.bit_length() <= 64 else hex(value)
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
     where = f"dtype={value.dtype}, device='{value.device}'"
     shape, strides = tuple(value.shape), value.stride()
     if value.is_contiguous():

@@ -250,6 +250,23 @@ def test_every_statement_is_spelled_as_nvfuser_does(op: Callable[..., Any], line
     again(fd)
 
 
+def test_scalars_have_names_where_calls_take_no_numbers() -> None:
+    def define(fd: FusionDefinition) -> None:
+        x, i = fd.define_tensor([6, 8]), fd.define_tensor([2, 8], dtype=DataType.Int)
+        one = fd.define_scalar(1, dtype=DataType.Int)
+        fd.add_output(fd.ops.select(x, one, 0))
+        half = fd.define_scalar(0.5, dtype=DataType.Double)
+        fd.add_output(fd.ops.mul(fd.ops.scatter(x, i, half, 0), half))
+
+    fd = written(define)
+    assert "c0 = fd.define_scalar(1, dtype=DataType.Int)" in repr(fd)
+    assert "fd.ops.select(tv0, index=c0, dim=0)" in repr(fd)
+    assert "c1 = fd.define_scalar(0.5, dtype=DataType.Double)" in repr(fd)
+    assert "fd.ops.scatter(tv0, tv1, c1, dim=0)" in repr(fd)
+    inputs = [torch.randn(6, 8), torch.randint(0, 6, (2, 8))]
+    assert_same(again(fd).execute(inputs), fd.execute(inputs))
+
+
 def sizes(fd: FusionDefinition) -> None:
     x = fd.define_tensor([-1, -1, 12], contiguity=[None, True, True], stride_order=[1, 0, 2])
     i = fd.define_scalar(None, DataType.Int)
