@@ -42,6 +42,10 @@ class ArgumentError(FuserError, TypeError):
     """An argument of a call is of a kind that the call does not take."""
 
 
+class NoOperandError(FuserError, IndexError):
+    """An op has no input or output of that number."""
+
+
 class UnknownOpError(FuserError, AttributeError):
     """There is no op of that name; the message shows how it is spelled."""
 

@@ -108,7 +108,7 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
     along = accesses_along(space)
     if len(along) < 2:
         hidden = next((a.tv for a in space.accesses if a.order is None), None)
-        but = f", but {hidden}, which a view reads at other indices" if hidden else ""
+        but = f", but {hidden}, which a view reads at other indices" if hidden is not None else ""
         return f"all inputs and outputs lie in one order{but}"
     if len(along) > 2:
         firsts = ", ".join(str(group[0].tv) for group in along.values())
