@@ -25,7 +25,9 @@ if TYPE_CHECKING:
         FuserError,
         InputError,
         KernelError,
+        NoOperandError,
         NoReproInputsError,
+        NotCompiledError,
         OptionError,
         OtherEntranceError,
         ParseError,
@@ -41,10 +43,13 @@ if TYPE_CHECKING:
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
     from fuser.frontend.python_text import translate_fusion
     from fuser.ir.axis import Axis as IterDomain
+    from fuser.ir.axis import Merge, Split
     from fuser.ir.domain import TensorDomain
     from fuser.ir.dtypes import DataType
     from fuser.ir.fusion import Fusion
     from fuser.ir.mesh import DeviceMesh
+    from fuser.ir.nodes import BroadcastOp, ReshapeOp, SqueezeOp
+    from fuser.ir.statement import Expr, Statement, Val
     from fuser.ir.tensor import TensorView
     from fuser.ir.types import IterType, MemoryType, ParallelType
     from fuser.version import __version__ as __version__
@@ -63,6 +68,14 @@ __all__ = [
     "TensorView",
     "IterDomain",
     "TensorDomain",
+    "Statement",
+    "Val",
+    "Expr",
+    "Split",
+    "Merge",
+    "BroadcastOp",
+    "SqueezeOp",
+    "ReshapeOp",
     "DeviceMesh",
     "ops",
     "schedule",
@@ -76,6 +89,8 @@ __all__ = [
     "ArgumentError",
     "DefinitionError",
     "EmptyDefinitionError",
+    "NoOperandError",
+    "NotCompiledError",
     "NoReproInputsError",
     "OtherEntranceError",
     "DtypeError",
@@ -108,6 +123,14 @@ _DEFINED_IN: dict[str, str] = {
     "TensorView": "fuser.ir.tensor",
     "IterDomain": "fuser.ir.axis:Axis",
     "TensorDomain": "fuser.ir.domain",
+    "Statement": "fuser.ir.statement",
+    "Val": "fuser.ir.statement",
+    "Expr": "fuser.ir.statement",
+    "Split": "fuser.ir.axis",
+    "Merge": "fuser.ir.axis",
+    "BroadcastOp": "fuser.ir.nodes",
+    "SqueezeOp": "fuser.ir.nodes",
+    "ReshapeOp": "fuser.ir.nodes",
     "DeviceMesh": "fuser.ir.mesh",
     "__version__": "fuser.version",
 }

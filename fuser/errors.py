@@ -34,12 +34,20 @@ class OtherEntranceError(DefinitionError, AssertionError):
     """A definition runs by `execute` or by `manual_execute`, not by both."""
 
 
+class NotCompiledError(FuserError):
+    """A definition is asked about a program that it has not made yet."""
+
+
 class NoReproInputsError(FuserError, AssertionError):
     """A script is asked for with the inputs of the last call, which were not to be remembered."""
 
 
 class ArgumentError(FuserError, TypeError):
     """An argument of a call is of a kind that the call does not take."""
+
+
+class NoOperandError(FuserError, IndexError):
+    """An op has no input or output of that number."""
 
 
 class UnknownOpError(FuserError, AttributeError):

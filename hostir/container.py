@@ -354,9 +354,9 @@ class HostIrContainer:
         name: str = "",
     ) -> Generator[Symbol]:
         """Open a loop to append to; yields its index. `stop` may be an axis to run over."""
-        axis = stop.state if isinstance(stop, Axis) else stop
-        axis = axis if isinstance(axis, IterDomain) else None
-        end = stop.extent if isinstance(stop, IterDomain | Axis) else stop
+        if isinstance(stop, Axis):
+            stop = stop.state
+        axis, end = (stop, stop.extent) if isinstance(stop, IterDomain) else (None, stop)
         index = loop_index(name or f"i{self.values.next_scalar()}", start, end)
         with self._region() as body:
             yield index

@@ -105,6 +105,10 @@ class StepKernels:
             self._made[block] = self._make(block)
         return self._made[block]
 
+    def has(self, executor: KernelExecutor) -> bool:
+        """Whether one of these kernels is this one."""
+        return any(made is executor for made in self._made.values())
+
     def _number(self, inputs: Sequence[Argument]) -> int:
         if inputs and isinstance(inputs[-1], int):
             return inputs[-1]

@@ -23,6 +23,7 @@ from fuser.errors import FuserError, user_code
 from fuser.frontend import draws
 from fuser.frontend.autograd import Autograd
 from fuser.frontend.draws import Draws, T
+from fuser.frontend.inside import Inspection
 from fuser.frontend.known_call import (
     MAX_DECLINED,
     BoundProgram,
@@ -68,7 +69,6 @@ from multidevice.communicator import Communicator, current_communicator
 if TYPE_CHECKING:
     from hostir.measured import Trace
     from hostir.tracing import Asked
-    from multidevice.sharding import Sharding
 
 
 # What one definition remembers: signatures, those that take turns, programs bound to a rank.
@@ -77,7 +77,7 @@ MAX_TURNS = 16
 MAX_BOUND = 64
 
 
-class FusionExecutorCache:
+class FusionExecutorCache(Inspection):
     """Owns a fusion and the programs made from it; running never changes the fusion."""
 
     def __init__(
@@ -537,17 +537,6 @@ class FusionExecutorCache:
         return Program(segmented, program, sent, settings, label, rank, texts)
 
     # ------------------------------------------------------------ looking inside
-    def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
-        """Return whether a program for inputs like these exists."""
-        del device
-        signature = signature_of(self._completed(inputs), self._free)
-        key = (Communicator.instance(), self._settings, None, signature)
-        return self._by_signature.recall(key) is not None
-
-    def host_program(self) -> HostIrContainer:
-        """Return the program of the most recent run."""
-        return self._last().program.container
-
     def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
         """Return the program of the most recent run, else lower one for inputs like these."""
         if self._recent.get(Communicator.instance()) is not None:
@@ -558,39 +547,12 @@ class FusionExecutorCache:
         found = self._classifier.classify(inputs, sizes, where)
         return self._bind(found, Communicator.instance(), where, self._settings).program.container
 
-    def statistics(self) -> dict[str, int]:
-        """Return launches per execution of the most recent program, by kind: segments, kernels,
-        library_calls, aliases, collectives."""
-        program = self._last().program
-        kinds = [s.kind for s in program.segmented.segments]
-        return {
-            "segments": len(kinds),
-            "kernels": kinds.count("kernel"),
-            "library_calls": kinds.count("library"),
-            "aliases": kinds.count("alias"),
-            "collectives": len(program.container.communications()),
-        }
-
     def overlap_report(self, inputs: Iterable[object]) -> str:
         """See `FusionDefinition.overlap_report`."""
         given = self._completed(inputs)
         sizes = self._binder.bind(given, device_of(given, None))
         overlaps = self._last().overlaps
         return overlaps.report({s: v for s, v in sizes.items() if isinstance(v, int)})
-
-    def get_output_shardings(self) -> list[Sharding]:
-        """Return the sharding of every visible output; [] when nothing has a mesh."""
-        fusion = self._last().program.segmented.fusion
-        found = (sharding.sharding_of(o) for o in fusion.outputs if not fusion.is_hidden(o))
-        return [s for s in found if s is not None]
-
-    def _last(self) -> BoundProgram:
-        # After a simulation has ended, its programs can still be looked at.
-        latest = next(reversed(self._recent.values()), None)
-        recent = self._recent.get(Communicator.instance(), latest)
-        if recent is None:
-            raise FuserError("the fusion has not run yet: execute it first")
-        return recent
 
 
 _SURROUNDINGS = Surroundings(current_communicator, options.NONE)

@@ -82,6 +82,14 @@ class Program:
             found = self._kernels.setdefault(group.number, made)
         return found
 
+    def group_of(self, executor: KernelExecutor) -> int:
+        """Return the number of the kernel group that an executor runs."""
+        return next(
+            number
+            for number, runner in self._kernels.items()
+            if runner is executor or (isinstance(runner, StepKernels) and runner.has(executor))
+        )
+
 
 class ProgramCache:
     """Finds or builds programs; one is built at a time, so that nothing is lowered twice."""

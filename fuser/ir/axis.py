@@ -1,4 +1,4 @@
-"""Axis: the user's handle on one axis of one tensor.
+"""Axis: the user's handle on one axis of one tensor, and on the transforms between axes.
 
 It names (tensor, number) and reads the present state, so `a = tv.axis(0); a.parallelize(p)` is seen
 by `a` afterwards. Exported as `fuser.IterDomain`, nvFuser's name for what `tv.axis` returns.
@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 from fuser.arguments import checked
 from fuser.errors import DefinitionError, user_code, user_line
+from fuser.ir import domain
 from fuser.ir.domain import IterDomain
 from fuser.ir.scalar import Scalar
+from fuser.ir.statement import Expr, Val, numbered
 from fuser.ir.types import IterType, ParallelType
 
 if TYPE_CHECKING:
     from fuser.ir.tensor import TensorView
 
 
-class Axis:
+class Axis(Val):
     """Axis `number` of a tensor; made by `TensorView.axis` and the `get_*_domain` methods.
 
     Raises `DefinitionError` on use when scheduling has taken the axis out of the tensor.
@@ -42,8 +44,8 @@ class Axis:
     def kind(self) -> IterType:
         return self.state.kind
 
-    @property
     def extent(self) -> Scalar:
+        """Return the number of positions, as nvFuser spells it; 1 for a broadcast."""
         return self.state.extent
 
     @property
@@ -78,6 +80,23 @@ class Axis:
     def is_reduction(self) -> bool:
         return self.state.is_reduction()
 
+    # ------------------------------------------------------------ nvFuser's `Val` queries
+    def is_tensor(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def definition(self) -> AxisTransform | None:
+        """Return the transform that made the axis, None for one that none has made."""
+        found = (t for t in self.tensor.domain.transforms if self.number in t.outputs)
+        return next((axis_transform(self.tensor, t) for t in found), None)
+
+    def uses(self) -> list[AxisTransform]:
+        """Return the transforms that derive other axes from this one."""
+        found = (t for t in self.tensor.domain.transforms if self.number in t.inputs)
+        return [axis_transform(self.tensor, t) for t in found]
+
     @checked
     def parallelize(self, parallel_type: ParallelType) -> None:
         """Give the axis a parallel type (device and stream types fit any axis).
@@ -108,3 +127,69 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"<axis {self} of {self.tensor.label}>"
+
+
+class AxisTransform(Expr):
+    """What derives axes of a tensor from others; made by `Axis.definition` and `Axis.uses`."""
+
+    __slots__ = ("_tensor", "_transform")
+
+    def __init__(self, tensor: TensorView, transform: domain.Transform) -> None:
+        self._tensor, self._transform = tensor, transform
+
+    def input(self, index: int) -> Axis:
+        """Return axis `index` of those that it reads; raises `NoOperandError`."""
+        return Axis(self._tensor, numbered("input", self, self._transform.inputs, index))
+
+    def output(self, index: int) -> Axis:
+        """Return axis `index` of those that it makes; raises `NoOperandError`."""
+        return Axis(self._tensor, numbered("output", self, self._transform.outputs, index))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AxisTransform):
+            return NotImplemented
+        return self._tensor is other._tensor and self._transform == other._transform
+
+    def __hash__(self) -> int:
+        return hash((id(self._tensor), self._transform))
+
+    def __str__(self) -> str:
+        from fuser.ir.text import transform_text
+
+        return transform_text(self._transform, self._tensor.domain) + "\n"
+
+    def __repr__(self) -> str:
+        return f"<{str(self).strip()}>"
+
+
+class Split(AxisTransform):
+    """One axis becomes an outer and an inner one."""
+
+    __slots__ = ()
+
+    def outer(self) -> Axis:
+        return self.output(0)
+
+    def inner(self) -> Axis:
+        return self.output(1)
+
+
+class Merge(AxisTransform):
+    """An outer and an inner axis become one."""
+
+    __slots__ = ()
+
+    def outer(self) -> Axis:
+        return self.input(0)
+
+    def inner(self) -> Axis:
+        return self.input(1)
+
+
+# Transforms without a row are of the common class.
+_HANDLES: dict[type, type[AxisTransform]] = {domain.Split: Split, domain.Merge: Merge}
+
+
+def axis_transform(tensor: TensorView, transform: domain.Transform) -> AxisTransform:
+    """Return the user's handle on a transform of a tensor's axes."""
+    return _HANDLES.get(type(transform), AxisTransform)(tensor, transform)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any, ClassVar, Literal, Self, dataclass_transform, overload
 
+from fuser.ir.statement import Expr, numbered
 from fuser.record import declare_fields, remembered, replace
 
 Kind = Literal["operand", "operands", "result", "results", "attr", "region", "where"]
@@ -63,6 +64,7 @@ def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> 
     return field(metadata={"kind": "region", "head": head}, kw_only=kw_only, **options)
 
 
+@Expr.register
 @dataclass_transform(
     frozen_default=True,
     eq_default=False,
@@ -194,10 +196,12 @@ class Op:
 
     # nvFuser's `Expr` accessors.
     def input(self, index: int) -> Any:
-        return self.inputs[index]
+        """Return operand `index`; raises `NoOperandError`."""
+        return numbered("input", self, self.inputs, index)
 
     def output(self, index: int) -> Any:
-        return self.outputs[index]
+        """Return result `index`; raises `NoOperandError`."""
+        return numbered("output", self, self.outputs, index)
 
     def verify(self) -> None:
         """Raise `VerifyError` when an invariant beyond field types fails."""

@@ -16,6 +16,7 @@ from typing import Any
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import Scalar
+from fuser.ir.statement import Val
 from fuser.ir.types import IterType, ParallelType
 from fuser.record import record, remembered, replace
 
@@ -271,6 +272,7 @@ def splits_of(transforms: Iterable[Transform]) -> dict[int, Split]:
 
 
 # ------------------------------------------------------------------ tensor domain
+@Val.register
 @record
 class TensorDomain:
     """The axes of one tensor and its four views of them.
@@ -320,6 +322,10 @@ class TensorDomain:
             tuple(contiguity),
             tuple(transforms),
         )
+
+    def __call__(self) -> TensorDomain:
+        """Return itself: users ask for it as nvFuser spells it, `tv.domain()`."""
+        return self
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:

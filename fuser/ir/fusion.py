@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
+from typing import TypeVar
 
 from fuser.errors import DefinitionError, user_code
-from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category, dtype_text
 from fuser.ir.extents import ExtentClasses
@@ -51,13 +51,22 @@ class Declared:
     by_output: bool
 
 
+V = TypeVar("V")
+
+
+class Values(list[V]):
+    """Inputs or outputs; users also call it, since nvFuser's are methods: `fusion.inputs()`."""
+
+    def __call__(self) -> list[V]:
+        return list(self)
+
+
 class Fusion:
     """A graph of tensor ops over symbolic extents."""
 
     def __init__(self) -> None:
-        self.inputs: list[Value] = []
-        # Every output once per add_output call, hidden aliases included.
-        self.outputs: list[TensorView] = []
+        self.inputs = []
+        self.outputs = []
         self.aliases: list[Alias] = []
         # In order; those that were added since somebody asked for all are not in the tuple yet.
         self._exprs: tuple[TensorOp, ...] = ()
@@ -92,6 +101,23 @@ class Fusion:
         self.goes_backwards = False
         # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
         self.origins: tuple[Origin, ...] = ()
+
+    @property
+    def inputs(self) -> Values[Value]:
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, values: Iterable[Value]) -> None:
+        self._inputs = Values(values)
+
+    @property
+    def outputs(self) -> Values[TensorView]:
+        """Every output once per add_output call, hidden aliases included."""
+        return self._outputs
+
+    @outputs.setter
+    def outputs(self, values: Iterable[TensorView]) -> None:
+        self._outputs = Values(values)
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
@@ -141,7 +167,7 @@ class Fusion:
     ) -> IterDomain:
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
-    def clone_axis(self, axis: Axis | IterDomain, **changes: object) -> IterDomain:
+    def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
         """Return a serial copy of an axis under a new number."""
         fresh = IterDomain(self.next_axis(), axis.kind, axis.extent, expanded=axis.expanded)
         return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]

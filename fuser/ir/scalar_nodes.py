@@ -10,11 +10,12 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Final, TypeVar, cast
+from typing import Final, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
-from fuser.errors import ArgumentError, user_line
+from fuser.errors import ArgumentError, UnsupportedError, user_line
 from fuser.ir.dtypes import DataType, category, dtype_of_python
+from fuser.ir.statement import Val
 
 Number = bool | int | float
 # The ends of a range of integers; the only floats are -inf and inf.
@@ -22,6 +23,7 @@ Interval = tuple[int | float, int | float]
 _S = TypeVar("_S", bound="Scalar")
 
 
+@Val.register
 class Scalar:
     """Base of all scalars; immutable. Equal scalars are one object, so `==` and hashing are those
     of `object`, whatever the depth."""
@@ -106,6 +108,27 @@ class Scalar:
     def is_symbolic(self) -> bool:
         """Return whether the scalar has no constant value."""
         return not isinstance(self, Const)
+
+    def definition(self) -> None:
+        """Return None for a constant or a symbol.
+
+        Raises `UnsupportedError` for a formula: what it simplified to is no single op any more.
+        """
+        if not isinstance(self, Const | Symbol):
+            raise UnsupportedError(
+                f"definition() of {self}: a scalar is kept as the formula that it simplifies to, "
+                "not as the ops that made it; str() shows it"
+            )
+
+    def uses(self) -> NoReturn:
+        """Raise `UnsupportedError`: a scalar belongs to no fusion, so none of its readers is known.
+
+        The definitions and uses of tensors show the ops that read it.
+        """
+        raise UnsupportedError(
+            f"uses() of {self}: equal scalars of all fusions are one object, which does not know "
+            "its readers; ask the tensors for their definitions"
+        )
 
 
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:

@@ -20,6 +20,7 @@ from fuser.ir.domain import IterDomain, TensorDomain, contiguity_for, numbers
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Scalar
+from fuser.ir.statement import Val
 from fuser.ir.types import CacheOp, LoadStoreOpType, MemoryType, ParallelType
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _CONSTANT_EXTENT = (ParallelType.vectorize, ParallelType.unroll, ParallelType.group)
 
 
+@Val.register
 class TensorView:
     """A tensor of a fusion; made by `Fusion.new_tensor`."""
 
@@ -250,13 +252,13 @@ class TensorView:
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
         """Give the axis with this number a parallel type (see `Axis.parallelize`)."""
-        if ptype in _CONSTANT_EXTENT and sc.int_value(axis.extent) is None:
-            raise DefinitionError(
-                f"{ptype.text} needs a constant extent, but {axis} of {self} is symbolic"
-            )
         current = self.domain.axes.get(axis.number)
         if current is None:
             raise DefinitionError(f"{axis} is not an axis of {self}")
+        if ptype in _CONSTANT_EXTENT and sc.int_value(current.extent) is None:
+            raise DefinitionError(
+                f"{ptype.text} needs a constant extent, but {axis} of {self} is symbolic"
+            )
         self.domain = self.domain.with_axes(replace(current, ptype=ptype))
 
     # ------------------------------------------------------------ facts that the user sets

@@ -132,6 +132,21 @@ def domain_text(tv: TensorView, indent: str = "") -> str:
     return "\n".join(lines)
 
 
+def scheduled_text(
+    inputs: Iterable[object],
+    outputs: Iterable[object],
+    ops: Iterable[Op],
+    transformed: Iterable[TensorView] = (),
+) -> str:
+    """Return nvFuser's text of a scheduled fusion, and the domain sections of some tensors."""
+    lines = ["Inputs:", *(f"  {value_text(v)}" for v in inputs)]
+    lines += ["Outputs:", *(f"  {value_text(v)}" for v in outputs)]
+    lines += ["", "%kernel {", *map(op_text, ops)]
+    sections = [domain_text(tv) for tv in transformed]
+    lines += ["", "TransformPrinter : ", *sections] if sections else []
+    return "\n".join([*lines, "} // %kernel", ""])
+
+
 def fusion_text(fusion: Fusion) -> str:
     """Return the full form, which `parse_fusion` reads back: math, then the sections."""
     math = fusion_math(fusion, used_only=False).rstrip("\n")

@@ -288,7 +288,7 @@ class KernelExecutor:
     def _run_empty(
         self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> None:
-        """Serve a class with an extent of 0: kernels rely on extents of at least 1."""
+        """Serve a class with an extent of 0: kernels need extents of at least 1."""
         if all(out.numel() == 0 for out in outputs):
             return
         from fuser.ops.torch_meaning import evaluate_fusion
@@ -460,13 +460,15 @@ class KernelExecutor:
 
     def _generic_variant(self, device: DeviceInfo) -> Variant:
         if self._generic is None:
-            layouts = tuple(
-                ((), ()) if c.order is None else (tuple(range(tv.ndim)), (False,) * tv.ndim)
-                for tv, c in zip(self._tensors, self._classes, strict=True)
-            )
-            params = self.scheduler.generic(device)
-            self._generic = self._lower((layouts, params, DataType.Int), device)
+            self._generic = self._lower(self._generic_key(device), device)
         return self._generic
+
+    def _generic_key(self, device: DeviceInfo) -> VariantKey:
+        layouts = tuple(
+            ((), ()) if c.order is None else (tuple(range(tv.ndim)), (False,) * tv.ndim)
+            for tv, c in zip(self._tensors, self._classes, strict=True)
+        )
+        return layouts, self.scheduler.generic(device), DataType.Int
 
     def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
         """Return a copy of the fusion whose inputs and outputs have these layouts."""

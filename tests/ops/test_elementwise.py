@@ -119,7 +119,7 @@ def test_ranks_are_aligned_by_broadcasts_and_sizes_must_match() -> None:
         x, row = define_tensor([-1, 5]), define_tensor([5])
         column = define_tensor([-1, 1], contiguity=[True, None])
         out = ops.add(ops.add(x, row), column)
-        assert [str(a.extent) for a in out.get_logical_domain()] == ["i0", "5"]
+        assert [str(a.extent()) for a in out.get_logical_domain()] == ["i0", "5"]
         with pytest.raises(DefinitionError, match=r"Expected sizes to match.*T0.*T\d"):
             ops.add(x, define_tensor([-1, 6]))
         with pytest.raises(RuntimeError, match=r"test_elementwise.py:\d+"):

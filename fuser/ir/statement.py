@@ -1,0 +1,40 @@
+"""Statement, Val and Expr: nvFuser's names for whatever a fusion consists of.
+
+Users ask `isinstance(x, fuser.Val)`; nothing in the compiler depends on these classes.
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Sequence
+from typing import TypeVar
+
+from fuser.errors import NoOperandError
+
+T = TypeVar("T")
+
+
+class Statement(metaclass=ABCMeta):  # noqa: B024 (it is for isinstance alone)
+    """A value or an op of a fusion; `str` prints it."""
+
+    __slots__ = ()
+
+
+class Val(Statement):
+    """A value: a tensor, a scalar, an axis, or the domain of a tensor."""
+
+    __slots__ = ()
+
+
+class Expr(Statement):
+    """An op: `input(i)` and `output(i)` are what it reads and makes."""
+
+    __slots__ = ()
+
+
+def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
+    """Return value `index` of an op, counted from 0; raises `NoOperandError`, an `IndexError`."""
+    if not 0 <= index < len(values):
+        text = " ".join(str(expr).split())
+        raise NoOperandError(f"{what}({index}) of {text}, which has {len(values)}")
+    return values[index]

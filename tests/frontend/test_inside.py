@@ -1,0 +1,155 @@
+"""Looking inside of definitions: inputs, ops, axes, kernels and scheduled IR, as nvFuser spells it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fuser
+from fuser import FusionDefinition, ParallelType, UnsupportedError
+import multidevice
+
+
+def two_kernels() -> FusionDefinition:
+    """A kernel, a library call and two kernels more, one of which takes a number."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        w = fd.define_tensor([-1, -1], contiguity=True)
+        factor = fd.define_scalar(dtype=fuser.DataType.Double)
+        h = fd.ops.matmul(fd.ops.add(x, 1.0), w)
+        fd.add_output(fd.ops.sum(fd.ops.exp(h), dim=1))
+        fd.add_output(fd.ops.mul(h, factor))
+    return fd
+
+
+def given(rows: int = 8) -> list[object]:
+    return [torch.randn(rows, 16), torch.randn(16, 32), 2.0]
+
+
+def test_inputs_and_outputs_are_methods_as_well() -> None:
+    fd = two_kernels()
+    inputs, outputs = fd.fusion.inputs(), fd.fusion.outputs()
+    assert [str(v) for v in inputs][2] == "d5" and len(outputs) == 2
+    inputs.clear(), outputs.clear()
+    assert len(fd.fusion.inputs()) == 3 and len(fd.fusion.outputs()) == 2
+    copy, _ = fd.fusion.copy()
+    assert len(copy.inputs()) == 3 and len(copy.outputs()) == 2
+    assert set(fd.fusion.inputs()) < set(fd.fusion.vals())
+
+
+def test_axes_know_what_made_and_what_reads_them() -> None:
+    with FusionDefinition() as fd:
+        tv = fd.define_tensor([-1, 8], contiguity=True)
+        fd.add_output(fd.ops.neg(tv))
+    whole = tv.axis(1)
+    assert whole.definition() is None and whole.uses() == []
+    tv.split(1, 2)
+    split = tv.axis(2).definition()
+    assert type(split) is fuser.Split and whole.uses() == [split]
+    assert str(split) == f"Split: {whole} by factor 2 -> {tv.axis(1)}, {tv.axis(2)}\n"
+    assert (split.outer(), split.inner()) == (tv.axis(1), tv.axis(2))
+    assert (split.input(0), split.output(0)) == (whole, split.outer())
+    assert str(tv.axis(1).extent()) == "4" and str(tv.axis(2).extent()) == "2"
+    outer = tv.axis(0)
+    tv.merge(0, 1)
+    merge = tv.axis(0).definition()
+    assert type(merge) is fuser.Merge and (merge.outer(), merge.inner()) == (outer, split.outer())
+    assert not tv.axis(0).is_reduction() and not tv.axis(0).is_tensor()
+    for index in (1, -1):
+        with pytest.raises(IndexError, match=r"input\(-?1\) of Split"):
+            split.input(index)
+
+
+def test_ops_are_of_nvfusers_classes() -> None:
+    with FusionDefinition() as fd:
+        tv = fd.define_tensor([4, 1], contiguity=[True, None])
+        squeezed = fd.ops.squeeze(tv, [1])
+        wide = fd.ops.broadcast(squeezed, [True, False])
+        out = fd.ops.reshape(squeezed, [2, 2])
+        fd.add_output(wide)
+        fd.add_output(out)
+    made = [
+        (fuser.SqueezeOp, squeezed, tv),
+        (fuser.BroadcastOp, wide, squeezed),
+        (fuser.ReshapeOp, out, squeezed),
+    ]
+    for kind, value, read in made:
+        op = value.definition()
+        assert type(op) is kind and isinstance(op, fuser.Expr) and isinstance(op, fuser.Statement)
+        assert op.input(0) is read and op.output(0) is value and op in read.uses()
+        with pytest.raises(fuser.NoOperandError):
+            op.input(-1)
+    values = [tv, tv.axis(0), tv.axis(0).extent(), tv.domain()]
+    assert all(isinstance(v, fuser.Val) and not isinstance(v, fuser.Expr) for v in values)
+    assert tv.is_tensor() and not tv.axis(0).extent().is_symbolic()
+
+
+def test_scalars_say_what_they_do_not_know() -> None:
+    with FusionDefinition() as fd:
+        n, m = (fd.define_scalar(dtype=fuser.DataType.Int) for _ in range(2))
+        ratio = fd.ops.div(n, m)
+    assert n.definition() is None
+    with pytest.raises(UnsupportedError, match="simplifies to"):
+        ratio.definition()
+    with pytest.raises(UnsupportedError, match="does not know its readers"):
+        n.uses()
+
+
+def test_kernels_and_scheduled_ir_of_a_call() -> None:
+    fd, inputs = two_kernels(), given()
+    fd.execute(inputs)
+    assert fd.fec.is_compiled(inputs) and not fd.fec.is_compiled(given(9))
+    kernels = fd.fec.get_cuda_kernel(inputs)
+    assert kernels.count("__global__") == fd.fec.statistics()["kernels"] == 3
+    assert kernels in fd.fec.get_cuda_kernel(inputs, intrinsic_code=True)
+    text = fd.fec.get_scheduled_ir(inputs)
+    assert text == fd.fec.get_most_recent_scheduled_ir()
+    parts = text.split("} // %kernel\n")[:-1]
+    assert len(parts) == fd.fec.statistics()["segments"] == 4
+    assert [p.count("matmul(") for p in parts] == [0, 1, 0, 0]
+    assert "TransformPrinter" not in text
+    full = fd.fec.get_scheduled_ir(inputs, tensor_transforms=True)
+    assert full == fd.fec.get_most_recent_scheduled_ir(tensor_transforms=True)
+    assert full.count("TransformPrinter") == 4
+    with pytest.raises(fuser.NotCompiledError, match="Fusion is not compiled!"):
+        fd.fec.get_cuda_kernel(given(9))
+
+
+def test_the_texts_are_those_of_the_call_that_ran_last() -> None:
+    """Layouts and alignments decide which variant of a kernel runs."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1])
+        fd.add_output(fd.ops.exp(x))
+    dense, apart = torch.randn(64, 64), torch.randn(64, 65)[:, 1:]
+    texts: list[str] = []
+    for x in (dense, apart, dense):
+        fd.execute([x], _enable_options=["schedules_for(h200)"])
+        assert fd.fec.get_most_recent_scheduled_ir() == fd.fec.get_scheduled_ir([x])
+        texts.append(fd.fec.get_cuda_kernel([x]))
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_kernels_of_a_rank_are_of_its_shards() -> None:
+    def run() -> None:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, 8], contiguity=True)
+            y = fd.ops.exp(x)
+            total = fd.ops.sum(y, dim=0)
+            fd.add_output(y)
+            fd.add_output(total)
+            x.set_device_mesh(range(2))
+            x.outer_split(0, 2)
+            x.axis(0).parallelize(ParallelType.mesh_x)
+        shard = torch.randn(4, 8)
+        fd.execute([shard])
+        text = fd.fec.get_scheduled_ir([shard])
+        assert "deviceIdx" not in text.split("} // %kernel")[0], text
+        first, second = fd.fec.get_output_shardings()
+        assert first.axis_sharded_on(ParallelType.mesh_x) == 0
+        assert second.axis_sharded_on(ParallelType.mesh_x) == -1
+        assert re.search(r"__global__", fd.fec.get_cuda_kernel([shard]))
+
+    with multidevice.simulate(2) as world:
+        world.run(run)
