@@ -7,12 +7,12 @@ The handle keeps its identity while scheduling rebinds its frozen `TensorDomain`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from fuser.arguments import checked, show
-from fuser.errors import ArgumentError, DefinitionError, user_code, user_line
+from fuser.arguments import checked
+from fuser.errors import DefinitionError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.axis import Axis
 from fuser.ir.build_domain import DomainBuilder
@@ -342,46 +342,3 @@ class TensorView:
         from fuser.ir.text import tensor_text
 
         return tensor_text(self)
-
-
-# ------------------------------------------------------------------ operators
-# A tensor has none: an op belongs to a definition, and `fd.ops` says to which.
-_OPERATORS = {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "truediv",
-    "mod": "remainder",
-    "pow": "pow",
-    "matmul": "matmul",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "lt": "lt",
-    "le": "le",
-    "gt": "gt",
-    "ge": "ge",
-    "neg": "neg",
-    "abs": "abs",
-    "invert": "bitwise_not",
-    "getitem": "slice",
-}
-
-
-def _no_operator(name: str, op: str) -> Callable[..., NoReturn]:
-    def operate(self: TensorView, *operands: object) -> NoReturn:
-        given = ", ".join(map(show, (self, *operands)))
-        raise ArgumentError(
-            f"a TensorView has no operators: call fd.ops.{op} instead of __{name}__ "
-            f"({given}){user_code(user_line())}"
-        )
-
-    return operate
-
-
-for _name, _op in _OPERATORS.items():
-    setattr(TensorView, f"__{_name}__", _no_operator(_name, _op))
-    if _op not in ("lt", "le", "gt", "ge", "neg", "abs", "bitwise_not", "slice"):
-        setattr(TensorView, f"__r{_name}__", _no_operator(f"r{_name}", _op))

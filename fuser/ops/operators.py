@@ -44,7 +44,7 @@ UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
 def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
     def operator(self: TensorView, other: Any) -> Any:
         if not isinstance(other, (TensorView, Scalar, *NUMBERS)):
-            return NotImplemented
+            raise _no_operand(op, self, other)
         operands = (other, self) if reflected else (self, other)
         return apply_pointwise(op, operands)
 
@@ -56,7 +56,16 @@ def _unary(op: str) -> Callable[[TensorView], Any]:
 
 
 def _matmul(self: TensorView, other: Any) -> Any:
-    return matmul(self, other) if isinstance(other, TensorView) else NotImplemented
+    if not isinstance(other, TensorView):
+        raise _no_operand("matmul", self, other)
+    return matmul(self, other)
+
+
+def _no_operand(op: str, tv: TensorView, other: object) -> ArgumentError:
+    return ArgumentError(
+        f"{op} of {tv}: expected a tensor{', a scalar or a number' * (op != 'matmul')}, got "
+        f"{show(other)}{user_code(user_line())}"
+    )
 
 
 def _has_no_truth(self: TensorView) -> bool:
@@ -161,6 +170,7 @@ METHODS: dict[str, Any] = {
     **{f"__{name}__": _binary(name) for name in COMPARISONS},
     **{f"__{name}__": _unary(op) for name, op in UNARY.items()},
     "__matmul__": _matmul,
+    "__rmatmul__": _matmul,
     "__pos__": lambda self: self,
     "__getitem__": _item,
     # What has places is gone through by asking for one after the other, without an end.

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fuser
-from fuser import FusionDefinition, ParallelType, UnsupportedError
 import multidevice
+from fuser import FusionDefinition, ParallelType, UnsupportedError
 
 
 def two_kernels() -> FusionDefinition:

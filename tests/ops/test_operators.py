@@ -152,8 +152,10 @@ REFUSED: dict[str, tuple[Build, type[Exception], str]] = {
     "and": (lambda x: x > 0 and x < 1, DefinitionError, "the op where"),
     "== a number": (lambda x: x == 0, DefinitionError, "the op is eq"),
     "bits of floats": (lambda x: x & 1, DtypeError, "bitwise_and"),
-    "a string": (lambda x: x + "a", TypeError, "unsupported operand"),
-    "a torch tensor": (lambda x: x @ 2.0, TypeError, "unsupported operand"),
+    "a string": (lambda x: x + "a", ArgumentError, "add of T0.*number, got 'a'"),
+    "a product": (lambda x: x @ 2.0, ArgumentError, r"matmul of T0.*a tensor, got 2\.0"),
+    "a torch tensor": (lambda x: x * torch.ones(3), ArgumentError, r"mul of T0.*got "),
+    "a torch tensor before": (lambda x: torch.ones(3) @ x, TypeError, "matmul"),
     "iteration": (lambda x: list(x), TypeError, "not iterable"),
     "out of range": (lambda x: x[3], DefinitionError, "outside of axis 0"),
 }
