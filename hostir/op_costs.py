@@ -18,6 +18,7 @@ from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
 from fuser.ir.nodes import Contraction, LibraryOp, LinearOp, MatmulOp, TensorOp
+from fuser.ir.scans import ArgsortOp, TopKOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 from hostir.effects import Effect, Shows
@@ -81,6 +82,24 @@ def _unit(op: PostOnStream, sizes: Sizes, machine: Machine) -> Cost:
         f"cost: what PostOnStream (HostUnit{op.unit}) takes is not known before the unit is "
         f"scheduled{user_code(op.where)}"
     )
+
+
+# ------------------------------------------------------------------ sorts
+def _argsort(op: ArgsortOp, sizes: Sizes, machine: Machine) -> Cost:
+    """A radix sort: each byte of the elements moves all of them, and their places."""
+    passes = nbytes_of(op.inp.dtype())
+    return _moves(passes * 2 * sum(_held(tv, sizes) for tv in (op.inp, op.out)), machine)
+
+
+def _topk(op: TopKOp, sizes: Sizes, machine: Machine) -> Cost:
+    """A radix select: each byte of the elements reads all of them."""
+    passes = nbytes_of(op.inp.dtype())
+    written = sum(_held(tv, sizes) for tv in (op.found, op.places))
+    return _moves(passes * _held(op.inp, sizes) + written, machine)
+
+
+def _held(tv: TensorView, sizes: Sizes) -> int:
+    return held_nbytes(tv, sizes(tv))
 
 
 # ------------------------------------------------------------------ matmuls
@@ -290,6 +309,7 @@ def staging_cost(nbytes: int, machine: Machine) -> Cost:
 # ------------------------------------------------------------------ the table
 COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     Allocate: _allocate,
+    ArgsortOp: _argsort,
     LaunchKernel: _kernel,
     LinearOp: _linear,
     LocalSlice: _slice,
@@ -297,6 +317,7 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     PostOnStream: _unit,
     SdpaBwdOp: _attention,
     SdpaFwdOp: _attention,
+    TopKOp: _topk,
 }
 
 

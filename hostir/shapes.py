@@ -15,6 +15,7 @@ from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.lookup import ScatterOp
 from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scans import AlongAxisOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.pointwise import POINTWISE, TESTS
@@ -63,6 +64,8 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
     elif isinstance(op, ScatterOp):
         for pair in zip(_axes(op.inp), _axes(op.out), strict=True):
             _check_sizes(op, list(pair), values)
+    elif isinstance(op, AlongAxisOp):
+        _check_along(op, values)
     elif isinstance(op, _MAPPED):
         _check_dtypes(op)
         for axes in _alike(op):
@@ -79,6 +82,18 @@ def _check_letters(op: AttentionOp, values: Mapping[Symbol, Number]) -> None:
                 raise VerifyError(f"{op.name}: {axis[2]} of {tv} is cut, and is needed whole")
     for axes in by_letter.values():
         _check_sizes(op, axes, values)
+
+
+def _check_along(op: AlongAxisOp, values: Mapping[Symbol, Number]) -> None:
+    for out in op.outputs:
+        axes = zip(_axes(op.inp), _axes(out), op.axis_map_to(0, out), strict=True)
+        for source, made, is_mapped in axes:
+            if is_mapped is not None:
+                _check_sizes(op, [source, made], values)
+    for tv in (op.inp, *op.outputs):
+        if any(p.is_device for p in _spread(tv, op.dim)):
+            axis = tv.domain.no_reductions[op.dim]
+            raise VerifyError(f"{op.name}: {axis} of {tv} is cut, and is needed whole")
 
 
 def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number]) -> None:

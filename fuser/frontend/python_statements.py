@@ -15,8 +15,10 @@ from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import CacheOp, LoadStoreOpType
+from fuser.ops.table import REDUCTIONS
 from fuser.record import record
 
 
@@ -273,3 +275,23 @@ def _sdpa_bwd(op: SdpaBwdOp) -> Call:
         philox_offset=op.philox_offset,
         scale=op.scale,
     )
+
+
+# ------------------------------------------------------------------ scans and sorts
+@_row(ScanOp)
+def _scan(op: ScanOp) -> Call:
+    usual = Const(REDUCTIONS[op.kind].identity(op.out.dtype()), op.out.dtype())
+    init = {} if op.init == usual else {"init": Val(op.init)}
+    return _ops(op.name, op.inp, dim=op.dim, **init)
+
+
+@_row(ArgsortOp)
+def _argsort(op: ArgsortOp) -> Call:
+    flags = _given(descending=(op.descending, False), stable=(op.stable, False))
+    return _ops("argsort", op.inp, dim=op.dim, **flags)
+
+
+@_row(TopKOp)
+def _topk(op: TopKOp) -> Call:
+    flags = _given(dim=(op.dim, -1), largest=(op.largest, True), sorted=(op.sorted, False))
+    return _ops("topk", op.inp, Val(op.k), **flags)

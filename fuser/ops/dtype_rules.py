@@ -143,6 +143,8 @@ DTYPE_RULES: dict[str, DtypeRule] = {
         "The result has the dtype of what is read, or written into, as what is written has; an "
         "index is Int or Int32."
     ),
+    "places": DtypeRule("The result is Int."),
+    "found": DtypeRule("The values have the dtype of the operand, their places are Int."),
     "attention": DtypeRule(
         "Queries, keys and values have one dtype, which is the results'; logsumexp is Float, the "
         "random state UInt64."

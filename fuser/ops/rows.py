@@ -39,7 +39,8 @@ from fuser.ir.nodes import (
     UnaryOp,
     WelfordOp,
 )
-from fuser.ops import elementwise, factories, indexing, random, reductions, resize, views
+from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
+from fuser.ops import elementwise, factories, indexing, random, reductions, resize, scans, views
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
 from fuser.ops.contractions import linear, matmul
 from fuser.ops.reshape import reshape
@@ -92,6 +93,11 @@ def _composite(
 ) -> OpRow:
     """Return the row of an op that takes tensors and scalars alike."""
     return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
+
+
+def _scan(function: Callable[..., Any]) -> OpRow:
+    nodes = ScanOp, LoadStoreOp, BinaryOp, CastOp
+    return OpRow(function.__name__, function, nodes, "keep", _SAME, "number_rows")
 
 
 def _not_yet(name: str) -> OpRow:
@@ -225,6 +231,17 @@ _ROWS = (
         "Both operands' but for `dim`, where it is the index's.",
         "rows",
     ),
+    # Scans, and elements in order.
+    *(_scan(function) for function in (scans.cummax, scans.cummin, scans.cumprod, scans.cumsum)),
+    OpRow("argsort", scans.argsort, (ArgsortOp, FullOp), "places", _SAME, "rows"),
+    OpRow(
+        "topk",
+        scans.topk,
+        (TopKOp,),
+        "found",
+        "The operand's but for `dim`, which has `k` elements.",
+        "number_rows",
+    ),
     # Reductions.
     OpRow("max", reductions.max, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
     OpRow("min", reductions.min, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
@@ -276,9 +293,8 @@ _ROWS = (
     *map(
         _not_yet,
         """
-        argsort complex cumprod cummax cummin cumsum cutlass_nvfp4_grouped_mm grouped_mm
-        nv_block_quantize nv_grouped_block_quantize preprocess_grouped_matmul_input_sf scaled_mm
-        topk
+        complex cutlass_nvfp4_grouped_mm grouped_mm nv_block_quantize nv_grouped_block_quantize
+        preprocess_grouped_matmul_input_sf scaled_mm
         """.split(),
     ),
 )

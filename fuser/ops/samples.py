@@ -47,6 +47,7 @@ SAMPLES: dict[str, Sample] = {
     "shifts": Sample("i", (0, 4), ("wide", "shift")),
     "floats": Sample("f", (0, 4)),
     "rows": Sample("fib", (1, 4)),
+    "number_rows": Sample("fi", (1, 4)),
     "float_rows": Sample("f", (1, 4)),
     "wide_rows": Sample("w", (1, 4)),
     "matrices": Sample("fib", (2, 4)),

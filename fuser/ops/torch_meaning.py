@@ -34,6 +34,7 @@ from fuser.ir.lookup import (
     TakeAlongAxisOp,
 )
 from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.attention_calls import backward, forward
@@ -306,6 +307,38 @@ def _welford(op: nodes.WelfordOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [cx.store(avg, op.avg), cx.store(deviation, op.var), n]
 
 
+# ------------------------------------------------------------------ scans and sorts
+_SCANS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "add": lambda x, dim: torch.cumsum(x, dim, dtype=x.dtype),
+    "mul": lambda x, dim: torch.cumprod(x, dim, dtype=x.dtype),
+    "max": lambda x, dim: torch.cummax(x, dim).values,
+    "min": lambda x, dim: torch.cummin(x, dim).values,
+}
+
+
+def _scan(op: ScanOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    x = inputs[0].to(_accumulate_dtype(op.out, cx))
+    init = sc.evaluate(op.init, cx.values)
+    if init == REDUCTIONS[op.kind].identity(op.out.dtype()):
+        return [cx.store(_SCANS[op.kind](x, op.dim), op.out)]
+    # What comes first is an element more, whose own result is left out.
+    wide = torch.float64 if x.dtype.is_floating_point else torch.int64
+    first = torch.tensor(init, dtype=wide, device=x.device).to(x.dtype)
+    first = first.expand([n if k != op.dim else 1 for k, n in enumerate(x.shape)])
+    found = _SCANS[op.kind](torch.cat([first, x], op.dim), op.dim)
+    return [cx.store(found.narrow(op.dim, 1, x.shape[op.dim]), op.out)]
+
+
+def _argsort(op: ArgsortOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    # Always stable: ranks that hold the same elements find the same places.
+    return [torch.argsort(inputs[0], dim=op.dim, descending=op.descending, stable=True)]
+
+
+def _topk(op: TopKOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    k = cx.int_of(op.k)
+    return list(torch.topk(inputs[0], k, op.dim, largest=op.largest, sorted=op.sorted))
+
+
 # ------------------------------------------------------------------ contractions
 def _matmul(op: nodes.MatmulOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [cx.store(torch.matmul(*met_operands(op, inputs)), op.out)]
@@ -380,6 +413,9 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     **dict.fromkeys(_FOUND, NodeRow(_lookup, "element")),
     SelectOp: NodeRow(_select, "element"),
     ScatterOp: NodeRow(_scatter, "library"),
+    ScanOp: NodeRow(_scan, "library"),
+    ArgsortOp: NodeRow(_argsort, "library"),
+    TopKOp: NodeRow(_topk, "library"),
     nodes.FullOp: NodeRow(_full, "element"),
     nodes.IotaOp: NodeRow(_iota, "element"),
     nodes.RandomOp: NodeRow(_random, "element"),

@@ -24,6 +24,7 @@ from fuser.ir.lookup import GatherOp, ScatterOp
 from fuser.ir.nodes import ReshapeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
+from fuser.ir.scans import TopKOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
@@ -88,6 +89,7 @@ class KeyOfSizes:
         # With the element counts that sizes have to make equal; None where they are.
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
         self._limited = [op for op in fusion.used_exprs() if isinstance(op, GatherOp | ScatterOp)]
+        self._chosen = [op for op in fusion.used_exprs() if isinstance(op, TopKOp)]
         self._extents = _used_extents(fusion)
         self._sizes = Computed(list(self._extents))
         self.clamps = Clamps(fusion)
@@ -106,6 +108,10 @@ class KeyOfSizes:
                 plans.append(_plan(self._fusion, op, values))
         for op in self._limited:
             _check_limits(op, values)
+        for op in self._chosen:
+            extent = op.inp.domain.no_reductions[op.dim].size
+            if problem := op.misfit(size_of(op.k, values), size_of(extent, values)):
+                raise InputError(f"topk: {problem}{_at(op)}")
         empty, clamps = tuple(self._empty(values)), self.clamps.decide(values)
         if not (plans or empty or clamps):
             return ()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tests.fuzz import attention, lookups, reductions, shapes
+from tests.fuzz import attention, lookups, reductions, scans, shapes
 from tests.fuzz.elementwise import addcmul, as_num, clamp, pointwise, scalar_op
 from tests.fuzz.program import Arg, Dt, Program, Ref, ScalarInput, Size, Stmt, TensorArg
 from tests.fuzz.table import DTYPES, ROWS
@@ -44,6 +44,7 @@ _STRUCTURAL: dict[str, Callable[..., Any]] = {
     "triu": shapes.triu,
     "clamp": clamp,
     **lookups.MEANINGS,
+    **scans.MEANINGS,
 }
 # The arguments of these that are numbers stay Python numbers.
 _ELEMENTWISE = {*ROWS, "addcmul"} - {"clamp"}

@@ -23,6 +23,7 @@ from tests.fuzz.program import (
     Ref,
     plain_layout,
 )
+from tests.fuzz.scans import scan_or_sort
 from tests.fuzz.shards import mesh_sizes
 
 _DTYPES = ("Float",) * 6 + ("BFloat16", "Double", "Double", "Int")
@@ -427,6 +428,11 @@ def _look_up(b: Sharded, name: str) -> None:
         look_up(b, name, b.dim, b.tensor)
 
 
+def _scan_or_sort(b: Sharded, name: str) -> None:
+    if b.dims[name]:
+        scan_or_sort(b, name)
+
+
 def _pad(b: Sharded, name: str) -> None:
     dims = list(b.dims[name])
     if dims:
@@ -496,6 +502,7 @@ _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_random, 5),
     (_triu, 2),
     (_look_up, 16),
+    (_scan_or_sort, 8),
 )
 _MAKERS = [m for m, _ in _TABLE]
 _WEIGHTS = [w for _, w in _TABLE]

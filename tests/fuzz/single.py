@@ -88,6 +88,7 @@ _TABLE: tuple[tuple[Callable[[FusionBuilder], None], int], ...] = (
     (views.contraction, 4),
     (views.attend, 3),
     (views.look_up, 12),
+    (views.scan_or_sort, 6),
 )
 _MAKERS = [m for m, _ in _TABLE]
 _WEIGHTS = [w for _, w in _TABLE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tests.fuzz import lookups
+from tests.fuzz import lookups, scans
 from tests.fuzz.attend import statement
 from tests.fuzz.builder import Dim
 from tests.fuzz.fusions import FusionBuilder
@@ -300,3 +300,9 @@ def look_up(b: FusionBuilder) -> None:
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is not None and len(b.inputs) < 8:
         lookups.look_up(b, name, lambda: b.rng.choice(b.pool), b.input)
+
+
+def scan_or_sort(b: FusionBuilder) -> None:
+    name = b.pick(lambda n: bool(b.dims[n]))
+    if name is not None:
+        scans.scan_or_sort(b, name)

@@ -273,6 +273,35 @@ CALLS |= {
 }
 
 
+def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """Return what a scan with the dtype of its operand gives; rows may be empty."""
+
+    def scan(x: Tensor) -> Tensor:
+        parts = [fn(x[..., :n], -1).to(x.dtype) for n in range(1, x.shape[-1] + 1)]
+        return torch.stack(parts, -1) if parts else x
+
+    return scan
+
+
+_CHOSEN: list[tuple[Shape, ...]] = [((5,),), ((2, 7),), ((3, 1, 4),), ((0, 3),)]
+CALLS |= {
+    "argsort": OpCall(
+        lambda x: ops.argsort(x, -1, stable=True),
+        lambda x: torch.sort(x, dim=-1, stable=True).indices,
+    ),
+    "cummax": OpCall(lambda x: ops.cummax(x, -1), _scanned(torch.amax)),
+    "cummin": OpCall(lambda x: ops.cummin(x, -1), _scanned(torch.amin)),
+    "cumprod": OpCall(lambda x: ops.cumprod(x, -1), _scanned(torch.prod)),
+    "cumsum": OpCall(lambda x: ops.cumsum(x, -1), _scanned(torch.sum)),
+    "topk": OpCall(
+        # Which of equal elements are taken is not said: the values say.
+        lambda x: ops.topk(x, define_scalar(2, D.Int), sorted=True)[0],
+        lambda x: x.sort(-1, descending=True).values[..., :2],
+        _CHOSEN,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Drawn:
     """One call of an op: the definition, its inputs, what the op gave; sizes are outputs too."""

@@ -1,0 +1,157 @@
+"""Op functions along one axis: scans, sorting and the largest elements.
+
+Library ops: torch carries them out. The axis is whole on every device: one that a mesh cuts is
+gathered first. An expanded axis counts with all its elements.
+"""
+
+from __future__ import annotations
+
+from fuser.errors import DtypeError, user_line
+from fuser.ir import scalar as sc
+from fuser.ir.domain import IterDomain
+from fuser.ir.dtypes import STORED, DataType, category, dtype_text
+from fuser.ir.guard import active_fusion
+from fuser.ir.scalar import Const, Scalar
+from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
+from fuser.ir.tensor import TensorView
+from fuser.ops import elementwise
+from fuser.ops.building import (
+    add_op,
+    as_integer,
+    axes_of,
+    axis_of_extent,
+    fail,
+    literal,
+    new_output,
+    unexpanded,
+    unsupported,
+    wrap_dim,
+)
+from fuser.ops.factories import full_tensor
+from fuser.ops.table import REDUCTIONS
+
+# What a scan does to two elements.
+_JOINS = {
+    "add": elementwise.ELEMENTWISE["add"],
+    "mul": elementwise.ELEMENTWISE["mul"],
+    "max": elementwise.ELEMENTWISE["maximum"],
+    "min": elementwise.ELEMENTWISE["minimum"],
+}
+
+
+def _check_dtype(name: str, tv: TensorView, *, bools: bool = False) -> None:
+    if tv.dtype() in STORED:
+        raise unsupported(name, f"{tv} is of a dtype that is stored and not computed with")
+    if category(tv.dtype()) == "bool" and not bools:
+        raise DtypeError(
+            f"{name}: Expected numbers, but {tv} is {dtype_text(tv.dtype())} (at {user_line()})"
+        )
+
+
+def _axes(tv: TensorView) -> list[IterDomain]:
+    """Create the axes of a result whose elements may all differ."""
+    fusion = active_fusion()
+    return [fusion.new_axis(a.extent, a.kind) for a in map(unexpanded, axes_of(tv))]
+
+
+# ------------------------------------------------------------------ scans
+def cumsum(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+    """Append the sums of all elements up to each along axis `dim`, which begin with `init`.
+
+    Half and BFloat16 are added up in Float; integers keep their dtype, and wrap.
+    """
+    return _scan("add", arg, dim, init)
+
+
+def cumprod(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+    """Append the products of all elements up to each along axis `dim`, which begin with `init`."""
+    return _scan("mul", arg, dim, init)
+
+
+def cummax(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+    """Append the largest of all elements up to each along axis `dim`, and of `init`. NaN wins."""
+    return _scan("max", arg, dim, init)
+
+
+def cummin(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
+    """Append the least of all elements up to each along axis `dim`, and of `init`. NaN wins."""
+    return _scan("min", arg, dim, init)
+
+
+def _scan(kind: str, arg: TensorView, dim: int, init: Scalar | None) -> TensorView:
+    name = ScanOp.NAMES[kind]
+    _check_dtype(name, arg)
+    dtype = arg.dtype()
+    axis = wrap_dim(dim, arg.ndim, name, arg)
+    if init is not None:
+        init = _first(name, arg, init)
+    if not arg.ndim or (axes_of(arg)[axis].is_broadcast and axes_of(arg)[axis].expanded is None):
+        # There is one element.
+        if init is None:
+            return elementwise.copy_tensor(arg)
+        joined = _JOINS[kind](init, arg)
+        assert isinstance(joined, TensorView)
+        return elementwise.cast(joined, dtype)
+    if init is None:
+        init = Const(REDUCTIONS[kind].identity(dtype), dtype)
+        active_fusion().next_scalar()
+    out = new_output(_axes(arg), dtype, [arg])
+    add_op(ScanOp(out, arg, init, dim=axis, kind=kind))
+    return out
+
+
+def _first(name: str, arg: TensorView, init: Scalar) -> Scalar:
+    """Return what a scan begins with in the dtype of the tensor."""
+    if category(init.dtype) != category(arg.dtype()):
+        raise DtypeError(
+            f"{name}: Expected an init of the kind of {arg}, but {init} is "
+            f"{dtype_text(init.dtype)} (at {user_line()})"
+        )
+    return literal(init.value, arg.dtype(), name) if isinstance(init, Const) else init
+
+
+# ------------------------------------------------------------------ order
+def argsort(
+    arg: TensorView, dim: int, descending: bool = False, stable: bool = False
+) -> TensorView:
+    """Append the places (Int) of the elements along axis `dim` in their order; where `stable`,
+    equal ones keep theirs.
+
+    NaN is above all numbers.
+    """
+    name = "argsort"
+    _check_dtype(name, arg, bools=True)
+    axis = wrap_dim(dim, arg.ndim, name, arg)
+    if not arg.ndim:
+        return full_tensor([], Const(0, DataType.Int), DataType.Int)
+    out = new_output(_axes(arg), DataType.Int, [arg])
+    add_op(ArgsortOp(out, arg, dim=axis, descending=descending, stable=stable))
+    return out
+
+
+def topk(
+    arg: TensorView, k: Scalar, dim: int = -1, largest: bool = True, sorted: bool = False
+) -> tuple[TensorView, TensorView]:
+    """Append the `k` largest elements along axis `dim`, or the least, and their places (Int); in
+    their order where `sorted`.
+
+    NaN is above all numbers. Which of equal elements are taken is not said.
+    """
+    name = "topk"
+    _check_dtype(name, arg)
+    axis = wrap_dim(dim, arg.ndim, name, arg)
+    if not arg.ndim:
+        raise fail(name, f"{arg} has no axis to choose from")
+    k = as_integer(k, name)
+    axes = _axes(arg)
+    axes[axis] = axis_of_extent(k)
+    also = [active_fusion().clone_axis(a) for a in axes]
+    found = new_output(axes, arg.dtype(), [arg])
+    places = new_output(also, DataType.Int, [arg])
+    op = TopKOp(found, places, arg, k, dim=axis, largest=largest, sorted=sorted)
+    count, extent = sc.int_value(k), sc.int_value(axes_of(arg)[axis].size)
+    problem = "" if count is None else op.misfit(count, extent)
+    if problem:
+        raise fail(name, problem)
+    add_op(op)
+    return found, places
