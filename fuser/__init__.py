@@ -36,23 +36,30 @@ if TYPE_CHECKING:
         ShardingError,
         UnknownOpError,
         UnsupportedError,
+        ValidationError,
         VerifyError,
     )
     from fuser.frontend.definition import FusionDefinition
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
     from fuser.frontend.python_text import translate_fusion
+    from fuser.frontend.validation import get_val_tolerances, validate_with_auto_inferred_outputs
     from fuser.ir.axis import Axis as IterDomain
     from fuser.ir.axis import Merge, Split
     from fuser.ir.domain import TensorDomain
     from fuser.ir.dtypes import DataType
     from fuser.ir.fusion import Fusion
+    from fuser.ir.guard import FusionGuard
     from fuser.ir.mesh import DeviceMesh
     from fuser.ir.nodes import BroadcastOp, ReshapeOp, SqueezeOp
     from fuser.ir.statement import Expr, Statement, Val
     from fuser.ir.tensor import TensorView
-    from fuser.ir.types import IterType, MemoryType, ParallelType
-    from fuser.version import __version__ as __version__
+    from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
+    from fuser.multidevice import CommunicatorBackend
+    from fuser.ops.define import compute_tensor_descriptor, define_scalar, define_tensor
+    from fuser.release import __version__ as __version__
+    from fuser.release import version
+    from fuser.schedule.automatic import SchedulerType
 
 __all__ = [
     "FusionDefinition",
@@ -64,6 +71,17 @@ __all__ = [
     "ParallelType",
     "MemoryType",
     "IterType",
+    "LoadStoreOpType",
+    "CacheOp",
+    "SchedulerType",
+    "CommunicatorBackend",
+    "FusionGuard",
+    "define_tensor",
+    "define_scalar",
+    "compute_tensor_descriptor",
+    "get_val_tolerances",
+    "validate_with_auto_inferred_outputs",
+    "version",
     "Fusion",
     "TensorView",
     "IterDomain",
@@ -96,6 +114,7 @@ __all__ = [
     "DtypeError",
     "InputError",
     "ShardingError",
+    "ValidationError",
     "VerifyError",
     "ParseError",
     "OptionError",
@@ -119,6 +138,17 @@ _DEFINED_IN: dict[str, str] = {
     "ParallelType": "fuser.ir.types",
     "MemoryType": "fuser.ir.types",
     "IterType": "fuser.ir.types",
+    "LoadStoreOpType": "fuser.ir.types",
+    "CacheOp": "fuser.ir.types",
+    "SchedulerType": "fuser.schedule.automatic",
+    "CommunicatorBackend": "fuser.frontend.multi_device_executor",
+    "FusionGuard": "fuser.ir.guard",
+    "define_tensor": "fuser.ops.define",
+    "define_scalar": "fuser.ops.define",
+    "compute_tensor_descriptor": "fuser.ops.define",
+    "get_val_tolerances": "fuser.frontend.validation",
+    "validate_with_auto_inferred_outputs": "fuser.frontend.validation",
+    "version": "fuser.release",
     "Fusion": "fuser.ir.fusion",
     "TensorView": "fuser.ir.tensor",
     "IterDomain": "fuser.ir.axis:Axis",
@@ -132,7 +162,7 @@ _DEFINED_IN: dict[str, str] = {
     "SqueezeOp": "fuser.ir.nodes",
     "ReshapeOp": "fuser.ir.nodes",
     "DeviceMesh": "fuser.ir.mesh",
-    "__version__": "fuser.version",
+    "__version__": "fuser.release",
 }
 """Public name -> the module that defines it (and its name there); every other name of `__all__` is
 an error type."""

@@ -54,6 +54,10 @@ class UnknownOpError(FuserError, AttributeError):
     """There is no op of that name; the message shows how it is spelled."""
 
 
+class ValidationError(FuserError, AssertionError):
+    """A result is not what torch computes, or what the caller expects."""
+
+
 class DtypeError(FuserError, TypeError):
     """An operand has a dtype that the op does not accept."""
 

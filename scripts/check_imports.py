@@ -21,7 +21,7 @@ from pathlib import Path
 # gives the public names of all on first use, and `fuser.multidevice`, another name of the package
 # multidevice, see everything.
 ORDER = (
-    "fuser.version",
+    "fuser.release",
     "fuser.record",
     "fuser.errors",
     "fuser.arguments",

@@ -28,6 +28,7 @@ from fuser.errors import (
     OtherEntranceError,
     user_line,
 )
+from fuser.frontend import validation
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.frontend.manual import ManualKernel
 from fuser.frontend.python_text import translate_fusion
@@ -368,18 +369,24 @@ class FusionDefinition:
         device: int | str | torch.device | None = None,
         **execute_kwargs: Any,
     ) -> list[torch.Tensor]:
-        """Execute and compare with references: float64 torch by default.
+        """Execute and compare with references, by default what torch computes in the same dtypes.
 
-        Raises AssertionError naming the first output that differs.
+        Tolerances follow from dtype and reduction size (`fuser.frontend.validation`). Raises
+        `ValidationError`, an AssertionError, naming the first output that differs.
         """
-        from fuser.ops.torch_meaning import evaluate_fusion
+        flat = flatten(inputs)
+        wanted = validation.wanted_of(self.fusion, reference_outputs, flat)
+        outputs = self.execute(flat, device=device, **execute_kwargs)
+        validation.compare(self.fusion, outputs, wanted, flat)
+        return outputs
 
-        outputs = self.execute(inputs, device=device, **execute_kwargs)
-        if reference_outputs is None:
-            reference_outputs = evaluate_fusion(self.fusion, flatten(inputs), dtype=torch.float64)
-        assert len(outputs) == len(reference_outputs), (
-            f"{len(outputs)} outputs, {len(reference_outputs)} references"
-        )
-        for out, reference in zip(outputs, reference_outputs, strict=True):
-            torch.testing.assert_close(out, reference.to(out.dtype), equal_nan=True)
+    @checked
+    def manual_validate(
+        self, inputs: Sequence[object], reference_outputs: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """`validate` by `manual_execute`."""
+        flat = flatten(inputs)
+        wanted = validation.wanted_of(self.fusion, reference_outputs, flat)
+        outputs = self.manual_execute(flat)
+        validation.compare(self.fusion, outputs, wanted, flat)
         return outputs

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from enum import Enum
 from typing import get_type_hints
 
 import torch
@@ -21,6 +20,7 @@ from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Scalar, int_value
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import IrEnum
 from hostir.container import HostIrContainer
 from hostir.lower_params import STANDALONE, LowerParams, check_number_of_streams
 from hostir.lower_streams import check_stream
@@ -29,15 +29,15 @@ from multidevice.shard import shard_for_rank
 from multidevice.sharding import whole_axis_sizes
 
 
-class CommunicatorBackend(Enum):
+class CommunicatorBackend(IrEnum):
     """Who moves data between GPUs: NCCL, or (cuda) peers copy out of each other's memory, which
     ranks of one host can. CPU ranks take the transport of their launcher in place of NCCL, and
     shared memory in place of mapped GPU memory.
     """
 
-    nccl = "nccl"
-    ucc = "ucc"
-    cuda = "cuda"
+    nccl = 0
+    ucc = 1
+    cuda = 2
 
 
 @dataclass

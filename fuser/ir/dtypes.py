@@ -35,9 +35,6 @@ class DataType(IrEnum):
     ComplexFloat = 20
     Null = 23
 
-    def __repr__(self) -> str:
-        return f"<DataType.{self.name}: {self.value}>"
-
 
 # What a user may pass for a dtype.
 DtypeLike = DataType | torch.dtype

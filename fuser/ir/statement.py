@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuser.errors import NoOperandError
 
@@ -30,6 +30,12 @@ class Expr(Statement):
     """An op: `input(i)` and `output(i)` are what it reads and makes."""
 
     __slots__ = ()
+
+    # What every registered class has.
+    if TYPE_CHECKING:
+
+        def input(self, index: int) -> Any: ...
+        def output(self, index: int) -> Any: ...
 
 
 def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import enum
 
+from fuser.errors import ArgumentError
+
 
 class IrEnum(enum.Enum):
-    """An enumeration whose members are hashed as the single objects that they are."""
+    """An enumeration whose members are hashed as the single objects that they are, and print as
+    nvFuser's do."""
 
     # Enum's own hash is a call in Python, for each look-up in a table.
     __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}.{self.name}: {self.value}>"
+
+    def __int__(self) -> int:
+        """Return the number of the member, where it has one."""
+        if isinstance(self.value, int):
+            return self.value
+        raise ArgumentError(f"{self} has no number, only the text {self.value!r}")
 
 
 class ParallelType(IrEnum):

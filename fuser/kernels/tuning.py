@@ -31,11 +31,11 @@ from fuser.kernels.trial import Candidate, Scratch, Timer
 from fuser.kernels.variant import Variant
 from fuser.recent import Recent
 from fuser.record import record
+from fuser.release import __version__
 from fuser.runtime.kernel import compiler_of
 from fuser.runtime.kernel_cache import KernelCache, digest
 from fuser.runtime.launch import BoundLaunch
 from fuser.schedule.neighbours import from_fields, neighbours, to_fields
-from fuser.version import __version__
 
 # Neighbours that are timed at most, how many at once, and how many are lowered for that at most:
 # many differ in nothing.

@@ -141,6 +141,7 @@ def _set_layout(
     )
 
 
+@checked
 def compute_tensor_descriptor(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> tuple[list[bool | None], list[int]]:

@@ -5,7 +5,6 @@ They take the user's own fusion and real inputs; `schedule` changes the fusion i
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING, overload
@@ -16,6 +15,7 @@ from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import IrEnum
 from fuser.schedule.facts import Facts
 from fuser.schedule.registry import SCHEDULERS, Params
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Inputs = Sequence["torch.Tensor | Number"]
 
 
-class SchedulerType(enum.Enum):
+class SchedulerType(IrEnum):
     """The kinds of schedulers, under the names that nvFuser's users know; not all exist yet."""
 
     none = 0
@@ -40,8 +40,9 @@ class SchedulerType(enum.Enum):
     expr_eval = 9
     resize = 10
 
-    def __repr__(self) -> str:
-        return f"<SchedulerType.{self.name}: {self.value}>"
+
+# What pybind11's enumerations have: name -> (member, documentation).
+setattr(SchedulerType, "__entries", {m.name: (m, None) for m in SchedulerType})
 
 
 def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> tuple[bool, str]:

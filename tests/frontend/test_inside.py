@@ -1,4 +1,4 @@
-"""Looking inside of definitions: inputs, ops, axes, kernels and scheduled IR, as nvFuser spells it."""
+"""Looking inside of definitions: inputs, ops, axes, kernels, scheduled IR, as nvFuser spells it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import fuser
 import multidevice
 from fuser import FusionDefinition, ParallelType, UnsupportedError
+from fuser.ir.binding import Argument
 
 
 def two_kernels() -> FusionDefinition:
@@ -24,7 +25,7 @@ def two_kernels() -> FusionDefinition:
     return fd
 
 
-def given(rows: int = 8) -> list[object]:
+def given(rows: int = 8) -> list[Argument]:
     return [torch.randn(rows, 16), torch.randn(16, 32), 2.0]
 
 
@@ -32,7 +33,8 @@ def test_inputs_and_outputs_are_methods_as_well() -> None:
     fd = two_kernels()
     inputs, outputs = fd.fusion.inputs(), fd.fusion.outputs()
     assert [str(v) for v in inputs][2] == "d5" and len(outputs) == 2
-    inputs.clear(), outputs.clear()
+    inputs.clear()
+    outputs.clear()
     assert len(fd.fusion.inputs()) == 3 and len(fd.fusion.outputs()) == 2
     copy, _ = fd.fusion.copy()
     assert len(copy.inputs()) == 3 and len(copy.outputs()) == 2
@@ -153,3 +155,43 @@ def test_kernels_of_a_rank_are_of_its_shards() -> None:
 
     with multidevice.simulate(2) as world:
         world.run(run)
+
+
+def test_enumerations_print_as_nvfusers() -> None:
+    assert repr(fuser.DataType.Float) == "<DataType.Float: 1>"
+    assert str(fuser.ParallelType.tma) == "ParallelType.tma" and int(fuser.ParallelType.tma) == 15
+    assert repr(fuser.SchedulerType.none) == "<SchedulerType.none: 0>" and fuser.SchedulerType.none
+    assert repr(fuser.CommunicatorBackend.cuda) == "<CommunicatorBackend.cuda: 2>"
+    entries = getattr(fuser.SchedulerType, "__entries")
+    assert entries["resize"][0] is fuser.SchedulerType.resize
+    assert {fuser.DataType.Half: 1}[fuser.DataType.Half] == 1
+    with pytest.raises(TypeError, match="has no number"):
+        int(fuser.MemoryType.local)
+
+
+def test_versions_are_ordered_by_their_numbers() -> None:
+    from fuser.release import Version
+
+    assert fuser.version() == fuser.__version__ == Version(f"{fuser.__version__}+git81c4b22")
+    assert Version("0.10") > "0.9.1" and Version("0.2.36+git1") <= Version("0.2.36")
+    assert hash(Version("1.0")) == hash(Version("1")) and not Version("1.0") > "1"
+    with pytest.raises(ValueError, match="is no version"):
+        _ = Version("1.0") < "new"
+
+
+def test_a_descriptor_tells_order_and_contiguity() -> None:
+    """Checked against torch: a permutation of a dense tensor, parts of one, expanded axes."""
+    dense = torch.empty(3, 4, 5)
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        found = fuser.compute_tensor_descriptor(
+            list(dense.permute(order).shape), list(dense.permute(order).stride())
+        )
+        assert found == ([True] * 3, [2 - axis for axis in order])
+    part = dense[:, 1:]
+    assert fuser.compute_tensor_descriptor(part.shape, part.stride())[0] == [False, True, True]
+    wide = torch.empty(3, 1).expand(3, 7)
+    assert fuser.compute_tensor_descriptor(wide.shape, wide.stride()) == ([True, None], [1, 0])
+    with pytest.raises(fuser.DefinitionError, match="negative stride"):
+        fuser.compute_tensor_descriptor([2], [-1])
+    with pytest.raises(TypeError, match="sizes"):
+        fuser.compute_tensor_descriptor(2, [1])  # pyright: ignore[reportArgumentType]

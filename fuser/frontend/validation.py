@@ -1,0 +1,174 @@
+"""Comparing results with torch's, within tolerances that follow from dtype and reduction size.
+
+The tolerances are nvFuser's: measured for sums of numbers of size 1, of 4 to 2097152 of them. One
+unit in the last place of a result's dtype is allowed besides, since two sums that differ by less
+may round to neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fuser.arguments import checked
+from fuser.errors import UnsupportedError, ValidationError
+from fuser.frontend.draws import Draws
+from fuser.inputs import flatten
+from fuser.ir import scalar as sc
+from fuser.ir.binding import Argument, bind_inputs
+from fuser.ir.dtypes import DataType, category
+from fuser.ir.fusion import Fusion
+from fuser.ir.tensor import TensorView
+from fuser.ops.torch_meaning import evaluate_fusion
+
+Tolerance = tuple[float, float]
+
+# Of reductions of 4 << k elements; a size between takes the larger, and its value is the next one.
+_SUM_SIZES = [4 << k for k in range(20)]
+# fmt: off
+_FULL = (
+    1.68222e-06, 2.23704e-06, 2.95788e-06, 4.4778e-06, 6.75395e-06, 8.57934e-06, 1.30594e-05,
+    2.19122e-05, 3.3451e-05, 5.78476e-05, 0.000108292, 0.00012207, 0.000136882, 0.000248561,
+    0.000407594, 0.000500901, 0.000923019, 0.00156909, 0.00223107, 0.00343043,
+)
+_HALF = (
+    0.00390625, 0.0078125, 0.0078125, 0.0155334, 0.0156269, 0.0312042, 0.0312548, 0.0619979,
+    0.0625103, 0.124686, 0.12501, 0.24945, 0.250049, 0.498946, 0.500071, 0.985087, 1.00006,
+    1.99234, 2.00032, 3.99073,
+)
+# fmt: on
+# Without a reduction: (atol, rtol).
+_FULL_ALONE, _HALF_ALONE = (_FULL[0], _FULL[1]), (_HALF[0], _HALF[1])
+# Relative to the absolute tolerance of a sum.
+_RELATIVE = 0.01
+
+
+def tolerance(dtype: DataType, size: int) -> Tolerance:
+    """Return (atol, rtol) of a result that sums `size` numbers."""
+    if category(dtype) in ("int", "bool"):
+        return 0.0, 0.0
+    is_full = dtype in (
+        DataType.Float,
+        DataType.Double,
+        DataType.ComplexFloat,
+        DataType.ComplexDouble,
+    )
+    if size <= 1:
+        return _FULL_ALONE if is_full else _HALF_ALONE
+    table = _FULL if is_full else _HALF
+    place = bisect_left(_SUM_SIZES, size) + 1
+    atol = table[place] if place < len(table) else 2 * table[-1]
+    # Half has as many bits again as the others of its width.
+    if not is_full and dtype is not DataType.Half:
+        atol *= 10
+    return atol, atol * _RELATIVE
+
+
+def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, Tolerance]:
+    """Return the tolerance of every output."""
+    values = bind_inputs(fusion, args)
+    sizes: dict[TensorView, int] = {}
+    for op in fusion.used_exprs():
+        read = [sizes.get(v, 1) for v in op.inputs if isinstance(v, TensorView)]
+        for out in op.outputs:
+            size = max(read, default=1)
+            for axis in out.domain.logical:
+                if axis.is_reduction():
+                    size *= int(sc.evaluate(fusion.canonical(axis.extent), values))
+            sizes[out] = size
+    return {out: tolerance(out.dtype(), sizes.get(out, 1)) for out in fusion.outputs}
+
+
+@checked
+def get_val_tolerances(fusion: Fusion, args: Sequence[object]) -> list[Tolerance]:
+    """Return (atol, rtol) of each output that is not written into an input."""
+    found = _tolerances(fusion, flatten(args))
+    return [found[out] for out in fusion.outputs if fusion.alias_of(out) is None]
+
+
+def references(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
+    """Return what torch computes of the visible outputs, in the fusion's own dtypes.
+
+    Raises `UnsupportedError` for sharded programs, and for random ops without a seed.
+    """
+    sharded = next((tv for tv in fusion.tensors() if tv.mesh is not None), None)
+    if sharded is not None:
+        raise UnsupportedError(
+            f"validate: {sharded} has a mesh, and torch sees the shards of one rank alone: give "
+            "reference_outputs"
+        )
+    if Draws.of(fusion) is not None:
+        raise UnsupportedError(
+            "validate: ops without rng_seed and rng_offset draw other numbers each time: give "
+            "reference_outputs"
+        )
+    # An update writes into inputs, not into what was computed from them.
+    results = zip(fusion.outputs, evaluate_fusion(fusion, args), strict=True)
+    return [result for out, result in results if not fusion.is_hidden(out)]
+
+
+def compare(
+    fusion: Fusion,
+    outputs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    args: Sequence[Argument],
+) -> None:
+    """Raise `ValidationError` naming the first visible output that is not as wanted."""
+    shown = [out for out in fusion.outputs if not fusion.is_hidden(out)]
+    if not len(outputs) == len(wanted) == len(shown):
+        raise ValidationError(
+            f"Validation error: {len(outputs)} outputs, {len(wanted)} references, expected "
+            f"{len(shown)}"
+        )
+    found = _tolerances(fusion, args)
+    for i, (tv, out, reference) in enumerate(zip(shown, outputs, wanted, strict=True)):
+        where = f"Validation error in output {i}, {tv}: "
+        if out.shape != reference.shape:
+            raise ValidationError(
+                f"{where}shape {tuple(out.shape)}, expected {tuple(reference.shape)}"
+            )
+        atol, rtol = found[tv]
+        problem = _difference(out, reference.to(out.device), atol, rtol)
+        if problem:
+            raise ValidationError(where + problem)
+
+
+def _difference(out: torch.Tensor, wanted: torch.Tensor, atol: float, rtol: float) -> str:
+    """Return how a result differs from what was wanted, "" where it does not."""
+    if not (out.is_floating_point() or out.is_complex()):
+        if torch.equal(out, wanted.to(out.dtype)):
+            return ""
+        return f"{int((out != wanted).sum())} of {out.numel()} elements differ"
+    rtol = max(rtol, torch.finfo(out.dtype).eps)
+    exact = torch.complex128 if out.is_complex() or wanted.is_complex() else torch.float64
+    mine, its = out.detach().to(exact), wanted.detach().to(exact)
+    near = torch.isclose(mine, its, rtol=rtol, atol=atol, equal_nan=True)
+    if bool(near.all()):
+        return ""
+    worst = (mine - its).abs()[~near].nan_to_num(torch.inf).max()
+    return (
+        f"{int((~near).sum())} of {out.numel()} elements of {out.dtype} differ, by up to "
+        f"{float(worst):g}: allowed are {atol:g} and {rtol:g} of the value"
+    )
+
+
+@checked
+def validate_with_auto_inferred_outputs(
+    fusion: Fusion, fusion_outputs: Sequence[torch.Tensor], args: Sequence[object]
+) -> None:
+    """Compare outputs with what torch computes from the same inputs, which no update has changed.
+
+    Raises `ValidationError` naming the first output that differs, and `UnsupportedError` where
+    torch cannot tell (see `references`).
+    """
+    given = flatten(args)
+    compare(fusion, fusion_outputs, references(fusion, given), given)
+
+
+def wanted_of(
+    fusion: Fusion, given: Iterable[torch.Tensor] | None, args: Sequence[Argument]
+) -> Sequence[torch.Tensor]:
+    """Return the references of a call: those that were given, else torch's."""
+    return references(fusion, args) if given is None else list(given)

@@ -1,0 +1,52 @@
+"""The version of the project, which also tells results that older ones have kept on disk."""
+
+from __future__ import annotations
+
+import re
+
+__version__ = "0.1.0"
+
+
+class Version(str):
+    """A version that is ordered by its numbers, also against plain texts; what stands behind them,
+    as in `0.2.36+git81c4b22`, does not count."""
+
+    __slots__ = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return _numbers(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self.numbers == _numbers(other) if isinstance(other, str) else NotImplemented
+
+    def __lt__(self, other: str) -> bool:
+        return self.numbers < _numbers(other)
+
+    def __le__(self, other: str) -> bool:
+        return self.numbers <= _numbers(other)
+
+    def __gt__(self, other: str) -> bool:
+        return self.numbers > _numbers(other)
+
+    def __ge__(self, other: str) -> bool:
+        return self.numbers >= _numbers(other)
+
+    def __hash__(self) -> int:
+        return hash(self.numbers)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers in front, without zeros at the end; raises ValueError where none is."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    if found is None:
+        raise ValueError(f"{str.__repr__(text)} is no version")
+    numbers = [int(n) for n in found[0].split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def version() -> Version:
+    """Return the version of this project, which is not nvFuser's."""
+    return Version(__version__)
