@@ -70,7 +70,8 @@ def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool
 
 
 def torch_device(device: object) -> torch.device:
-    """Return a device that is given as torch takes it, or as the index of a CUDA device.
+    """Return a device that is given as torch takes it, or as the index of a CUDA device; "cuda" is
+    the current one.
 
     Raises `InputError` for a device that torch does not know.
     """
@@ -78,11 +79,14 @@ def torch_device(device: object) -> torch.device:
     if isinstance(device, int) and (isinstance(device, bool) or not 0 <= device < 128):
         raise InputError(f"device={show(device)} is no index of a CUDA device")
     try:
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device={show(device)}: {error}") from None
     except Exception:  # what is no device may have a repr that raises
         raise InputError(f"device={show(device)} is no device") from None
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def check_count(given: int, declared: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from fuser.errors import (
     ProgramMismatchError,
 )
 from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.inputs import torch_device
 from fuser.ir.binding import Binder
 from fuser.kernels.executor import KernelExecutor
 from fuser.options import settings
@@ -149,3 +150,12 @@ def test_without_kernel_reuse_every_size_has_parameters_of_its_own() -> None:
 def test_a_device_that_does_not_exist(device: int | str) -> None:
     with pytest.raises(InputError, match=f"device='?{device}"):
         row_sums().execute([torch.randn(2, 3)], device=device)
+
+
+def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors name their device with its index: "cuda" was another one than theirs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert torch_device("cuda") == torch.device("cuda", 1) == torch_device(1)
+    assert torch_device("cuda:0") == torch.device("cuda", 0)
+    assert torch_device("cpu") == torch.device("cpu")
