@@ -17,7 +17,8 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
-from fuser.ir.nodes import Contraction, LibraryOp, LinearOp, MatmulOp, TensorOp
+from fuser.ir.grouped import GroupedMmaOp
+from fuser.ir.nodes import LibraryOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.scans import ArgsortOp, TopKOp
 from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
@@ -124,13 +125,32 @@ def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:
     return _matmul_cost(batch, rows, columns, k, nbytes, op, machine)
 
 
+def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
+    """A product per group, one after the other: of equal parts of the ragged axis."""
+    extents = {
+        c: n for f, tv in op.tensors() for c, n in zip(op.letters(f), sizes(tv), strict=True)
+    }
+    groups = extents["g"]
+    if groups:
+        extents[op.ragged] = math.ceil(extents[op.ragged] / groups)
+    m, n, k = (extents[c] for c in "mnk")
+    nbytes = _held(op.mat1, sizes) + _held(op.mat2, sizes)
+    cost = _matmul_cost(groups, m, n, k, nbytes, op, machine)
+    more = max(groups - 1, 0)
+    return replace(
+        cost,
+        seconds=cost.seconds + more * machine.matmul_launch_s,
+        host_s=cost.host_s + more * machine.host_library_s,
+    )
+
+
 def _matmul_cost(
     batch: int,
     m: int,
     n: int,
     k: int,
     nbytes: int,
-    op: Contraction,
+    op: LibraryOp,
     machine: Machine,
     packed: int = 0,
 ) -> Cost:
@@ -310,6 +330,7 @@ def staging_cost(nbytes: int, machine: Machine) -> Cost:
 COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     Allocate: _allocate,
     ArgsortOp: _argsort,
+    GroupedMmaOp: _grouped,
     LaunchKernel: _kernel,
     LinearOp: _linear,
     LocalSlice: _slice,

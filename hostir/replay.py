@@ -139,6 +139,8 @@ class Recorder:
         self._order.follow(op)
         if isinstance(op, LibraryOp) and op.draws:
             self._keep_out_of_graphs(f"{op.name} may draw from torch's generator in each run")
+        if isinstance(op, LibraryOp) and op.READS_ON_HOST:
+            self._keep_out_of_graphs(f"{op.name} reads an operand on the host in each run")
         step = RECORD[type(op)](self, op) if type(op) in RECORD else tensor_op(self, op)
         if step is None:
             return

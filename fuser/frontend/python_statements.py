@@ -14,6 +14,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.dtypes import DataType
+from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
@@ -249,6 +250,11 @@ def _matmul(op: nodes.MatmulOp) -> Call:
 @_row(nodes.LinearOp)
 def _linear(op: nodes.LinearOp) -> Call:
     return _ops("linear", op.x, op.weight, **_given(bias=(op.bias, None)))
+
+
+@_row(GroupedMmaOp)
+def _grouped_mm(op: GroupedMmaOp) -> Call:
+    return _ops("grouped_mm", op.mat1, op.mat2, op.offsets)
 
 
 @_row(SdpaFwdOp)

@@ -482,6 +482,8 @@ class LibraryOp(TensorOp):
     TAKES_EMPTY: ClassVar[bool] = False
     # Whether results repeat their elements where all operands do.
     KEEPS_EXPANDED: ClassVar[bool] = True
+    # Whether the host needs values of an operand, in each run.
+    READS_ON_HOST: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:

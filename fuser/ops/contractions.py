@@ -1,13 +1,14 @@
-"""matmul and linear. The result keeps the contracted axis as a trailing reduction axis."""
+"""matmul, linear and grouped_mm. Results keep the contracted axis as a trailing reduction axis."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError
+from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import dtype_text
+from fuser.ir.dtypes import DataType, DtypeLike, dtype_text, is_floating
+from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import LinearOp, MatmulOp
 from fuser.ir.scalar import Const
@@ -19,6 +20,8 @@ from fuser.ops.building import (
     fail,
     join_axes,
     new_output,
+    same_extent,
+    unexpanded,
     unsupported,
 )
 from fuser.ops.elementwise import check_rank_at_least
@@ -100,3 +103,68 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     out = new_output([*axes, *k], x.dtype(), [x])
     add_op(LinearOp(out, x, weight, bias))
     return out
+
+
+# ------------------------------------------------------------------ groups
+def grouped_mm(
+    mat1: TensorView,
+    mat2: TensorView,
+    offsets: TensorView,
+    scale1: TensorView | None = None,
+    scale2: TensorView | None = None,
+    alpha: TensorView | None = None,
+    bias: TensorView | None = None,
+    beta: TensorView | None = None,
+    dtype: DtypeLike = DataType.BFloat16,
+    output_block_scale_size: int = 0,
+    output_block_scale_dtype: DtypeLike = DataType.BFloat16,
+    output_gamma: bool = False,
+) -> TensorView:
+    """Append a matrix product per group, where the Int32 `offsets` [g] say at which positions of k
+    (of [m, k] and [k, n]), n (of [g, m, k] and [k, n]) or m (of [m, k] and [g, k, n]) groups end.
+
+    Rows and columns of no group are 0. The host reads the offsets in each run. What follows
+    `offsets` is refused: it belongs to the scaled form, which is not there.
+    """
+    name = "grouped_mm"
+    scaled = scale1, scale2, alpha, bias, beta, dtype, output_block_scale_size
+    scaled += output_block_scale_dtype, output_gamma
+    if scaled != (*[None] * 5, DataType.BFloat16, 0, DataType.BFloat16, False):
+        raise unsupported(name, f"the scaled form, of {mat1}: multiply by scales before or after")
+    _check_grouped(name, mat1, mat2, offsets)
+    fusion = active_fusion()
+    _, *letters = GroupedMmaOp.FORMS[mat1.ndim, mat2.ndim]
+    mapped: dict[str, Mapped] = {}
+    for tv, axes in zip((mat1, mat2, offsets), (*letters[:2], "g"), strict=True):
+        for letter, axis in zip(axes, axes_of(tv), strict=True):
+            mapped.setdefault(letter, []).append((tv, axis))
+    for found in mapped.values():
+        (first, axis), *others = found
+        for tv, other in others:
+            same_extent(fusion, axis.size, other.size, f"{name}: {first} and {tv}")
+    k = _contracted(name, mapped["k"])
+    joined = [unexpanded(join_axes(fusion, mapped[c], name)) for c in letters[2]]
+    out_axes = [fusion.new_axis(a.extent, a.kind) for a in joined]
+    if k and sc.int_value(k[0].extent) == 0:
+        return full_tensor([a.size for a in out_axes], Const(0, mat1.dtype()), mat1.dtype())
+    out = new_output([*out_axes, *k], mat1.dtype(), [mat1, mat2])
+    add_op(GroupedMmaOp(out, mat1, mat2, offsets))
+    return out
+
+
+def _check_grouped(name: str, mat1: TensorView, mat2: TensorView, offsets: TensorView) -> None:
+    if (mat1.ndim, mat2.ndim) not in GroupedMmaOp.FORMS:
+        raise fail(
+            name, f"Expected two matrices, or one and a batch of them, but found {mat1} and {mat2}"
+        )
+    _same_dtypes(name, (mat1, mat2))
+    if not is_floating(mat1.dtype()):
+        raise DtypeError(
+            f"{name}: Expected floating operands, but {mat1} is {dtype_text(mat1.dtype())} "
+            f"(at {user_line()})"
+        )
+    if offsets.dtype() is not DataType.Int32 or offsets.ndim != 1:
+        raise DtypeError(
+            f"{name}: Expected offsets of one axis and of dtype Int32, but found {offsets} "
+            f"(at {user_line()})"
+        )

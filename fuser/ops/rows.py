@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -42,7 +43,7 @@ from fuser.ir.nodes import (
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ops import elementwise, factories, indexing, random, reductions, resize, scans, views
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
-from fuser.ops.contractions import linear, matmul
+from fuser.ops.contractions import grouped_mm, linear, matmul
 from fuser.ops.reshape import reshape
 from fuser.ops.unsupported import not_implemented
 from fuser.pointwise import POINTWISE, PUBLIC
@@ -266,6 +267,14 @@ _ROWS = (
     ),
     # Products and attention.
     OpRow(
+        "grouped_mm",
+        grouped_mm,
+        (GroupedMmaOp, FullOp),
+        "equal",
+        "[m, k], [k, n] -> [g, m, n]; [g, m, k], [k, n] or [m, k], [g, k, n] -> [m, n].",
+        "factors",
+    ),
+    OpRow(
         "linear",
         linear,
         (LinearOp, FullOp, BinaryOp),
@@ -293,7 +302,7 @@ _ROWS = (
     *map(
         _not_yet,
         """
-        complex cutlass_nvfp4_grouped_mm grouped_mm nv_block_quantize nv_grouped_block_quantize
+        complex cutlass_nvfp4_grouped_mm nv_block_quantize nv_grouped_block_quantize
         preprocess_grouped_matmul_input_sf scaled_mm
         """.split(),
     ),

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from fuser.errors import UnsupportedError
+from fuser.errors import InputError, UnsupportedError, user_code
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import DataType, is_floating, to_torch
 from fuser.ir.fusion import Fusion
+from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -348,6 +350,40 @@ def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [cx.store(F.linear(*met_operands(op, inputs)), op.out)]
 
 
+def _grouped(op: GroupedMmaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    """Compute one product per group; what is in none stays 0."""
+    a, b, offsets = inputs
+    # The sizes of what is there: a shard may have less than the extents say.
+    sizes: dict[str, int] = {}
+    for field, x in zip(("mat1", "mat2", "offsets"), inputs, strict=True):
+        sizes.update(zip(op.letters(field), x.shape, strict=True))
+    out = a.new_zeros([sizes[c] for c in op.letters("out")])
+    # A tensor without contents is asked for its shape alone.
+    ends = [] if offsets.is_meta else _ends(op, sizes[op.ragged], offsets)
+    for g, (start, end) in enumerate(pairwise([0, *ends])):
+        mine = slice(start, end)
+        match op.ragged:
+            case "k":
+                out[g] = torch.matmul(a[:, mine], b[mine])
+            case "n":
+                out[:, mine] = torch.matmul(a[g], b[:, mine])
+            case _:
+                out[mine] = torch.matmul(a[mine], b[g])
+    return [cx.store(out, op.out)]
+
+
+def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
+    """Return where groups end; raises `InputError` for offsets that fall, or leave the axis."""
+    ends = offsets.tolist()
+    if any(x > y for x, y in pairwise([0, *ends, extent])):
+        raise InputError(
+            f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
+            f"{op.ragged} of {op.mat1} and {op.mat2}, but {op.offsets} is {ends}"
+            f"{user_code(op.where)}"
+        )
+    return ends
+
+
 # ------------------------------------------------------------------ attention
 def _attention(
     op: SdpaFwdOp | SdpaBwdOp, inputs: Inputs, cx: _Context
@@ -423,6 +459,7 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     nodes.WelfordOp: NodeRow(_welford, "reduction"),
     nodes.MatmulOp: NodeRow(_matmul, "library"),
     nodes.LinearOp: NodeRow(_linear, "library"),
+    GroupedMmaOp: NodeRow(_grouped, "library"),
     SdpaFwdOp: NodeRow(_sdpa, "library"),
     SdpaBwdOp: NodeRow(_sdpa_backward, "library"),
 }

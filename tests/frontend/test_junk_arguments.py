@@ -55,6 +55,7 @@ class Bench:
         self.rows = self.fd.define_tensor([-1] * 3, contiguity=True)
         self.seed = self.fd.define_tensor([2], contiguity=True, dtype=D.UInt64)
         self.offset = self.fd.define_tensor([], dtype=D.UInt64)
+        self.ends = self.fd.define_tensor([-1], contiguity=True, dtype=D.Int32)
         self.scalar = self.fd.define_scalar(None, D.Int)
         self.y = self.fd.ops.add(self.x, 1.0)
         self.total = self.fd.ops.sum(self.y, [0, 1])
@@ -142,6 +143,7 @@ OPS: dict[str, Call] = {
     "welford": lambda t: (t.x, [0]),
     **{n: lambda t: (t.x, 0, None) for n in ("cumsum", "cumprod", "cummax", "cummin")},
     "argsort": lambda t: (t.x, 0, True, True),
+    "grouped_mm": lambda t: (t.x, t.y, t.ends),
     "topk": lambda t: (t.x, t.scalar, 0, True, True),
     "embedding_fwd": lambda t: (t.n, t.y),
     "gather": lambda t: (t.x, t.n, 0),

@@ -58,6 +58,16 @@ def _views(fd: FusionDefinition) -> None:
     fd.add_output(fd.ops.reshape(y, [4, 16]))
 
 
+def _sorts(fd: FusionDefinition) -> None:
+    x = fd.define_tensor([-1, -1], contiguity=True)
+    k = fd.define_scalar(3, DataType.Int)
+    found, places = fd.ops.topk(fd.ops.neg(x), k, 1, sorted=True)
+    fd.add_output(found)
+    fd.add_output(fd.ops.take_along_axis(x, places, 1))
+    fd.add_output(fd.ops.cumsum(fd.ops.exp(x), 0))
+    fd.add_output(fd.ops.argsort(x, 1, stable=True))
+
+
 def _in_place(fd: FusionDefinition) -> None:
     x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
     y = fd.ops.linear(fd.ops.linear(x, w), w)
@@ -99,6 +109,12 @@ def _views_meaning(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     return [(z @ z.abs().T).T, x.T, y.reshape(4, 16)]
 
 
+def _sorts_meaning(x: torch.Tensor) -> list[torch.Tensor]:
+    found = (-x).topk(3, 1).values
+    places = x.sort(dim=1, stable=True).indices.double()
+    return [found, -found, x.exp().cumsum(0), places]
+
+
 def _in_place_meaning(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     y = x @ w.T @ w.T
     return [y]
@@ -115,6 +131,7 @@ CASES: dict[str, Case] = {
         _numbers_meaning,
     ),
     "views": Case(_views, lambda d: _randn(d, (8, 12), (8, 12)), _views_meaning),
+    "sorts": Case(_sorts, lambda d: _randn(d, (6, 16)), _sorts_meaning),
     "streams": Case(
         _streams,
         lambda d: _randn(d, (4, 6, 8), (4, 8, 5)),

@@ -46,6 +46,23 @@ def test_runs_are_repeated(name: str, made: list[CpuGraphs]) -> None:
     assert launches(made) - sum(len(maker.made) for maker in made) > 5, lines
 
 
+def test_what_the_host_reads_is_not_repeated(made: list[CpuGraphs]) -> None:
+    """A graph would take the groups of its capture for those of every run."""
+    with FusionDefinition() as fd:
+        tokens, experts = fd.define_tensor([8, 4]), fd.define_tensor([2, 4, 4])
+        ends = fd.define_tensor([2], dtype=DataType.Int32)
+        fd.add_output(fd.ops.neg(fd.ops.grouped_mm(fd.ops.neg(tokens), experts, ends)))
+    given = [torch.randn(8, 4), torch.randn(2, 4, 4), torch.zeros(2, dtype=torch.int32)]
+    for k in range(40):
+        given[2].copy_(torch.tensor([k % 9, 8]))
+        (out,) = fd.execute(given)
+        want = torch.cat([given[0][: k % 9] @ given[1][0], given[0][k % 9 :] @ given[1][1]])
+        torch.testing.assert_close(out, want)
+        del out
+    assert not launches(made)
+    assert "grouped_mm reads an operand on the host in each run" in fd.cuda_graphs()[0]
+
+
 def test_an_update_in_place_is_repeated(made: list[CpuGraphs]) -> None:
     fd = defined(IN_PLACE)
     x, w = IN_PLACE.make(CPU)

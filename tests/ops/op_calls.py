@@ -283,6 +283,15 @@ def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     return scan
 
 
+def _grouped(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of two groups, which end at 2 and at 5."""
+    if a.ndim == b.ndim:
+        return torch.stack([a[:, :2] @ b[:2], a[:, 2:] @ b[2:]])
+    if a.ndim == 3:
+        return torch.cat([a[0] @ b[:, :2], a[1] @ b[:, 2:]], 1)
+    return torch.cat([a[:2] @ b[0], a[2:] @ b[1]])
+
+
 _CHOSEN: list[tuple[Shape, ...]] = [((5,),), ((2, 7),), ((3, 1, 4),), ((0, 3),)]
 CALLS |= {
     "argsort": OpCall(
@@ -293,6 +302,12 @@ CALLS |= {
     "cummin": OpCall(lambda x: ops.cummin(x, -1), _scanned(torch.amin)),
     "cumprod": OpCall(lambda x: ops.cumprod(x, -1), _scanned(torch.prod)),
     "cumsum": OpCall(lambda x: ops.cumsum(x, -1), _scanned(torch.sum)),
+    "grouped_mm": OpCall(
+        lambda a, b: ops.grouped_mm(a, b, ops.iota(2, 2, 3, D.Int32)),
+        _grouped,
+        [((4, 5), (5, 3)), ((2, 4, 3), (3, 5)), ((5, 4), (2, 4, 3)), ((5, 0), (2, 0, 3))],
+        beside=(IotaOp,),
+    ),
     "topk": OpCall(
         # Which of equal elements are taken is not said: the values say.
         lambda x: ops.topk(x, define_scalar(2, D.Int), sorted=True)[0],
