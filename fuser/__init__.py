@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from fuser.frontend.definition import FusionDefinition
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
+    from fuser.frontend.kernel_params import CompileParams, LaunchParams
+    from fuser.frontend.manual import KernelExecutor
     from fuser.frontend.python_text import translate_fusion
     from fuser.frontend.validation import get_val_tolerances, validate_with_auto_inferred_outputs
     from fuser.ir.axis import Axis as IterDomain
@@ -83,6 +85,9 @@ __all__ = [
     "validate_with_auto_inferred_outputs",
     "version",
     "Fusion",
+    "KernelExecutor",
+    "CompileParams",
+    "LaunchParams",
     "TensorView",
     "IterDomain",
     "TensorDomain",
@@ -149,7 +154,10 @@ _DEFINED_IN: dict[str, str] = {
     "get_val_tolerances": "fuser.frontend.validation",
     "validate_with_auto_inferred_outputs": "fuser.frontend.validation",
     "version": "fuser.release",
-    "Fusion": "fuser.ir.fusion",
+    "Fusion": "fuser.frontend.manual",
+    "KernelExecutor": "fuser.frontend.manual",
+    "CompileParams": "fuser.frontend.kernel_params",
+    "LaunchParams": "fuser.frontend.kernel_params",
     "TensorView": "fuser.ir.tensor",
     "IterDomain": "fuser.ir.axis:Axis",
     "TensorDomain": "fuser.ir.domain",
