@@ -36,12 +36,15 @@ if TYPE_CHECKING:
         ShardingError,
         UnknownOpError,
         UnsupportedError,
+        UnsupportedNameError,
         ValidationError,
         VerifyError,
     )
     from fuser.frontend.definition import FusionDefinition
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
+    from fuser.frontend.kernel_params import CompileParams, LaunchParams
+    from fuser.frontend.manual import KernelExecutor
     from fuser.frontend.python_text import translate_fusion
     from fuser.frontend.validation import get_val_tolerances, validate_with_auto_inferred_outputs
     from fuser.ir.axis import Axis as IterDomain
@@ -83,6 +86,9 @@ __all__ = [
     "validate_with_auto_inferred_outputs",
     "version",
     "Fusion",
+    "KernelExecutor",
+    "CompileParams",
+    "LaunchParams",
     "TensorView",
     "IterDomain",
     "TensorDomain",
@@ -100,6 +106,7 @@ __all__ = [
     "multidevice",
     "FuserError",
     "UnsupportedError",
+    "UnsupportedNameError",
     "UnknownOpError",
     "ExecutionError",
     "DivisionByZeroError",
@@ -126,6 +133,26 @@ __all__ = [
     "ProgramMismatchError",
 ]
 
+# Names of nvFuser's that are not here, with what to use in their place.
+_PROFILES = "fd.trace(inputs) measures what ran when, on every rank"
+_CHOSEN = "fuser.schedule.compute_heuristics returns parameters: they are not made by hand"
+_LIBRARY = "matmuls are calls of a library, which chooses by itself"
+_REFUSED = {
+    **dict.fromkeys(("PythonProfiler", "FusionProfile", "KernelProfile"), _PROFILES),
+    **dict.fromkeys(("get_fusion_profile", "reset_profiler"), _PROFILES),
+    **dict.fromkeys(("HeuristicParams", "PointwiseParams", "ReductionParams"), _CHOSEN),
+    **dict.fromkeys(("MatmulParams", "GemmTile", "MatMulTileOptions", "ClusterDims"), _LIBRARY),
+    **dict.fromkeys(("CircularBufferOptions", "SupportedVectorization"), _LIBRARY),
+    **dict.fromkeys(("MmaMacro", "MmaMacroEncode", "MmaMacroArch"), _LIBRARY),
+    **dict.fromkeys(("MatmulTilingStrategy", "MatmulBufferingLoopLevel"), _LIBRARY),
+    **dict.fromkeys(("MatmulCircularBufferingStrategy",), _LIBRARY),
+    **dict.fromkeys(("MatmulTileRasterizationOrder", "nvf_cutlass"), _LIBRARY),
+    **dict.fromkeys(("idm", "IdMappingMode"), "which axes are mapped is not shown yet"),
+    "execute_with_dtensors": "fd.execute takes each rank's shards: pass the local tensors",
+    "pytorch_utils": "torch's dtypes are taken wherever one of DataType is",
+    "benchmark_utils": "fd.trace(inputs) measures what ran when, on every rank",
+}
+
 _MODULES = frozenset({"ops", "schedule", "multidevice"})
 
 _DEFINED_IN: dict[str, str] = {
@@ -149,7 +176,10 @@ _DEFINED_IN: dict[str, str] = {
     "get_val_tolerances": "fuser.frontend.validation",
     "validate_with_auto_inferred_outputs": "fuser.frontend.validation",
     "version": "fuser.release",
-    "Fusion": "fuser.ir.fusion",
+    "Fusion": "fuser.frontend.manual",
+    "KernelExecutor": "fuser.frontend.manual",
+    "CompileParams": "fuser.frontend.kernel_params",
+    "LaunchParams": "fuser.frontend.kernel_params",
     "TensorView": "fuser.ir.tensor",
     "IterDomain": "fuser.ir.axis:Axis",
     "TensorDomain": "fuser.ir.domain",
@@ -170,6 +200,10 @@ an error type."""
 
 def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _DEFINED_IN:
+        if name in _REFUSED:
+            from fuser.errors import UnsupportedNameError
+
+            raise UnsupportedNameError(f"fuser.{name} is not there: {_REFUSED[name]}")
         raise AttributeError(f"module 'fuser' has no attribute {name!r}")
     if name in _MODULES:
         value = import_module(f"fuser.{name}")

@@ -50,6 +50,10 @@ class NoOperandError(FuserError, IndexError):
     """An op has no input or output of that number."""
 
 
+class UnsupportedNameError(UnsupportedError, AttributeError):
+    """A name of nvFuser's that this project does not have; the message says what to use."""
+
+
 class UnknownOpError(FuserError, AttributeError):
     """There is no op of that name; the message shows how it is spelled."""
 

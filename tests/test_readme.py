@@ -79,6 +79,15 @@ def test_definitions_as_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert "make_tensor((2, 3), dtype=torch.float32, device='cpu')" in printed
 
 
+def test_looking_inside_of_a_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    text = section("Looking inside of a definition")
+    (program,) = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    exec(compile(program, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("[(2.95788e-06, ") and "__global__" in printed
+    assert "TransformPrinter" in printed and "%kernel_math" in printed
+
+
 @needs_mpi
 def test_the_commands_on_programs_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)

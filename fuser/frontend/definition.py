@@ -19,18 +19,20 @@ import torch
 
 import fuser.ops
 import fuser.schedule
-from fuser.arguments import LONGEST, checked
+from fuser.arguments import LONGEST, checked, show
 from fuser.errors import (
+    ArgumentError,
     DefinitionError,
     EmptyDefinitionError,
     InputError,
     NoReproInputsError,
     OtherEntranceError,
+    user_code,
     user_line,
 )
 from fuser.frontend import validation
 from fuser.frontend.executor_cache import FusionExecutorCache
-from fuser.frontend.manual import ManualKernel
+from fuser.frontend.manual import KernelExecutor
 from fuser.frontend.python_text import translate_fusion
 from fuser.frontend.repro import fake_inputs, is_internal, report, repro_script
 from fuser.inputs import flatten
@@ -78,7 +80,7 @@ class FusionDefinition:
         self._fusion: Fusion | None = None
         self._fusion_guard: FusionGuard | None = None
         self.fec: FusionExecutorCache
-        self.ke: ManualKernel
+        self.ke: KernelExecutor
         self.fake_inputs: list[object]
 
     # ------------------------------------------------------------ the with block
@@ -348,17 +350,27 @@ class FusionDefinition:
         """
         return self._executor_cache().overlap_report(inputs)
 
-    def manual_execute(self, inputs: Iterable[object]) -> list[torch.Tensor]:
+    def manual_execute(
+        self, inputs: Iterable[object], heuristic_params: object = None
+    ) -> list[torch.Tensor]:
         """Run the fusion as one kernel with the schedule that the user gave its tensors.
 
-        The schedule is read at the first call. No segmentation, no meshes.
+        The schedule is read at the first call. No segmentation, no meshes. `heuristic_params`, what
+        `sched.schedule` has returned, say nothing that the schedule does not.
         """
+        if not (heuristic_params is None or hasattr(heuristic_params, "is_alike")):
+            raise ArgumentError(
+                "manual_execute(): heuristic_params: expected what sched.schedule returns, got "
+                f"{show(heuristic_params)}{user_code(user_line())}"
+            )
         if hasattr(self, "fec"):
             raise OtherEntranceError(
                 "FusionExecutorCache already exists! Use execute() to execute the fusion."
             )
         if not hasattr(self, "ke"):
-            self.ke = ManualKernel(self.fusion)
+            executor = KernelExecutor()
+            executor.compile(self.fusion)
+            self.ke = executor
         return self.ke.run(flatten(inputs))
 
     @checked

@@ -3,52 +3,121 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from fuser import dumps
-from fuser.errors import DefinitionError, UnsupportedError
+from fuser.arguments import checked
+from fuser.device import DESCRIPTIONS, describe_device
+from fuser.errors import DefinitionError, NotCompiledError, UnsupportedError
 from fuser.frontend.draws import Draws
-from fuser.inputs import device_of
+from fuser.frontend.kernel_params import CompileParams, LaunchParams
+from fuser.inputs import device_of, flatten
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
-from fuser.ir.dtypes import to_torch
+from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.kernels.executor import KernelExecutor
+from fuser.ir.nodes import LibraryOp
+from fuser.ir.scalar import Symbol
+from fuser.kernels import executor
+from fuser.kernels.kernel import make_kernel
 from fuser.lower.stream import steps_of
 from fuser.passes.concretize import refine_extents
+from fuser.schedule.automatic import SchedulerType
 from hostir.bind import InputBinder
 from hostir.layout import allocated_strides
 
 
-class ManualKernel:
-    """One kernel for a fusion, with the schedule that its tensors have when this is made.
+class KernelExecutor:
+    """One kernel for a fusion, with the schedule that its tensors have when it is compiled.
 
-    Raises:
-        UnsupportedError: the fusion has a mesh, a stream axis, aliased outputs, or random ops
-            without a seed.
+    The numbers are nvFuser's, which tell its kernels apart; nothing depends on them here.
     """
 
-    def __init__(self, fusion: Fusion) -> None:
-        if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
-            raise UnsupportedError("manual_execute: meshes and aliased outputs are for execute()")
-        if steps_of(fusion) is not None:
-            raise UnsupportedError("manual_execute: loops over streams are for execute()")
-        if Draws.of(fusion) is not None:
-            raise UnsupportedError(
-                "manual_execute: give random ops rng_seed and rng_offset, execute() draws them"
-            )
-        if len(set(fusion.outputs)) != len(fusion.outputs):
-            raise DefinitionError("manual_execute: an output was added twice")
+    @checked
+    def __init__(
+        self, fusion_id: int = 0, concrete_id: int = 0, runtime_id: int = 0, group_id: int = 0
+    ) -> None:
+        self._numbers = fusion_id, concrete_id, runtime_id, group_id
+        self._executor: executor.KernelExecutor | None = None
+
+    @checked
+    def compile(
+        self,
+        fusion: Fusion,
+        args: Sequence[object] = (),
+        launch_constraints: LaunchParams | None = None,
+        compile_params: CompileParams | None = None,
+        scheduler_type: SchedulerType = SchedulerType.none,
+    ) -> None:
+        """Take the fusion as it is scheduled now, and compile its kernel for arguments like these,
+        if any are given: else the first `run` does. `scheduler_type` says who has scheduled it.
+
+        Raises:
+            UnsupportedError: the fusion has an op that no kernel computes, a mesh, a stream axis,
+                aliased outputs, or random ops without a seed; a parameter that is fixed here.
+            DefinitionError: the parameters contradict the schedule.
+        """
+        del scheduler_type  # what is there is the schedule of the tensors, whoever made it
+        _check_takes(fusion)
+        (compile_params or CompileParams()).check()
         self._fusion, _ = fusion.copy()
         refine_extents(self._fusion)
         self._binder = InputBinder(self._fusion)
-        self._executor = KernelExecutor(
+        self._executor = executor.KernelExecutor(
             self._fusion, scheduler="user", name="user", of=f"the kernel of {dumps.next_fusion()}"
         )
+        if args:
+            self._launch(flatten(args), launch_constraints, compile_params)
 
-    def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Return the outputs, freshly allocated, in order."""
+    def is_compiled(self) -> bool:
+        """Return whether `compile` has been called."""
+        return self._executor is not None
+
+    def is_programmatic_dependent_launch_enabled(self) -> bool:
+        """Return False: a kernel begins when the one before it has ended."""
+        return False
+
+    @checked
+    def run(
+        self,
+        args: Sequence[object],
+        launch_constraints: LaunchParams | None = None,
+        compile_params: CompileParams | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the outputs, freshly allocated, in order. Raises `NotCompiledError` before
+        `compile`, and what that raises about parameters."""
+        if self._executor is None:
+            raise NotCompiledError("KernelExecutor: compile a fusion first")
+        inputs = flatten(args)
+        if launch_constraints is not None or compile_params is not None:
+            self._launch(inputs, launch_constraints, compile_params)
+        outputs, sizes = self._outputs(inputs)
+        self._executor.run(inputs, outputs, sizes=sizes)
+        return outputs
+
+    def _launch(
+        self,
+        inputs: list[Argument],
+        launch_constraints: LaunchParams | None,
+        compile_params: CompileParams | None,
+    ) -> None:
+        """Compile the kernel for inputs like these, and check the parameters against it."""
+        assert self._executor is not None
+        (compile_params or CompileParams()).check()
+        outputs, sizes = self._outputs(inputs)
+        found = self._executor.launch_for(inputs, outputs, sizes=sizes)
+        if found is None:
+            return  # nothing is launched
+        (launch_constraints or LaunchParams()).check(found.launch)
+        text = found.variant.kernel.source.text
+        is_narrow = text.startswith("#define nvfuser_index_t int\n")
+        index_type = DataType.Int32 if is_narrow else DataType.Int
+        (compile_params or CompileParams()).check_kernel(index_type, device_of(inputs, None))
+
+    def _outputs(self, inputs: Sequence[Argument]) -> tuple[list[torch.Tensor], dict[Symbol, int]]:
+        """Return memory for the outputs, and the sizes that the inputs bind."""
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
         outputs: list[torch.Tensor] = []
@@ -57,10 +126,50 @@ class ManualKernel:
             strides = allocated_strides(out, shape)
             dtype = to_torch(out.dtype())
             outputs.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
-        self._executor.run(list(inputs), outputs, sizes=sizes)
-        return outputs
+        return outputs, {s: v for s, v in values.items() if isinstance(v, int)}
 
     def kernel_text(self) -> str:
         """Return the CUDA text of the kernels made so far."""
-        return "\n".join(v.kernel.source.text for v in self._executor.variants)
+        variants = () if self._executor is None else self._executor.variants
+        return "\n".join(v.kernel.source.text for v in variants)
+
+
+def _check_takes(fusion: Fusion) -> None:
+    """Raise `UnsupportedError` or `DefinitionError` for what one kernel cannot be."""
+    what = "KernelExecutor does not support the Fusion provided."
+    library = next((op for op in fusion.used_exprs() if isinstance(op, LibraryOp)), None)
+    if library is not None:
+        raise UnsupportedError(f"{what} {library.name} {library.out_tensor} is a library call")
+    if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
+        raise UnsupportedError(f"{what} Meshes and aliased outputs are for execute()")
+    if steps_of(fusion) is not None:
+        raise UnsupportedError(f"{what} Loops over streams are for execute()")
+    if Draws.of(fusion) is not None:
+        raise UnsupportedError(
+            f"{what} Give random ops rng_seed and rng_offset, execute() draws them"
+        )
+    if len(set(fusion.outputs)) != len(fusion.outputs):
+        raise DefinitionError(f"{what} An output was added twice")
+
+
+@partial(checked, name="print_kernel")
+def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> str:
+    """Return the CUDA text of the fusion as one kernel, with the schedule that its tensors have.
+
+    It is that of the current GPU; without one, of an H200. Raises what `KernelExecutor.compile`
+    does.
+    """
+    _check_takes(self)
+    params = compile_params or CompileParams()
+    params.check()
+    fusion, _ = self.copy()
+    refine_extents(fusion)
+    device = describe_device("cuda") if torch.cuda.is_available() else DESCRIPTIONS["h200"]
+    index = params.index_type or DataType.Int
+    return make_kernel(
+        fusion, name="CUDAGeneratedKernel", index_dtype=index, device=device
+    ).source.text
+
+
+# `fuser.ir` knows no kernels.
+Fusion.print_kernel = _print_kernel

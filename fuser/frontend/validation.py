@@ -20,6 +20,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument, bind_inputs
 from fuser.ir.dtypes import DataType, category
 from fuser.ir.fusion import Fusion
+from fuser.ir.scans import ScanOp
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import evaluate_fusion
 
@@ -74,9 +75,11 @@ def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, To
         read = [sizes.get(v, 1) for v in op.inputs if isinstance(v, TensorView)]
         for out in op.outputs:
             size = max(read, default=1)
-            for axis in out.domain.logical:
-                if axis.is_reduction():
-                    size *= int(sc.evaluate(fusion.canonical(axis.extent), values))
+            along = [axis for axis in out.domain.logical if axis.is_reduction()]
+            if isinstance(op, ScanOp):
+                along.append(op.inp.domain.no_reductions[op.dim])
+            for axis in along:
+                size *= int(sc.evaluate(fusion.canonical(axis.size), values))
             sizes[out] = size
     return {out: tolerance(out.dtype(), sizes.get(out, 1)) for out in fusion.outputs}
 

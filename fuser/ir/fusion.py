@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuser.errors import DefinitionError, user_code
 from fuser.ir.domain import IterDomain, TensorDomain
@@ -433,6 +433,10 @@ class Fusion:
             for d in self.declared
         ]
         return new, mapping
+
+    if TYPE_CHECKING:  # `fuser.frontend.manual` gives fusions this method
+
+        def print_kernel(self, compile_params: Any = None) -> str: ...
 
     def print_math(self, from_outputs_only: bool = True) -> str:
         """Return nvFuser's math text; False also prints ops that reach no output."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from fuser.arguments import checked
-from fuser.errors import DefinitionError, user_line
+from fuser.errors import DefinitionError, UnsupportedError, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.axis import Axis
 from fuser.ir.build_domain import DomainBuilder
@@ -231,6 +231,13 @@ class TensorView:
         rest = iter(a for k, a in enumerate(loop) if k not in moves)
         self._set_loop([placed[k] if k in placed else next(rest) for k in range(n)])
         return self
+
+    def swizzle(self, x: int, y: int) -> NoReturn:
+        """Raise `UnsupportedError`: shared memory is laid out by the compiler."""
+        raise UnsupportedError(
+            f"swizzle({x}, {y}) of {self}: how shared memory is laid out is the compiler's choice"
+            f"{user_code(user_line())}"
+        )
 
     @checked
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:

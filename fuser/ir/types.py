@@ -156,3 +156,6 @@ class CacheOp(IrEnum):
     all_levels = "AllLevels"
     streaming = "Streaming"
     global_ = "Global"
+
+
+setattr(CacheOp, "global", CacheOp.global_)

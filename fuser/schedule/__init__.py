@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import isfunction
+from typing import NoReturn
 
 from fuser.arguments import checked
+from fuser.errors import UnsupportedError
 from fuser.ir.primitives import cache_after, cache_before, cache_fork, rfactor
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
@@ -56,6 +58,7 @@ __all__ = [
     "set_memory_type",
     "split",
     "transform_like",
+    "warp_specialize",
 ]
 
 
@@ -82,6 +85,20 @@ def parallelize(tv: TensorView, axis: int, parallel_type: ParallelType) -> None:
 def set_memory_type(tv: TensorView, memory_type: MemoryType) -> None:
     """Move a tensor to another memory; see `TensorView.set_memory_type`."""
     tv.set_memory_type(memory_type)
+
+
+def warp_specialize(
+    tv: TensorView,
+    number_of_stages: int,
+    prefetch_distance: int,
+    parallel_type: ParallelType,
+    num_registers: tuple[int, int] | None = None,
+) -> NoReturn:
+    """Raise `UnsupportedError`: warps of a kernel all do the same."""
+    raise UnsupportedError(
+        f"warp_specialize of {tv}: warps of one kernel all do the same; fuser.schedule.schedule "
+        "prefetches where that pays"
+    )
 
 
 _CALLS = [n for n in __all__ if isfunction(globals()[n])]

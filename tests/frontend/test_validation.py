@@ -54,6 +54,19 @@ def test_sizes_multiply_along_the_way_and_updates_are_left_out() -> None:
     ]
 
 
+def test_a_scan_counts_what_it_goes_along() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.cumsum(x, dim=1))
+        fd.add_output(fd.ops.neg(x))
+    given = torch.randn(3, 8)
+    fd.validate([given])
+    assert [a for a, _ in fuser.get_val_tolerances(fd.fusion, [given])] == [
+        2.95788e-06,
+        1.68222e-06,
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_what_equals_torch_passes_and_what_does_not_is_named(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

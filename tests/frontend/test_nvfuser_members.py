@@ -1,0 +1,116 @@
+"""Every member of nvFuser's Python API outside of its ops: it is there, or refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fuser
+from fuser import FusionDefinition, ParallelType, UnsupportedError
+
+# Object -> its members. Those behind `|` are refused; `test_refused_members` calls them.
+MEMBERS = {
+    "fuser": """FusionDefinition LruFusionCache version __version__ define_tensor define_scalar
+        translate_fusion compute_tensor_descriptor validate_with_auto_inferred_outputs
+        get_val_tolerances Statement Val Expr IterDomain TensorDomain TensorView Split Merge
+        BroadcastOp SqueezeOp ReshapeOp FusionGuard Fusion FusionExecutorCache KernelExecutor
+        LRUCache LaunchParams CompileParams DataType ParallelType MemoryType LoadStoreOpType
+        CacheOp SchedulerType CommunicatorBackend ops schedule multidevice |
+        execute_with_dtensors get_fusion_profile reset_profiler PythonProfiler FusionProfile
+        KernelProfile HeuristicParams PointwiseParams ReductionParams MatmulParams GemmTile
+        MatMulTileOptions CircularBufferOptions SupportedVectorization ClusterDims MmaMacroEncode
+        MmaMacro IdMappingMode MatmulTilingStrategy MatmulBufferingLoopLevel
+        MatmulCircularBufferingStrategy MatmulTileRasterizationOrder MmaMacroArch idm nvf_cutlass
+        pytorch_utils benchmark_utils""",
+    "DataType": """Double Float Half BFloat16 Float8_e4m3fn Float8_e5m2 Float8_e8m0fnu
+        Float4_e2m1fn Float4_e2m1fn_x2 Int32 Int UInt64 Index Bool ComplexDouble ComplexFloat
+        Null""",
+    "ParallelType": """mesh_x mesh_y mesh_z grid_z grid_y grid_x block_z block_y block_x stream
+        vectorize unroll unswitch mma tma serial""",
+    "MemoryType": "local shared global tensor symmetric",
+    "LoadStoreOpType": "set load_matrix cp_async tma",
+    "CacheOp": "unspecified all_levels streaming global",
+    "SchedulerType": """none no_op pointwise matmul reduction inner_persistent
+        inner_outer_persistent outer_persistent transpose expr_eval resize __entries""",
+    "CommunicatorBackend": "nccl ucc cuda",
+    "a tensor": """is_symbolic is_tensor definition uses ndim size shape dtype has_root domain
+        get_root_domain get_logical_domain get_loop_domain axis split inner_split outer_split merge
+        reorder swizzle1d rfactor cache_after cache_before set_memory_type set_allocation_domain
+        set_device_mesh __str__ | swizzle""",
+    "an axis": """is_symbolic is_tensor definition uses is_reduction extent parallelize __str__""",
+    "a scalar": "is_symbolic is_tensor definition __str__ | uses",
+    "an op": "input output __str__",
+    "a split": "input output outer inner __str__",
+    "a definition": """ops sched fusion define_tensor define_scalar define_vector from_pytorch
+        add_output validate_definition execute manual_execute validate manual_validate
+        repro_script_for last_repro_script __repr__ fec""",
+    "a fusion": """inputs outputs vals add_input add_output print_math print_kernel __eq__""",
+    "a cache of programs": """execute is_compiled fusion get_cuda_kernel get_scheduled_ir
+        get_most_recent_scheduled_ir get_output_shardings""",
+    "a kernel": "compile run is_compiled is_programmatic_dependent_launch_enabled",
+    "a cache of fusions": "cache_compile num_fusions stats",
+    "LaunchParams": "bdimx bdimy bdimz gdimx gdimy gdimz __repr__",
+    "CompileParams": """index_type maxrregcount enable_magic_zero enable_ptxas_verbose device
+        include_paths __repr__""",
+    "fuser.schedule": """bounded_transform_backward transform_like parallelize_like inline_most
+        inline_at can_schedule find_compatible_schedulers compute_heuristics schedule |
+        warp_specialize""",
+}
+
+
+def made() -> dict[str, Any]:
+    """Return an object of each kind."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 8], contiguity=True)
+        fd.add_output(fd.ops.neg(x))
+        x.split(1, 4)
+    fd.execute([torch.ones(2, 8)])
+    enumerations = [n for n in MEMBERS if n.isidentifier() and n[0].isupper()]
+    return {
+        **{name: getattr(fuser, name) for name in enumerations},
+        "LaunchParams": fuser.LaunchParams(),
+        "CompileParams": fuser.CompileParams(),
+        "fuser": fuser,
+        "fuser.schedule": fuser.schedule,
+        "a tensor": x,
+        "an axis": x.axis(0),
+        "a scalar": x.size(0),
+        "an op": fd.fusion.outputs()[0].definition(),
+        "a split": x.axis(1).definition(),
+        "a definition": fd,
+        "a fusion": fd.fusion,
+        "a cache of programs": fd.fec,
+        "a kernel": fuser.KernelExecutor(),
+        "a cache of fusions": fuser.LRUCache(4),
+    }
+
+
+OBJECTS = made()
+THERE = [(of, n) for of, text in MEMBERS.items() for n in text.partition("|")[0].split()]
+REFUSED = [(of, n) for of, text in MEMBERS.items() for n in text.partition("|")[2].split()]
+
+
+@pytest.mark.parametrize(("of", "name"), THERE, ids=lambda v: v)
+def test_members_are_there(of: str, name: str) -> None:
+    assert hasattr(OBJECTS[of], name), f"{of} has no {name}"
+
+
+@pytest.mark.parametrize(("of", "name"), REFUSED, ids=lambda v: v)
+def test_refused_members_say_so(of: str, name: str) -> None:
+    tv = OBJECTS["a tensor"]
+    calls: dict[str, Callable[[], object]] = {
+        "swizzle": lambda: tv.swizzle(0, 1),
+        "uses": lambda: OBJECTS["a scalar"].uses(),
+        "warp_specialize": lambda: fuser.schedule.warp_specialize(tv, 2, 1, ParallelType.block_y),
+    }
+    with pytest.raises(UnsupportedError) as caught:
+        calls.get(name, lambda: getattr(OBJECTS[of], name))()
+    # It says why, or what to use.
+    assert name in str(caught.value) and ":" in str(caught.value)
+
+
+def test_refused_names_are_no_attributes() -> None:
+    assert not hasattr(fuser, "PythonProfiler") and "PythonProfiler" not in dir(fuser)
