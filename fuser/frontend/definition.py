@@ -386,19 +386,13 @@ class FusionDefinition:
         Tolerances follow from dtype and reduction size (`fuser.frontend.validation`). Raises
         `ValidationError`, an AssertionError, naming the first output that differs.
         """
-        flat = flatten(inputs)
-        wanted = validation.wanted_of(self.fusion, reference_outputs, flat)
-        outputs = self.execute(flat, device=device, **execute_kwargs)
-        validation.compare(self.fusion, outputs, wanted, flat)
-        return outputs
+        run = partial(self.execute, device=device, **execute_kwargs)
+        return validation.validate_run(self.fusion, run, inputs, reference_outputs)
 
     @checked
     def manual_validate(
         self, inputs: Sequence[object], reference_outputs: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """`validate` by `manual_execute`."""
-        flat = flatten(inputs)
-        wanted = validation.wanted_of(self.fusion, reference_outputs, flat)
-        outputs = self.manual_execute(flat)
-        validation.compare(self.fusion, outputs, wanted, flat)
-        return outputs
+        fusion = self.fusion
+        return validation.validate_run(fusion, self.manual_execute, inputs, reference_outputs)

@@ -8,7 +8,7 @@ may round to neighbours.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -170,8 +170,23 @@ def validate_with_auto_inferred_outputs(
     compare(fusion, fusion_outputs, references(fusion, given), given)
 
 
-def wanted_of(
-    fusion: Fusion, given: Iterable[torch.Tensor] | None, args: Sequence[Argument]
-) -> Sequence[torch.Tensor]:
-    """Return the references of a call: those that were given, else torch's."""
-    return references(fusion, args) if given is None else list(given)
+def as_before(fusion: Fusion, args: Sequence[Argument]) -> list[Argument]:
+    """Return the arguments of a call with copies of those that it updates."""
+    updated = {i for i, v in enumerate(fusion.inputs) if any(a.into is v for a in fusion.aliases)}
+    return [
+        v.clone() if i in updated and isinstance(v, torch.Tensor) else v for i, v in enumerate(args)
+    ]
+
+
+def validate_run(
+    fusion: Fusion,
+    run: Callable[[list[Argument]], list[torch.Tensor]],
+    inputs: Sequence[object],
+    given: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """Return the outputs of a run that equal the references which were given, else torch's."""
+    args = flatten(inputs)
+    before = as_before(fusion, args)
+    outputs = run(args)
+    compare(fusion, outputs, references(fusion, before) if given is None else given, before)
+    return outputs

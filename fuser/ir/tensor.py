@@ -232,6 +232,7 @@ class TensorView:
         self._set_loop([placed[k] if k in placed else next(rest) for k in range(n)])
         return self
 
+    @checked
     def swizzle(self, x: int, y: int) -> NoReturn:
         """Raise `UnsupportedError`: shared memory is laid out by the compiler."""
         raise UnsupportedError(

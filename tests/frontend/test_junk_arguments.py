@@ -190,6 +190,7 @@ TENSOR: dict[str, Call] = {
     "set_memory_type": lambda t: (MemoryType.shared,),
     "size": lambda t: (0,),
     "split": lambda t: (0, 2, True),
+    "swizzle": lambda t: (0, 1),
     "swizzle1d": lambda t: (0, ParallelType.mesh_x),
 }
 SCHEDULE: dict[str, Call] = {
@@ -214,6 +215,7 @@ SCHEDULE: dict[str, Call] = {
     "set_memory_type": lambda t: (t.y, MemoryType.shared),
     "split": lambda t: (t.y, 0, 2, True),
     "transform_like": lambda t: (t.y, [t.total]),
+    "warp_specialize": lambda t: (t.y, 2, 1, ParallelType.block_y),
 }
 MESH: dict[str, Call] = {
     "DeviceMesh": lambda t: ([0, 1],),
@@ -306,7 +308,7 @@ def test_every_public_call_has_a_row() -> None:
     assert set(OPS) == set(dir(fuser.ops))
     # `execute` and its kin are the subject of other tests: they check values, too.
     running = {"execute", "manual_execute", "overlap_report", "repro_script_for", "trace"}
-    running |= {"validate"}
+    running |= {"validate", "manual_validate"}
     assert methods_of(FusionDefinition) - running <= set(DEFINITION)
     assert methods_of(TensorView) <= set(TENSOR)
     assert methods_of(public_mesh.DeviceMesh) | methods_of(DeviceMesh) <= set(MESH)
@@ -323,7 +325,8 @@ def scaled() -> FusionDefinition:
 
 
 @pytest.mark.parametrize(
-    "name", ["execute", "manual_execute", "repro_script_for", "trace", "validate"]
+    "name",
+    ["execute", "manual_execute", "repro_script_for", "trace", "validate", "manual_validate"],
 )
 def test_junk_inputs(name: str) -> None:
     nested: list[Any] = []
