@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,13 @@ class StandInBackend(nccl.NcclBackend):
         self.sim = SimulatedBackend(control)
         stand_in: Any = StandIn(self.sim, has_alltoall=has_alltoall)
         super().__init__(control, CPU, stand_in)
+
+    def poll(self, done: Any, what: Any, needs: Any) -> None:
+        # The thread that connects is no rank of the simulation, which would not wait for it.
+        until = time.monotonic() + 30
+        while what().startswith("connection of NCCL") and not done() and time.monotonic() < until:
+            time.sleep(1e-4)
+        super().poll(done, what, needs)
 
     def _handle(self, stream: object) -> int:
         return 0
