@@ -186,7 +186,8 @@ def test_broadcast_is_concretized_not_exact() -> None:
     x, y = tensor(fusion, None, None), tensor(fusion, None)
     fusion.unify_extents(x.size(1), y.size(0))
     wide = fusion.new_tensor(
-        [fusion.new_axis(sc.ONE, IterType.broadcast), fusion.clone_axis(y.axis(0))], DataType.Float
+        [fusion.new_axis(sc.ONE, IterType.broadcast), fusion.clone_axis(y.domain.logical[0])],
+        DataType.Float,
     )
     fusion.add(nodes.BroadcastOp(wide, y, flags=(True, False)))
     out = fusion.new_tensor([fusion.clone_axis(a) for a in x.domain.logical], DataType.Float)
