@@ -21,6 +21,8 @@ def test_a_call_gives_what_torch_gives(name: str) -> None:
     start = sum(map(ord, name)) % EACH
     calls = [*calls_of(name)]
     for drawn in itertools.islice(calls, start if start < len(calls) else 0, None, EACH):
+        if not drawn.fusion.outputs:
+            continue  # the shape of a tensor without axes
         fd = FusionDefinition()
         fd._fusion = drawn.fusion
         inputs = [x.cuda() for x in drawn.inputs]
