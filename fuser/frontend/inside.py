@@ -7,6 +7,7 @@ for which tensors each is launched, and so which of its variants.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -123,8 +124,9 @@ class Inspection:
     _free: frozenset[int]
     _autograd: Autograd
 
-    def _completed(self, inputs: Iterable[object]) -> list[Argument]:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def _completed(self, inputs: Iterable[object]) -> list[Argument]: ...
 
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Return whether a program for inputs like these exists."""

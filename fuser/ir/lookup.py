@@ -34,6 +34,7 @@ class LookupOp(TensorOp):
         out: TensorView
         table: TensorView
         index: TensorView
+        dim: int
 
     # Which operand the table is; the index is the other one.
     TABLE: ClassVar[int] = 0
@@ -41,16 +42,16 @@ class LookupOp(TensorOp):
     @property
     def axis(self) -> int:
         """The looked-up axis of the table."""
-        raise NotImplementedError
+        return self.dim
 
     def table_map(self) -> AxisMap:
         """Return, per axis of the table, the axis of the result at whose index it is read; None
         for the looked-up one."""
-        raise NotImplementedError
+        return tuple(None if k == self.axis else k for k in range(self.table.ndim))
 
     def index_map(self) -> AxisMap:
         """Return the same per axis of the index."""
-        raise NotImplementedError
+        return tuple(range(self.index.ndim))
 
     def narrowed(self) -> tuple[int, ...]:
         """Return the axes of the result that may be shorter than those of the table: element for
@@ -111,10 +112,6 @@ class SelectOp(LookupOp):
     def name(self) -> str:
         return "select"
 
-    @property
-    def axis(self) -> int:
-        return self.dim
-
     def table_map(self) -> AxisMap:
         places = range(self.table.ndim)
         return tuple(None if k == self.dim else k - (k > self.dim) for k in places)
@@ -135,13 +132,6 @@ class IndexSelectOp(LookupOp):
     @property
     def name(self) -> str:
         return "index_select"
-
-    @property
-    def axis(self) -> int:
-        return self.dim
-
-    def table_map(self) -> AxisMap:
-        return tuple(None if k == self.dim else k for k in range(self.table.ndim))
 
     def index_map(self) -> AxisMap:
         return (self.dim,)
@@ -170,28 +160,12 @@ class EmbeddingFwdOp(LookupOp):
     def table_map(self) -> AxisMap:
         return (None, self.index.ndim)
 
-    def index_map(self) -> AxisMap:
-        return tuple(range(self.index.ndim))
-
     def _ranks_agree(self) -> bool:
         return self.table.ndim == 2
 
 
 class _AlongAxisOp(LookupOp):
     """Base: out[.., i, ..] = table[.., index[.., i, ..], ..] along axis `dim`; equal ranks."""
-
-    if TYPE_CHECKING:
-        dim: int
-
-    @property
-    def axis(self) -> int:
-        return self.dim
-
-    def table_map(self) -> AxisMap:
-        return tuple(None if k == self.dim else k for k in range(self.table.ndim))
-
-    def index_map(self) -> AxisMap:
-        return tuple(range(self.index.ndim))
 
     def _ranks_agree(self) -> bool:
         return self.index.ndim == self.table.ndim

@@ -20,6 +20,7 @@ from fuser.ir.scalar_python import Computed
 from fuser.ir.text import fusion_text
 from fuser.ops.define import define_scalar, define_tensor
 from fuser.ops.rows import ROWS
+from tests.fuzz.elementwise import BOOL_FN
 from tests.fuzz.table import ROWS as REFERENCES
 from tests.fuzz.table import SHIFTS, Row
 
@@ -27,18 +28,7 @@ D = DataType
 FLOATS = (0.5, -2.5, 3.0, 0.0, -0.0, 1.0, 7.25, 1e300, math.inf, -math.inf, math.nan)
 INTEGERS = (-(2**62), -9, -1, 0, 1, 2, 6, 2**40 + 1)
 BOOLS = (False, True)
-# Those whose result on Bool torch and we do not define alike (or not at all), and divisions by 0,
-# which have no value on the host.
-_OF_BOOL = {
-    "add": torch.logical_or,
-    "mul": torch.logical_and,
-    "maximum": torch.logical_or,
-    "minimum": torch.logical_and,
-    "bitwise_not": torch.logical_not,
-    "bitwise_and": torch.logical_and,
-    "bitwise_or": torch.logical_or,
-    "bitwise_xor": torch.logical_xor,
-}
+# Divisions by 0 have no value on the host.
 _DIVISIONS = ("div", "mod", "fmod", "remainder")
 
 
@@ -71,8 +61,8 @@ def _is_defined(row: Row, call: Sequence[Number]) -> bool:
 
 def _expected(row: Row, call: Sequence[Number], dtype: DataType) -> torch.Tensor:
     """Return torch's result on 0-dim tensors of the widest dtype."""
-    if dtype is D.Bool and row.rule in ("default", "int") and row.name in _OF_BOOL:
-        return _OF_BOOL[row.name](*map(torch.tensor, call))
+    if dtype is D.Bool and row.rule in ("default", "int") and row.name in BOOL_FN:
+        return BOOL_FN[row.name](*map(torch.tensor, call))
     is_float = dtype in (D.Double, D.Float) or row.rule == "float"
     wide = torch.float64 if is_float else torch.int64
     xs = [torch.tensor(v, dtype=wide) for v in call]
