@@ -148,14 +148,11 @@ class EmbeddingFwdOp(LookupOp):
     table: TensorView = operand()
     TEXT = "{out}\n   = embedding_fwd( {index}, {table} )"
     TABLE: ClassVar[int] = 1
+    dim: ClassVar[int] = 0  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def name(self) -> str:
         return "embedding_fwd"
-
-    @property
-    def axis(self) -> int:
-        return 0
 
     def table_map(self) -> AxisMap:
         return (None, self.index.ndim)
