@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 # Blocks of a launch along x, y and z, on every GPU.
 MAX_GRID = ((1 << 31) - 1, 65535, 65535)
+# Blocks of a cluster, where GPUs have clusters: kernels ask for more than the portable 8.
+MAX_CLUSTER = 16
 
 
 @record
 class DeviceInfo:
     """The numbers of one device that decide about schedules.
 
+    `max_cluster`: blocks that may run together and read each other's shared memory.
     `preferred_threads_per_block` is 1 on the CPU: its everyday kernels are plain loops, which the
     compiler vectorises. `max_smem_per_block` counts bytes, including what a kernel must ask for.
     """
@@ -35,6 +38,7 @@ class DeviceInfo:
     registers_per_sm: int
     max_smem_per_block: int
     l2_bytes: int
+    max_cluster: int = 1
 
 
 CPU = DeviceInfo(
@@ -62,6 +66,7 @@ H200 = DeviceInfo(
     registers_per_sm=65536,
     max_smem_per_block=232448,
     l2_bytes=60 * (1 << 20),
+    max_cluster=MAX_CLUSTER,
 )
 
 # What the option `schedules_for(...)` may name.
@@ -94,6 +99,7 @@ def _describe_cuda(index: int | None) -> DeviceInfo:
         registers_per_sm=properties.regs_per_multiprocessor,
         max_smem_per_block=properties.shared_memory_per_block_optin,
         l2_bytes=properties.L2_cache_size,
+        max_cluster=MAX_CLUSTER if properties.major >= 9 else 1,
     )
 
 

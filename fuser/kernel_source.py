@@ -19,10 +19,12 @@ class KernelSource:
     """The text of one kernel, as the contract at the top of `fuser/codegen/rt.h` describes it.
 
     `uses_barriers` is true when the text uses barriers, shuffles, votes, shared memory or the
-    reduction templates.
+    reduction templates. Where `cluster` is more than 1, so many blocks along y run at the same time
+    and read each other's shared memory.
     """
 
     name: str
     text: str
     params: tuple[KernelParam, ...]
     uses_barriers: bool
+    cluster: int = 1

@@ -32,6 +32,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "checked": "CPU kernels check bounds, alignment, uninitialised reads and shared-memory "
         "races; a finding is a KernelError that names tensor, op and the user's line",
         "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
+        "clusters": "reductions along rows longer than a block takes are one kernel, whose blocks "
+        "run in clusters and read each other's shared memory; not measured on a GPU yet",
         "stream_slots": "what only the steps of one loop see, one index of an axis each, is "
         "allocated with as many elements along it as there are streams",
         "peer_copies": "ranks copy out of each other's memory in place of NCCL, MPI or gloo: all "

@@ -18,7 +18,12 @@ from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
 from fuser.ops.torch_meaning import REDUCING
 from fuser.passes.concretize import KeyOfSizes
-from fuser.schedule import inner_outer_persistent, inner_persistent, outer_persistent
+from fuser.schedule import (
+    cluster_persistent,
+    inner_outer_persistent,
+    inner_persistent,
+    outer_persistent,
+)
 from fuser.schedule.inner_persistent import row_extents
 
 
@@ -87,7 +92,7 @@ class Classifier:
             return None
         found = [int(n) for n in known]
         pairs = [*zip(found[::2], found[1::2], strict=True)]
-        decided = (inner_persistent.pays, inner_outer_persistent.pays)
+        decided = (inner_persistent.pays, cluster_persistent.pays, inner_outer_persistent.pays)
         steps = [outer_persistent.step_of(rows, columns) for rows, columns in pairs]
         return (*(pays(rows, columns) for pays in decided for rows, columns in pairs), *steps)
 

@@ -16,7 +16,7 @@ from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize, refined_sizes
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.inner_outer_persistent import PARTS
-from fuser.schedule.registry import find_scheduler
+from fuser.schedule.registry import Scheduler, find_scheduler
 from fuser.schedule.transpose import stays_coalesced
 from hostir.container import HostIrContainer
 from hostir.host_passes import PASSES, run_passes
@@ -45,6 +45,12 @@ class Overlap(Protocol):
     def __call__(self, fusion: Fusion, /) -> str: ...
 
 
+def nothing_is_enabled(name: str) -> bool:
+    """Say that no option of FUSER_ENABLE holds."""
+    del name
+    return False
+
+
 def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
     del name, text, note
 
@@ -58,11 +64,13 @@ def build_program(
     dump: Dump = _no_dump,
     overlap: Overlap | None = None,
     described: str | None = None,
+    enabled: Callable[[str], bool] = nothing_is_enabled,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a fusion for a class of inputs.
 
     `definition` does not change. `backend_name` is written on communications; `overlap` may give
-    tensors steps; `described` names the device whose schedules kernels get, if not the inputs' own.
+    tensors steps; `described` names the device whose schedules kernels get, if not the inputs' own;
+    `enabled` says which options of FUSER_ENABLE hold.
     Raises `FuserError` for what cannot be lowered.
     """
     libraries: list[str] = []
@@ -94,6 +102,7 @@ def build_program(
         dump=dump,
         sizes=input_class.sizes,
         row_parts=PARTS if input_class.knows_rows and kind == "cuda" else 0,
+        enabled=enabled,
     )
 
 
@@ -105,6 +114,7 @@ def lower_sharded(
     params: LowerParams = DEFAULT,
     dump: Dump = _no_dump,
     row_parts: int = 0,
+    enabled: Callable[[str], bool] = nothing_is_enabled,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a sharded and finalized fusion. What
     schedulers decide by `sizes` they decide alike for all of the input class; `row_parts` as for
@@ -113,9 +123,10 @@ def lower_sharded(
     complete(fusion, values)
 
     def scheduler_of(segment: Fusion) -> str | None:
-        return find_scheduler(
-            localize(segment)[0], suits=lambda scheduler: scheduler.suits(segment, values)
-        )
+        def suits(row: Scheduler) -> bool:
+            return (not row.option or enabled(row.option)) and row.suits(segment, values)
+
+        return find_scheduler(localize(segment)[0], suits=suits)
 
     def after(name: str, program: HostIrContainer) -> None:
         text = partial(program.full_text, first_line="")

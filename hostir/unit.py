@@ -89,6 +89,7 @@ class UnitRunner:
                 found,
                 backend_name=backend,
                 described=self._settings.argument("schedules_for"),
+                enabled=self._settings.enabled,
             )
             sharding.check_divisible(segmented.fusion, sizes)
             evaluator = self._by_class[found.key] = HostIrEvaluator(

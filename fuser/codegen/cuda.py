@@ -409,6 +409,10 @@ def _reduce_calls(w: Writer, s: ThreadReduce, name: str, functor: str, identity:
     if any(s.thread_axes):
         call = f"block_reduce{suffix}<{_flags(s.thread_axes)}{count}>({common}, smem);"
         w.line(call if is_array else f"{name} = {call}")
+    if s.cluster > 1:
+        flags = f"{_flags(s.same_axes)}, {s.cluster}{count}"
+        call = f"cluster_reduce{suffix}<{flags}>({name}, {functor}(), smem);"
+        w.line(call if is_array else f"{name} = {call}")
     if any(s.grid_axes):
         assert s.packets_offset is not None
         flags = f"{_flags(s.grid_axes)}, {_flags(s.same_axes)}"
@@ -482,9 +486,10 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
     params, declared = _parameters(kernel, index_ctype)
     signature = ",\n    ".join(declared)
     bounds = f"{kernel.threads}, {kernel.min_blocks}" if kernel.min_blocks else kernel.threads
+    cluster = f"__cluster_dims__(1, {kernel.cluster}, 1) " if kernel.cluster > 1 else ""
     lines = [
         f"#define {INDEX} {index_ctype}",
-        f'extern "C" __global__ void __launch_bounds__({bounds}) {kernel.name}(',
+        f'extern "C" __global__ void {cluster}__launch_bounds__({bounds}) {kernel.name}(',
         f"    {signature}) {{",
         *head,
         *writer.lines,
@@ -494,7 +499,8 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
     has_barrier = kernel.needs_smem or any(
         isinstance(s, Sync | ThreadReduce) for s in walk(kernel.body)
     )
-    source = KernelSource(kernel.name, "\n".join(lines), tuple(params), has_barrier)
+    text = "\n".join(lines)
+    source = KernelSource(kernel.name, text, tuple(params), has_barrier, kernel.cluster)
     return source, "\n".join(writer.lines)
 
 

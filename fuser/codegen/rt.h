@@ -37,7 +37,8 @@
 //                __shfl_down_sync __ballot_sync __any_sync __all_sync __threadfence __nanosleep
 //                atomicAdd(T0 + i, v) for int, unsigned, unsigned long long, float
 //                A kernel using any of these barriers, shuffles, FUSER_SMEM or the reductions has uses_barriers = True.
-//   reductions   rt_reduce.h: SumOp ProdOp MaxOp MinOp WelfordOp, block_reduce, grid_reduce and their _array forms
+//   reductions   rt_reduce.h: SumOp ProdOp MaxOp MinOp WelfordOp, block_reduce, cluster_reduce, grid_reduce and their
+//                _array forms; a cluster is C blocks along y, of a kernel marked __cluster_dims__(1, C, 1)
 //   math         rt_math.h: the table at its top
 //   random       rt_random.h: fm_uniform, fm_normal
 //   pragmas      FUSER_UNROLL (before a loop with constant bounds), FUSER_SIMD (independent iterations),

@@ -12,6 +12,12 @@
 //       the same for N values at once with shared barriers, in place; N * sizeof(T) bytes for each thread.
 //   block_broadcast<X, Y, Z>(value, smem) -> T
 //       the value of the thread at coordinate 0 of the flagged axes; sizeof(T) bytes for each thread.
+//   cluster_reduce<TX, TY, TZ, C>(value, combine, smem) -> T
+//       combines over the C blocks of a cluster, in the order of their ranks; every thread gets the result. The T flags name
+//       the thread axes over which `value` is already the same (the block_reduce before it). smem: (C + 1) * sizeof(T) bytes
+//       for each group of threads (the product of the block's extents along the other axes).
+//   cluster_reduce_array<TX, TY, TZ, C, N>(array, combine, smem)
+//       the same for N values at once, in place; N times as much.
 //   grid_ticket<BX, BY, BZ>(begun) -> unsigned
 //       Once, at the start of a kernel, for its grid reductions over these block axes: draws the block's number among those
 //       that have begun, in its first thread. `begun`: FUSER_PTR(unsigned), one per group of blocks, zero before the first
@@ -366,6 +372,58 @@ FUSER_DEVICE T block_broadcast(T value, S smem) {
   const T result = slots[place.group];
   __syncthreads();
   return result;
+}
+
+// ---- clusters --------------------------------------------------------------------------------------------------------
+// Blocks that run at the same time and read each other's shared memory. A barrier before: what they read is written; one
+// after: nobody overwrites it, or returns, while others read.
+#ifdef FUSER_SIMT
+FUSER_DEVICE void fuser_cluster_sync() { simt::restore(simt::engine->cluster_barrier()); }
+template <class P>
+FUSER_DEVICE auto fuser_peer_load(P slots, unsigned rank) { return simt::peer_load(slots, rank); }
+#else
+FUSER_DEVICE void fuser_cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+template <class T>
+FUSER_DEVICE T fuser_peer_load(T* slot, unsigned rank) {
+  uint64_t generic;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(generic) : "l"(slot), "r"(rank));
+  return *reinterpret_cast<const T*>(generic);
+}
+#endif
+
+template <bool TX, bool TY, bool TZ, unsigned C, int N, class A, class Op, class S>
+FUSER_DEVICE void cluster_reduce_array(A& values, Op combine, S smem) {
+  typedef typename FuserArrayElement<A>::type T;
+  const FuserPlace place = fuser_thread_place<TX, TY, TZ>(fuser_shape(smem));
+  const unsigned mine = place.group * N, first = place.group * C * N;
+  FUSER_SHARED(T) slots = FUSER_SHARED_AT(T, smem, 0, N * place.groups);
+  FUSER_SHARED(T) parts = FUSER_SHARED_AT(T, smem, N * place.groups * sizeof(T), C * N * place.groups);
+  if (place.position == 0u) {
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i) slots[mine + i] = values[i];
+  }
+  fuser_cluster_sync();
+  // Few threads read what all need: the others find it nearby.
+  for (unsigned r = place.position; r < C; r += place.count) {
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i) parts[first + r * N + i] = fuser_peer_load(slots + (mine + i), r);
+  }
+  __syncthreads();
+  FUSER_UNROLL
+  for (int i = 0; i < N; ++i) values[i] = parts[first + i];
+  for (unsigned r = 1; r < C; ++r) {
+    FUSER_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = combine(T(values[i]), T(parts[first + r * N + i]));
+  }
+  fuser_cluster_sync();
+}
+template <bool TX, bool TY, bool TZ, unsigned C, class T, class Op, class S>
+FUSER_DEVICE T cluster_reduce(T value, Op combine, S smem) {
+  T values[1] = {value};
+  cluster_reduce_array<TX, TY, TZ, C, 1>(values, combine, smem);
+  return values[0];
 }
 
 // ---- grids -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define memcpy __builtin_memcpy
 #define FUSER_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -24,7 +25,10 @@ static thread_local const Engine* engine;
 static thread_local unsigned long long* counters;
 static thread_local unsigned smem_bytes;  // of the running launch
 
-static inline void restore(const Thread* t) { threadIdx = t->thread; }
+static inline void restore(const Thread* t) {
+  threadIdx = t->thread;
+  blockIdx = t->block;  // blocks of a cluster take turns
+}
 
 // The entry of a fiber.
 static inline void enter(const Launch* launch, const Thread* t) {
@@ -172,6 +176,15 @@ static inline SharedPtr<T> shared_at(SharedPtr<U> smem, long long offset, long l
   return SharedPtr<T>{static_cast<unsigned>(begin), static_cast<unsigned>(end), begin, name};
 }
 
+// An element of the same array of another block of the cluster.
+template <class T>
+static inline T peer_load(SharedPtr<T> src, unsigned rank) {
+  T value;
+  __builtin_memcpy(&value, engine->peer_smem(src.name, static_cast<unsigned>(src.at), sizeof(T), src.begin, src.end, rank), sizeof(T));
+  ++counters[kSharedLoad + width_class(sizeof(T))];
+  return value;
+}
+
 template <class T>
 static inline unsigned long address(Ptr<T> src) {
   return reinterpret_cast<unsigned long>(src.origin + src.at);
@@ -204,6 +217,13 @@ static inline Ptr<T> pointer(const Launch* launch, int slot, int slots, const ch
 #define FUSER_SHARED_AT(T, smem, offset, count) simt::shared_at<T>(smem, offset, count, (smem).name)
 
 #else
+template <class T>
+static inline T peer_load(T* src, unsigned rank) {
+  const unsigned at = static_cast<unsigned>(reinterpret_cast<char*>(src) - engine->smem());
+  T value;
+  __builtin_memcpy(&value, engine->peer_smem("", at, sizeof(T), 0, smem_bytes, rank), sizeof(T));
+  return value;
+}
 template <class T>
 static inline __attribute__((always_inline)) unsigned long address(T* src) {
   return reinterpret_cast<unsigned long>(src);

@@ -34,6 +34,7 @@ enum Counter : int {
   kBlockBarrier = 20,
   kWarpExchange = 21,
   kAtomic = 22,
+  kClusterBarrier = 23,
   kCounters = 24,
 };
 
@@ -60,7 +61,7 @@ typedef void (*ThreadEntry)(const Launch*, const Thread*);
 
 // The engine's functions. Those that may switch to another fiber return the thread's own place again.
 struct Engine {
-  int (*run)(const Launch*, ThreadEntry, int checked);
+  int (*run)(const Launch*, ThreadEntry, int checked, unsigned cluster);  // blocks along y that run together
   const Thread* (*barrier)(const char* file, int line);
   const Thread* (*sync_warp)(unsigned mask);
   const Thread* (*exchange)(unsigned mask, unsigned long long value, unsigned source, unsigned long long* result);
@@ -73,6 +74,9 @@ struct Engine {
                       unsigned element, int is_store);
   void (*fail_register)(long long index, long long extent);
   void (*fail_row)(long long index, long long extent);
+  const Thread* (*cluster_barrier)();
+  // What lies at byte `at` of the shared memory of another block of the cluster; bounds are those of the array.
+  const char* (*peer_smem)(const char* name, unsigned at, unsigned nbytes, unsigned begin, unsigned end, unsigned rank);
 };
 
 }  // namespace simt

@@ -1,4 +1,5 @@
-// The SIMT engine: GPU threads as fibers on one CPU thread, one block after the other, with the checks of checked mode.
+// The SIMT engine: GPU threads as fibers on one CPU thread, one block after the other (the blocks of a cluster together),
+// with the checks of checked mode.
 // Compiled once, apart from the kernels; they reach it through `fuser_simt_engine()` and the launch record.
 #include <stdio.h>
 #include <stdlib.h>
@@ -71,14 +72,16 @@ struct Stack {
 #endif
 
 constexpr size_t kStackBytes = 128 * 1024;
-constexpr unsigned kMaxThreads = 1024;
+constexpr unsigned kMaxThreads = 1024, kMaxCluster = 16;
 
-enum State { kRunnable, kAtBarrier, kInWarp, kFinished };
+enum State { kRunnable, kAtBarrier, kAtCluster, kInWarp, kFinished };
 enum Exchange { kShuffle, kVote, kSync };
 
+struct Block;
 struct Fiber {
   Stack stack;
   Thread place;
+  Block* block;
   State state;
   bool asleep;
   const char* file;  // of the barrier that it waits at
@@ -93,6 +96,18 @@ struct Shadow {
   unsigned long long write_epoch, write_warp_epoch, read_epoch, read_warp_epoch;
   unsigned writer, reader;
   bool many_readers, many_warps;
+  unsigned long long peer_read;  // the cluster's barriers passed when another block read it
+};
+
+// A block that is running: one, or those of a cluster. Its epochs count barriers over all blocks of all launches: they
+// never repeat, so that shadows need no clearing.
+struct Block {
+  Fiber* fibers = nullptr;
+  std::vector<char> storage;
+  char* smem = nullptr;
+  std::vector<Shadow> shadow;
+  unsigned long long epoch = 1, block_epoch = 1, cluster_epoch = 1;
+  unsigned long long warp_epoch[kMaxThreads / 32] = {};
 };
 
 struct Context {
@@ -101,20 +116,17 @@ struct Context {
   bool checked = false, aborted = false;
   std::vector<Fiber> fibers;
   char* stacks = nullptr;
-  unsigned guarded = 0;  // stacks whose lowest page is protected, each of which is a mapping
+  unsigned reserved = 0;  // stacks there are
+  unsigned guarded = 0;   // stacks whose lowest page is protected, each of which is a mapping
   Stack scheduler;
   Fiber* current = nullptr;
-  unsigned threads = 0;
-  std::vector<char> smem_storage;
-  char* smem = nullptr;
-  std::vector<Shadow> shadow;
-  // Barriers passed, over all blocks of all launches: never repeats, so shadows need no clearing.
-  unsigned long long epoch = 1, block_epoch = 1;
-  unsigned long long warp_epoch[kMaxThreads / 32] = {};
+  unsigned threads = 0, cluster = 1;  // of a block, and blocks of a cluster
+  Block blocks[kMaxCluster];
+  unsigned long long meetings = 1;  // barriers of clusters passed, over all launches
   unsigned long long random = 0;
 
   ~Context() {
-    if (stacks) munmap(stacks, kMaxThreads * kStackBytes);
+    if (stacks) munmap(stacks, static_cast<size_t>(reserved) * kStackBytes);
   }
 };
 thread_local Context context;
@@ -174,9 +186,9 @@ void order_of(std::vector<unsigned>& order, unsigned count) {
 
 // ---- warps -----------------------------------------------------------------------------------------------------------
 // Completes the warp operation of `warp` if all lanes that its mask names, and that still run, have arrived.
-void complete_warp(unsigned warp) {
+void complete_warp(Block& block, unsigned warp) {
   const unsigned base = warp * 32, lanes = context.threads - base < 32 ? context.threads - base : 32;
-  Fiber* const fibers = &context.fibers[base];
+  Fiber* const fibers = block.fibers + base;
   unsigned done = 0;
   for (unsigned leader = 0; leader < lanes; ++leader) {
     if (fibers[leader].state != kInWarp || (done >> leader & 1)) continue;
@@ -203,7 +215,7 @@ void complete_warp(unsigned warp) {
         fiber.result = source < lanes && (waiting >> source & 1) ? fibers[source].value : ~0ull;
       fiber.state = kRunnable;
     }
-    if (fibers[leader].operation == kSync) ++context.warp_epoch[warp];
+    if (fibers[leader].operation == kSync) ++block.warp_epoch[warp];
     ++context.launch->report->counters[kWarpExchange];
   }
 }
@@ -219,66 +231,126 @@ const Thread* warp_operation(Exchange operation, unsigned mask, unsigned long lo
   fiber.value = value;
   fiber.source = source;
   fiber.state = kInWarp;
-  complete_warp(fiber.place.linear / 32);
+  complete_warp(*fiber.block, fiber.place.linear / 32);
   if (fiber.state == kInWarp) leave();
   *result = fiber.result;
   return &fiber.place;
 }
 
 // ---- blocks ----------------------------------------------------------------------------------------------------------
-// Nothing can run: either everybody waits at the block's barrier, or the kernel is wrong.
-bool release_barrier() {
-  const Fiber *first = nullptr, *other = nullptr, *in_warp = nullptr, *finished = nullptr;
-  unsigned at_barrier = 0, exited = 0;
+// What the threads of a block wait for that can run no further.
+struct Waiting {
+  const Fiber *at_barrier, *other, *at_cluster, *in_warp, *finished;
+  unsigned barrier, exited;
+};
+Waiting waiting_of(const Block& block) {
+  Waiting w = {};
   for (unsigned i = 0; i < context.threads; ++i) {
-    const Fiber& fiber = context.fibers[i];
-    if (fiber.state == kFinished) ++exited, finished = finished ? finished : &fiber;
-    if (fiber.state == kInWarp) in_warp = in_warp ? in_warp : &fiber;
+    const Fiber& fiber = block.fibers[i];
+    if (fiber.state == kFinished) ++w.exited, w.finished = w.finished ? w.finished : &fiber;
+    if (fiber.state == kInWarp) w.in_warp = w.in_warp ? w.in_warp : &fiber;
+    if (fiber.state == kAtCluster) w.at_cluster = w.at_cluster ? w.at_cluster : &fiber;
     if (fiber.state != kAtBarrier) continue;
-    ++at_barrier;
-    if (!first) first = &fiber;
-    if (fiber.line != first->line || strcmp(fiber.file, first->file) != 0) other = &fiber;
+    ++w.barrier;
+    if (!w.at_barrier) w.at_barrier = &fiber;
+    if (fiber.line != w.at_barrier->line || strcmp(fiber.file, w.at_barrier->file) != 0) w.other = &fiber;
   }
-  if (in_warp) {
-    record(kDeadlock, &in_warp->place,
+  return w;
+}
+
+// Nothing of a block can run: either everybody waits at its barrier, or for the cluster, or the kernel is wrong. Returns
+// whether threads can run again.
+bool release_barrier(Block& block, const Waiting& w) {
+  if (w.in_warp) {
+    record(kDeadlock, &w.in_warp->place,
            "a warp operation with mask 0x%08x waits for lanes that never arrive (%u threads at a barrier, %u returned)",
-           in_warp->mask, at_barrier, exited);
+           w.in_warp->mask, w.barrier, w.exited);
     return false;
   }
-  if (context.checked && other) {
-    record(kDivergence, &other->place, "threads of one block wait at different barriers: %s:%d and %s:%d", first->file,
-           first->line, other->file, other->line);
+  if (!w.at_barrier) return false;
+  if (w.at_cluster) {
+    record(kDivergence, &w.at_cluster->place, "a thread waits for its cluster, others at the barrier %s:%d",
+           w.at_barrier->file, w.at_barrier->line);
     return false;
   }
-  if (context.checked && exited) {
-    record(kDivergence, &first->place, "%u threads wait at the barrier %s:%d, but %u have returned, thread (%u, %u, %u) first",
-           at_barrier, first->file, first->line, exited, finished->place.thread.x, finished->place.thread.y,
-           finished->place.thread.z);
+  if (context.checked && w.other) {
+    record(kDivergence, &w.other->place, "threads of one block wait at different barriers: %s:%d and %s:%d",
+           w.at_barrier->file, w.at_barrier->line, w.other->file, w.other->line);
+    return false;
+  }
+  if (context.checked && w.exited) {
+    record(kDivergence, &w.at_barrier->place,
+           "%u threads wait at the barrier %s:%d, but %u have returned, thread (%u, %u, %u) first", w.barrier,
+           w.at_barrier->file, w.at_barrier->line, w.exited, w.finished->place.thread.x, w.finished->place.thread.y,
+           w.finished->place.thread.z);
     return false;
   }
   for (unsigned i = 0; i < context.threads; ++i)
-    if (context.fibers[i].state == kAtBarrier) context.fibers[i].state = kRunnable;
-  ++context.epoch;
+    if (block.fibers[i].state == kAtBarrier) block.fibers[i].state = kRunnable;
+  ++block.epoch;
   ++context.launch->report->counters[kBlockBarrier];
   return true;
 }
 
-void run_block(Dim block) {
+// All blocks wait for their cluster; a thread that has returned never comes.
+bool release_cluster() {
+  const Fiber *there = nullptr, *missing = nullptr;
+  for (unsigned b = 0; b < context.cluster; ++b) {
+    const Waiting w = waiting_of(context.blocks[b]);
+    if (w.at_cluster) there = w.at_cluster;
+    if (w.finished) missing = w.finished;
+  }
+  if (missing) {
+    record(kDivergence, &there->place, "a thread waits for its cluster, but thread (%u, %u, %u) of block (%u, %u, %u) has returned",
+           missing->place.thread.x, missing->place.thread.y, missing->place.thread.z, missing->place.block.x,
+           missing->place.block.y, missing->place.block.z);
+    return false;
+  }
+  ++context.meetings;
+  for (unsigned b = 0; b < context.cluster; ++b) {
+    Block& block = context.blocks[b];
+    for (unsigned i = 0; i < context.threads; ++i) block.fibers[i].state = kRunnable;
+    block.cluster_epoch = ++block.epoch;
+  }
+  ++context.launch->report->counters[kClusterBarrier];
+  return true;
+}
+
+void begin_block(Block& block, Fiber* fibers, Dim place) {
   const Dim extent = context.launch->block;
-  static thread_local std::vector<unsigned> order;
-  ++context.epoch;
-  context.block_epoch = context.epoch;
+  block.fibers = fibers;
+  block.block_epoch = block.cluster_epoch = ++block.epoch;
   // 0xff is a NaN in every floating type, and an unlikely integer.
-  if (context.launch->smem_bytes) memset(context.smem, 0xff, context.launch->smem_bytes);
+  if (context.launch->smem_bytes) memset(block.smem, 0xff, context.launch->smem_bytes);
   for (unsigned i = 0; i < context.threads; ++i) {
-    Fiber& fiber = context.fibers[i];
-    fiber.place = Thread{{i % extent.x, i / extent.x % extent.y, i / (extent.x * extent.y)}, block, i};
+    Fiber& fiber = fibers[i];
+    fiber.place = Thread{{i % extent.x, i / extent.x % extent.y, i / (extent.x * extent.y)}, place, i};
+    fiber.block = &block;
     fiber.state = kRunnable;
     fiber.asleep = false;
-    fiber.stack.prepare(context.stacks + i * kStackBytes, kStackBytes, fiber_main);
+    fiber.stack.prepare(context.stacks + (fibers - context.fibers.data() + i) * kStackBytes, kStackBytes, fiber_main);
   }
-  order_of(order, context.threads);
-  unsigned left = context.threads, idle_passes = 0;
+}
+
+// Lets threads run again that wait at barriers; false where none can, after a report of why.
+bool release_waiting() {
+  bool released = false;
+  for (unsigned b = 0; b < context.cluster; ++b) {
+    released |= release_barrier(context.blocks[b], waiting_of(context.blocks[b]));
+    if (context.aborted) return false;
+  }
+  return released || release_cluster();
+}
+
+// Runs the blocks of a cluster, the first of which is `first`: neighbours along y.
+void run_blocks(Dim first) {
+  static thread_local std::vector<unsigned> order;
+  const unsigned all = context.threads * context.cluster;
+  ++context.meetings;
+  for (unsigned b = 0; b < context.cluster; ++b)
+    begin_block(context.blocks[b], &context.fibers[b * context.threads], Dim{first.x, first.y + b, first.z});
+  order_of(order, all);
+  unsigned left = all, idle_passes = 0;
   while (left > 0) {
     bool ran = false, awake = false;
     for (unsigned i : order) {
@@ -292,7 +364,7 @@ void run_block(Dim block) {
       fiber.asleep = false;
       if (fiber.state == kFinished) {
         --left;
-        complete_warp(fiber.place.linear / 32);
+        complete_warp(*fiber.block, fiber.place.linear / 32);
       }
     }
     idle_passes = ran && !awake ? idle_passes + 1 : 0;
@@ -301,13 +373,43 @@ void run_block(Dim block) {
       return;
     }
     if (!ran && left > 0) {
-      if (!release_barrier()) return;
-      if (context.launch->order_seed > 1) order_of(order, context.threads);
+      if (!release_waiting()) return;
+      if (context.launch->order_seed > 1) order_of(order, all);
     }
   }
 }
 
-int run(const Launch* launch, ThreadEntry entry, int checked) {
+// Makes room for the threads and the shared memory of a cluster; false, after a report, where there is none.
+bool make_room(const Launch* launch) {
+  Context& c = context;
+  const unsigned all = c.threads * c.cluster;
+  if (c.reserved < all) {
+    if (c.stacks) munmap(c.stacks, static_cast<size_t>(c.reserved) * kStackBytes);
+    c.reserved = all < kMaxThreads ? kMaxThreads : all;
+    c.guarded = 0;
+    void* memory = mmap(nullptr, static_cast<size_t>(c.reserved) * kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    c.stacks = memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
+    if (!c.stacks) {
+      record(kDeadlock, nullptr, "no memory for the stacks of %u threads", c.reserved);
+      c.reserved = 0;
+      return false;
+    }
+  }
+  // The lowest page of each stack is a guard: an overflow stops the process instead of corrupting a neighbour.
+  for (; c.guarded < all; ++c.guarded)
+    mprotect(c.stacks + c.guarded * kStackBytes, static_cast<size_t>(sysconf(_SC_PAGESIZE)), PROT_NONE);
+  if (c.fibers.size() < all) c.fibers.resize(all);
+  for (unsigned b = 0; b < c.cluster; ++b) {
+    Block& block = c.blocks[b];
+    if (block.storage.size() < launch->smem_bytes + 128u) block.storage.resize(launch->smem_bytes + 128u);
+    block.smem = block.storage.data() + (128 - reinterpret_cast<size_t>(block.storage.data()) % 128) % 128;
+    if (c.checked && block.shadow.size() < launch->smem_bytes) block.shadow.resize(launch->smem_bytes);
+  }
+  return true;
+}
+
+int run(const Launch* launch, ThreadEntry entry, int checked, unsigned cluster) {
   Context& c = context;
   c.launch = launch;
   c.entry = entry;
@@ -315,32 +417,24 @@ int run(const Launch* launch, ThreadEntry entry, int checked) {
   c.aborted = false;
   c.random = launch->order_seed;
   c.threads = launch->block.x * launch->block.y * launch->block.z;
+  c.cluster = cluster;
   launch->report->kind = kNone;
+  const Dim grid = launch->grid;
   if (c.threads > kMaxThreads) {
     record(kOutOfBounds, nullptr, "a block of %u threads; at most %u are possible", c.threads, kMaxThreads);
     return launch->report->kind;
   }
-  if (!c.stacks) {
-    void* memory = mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-      record(kDeadlock, nullptr, "no memory for the stacks of %u threads", kMaxThreads);
-      return launch->report->kind;
-    }
-    c.stacks = static_cast<char*>(memory);
+  if (cluster > kMaxCluster || grid.y % cluster != 0) {
+    record(kOutOfBounds, nullptr, "%u blocks along y are no clusters of %u; a cluster has at most %u", grid.y, cluster,
+           kMaxCluster);
+    return launch->report->kind;
   }
-  // The lowest page of each stack is a guard: an overflow stops the process instead of corrupting a neighbour.
-  for (; c.guarded < c.threads; ++c.guarded)
-    mprotect(c.stacks + c.guarded * kStackBytes, static_cast<size_t>(sysconf(_SC_PAGESIZE)), PROT_NONE);
-  if (c.fibers.size() < c.threads) c.fibers.resize(c.threads);
-  if (c.smem_storage.size() < launch->smem_bytes + 128u) c.smem_storage.resize(launch->smem_bytes + 128u);
-  c.smem = c.smem_storage.data() + (128 - reinterpret_cast<size_t>(c.smem_storage.data()) % 128) % 128;
-  if (checked && c.shadow.size() < launch->smem_bytes) c.shadow.resize(launch->smem_bytes);
-  const Dim grid = launch->grid;
-  static thread_local std::vector<unsigned> blocks;
-  order_of(blocks, grid.x * grid.y * grid.z);
-  for (unsigned b : blocks) {
-    run_block(Dim{b % grid.x, b / grid.x % grid.y, b / (grid.x * grid.y)});
+  if (!make_room(launch)) return launch->report->kind;
+  static thread_local std::vector<unsigned> clusters;
+  const unsigned along_y = grid.y / cluster;
+  order_of(clusters, grid.x * along_y * grid.z);
+  for (unsigned k : clusters) {
+    run_blocks(Dim{k % grid.x, k / grid.x % along_y * cluster, k / (grid.x * along_y)});
     if (c.aborted) break;
   }
   return launch->report->kind;
@@ -352,6 +446,12 @@ const Thread* barrier(const char* file, int line) {
   fiber.file = file;
   fiber.line = line;
   fiber.state = kAtBarrier;
+  leave();
+  return &fiber.place;
+}
+const Thread* cluster_barrier() {
+  Fiber& fiber = *context.current;
+  fiber.state = kAtCluster;
   leave();
   return &fiber.place;
 }
@@ -373,7 +473,7 @@ const Thread* sleep_a_while() {
   leave();
   return &context.current->place;
 }
-char* smem() { return context.smem; }
+char* smem() { return context.current->block->smem; }
 
 void fail_global(const char* name, long long at, unsigned nbytes, unsigned alignment, long long extent, unsigned element,
                  int is_store) {
@@ -393,9 +493,10 @@ void fail_row(long long index, long long extent) {
 }
 
 // Whether an access of `thread` is unordered with one by `other`, made at the given epochs.
-bool unordered(unsigned thread, unsigned other, unsigned long long epoch, unsigned long long warp_epoch) {
-  if (thread == other || epoch != context.epoch) return false;
-  return thread / 32 != other / 32 || warp_epoch == context.warp_epoch[thread / 32];
+bool unordered(const Block& block, unsigned thread, unsigned other, unsigned long long epoch,
+               unsigned long long warp_epoch) {
+  if (thread == other || epoch != block.epoch) return false;
+  return thread / 32 != other / 32 || warp_epoch == block.warp_epoch[thread / 32];
 }
 
 void shared_access(const char* name, unsigned at, unsigned nbytes, unsigned alignment, unsigned begin, unsigned end,
@@ -407,40 +508,66 @@ void shared_access(const char* name, unsigned at, unsigned nbytes, unsigned alig
   if (at % alignment != 0)
     FAIL(kMisaligned, "%s of %u bytes at byte %u of shared memory (%s): not a multiple of %u", what, nbytes, at, name,
          alignment);
+  Block& block = *context.current->block;
   const unsigned thread = context.current->place.linear;
-  const unsigned long long warp_epoch = context.warp_epoch[thread / 32];
+  const unsigned long long warp_epoch = block.warp_epoch[thread / 32];
   for (unsigned i = at; i < at + nbytes; ++i) {
-    Shadow& s = context.shadow[i];
-    const bool written = s.write_epoch >= context.block_epoch;
+    Shadow& s = block.shadow[i];
+    const bool written = s.write_epoch >= block.block_epoch;
     if (!is_store && !written)
       FAIL(kUninitialised, "load of byte %u of shared memory (byte %u of %s), which no thread has written", i, i - begin,
            name);
-    if (written && unordered(thread, s.writer, s.write_epoch, s.write_warp_epoch))
+    if (written && unordered(block, thread, s.writer, s.write_epoch, s.write_warp_epoch))
       FAIL(kRace, "%s of byte %u of shared memory (byte %u of %s), written by thread %u since the last barrier", what, i,
            i - begin, name, s.writer);
     if (!is_store) {
-      const bool same_epoch = s.read_epoch == context.epoch;
+      const bool same_epoch = s.read_epoch == block.epoch;
       s.many_readers = same_epoch && (s.many_readers || s.reader != thread);
       s.many_warps = same_epoch && (s.many_warps || s.reader / 32 != thread / 32);
       s.reader = thread;
-      s.read_epoch = context.epoch;
+      s.read_epoch = block.epoch;
       s.read_warp_epoch = warp_epoch;
       continue;
     }
     const bool other_reader = s.reader != thread || s.many_readers;
-    const bool read_here = s.read_epoch == context.epoch && s.read_epoch >= context.block_epoch;
+    const bool read_here = s.read_epoch == block.epoch && s.read_epoch >= block.block_epoch;
     const bool ordered_by_warp = !s.many_warps && s.reader / 32 == thread / 32 && s.read_warp_epoch != warp_epoch;
     if (read_here && other_reader && !ordered_by_warp)
       FAIL(kRace, "store to byte %u of shared memory (byte %u of %s), read by thread %u%s since the last barrier", i,
            i - begin, name, s.reader, s.many_readers ? " and others" : "");
+    if (s.peer_read == context.meetings)
+      FAIL(kRace, "store to byte %u of shared memory (byte %u of %s), read by another block since the cluster's last barrier",
+           i, i - begin, name);
     s.writer = thread;
-    s.write_epoch = context.epoch;
+    s.write_epoch = block.epoch;
     s.write_warp_epoch = warp_epoch;
   }
 }
 
+const char* peer_smem(const char* name, unsigned at, unsigned nbytes, unsigned begin, unsigned end, unsigned rank) {
+  if (rank >= context.cluster)
+    FAIL(kOutOfBounds, "a load from block %u of a cluster of %u", rank, context.cluster);
+  Block& peer = context.blocks[rank];
+  if (!context.checked) return peer.smem + at;
+  if (at < begin || static_cast<unsigned long long>(at) + nbytes > end)
+    FAIL(kOutOfBounds, "load of %u bytes at byte %d of shared array %s of block %u of the cluster, which has %u bytes", nbytes,
+         static_cast<int>(at - begin), name, rank, end - begin);
+  for (unsigned i = at; i < at + nbytes; ++i) {
+    Shadow& s = peer.shadow[i];
+    if (s.write_epoch < peer.block_epoch)
+      FAIL(kUninitialised, "load of byte %u of the shared memory of block %u of the cluster (byte %u of %s), which no thread has written",
+           i, rank, i - begin, name);
+    // Its own block may have passed barriers of its own since.
+    if (s.write_epoch >= peer.cluster_epoch)
+      FAIL(kRace, "load of byte %u of the shared memory of block %u of the cluster (byte %u of %s), written since the cluster's last barrier",
+           i, rank, i - begin, name);
+    s.peer_read = context.meetings;
+  }
+  return peer.smem + at;
+}
+
 const Engine engine = {run, barrier, sync_warp, exchange, vote, sleep_a_while, smem, shared_access, fail_global,
-                       fail_register, fail_row};
+                       fail_register, fail_row, cluster_barrier, peer_smem};
 
 }  // namespace
 

@@ -517,6 +517,7 @@ class FusionExecutorCache(Inspection):
                 dump=dump,
                 overlap=overlaps.steps_for(input_class.sizes),
                 described=settings.argument("schedules_for"),
+                enabled=settings.enabled,
             )
 
         # At most once for each way in which steps may transfer, and once without.

@@ -70,6 +70,7 @@ def form_of(fusion: Fusion) -> Form:
         frozenset((renamed(x), n) for x, n in fusion.least.items()),
         fusion.has_tails,
         fusion.resident_threads,
+        fusion.cluster,
         fusion.goes_backwards,
         tuple([tv.number in fusion.read_again for tv in tensors]),
         tuple([tv.is_cpu_scalar for tv in tensors]),

@@ -95,6 +95,8 @@ class Fusion:
         self.joined: tuple[tuple[int, int], ...] = ()
         # Threads that the registers of a multiprocessor are to suffice for; 0: any number.
         self.resident_threads = 0
+        # Blocks along y that run at the same time and reduce together: a cluster of so many.
+        self.cluster = 1
         # Inputs, by number, that the next kernel reads again, and whether this kernel is such a
         # one: the first leaves them in the cache, the second begins with what was read last.
         self.read_again: frozenset[int] = frozenset()
@@ -402,6 +404,7 @@ class Fusion:
         new.assumed, new.divisible = self.assumed, dict(self.divisible)
         new.least, new.has_tails = dict(self.least), self.has_tails
         new.joined, new.resident_threads = self.joined, self.resident_threads
+        new.cluster = self.cluster
         new.read_again, new.goes_backwards = self.read_again, self.goes_backwards
         mapping: dict[TensorView, TensorView] = {}
         read = self.tensors() if ops is None else _tensors_of(ops)

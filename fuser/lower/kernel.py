@@ -89,6 +89,7 @@ class LoweredKernel:
     guards: tuple[Scalar, ...]
     alignments: tuple[tuple[TensorView, int], ...]
     goes_backwards: bool = False
+    cluster: int = 1
 
     @property
     def needs_smem(self) -> bool:
@@ -363,7 +364,7 @@ class ThreadReduce:
 
     `done` names the flag of a grid reduction: true in the block that has the result, which its
     `ticket` decides. `same_axes` are the thread axes along which all threads hold the same value
-    after the block step.
+    after the block step. Of a `cluster` of more than one block each gets the result.
     """
 
     parts: tuple[ReducePart, ...]
@@ -375,6 +376,7 @@ class ThreadReduce:
     packets_offset: Scalar | None = None
     ticket: str = ""
     done: str = ""
+    cluster: int = 1
 
 
 @dataclass

@@ -252,6 +252,7 @@ def _finish(state: State, name: str, index_dtype: DataType) -> LoweredKernel:
         guards=tuple(g for g in dict.fromkeys(guards) if g != sc.const(True)),
         alignments=tuple(ctx.alignments.items()),
         goes_backwards=ctx.nesting.fusion.goes_backwards,
+        cluster=ctx.nesting.fusion.cluster,
     )
 
 

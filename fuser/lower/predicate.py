@@ -112,8 +112,9 @@ def writer_predicate(
 
 
 def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
-    """Return the block axes over which a reduction combines."""
-    if not stage.is_reduction:
+    """Return the block axes over which a reduction combines so that one block has the result: in
+    a cluster all have it."""
+    if not stage.is_reduction or stage.tv.fusion.cluster > 1:
         return ()
     return tuple(
         loop.ptype

@@ -2,7 +2,7 @@
 
 A reduction is staged by the parallel types of its reduction loops: serial, unrolled and vectorised
 ones accumulate in registers, thread axes are combined by `block_reduce`, block axes by
-`grid_reduce`.
+`grid_reduce`, or `cluster_reduce` where those blocks are a cluster.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _finish(ctx: Context, group: list[Buffer]) -> ThreadReduce:
     ctx.reduction_bytes = sc.maximum(ctx.reduction_bytes, needed)
     parts = tuple(ReducePart(b.name, b.ctype, functor_of(b), identity_of(b)) for b in group)
     statement = ThreadReduce(parts, size, threads)
-    if any(grid):
+    if ctx.nesting.fusion.cluster > 1 and any(grid):
+        _over_cluster(ctx, group, statement)
+    elif any(grid):
         statement.grid_axes = grid
         _over_blocks(ctx, group, statement)
     return statement
@@ -152,9 +154,7 @@ def _up(n: int, multiple: int) -> int:
 def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
     """Add the grid step, with packets of its own for every serial iteration around it."""
     stage = group[0].stage
-    iterated = _iterated(stage)
-    kept = [p for p in BLOCK_TYPES if p in iterated]
-    per_block = sc.mul(_product(ctx, kept), group[0].size or 1)
+    per_block = sc.mul(_groups(ctx, statement, stage), group[0].size or 1)
     rounds = [
         loop
         for loop in stage.loops[: stage.depth]
@@ -167,13 +167,31 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
     elements = sc.mul(_product(ctx, GRID_TYPES), per_block)
     nbytes, _ = _layout(group)
     packets = sc.mul(elements, -(-nbytes // PAYLOAD_BYTES))
-    x, y, z = (_type(a, "block") not in iterated for a in _AXES)
-    statement.same_axes = (x, y, z)
     statement.ticket = _ticket(ctx, group[0], statement.grid_axes)
     statement.packets = _workspace(ctx, "uint64_t", sc.mul(sc.mul(packets, turns), PACKET_BYTES))
     statement.packets_offset = sc.mul(turn, packets)
     statement.done = f"done{stage.tv.number}"
     ctx.done_flags.update((b.stage, statement.done) for b in group)
+
+
+def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
+    """Say along which thread axes all threads have the same after the block step; return how many
+    groups of threads differ."""
+    iterated = _iterated(stage)
+    x, y, z = (_type(a, "block") not in iterated for a in _AXES)
+    statement.same_axes = (x, y, z)
+    return _product(ctx, [p for p in BLOCK_TYPES if p in iterated])
+
+
+def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
+    """Add the step over the blocks of a cluster: each leaves its values where the others read
+    them, and keeps beside them what it has read."""
+    statement.cluster = ctx.nesting.fusion.cluster
+    assert reduced_types(group[0].stage) & set(GRID_TYPES) == {ParallelType.grid_y}
+    values = sc.mul(_groups(ctx, statement, group[0].stage), group[0].size or 1)
+    nbytes, _ = _layout(group)
+    needed = sc.mul(values, (statement.cluster + 1) * nbytes)
+    ctx.reduction_bytes = sc.maximum(ctx.reduction_bytes, needed)
 
 
 def _ticket(ctx: Context, buffer: Buffer, grid_axes: tuple[bool, bool, bool]) -> str:

@@ -23,7 +23,7 @@ REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 MAX_OPERANDS = 256
 # What alone may take some kinds of unions.
 SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
-    None: ("inner_persistent", "outer_persistent"),
+    None: ("inner_persistent", "cluster_persistent", "outer_persistent"),
     "tail": ("reduction",),
     "rows": ("inner_outer_persistent",),
 }

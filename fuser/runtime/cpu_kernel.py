@@ -48,6 +48,7 @@ class Counters:
     block_barriers: int
     warp_exchanges: int
     atomics: int
+    cluster_barriers: int
 
     @staticmethod
     def _from(report: _Report) -> Counters:
@@ -56,7 +57,7 @@ class Counters:
         def widths(first: int) -> dict[int, int]:
             return {1 << i: values[first + i] for i in range(5) if values[first + i]}
 
-        return Counters(widths(0), widths(5), widths(10), widths(15), *values[20:23])
+        return Counters(widths(0), widths(5), widths(10), widths(15), *values[20:24])
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:

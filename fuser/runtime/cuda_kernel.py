@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Above this, a kernel must be told that it may use so much.
 _DEFAULT_SMEM_BYTES = 48 * 1024
+# Blocks of a cluster for which a kernel need not ask.
+_PORTABLE_CLUSTER = 8
 _INVALID_CONTEXT = 201
 
 
@@ -125,6 +127,8 @@ class CudaKernel(CompiledKernel):
         # Never unloaded: launches may be in flight, and captured graphs launch the kernel again.
         library = self._loaded("cuLibraryLoadData", code, [], [], 0, [], [], 0)
         self._kernel = self._loaded("cuLibraryGetKernel", library, source.name.encode())
+        if source.cluster > _PORTABLE_CLUSTER:
+            self._allow_cluster()
         # The driver takes a context-independent kernel wherever it takes a function.
         self._handle = driver.CUfunction(int(self._kernel))
         self._launch = driver.cuLaunchKernel
@@ -139,6 +143,22 @@ class CudaKernel(CompiledKernel):
         if status != load_driver().CUresult.CUDA_SUCCESS:
             raise KernelError(f"kernel {self.name}: {function} failed ({status!r})")
         return found
+
+    def _allow_cluster(self) -> None:
+        """Allow clusters of more blocks than every GPU that has clusters can run."""
+        import torch
+
+        driver = load_driver()
+        attribute = driver.CUfunction_attribute
+        which = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        for index in range(torch.cuda.device_count()):
+            device = self._loaded("cuDeviceGet", index)
+            (status,) = driver.cuKernelSetAttribute(which, 1, self._kernel, device)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise KernelError(
+                    f"kernel {self.name} cannot have clusters of {self.source.cluster} blocks on"
+                    f" device {index}: {status}"
+                )
 
     def _pack(self, arguments: _Arguments, args: Sequence[Argument]) -> None:
         values = [a if a.__class__ in NUMBERS else cast("torch.Tensor", a).data_ptr() for a in args]

@@ -155,7 +155,7 @@ static void {symbol}_thread(const simt::Launch* launch, const simt::Thread* thre
   {symbol}_kernel({arguments});
 }}
 FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
-  return launch->engine->run(launch, {symbol}_thread, {int(checked)});
+  return launch->engine->run(launch, {symbol}_thread, {int(checked)}, {source.cluster});
 }}
 """
     else:

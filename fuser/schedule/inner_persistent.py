@@ -162,6 +162,7 @@ def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] |
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     """Schedule the fusion in place."""
     fusion.resident_threads = params.resident
+    fusion.cluster = params.cluster
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
     view = RowView(fusion)
     if params.threads_x == 0:
@@ -307,7 +308,8 @@ def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
     if params.vector > 1:
         tv.split(at, params.vector)
     batch = params.kept // params.vector if params.kept else params.unroll
-    tile = split_tile(tv, at, ((batch, PT.unroll), (params.threads_x, PT.block_x)))
+    inside = (params.cluster, PT.grid_y), (batch, PT.unroll), (params.threads_x, PT.block_x)
+    tile = split_tile(tv, at, inside)
     if params.kept:
         # One tile holds the row.
         view.fusion.assume(tv.domain.loop[at].extent, sc.ONE)
@@ -339,7 +341,9 @@ def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersisten
     logical = view.reference.domain.logical
     *rows, row = groups
     if len(row) == 1:
-        view.fusion.assume(logical[row[0]].extent, sc.const(params.threads_x * params.kept))
+        view.fusion.assume(
+            logical[row[0]].extent, sc.const(params.cluster * params.threads_x * params.kept)
+        )
     size = view.fusion.canonical(logical[rows[0][0]].extent) if rows else None
     at_once = 1 if view.parts else params.threads_y
     if at_once > 1 and isinstance(size, Symbol) and len(rows[0]) == 1:

@@ -48,6 +48,9 @@ RESIDENT_ONE = 1024
 ROW_THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LOOPED_THREADS = 512
 LOOPED_BYTES = 32
+# Threads of a block of a cluster, and bytes of a row that each may keep.
+CLUSTER_THREADS = 512
+CLUSTER_BYTES = 256
 # Bytes of a row of which few are to be on their way through the cache at once: with twice the
 # loads, and twice the threads where results lie along it, there are half as many. Measured on an
 # H200, rows of 50257 in float32: cross entropy 158 us (with twice the threads, too, 193), with its
@@ -63,7 +66,7 @@ class InnerPersistentParams:
     vectors of each input at a time. `keeps_costly`: results of costly ops are kept, too.
     `resident` threads are to find registers on a multiprocessor (0: the compiler decides).
     `exact`: what the threads keep is the row, so that nothing has to be tested. `shifted`: rows of
-    any length are read in whole words of memory, but for their ends.
+    any length are read in whole words of memory, but for their ends. `cluster` blocks take a row.
     """
 
     threads_x: int = 0
@@ -75,6 +78,7 @@ class InnerPersistentParams:
     resident: int = 0
     exact: bool = False
     shifted: bool = False
+    cluster: int = 1
 
     def is_near(self, other: InnerPersistentParams) -> bool:
         """Whether kernels of both differ in nothing that a small input would notice. Where one is
@@ -83,7 +87,7 @@ class InnerPersistentParams:
 
     def is_alike(self, other: InnerPersistentParams) -> bool:
         """Whether a kernel made with `other` serves, if less well: not with most threads idle."""
-        forms = [(p.vector, bool(p.kept), p.shifted) for p in (self, other)]
+        forms = [(p.vector, bool(p.kept), p.shifted, p.cluster) for p in (self, other)]
         if forms[0] != forms[1]:
             return False
         sizes = self.threads_x * self.kept, other.threads_x * other.kept
@@ -98,7 +102,8 @@ class InnerPersistentParams:
         return (
             f"inner_persistent(threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
             f"{what}, resident {self.resident}"
-            f"{', exact' if self.exact else ''}{', shifted' if self.shifted else ''})"
+            f"{', exact' if self.exact else ''}{', shifted' if self.shifted else ''}"
+            f"{f', cluster {self.cluster}' if self.cluster > 1 else ''})"
         )
 
 
@@ -111,10 +116,11 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
 
 
 def chooser(
-    fusion: Fusion, device: DeviceInfo, *, beside: int = 0
+    fusion: Fusion, device: DeviceInfo, *, beside: int = 0, in_clusters: bool = False
 ) -> Callable[[Facts], InnerPersistentParams]:
     """Return what chooses form, vector width and thread shape for an input class, where a thread
-    keeps `beside` bytes more for each element of its row."""
+    keeps `beside` bytes more for each element of its row; `in_clusters`: also how many blocks take
+    a row."""
     if device.kind == "cpu":
         loops = InnerPersistentParams()
         return lambda facts: loops
@@ -148,6 +154,8 @@ def chooser(
         if words:
             vector, begin = words, words - 1
         shape = _Shape(rows, columns, vector, widest, begin, len(inputs))
+        if in_clusters:
+            return _cluster_params(shape, most_bytes(inputs, vector), device)
         plans = [(most_bytes(inputs, vector) + beside, False)]
         if has_costly:
             plans.insert(0, (most_bytes(kept, vector) + beside, True))
@@ -245,6 +253,27 @@ def _looped_params(shape: _Shape, *, has_columns: bool, writes: bool) -> InnerPe
     if 10 * _covered(chunks, x * unroll // 2) < 9 * _covered(chunks, x * unroll):
         unroll //= 2  # the last step would have little to do
     return InnerPersistentParams(x, 1, shape.vector, unroll=unroll, shifted=shape.begin > 0)
+
+
+def _cluster_params(shape: _Shape, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
+    """Return the least cluster whose threads keep a row; where none does, one that reads a row so
+    that all rows under way stay in the cache of second level."""
+    sizes = [1 << k for k in range(1, device.max_cluster.bit_length())]
+    if not sizes:
+        return _looped_params(shape, has_columns=False, writes=False)
+    x, is_shifted = CLUSTER_THREADS, shape.begin > 0
+    for cluster in sizes:
+        batch = -(-shape.chunks // (cluster * x))
+        if batch * shape.vector * nbytes <= CLUSTER_BYTES:
+            kept = batch * shape.vector
+            exact = cluster * x * kept == shape.columns
+            return InnerPersistentParams(
+                x, 1, shape.vector, kept, exact=exact, shifted=is_shifted, cluster=cluster
+            )
+    row_bytes = shape.inputs * shape.columns * shape.widest
+    fits = [c for c in sizes if 2 * row_bytes * (device.sm_count // c) <= device.l2_bytes]
+    looped = _looped_params(shape, has_columns=False, writes=False)
+    return replace(looped, cluster=(fits or sizes[-1:])[0])
 
 
 def _covered(chunks: int, step: int) -> int:

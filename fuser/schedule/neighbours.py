@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from fuser.device import MAX_CLUSTER
 from fuser.record import replace
 from fuser.schedule.inner_persistent_params import (
     RESIDENT,
@@ -133,7 +134,18 @@ def _persistent(params: InnerPersistentParams) -> _Found:
     found = list(_kept(params) if params.kept else _looped(params))
     if params.shifted:
         found.append((1, replace(params, vector=1, shifted=False)))
+    found += _clusters(params)
     return [(distance, p) for distance, p in found if p.threads_x * p.threads_y <= MAX_THREADS]
+
+
+def _clusters(params: InnerPersistentParams) -> _Found:
+    """Clusters of twice and half the blocks, which keep half and twice of a row."""
+    if params.cluster == 1:
+        return
+    if params.cluster < MAX_CLUSTER and params.kept % (2 * params.vector) == 0:
+        yield 1, replace(params, cluster=2 * params.cluster, kept=params.kept // 2)
+    if params.cluster > 2:
+        yield 1, replace(params, cluster=params.cluster // 2, kept=2 * params.kept)
 
 
 def _kept(params: InnerPersistentParams) -> _Found:

@@ -11,6 +11,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Symbol
 from fuser.record import record
 from fuser.schedule import (
+    cluster_persistent,
     inner_outer_persistent,
     inner_persistent,
     inner_persistent_params,
@@ -37,7 +38,7 @@ class Scheduler:
     schedules in place and depends on the parameters alone. `generic` gives
     parameters that rely on nothing, for the variant that serves every input; `ladder` all that are
     worth a try, from those chosen down. `suits` tells for which sizes the kernel is as fast as
-    separate ones.
+    separate ones. `option`: without this name under ENABLE no segment is tried.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Scheduler:
     apply: Callable[[Fusion, Params], None]
     generic: Callable[[DeviceInfo], Params]
     suits: Callable[[Fusion, Mapping[Symbol, Number]], bool] = lambda fusion, sizes: True
+    option: str = ""
 
     def heuristics(self, fusion: Fusion, facts: Facts, device: DeviceInfo) -> Params:
         """Return the parameters for one class of inputs."""
@@ -103,6 +105,16 @@ _ROWS = (
 )
 
 
+# Of inner persistent kernels, those for rows that exceed a block.
+_CLUSTERS = Scheduler(
+    "cluster_persistent",
+    cluster_persistent.accepts,
+    cluster_persistent.chooser,
+    cluster_persistent.apply,
+    cluster_persistent.generic,
+    cluster_persistent.suits,
+    option="clusters",
+)
 # Tried for segments when no other accepts: it takes every single op that a kernel can compute.
 _PLAIN = Scheduler("plain", plain.accepts, plain.chooser, plain.apply, plain.generic)
 
@@ -138,14 +150,14 @@ _USER = Scheduler(
 )
 # The ones that a user may ask for by name.
 SCHEDULERS: Mapping[str, Scheduler] = {row.name: row for row in _ROWS}
-_BY_NAME: Mapping[str, Scheduler] = {row.name: row for row in (*_ROWS, _PLAIN, _USER)}
+_BY_NAME: Mapping[str, Scheduler] = {row.name: row for row in (*_ROWS, _CLUSTERS, _PLAIN, _USER)}
 
 
 def find_scheduler(
     fusion: Fusion, *, suits: Callable[[Scheduler], bool] = lambda row: True
 ) -> str | None:
     """Return the name of the first scheduler that accepts the fusion and `suits`, None for none."""
-    rows = (s for s in (*_ROWS, _PLAIN) if s.accepts(fusion) is None)
+    rows = (s for s in (*_ROWS, _CLUSTERS, _PLAIN) if s.accepts(fusion) is None)
     return next((s.name for s in rows if suits(s)), None)
 
 

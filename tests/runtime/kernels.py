@@ -16,6 +16,7 @@ def kernel(
     index: str = "int",
     uses_barriers: bool = False,
     helpers: str = "",
+    cluster: int = 1,
 ) -> KernelSource:
     """Makes a kernel from parameters like `const float* T0, float* T1, int n` and a body."""
     params: list[KernelParam] = []
@@ -30,12 +31,14 @@ def kernel(
             if pointer
             else f"const {match['type']} {match['name']}"
         )
+    dims = f"__cluster_dims__(1, {cluster}, 1) " if cluster > 1 else ""
     text = (
         f"#define nvfuser_index_t {index}\n{helpers}"
-        f'extern "C" __global__ void __launch_bounds__({threads}) {name}({", ".join(spelled)}) {{\n'
+        f'extern "C" __global__ void {dims}__launch_bounds__({threads}) '
+        f"{name}({', '.join(spelled)}) {{\n"
         f"{body}\n}}\n"
     )
-    return KernelSource(name, text, tuple(params), uses_barriers)
+    return KernelSource(name, text, tuple(params), uses_barriers, cluster)
 
 
 VECTOR_ADD = kernel(
