@@ -3,7 +3,7 @@
 //   GPU  NVRTC for sm_90a. No CUDA header is available, so this text is self-contained.
 //   CPU  g++ (C++17), after `simt.h`, which defines FUSER_SIMT and plays the GPU: its threads are loops, or fibers
 //        where a kernel has barriers. FUSER_SIMT_CHECKED adds bounds, alignment, initialisation and race checks.
-// The parts are concatenated in the order rt.h, rt_math.h, rt_random.h, rt_reduce.h, then the kernel's text.
+// The parts are concatenated in the order rt.h, rt_float8.h, rt_math.h, rt_random.h, rt_reduce.h, then the kernel's text.
 //
 // ---- contract for generated text -------------------------------------------------------------------------------------
 //   #define nvfuser_index_t int                       // first line: int or int64_t; undefined again after the kernel
@@ -14,9 +14,9 @@
 // - int64_t is `long long` on both compilers: write 5LL, never 5L. Scalar parameters: bool, int, int64_t, float, double.
 // - A pointer parameter is used as `T0[i]`, as `T0 + i`, or passed to a helper below. Never `&T0[i]`, never a cast:
 //   the checked build's pointers are objects. FUSER_ALIASED_PTR(T) is FUSER_PTR(T) without __restrict__ (in-place outputs).
-// - Elements of type __half and __bfloat have no arithmetic: convert to float, compute, convert back.
+// - Elements of type __half, __bfloat, __e4m3, __e5m2 and __e8m0 have no arithmetic: convert to float, compute, convert back.
 //
-//   types        __half __bfloat float double int int64_t bool; Array<T, N> (registers, aligned for vector access; a[i], a.set(v))
+//   types        __half __bfloat __e4m3 __e5m2 __e8m0 float double int int64_t bool; Array<T, N> (registers, aligned for vector access; a[i], a.set(v))
 //   conversions  fm_cast<To>(x) between any two scalar types (to half types through float, round to nearest even, NaN kept)
 //                __half2float __float2half __bfloat2float __float2bfloat __half2double __double2half __bfloat2double
 //                __double2bfloat; for N elements at once (packed instructions): half2float_vec<N>(dst, src)
@@ -80,27 +80,27 @@ typedef long long int64_t;
 typedef unsigned long long uint64_t;
 typedef unsigned int uint32_t;
 typedef unsigned short uint16_t;
+typedef unsigned char uint8_t;
 
 #ifdef FUSER_SIMT
 // g++ vectorises no loop that copies a struct as a whole; these copies move the number inside.
-#define FUSER_HALF_COPIES(T)                                \
-  T() = default;                                            \
-  FUSER_METHOD explicit T(uint16_t value) : bits(value) {}  \
-  FUSER_METHOD T(const T& other) : bits(other.bits) {}      \
-  FUSER_METHOD T& operator=(const T& other) {               \
-    bits = other.bits;                                      \
-    return *this;                                           \
+#define FUSER_BITS(T, Bits)                            \
+  Bits bits;                                           \
+  T() = default;                                       \
+  FUSER_METHOD explicit T(Bits value) : bits(value) {} \
+  FUSER_METHOD T(const T& other) : bits(other.bits) {} \
+  FUSER_METHOD T& operator=(const T& other) {          \
+    bits = other.bits;                                 \
+    return *this;                                      \
   }
 #else
-#define FUSER_HALF_COPIES(T)
+#define FUSER_BITS(T, Bits) Bits bits;
 #endif
 struct alignas(2) __half {
-  uint16_t bits;
-  FUSER_HALF_COPIES(__half)
+  FUSER_BITS(__half, uint16_t)
 };
 struct alignas(2) __bfloat {
-  uint16_t bits;
-  FUSER_HALF_COPIES(__bfloat)
+  FUSER_BITS(__bfloat, uint16_t)
 };
 
 #ifndef FUSER_SIMT
@@ -240,33 +240,33 @@ FUSER_DEVICE double __bfloat2double(__bfloat b) { return __bfloat2float(b); }
 FUSER_DEVICE __half __double2half(double x) { return __float2half(static_cast<float>(x)); }
 FUSER_DEVICE __bfloat __double2bfloat(double x) { return __float2bfloat(static_cast<float>(x)); }
 
+// A value as a type with arithmetic, exactly.
+template <class T>
+FUSER_DEVICE T fuser_number(T x) {
+  return x;
+}
+FUSER_DEVICE float fuser_number(__half x) { return __half2float(x); }
+FUSER_DEVICE float fuser_number(__bfloat x) { return __bfloat2float(x); }
+
 template <class T>
 struct FuserCast {
   template <class From>
   FUSER_METHOD static T from(From x) {
-    return static_cast<T>(x);
+    return static_cast<T>(fuser_number(x));
   }
-  FUSER_METHOD static T from(__half x) { return static_cast<T>(__half2float(x)); }
-  FUSER_METHOD static T from(__bfloat x) { return static_cast<T>(__bfloat2float(x)); }
 };
-template <>
-struct FuserCast<__half> {
-  template <class From>
-  FUSER_METHOD static __half from(From x) {
-    return __float2half(static_cast<float>(x));
-  }
-  FUSER_METHOD static __half from(__half x) { return x; }
-  FUSER_METHOD static __half from(__bfloat x) { return __float2half(__bfloat2float(x)); }
-};
-template <>
-struct FuserCast<__bfloat> {
-  template <class From>
-  FUSER_METHOD static __bfloat from(From x) {
-    return __float2bfloat(static_cast<float>(x));
-  }
-  FUSER_METHOD static __bfloat from(__half x) { return __float2bfloat(__half2float(x)); }
-  FUSER_METHOD static __bfloat from(__bfloat x) { return x; }
-};
+// A type without arithmetic: through float, as torch does.
+#define FUSER_CAST_TO(T, from_float)                       \
+  template <>                                              \
+  struct FuserCast<T> {                                    \
+    template <class From>                                  \
+    FUSER_METHOD static T from(From x) {                   \
+      return from_float(static_cast<float>(fuser_number(x))); \
+    }                                                      \
+    FUSER_METHOD static T from(T x) { return x; }          \
+  };
+FUSER_CAST_TO(__half, __float2half)
+FUSER_CAST_TO(__bfloat, __float2bfloat)
 template <class To, class From>
 FUSER_DEVICE To fm_cast(From x) {
   return FuserCast<To>::from(x);

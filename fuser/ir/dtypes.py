@@ -57,6 +57,9 @@ INFO: dict[DataType, DtypeInfo] = {
     D.Float: DtypeInfo("float", 4, "float", torch.float32),
     D.Half: DtypeInfo("__half", 2, "float", torch.float16),
     D.BFloat16: DtypeInfo("__bfloat", 2, "float", torch.bfloat16),
+    D.Float8_e4m3fn: DtypeInfo("__e4m3", 1, "float", torch.float8_e4m3fn),
+    D.Float8_e5m2: DtypeInfo("__e5m2", 1, "float", torch.float8_e5m2),
+    D.Float8_e8m0fnu: DtypeInfo("__e8m0", 1, "float", torch.float8_e8m0fnu),
     D.Int32: DtypeInfo("int", 4, "int", torch.int32),
     D.Int: DtypeInfo("int64_t", 8, "int", torch.int64),
     D.Index: DtypeInfo("nvfuser_index_t", 8, "int", torch.int64),
@@ -69,9 +72,6 @@ STORED: dict[DataType, DtypeInfo] = {
 _HELD = {**INFO, **STORED}
 # Known names that no layer implements yet: text only, so that errors can print them.
 _UNSUPPORTED_TEXT = {
-    D.Float8_e4m3fn: "__e4m3",
-    D.Float8_e5m2: "__e5m2",
-    D.Float8_e8m0fnu: "__e8m0",
     D.Float4_e2m1fn: "__e2m1",
     D.Float4_e2m1fn_x2: "__e2m1_x2",
     D.ComplexDouble: "std::complex<double>",
@@ -84,9 +84,12 @@ FROM_TORCH = {
     for dtype, info in _HELD.items()
     if info.torch is not None and dtype is not D.Index
 }
+# Of one byte, without arithmetic in torch: what they hold is moved as bytes or computed in Float.
+FLOAT8 = frozenset({D.Float8_e4m3fn, D.Float8_e5m2, D.Float8_e8m0fnu})
+# Their values are computed in Float.
+HALF_LIKE = frozenset({D.Half, D.BFloat16}) | FLOAT8
 # What every floating dtype can hold.
-_SMALLEST_MAX = 65504
-HALF_LIKE = frozenset({D.Half, D.BFloat16})
+_SMALLEST_MAX = 448
 
 
 def check_supported(dtype: DtypeLike, what: str) -> DataType:
@@ -166,6 +169,8 @@ def _is_in_range(value: int | float, dtype: DataType, kind: Category) -> bool:
         return -end <= value < end
     if abs(value) <= _SMALLEST_MAX or (isinstance(value, float) and not math.isfinite(value)):
         return True
+    if dtype in FLOAT8:
+        return abs(value) <= torch.finfo(to_torch(dtype)).max
     try:
         return bool(torch.tensor(float(value), dtype=torch.float64).to(to_torch(dtype)).isfinite())
     except OverflowError:
@@ -213,6 +218,12 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
         a = D.Int
     if b is D.Index:
         b = D.Int
+    if a in FLOAT8 or b in FLOAT8:
+        # torch refuses this pair; Float holds all values of two narrow dtypes.
+        hi, lo = (a, b) if is_floating(a) else (b, a)
+        if not is_floating(lo):
+            return hi
+        return D.Double if D.Double in (a, b) else D.Float
     return from_torch(torch.promote_types(to_torch(a), to_torch(b)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuser.ir.dtypes import INFO, DataType
+from fuser.ir.dtypes import HALF_LIKE, INFO, DataType
 from fuser.pointwise import POINTWISE
 
 
@@ -27,7 +27,9 @@ def ternary_template(kind: str) -> str:
     return "{out}\n   = " + POINTWISE[kind].text + "({a}\n  , {b}\n  , {c});"
 
 
-_CAST_NAMES = {"float": "float", "double": "double", "__half": "half", "__bfloat": "bfloat"}
+_CAST_NAMES = {"float": "float", "double": "double"} | {
+    text: text.removeprefix("__") for text in (INFO[d].text for d in HALF_LIKE)
+}
 _CAST_TO = {
     "float": "__to_float",
     "double": "__to_double",
@@ -41,7 +43,6 @@ _CAST_TO = {
 def cast_spelling(src: DataType, dst: DataType) -> str:
     """Return nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
     s, d = INFO[src].text, INFO[dst].text
-    half = ("__half", "__bfloat")
-    if d in half or (s in half and d in ("float", "double")):
+    if dst in HALF_LIKE or (src in HALF_LIKE and d in ("float", "double")):
         return f"__{_CAST_NAMES.get(s, 'bool' if s == 'bool' else 'int')}2{_CAST_NAMES[d]}"
     return _CAST_TO[d]

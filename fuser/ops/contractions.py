@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import DataType, DtypeLike, dtype_text, is_floating
+from fuser.ir.dtypes import FLOAT8, DataType, DtypeLike, dtype_text, is_floating
 from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import LinearOp, MatmulOp
@@ -34,6 +34,10 @@ def _same_dtypes(name: str, tensors: Sequence[TensorView]) -> None:
     if len({t.dtype() for t in tensors}) > 1:
         found = ", ".join(f"{t.label} is {dtype_text(t.dtype())}" for t in tensors)
         raise DtypeError(f"{name}: Expected all operands to have one dtype, but {found}")
+    if tensors[0].dtype() in FLOAT8:
+        raise unsupported(
+            name, f"{tensors[0]} has floats of one byte: write scaled_mm, or cast the operands"
+        )
 
 
 def _axis(name: str, mapped: Mapped) -> IterDomain:

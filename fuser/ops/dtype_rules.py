@@ -93,8 +93,8 @@ def _selected(name: str, values: list[Operand]) -> Typed:
 # ------------------------------------------------------------------ the table
 DTYPE_RULES: dict[str, DtypeRule] = {
     "default": DtypeRule(
-        "Operands are promoted as torch promotes them, Half and BFloat16 become Float; the result "
-        "has that dtype.",
+        "Operands are promoted as torch promotes them, floats of one byte with others to at least "
+        "Float; Half, BFloat16 and Float8 become Float; the result has that dtype.",
         _promoted("default"),
     ),
     "float": DtypeRule(
@@ -102,7 +102,7 @@ DTYPE_RULES: dict[str, DtypeRule] = {
         _promoted("float"),
     ),
     "float_only": DtypeRule(
-        "As `float`; operands that promote to Half or BFloat16 are refused.",
+        "As `float`; operands that promote to Half, BFloat16 or Float8 are refused.",
         _promoted("float_only"),
         "w",
     ),
@@ -125,8 +125,8 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     ),
     "int": DtypeRule("Integers alone, promoted as by `default`.", integers, "i"),
     "select": DtypeRule(
-        "The condition is Bool; the other operands are promoted as by `default`, but Half and "
-        "BFloat16 stay.",
+        "The condition is Bool; the other operands are promoted as by `default`, but Half, "
+        "BFloat16 and Float8 stay.",
         _selected,
     ),
     "given": DtypeRule("The result has the dtype that is given."),

@@ -14,7 +14,15 @@ from typing import cast as typing_cast
 from fuser.errors import ArgumentError, DtypeError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import HALF_LIKE, DataType, DtypeLike, check_supported, dtype_text, is_floating
+from fuser.ir.dtypes import (
+    FLOAT8,
+    HALF_LIKE,
+    DataType,
+    DtypeLike,
+    check_supported,
+    dtype_text,
+    is_floating,
+)
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import ReductionOp, WelfordOp
 from fuser.ir.scalar import Const, Scalar
@@ -24,6 +32,7 @@ from fuser.ops.building import (
     add_op,
     axes_of,
     broadcast_tensor,
+    cast_tensor,
     convert,
     fail,
     new_output,
@@ -116,6 +125,10 @@ def _reduce(
     elif kind in ("add", "mul") and not is_floating(tv.dtype()):
         tv = typing_cast(TensorView, convert(tv, DataType.Int))
     dims = dim if dims is None else dims
+    if tv.dtype() in FLOAT8 and tv.ndim:
+        # A partial result would hold too few digits, or none.
+        wide = typing_cast(TensorView, convert(tv, DataType.Float))
+        return cast_tensor(_reduce(kind, wide, None, dims, keepdim, DataType.Null), tv.dtype())
     if tv.ndim == 0:
         for d in [dims] if isinstance(dims, int) else dims or ():
             wrap_dim(d, 0, name, tv)
@@ -205,6 +218,10 @@ def welford(
     tv = arg
     if not is_floating(tv.dtype()):
         raise DtypeError(f"welford: a floating operand is needed, got {tv}")
+    if tv.dtype() in FLOAT8:
+        wide = typing_cast(TensorView, convert(tv, DataType.Float))
+        average, deviation, count = welford(wide, dims)
+        return cast_tensor(average, tv.dtype()), cast_tensor(deviation, tv.dtype()), count
     axes = _reduced_axes("welford", tv, dims)
     tv, left, repeated = _squeeze_broadcasts(tv, axes)
     if not left:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import STORED, DataType, category, dtype_text
+from fuser.ir.dtypes import FLOAT8, STORED, DataType, category, dtype_text
 from fuser.ir.guard import active_fusion
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
@@ -20,6 +20,7 @@ from fuser.ops.building import (
     as_integer,
     axes_of,
     axis_of_extent,
+    cast_tensor,
     fail,
     literal,
     new_output,
@@ -48,6 +49,11 @@ def _check_dtype(name: str, tv: TensorView, *, bools: bool = False) -> None:
         )
 
 
+def _widened(tv: TensorView) -> TensorView:
+    """Return floats of one byte as Float, as torch computes with none; others as they are."""
+    return cast_tensor(tv, DataType.Float) if tv.dtype() in FLOAT8 else tv
+
+
 def _axes(tv: TensorView) -> list[IterDomain]:
     """Create the axes of a result whose elements may all differ."""
     fusion = active_fusion()
@@ -58,7 +64,7 @@ def _axes(tv: TensorView) -> list[IterDomain]:
 def cumsum(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
     """Append the sums of all elements up to each along axis `dim`, which begin with `init`.
 
-    Half and BFloat16 are added up in Float; integers keep their dtype, and wrap.
+    Half, BFloat16 and Float8 are added up in Float; integers keep their dtype, and wrap.
     """
     return _scan("add", arg, dim, init)
 
@@ -81,6 +87,8 @@ def cummin(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
 def _scan(kind: str, arg: TensorView, dim: int, init: Scalar | None) -> TensorView:
     name = ScanOp.NAMES[kind]
     _check_dtype(name, arg)
+    if arg.dtype() in FLOAT8:
+        return elementwise.cast(_scan(kind, _widened(arg), dim, init), arg.dtype())
     dtype = arg.dtype()
     axis = wrap_dim(dim, arg.ndim, name, arg)
     if init is not None:
@@ -121,6 +129,7 @@ def argsort(
     """
     name = "argsort"
     _check_dtype(name, arg, bools=True)
+    arg = _widened(arg)
     axis = wrap_dim(dim, arg.ndim, name, arg)
     if not arg.ndim:
         return full_tensor([], Const(0, DataType.Int), DataType.Int)
@@ -139,6 +148,9 @@ def topk(
     """
     name = "topk"
     _check_dtype(name, arg)
+    if arg.dtype() in FLOAT8:
+        values, where = topk(_widened(arg), k, dim, largest, sorted)
+        return elementwise.cast(values, arg.dtype()), where
     axis = wrap_dim(dim, arg.ndim, name, arg)
     if not arg.ndim:
         raise fail(name, f"{arg} has no axis to choose from")

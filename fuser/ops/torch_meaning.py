@@ -23,7 +23,7 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
-from fuser.ir.dtypes import DataType, is_floating, to_torch
+from fuser.ir.dtypes import FLOAT8, HALF_LIKE, DataType, is_floating, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.lookup import (
@@ -84,6 +84,22 @@ class _Context:
         return x.to(self.torch_dtype(tv.dtype()))
 
 
+# Of one byte: torch moves some of them and computes with none.
+_FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, HALF_LIKE))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Return a tensor that torch can move in every way: floats of one byte as their bytes."""
+    return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
+
+
+def _byte(value: Number, dtype: torch.dtype) -> Number:
+    """Return a number of a dtype as `_bytes` holds it."""
+    if dtype not in _FLOAT8:
+        return value
+    return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
+
+
 Inputs = list[Any]
 Rule = Callable[[Any, Inputs, _Context], list[Tensor]]
 
@@ -109,7 +125,7 @@ def _cast(op: nodes.CastOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     x = inputs[0]
     if own.is_floating_point or own is torch.bool or not x.dtype.is_floating_point:
         return [cx.store(x.to(own), op.out)]
-    return [torch.trunc(x).to(own)]
+    return [torch.trunc(x.float() if x.dtype in _FLOAT8 else x).to(own)]
 
 
 # ------------------------------------------------------------------ views
@@ -155,7 +171,8 @@ def _pad(op: nodes.PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     flat = [w for i in range(len(widths) - 2, -1, -2) for w in widths[i : i + 2]]
     x = inputs[0]
     # pad() of Bool wants a number, and refuses to crop below 0 as we do.
-    return [F.pad(x, flat, value=sc.evaluate(op.value, cx.values))]
+    value = _byte(sc.evaluate(op.value, cx.values), x.dtype)
+    return [F.pad(_bytes(x), flat, value=value).view(x.dtype)]
 
 
 def _cat(op: nodes.CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -174,17 +191,18 @@ def _cat(op: nodes.CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 # ------------------------------------------------------------------ lookups
 def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     """Look up at indices that are in range, then put what others mean in its place."""
-    table, index = inputs[op.TABLE], inputs[1 - op.TABLE].long()
+    dtype = inputs[op.TABLE].dtype
+    table, index = _bytes(inputs[op.TABLE]), inputs[1 - op.TABLE].long()
     extent = table.shape[op.axis]
     outside = (index < 0) | (index >= extent)
     index = index.clamp(0, max(extent - 1, 0))
     shape = cx.sizes(op.out)
     found = table.new_empty(shape) if not extent else _FOUND[type(op)](op, table, index, cx)
-    missing = math.nan if found.dtype.is_floating_point else 0
+    missing = _byte(math.nan if dtype.is_floating_point else 0, dtype)
     if isinstance(op, IndexSelectOp | EmbeddingFwdOp):
         after = found.ndim - (op.axis if isinstance(op, IndexSelectOp) else 0) - index.ndim
         outside = outside[(..., *(None,) * after)]
-    return [found.masked_fill(outside, missing)]
+    return [found.masked_fill(outside, missing).view(dtype)]
 
 
 def _along(op: TakeAlongAxisOp, table: Tensor, index: Tensor, cx: _Context) -> Tensor:
@@ -204,17 +222,18 @@ def _select(op: SelectOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 def _scatter(op: ScatterOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     """Write into one place more than there are, which takes what is meant for none of them."""
-    x, index = inputs[0], inputs[1].long()
+    dtype = inputs[0].dtype
+    x, index = _bytes(inputs[0]), inputs[1].long()
     extent = x.shape[op.dim]
     out = x.new_empty([n + (k == op.dim) for k, n in enumerate(x.shape)])
     kept = out.narrow(op.dim, 0, extent)
     kept.copy_(x)
     index = torch.where((index < 0) | (index >= extent), extent, index)
     if isinstance(op.src, Scalar):
-        out.scatter_(op.dim, index, sc.evaluate(op.src, cx.values))
+        out.scatter_(op.dim, index, _byte(sc.evaluate(op.src, cx.values), dtype))
     else:
-        out.scatter_(op.dim, index, inputs[2])
-    return [kept]
+        out.scatter_(op.dim, index, _bytes(inputs[2]))
+    return [kept.view(dtype)]
 
 
 _FOUND: dict[type[LookupOp], Callable[[Any, Tensor, Tensor, _Context], Tensor]] = {
@@ -229,7 +248,9 @@ _FOUND: dict[type[LookupOp], Callable[[Any, Tensor, Tensor, _Context], Tensor]] 
 def _full(op: nodes.FullOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     value = sc.evaluate(op.value, cx.values)
     dtype = cx.torch_dtype(op.out.dtype())
-    return [torch.full(cx.sizes(op.out), value, dtype=dtype, device=cx.device)]
+    held = torch.uint8 if dtype in _FLOAT8 else dtype
+    made = torch.full(cx.sizes(op.out), _byte(value, dtype), dtype=held, device=cx.device)
+    return [made.view(dtype)]
 
 
 def _iota(op: nodes.IotaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -269,7 +290,7 @@ def _reduced_positions(tv: TensorView) -> list[int]:
 def _accumulate_dtype(tv: TensorView, cx: _Context) -> torch.dtype:
     """Half-like values are accumulated in float32, as in kernels."""
     dtype = cx.torch_dtype(tv.dtype())
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in _HALF_LIKE else dtype
 
 
 def _reduction(op: nodes.ReductionOp, inputs: Inputs, cx: _Context) -> list[Tensor]:

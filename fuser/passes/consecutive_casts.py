@@ -23,6 +23,9 @@ _HOLDS: dict[DataType, frozenset[DataType]] = {
     _D.Index: frozenset({_D.Int}),
     _D.Half: frozenset({_D.Float, _D.Double}),
     _D.BFloat16: frozenset({_D.Float, _D.Double}),
+    _D.Float8_e4m3fn: frozenset({_D.Half, _D.BFloat16, _D.Float, _D.Double}),
+    _D.Float8_e5m2: frozenset({_D.Half, _D.BFloat16, _D.Float, _D.Double}),
+    _D.Float8_e8m0fnu: frozenset({_D.BFloat16, _D.Float, _D.Double}),
     _D.Float: frozenset({_D.Double}),
     _D.Double: frozenset(),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.table import DTYPES, HALF, ROWS, SHIFTS, Row
+from tests.fuzz.table import DTYPES, FLOAT8, HALF, ROWS, SHIFTS, Row
 from tests.fuzz.values import INF, Num, Val, cast, computed, corners, exact, nonnan, stored
 
 Tensor = torch.Tensor
@@ -27,6 +27,10 @@ _NAME = {f.torch: n for n, f in DTYPES.items()}
 
 
 def _promote_pair(a: str, b: str) -> str:
+    if a != b and (a in FLOAT8 or b in FLOAT8):
+        # torch has no promotion here: with another float it is that, at least Float.
+        floats = [d for d in (a, b) if category(d) == "float"]
+        return floats[0] if len(floats) == 1 else "Double" if "Double" in floats else "Float"
     return _NAME[torch.promote_types(DTYPES[a].torch, DTYPES[b].torch)]
 
 

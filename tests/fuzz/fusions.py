@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from tests.fuzz.builder import Builder, Dim, joined_shapes
 from tests.fuzz.elementwise import SCALAR_OPS
 from tests.fuzz.program import Arg, Dt, Layout, Ref, Size, plain_layout
-from tests.fuzz.table import ROWS, SHIFTS
+from tests.fuzz.table import HALF, ROWS, SHIFTS
 from tests.fuzz.values import Num
 
 _DTYPES = ("Float",) * 8 + ("Half", "BFloat16") * 3 + ("Double",) * 2 + ("Int",) * 2
-_DTYPES += ("Int32", "Bool")
+_DTYPES += ("Int32", "Bool", "Float8_e4m3fn", "Float8_e5m2")
 _REDUCTIONS = ("sum", "sum", "max", "min", "prod")
 
 
@@ -217,7 +217,7 @@ class FusionBuilder(Builder):
         if self.chance(0.3):
             args.reverse()
         if row.name == "nextafter" and any(
-            self.dtype[a.name] != self.dtype[name] or self.dtype[name] in ("Half", "BFloat16")
+            self.dtype[a.name] != self.dtype[name] or self.dtype[name] in HALF
             for a in args
             if isinstance(a, Ref)
         ):

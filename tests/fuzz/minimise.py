@@ -29,6 +29,7 @@ from tests.fuzz.program import (
     plain_layout,
 )
 from tests.fuzz.shards import mesh_sizes
+from tests.fuzz.table import HALF
 from tests.fuzz.values import InvalidProgram, Val
 
 Fails = Callable[[Program], bool]
@@ -273,14 +274,12 @@ def _simpler(p: Program) -> Iterator[Program]:
             if -1 in i.shape and not any(i.layout.expanded):
                 static = replace(i, shape=given.shape, flags=i.flags is True)
                 yield replace(p, inputs=(*p.inputs[:k], static, *p.inputs[k + 1 :]))
-    if any(
-        isinstance(i, TensorInput) and i.dtype in ("Half", "BFloat16", "Double") for i in p.inputs
-    ):
+    if any(isinstance(i, TensorInput) and i.dtype in (*HALF, "Double") for i in p.inputs):
         yield replace(
             p,
             inputs=tuple(
                 replace(i, dtype="Float")
-                if isinstance(i, TensorInput) and i.dtype in ("Half", "BFloat16", "Double")
+                if isinstance(i, TensorInput) and i.dtype in (*HALF, "Double")
                 else i
                 for i in p.inputs
             ),

@@ -26,7 +26,7 @@ from tests.fuzz.oracle import Env, evaluate
 from tests.fuzz.product import Mode, collecting
 from tests.fuzz.program import Program, define_text
 from tests.fuzz.table import DTYPES
-from tests.fuzz.values import Val
+from tests.fuzz.values import Val, wide
 
 # What the product may say to a valid program without being wrong: it is counted, by reason.
 REFUSALS = (UnsupportedError, ShardingError, DefinitionError, DtypeError, InputError)
@@ -102,7 +102,9 @@ def has_gaps(t: torch.Tensor) -> bool:
 
 
 def unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return torch.equal(before.nan_to_num(), after.nan_to_num()) if before.numel() else True
+    return (
+        torch.equal(wide(before).nan_to_num(), wide(after).nan_to_num()) if before.numel() else True
+    )
 
 
 # ------------------------------------------------------------------ running

@@ -36,6 +36,9 @@ DTYPES: dict[str, DtypeFacts] = {
     "Float": _float(torch.float32),
     "Half": _float(torch.float16),
     "BFloat16": _float(torch.bfloat16),
+    "Float8_e4m3fn": _float(torch.float8_e4m3fn),
+    "Float8_e5m2": _float(torch.float8_e5m2),
+    "Float8_e8m0fnu": _float(torch.float8_e8m0fnu),
     "Int32": DtypeFacts(torch.int32, "int", largest=2.0**31 - 1),
     # How welford counts: stored as Int is, but another dtype to `cat`.
     "Index": DtypeFacts(torch.int64, "int", largest=2.0**62),
@@ -44,7 +47,9 @@ DTYPES: dict[str, DtypeFacts] = {
     # Seeds, which are only stored.
     "UInt64": DtypeFacts(torch.uint64, "int", largest=2.0**63),
 }
-HALF = ("Half", "BFloat16")
+FLOAT8 = ("Float8_e4m3fn", "Float8_e5m2", "Float8_e8m0fnu")
+# Computed in Float.
+HALF = ("Half", "BFloat16", *FLOAT8)
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,9 @@ def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
     near = torch.isfinite(ref) & ((ref.abs() + loose) > limit)
     new = torch.where(bound == 0, torch.zeros_like(bound), nonnan(loose))
     new = torch.where(torch.isinf(ref) | torch.isnan(ref), bound, new)
+    if dtype == "Float8_e4m3fn":
+        # It has no infinity: what was one is the largest number.
+        new = torch.where(torch.isinf(ref) & (bound > 0), INF, new)
     return Val(
         torch.where(bound == 0, rounded, ref), torch.where(near & (bound > 0), INF, new), dtype
     )

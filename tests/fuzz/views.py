@@ -9,6 +9,7 @@ from tests.fuzz.attend import statement
 from tests.fuzz.builder import Dim
 from tests.fuzz.fusions import FusionBuilder
 from tests.fuzz.program import Arg, Dt, Ref
+from tests.fuzz.table import FLOAT8
 
 
 def broadcast(b: FusionBuilder) -> None:
@@ -263,11 +264,15 @@ def attend(b: FusionBuilder) -> None:
         if not b.fits(dims):
             return
         name = b.input(dims, b.rng.choice(("Float", "Half", "BFloat16", "Double")))
+    if b.dtype[name] in FLOAT8:
+        return
     statement(b, name, b.input)
 
 
 def contraction(b: FusionBuilder) -> None:
-    name = b.pick(lambda n: b.is_a(n, "f") and 1 <= len(b.dims[n]) <= 4)
+    name = b.pick(
+        lambda n: b.is_a(n, "f") and b.dtype[n] not in FLOAT8 and 1 <= len(b.dims[n]) <= 4
+    )
     if name is None or len(b.inputs) > 6:
         return
     dims = b.dims[name]
