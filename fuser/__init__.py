@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         DeadlockError,
         DefinitionError,
         DivisionByZeroError,
+        DTensorError,
         DtypeError,
         EmptyDefinitionError,
         ExecutionError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from fuser.frontend.definition import FusionDefinition
+    from fuser.frontend.dtensors import execute_with_dtensors
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
     from fuser.frontend.kernel_params import CompileParams, LaunchParams
@@ -70,6 +72,7 @@ __all__ = [
     "LRUCache",
     "LruFusionCache",
     "translate_fusion",
+    "execute_with_dtensors",
     "DataType",
     "ParallelType",
     "MemoryType",
@@ -121,6 +124,7 @@ __all__ = [
     "DtypeError",
     "InputError",
     "ShardingError",
+    "DTensorError",
     "ValidationError",
     "VerifyError",
     "ParseError",
@@ -148,7 +152,6 @@ _REFUSED = {
     **dict.fromkeys(("MatmulCircularBufferingStrategy",), _LIBRARY),
     **dict.fromkeys(("MatmulTileRasterizationOrder", "nvf_cutlass"), _LIBRARY),
     **dict.fromkeys(("idm", "IdMappingMode"), "which axes are mapped is not shown yet"),
-    "execute_with_dtensors": "fd.execute takes each rank's shards: pass the local tensors",
     "pytorch_utils": "torch's dtypes are taken wherever one of DataType is",
     "benchmark_utils": "fd.trace(inputs) measures what ran when, on every rank",
 }
@@ -161,6 +164,7 @@ _DEFINED_IN: dict[str, str] = {
     "LRUCache": "fuser.frontend.fusion_cache",
     "LruFusionCache": "fuser.frontend.fusion_cache",
     "translate_fusion": "fuser.frontend.python_text",
+    "execute_with_dtensors": "fuser.frontend.dtensors",
     "DataType": "fuser.ir.dtypes",
     "ParallelType": "fuser.ir.types",
     "MemoryType": "fuser.ir.types",

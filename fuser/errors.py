@@ -78,6 +78,10 @@ class ShardingError(FuserError, ValueError):
     """A mesh, a sharding or a resharding is impossible or inconsistent."""
 
 
+class DTensorError(ShardingError, AssertionError):
+    """A DTensor does not lie as the program has its input, or a result can be none."""
+
+
 class VerifyError(FuserError):
     """A program in one of our IRs breaks an invariant; the text marks the line."""
 

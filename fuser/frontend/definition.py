@@ -51,6 +51,8 @@ from multidevice.sharding import requested_devices
 if TYPE_CHECKING:
     from os import PathLike
 
+    from torch.distributed.tensor import DTensor
+
     from hostir.measured import Trace
     from hostir.tracing import Source
 
@@ -300,6 +302,30 @@ class FusionDefinition:
         def prepare() -> Prepared[Trace]:
             cache = self._executor_cache()
             return cache.prepare_trace(inputs, asked, device, _enable_options, _disable_options)
+
+        return run_agreed(Communicator.instance(), self._devices(), prepare)
+
+    def execute_with_dtensors(self, in_dtensors: Iterable[object]) -> list[DTensor]:
+        """Run the program on DTensors and return its visible outputs as DTensors.
+
+        A tensor input is a DTensor that lies as the fusion has it: on the same mesh (of any rank,
+        of GPUs or CPUs), each dimension of which cuts the same axis or none. Scalar inputs are
+        numbers. An output's placements are those of its sharding (`fec.get_output_shardings`); its
+        mesh is that of an input where one has it, else a new one with the inputs' names of
+        dimensions. Outputs carry no gradient. All ranks of the program call it together.
+
+        Raises, on every rank and before anything runs:
+            DTensorError: an input is no DTensor, or lies elsewhere than the fusion's; the inputs'
+                meshes name their dimensions differently; an output has no mesh; there is no default
+                process group, or its ranks are not the Communicator's.
+            UnsupportedError: a DTensor is a partial sum, or of shards that are no blocks.
+            InputError: as `execute`.
+            PeerError: another rank raised.
+        """
+        from fuser.frontend.dtensors import prepare_dtensors
+
+        def prepare() -> Prepared[list[DTensor]]:
+            return prepare_dtensors(self._executor_cache(), in_dtensors)
 
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 

@@ -177,6 +177,10 @@ class Inspection:
             )
         return call.bound, self._autograd.resolved(self._completed(inputs))
 
+    def program_like(self, inputs: Sequence[Argument]) -> Program:
+        """Return the program for inputs like these. Raises `NotCompiledError`."""
+        return self._program_of(inputs)[0].program
+
     def host_program(self) -> HostIrContainer:
         """Return the program of the most recent run."""
         return self._last().program.container

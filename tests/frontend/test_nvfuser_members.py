@@ -18,8 +18,9 @@ MEMBERS = {
         get_val_tolerances Statement Val Expr IterDomain TensorDomain TensorView Split Merge
         BroadcastOp SqueezeOp ReshapeOp FusionGuard Fusion FusionExecutorCache KernelExecutor
         LRUCache LaunchParams CompileParams DataType ParallelType MemoryType LoadStoreOpType
-        CacheOp SchedulerType CommunicatorBackend ops schedule multidevice |
-        execute_with_dtensors get_fusion_profile reset_profiler PythonProfiler FusionProfile
+        CacheOp SchedulerType CommunicatorBackend ops schedule multidevice
+        execute_with_dtensors |
+        get_fusion_profile reset_profiler PythonProfiler FusionProfile
         KernelProfile HeuristicParams PointwiseParams ReductionParams MatmulParams GemmTile
         MatMulTileOptions CircularBufferOptions SupportedVectorization ClusterDims MmaMacroEncode
         MmaMacro IdMappingMode MatmulTilingStrategy MatmulBufferingLoopLevel

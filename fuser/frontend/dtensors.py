@@ -1,0 +1,263 @@
+"""Running a definition on torch's DTensors: their shards go in, the results' shards come out.
+
+A dimension of a torch mesh is the dimension of the fusion's mesh at the same place (mesh_x is the
+last). An axis that several of them cut is cut by the first one outermost, as torch has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from fuser.arguments import require, show
+from fuser.errors import DTensorError, InputError, ShardingError, UnsupportedError, user_code
+from fuser.frontend.executor_cache import FusionExecutorCache
+from fuser.inputs import check_count, flatten
+from fuser.ir.binding import Argument
+from fuser.ir.fusion import Fusion
+from fuser.ir.mesh import DeviceMesh
+from fuser.ir.tensor import TensorView
+from fuser.recent import Recent
+from multidevice.agreement import Prepared
+from multidevice.communicator import Communicator
+from multidevice.placement import cut_line, placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+    from torch.distributed.tensor import DTensor
+
+    from fuser.frontend.definition import FusionDefinition
+
+# Per dimension of a mesh the axis that it cuts; None where it cuts none.
+Axes = tuple[int | None, ...]
+# Torch meshes that no input has, made for results: torch opens groups of ranks for each.
+_MESHES: Recent[tuple[object, ...], Any] = Recent(16)
+
+
+def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
+    """Run a definition on DTensors, and return DTensors: `FusionDefinition.execute_with_dtensors`,
+    which says more, as a function."""
+    from fuser.frontend.definition import FusionDefinition
+
+    given: FusionDefinition = require("execute_with_dtensors", "fd", fd, FusionDefinition)
+    return given.execute_with_dtensors(in_dtensors)
+
+
+def prepare_dtensors(
+    cache: FusionExecutorCache, in_dtensors: Iterable[object]
+) -> Prepared[list[DTensor]]:
+    """Return what this rank claims to run on the shards of DTensors, and how; nothing is launched.
+
+    Raises what `FusionDefinition.execute_with_dtensors` does.
+    """
+    defined = cache.fusion()
+    given = flatten(in_dtensors, declared=defined.inputs)
+    check_count(len(given), defined.inputs)
+    names = _check_inputs(defined, given)
+    shards = [_shard(value) for value in given]
+    claim, numbers, run = cache.prepare(shards)
+    program = cache.program_like(shards).segmented.fusion
+    outputs = [tv for tv in program.outputs if not program.is_hidden(tv)]
+    places = [(_mesh_of(tv), _axes_of(tv, f"output {i}")) for i, tv in enumerate(outputs)]
+    meshes = [v.device_mesh for v in given if _is_dtensor(v)]
+    makers = [_maker(mesh, meshes, names, cache.devices) for mesh, _ in places]
+
+    def run_on_shards() -> list[DTensor]:
+        found = zip(run(), makers, places, strict=True)
+        return [_dtensor(local, make(local.device.type), axes) for local, make, (_, axes) in found]
+
+    return claim, numbers, run_on_shards
+
+
+# ------------------------------------------------------------------ what goes in
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] | None:
+    """Check that inputs lie as the fusion has them; return the names that they have for the
+    dimensions of their meshes."""
+    _check_ranks()
+    first: tuple[int, tuple[str, ...] | None] | None = None
+    for position, (value, tv) in enumerate(zip(given, fusion.inputs, strict=True)):
+        if not isinstance(tv, TensorView) or (tv.is_cpu_scalar and not _is_dtensor(value)):
+            continue
+        if not _is_dtensor(value):
+            raise DTensorError(
+                f"execute_with_dtensors: input {position}, {tv}, is to be a DTensor, got "
+                f"{show(value)}: execute takes each rank's shards{user_code(tv.user_line())}"
+            )
+        names = value.device_mesh.mesh_dim_names
+        first = first or (position, names)
+        if names != first[1]:
+            raise DTensorError(
+                f"execute_with_dtensors: input {position}, {tv}, has a mesh of dimensions {names}, "
+                f"input {first[0]} one of {first[1]}: the meshes of all inputs name them alike"
+            )
+        _check_placed(position, tv, value)
+    return None if first is None else first[1]
+
+
+def _check_ranks() -> None:
+    """Raise `DTensorError` where torch.distributed counts ranks otherwise."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise DTensorError(
+            "execute_with_dtensors: torch.distributed has no default process group: call "
+            "torch.distributed.init_process_group"
+        )
+    here = Communicator.instance()
+    theirs, ours = (dist.get_rank(), dist.get_world_size()), (here.rank(), here.size())
+    if theirs != ours:
+        raise DTensorError(
+            f"execute_with_dtensors: torch.distributed calls this process rank {theirs[0]} of "
+            f"{theirs[1]}, the Communicator rank {ours[0]} of {ours[1]}"
+        )
+
+
+def _check_placed(position: int, tv: TensorView, value: Any) -> None:
+    """Raise unless a DTensor lies as the fusion has its input."""
+    what, where = f"execute_with_dtensors: input {position}, {tv},", user_code(tv.user_line())
+    axes = _axes_of_dtensor(value, what, where)
+    mesh: torch.Tensor = value.device_mesh.mesh
+    shape, ranks = tuple(mesh.shape), tuple(mesh.flatten().tolist())
+    if Communicator.instance().rank() not in ranks:
+        raise DTensorError(f"{what} lies on {_spelled(shape, ranks)}, which this rank is not of")
+    if tv.mesh is None:
+        # Every rank has it whole, whatever propagation does with it.
+        expected: Axes = (None,) * len(shape)
+    elif (tv.mesh.shape, tv.mesh.devices) == (shape, ranks):
+        expected = _axes_of(tv, what)
+    else:
+        raise DTensorError(
+            f"{what} is on {tv.mesh} in the fusion, the DTensor on {_spelled(shape, ranks)}{where}"
+        )
+    # A dimension of one device cuts nothing.
+    if any(a != b for a, b, n in zip(axes, expected, shape, strict=True) if n > 1):
+        raise DTensorError(
+            f"{what} is {_placements_text(expected)} in the fusion, the DTensor is "
+            f"{_placements_text(axes)}: redistribute it, or cut the input so{where}"
+        )
+    for axis, size in enumerate(value.shape):
+        parts = [n for a, n in zip(axes, shape, strict=True) if a == axis]
+        if parts and size % (count := int(torch.tensor(parts).prod())):
+            raise DTensorError(
+                f"{what} has the size {size} along axis {axis}, which {count} devices do not "
+                f"divide: shards have one size{where}"
+            )
+
+
+def _axes_of_dtensor(value: Any, what: str, where: str) -> Axes:
+    from torch.distributed.tensor import Replicate, Shard
+
+    axes: list[int | None] = []
+    for placed in value.placements:
+        if type(placed) is Replicate:
+            axes.append(None)
+        elif type(placed) is Shard:
+            axes.append(placed.dim % max(value.ndim, 1))
+        else:
+            raise UnsupportedError(
+                f"{what} is a DTensor of {placed!r}: it may have Shard and Replicate, redistribute "
+                f"it first{where}"
+            )
+    return tuple(axes)
+
+
+def _shard(value: Argument) -> Argument:
+    """Return what this rank has of an input, once it is there."""
+    if not _is_dtensor(value):
+        return value
+    local: Any = value.to_local()
+    return local.wait() if hasattr(local, "wait") else local
+
+
+# ------------------------------------------------------------------ what comes out
+def _mesh_of(tv: TensorView) -> DeviceMesh:
+    if tv.mesh is None:
+        raise DTensorError(
+            f"execute_with_dtensors: the output {tv} has no mesh: call set_device_mesh for it or "
+            f"an input{user_code(tv.user_line())}"
+        )
+    return tv.mesh
+
+
+def _axes_of(tv: TensorView, what: str) -> Axes:
+    """Return the axis that each dimension of a tensor's mesh cuts.
+
+    Raises `UnsupportedError` where shards are no blocks as DTensors have them.
+    """
+    assert tv.mesh is not None
+    axes: list[int | None] = [None] * tv.mesh.ndim
+    for position, cuts in enumerate(placement(tv)):
+        dims = [tv.mesh.dim_of(c.ptype) if c.ptype.is_device else None for c in cuts]
+        while dims and dims[-1] is None:
+            dims.pop()  # steps of a stream within a shard
+        order = [-1 if d is None else d for d in dims]
+        if None in dims or order != sorted(order):
+            within = ", then ".join(f"{c.ptype.text} into {c.count}" for c in cuts)
+            raise UnsupportedError(
+                f"{what}: axis {position} of {tv} is cut by {within}: a DTensor's are cut by the "
+                "dimensions of the mesh from the first to the last"
+                f"{user_code(cut_line(tv, cuts[0].ptype))}"
+            )
+        for d in order:
+            axes[d] = position
+    return tuple(axes)
+
+
+def _maker(
+    mesh: DeviceMesh, meshes: Sequence[Any], names: tuple[str, ...] | None, devices: Sequence[int]
+) -> Any:
+    """Return what gives torch's mesh for results, by the type of their device."""
+    for one in meshes:
+        if (tuple(one.mesh.shape), tuple(one.mesh.flatten().tolist())) == (
+            mesh.shape,
+            mesh.devices,
+        ):
+            return lambda kind: one
+    size = Communicator.instance().size()
+    if tuple(devices) != tuple(range(size)):
+        raise ShardingError(
+            f"execute_with_dtensors: an output lies on {mesh}, on which no input does: all {size} "
+            f"ranks would make that mesh, but the program is one of {len(devices)}"
+        )
+    return partial(_made_mesh, mesh, names if names and len(names) == mesh.ndim else None)
+
+
+def _made_mesh(mesh: DeviceMesh, names: tuple[str, ...] | None, kind: str) -> TorchMesh:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    # A group that was destroyed takes its meshes with it.
+    key = (dist.group.WORLD, mesh, names, kind)
+    found = _MESHES.recall(key)
+    if found is None:
+        ranks = torch.tensor(mesh.devices).reshape(mesh.shape)
+        found = _MESHES[key] = TorchMesh(kind, ranks, mesh_dim_names=names)
+    return found
+
+
+def _dtensor(local: torch.Tensor, mesh: TorchMesh, axes: Axes) -> DTensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placed = [Replicate() if axis is None else Shard(axis) for axis in axes]
+    return DTensor.from_local(local, mesh, placed, run_check=False)
+
+
+# ------------------------------------------------------------------ words
+def _placements_text(axes: Axes) -> str:
+    return f"({', '.join('Replicate()' if a is None else f'Shard({a})' for a in axes)})"
+
+
+def _spelled(shape: tuple[int, ...], ranks: tuple[int, ...]) -> str:
+    try:
+        return str(DeviceMesh(torch.tensor(ranks).reshape(shape)))
+    except (ShardingError, InputError):
+        return f"a mesh of shape {shape}"
