@@ -16,7 +16,7 @@ from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
-from fuser.passes.segment import VIEW_OPS
+from fuser.passes.views import VIEW_OPS
 from fuser.record import record
 from multidevice.communication import TeamOf
 

@@ -8,7 +8,7 @@ from typing import Literal
 from fuser.ir.core import Op
 from fuser.ir.nodes import CastOp, LibraryOp, TensorOp
 from fuser.ir.tensor import TensorView
-from fuser.passes.segment import VIEW_OPS
+from fuser.passes.views import VIEW_OPS
 from hostir.boxes import Box
 from hostir.effects import Effect, Reads, Writes
 from hostir.ops import LaunchKernel, LocalSlice, PostOnStream

@@ -13,7 +13,8 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType
-from fuser.passes.segment import VIEW_OPS, Segment
+from fuser.passes.segment import Segment
+from fuser.passes.views import VIEW_OPS
 from hostir.effects import Stream
 from hostir.ops import (
     NUMBER_OF_STREAMS,

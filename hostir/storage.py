@@ -65,8 +65,6 @@ class Storage:
     # Where tensor ops find a buffer to write into; they make any other result.
     buffered: frozenset[TensorView]
     escaping: frozenset[TensorView]
-    # Outputs that show an input's memory without saying so: the caller gets a copy.
-    borrowed: frozenset[TensorView]
     # Those that show the shards of several ranks.
     views: dict[TensorView, SymmetricContiguousView]
     # Whether some tensor has a mesh.
@@ -129,7 +127,6 @@ class Storage:
             named,
             buffered,
             nothing,
-            nothing,
             {op.out: op for op in views},
             is_placed,
             switches,
@@ -137,9 +134,7 @@ class Storage:
             whole,
         )
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
-        stated = inputs | {alias.out for alias in program.aliases}
-        borrowed = {o for o in program.outputs if o not in stated and storage.root(o) in inputs}
-        return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
+        return replace(storage, escaping=frozenset(roots))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
         """Return the sharing where a caller gives the buffers of these tensors."""
@@ -148,7 +143,6 @@ class Storage:
             self,
             named=self.named | found,
             buffered=self.buffered | found,
-            borrowed=self.borrowed.difference(found),
             unread=self.unread - found,
         )
 

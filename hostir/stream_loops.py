@@ -31,7 +31,8 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
-from fuser.passes.segment import VIEW_OPS, Segment
+from fuser.passes.segment import Segment
+from fuser.passes.views import VIEW_OPS
 from hostir.lower_params import LowerParams
 from hostir.ops import (
     ForLoop,

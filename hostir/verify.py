@@ -18,7 +18,7 @@ from fuser.ir.scalar import Scalar, Symbol, symbols
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text, program_symbols
 from fuser.ir.verify import verify_fusion
-from fuser.passes.segment import VIEW_OPS
+from fuser.passes.views import VIEW_OPS
 from hostir.container import HostIrContainer, only_allocates, walk
 from hostir.effects import (
     Captures,

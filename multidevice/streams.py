@@ -16,7 +16,7 @@ from fuser.ir.nodes import LoadStoreOp, Reshard, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType
-from fuser.passes.segment import VIEW_OPS
+from fuser.passes.views import VIEW_OPS
 from multidevice.communication import is_same_cut, is_step_slice, moved_axes
 from multidevice.placement import (
     Block,

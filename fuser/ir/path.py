@@ -319,7 +319,10 @@ class StrideRules(Rules[Scalar]):
         return sc.mul(inp, self._size(t.inner)), inp
 
     def merge(self, t: Merge, outer: Scalar, inner: Scalar) -> Scalar | None:
-        return inner if outer == sc.mul(inner, self._size(t.inner)) else None
+        if self._size(t.inner) == sc.ONE:
+            return outer
+        is_one = self._size(t.outer) == sc.ONE
+        return inner if is_one or outer == sc.mul(inner, self._size(t.inner)) else None
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
         return inp

@@ -81,6 +81,20 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
     return tuple(sc.ZERO if a.expanded is not None else strides[a.number] for a in axes)
 
 
+def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
+    """Return the strides, per logical axis without reductions, that the domain says, gaps included:
+    a symbol for each axis that is not contiguous."""
+    axes = tv.domain.no_reductions
+    sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
+    order = [(axes[p], flag) for p, flag in memory_order(tv)]
+
+    def gap(axis: IterDomain) -> Scalar:
+        return sc.Symbol(f"stride{tv.number}_{axis.number}", sc.ONE.dtype, lo=0)
+
+    strides = _strides(order, lambda a: sizes[a.number], gap)
+    return tuple(sc.ZERO if a.expanded is not None else strides[a.number] for a in axes)
+
+
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return `dense_strides` for sizes that are known."""
     strides, step = [0] * len(sizes), 1

@@ -35,7 +35,6 @@ from fuser.ops.building import (
     fail,
     new_output,
 )
-from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
 from fuser.ops.views import squeeze_axes
 from fuser.record import record
@@ -298,7 +297,8 @@ def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int 
 
 
 def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> TensorView:
-    """Append squeeze, reshape and broadcast as the plan says (a copy when nothing changes)."""
+    """Append squeeze, reshape and broadcast as the plan says; where all axes are kept, a reshape
+    that changes nothing."""
     fusion = active_fusion()
     source = tv
     if plan.squeezed:
@@ -309,14 +309,14 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
     for ins, sizes in groups:
         if len(ins) == len(sizes) == 1:
             declare_extent(fusion, axes[ins[0]].size, sizes[0], f"reshape of {source}")
-    if not all(g.is_kept for g in plan.groups):
+    if not all(g.is_kept for g in plan.groups) or not (plan.squeezed or plan.added):
         domain = transformed_domain(fusion, clone_axes(tv), groups)
         out = new_output(domain, tv.dtype(), [tv])
         add_op(ReshapeOp(out, tv))
         tv = out
     if plan.added:
         tv = broadcast_tensor(tv, tuple(q in plan.added for q in range(len(outs))))
-    return copy_tensor(tv) if tv is source else tv
+    return tv
 
 
 def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:

@@ -6,6 +6,8 @@ allocation domain, without gaps. That is a hint: no op relies on it, and what is
 
     y [N, C, H, W] = relu(x)    x in memory (N, H, W, C)   ->   y in memory (N, H, W, C)
 
+An output that is a view of an input lies where that does, gaps included.
+
 An op follows its operand with most axes in memory, of equals the first; others order only axes that
 it lacks. Views carry an order along as far as it can be: a reshape that merges axes that are apart
 in memory ends it. So do library ops, which write row-major results. Factories and repeated axes
@@ -17,14 +19,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fuser.ir.axis_graph import tensor_operands
-from fuser.ir.domain import Transform
+from fuser.ir.domain import Transform, contiguity_for
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import declared_order
 from fuser.ir.nodes import LibraryOp, TensorOp
 from fuser.ir.path import transforms_between
-from fuser.ir.storage import copy_memory_order, is_stored, set_memory_order
+from fuser.ir.storage import (
+    copy_memory_order,
+    is_stored,
+    known_strides,
+    memory_order,
+    set_memory_order,
+)
 from fuser.ir.tensor import TensorView
-from fuser.passes.segment import VIEW_OPS
+from fuser.passes.views import (
+    VIEW_OPS,
+    Strides,
+    contiguity_of,
+    view_strides,
+    views_of_inputs,
+)
 
 Order = tuple[int, ...]
 """Positions (reductions left out) of the axes that have a place in memory, outermost first."""
@@ -46,10 +60,19 @@ def infer_layouts(
     updated = {alias.out: alias.into for alias in fusion.aliases}
     kept = {*fixed, *_read_by_library_ops(fusion, is_part)}
     orders = {v: _given(v, repeated) for v in fusion.inputs if isinstance(v, TensorView)}
+    strides = {v: known_strides(v, v.shape()) for v in orders if declared_order(v) is not None}
+    shown = views_of_inputs(fusion)
     for op in fusion.exprs:
+        view = _viewed(op, strides) if op.out_tensor in shown else None
+        if view is not None:
+            strides[op.out_tensor] = view
         for out in op.outputs:
             if out.domain.allocation and out not in fixed:
                 orders[out] = _given(out)
+                if out in shown and out in fusion.outputs:
+                    # A result has no gaps that nobody asked for.
+                    flags = contiguity_for(out.domain.maybe_allocation)
+                    out.domain = out.domain.having(contiguity=flags)
                 continue
             # What a kernel writes into an input lies there as that does.
             into = None if isinstance(op, LibraryOp) else updated.get(out)
@@ -57,7 +80,7 @@ def infer_layouts(
             if is_part(op) and out not in fixed:
                 copy_memory_order(op.inputs[0], out)  # pyright: ignore[reportArgumentType]
             elif out not in kept:
-                _lay(out, orders[out])
+                _lay(out, orders[out], view if out in fusion.outputs else None)
 
 
 def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) -> set[TensorView]:
@@ -135,7 +158,18 @@ def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
     return tuple(reversed(found))
 
 
-def _lay(tv: TensorView, order: Order) -> None:
-    """Declare an order of the axes in memory where it is not that of the tensor."""
+def _viewed(op: TensorOp, strides: Mapping[TensorView, Strides]) -> Strides | None:
+    """Return the strides of a view, None where it has none or those of its operand are unknown."""
+    known = strides.get(op.inputs[0])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return None if known is None else view_strides(op, known, TensorView.shape)
+
+
+def _lay(tv: TensorView, order: Order, view: Strides | None) -> None:
+    """Declare an order of the axes in memory where it is not that of the tensor, and the gaps of
+    what is a view with these strides."""
     if list(order) != sorted(order):
         set_memory_order(tv, _joined([order], range(tv.ndim)))
+    if view is not None:
+        places = [p for p, _ in memory_order(tv)]
+        flags = contiguity_of(tv, view, places, tv.shape())
+        tv.domain = tv.domain.having(contiguity=flags)

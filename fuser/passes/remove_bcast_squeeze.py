@@ -10,7 +10,7 @@ that are left. Kernels then see no axes that nothing iterates.
 from __future__ import annotations
 
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, LoadStoreOp, SqueezeOp, TensorOp
+from fuser.ir.nodes import BroadcastOp, ReshapeOp, SqueezeOp, TensorOp
 from fuser.ir.tensor import TensorView
 
 
@@ -22,10 +22,12 @@ def remove_bcast_squeeze(fusion: Fusion) -> None:
         definition = fusion.definition(op.inp)
         if isinstance(definition, BroadcastOp):
             new = _joined(definition, op)
-            if isinstance(new, LoadStoreOp) and is_replaceable(fusion, op.out):
+            if isinstance(new, ReshapeOp) and is_replaceable(fusion, op.out):
                 fusion.replace_uses(op.out, definition.inp)
                 fusion.replace_expr(op, ())
             elif new is not None:
+                if isinstance(new, ReshapeOp):
+                    op.out.domain = op.out.domain.having(root=op.out.domain.logical_numbers)
                 fusion.replace_expr(op, (new.replace(where=op.where),))
     fusion.exprs = fusion.used_exprs()
 
@@ -36,7 +38,8 @@ def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
-    """Return one op from `first.inp` to `second.out`; None when it takes both kinds."""
+    """Return one op from `first.inp` to `second.out`, a reshape where nothing is left to do; None
+    when it takes both kinds."""
     pairs = list(zip(first.flags, second.flags, strict=True))
     added = [new for new, gone in pairs if not gone]
     dropped = [gone for new, gone in pairs if not new]
@@ -46,4 +49,4 @@ def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
         return BroadcastOp(second.out, first.inp, flags=tuple(added))
     if any(dropped):
         return SqueezeOp(second.out, first.inp, flags=tuple(dropped))
-    return LoadStoreOp(second.out, first.inp)
+    return ReshapeOp(second.out, first.inp)

@@ -6,7 +6,7 @@ After: every axis is an iteration, a broadcast or a reduction. Tensors and axes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fuser.errors import InputError
@@ -84,22 +84,31 @@ def _decide(
         return [op]
     exprs: list[nodes.TensorOp] = []
     source = op.inp
+    is_kept = all(group.is_kept for group in plan.groups)
+    sizes = [a.extent for a in out.domain.logical]
+    if plan.squeezed and is_kept and not plan.added:
+        axes = [source.domain.no_reductions[g.ins[0]] for g in plan.groups]
+        _unify(fusion, zip(axes, sizes, strict=True), values)
+        states = [_like(a, axis) for a, axis in zip(out.domain.logical, axes, strict=True)]
+        out.domain = _updated(out.domain.having(root=()), states)
+        return [nodes.SqueezeOp(out, source, flags=_squeezed_flags(source, plan))]
     if plan.squeezed:
         source = _squeezed(fusion, source, plan, exprs)
     kept = [p for p in range(op.inp.ndim) if p not in plan.squeezed]
-    sizes = [a.extent for a in out.domain.logical]
     groups = [([kept.index(p) for p in g.ins], [sizes[q] for q in g.outs]) for g in plan.groups]
     targets = [out.domain.logical[q] for g in plan.groups for q in g.outs]
     named = targets if not plan.added else []
     domain = _grouped_domain(fusion, source, groups, named, values)
     if not plan.added:
         _define(out, domain)
-        exprs.append(_view(fusion, out, source, domain))
+        exprs.append(nodes.ReshapeOp(out, source))
         return exprs
-    middle = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
-    exprs.append(_view(fusion, middle, source, domain))
+    middle = source
+    if not is_kept:
+        middle = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
+        exprs.append(nodes.ReshapeOp(middle, source))
     flags = tuple(q in plan.added for q in range(len(sizes)))
-    sources = iter(middle.domain.logical)
+    sources = iter(domain.logical)
     states = [
         replace(a, kind=IterType.broadcast, extent=sc.ONE, rfactor=False)
         if new
@@ -117,12 +126,22 @@ def _squeezed(
     plan: ReshapePlan,
     exprs: list[nodes.TensorOp],
 ) -> TensorView:
-    axes = tv.domain.no_reductions
-    flags = tuple(p in plan.squeezed for p in range(len(axes)))
+    axes, flags = tv.domain.no_reductions, _squeezed_flags(tv, plan)
     kept = [fusion.clone_axis(a) for a, gone in zip(axes, flags, strict=True) if not gone]
     out = fusion.new_tensor(kept, tv.dtype(), mesh=tv.mesh)
     exprs.append(nodes.SqueezeOp(out, tv, flags=flags))
     return out
+
+
+def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
+    return tuple(p in plan.squeezed for p in range(tv.ndim))
+
+
+def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
+    """State that an axis that is kept has the size that the reshape names."""
+    for axis, size in pairs:
+        if size_of(axis.size, values) == size_of(size, values):
+            fusion.unify_extents(axis.size, size)
 
 
 def _grouped_domain(
@@ -138,22 +157,11 @@ def _grouped_domain(
     for ins, sizes in groups:
         if len(ins) == len(sizes) == 1:
             axis = root[ins[0]]
-            if size_of(axis.size, values) == size_of(sizes[0], values):
-                fusion.unify_extents(axis.size, sizes[0])
+            _unify(fusion, [(axis, sizes[0])], values)
             if named:
                 root[ins[0]] = replace(axis, number=named[at].number)
         at += len(sizes)
     return transformed_domain(fusion, root, groups, named=named)
-
-
-def _view(
-    fusion: Fusion, out: TensorView, source: TensorView, domain: TensorDomain
-) -> nodes.TensorOp:
-    """Return a reshape, or a copy when every axis is kept."""
-    if domain.transforms:
-        return nodes.ReshapeOp(out, source)
-    out.domain = out.domain.having(root=())
-    return nodes.LoadStoreOp(out, source)
 
 
 def _define(out: TensorView, domain: TensorDomain) -> None:
@@ -191,7 +199,7 @@ def _root_states(
         _check_sizes(op, pairs, values)
         joined = join_axes(fusion, pairs, op.name)
         if isinstance(op, nodes.ExpandOp):
-            joined = _expanded(joined, op.shape[position], values)
+            joined = _expanded(op, joined, op.shape[position], values)
         elif isinstance(op, nodes.LibraryOp) and not op.KEEPS_EXPANDED:
             joined = unexpanded(joined)
         elif isinstance(op, GatherOp) and position in op.narrowed():
@@ -207,9 +215,15 @@ def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
     return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
 
 
-def _expanded(axis: IterDomain, size: Scalar, values: Values) -> IterDomain:
-    if axis.is_broadcast and axis.expanded is None and size_of(size, values) != 1:
+def _expanded(op: nodes.ExpandOp, axis: IterDomain, size: Scalar, values: Values) -> IterDomain:
+    have, want = size_of(axis.size, values), size_of(size, values)
+    if axis.is_broadcast and axis.expanded is None and want != 1:
         return replace(axis, expanded=size)
+    if not axis.is_broadcast and have != want:
+        raise InputError(
+            f"expand: only broadcast axes change their size. For these sizes, axis {axis} of "
+            f"{op.inp} has size {have}, not {want} (at {op.where})"
+        )
     return axis
 
 

@@ -24,13 +24,20 @@ from fuser.ir.domain import TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import LookupOp
 from fuser.ir.nodes import TensorOp
-from fuser.ir.path import SizeRules, StrideRules, path, replay
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, MemoryType
 from fuser.passes.merge_groups import REDUCTION_OPS, Group, Merger, Pays
 from fuser.passes.row_parts import may_come_in_parts, split_rows
 from fuser.passes.store_or_recompute import elements, worth_storing
+from fuser.passes.views import (
+    VIEW_OPS,
+    Strides,
+    is_copy,
+    lies_as_declared,
+    view_strides,
+    views_of_inputs,
+)
 from fuser.record import record, replace
 
 SegmentKind = Literal["kernel", "library", "alias", "communication"]
@@ -69,16 +76,6 @@ class SegmentedFusion:
             f"{', '.join(o.label for o in s.outputs)}"
             for s in self.segments
         )
-
-
-VIEW_OPS = (
-    nodes.LoadStoreOp,
-    nodes.ReshapeOp,
-    nodes.BroadcastOp,
-    nodes.SqueezeOp,
-    nodes.ExpandOp,
-    nodes.SliceOp,
-)
 
 
 def segment_fusion(
@@ -132,7 +129,7 @@ class _Segmenter:
                 self.kind[e] = "library" if e.out_tensor in fusion.outputs else "alias"
             else:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
-        self.strides: dict[TensorView, tuple[Scalar, ...]] = {}
+        self.strides: dict[TensorView, Strides] = {}
 
     def run(self) -> SegmentedFusion:
         self._mark_aliases()
@@ -151,6 +148,7 @@ class _Segmenter:
         communication needs its output; a chain of views between two kernel ops stays in the kernel.
         """
         needs_memory = self._views_wanted_in_memory()
+        shown = views_of_inputs(self.fusion)
         for e in self.exprs:
             for out in e.outputs:
                 self.strides[out] = self._dense(out)
@@ -158,16 +156,20 @@ class _Segmenter:
                 self.strides[e.out_tensor] = self._view_strides(e) or self.strides[e.out_tensor]
             if self.kind[e] != "kernel" or not isinstance(e, VIEW_OPS):
                 continue
-            # An identity copy is the user's wish for a separate tensor: never an alias.
-            if isinstance(e, nodes.LoadStoreOp) and not e.out.domain.root:
+            if is_copy(e):
                 continue
-            if e.out in self.fusion.outputs or not (self._is_stored(e.inp) or e in needs_memory):
+            is_output, is_shown = e.out in self.fusion.outputs, e.out in shown
+            if is_output and not (is_shown and self._is_stored(e.inp)):
+                continue
+            if not (self._is_stored(e.inp) or e in needs_memory):
                 continue
             only_shape_ops = isinstance(e, nodes.BroadcastOp | nodes.ExpandOp | nodes.SqueezeOp)
-            if only_shape_ops and e not in needs_memory:
+            if only_shape_ops and e not in needs_memory and not is_shown:
                 continue  # kernels broadcast for free
             strides = self._view_strides(e)
-            if strides is not None and self._may_be_sent(e, strides):
+            if strides is None or not self._may_be_sent(e, strides):
+                continue
+            if not is_output or lies_as_declared(e.out, strides, self.local_shape(e.out)):
                 self.kind[e] = "alias"
                 self.strides[e.out] = strides
 
@@ -203,43 +205,13 @@ class _Segmenter:
         """Return the strides of a freshly allocated local tensor, per logical axis."""
         return storage.dense_strides(tv, self.local_shape(tv))
 
-    def _input_strides(self, tv: TensorView) -> tuple[Scalar, ...] | None:
-        """Return the strides of a fusion input; None when it is not dense."""
-        if any(flag is False for flag in tv.domain.contiguity):
-            return None
-        return self._dense(tv)
-
-    def _view_strides(self, e: TensorOp) -> tuple[Scalar, ...] | None:
+    def _view_strides(self, e: TensorOp) -> Strides | None:
         """Return the strides of a view op's output, None when torch would have to copy."""
         source: TensorView = e.inputs[0]
-        known = self.strides.get(source) or self._input_strides(source)
-        if isinstance(e, nodes.ReshapeOp):
-            return None if known is None else self._reshape_strides(e, known)
+        known = self.strides.get(source)
         if known is None:
-            # Any other view fits any strides; only a later reshape asks for them.
-            known = tuple(
-                sc.Symbol(f"stride{source.number}_{i}", sc.ONE.dtype, lo=0)
-                for i in range(source.ndim)
-            )
-        picked = [None if i is None else known[i] for i in e.axis_map(0)]
-        if isinstance(e, nodes.LoadStoreOp) and e.out.domain.root:
-            root = e.out.domain.root_numbers
-            picked = [picked[root.index(n)] for n in e.out.domain.logical_numbers]
-        return tuple(sc.ZERO if p is None else p for p in picked)
-
-    def _reshape_strides(
-        self, e: nodes.ReshapeOp, known: tuple[Scalar, ...]
-    ) -> tuple[Scalar, ...] | None:
-        domain = e.out.domain
-        sizes = dict(zip(domain.root_numbers, self.local_shape(e.inp), strict=True))
-        sizes.update(zip(domain.logical_numbers, self.local_shape(e.out), strict=True))
-        steps = path(domain, domain.root, domain.logical)
-        sizes = replay(steps, sizes, SizeRules())
-        strides = dict(zip(domain.root_numbers, known, strict=True))
-        strides = replay(steps, strides, StrideRules(sizes.__getitem__))
-        if not strides.keys() >= set(domain.logical_numbers):
-            return None
-        return tuple(strides[n] for n in domain.logical_numbers)
+            known = storage.known_strides(source, self.local_shape(source))
+        return view_strides(e, known, self.local_shape)
 
     # ------------------------------------------------------------ what memory holds
     def _materialised(self) -> dict[TensorView, None]:

@@ -122,6 +122,16 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Given], Shape]] = {
 }
 
 
+# Those whose result is a view of the input, which the twin's has without gaps.
+VIEWS = {
+    "a new axis",
+    "a permutation keeps memory as it is",
+    "a split axis",
+    "axes that lie one behind the other, merged",
+    "a slice",
+}
+
+
 def define(build: Callable[..., Any], given: Sequence[Given]) -> tuple[Fusion, TensorView]:
     fusion = Fusion()
     with FusionGuard(fusion):
@@ -144,7 +154,8 @@ def test_a_result_lies_in_the_order_that_it_follows(case: str) -> None:
     infer_layouts(fusion)
     if expected:
         assert order_of(out) == tuple(expected)
-    assert is_contiguous(out)
+    # The inputs may have gaps, which a view of one has, too.
+    assert is_contiguous(out) or case in VIEWS
     # The twin runs, and lies in memory as the pass says.
     inputs = [laid(shape, order, k) for k, (shape, order) in enumerate(given)]
     with FusionDefinition() as fd:
@@ -157,7 +168,11 @@ def test_a_result_lies_in_the_order_that_it_follows(case: str) -> None:
     torch.testing.assert_close(found, wanted)
     by_size = [p for p in order_of(out) if found.shape[p] > 1]
     assert [found.stride(p) for p in by_size] == sorted(found.stride(p) for p in by_size)[::-1]
-    assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
+    assert (found.untyped_storage().data_ptr() == inputs[0].untyped_storage().data_ptr()) == (
+        case in VIEWS
+    )
+    if case not in VIEWS:
+        assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
 
 
 def test_new_axes_and_permutations_leave_memory_as_it_is() -> None:
