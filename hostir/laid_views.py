@@ -9,6 +9,7 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.laid import Laid, dense_strides, viewed_strides
 from fuser.ir.nodes import TensorOp
+from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Number, Symbol
 
 Shape = tuple[int, ...]
@@ -52,7 +53,7 @@ def _reshape(op: nodes.ReshapeOp, x: Laid, shape: Shape, values: object) -> Seen
     return None if strides is None else (strides, 0)
 
 
-def _slice(op: nodes.SliceOp, x: Laid, shape: Shape, values: Mapping[Symbol, Number]) -> Seen:
+def _slice(op: SliceOp, x: Laid, shape: Shape, values: Mapping[Symbol, Number]) -> Seen:
     shift = 0
     axes = zip(op.starts, op.stops, x.shape, x.stride(), shape, strict=True)
     for start, stop, n, step, wanted in axes:
@@ -68,7 +69,7 @@ VIEWS: dict[type[TensorOp], Callable[[Any, Laid, Shape, Mapping[Symbol, Number]]
     nodes.ExpandOp: _expand,
     nodes.LoadStoreOp: _load_store,
     nodes.ReshapeOp: _reshape,
-    nodes.SliceOp: _slice,
+    SliceOp: _slice,
     nodes.SqueezeOp: _squeeze,
 }
 

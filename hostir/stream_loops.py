@@ -28,6 +28,7 @@ from dataclasses import replace
 from fuser.ir import nodes
 from fuser.ir.core import Op
 from fuser.ir.nodes import TensorOp
+from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
@@ -51,7 +52,7 @@ from multidevice.stream_steps import is_in_step
 from multidevice.streams import StreamLoops, is_allocated_per_step
 
 # What torch carries out where `LowerParams.standalone` asks for it.
-STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, nodes.SliceOp)
+STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, SliceOp)
 
 
 def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:

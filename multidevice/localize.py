@@ -15,16 +15,9 @@ from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, TensorDomain, numbers
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import (
-    BroadcastOp,
-    ExpandOp,
-    FullOp,
-    ReductionOp,
-    Reshard,
-    SliceOp,
-    TensorOp,
-)
+from fuser.ir.nodes import BroadcastOp, ExpandOp, FullOp, ReductionOp, Reshard, TensorOp
 from fuser.ir.path import transforms_between, with_exact_splits
+from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
@@ -165,7 +158,7 @@ def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
         r.size if r.number == axis.number else stop
         for r, axis, stop in zip(root, logical, op.stops, strict=True)
     )
-    return {"stops": stops}
+    return {"ranges": SliceOp.ranges_of(op.starts, stops)}
 
 
 def _with_local_scalars(op: TensorOp) -> TensorOp:

@@ -15,6 +15,7 @@ from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.grouped import GroupedMmaOp
+from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
@@ -177,8 +178,8 @@ def _reshape(op: nodes.ReshapeOp) -> Call:
     return _ops("reshape", op.inp, new_shape=op.out.shape())
 
 
-@_row(nodes.SliceOp)
-def _slice(op: nodes.SliceOp) -> Call:
+@_row(SliceOp)
+def _slice(op: SliceOp) -> Call:
     return _ops(
         "slice",
         op.inp,
@@ -189,15 +190,15 @@ def _slice(op: nodes.SliceOp) -> Call:
     )
 
 
-@_row(nodes.PadOp)
-def _pad(op: nodes.PadOp) -> Call:
+@_row(PadOp)
+def _pad(op: PadOp) -> Call:
     pairs = [*zip(op.left, op.right, strict=True)][::-1]
     widths = [w for pair in pairs for w in pair]
     return _ops("pad", op.inp, pad_widths=widths, value=_filled(op.value))
 
 
-@_row(nodes.CatOp)
-def _cat(op: nodes.CatOp) -> Call:
+@_row(CatOp)
+def _cat(op: CatOp) -> Call:
     return _ops("cat", op.pieces, dim=op.dim, manual_padding=True)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Literal, Self, dataclass_transform, overload
 
@@ -31,9 +31,10 @@ def operand(**options: Any) -> Any:
     return field(metadata={"kind": "operand"}, **options)
 
 
-def operands(**options: Any) -> Any:
-    """Declare a tuple of values that the op reads."""
-    return field(metadata={"kind": "operands"}, **options)
+def operands(*, in_rows: int = 0, **options: Any) -> Any:
+    """Declare a tuple of values that the op reads, which may be printed in rows of so many:
+    `{ {a, b} {c, d} }`."""
+    return field(metadata={"kind": "operands", "in_rows": in_rows}, **options)
 
 
 def result() -> Any:
@@ -96,6 +97,13 @@ class Op:
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
             if f.metadata.get("kind") in kinds
         )
+
+    @classmethod
+    @functools.cache
+    def rows(cls) -> Mapping[str, int]:
+        """Return the fields that are printed in rows, and of how many values each is."""
+        fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+        return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
 
     @classmethod
     @functools.cache

@@ -374,55 +374,6 @@ class ReshapeOp(TensorOp):
         return "reshape"
 
 
-class SliceOp(TensorOp):
-    """out = inp[start:stop] per axis, step 1; out.logical = Resize(out.root)."""
-
-    out: TensorView = result()
-    inp: TensorView = operand()
-    starts: tuple[Scalar, ...] = operands()
-    stops: tuple[Scalar, ...] = operands()
-    TEXT = "{out}\n   = slice( {inp}, {starts}, {stops} )"
-
-    @property
-    def name(self) -> str:
-        return "slice"
-
-
-class PadOp(TensorOp):
-    """out = inp with `left[i]` and `right[i]` elements of `value` around axis i (< 0: crop)."""
-
-    out: TensorView = result()
-    inp: TensorView = operand()
-    left: tuple[Scalar, ...] = operands()
-    right: tuple[Scalar, ...] = operands()
-    value: Scalar = operand()
-    TEXT = "{out}\n   = pad( {inp}, {left}, {right}, {value} )"
-
-    @property
-    def name(self) -> str:
-        return "pad"
-
-
-class CatOp(TensorOp):
-    """out = the pieces along `dim`; each input is already padded to out's extent.
-
-    `ends[k]` is where piece k ends along `dim`.
-    """
-
-    out: TensorView = result()
-    pieces: tuple[TensorView, ...] = operands()
-    ends: tuple[Scalar, ...] = operands()
-    dim: int = attr()
-    TEXT = "{out}\n   = cat( {pieces}, {ends}, {dim} )"
-
-    @property
-    def name(self) -> str:
-        return "cat"
-
-    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        return (self.dim,)
-
-
 # ------------------------------------------------------------------ reductions
 class ReductionOp(TensorOp):
     """out reduces inp over out's reduction axes. kind: add, mul, max, min."""

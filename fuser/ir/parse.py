@@ -178,10 +178,24 @@ class Parser(ValueParser):
             return self.value() if kind == "operand" else self.tensor()
         if kind in ("operands", "results"):
             self.cursor.take("{")
-            return self.values("}")
+            length = template.op.rows().get(name)
+            return self.values("}") if length is None else self._rows(length)
         read = self.attributes.get(template.types[name])
         assert read is not None, f"no parser for attribute {name}: {template.types[name]}"
         return read(self)
+
+    def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
+        """Read rows of so many values, `{a, b} {c, d} }`; return the values one after the other."""
+        c = self.cursor
+        found: list[TensorView | Scalar] = []
+        while not c.take_if("}"):
+            at = c.pos
+            c.take("{")
+            row = self.values("}")
+            if len(row) != length:
+                raise c.fail(f"expected {length} values in braces, found {len(row)}", at)
+            found += row
+        return tuple(found)
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:

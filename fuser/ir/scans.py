@@ -117,7 +117,7 @@ class ArgsortOp(AlongAxisOp):
     @staticmethod
     def _template(descending: bool, stable: bool) -> str:
         flags = f"descending = {descending}, stable = {stable}"
-        return "{out}\n   = argsort( {inp}, dim = {dim}, " + flags + " )"
+        return "{out} = argsort( {inp}, dim = {dim}, " + flags + " )"
 
     def dtypes(self) -> tuple[DataType, ...]:
         return (DataType.Int,)
@@ -150,7 +150,7 @@ class TopKOp(AlongAxisOp):
     @staticmethod
     def _template(largest: bool, in_order: bool) -> str:
         flags = f"largest = {largest}, sorted = {in_order}"
-        return "( {found}, {places} )\n   = topk( {inp}, {k}, dim = {dim}, " + flags + " )"
+        return "( {found}, {places} ) = topk( {inp}, {k}, dim = {dim}, " + flags + " )"
 
     def axis_map(self, operand_index: int) -> AxisMap:
         return self.cut_map(operand_index, self.found)

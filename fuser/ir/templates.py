@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from fuser.ir import attention, lookup
+from fuser.ir import attention, lookup, resizing
 from fuser.ir.core import Op
 from fuser.record import record
 
 # Where tensor ops are declared: a text may name any of them.
-DECLARING = (attention, lookup)
+DECLARING = (attention, lookup, resizing)
 
 
 @record

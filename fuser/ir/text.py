@@ -45,16 +45,23 @@ def value_text(value: object) -> str:
 def fill_template(op: Op, template: str) -> str:
     """Replace `{field}` and `{field.method}` placeholders by the op's values; regions are indented
     on lines of their own."""
-    heads = op.region_heads()
+    heads, rows = op.region_heads(), op.rows()
 
     def one(match: re.Match[str]) -> str:
         name, _, method = match[1].partition(".")
         value = getattr(op, name)
         if name in heads:
             return region_text(value, heads[name])
+        if name in rows:
+            return _rows_text(value, rows[name])
         return value_text(getattr(value, method)() if method else value)
 
     return _PLACEHOLDER.sub(one, template)
+
+
+def _rows_text(values: Sequence[object], length: int) -> str:
+    rows = (tuple(values[k : k + length]) for k in range(0, len(values), length))
+    return " ".join(["{", *map(value_text, rows), "}"])
 
 
 def op_text(op: Op) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.nodes import PadOp
+from fuser.ir.resizing import PadOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.context import Context

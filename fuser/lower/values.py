@@ -16,18 +16,8 @@ import torch
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import HALF_LIKE, DataType, is_floating, to_torch
-from fuser.ir.nodes import (
-    BinaryOp,
-    CastOp,
-    CatOp,
-    FullOp,
-    IotaOp,
-    PadOp,
-    RandomOp,
-    TensorOp,
-    TernaryOp,
-    UnaryOp,
-)
+from fuser.ir.nodes import BinaryOp, CastOp, FullOp, IotaOp, RandomOp, TensorOp, TernaryOp, UnaryOp
+from fuser.ir.resizing import CatOp, PadOp
 from fuser.ir.scalar import Const, Scalar, Symbol
 from fuser.ir.scalar_range import interval
 from fuser.ir.tensor import TensorView

@@ -11,7 +11,7 @@ from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import category, dtype_text
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
-from fuser.ir.nodes import CatOp, PadOp, SliceOp
+from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
@@ -91,7 +91,7 @@ def slice(
         return full_tensor(kept, Const(0, tv.dtype()), tv.dtype())
     out = new_output(resized_domain(fusion, clone_axes(tv), widths), tv.dtype(), [tv])
     pairs = tuple(s for s, _ in bounds), tuple(e for _, e in bounds)
-    add_op(SliceOp(out, tv, *pairs))
+    add_op(SliceOp(out, tv, SliceOp.ranges_of(*pairs)))
     return out
 
 
@@ -181,9 +181,14 @@ def pad_tensor(
     if any(sc.int_value(a.size) == 0 for a in axes_of(tv)):
         return full_tensor([a.size for a in domain.logical], value, tv.dtype())
     out = new_output(domain, tv.dtype(), [tv])
-    left, right = tuple(w[0] for w in widths), tuple(w[1] for w in widths)
-    add_op(PadOp(out, tv, left, right, value))
+    filler = None if _is_zero(value) else value
+    add_op(PadOp(out, tv, tuple(w for pair in widths for w in pair), filler))
     return out
+
+
+def _is_zero(value: Scalar) -> bool:
+    """Whether a filler is what a pad without one has: not -0.0."""
+    return isinstance(value, Const) and repr(value.value) in ("0", "0.0", "False")
 
 
 # ------------------------------------------------------------------ cat

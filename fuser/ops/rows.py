@@ -22,24 +22,22 @@ from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
     CastOp,
-    CatOp,
     ExpandOp,
     FullOp,
     IotaOp,
     LinearOp,
     LoadStoreOp,
     MatmulOp,
-    PadOp,
     RandomOp,
     ReductionOp,
     ReshapeOp,
-    SliceOp,
     SqueezeOp,
     TensorOp,
     TernaryOp,
     UnaryOp,
     WelfordOp,
 )
+from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ops import elementwise, factories, indexing, random, reductions, resize, scans, views
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd

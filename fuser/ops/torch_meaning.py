@@ -35,6 +35,7 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
+from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ir.tensor import TensorView
@@ -161,12 +162,12 @@ def _reshape(op: nodes.ReshapeOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [inputs[0].reshape(cx.sizes(op.out))]
 
 
-def _slice(op: nodes.SliceOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+def _slice(op: SliceOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     pairs = zip(op.starts, op.stops, strict=True)
     return [inputs[0][tuple(slice(cx.int_of(a), cx.int_of(b)) for a, b in pairs)]]
 
 
-def _pad(op: nodes.PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+def _pad(op: PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     widths = [cx.int_of(w) for pair in zip(op.left, op.right, strict=True) for w in pair]
     flat = [w for i in range(len(widths) - 2, -1, -2) for w in widths[i : i + 2]]
     x = inputs[0]
@@ -175,7 +176,7 @@ def _pad(op: nodes.PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [F.pad(_bytes(x), flat, value=value).view(x.dtype)]
 
 
-def _cat(op: nodes.CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     sizes = cx.sizes(op.out)
     parts: list[Tensor] = []
     start = 0
@@ -464,9 +465,9 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     nodes.SqueezeOp: NodeRow(_squeeze, "index"),
     nodes.ExpandOp: NodeRow(_expand, "index"),
     nodes.ReshapeOp: NodeRow(_reshape, "index"),
-    nodes.SliceOp: NodeRow(_slice, "index"),
-    nodes.PadOp: NodeRow(_pad, "element"),
-    nodes.CatOp: NodeRow(_cat, "element"),
+    SliceOp: NodeRow(_slice, "index"),
+    PadOp: NodeRow(_pad, "element"),
+    CatOp: NodeRow(_cat, "element"),
     **dict.fromkeys(_FOUND, NodeRow(_lookup, "element")),
     SelectOp: NodeRow(_select, "element"),
     ScatterOp: NodeRow(_scatter, "library"),

@@ -19,6 +19,7 @@ from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, is_floating
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import LookupOp
+from fuser.ir.resizing import PadOp
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
@@ -50,7 +51,7 @@ def _filled(fusion: Fusion, op: nodes.TensorOp, values: Values) -> list[nodes.Te
     )
     if reduces_nothing and isinstance(op, nodes.LinearOp) and op.bias is not None:
         return _bias_alone(fusion, op, op.bias)
-    pads_nothing = isinstance(op, nodes.PadOp) and any(
+    pads_nothing = isinstance(op, PadOp) and any(
         _is_empty(a, values) for a in op.inp.domain.no_reductions
     )
     finds_nothing = isinstance(op, LookupOp) and any(
@@ -77,7 +78,7 @@ def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
     match op:
         case nodes.ReductionOp():
             return [op.init]
-        case nodes.PadOp():
+        case PadOp():
             return [op.value]
         case LookupOp() if is_floating(op.out.dtype()):
             return [Const(math.nan, op.out.dtype())]

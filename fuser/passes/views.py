@@ -13,6 +13,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.path import SizeRules, StrideRules, path, replay
+from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 
@@ -22,7 +23,7 @@ VIEW_OPS = (
     nodes.BroadcastOp,
     nodes.SqueezeOp,
     nodes.ExpandOp,
-    nodes.SliceOp,
+    SliceOp,
 )
 
 Strides = tuple[Scalar, ...]

@@ -25,7 +25,8 @@ from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import LookupOp
-from fuser.ir.nodes import CatOp, LibraryOp, ReductionOp, WelfordOp
+from fuser.ir.nodes import LibraryOp, ReductionOp, WelfordOp
+from fuser.ir.resizing import CatOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.record import record

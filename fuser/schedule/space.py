@@ -14,7 +14,8 @@ from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import LookupOp
-from fuser.ir.nodes import CatOp, PadOp, SliceOp, TensorOp
+from fuser.ir.nodes import TensorOp
+from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.record import record

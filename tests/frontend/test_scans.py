@@ -313,8 +313,8 @@ def test_texts() -> None:
     assert [str(op) for op in fd.fusion.exprs] == [
         f"{t1}\n   = scan({t0},\n          dim=1,\n          op_type=add,\n"
         "          init=float(0))",
-        f"{t2}\n   = argsort( {t0}, dim = 0, descending = False, stable = True )",
-        f"( {t3}, {t4} )\n   = topk( {t0}, 2, dim = 1, largest = True, sorted = False )",
+        f"{t2} = argsort( {t0}, dim = 0, descending = False, stable = True )",
+        f"( {t3}, {t4} ) = topk( {t0}, 2, dim = 1, largest = True, sorted = False )",
     ]
 
 

@@ -147,10 +147,9 @@ _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 _SAMPLES = {
     "flags": "{true, false}",
     "shape": "{i0, ( i1 * 2 )}",
-    "starts": "{0, 1}",
-    "stops": "{i0, ( i1 - 1 )}",
-    "left": "{0, 1}",
-    "right": "{2, 0}",
+    "ranges": "{ {0, i0, 1} {1, ( i1 - 1 ), 1} }",
+    "widths": "{0, 2, 1, 0}",
+    "filler": "double(0.5)",
     "pieces": "{T1, T2}",
     "ends": "{i0, ( i0 + i1 )}",
     "dim": "0",

@@ -12,7 +12,7 @@ import torch
 from fuser.errors import FuserError
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import CatOp
+from fuser.ir.resizing import CatOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import evaluate_fusion

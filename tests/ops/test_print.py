@@ -181,7 +181,7 @@ Outputs:
 
 %kernel_math {
 T1_g_float[iS4{( min(5, i0) )}rf, iS5{4}rf]
-   = slice( T0_g_float[iS0{i0}, iS1{9}], {0, 2}, {( min(5, i0) ), 6} )
+   = slice( T0_g_float[iS0{i0}, iS1{9}], { {0, ( min(5, i0) ), 1} {2, 6, 1} } )
 } // %kernel_math 
 
 """,
