@@ -14,7 +14,7 @@ from fuser.ir.binding import Argument, Binder, Values, tensor_problem
 from fuser.ir.dtypes import category, dtype_text, misfit, to_torch, torch_dtype_text
 from fuser.ir.fusion import Fusion, Value
 from fuser.ir.scalar import Const, Scalar, Symbol
-from fuser.ir.storage import memory_order
+from fuser.ir.storage import expanded_positions, memory_order
 from fuser.ir.tensor import TensorView
 from hostir.layout import parts
 from hostir.overlap import overlaps_itself
@@ -34,7 +34,9 @@ class _TensorSpec:
     tv: TensorView
     dtype: torch.dtype
     order: tuple[tuple[int, bool | None], ...]
-    # Whether memory has the axes in their own order.
+    # The axes along which it is one element.
+    expanded: tuple[int, ...]
+    # Whether memory has all axes in their own order.
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
@@ -45,8 +47,9 @@ class _TensorSpec:
 
 def _spec(index: int, tv: TensorView) -> _TensorSpec:
     order = memory_order(tv)
-    is_in_order = all(p == i for i, (p, _) in enumerate(order))
-    return _TensorSpec(index, tv, to_torch(tv.dtype()), order, is_in_order)
+    expanded = expanded_positions(tv)
+    is_in_order = not expanded and all(p == i for i, (p, _) in enumerate(order))
+    return _TensorSpec(index, tv, to_torch(tv.dtype()), order, expanded, is_in_order)
 
 
 class InputBinder:
@@ -120,6 +123,13 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
         return
     if value.numel() == 0:
         return
+    for position in spec.expanded:
+        if value.size(position) > 1 and value.stride(position):
+            raise spec.refuses(
+                f"which is expanded, to have stride 0 at axis {position}, but got shape "
+                f"{tuple(value.shape)} with strides {value.stride()}",
+                head="Stride mismatch with contiguity info. ",
+            )
     expected = 1
     for position, flag in reversed(spec.order):
         size, stride = value.size(position), value.stride(position)

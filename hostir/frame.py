@@ -265,7 +265,7 @@ class Frame:
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
         if tv not in self.tensors:
             raise ExecutionError(f"output {tv} has no buffer when the program ends")
-        return self.tensors[tv]
+        return self.tensors[tv].clone() if tv in self.storage.borrowed else self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:
         """Return the input whose buffer an in-place output is written into."""

@@ -21,6 +21,7 @@ from fuser.ir.fusion import Alias, Fusion
 from fuser.ir.nodes import TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.passes.segment import Segment, SegmentedFusion
+from fuser.passes.views import is_copy
 from hostir.container import HostIrContainer, KernelGroup
 from hostir.effects import Stream
 from hostir.lower_params import DEFAULT, LowerParams
@@ -272,8 +273,7 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
     for e in segment.exprs:
         if not reading.intersection(v for v in e.inputs if isinstance(v, TensorView)):
             continue
-        is_copy = isinstance(e, nodes.LoadStoreOp) and not e.out.domain.root
-        if not (is_copy or isinstance(e, _ELEMENTWISE)) or _shape(e.out_tensor) != _shape(into):
+        if not (is_copy(e) or isinstance(e, _ELEMENTWISE)) or _shape(e.out_tensor) != _shape(into):
             return False
         reading.update(e.outputs)
     return all(o is out or o not in reading for o in segment.outputs)

@@ -82,14 +82,16 @@ class NotingRecorder(Recorder):
         makes = tuple((Action(make.run), None) for make in plan.made.values())
         plan = replace(plan, made={}, steps=(*makes, *plan.steps))
         recorded, behind = len(self.ops), len(self._steps) - len(self.ops)
-        absent = [tv for tv in outputs if not self.frame.is_mine(tv)]
-        assert len(absent) == behind, f"{behind} steps behind the last op, for outputs {absent}"
+        storage = self.frame.storage
+        ends = [tv for tv in outputs if not self.frame.is_mine(tv) or tv in storage.borrowed]
+        assert len(ends) == behind, f"{behind} steps behind the last op, for outputs {ends}"
         begins = len(plan.steps) - recorded - behind
         made = TracedOp("memory of the outputs", "", "", (), CALLER, "host")
         self.ops = [made] * begins + self.ops
-        for tv in absent:
-            text = f"{tv.label}, which this rank has no part of"
-            self.ops.append(TracedOp(text, "", "", (tv.label,), CALLER, "host"))
+        for tv in ends:
+            kind: Kind = "compute" if self.frame.is_mine(tv) else "host"
+            text = f"a copy of {tv.label}, as the output"
+            self.ops.append(TracedOp(text, "", "", (tv.label,), CALLER, kind))
         return plan
 
     def values(self) -> dict[Symbol, Number]:

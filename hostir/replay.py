@@ -179,6 +179,8 @@ class Recorder:
         for tv in outputs:
             if not self.frame.is_mine(tv):
                 self._steps.append((Action(self._absent(tv)), None))
+            elif tv in self.frame.storage.borrowed:
+                self._steps.append((Action(self._copy(tv)), None))
         blocks, nbytes = self._place()
         lasting = self._blocks.keys() - self._lifetimes.keys() - self._in_steps
         self._made.update({i: self._make(*self._blocks[i]) for i in sorted(lasting)})
@@ -187,7 +189,7 @@ class Recorder:
             tuple(self._steps),
             len(self.frame.program.inputs),
             self._size,
-            tuple(map(self.slot, outputs)),
+            tuple(self._slot.get(("copy", t), self.slot(t)) for t in outputs),
             blocks,
             nbytes,
             self._symmetric,
@@ -246,6 +248,13 @@ class Recorder:
             slots[i] = nothing
 
         return absent
+
+    def _copy(self, tv: TensorView) -> Closure:
+        i, o = self.slot(tv), self.slot(("copy", tv))
+        like = torch.empty_like(self.frame.tensors[tv], device="meta")
+        block = Block(o, tuple(like.shape), like.stride(), like.dtype)
+        self._made[o] = self._make(tv, block)
+        return lambda slots: slots[o].copy_(slots[i])
 
     def _allocate(self, op: Allocate) -> Step | Closure | None:
         tv = op.buffer

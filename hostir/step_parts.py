@@ -14,7 +14,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType
 from fuser.passes.segment import Segment
-from fuser.passes.views import VIEW_OPS
+from fuser.passes.views import VIEW_OPS, is_copy
 from hostir.effects import Stream
 from hostir.ops import (
     NUMBER_OF_STREAMS,
@@ -27,7 +27,6 @@ from hostir.slices import block, rotated, selected, slots
 from multidevice.communication import (
     communicates,
     communication_type,
-    is_copy,
     is_device_to_stream,
     is_exchange,
     is_step_slice,

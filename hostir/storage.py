@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -13,6 +13,7 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.tensor import TensorView
+from fuser.passes.views import is_copy
 from hostir.container import HostIrContainer, walk
 from hostir.effects import Makes, Part, Shows, effects_of
 from hostir.ops import Deallocate, HostOp, SetCurrentStream, SymmetricContiguousView
@@ -27,6 +28,12 @@ def _unread(
     read.update(program.inputs, program.outputs)
     several = (op.outputs for op in ops if isinstance(op, TensorOp) and len(op.outputs) > 1)
     return frozenset(o for outs in several for o in outs if o not in read and o not in shared)
+
+
+def _shown(tv: TensorView, shows: Mapping[TensorView, TensorView]) -> Iterator[TensorView]:
+    """Yield what a tensor is a view of, and what that is a view of."""
+    while tv in shows:
+        yield (tv := shows[tv])
 
 
 class WholeShapes:
@@ -65,6 +72,8 @@ class Storage:
     # Where tensor ops find a buffer to write into; they make any other result.
     buffered: frozenset[TensorView]
     escaping: frozenset[TensorView]
+    # Outputs that show an input's memory through a `set` without a buffer: the caller gets a copy.
+    borrowed: frozenset[TensorView]
     # Those that show the shards of several ranks.
     views: dict[TensorView, SymmetricContiguousView]
     # Whether some tensor has a mesh.
@@ -127,6 +136,7 @@ class Storage:
             named,
             buffered,
             nothing,
+            nothing,
             {op.out: op for op in views},
             is_placed,
             switches,
@@ -134,7 +144,14 @@ class Storage:
             whole,
         )
         roots = {storage.root(tv) for tv in (*inputs, *program.outputs)}
-        return replace(storage, escaping=frozenset(roots))
+        stated = inputs | {alias.out for alias in program.aliases}
+        copies = {op.out for op in ops if isinstance(op, TensorOp) and is_copy(op)}
+        borrowed = {
+            o
+            for o in program.outputs
+            if o not in stated and storage.root(o) in inputs and copies & {o, *_shown(o, shows)}
+        }
+        return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
         """Return the sharing where a caller gives the buffers of these tensors."""
@@ -143,6 +160,7 @@ class Storage:
             self,
             named=self.named | found,
             buffered=self.buffered | found,
+            borrowed=self.borrowed.difference(found),
             unread=self.unread - found,
         )
 

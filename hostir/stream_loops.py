@@ -33,7 +33,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import MemoryType, ParallelType
 from fuser.passes.segment import Segment
-from fuser.passes.views import VIEW_OPS
+from fuser.passes.views import VIEW_OPS, is_copy
 from hostir.lower_params import LowerParams
 from hostir.ops import (
     ForLoop,
@@ -45,7 +45,6 @@ from hostir.ops import (
 from hostir.places import with_places
 from hostir.step_kernels import block_type, split_tensor, with_block_number
 from hostir.step_transfers import StepTransfers
-from multidevice.communication import is_copy
 from multidevice.localize import is_block
 from multidevice.placement import clone_domain
 from multidevice.stream_steps import is_in_step

@@ -18,9 +18,10 @@ from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import STORED
 from fuser.ir.mesh import DeviceMesh
-from fuser.ir.nodes import LoadStoreOp, ReductionOp, Reshard, TensorOp
+from fuser.ir.nodes import ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.passes.views import is_copy
 from multidevice.backends.protocol import RedOp
 from multidevice.placement import Cuts, placement, step_parts, stream_axis_of
 from multidevice.propagate import is_from_devices
@@ -238,11 +239,6 @@ def team_of(op: Reshard) -> TeamOf:
 
 
 # ------------------------------------------------------------------ finding it out, once
-def is_copy(op: TensorOp) -> bool:
-    """Whether the op is a plain copy: same axes in the same order."""
-    return isinstance(op, LoadStoreOp) and not op.out.domain.root
-
-
 def as_reshard(op: TensorOp) -> Reshard | None:
     """Return the `Reshard` that the op is; None for an op that is local on every device.
 

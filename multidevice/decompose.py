@@ -22,7 +22,8 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from multidevice.communication import as_reshard, check_lowerable, is_copy
+from fuser.passes.views import is_copy
+from multidevice.communication import as_reshard, check_lowerable
 from multidevice.partial_sums import (
     add_row_parallel_bias_last,
     exchange_partial_sums,

@@ -17,10 +17,10 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReshapeOp, Reshard, TensorOp
 from fuser.ir.storage import copy_memory_order, is_contiguous, memory_order, set_memory_order
 from fuser.ir.tensor import TensorView
+from fuser.passes.views import is_copy
 from multidevice.communication import (
     communicates,
     communication_type,
-    is_copy,
     is_device_to_stream,
     is_exchange,
     is_step_slice,

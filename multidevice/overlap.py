@@ -25,7 +25,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import Contraction, LoadStoreOp, ReductionOp, ReshapeOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
-from multidevice.communication import is_copy
+from fuser.passes.views import is_copy
 from multidevice.partial_sums import (
     add_row_parallel_bias_last,
     factor_spread_reductions,

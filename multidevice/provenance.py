@@ -14,7 +14,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.origin import How, Origin
 from fuser.ir.tensor import TensorView
-from multidevice.communication import is_copy
+from fuser.passes.views import is_copy
 from multidevice.placement import axis_cuts
 from multidevice.propagate import Fact
 

@@ -14,7 +14,8 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import LoadStoreOp, TensorOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from multidevice.communication import exchanged_axes, is_copy
+from fuser.passes.views import is_copy
+from multidevice.communication import exchanged_axes
 from multidevice.placement import (
     Cuts,
     Placement,

@@ -16,7 +16,8 @@ from fuser.ir.nodes import LibraryOp, LoadStoreOp, ReductionOp, Reshard, TensorO
 from fuser.ir.storage import copy_memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import STREAM_TYPES, ParallelType
-from multidevice.communication import exchanged_axes, is_copy
+from fuser.passes.views import is_copy
+from multidevice.communication import exchanged_axes
 from multidevice.placement import (
     SPREAD_TYPES,
     Cut,

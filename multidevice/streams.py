@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import AxisGraph, tensor_operands
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import LoadStoreOp, Reshard, TensorOp
+from fuser.ir.nodes import Reshard, TensorOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import LoadStoreOpType, ParallelType
-from fuser.passes.views import VIEW_OPS
+from fuser.passes.views import VIEW_OPS, is_copy
 from multidevice.communication import is_same_cut, is_step_slice, moved_axes
 from multidevice.placement import (
     Block,
@@ -249,5 +249,5 @@ def _may_have_blocks(tv: TensorView) -> bool:
 
 
 def _may_be_view(op: TensorOp) -> bool:
-    is_copy = isinstance(op, LoadStoreOp) and op.kind is LoadStoreOpType.set
-    return isinstance(op, VIEW_OPS) and not (is_copy and not op.out_tensor.domain.root)
+    is_set = is_copy(op) and op.kind is LoadStoreOpType.set
+    return isinstance(op, VIEW_OPS) and not is_set

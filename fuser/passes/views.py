@@ -7,6 +7,7 @@ class: torch can view such a tensor without a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 from fuser.ir import nodes, storage
 from fuser.ir import scalar as sc
@@ -30,8 +31,9 @@ Strides = tuple[Scalar, ...]
 """Per logical axis without reductions, in elements."""
 
 
-def is_copy(op: TensorOp) -> bool:
-    """Whether an op moves every element to where it was: the user's wish for a separate tensor."""
+def is_copy(op: TensorOp) -> TypeGuard[nodes.LoadStoreOp]:
+    """Whether an op is a plain copy, the user's wish for a tensor of its own: same axes in the same
+    order."""
     return isinstance(op, nodes.LoadStoreOp) and not op.out.domain.root
 
 
