@@ -45,7 +45,8 @@ class _TensorSpec:
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
 
 
-def _spec(index: int, tv: TensorView) -> _TensorSpec:
+def spec_of(index: int, tv: TensorView) -> _TensorSpec:
+    """Return what input number `index` must look like."""
     order = memory_order(tv)
     expanded = expanded_positions(tv)
     is_in_order = not expanded and all(p == i for i, (p, _) in enumerate(order))
@@ -57,7 +58,7 @@ class InputBinder:
 
     def __init__(self, values: Fusion) -> None:
         self._specs: list[_TensorSpec | Scalar] = [
-            _spec(i, v) if isinstance(v, TensorView) else v for i, v in enumerate(values.inputs)
+            spec_of(i, v) if isinstance(v, TensorView) else v for i, v in enumerate(values.inputs)
         ]
         self._declared = values.inputs
         # Then every symbol stands for an extent.
@@ -74,7 +75,7 @@ class InputBinder:
         check_count(len(inputs), self._declared)
         for i, (spec, value) in enumerate(zip(self._specs, inputs, strict=True)):
             if isinstance(spec, _TensorSpec):
-                _check_tensor(spec, value, device)
+                check_tensor(spec, value, device)
             else:
                 _check_scalar(i, spec, value)
         values = self._binder.bind(inputs)
@@ -94,7 +95,9 @@ class InputBinder:
         return self._binder.bind(inputs)
 
 
-def _check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
+def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
+    """Raise `InputError` for what is no tensor of this rank and dtype on the device where the
+    program runs, or on the host for a CPU scalar."""
     if not isinstance(value, torch.Tensor):
         raise spec.refuses(f"to be an at::Tensor but got scalar {show(value)}")
     problem = tensor_problem(value)

@@ -145,7 +145,10 @@ class FusionDefinition:
 
     @checked
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
-        """Define a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`."""
+        """Define a tensor input like `tensor`; its sizes are symbolic unless `static_sizes`.
+
+        A CPU tensor of rank 0 is a CPU scalar (`is_cpu`) where there is a GPU.
+        """
         if tensor.device.type not in ("cuda", "cpu"):
             raise InputError(
                 f"Found unsupported device {tensor.device}, only CPU or CUDA tensors are supported"
@@ -155,6 +158,7 @@ class FusionDefinition:
             strides=list(tensor.stride()),
             dtype=from_torch(tensor.dtype),
             static_sizes=static_sizes,
+            is_cpu=tensor.is_cpu and not tensor.dim() and torch.cuda.is_available(),
         )
 
     @checked

@@ -23,6 +23,7 @@ from fuser.errors import FuserError, user_code
 from fuser.frontend import draws
 from fuser.frontend.autograd import Autograd
 from fuser.frontend.draws import Draws, T
+from fuser.frontend.host_scalars import HostScalars
 from fuser.frontend.inside import Inspection
 from fuser.frontend.known_call import (
     MAX_DECLINED,
@@ -90,6 +91,8 @@ class FusionExecutorCache(Inspection):
         number_of_streams: int = 4,
     ) -> None:
         self._defined = fusion
+        self._scalars = HostScalars.of(fusion)
+        fusion = fusion if self._scalars is None else self._scalars.fusion
         self._draws = Draws.of(fusion)
         self._fusion = fusion = fusion if self._draws is None else self._draws.fusion
         self._fusion_id = fusion_id
@@ -120,9 +123,9 @@ class FusionExecutorCache(Inspection):
         self._overlaps: Recent[object, Overlaps | NoOverlap] = Recent(MAX_BOUND)
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = sharding.requested_devices(fusion)
-        self._names = input_names(fusion.inputs, fusion.exprs)
+        self._names = input_names(self._defined.inputs, self._defined.exprs)
         if self._draws is not None:
-            self._names = (*self._names[:-2], *self._draws.names)
+            self._names = (*self._names, *self._draws.names)
         self._numbers = sorted(self._free) if self.devices else []
 
     def fusion(self) -> Fusion:
@@ -160,12 +163,13 @@ class FusionExecutorCache(Inspection):
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
-        if self._draws is not None:
+        if self._draws is not None or self._scalars is not None:
             if self.devices:
                 given = inputs, device, _enable_options, _disable_options
                 instance = Communicator.instance()
                 return run_agreed(instance, self.devices, partial(self.prepare, *given))
-            inputs = self._draws.take(inputs, device)
+            inputs = self._read(inputs)
+            inputs = inputs if self._draws is None else self._draws.take(inputs, device)
         if (steady := self._steady) is not None:
             outputs = steady(inputs, device, _enable_options, _disable_options)
             if outputs is None:
@@ -291,14 +295,20 @@ class FusionExecutorCache(Inspection):
     ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
         """Return the inputs of a run that is to be agreed on, with what it draws, and what makes a
         run of it that does so."""
+        inputs = self._read(inputs)
         if self._draws is None:
             return inputs, lambda run: run
         if not self.devices:
             return self._draws.take(inputs, device), lambda run: run
         return self._draws.look(inputs, device)
 
+    def _read(self, inputs: Iterable[object]) -> Iterable[object]:
+        """Return the inputs, CPU scalars as the numbers that they hold now."""
+        return inputs if self._scalars is None else self._scalars.read(inputs)
+
     def _completed(self, inputs: Iterable[object]) -> list[Argument]:
         """Return the inputs of a run that does not take place."""
+        inputs = self._read(inputs)
         return (
             flatten(inputs, declared=self._fusion.inputs)
             if self._draws is None

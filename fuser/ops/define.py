@@ -30,7 +30,8 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
     3. (sizes, strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)
 
     Shape entries: -1 symbolic, 0 and > 1 constant, 1 broadcast. Contiguity is listed in allocation
-    order; None marks a broadcast, and with a size other than 1 an expanded one. The form is the
+    order; None marks a broadcast, and with a size other than 1 an expanded one. A tensor of rank 0
+    that `is_cpu` lies on the host, and a call takes the value that it has then. The form is the
     third when `sizes` or `strides` are given, or the second argument is a list of ints.
     """
     second = args[1] if len(args) > 1 else None
