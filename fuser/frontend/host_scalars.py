@@ -70,7 +70,7 @@ class HostScalars:
     def read(self, inputs: Iterable[object]) -> list[Argument]:
         """Return the inputs of `fusion`.
 
-        Raises `InputError` for another number of inputs, and for what is no CPU scalar of the dtype.
+        Raises `InputError` for another number of inputs, and for what is no such scalar.
         """
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
