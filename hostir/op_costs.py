@@ -17,7 +17,7 @@ from fuser.errors import UnsupportedError, user_code
 from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
-from fuser.ir.grouped import GroupedMmaOp
+from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
 from fuser.ir.nodes import LibraryOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.scans import ArgsortOp, TopKOp
 from fuser.ir.storage import expanded_positions, memory_order
@@ -144,6 +144,14 @@ def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
     )
 
 
+def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
+    """Bytes are read, and multiplied at the rate of a wider dtype: theirs is not measured."""
+    (m, k), n = sizes(op.mat1), sizes(op.mat2)[1]
+    nbytes = sum(_held(tv, sizes) for field, tv in op.tensors() if field != "out")
+    dtype = DataType.Float if machine.device == CPU else DataType.BFloat16
+    return _matmul_cost(1, m, n, k, nbytes, op, machine, dtype=dtype)
+
+
 def _matmul_cost(
     batch: int,
     m: int,
@@ -153,10 +161,12 @@ def _matmul_cost(
     op: LibraryOp,
     machine: Machine,
     packed: int = 0,
+    dtype: DataType | None = None,
 ) -> Cost:
-    flops, dtype = 2 * batch * m * n * k, op.out_tensor.dtype()
-    scale = _speed(op, op.out_tensor, machine)
-    nbytes += batch * m * n * nbytes_of(dtype)
+    """Return the cost of products that are computed in `dtype`, by default that of the result."""
+    flops, result = 2 * batch * m * n * k, op.out_tensor
+    scale = _speed(op, result, machine, dtype or result.dtype())
+    nbytes += batch * m * n * nbytes_of(result.dtype())
     if not flops:
         return _moves(nbytes, machine)
     rate = _rate(flops, machine.matmul) * scale
@@ -169,9 +179,9 @@ def _matmul_cost(
     return Cost(seconds, share, nbytes + packed, flops, machine.host_library_s)
 
 
-def _speed(op: LibraryOp, tv: TensorView, machine: Machine) -> float:
-    """Return how fast products of a tensor's dtype are, against the fastest."""
-    scale = machine.matmul_dtypes.get(tv.dtype().name)
+def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> float:
+    """Return how fast products in a dtype are, against the fastest; `tv` is what they make."""
+    scale = machine.matmul_dtypes.get(dtype.name)
     if scale is None:
         raise UnsupportedError(
             f"cost: {op.name} {tv} is of a dtype whose speed is not known "
@@ -202,7 +212,7 @@ def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
     flops = 2 * batch * l * s * (of_e * e + of_v * v)
     if op.is_always_causal:
         flops //= 2
-    rate = _rate(flops, machine.matmul) * _speed(op, tensors[0], machine)
+    rate = _rate(flops, machine.matmul) * _speed(op, tensors[0], machine, tensors[0].dtype())
     seconds = max(flops / rate, nbytes / machine.memory_bandwidth) if flops else 0.0
     share = min(1.0, max(batch * math.ceil(l / _ROWS), 1) / machine.multiprocessors)
     seconds += machine.matmul_launch_s
@@ -336,6 +346,7 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     LocalSlice: _slice,
     MatmulOp: _matmul,
     PostOnStream: _unit,
+    ScaledMmaOp: _scaled,
     SdpaBwdOp: _attention,
     SdpaFwdOp: _attention,
     TopKOp: _topk,

@@ -13,8 +13,8 @@ from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.lookup import ScatterOp
+from fuser.ir.mma import ProductOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import AlongAxisOp
 from fuser.ir.tensor import TensorView
@@ -60,7 +60,7 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
     """
     if isinstance(op, HirAliasSelect | LocalSlice):
         _check_slice(op, values)
-    elif isinstance(op, AttentionOp | GroupedMmaOp):
+    elif isinstance(op, AttentionOp | ProductOp):
         _check_letters(op, values)
     elif isinstance(op, ScatterOp):
         for pair in zip(_axes(op.inp), _axes(op.out), strict=True):
@@ -73,7 +73,7 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
             _check_sizes(op, axes, values)
 
 
-def _check_letters(op: AttentionOp | GroupedMmaOp, values: Mapping[Symbol, Number]) -> None:
+def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number]) -> None:
     """Require one size of all axes of a letter; dtypes are the op's own matter."""
     by_letter: dict[str, list[_Axis]] = {}
     for field, tv in op.tensors():

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import takewhile
 
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.dtypes import DataType
-from fuser.ir.grouped import GroupedMmaOp
+from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
@@ -26,11 +27,15 @@ from fuser.record import record
 
 @record
 class Call:
-    """`fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values, lists."""
+    """`fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values, lists.
+
+    `unused` results follow those of the op.
+    """
 
     name: str
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
+    unused: int = 0
 
 
 @record
@@ -256,6 +261,15 @@ def _linear(op: nodes.LinearOp) -> Call:
 @_row(GroupedMmaOp)
 def _grouped_mm(op: GroupedMmaOp) -> Call:
     return _ops("grouped_mm", op.mat1, op.mat2, op.offsets)
+
+
+@_row(ScaledMmaOp)
+def _scaled_mm(op: ScaledMmaOp) -> Call:
+    optional = {field: (getattr(op, field), None) for field in op.OPTIONAL}
+    factors = op.mat1, op.mat2, op.scale1, op.scale2
+    return replace(
+        _ops("scaled_mm", *factors, **_given(**optional), dtype=op.out.dtype()), unused=2
+    )
 
 
 @_row(SdpaFwdOp)

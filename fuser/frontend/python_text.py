@@ -115,7 +115,8 @@ class _Writer:
         text = self._call(call)
         for out in results:
             self._name(out)
-        self._add(f"{', '.join(self._tensors[o] for o in results)} = {text}")
+        names = [*(self._tensors[o] for o in results), *["_"] * call.unused]
+        self._add(f"{', '.join(names)} = {text}")
         for out in results:
             self._declare(out)
 

@@ -8,8 +8,8 @@ from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import FLOAT8, DataType, DtypeLike, dtype_text, is_floating
-from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.guard import active_fusion
+from fuser.ir.mma import GroupedMmaOp
 from fuser.ir.nodes import LinearOp, MatmulOp
 from fuser.ir.scalar import Const
 from fuser.ir.tensor import TensorView
@@ -47,7 +47,7 @@ def _axis(name: str, mapped: Mapped) -> IterDomain:
     return fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
 
 
-def _contracted(name: str, mapped: Mapped) -> list[IterDomain]:
+def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
     """Create the reduction axis; none when the contracted axis has size 1 in all operands."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
@@ -74,7 +74,7 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
         axes.append(_axis(name, [(a, ax[-2])]))
     if b.ndim > 1:
         axes.append(_axis(name, [(b, bx[-1])]))
-    k = _contracted(name, [(a, ax[-1]), (b, bx[max(b.ndim - 2, 0)])])
+    k = contracted_axes(name, [(a, ax[-1]), (b, bx[max(b.ndim - 2, 0)])])
     if k and sc.int_value(k[0].extent) == 0:
         return full_tensor([x.size for x in axes], Const(0, a.dtype()), a.dtype())
     out = new_output([*axes, *k], a.dtype(), [a, b])
@@ -102,7 +102,7 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     if bias is not None:
         n.append((bias, axes_of(bias)[0]))
     axes.append(_axis(name, n))
-    k = _contracted(name, [(x, axes_of(x)[-1]), (weight, axes_of(weight)[1])])
+    k = contracted_axes(name, [(x, axes_of(x)[-1]), (weight, axes_of(weight)[1])])
     # Only the mesh of x is copied: weights are often sharded on axes that the result lacks.
     out = new_output([*axes, *k], x.dtype(), [x])
     add_op(LinearOp(out, x, weight, bias))
@@ -110,6 +110,13 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
 
 
 # ------------------------------------------------------------------ groups
+def joined_axes(name: str, mapped: Sequence[Mapped]) -> list[IterDomain]:
+    """Create the output axes over mapped operand axes, whose elements may all differ."""
+    fusion = active_fusion()
+    joined = [unexpanded(join_axes(fusion, found, name)) for found in mapped]
+    return [fusion.new_axis(a.extent, a.kind) for a in joined]
+
+
 def grouped_mm(
     mat1: TensorView,
     mat2: TensorView,
@@ -146,9 +153,8 @@ def grouped_mm(
         (first, axis), *others = found
         for tv, other in others:
             same_extent(fusion, axis.size, other.size, f"{name}: {first} and {tv}")
-    k = _contracted(name, mapped["k"])
-    joined = [unexpanded(join_axes(fusion, mapped[c], name)) for c in letters[2]]
-    out_axes = [fusion.new_axis(a.extent, a.kind) for a in joined]
+    k = contracted_axes(name, mapped["k"])
+    out_axes = joined_axes(name, [mapped[c] for c in letters[2]])
     if k and sc.int_value(k[0].extent) == 0:
         return full_tensor([a.size for a in out_axes], Const(0, mat1.dtype()), mat1.dtype())
     out = new_output([*out_axes, *k], mat1.dtype(), [mat1, mat2])

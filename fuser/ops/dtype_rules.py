@@ -145,6 +145,11 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     ),
     "places": DtypeRule("The result is Int."),
     "found": DtypeRule("The values have the dtype of the operand, their places are Int."),
+    "scaled": DtypeRule(
+        "Factors are Float8_e4m3fn or Float8_e5m2, scales Float; the result has the dtype that is "
+        "given."
+    ),
+    "blocks": DtypeRule("The values have the dtype that is given, their scales Float8_e8m0fnu."),
     "attention": DtypeRule(
         "Queries, keys and values have one dtype, which is the results'; logsumexp is Float, the "
         "random state UInt64."

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
-from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -18,6 +17,7 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
+from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
 from fuser.ir.nodes import (
     BinaryOp,
     BroadcastOp,
@@ -43,6 +43,7 @@ from fuser.ops import elementwise, factories, indexing, random, reductions, resi
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
 from fuser.ops.contractions import grouped_mm, linear, matmul
 from fuser.ops.reshape import reshape
+from fuser.ops.scaled import nv_block_quantize, scaled_mm
 from fuser.ops.unsupported import not_implemented
 from fuser.pointwise import POINTWISE, PUBLIC
 from fuser.record import record
@@ -282,6 +283,14 @@ _ROWS = (
     ),
     OpRow("matmul", matmul, (MatmulOp, FullOp), "equal", "As `torch.matmul`.", "factors"),
     OpRow(
+        "scaled_mm",
+        scaled_mm,
+        (ScaledMmaOp,),
+        "scaled",
+        "[m, k], [k, n] -> [m, n].",
+        "factors",
+    ),
+    OpRow(
         "sdpfa_bwd",
         sdpfa_bwd,
         (SdpaBwdOp,),
@@ -297,11 +306,19 @@ _ROWS = (
         "Query [.., L, E], key [.., S, E], value [.., S, Ev] -> [.., L, Ev], [.., L], [2], [].",
         "heads",
     ),
+    OpRow(
+        "nv_block_quantize",
+        nv_block_quantize,
+        (ReshapeOp, ReductionOp, *_CHOICE, UnaryOp, LoadStoreOp, FullOp, SqueezeOp),
+        "blocks",
+        "That of the operand; [.., k] -> [.., k / 32].",
+        "rows",
+    ),
     *map(
         _not_yet,
         """
-        complex cutlass_nvfp4_grouped_mm nv_block_quantize nv_grouped_block_quantize
-        preprocess_grouped_matmul_input_sf scaled_mm
+        complex cutlass_nvfp4_grouped_mm nv_grouped_block_quantize
+        preprocess_grouped_matmul_input_sf
         """.split(),
     ),
 )

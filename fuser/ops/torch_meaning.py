@@ -25,7 +25,6 @@ from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
 from fuser.ir.dtypes import FLOAT8, HALF_LIKE, DataType, is_floating, to_torch
 from fuser.ir.fusion import Fusion
-from fuser.ir.grouped import GroupedMmaOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -35,6 +34,7 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
+from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
@@ -45,6 +45,7 @@ from fuser.ops.attention_kernels import Attention
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.random import key_of
+from fuser.ops.scaled_product import scaled_product
 from fuser.ops.table import REDUCTIONS, compute_dtype
 from fuser.pointwise import POINTWISE
 from fuser.record import record
@@ -406,6 +407,12 @@ def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
     return ends
 
 
+def _scaled(op: ScaledMmaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    given = dict(zip((f for f, _ in op.tensors() if f != "out"), inputs, strict=True))
+    dtype = cx.torch_dtype(op.out.dtype())
+    return [cx.store(scaled_product(given, dtype, cx.dtype or torch.float32), op.out)]
+
+
 # ------------------------------------------------------------------ attention
 def _attention(
     op: SdpaFwdOp | SdpaBwdOp, inputs: Inputs, cx: _Context
@@ -482,6 +489,7 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     nodes.MatmulOp: NodeRow(_matmul, "library"),
     nodes.LinearOp: NodeRow(_linear, "library"),
     GroupedMmaOp: NodeRow(_grouped, "library"),
+    ScaledMmaOp: NodeRow(_scaled, "library"),
     SdpaFwdOp: NodeRow(_sdpa, "library"),
     SdpaBwdOp: NodeRow(_sdpa_backward, "library"),
 }

@@ -56,6 +56,9 @@ class Bench:
         self.seed = self.fd.define_tensor([2], contiguity=True, dtype=D.UInt64)
         self.offset = self.fd.define_tensor([], dtype=D.UInt64)
         self.ends = self.fd.define_tensor([-1], contiguity=True, dtype=D.Int32)
+        self.bytes = self.fd.define_tensor([-1, -1], contiguity=True, dtype=D.Float8_e4m3fn)
+        self.scale = self.fd.define_tensor([])
+        self.wide = self.fd.define_tensor([-1, 64], contiguity=True)
         self.scalar = self.fd.define_scalar(None, D.Int)
         self.y = self.fd.ops.add(self.x, 1.0)
         self.total = self.fd.ops.sum(self.y, [0, 1])
@@ -144,6 +147,8 @@ OPS: dict[str, Call] = {
     **{n: lambda t: (t.x, 0, None) for n in ("cumsum", "cumprod", "cummax", "cummin")},
     "argsort": lambda t: (t.x, 0, True, True),
     "grouped_mm": lambda t: (t.x, t.y, t.ends),
+    "nv_block_quantize": lambda t: (t.wide, None, False, 32, D.Float8_e4m3fn),
+    "scaled_mm": lambda t: (t.bytes, t.bytes, t.one, t.scale, None, t.x, None, D.Float),
     "topk": lambda t: (t.x, t.scalar, 0, True, True),
     "embedding_fwd": lambda t: (t.n, t.y),
     "gather": lambda t: (t.x, t.n, 0),

@@ -191,8 +191,10 @@ ROWS: dict[str, Row] = {row.name: row for row in _rows()}
 NOT_DRAWN = {
     "grouped_mm": "its offsets rise: tests/frontend/test_grouped_mm.py draws them",
     "imag": "it refuses every dtype that there is",
+    "nv_block_quantize": "other ops in a row: tests/frontend/test_scaled_mm.py",
     "rand_like": "drawn from torch's generator: tests/ops/test_random.py",
     "randn_like": "as rand_like",
+    "scaled_mm": "its factors are made to fit: tests/frontend/test_scaled_mm.py",
     "shape": "sizes are drawn as such",
     "size": "sizes are drawn as such",
 }

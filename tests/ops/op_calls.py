@@ -292,6 +292,19 @@ def _grouped(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a[:2] @ b[0], a[2:] @ b[1]])
 
 
+def _scaled(a: Tensor, b: Tensor) -> Tensor:
+    factors = a.to(torch.float8_e4m3fn).double(), b.to(torch.float8_e5m2).double()
+    return 1.5 * (factors[0] @ factors[1])
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = x.double().unflatten(-1, (-1, 32))
+    # 2**-127 is the least scale.
+    exponents = torch.log2(blocks.abs().amax(-1) / 448).ceil().clamp(min=-127)
+    values = (blocks / 2 ** exponents.unsqueeze(-1)).float().to(torch.float8_e4m3fn)
+    return values.flatten(-2), (2**exponents).float().to(torch.float8_e8m0fnu)
+
+
 _CHOSEN: list[tuple[Shape, ...]] = [((5,),), ((2, 7),), ((3, 1, 4),), ((0, 3),)]
 CALLS |= {
     "argsort": OpCall(
@@ -307,6 +320,23 @@ CALLS |= {
         _grouped,
         [((4, 5), (5, 3)), ((2, 4, 3), (3, 5)), ((5, 4), (2, 4, 3)), ((5, 0), (2, 0, 3))],
         beside=(IotaOp,),
+    ),
+    "nv_block_quantize": OpCall(
+        lambda x: ops.nv_block_quantize(ops.cast(x, D.Float), block_size=32, dtype=D.Float8_e4m3fn),
+        _quantized,
+        [((32,),), ((3, 64),), ((0, 32),), ((2, 1, 96),)],
+    ),
+    "scaled_mm": OpCall(
+        lambda a, b: ops.scaled_mm(
+            ops.cast(a, D.Float8_e4m3fn),
+            ops.cast(b, D.Float8_e5m2),
+            ops.full([], 0.5, D.Float),
+            ops.full([1, 1], 3.0, D.Float),
+            dtype=D.Double,
+        )[0],
+        _scaled,
+        [((4, 5), (5, 3)), ((3, 1), (1, 2)), ((2, 0), (0, 3))],
+        beside=(FullOp,),
     ),
     "topk": OpCall(
         # Which of equal elements are taken is not said: the values say.

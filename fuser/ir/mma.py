@@ -1,0 +1,200 @@
+"""Products of two matrices that are more than one call of matmul: per group, and of scaled floats.
+
+Axes have letters: g the groups, m rows, n columns, k what is summed over, 1 what has one element.
+Groups divide one of m, n, k, the *ragged* one: group i has the positions from offsets[i - 1], of
+the first group from 0, up to offsets[i].
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from fuser.errors import VerifyError
+from fuser.ir.core import operand, result
+from fuser.ir.dtypes import DataType, is_floating
+from fuser.ir.nodes import AxisMap, LibraryOp, Variant
+
+if TYPE_CHECKING:
+    from fuser.ir.tensor import TensorView
+
+
+class ProductOp(LibraryOp):
+    """Base: `letters` names the axes of each tensor. The last axis of out is the reduction k,
+    unless its size is 1."""
+
+    if TYPE_CHECKING:
+        out: TensorView
+
+    RUNS_IN_STEPS: ClassVar[bool] = False
+    KEEPS_EXPANDED: ClassVar[bool] = False
+
+    def tensors(self) -> Iterator[tuple[str, TensorView]]:
+        """Yield each tensor with its field, the result last."""
+        for field in (*self.fields_of("operand"), "out"):
+            value = getattr(self, field)
+            if value is not None:
+                yield field, value
+
+    def letters(self, field: str) -> str:
+        """Return the letters of a field's axes, reductions left out."""
+        raise NotImplementedError
+
+    def is_whole(self, letter: str) -> bool:
+        """Whether all of an axis is needed to compute any of it."""
+        raise NotImplementedError
+
+    def _root_letters(self) -> str:
+        axes = self.out.domain.maybe_root
+        has_k = bool(axes) and axes[-1].is_reduction()
+        return self.letters("out") + "k" * has_k
+
+    def _operand_letters(self, operand_index: int) -> str:
+        fields = [f for f, _ in self.tensors()]
+        return self.letters(fields[operand_index])
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        mine = self._operand_letters(operand_index)
+        return tuple(mine.index(c) if c in mine else None for c in self._root_letters())
+
+    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        whole = self.whole_axes(out)
+        found = enumerate(self.axis_map(operand_index))
+        return tuple(None if k in whole else place for k, place in found)
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        return tuple(k for k, c in enumerate(self._root_letters()) if self.is_whole(c))
+
+    def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        letters = self._operand_letters(operand_index)
+        return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
+
+
+class GroupedMmaOp(ProductOp):
+    """The ragged axis is the one that has no g beside it: k of two matrices, whose result then has
+    an axis g, n of a batch and a matrix, m of a matrix and a batch. Of m and n what belongs to no
+    group is 0.
+    """
+
+    out: TensorView = result()
+    mat1: TensorView = operand()
+    mat2: TensorView = operand()
+    offsets: TensorView = operand()
+    TEXT = "{out} = GroupedMmaOp(mat1={mat1}, mat2={mat2}, offsets={offsets})"
+    READS_ON_HOST: ClassVar[bool] = True
+    # By the ranks of mat1 and mat2: the ragged axis, and the axes of mat1, mat2 and out.
+    FORMS: ClassVar[dict[tuple[int, int], tuple[str, str, str, str]]] = {
+        (2, 2): ("k", "mk", "kn", "gmn"),
+        (3, 2): ("n", "gmk", "kn", "mn"),
+        (2, 3): ("m", "mk", "gkn", "mn"),
+    }
+
+    @property
+    def name(self) -> str:
+        return "grouped_mm"
+
+    @property
+    def ragged(self) -> str:
+        return self.FORMS[self.mat1.ndim, self.mat2.ndim][0]
+
+    def letters(self, field: str) -> str:
+        if field == "offsets":
+            return "g"
+        _, *axes = self.FORMS[self.mat1.ndim, self.mat2.ndim]
+        return axes[("mat1", "mat2", "out").index(field)]
+
+    def is_whole(self, letter: str) -> bool:
+        """Groups anywhere in the ragged axis have their positions from its beginning."""
+        return letter in ("g", "k", self.ragged)
+
+    def verify(self) -> None:
+        if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
+            raise VerifyError(f"grouped_mm: {self.mat1} and {self.mat2} are not of ranks 2 and 3")
+        for field, tv in self.tensors():
+            letters = self.letters(field)
+            if tv.ndim != len(letters):
+                raise VerifyError(f"grouped_mm: {field} has axes [{', '.join(letters)}], not {tv}")
+        same = self.mat1.dtype() is self.mat2.dtype() is self.out.dtype()
+        if not same or self.offsets.dtype() is not DataType.Int32:
+            found = ", ".join(str(tv) for _, tv in self.tensors())
+            raise VerifyError(f"grouped_mm: matrices of one dtype by Int32 offsets, not {found}")
+
+
+class ScaledMmaOp(ProductOp):
+    """out[m, n] = alpha * sum_k scale1 mat1[m, k] * scale2 mat2[k, n] + beta * bias, without what
+    is not there.
+
+    Matrices have floats of one byte. A scale has one element, or one for each row of mat1 [m, 1]
+    and each column of mat2 [1, n]; bias is [n] or [m, n].
+    """
+
+    out: TensorView = result()
+    mat1: TensorView = operand()
+    mat2: TensorView = operand()
+    scale1: TensorView = operand()
+    scale2: TensorView = operand()
+    alpha: TensorView | None = operand()
+    bias: TensorView | None = operand()
+    beta: TensorView | None = operand()
+    TAKES_EMPTY: ClassVar[bool] = True
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("alpha", "bias", "beta")
+    FACTORS: ClassVar[tuple[DataType, ...]] = (DataType.Float8_e4m3fn, DataType.Float8_e5m2)
+    # Of a tensor with so many axes; one with one element has no letter.
+    AXES: ClassVar[dict[str, dict[int, str]]] = {
+        "mat1": {2: "mk"},
+        "mat2": {2: "kn"},
+        "scale1": {2: "m1"},
+        "scale2": {2: "1n"},
+        "alpha": {},
+        "bias": {1: "n", 2: "mn"},
+        "beta": {},
+        "out": {2: "mn"},
+    }
+
+    @property
+    def name(self) -> str:
+        return "scaled_mm"
+
+    def template(self) -> str:
+        return self._template([f for f in self.OPTIONAL if getattr(self, f) is not None])
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
+            has = dict(zip(cls.OPTIONAL, given, strict=True))
+            absent: dict[str, object] = {f: None for f, is_given in has.items() if not is_given}
+            yield absent, cls._template([f for f in has if f not in absent])
+
+    @staticmethod
+    def _template(optional: list[str]) -> str:
+        fields = ["mat1", "mat2", "scale1", "scale2", *optional]
+        return "{out} = ScaledMmaOp(" + ", ".join(f"{f}={{{f}}}" for f in fields) + ")"
+
+    def letters(self, field: str) -> str:
+        tv: TensorView = getattr(self, field)
+        letters = self.AXES[field].get(tv.ndim, "1" * tv.ndim)
+        if field in ("mat1", "mat2", "out"):
+            return letters
+        axes = zip(tv.domain.no_reductions, letters, strict=True)
+        return "".join("1" if axis.is_broadcast else c for axis, c in axes)
+
+    def is_whole(self, letter: str) -> bool:
+        return letter == "k"
+
+    def verify(self) -> None:
+        for field, tv in self.tensors():
+            forms = self.AXES[field]
+            letters = forms.get(tv.ndim, "1" * tv.ndim)
+            axes = zip(tv.domain.no_reductions, letters, strict=True)
+            has_more = any(c == "1" and not axis.is_broadcast for axis, c in axes)
+            if has_more or (field in ("mat1", "mat2", "out", "bias") and tv.ndim not in forms):
+                wanted = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
+                raise VerifyError(f"scaled_mm: {field} has axes {wanted or '[]'}, not {tv}")
+        ones = self.scale1, self.scale2, self.alpha, self.beta
+        if self.mat1.dtype() not in self.FACTORS or self.mat2.dtype() not in self.FACTORS:
+            raise VerifyError(f"scaled_mm: floats of one byte, not {self.mat1}, {self.mat2}")
+        if any(tv is not None and tv.dtype() is not DataType.Float for tv in ones):
+            raise VerifyError(f"scaled_mm: scales are Float, not those of {self.out}")
+        if not is_floating(self.out.dtype()) or (self.beta is not None and self.bias is None):
+            raise VerifyError(f"scaled_mm: a floating result, and beta with a bias, not {self.out}")

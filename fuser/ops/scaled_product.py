@@ -1,0 +1,85 @@
+"""What scaled_mm means in torch: its own kernel on CUDA, where it has one for the call, else a
+product in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+Tensor = torch.Tensor
+Given = Mapping[str, Tensor]
+
+# What the tensor cores' kernels want: extents of k and n in elements, and the results they make.
+_MULTIPLE = 16
+_NATIVE = (torch.bfloat16, torch.float16, torch.float32)
+_BIASED = (torch.bfloat16, torch.float16)
+# (major, minor) of the first GPU with products of floats of one byte.
+_FIRST_CAPABILITY = 8, 9
+
+
+def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+    """Return alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in `wide`; in `dtype`
+    where torch's kernel makes all of it, else in `wide`."""
+    a, b = given["mat1"], given["mat2"]
+    is_native = wide is torch.float32 and _is_native(a, b)
+    if is_native and (found := _in_one_call(given, dtype)) is not None:
+        return found
+    if is_native:
+        one = torch.ones((), device=a.device)
+        product = _native(a, b, one, one, torch.float32)
+    else:
+        product = torch.matmul(a.to(wide), b.to(wide))
+    for field in ("scale1", "scale2", "alpha"):
+        if field in given:
+            product = product * _fitting(given[field].to(wide))
+    if "bias" not in given:
+        return product
+    bias = given["bias"].to(wide)
+    return product + (bias * _fitting(given["beta"].to(wide)) if "beta" in given else bias)
+
+
+def _fitting(x: Tensor) -> Tensor:
+    """Return one element without axes, which fits any tensor."""
+    return x.reshape(()) if x.numel() == 1 else x
+
+
+def _is_native(a: Tensor, b: Tensor) -> bool:
+    if not a.is_cuda or torch.cuda.get_device_capability(a.device) < _FIRST_CAPABILITY:
+        return False
+    sizes = *a.shape, *b.shape
+    is_whole = not (b.shape[0] % _MULTIPLE or b.shape[1] % _MULTIPLE)
+    # There is no kernel for two factors with the shorter mantissa.
+    return 0 not in sizes and is_whole and torch.float8_e4m3fn in (a.dtype, b.dtype)
+
+
+def _in_one_call(given: Given, dtype: torch.dtype) -> Tensor | None:
+    """Return the result where torch's kernel scales, adds the bias and rounds by itself."""
+    bias = given.get("bias")
+    if "alpha" in given or "beta" in given or dtype not in _NATIVE:
+        return None
+    if bias is not None and (bias.ndim != 1 or bias.dtype is not dtype or dtype not in _BIASED):
+        return None
+    a, b, scale1, scale2 = (given[f] for f in ("mat1", "mat2", "scale1", "scale2"))
+    if bias is not None and bias.shape[0] != b.shape[1]:
+        return None
+    if scale1.numel() == scale2.numel() == 1:
+        return _native(a, b, _fitting(scale1), _fitting(scale2), dtype, bias)
+    if dtype is not torch.bfloat16:
+        return None
+    rows = scale1.expand(a.shape[0], 1).contiguous()
+    columns = scale2.expand(1, b.shape[1]).contiguous()
+    return _native(a, b, rows, columns, dtype, bias)
+
+
+def _native(
+    a: Tensor,
+    b: Tensor,
+    scale1: Tensor,
+    scale2: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Call torch's kernel, which reads rows of a and columns of b."""
+    rows, columns = a.contiguous(), b.t().contiguous().t()
+    return torch.ops.aten._scaled_mm(rows, columns, scale1, scale2, bias, out_dtype=dtype)

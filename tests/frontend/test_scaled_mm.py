@@ -1,0 +1,334 @@
+"""Products of floats of one byte and quantisation in blocks, beside torch in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition, TensorView, ops
+from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ir.mma import ScaledMmaOp
+from fuser.multidevice import Communicator, DeviceMesh, shard_tensor
+from fuser.ops.define import define_tensor
+from hostir.container import equal
+from hostir.parse import parse
+from multidevice import simulate
+from tests.frontend.test_attention_programs import cut
+from tests.frontend.test_float8 import check, run
+
+D = DataType
+Tensor = torch.Tensor
+E4, E5, E8 = D.Float8_e4m3fn, D.Float8_e5m2, D.Float8_e8m0fnu
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def factors(m: int, k: int, n: int, second: torch.dtype = torch.float8_e5m2) -> list[Tensor]:
+    return [draw(m, k, dtype=torch.float8_e4m3fn), draw(k, n, dtype=second, seed=1)]
+
+
+def wanted(a: Tensor, b: Tensor, s1: Tensor, s2: Tensor) -> Tensor:
+    return (a.double() @ b.double()) * s1.double() * s2.double()
+
+
+# ------------------------------------------------------------------ scaled_mm
+ONE, ROWS, COLUMNS = "one element", "rows", "columns"
+RESULTS = {
+    D.BFloat16: (torch.bfloat16, 2.0**-8),
+    D.Half: (torch.float16, 2.0**-11),
+    D.Float: (torch.float32, 1e-6),
+    E4: (torch.float8_e4m3fn, 2.0**-4),
+}
+
+
+@pytest.mark.parametrize("second", [torch.float8_e5m2, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", RESULTS)
+@pytest.mark.parametrize("by_row", [*itertools.product((False, True), repeat=2)], ids=str)
+def test_scales(by_row: tuple[bool, bool], dtype: DataType, second: torch.dtype) -> None:
+    a, b = factors(16, 48, 32, second)
+    s1 = draw(16, 1).abs() + 0.5 if by_row[0] else torch.tensor(0.75)
+    s2 = draw(1, 32).abs() + 0.5 if by_row[1] else torch.tensor([[0.5]])
+    (out,) = run(
+        lambda a, b, s, t: ops.scaled_mm(a, b, s, t, dtype=dtype)[0], a, b, s1, s2, options=()
+    )
+    to, eps = RESULTS[dtype]
+    assert out.dtype is to
+    expected = wanted(a, b, s1, s2)
+    expected = expected.clamp(-448, 448) if dtype is E4 else expected
+    torch.testing.assert_close(out.double(), expected, rtol=eps, atol=2e-5 + eps / 8)
+
+
+@pytest.mark.parametrize(
+    "fields", [f for f in itertools.product((False, True), repeat=3) if f[1] or not f[2]], ids=str
+)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_alpha_bias_beta(fields: tuple[bool, bool, bool], rank: int) -> None:
+    has_alpha, has_bias, has_beta = fields
+    a, b = factors(7, 33, 5)
+    s1, s2 = torch.tensor([2.0]), torch.tensor(0.5)
+    bias = draw(*(7, 5)[2 - rank :], dtype=torch.bfloat16)
+    more = [torch.tensor(-1.5)] * has_alpha + [bias] * has_bias + [torch.tensor([3.0])] * has_beta
+
+    def build(a: Any, b: Any, s: Any, t: Any, *rest: Any) -> TensorView:
+        names = [n for n, f in zip(("alpha", "bias", "beta"), fields, strict=True) if f]
+        given = dict(zip(names, rest, strict=True))
+        return ops.scaled_mm(a, b, s, t, **given, dtype=D.Float)[0]
+
+    (out,) = run(build, a, b, s1, s2, *more, options=())
+    expected = wanted(a, b, s1, s2) * (-1.5 if has_alpha else 1)
+    if has_bias:
+        expected = expected + bias.double() * (3 if has_beta else 1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_any_extents_and_strides() -> None:
+    """One, none, and more than one of each axis; factors in other orders and with gaps."""
+
+    def build(a: Any, b: Any, s: Any, t: Any, c: Any) -> Any:
+        return ops.scaled_mm(a, b, s, t, bias=c, dtype=D.Float)[0]
+
+    scale = torch.tensor(0.5)
+    for m, k, n in ((1, 1, 1), (1, 5, 3), (4, 1, 3), (4, 5, 1), (0, 5, 3), (4, 0, 3), (4, 5, 0)):
+        a, b = factors(m, k, n)
+        bias = draw(n)
+        (out,) = run(build, a, b, scale, scale, bias, options=())
+        torch.testing.assert_close(out.double(), wanted(a, b, scale, scale) + bias)
+    a, b = factors(6, 8, 10)
+    strided = [a.t().contiguous().t(), b.repeat_interleave(2, 1)[:, ::2]]
+    (out,) = run(build, *strided, scale, scale, draw(10), options=())
+    torch.testing.assert_close(out.double(), wanted(a, b, scale, scale) + draw(10))
+
+
+def test_what_surrounds_a_product() -> None:
+    """Casts before and after are kernels; sizes that the call brings are new each time."""
+    with FusionDefinition() as fd:
+        x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+        s = fd.define_tensor([])
+        made = fd.ops.scaled_mm(fd.ops.cast(x, E4), fd.ops.cast(w, E5), s, s, dtype=D.Float)
+        assert made[1:] == (None, None)
+        fd.add_output(fd.ops.relu(made[0]))
+    for m in (3, 5, 8):
+        x, w, s = draw(m, 24), draw(24, 16), torch.tensor(1.5)
+        (out,) = fd.execute([x, w, s])
+        a, b = x.to(torch.float8_e4m3fn), w.to(torch.float8_e5m2)
+        torch.testing.assert_close(out.double(), wanted(a, b, s, s).relu(), rtol=1e-6, atol=1e-5)
+    program = fd.fec.host_program()
+    assert "ScaledMmaOp" in program.full_text()
+    assert equal(parse(program.full_text()), program)
+
+
+@pytest.mark.parametrize("where", ["m", "n", "k"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_ranks(where: str, ranks: int) -> None:
+    a, b = factors(8, 16, 12)
+    s1, s2, bias = draw(8, 1).abs(), draw(1, 12).abs(), draw(12)
+
+    def program() -> tuple[Tensor, str]:
+        mesh = DeviceMesh(range(Communicator.instance().size()))
+        with FusionDefinition() as fd:
+            tensors = [fd.from_pytorch(t) for t in (a, b, s1, s2, bias)]
+            mat1, mat2, scale1, scale2, more = tensors
+            out, _, _ = fd.ops.scaled_mm(mat1, mat2, scale1, scale2, bias=more, dtype=D.Float)
+            fd.add_output(fd.ops.neg(out))
+            for tv in tensors:
+                tv.set_device_mesh(mesh)
+            axes = {"m": {mat1: 0, scale1: 0}, "n": {mat2: 1}, "k": {mat1: 1, mat2: 0}}[where]
+            for tv, axis in axes.items():
+                cut(tv, axis, mesh)
+        given = [shard_tensor(t, tv) for t, tv in zip((a, b, s1, s2, bias), tensors, strict=True)]
+        (out,) = fd.execute(given)
+        return out, fd.fec.host_program().full_text()
+
+    with simulate(ranks) as world:
+        results = world.run(program)
+    expected = -(wanted(a, b, s1, s2) + bias)
+    outs = [out for out, _ in results]
+    axis = {"m": 0, "n": 1}.get(where)
+    whole = outs[0] if axis is None else torch.cat(outs, axis)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-6, atol=1e-5)
+    # Bytes are gathered, not products.
+    assert ("Allgather" in results[0][1]) == (where == "k")
+
+
+def test_refusals() -> None:
+    with FusionGuard(Fusion()):
+        a, b = (define_tensor([-1, -1], dtype=d) for d in (E4, E5))
+        x, c = define_tensor([-1, -1]), define_tensor([-1])
+        one = define_tensor([])
+        cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (
+                UnsupportedError,
+                "output_block_scale is not yet supported",
+                lambda: ops.scaled_mm(a, b, one, one, output_block_scale_size=16),
+            ),
+            (
+                UnsupportedError,
+                "output_gamma is not yet supported",
+                lambda: ops.scaled_mm(a, b, one, one, output_gamma=True),
+            ),
+            (DefinitionError, "a bias for T", lambda: ops.scaled_mm(a, b, one, one, beta=one)),
+            (DtypeError, "Expected mat1 of dtype Float8", lambda: ops.scaled_mm(x, b, one, one)),
+            (DtypeError, "Expected mat2 of dtype Float8", lambda: ops.scaled_mm(a, x, one, one)),
+            (DtypeError, "Expected scale1 of dtype Float", lambda: ops.scaled_mm(a, b, a, one)),
+            (
+                UnsupportedError,
+                r"Expected one element or one for each, \[1, n\] for scale2",
+                lambda: ops.scaled_mm(a, b, one, x),
+            ),
+            (
+                UnsupportedError,
+                "Expected one element for alpha",
+                lambda: ops.scaled_mm(a, b, one, one, alpha=c),
+            ),
+            (DtypeError, "a floating dtype", lambda: ops.scaled_mm(a, b, one, one, dtype=D.Int)),
+            (
+                DefinitionError,
+                r"Expected bias \[n\] or \[m, n\]",
+                lambda: ops.scaled_mm(a, b, one, one, bias=one),
+            ),
+        ]
+        for error, match, call in cases:
+            with pytest.raises(error, match=match):
+                call()
+
+
+def test_texts_of_all_forms_are_distinct() -> None:
+    texts = [text for _, text in ScaledMmaOp.variants()]
+    assert len(set(texts)) == 8
+
+
+# ------------------------------------------------------------------ blocks
+def quantize(tv: Any) -> Any:
+    return ops.nv_block_quantize(tv, block_size=32, dtype=E4)
+
+
+def brute_force(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and scales, a block at a time: the first power of two that is large enough."""
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty((*x.shape[:-1], x.shape[-1] // 32), dtype=torch.float8_e8m0fnu)
+    for place in itertools.product(*map(range, scales.shape)):
+        mine = slice(32 * place[-1], 32 * place[-1] + 32)
+        block = x[(*place[:-1], mine)].double()
+        exponent = -127
+        while exponent < 127 and float(block.abs().max()) > 448 * 2.0**exponent:
+            exponent += 1
+        values[(*place[:-1], mine)] = (block / 2.0**exponent).float().to(torch.float8_e4m3fn)
+        scales[place] = torch.tensor(2.0**exponent).to(torch.float8_e8m0fnu)
+    return values, scales
+
+
+@pytest.mark.parametrize("options", [["checked"], ["schedules_for(h200)"]], ids=["cpu", "h200"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_are_those_of_brute_force(dtype: torch.dtype, options: list[str]) -> None:
+    x = draw(5, 2, 96, dtype=torch.float64) * 10 ** draw(5, 2, 96, seed=9).double()
+    edges = torch.tensor([448.0, 448.001, 447.9, 896.0, 1e-30, 2.0**-126 * 448, 3e38, 0.0])
+    x[0, 0, :8], x[1], x[2, :, 32:64], x[3] = edges, 0.0, 1e-45, x[3] * 2.0**-120
+    x[4, 0, 0], x[4, 1, 40] = 448.0 * 2**3, 449.0 * 2**3
+    x = x.clamp(-6e4, 6e4) if dtype is torch.float16 else x
+    x = x.to(dtype)
+    values, scales = run(quantize, x, options=options)
+    expected, powers = brute_force(x)
+    check(scales, powers)
+    check(values, expected)
+
+
+def test_scales_times_values_are_near() -> None:
+    """Half a unit in the last of 3 digits of each number, or of the least one of the block."""
+    x = draw(64, 128)
+    values, scales = run(quantize, x)
+    power = scales.double().repeat_interleave(32, -1)
+    again = values.double() * power
+    unit = torch.maximum(x.double().abs() * 2.0**-4, power * 2.0**-10)
+    assert bool(((again - x).abs() <= unit).all())
+    assert bool((values.double().abs() <= 448).all())
+    # No smaller power would do.
+    blocks = x.double().unflatten(-1, (-1, 32)).abs().amax(-1)
+    assert bool((blocks > 448 * scales.double() / 2).all())
+
+
+def test_nan_and_infinity_stay_in_their_block() -> None:
+    x = draw(3, 64)
+    x[0, 3], x[1, 40], x[1, 41] = float("nan"), float("inf"), 2.0
+    values, scales = run(quantize, x)
+    assert values[0, :32].isnan().all() and scales[0, 0].isnan()
+    largest = values[1, 40].double() * scales[1, 1].double()
+    assert float(largest) == 448 * 2.0**127 and float(values[1, 41].double()) == 0.0
+    rest, powers = brute_force(x[2:])
+    check(values[2:], rest)
+    check(scales[2:], powers)
+    check(values[0, 32:], brute_force(x[:1, 32:])[0][0])
+
+
+def test_symbolic_sizes() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        for tv in quantize(x):
+            fd.add_output(tv)
+    for shape in ((3, 64), (1, 32), (4, 96), (0, 32), (2, 0)):
+        x = draw(*shape)
+        for out, expected in zip(fd.execute([x]), brute_force(x), strict=True):
+            check(out, expected)
+    with pytest.raises(InputError, match="Total element counts"):
+        fd.execute([draw(2, 33)])
+
+
+def test_quantised_rows_on_ranks() -> None:
+    whole = draw(8, 64)
+
+    def program() -> list[Tensor]:
+        mesh = DeviceMesh(range(Communicator.instance().size()))
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([8, 64], contiguity=True)
+            x.set_device_mesh(mesh)
+            cut(x, 0, mesh)
+            for tv in quantize(x):
+                fd.add_output(tv)
+        return fd.execute([shard_tensor(whole, x)])
+
+    with simulate(2) as world:
+        parts = world.run(program)
+    for k, expected in enumerate(brute_force(whole)):
+        bytes_of = [p[k].view(torch.uint8) for p in parts]
+        check(torch.cat(bytes_of).view(expected.dtype), expected)
+
+
+def test_what_is_no_block() -> None:
+    with FusionGuard(Fusion()):
+        x, one = define_tensor([-1, -1]), define_tensor([])
+        cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (UnsupportedError, "Float4_e2m1fn of T", lambda: ops.nv_block_quantize(x)),
+            (
+                UnsupportedError,
+                "global_scale T",
+                lambda: ops.nv_block_quantize(x, one, False, 32, E4),
+            ),
+            (
+                UnsupportedError,
+                "swizzle_block_scales, of T",
+                lambda: ops.nv_block_quantize(x, None, True, 32, E4),
+            ),
+            (
+                DefinitionError,
+                "Expected blocks of 32",
+                lambda: ops.nv_block_quantize(x, block_size=16, dtype=E4),
+            ),
+            (
+                DtypeError,
+                "Expected Half, BFloat16 or Float",
+                lambda: quantize(define_tensor([-1, 32], dtype=D.Double)),
+            ),
+            (DefinitionError, "Expected whole blocks", lambda: quantize(define_tensor([-1, 33]))),
+            (DefinitionError, "rank of at least 1", lambda: quantize(one)),
+        ]
+        for error, match, call in cases:
+            with pytest.raises(error, match=match):
+                call()
