@@ -47,6 +47,13 @@ if TYPE_CHECKING:
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
     from fuser.frontend.kernel_params import CompileParams, LaunchParams
     from fuser.frontend.manual import KernelExecutor
+    from fuser.frontend.profiler import (
+        FusionProfile,
+        KernelProfile,
+        PythonProfiler,
+        get_fusion_profile,
+        reset_profiler,
+    )
     from fuser.frontend.python_text import translate_fusion
     from fuser.frontend.validation import get_val_tolerances, validate_with_auto_inferred_outputs
     from fuser.ir.axis import Axis as IterDomain
@@ -73,6 +80,11 @@ __all__ = [
     "LruFusionCache",
     "translate_fusion",
     "execute_with_dtensors",
+    "PythonProfiler",
+    "FusionProfile",
+    "KernelProfile",
+    "get_fusion_profile",
+    "reset_profiler",
     "DataType",
     "ParallelType",
     "MemoryType",
@@ -138,12 +150,9 @@ __all__ = [
 ]
 
 # Names of nvFuser's that are not here, with what to use in their place.
-_PROFILES = "fd.trace(inputs) measures what ran when, on every rank"
 _CHOSEN = "fuser.schedule.compute_heuristics returns parameters: they are not made by hand"
 _LIBRARY = "matmuls are calls of a library, which chooses by itself"
 _REFUSED = {
-    **dict.fromkeys(("PythonProfiler", "FusionProfile", "KernelProfile"), _PROFILES),
-    **dict.fromkeys(("get_fusion_profile", "reset_profiler"), _PROFILES),
     **dict.fromkeys(("HeuristicParams", "PointwiseParams", "ReductionParams"), _CHOSEN),
     **dict.fromkeys(("MatmulParams", "GemmTile", "MatMulTileOptions", "ClusterDims"), _LIBRARY),
     **dict.fromkeys(("CircularBufferOptions", "SupportedVectorization"), _LIBRARY),
@@ -165,6 +174,9 @@ _DEFINED_IN: dict[str, str] = {
     "LruFusionCache": "fuser.frontend.fusion_cache",
     "translate_fusion": "fuser.frontend.python_text",
     "execute_with_dtensors": "fuser.frontend.dtensors",
+    **dict.fromkeys(("PythonProfiler", "FusionProfile"), "fuser.frontend.profiler"),
+    **dict.fromkeys(("KernelProfile", "get_fusion_profile"), "fuser.frontend.profiler"),
+    "reset_profiler": "fuser.frontend.profiler",
     "DataType": "fuser.ir.dtypes",
     "ParallelType": "fuser.ir.types",
     "MemoryType": "fuser.ir.types",

@@ -122,3 +122,16 @@ def describe_device(device: torch.device | str) -> DeviceInfo:
     if kind == "cuda":
         return _describe_cuda(index)
     raise InputError(f"kernels run on cpu and cuda devices, not on {device}")
+
+
+@functools.cache
+def peak_bandwidth_gbs(device: torch.device) -> float | None:
+    """Returns what the memory of a GPU can deliver, in 1e9 bytes per second; None for a CPU, which
+    does not tell."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    # Two transfers per clock.
+    return 2 * properties.memory_clock_rate * properties.memory_bus_width / 8 * 1e-6

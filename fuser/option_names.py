@@ -62,7 +62,14 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",
     },
-    "PROF": {},
+    "PROF": {
+        "enable": "every run is profiled (fuser.get_fusion_profile()): it takes place twice, step "
+        "by step, with the results of one",
+        "enable.nocupti": "enable, with times from CUDA events, never from CUPTI",
+        "print": "enable, and a table after each run; of PythonProfiler, at the end of its block",
+        "print.nocupti": "print, with times from CUDA events, never from CUPTI",
+        "print.verbose": "print, with streams, devices, compile times and shared memory",
+    },
 }
 
 _ONE_LOWERING = "every program is lowered to a host program and runs from it"
@@ -72,7 +79,7 @@ _LIBRARY = "matmul and linear are always evaluated by torch"
 _ALWAYS = "the code generator has one form, which needs no such switch"
 _NO_DEBUG = "kernels carry no debug information: FUSER_DUMP=cuda_kernel shows their text"
 _NO_OUTPUT = "no such text exists here"
-_NO_PROFILER = "there is no profiler: use torch.profiler or nsys"
+_PROFILER = "FUSER_PROF=print tells the time of each kernel"
 
 # nvFuser's names that existing programs use and that change nothing here, each with the reason.
 NO_EFFECT: Mapping[str, Mapping[str, str]] = {
@@ -99,7 +106,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "fuse_matmul": _LIBRARY,
         "fuse_multiple_matmuls": _LIBRARY,
         "cutlass_scheduler": _LIBRARY,
-        "kernel_profile": _NO_PROFILER,
+        "kernel_profile": _PROFILER,
         "kernel_debug": _NO_DEBUG,
         "kernel_lineinfo": _NO_DEBUG,
         "kernel_db": "compiled kernels are always kept on disk, by content",
@@ -138,9 +145,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "welford_vectorization": _ALWAYS,
         "python_inline_definitions": "no definition is printed as Python",
     },
-    "PROF": dict.fromkeys(
-        ("enable", "enable.nocupti", "print", "print.nocupti", "print.verbose"), _NO_PROFILER
-    ),
+    "PROF": {},
 }
 
 # Names that take part in what one process does once, so that one call cannot choose them.

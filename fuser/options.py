@@ -94,15 +94,14 @@ def check_environment() -> None:
         variable.text()
     for kind in KINDS:
         _options(kind)
-    for kind in ("DUMP", "PROF"):
-        silent = sorted(set(_options(kind)) & NO_EFFECT[kind].keys())
-        if silent:
-            printed = ", ".join(sorted(EFFECTS[kind])) or "nothing"
-            warnings.warn(
-                f"FUSER_{kind}: nothing is printed for {', '.join(silent)} "
-                f"({NO_EFFECT[kind][silent[0]]}); what is printed: {printed}",
-                stacklevel=2,
-            )
+    silent = sorted(set(_options("DUMP")) & NO_EFFECT["DUMP"].keys())
+    if silent:
+        warnings.warn(
+            f"FUSER_DUMP: nothing is printed for {', '.join(silent)} "
+            f"({NO_EFFECT['DUMP'][silent[0]]}); what is printed: "
+            f"{', '.join(sorted(EFFECTS['DUMP']))}",
+            stacklevel=2,
+        )
     timeout_s()
     master_port()
     cache_dir()
@@ -182,6 +181,15 @@ def dump_enabled(name: str) -> bool:
 def dump_args(name: str) -> tuple[str, ...]:
     """Returns the arguments of a dump, as in `host_ir(short)`; empty when absent."""
     return _lookup("DUMP", name) or ()
+
+
+def profiler_modes() -> frozenset[str]:
+    """Returns the names in `FUSER_PROF`; none where nothing is profiled.
+
+    Raises:
+        OptionError: the variable's text is not of known names.
+    """
+    return frozenset(_options("PROF"))
 
 
 def dump_ranks() -> frozenset[int] | None:

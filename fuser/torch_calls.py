@@ -174,3 +174,14 @@ def capturing_on(device: torch.device) -> Callable[[int], bool] | None:
     ask = _private("_cuda_isCurrentStreamCapturing") or torch.cuda.is_current_stream_capturing
     # The stream without a handle cannot be captured, and asking takes a third of a microsecond.
     return lambda stream: stream != 0 and ask()
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return torch's own generator of a device."""
+    import torch
+
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

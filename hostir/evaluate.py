@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
     from fuser.kernels.executor import KernelRequest
     from hostir.measured import Trace
-    from hostir.tracing import Asked, Source
+    from hostir.tracing import Source
     from multidevice.communicator import Communicator
 
 MakeRunner = Callable[[KernelGroup], KernelRunner]
@@ -520,18 +520,19 @@ class HostIrEvaluator:
     ) -> Trace:
         """Run several times on these inputs, all ranks of the program together, and return what ran
         when; see `FusionDefinition.trace`."""
-        from hostir.tracing import Asked
+        from hostir.tracing import Asked, take_trace
 
         asked = Asked(path, warm_up, repeat, source, predicted)
-        return self._agreed(inputs, lambda given: self.trace_as_agreed(given, asked), asked.line)
+        watch = partial(self.watched_as_agreed, take_trace, asked=asked)
+        return self._agreed(inputs, watch, asked.line)
 
-    def trace_as_agreed(self, inputs: Sequence[Argument], asked: Asked) -> Trace:
-        """Like `trace`, inside of a call on which the ranks have agreed."""
-        from hostir.tracing import take_trace
-
+    def watched_as_agreed(
+        self, take: Callable[..., T], inputs: Sequence[Argument], asked: object
+    ) -> T:
+        """Return what `take_trace` or `take_profile` does, once the ranks have agreed."""
         if self._late is not None:
             raise UnsupportedError("trace: late_stream holds work back: trace without it")
-        return take_trace(self, self._communicator, self._team, inputs, asked)
+        return take(self, self._communicator, self._team, inputs, asked)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Like `run`, op by op through the table, remembering nothing."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 
@@ -22,13 +22,16 @@ from fuser.arguments import LONGEST, require, show
 from fuser.errors import ExecutionError, FuserError, InputError, UnsupportedError
 from fuser.inputs import flatten
 from fuser.ir.binding import signature_of
+from fuser.ir.nodes import LibraryOp
+from fuser.torch_calls import generator_of
 from hostir.arena import Arena
-from hostir.bind import Argument
+from hostir.bind import Argument, device_of
 from hostir.capture import RUNS_BEFORE
+from hostir.container import walk
 from hostir.machine import Machine, find_machine
 from hostir.measured import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
 from hostir.memory import op_failed
-from hostir.noting import NotingRecorder
+from hostir.noting import NotingRecorder, TracedOp
 from hostir.overlap import written_inputs
 from hostir.plan import Plan
 from hostir.steps import Slots
@@ -42,6 +45,7 @@ from multidevice.backends.protocol import Team
 
 if TYPE_CHECKING:
     from hostir.evaluate import HostIrEvaluator
+    from hostir.frame import Frame
     from multidevice.communicator import Communicator
 
 # As far as a GPU's clock drifts from the host's between two looks of CUPTI at both.
@@ -49,6 +53,7 @@ _SLACK_S = 50e-6
 # (wall, host) in seconds, of each run
 Times = tuple[tuple[float, float], ...]
 Source = Literal["auto", "cupti", "events", "host"]
+R = TypeVar("R", bound=NotingRecorder)
 _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
 
 
@@ -71,9 +76,9 @@ def take_trace(
         return given, where, machine
 
     given, where, machine = ranks.together(prepare)
-    runs = _Runs(evaluator, ranks, given)
+    runs = Runs(evaluator, ranks, given, NotingRecorder)
     plan = runs.plan
-    ways = ranks.together(lambda: _ways(plan.device, asked.source, communicator))
+    ways = ranks.together(lambda: ways_to_time(plan.device, asked.source, communicator))
 
     def predict() -> tuple[Timetable | None, str]:
         if machine is None:
@@ -87,7 +92,8 @@ def take_trace(
     with torch.no_grad(), on_device(plan.device):
         plain = runs.plain(asked.warm_up, asked.repeat)
         usual, graphs = runs.usual(asked.warm_up, asked.repeat)
-        watch, whys = _watched(runs, ways, asked.repeat)
+        rounds = partial(rounds_of, runs, repeat=asked.repeat)
+        watch, whys = watched(runs.recorder.ops, ranks, ways, rounds)
         shift, clocks = aligned(ranks)
     mine = _measured(runs, watch, shift, whys, plain=plain, usual=usual, graphs=graphs)
     found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
@@ -150,7 +156,7 @@ def _path(path: object, *, is_written: bool) -> Path | None:
     return where
 
 
-def _ways(
+def ways_to_time(
     device: torch.device, source: object, communicator: Communicator | None
 ) -> list[Callable[[Sequence[Any]], HostWatch]]:
     """Return the ways to tell times on a device, the best first."""
@@ -174,14 +180,25 @@ def _ways(
 
 
 # ------------------------------------------------------------------ the runs
-class _Runs:
+class Runs(Generic[R]):
     """The plan of these inputs, and how to run it: on copies of what it updates, which have their
-    first values before each run."""
+    first values before each run, as torch's generator has its state. `make` makes the recorder."""
 
-    def __init__(self, evaluator: HostIrEvaluator, ranks: Together, given: list[Argument]) -> None:
+    def __init__(
+        self,
+        evaluator: HostIrEvaluator,
+        ranks: Together,
+        given: list[Argument],
+        make: Callable[[Frame, frozenset[int]], R],
+    ) -> None:
         self.ranks, self._evaluator = ranks, evaluator
         program = evaluator.program
-        written = written_inputs(program, Storage.of(program))
+        ops = [*walk(program.ops), *(op for unit in program.units.values() for op in unit.exprs)]
+        draws = any(isinstance(op, LibraryOp) and op.draws for op in ops)
+        self._drawn = generator_of(device_of(program.inputs, given)) if draws else None
+        self._state = None if self._drawn is None else self._drawn.get_state()
+        # The inputs that it updates.
+        self.updated = written = written_inputs(program, Storage.of(program))
         self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inputs = list(given)
         for i in written:
@@ -193,13 +210,26 @@ class _Runs:
             self._inputs[i] = copy
             self._restored.append((copy, value.detach()))
         self._restore()
-        self.recorder, self.plan = evaluator.recorded(self._inputs, NotingRecorder)
+        self.recorder, self.plan = evaluator.recorded(self._inputs, make)
         self.outputs: list[torch.Tensor] = []
 
     def _restore(self) -> None:
+        if self._drawn is not None and self._state is not None:
+            self._drawn.set_state(self._state)
         with torch.no_grad():
             for copy, value in self._restored:
                 copy.copy_(value)
+
+    def keep(self, given: Sequence[Argument]) -> list[torch.Tensor]:
+        """Make the last run the one that the caller asked for: write what it updated into the
+        inputs, and return the outputs."""
+        own: dict[int, torch.Tensor] = {}
+        for copy, value in self._restored:
+            value.copy_(copy)
+        for mine, theirs in zip(self._inputs, given, strict=True):
+            if mine is not theirs and isinstance(theirs, torch.Tensor):
+                own[id(mine)] = theirs
+        return [own.get(id(out), out) for out in self.outputs]
 
     def _synchronize(self) -> None:
         if self.plan.device.type == "cuda":
@@ -275,24 +305,28 @@ def _wall_and_host(begin: float, issued: float, end: float) -> tuple[float, floa
     return end - begin, issued - begin
 
 
-def _watched(
-    runs: _Runs, ways: Sequence[Callable[[Sequence[Any]], HostWatch]], repeat: int
+def watched(
+    ops: Sequence[TracedOp],
+    ranks: Together,
+    ways: Sequence[Callable[[Sequence[Any]], HostWatch]],
+    rounds: Callable[[HostWatch], None],
 ) -> tuple[HostWatch, list[str]]:
-    """Return a watch with the rounds, and why it is not one that came before in `ways`.
+    """Return a watch with the rounds that `rounds` runs, and why it is not one that came before in
+    `ways`.
 
     Raises `ExecutionError` where none of them works on all ranks.
     """
     whys: list[str] = []
     for make in ways:
-        watch = make(runs.recorder.ops)
-        why = _refusal(runs.ranks, watch.start)
+        watch = make(ops)
+        why = _refusal(ranks, watch.start)
         if not why:
             try:
-                _rounds(runs, watch, repeat)
+                rounds(watch)
             except BaseException:
                 watch.abandon()
                 raise
-            why = _refusal(runs.ranks, watch.stop)
+            why = _refusal(ranks, watch.stop)
         else:
             watch.abandon()
         if not why:
@@ -312,15 +346,15 @@ def _refusal(ranks: Together, step: Callable[[], None]) -> str:
     return next((f"rank {rank}: {text}" for rank, text in told if text), "")
 
 
-def _rounds(runs: _Runs, watch: HostWatch, repeat: int) -> None:
+def rounds_of(runs: Runs[R], watch: HostWatch, repeat: int) -> None:
+    """Run a plan as often as asked, and once before: that makes what the watch makes once."""
     run = runs.bound(watch.wrapped(runs.plan))
-    # The first makes what the watch itself makes once.
     for _ in range(1 + repeat):
         watch.end_round(*runs.timed(run, watch.begin_round))
 
 
 def _measured(
-    runs: _Runs,
+    runs: Runs[NotingRecorder],
     watch: HostWatch,
     shift: float,
     whys: Sequence[str],

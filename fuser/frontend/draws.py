@@ -27,6 +27,7 @@ from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import RandomOp
 from fuser.locks import make_lock
+from fuser.torch_calls import generator_of
 
 T = TypeVar("T")
 Device = int | str | torch.device | None
@@ -83,7 +84,7 @@ class Draws:
         given = self.complete(inputs)
         where = device_of(given, device)
         mine = torch.Generator(where)
-        mine.set_state(_generator(where).get_state())
+        mine.set_state(generator_of(where).get_state())
         given[-2:] = self._key(mine)
         return given, lambda run: partial(self._take_and_run, where, run)
 
@@ -92,7 +93,7 @@ class Draws:
         return run()
 
     def _take(self, device: torch.device) -> tuple[int, int]:
-        return self._key(_generator(device))
+        return self._key(generator_of(device))
 
     def _key(self, generator: torch.Generator) -> tuple[int, int]:
         """Return seed and offset; the generator moves on."""
@@ -146,12 +147,3 @@ def claimed(
 
 def _draws(op: object) -> bool:
     return isinstance(op, RandomOp) and op.seed is None
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """Return torch's own generator of a device."""
-    if device.type != "cuda":
-        return torch.default_generator
-    torch.cuda.init()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import forward_ad
@@ -35,7 +34,9 @@ from fuser.frontend.known_call import (
     why_never,
 )
 from fuser.frontend.overlap import overlaps_of
+from fuser.frontend.profiler import PROFILERS, profiler_here
 from fuser.frontend.program_cache import PROGRAMS, Program
+from fuser.frontend.watched import Watching
 from fuser.inputs import device_of, flatten
 from fuser.ir.binding import (
     Argument,
@@ -67,18 +68,13 @@ from multidevice import sharding
 from multidevice.agreement import Claim, Prepared, run_agreed
 from multidevice.communicator import Communicator, current_communicator
 
-if TYPE_CHECKING:
-    from hostir.measured import Trace
-    from hostir.tracing import Asked
-
-
 # What one definition remembers: signatures, those that take turns, programs bound to a rank.
 MAX_SIGNATURES = 256
 MAX_TURNS = 16
 MAX_BOUND = 64
 
 
-class FusionExecutorCache(Inspection):
+class FusionExecutorCache(Watching, Inspection):
     """Owns a fusion and the programs made from it; running never changes the fusion."""
 
     def __init__(
@@ -105,6 +101,7 @@ class FusionExecutorCache(Inspection):
         self._binder = InputBinder(fusion)
         self._free = free_inputs(fusion)
         self._settings = options.settings()
+        self._is_profiled = bool(options.profiler_modes())
         # Both keys start with the communicator (simulated ranks may share one definition) and the
         # options of the call.
         self._by_signature: Recent[CallKey, Call] = Recent(
@@ -163,6 +160,10 @@ class FusionExecutorCache(Inspection):
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
         """Run on `inputs`; see `FusionDefinition.execute`."""
+        if (PROFILERS or self._is_profiled) and profiler_here(is_on=self._is_profiled):
+            given = inputs, device, _enable_options, _disable_options
+            instance = Communicator.instance()
+            return run_agreed(instance, self.devices, partial(self.prepare, *given))
         if self._draws is not None or self._scalars is not None:
             if self.devices:
                 given = inputs, device, _enable_options, _disable_options
@@ -281,6 +282,11 @@ class FusionExecutorCache(Inspection):
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[list[torch.Tensor]]:
         """Return what this rank claims to run on `inputs`, and how; nothing is launched."""
+        if PROFILERS or self._is_profiled:
+            profiler = profiler_here(is_on=self._is_profiled)
+            if profiler is not None:
+                given = inputs, device, _enable_options, _disable_options
+                return self.prepare_profile(profiler, *given)
         communicator = Communicator.instance()
         inputs, begin = self._look(inputs, device)
         call, given, places = self._find(
@@ -314,28 +320,6 @@ class FusionExecutorCache(Inspection):
             if self._draws is None
             else self._draws.complete(inputs)
         )
-
-    def prepare_trace(
-        self,
-        inputs: Iterable[object],
-        asked: Asked,
-        device: int | str | torch.device | None = None,
-        _enable_options: Sequence[str] = options.NONE,
-        _disable_options: Sequence[str] = options.NONE,
-    ) -> Prepared[Trace]:
-        """Return what this rank claims to trace, and how; nothing is launched."""
-        communicator = Communicator.instance()
-        inputs, begin = self._look(inputs, device)
-        call, given, _ = self._find(communicator, inputs, device, _enable_options, _disable_options)
-        # A rank that traces does not meet one that executes, or traces more runs.
-        claim = replace(call.claim, parts=(*call.claim.parts, asked.line))
-        numbers = draws.claimed(given, self._numbers, device, self._draws)
-
-        def run() -> Trace:
-            self._has_run(call)
-            return call.bound.evaluator.trace_as_agreed(self._autograd.resolved(given), asked)
-
-        return claim, numbers, begin(run)
 
     def _find(
         self,

@@ -7,12 +7,13 @@ from functools import partial
 
 import torch
 
-from fuser import dumps
+from fuser import dumps, options
 from fuser.arguments import checked
 from fuser.device import DESCRIPTIONS, describe_device
 from fuser.errors import DefinitionError, NotCompiledError, UnsupportedError
 from fuser.frontend.draws import Draws
 from fuser.frontend.kernel_params import CompileParams, LaunchParams
+from fuser.frontend.profiler import profile_of_kernel, profiler_here
 from fuser.inputs import device_of, flatten
 from fuser.ir import scalar as sc
 from fuser.ir.binding import Argument
@@ -41,6 +42,7 @@ class KernelExecutor:
     ) -> None:
         self._numbers = fusion_id, concrete_id, runtime_id, group_id
         self._executor: executor.KernelExecutor | None = None
+        self._is_profiled = bool(options.profiler_modes())
 
     @checked
     def compile(
@@ -94,7 +96,17 @@ class KernelExecutor:
         if launch_constraints is not None or compile_params is not None:
             self._launch(inputs, launch_constraints, compile_params)
         outputs, sizes = self._outputs(inputs)
-        self._executor.run(inputs, outputs, sizes=sizes)
+        run = partial(self._executor.run, inputs, outputs, sizes=sizes)
+        profiler = profiler_here(is_on=self._is_profiled)
+        if profiler is None:
+            run()
+            return outputs
+        from hostir.profile import profile_call
+
+        found = self._executor.launch_for(inputs, outputs, sizes=sizes)
+        given = (inputs, outputs), device_of(inputs, None), run, profiler.begin(by_hand=True)
+        taken = profile_call(found, "a kernel of no elements", *given)
+        profiler.take(profile_of_kernel(taken, self._numbers[0]))
         return outputs
 
     def _launch(

@@ -32,7 +32,7 @@ from fuser.kernels.alike import Lowered
 from fuser.kernels.extents import Bound, KernelExtents, Sizes, free_symbols
 from fuser.kernels.kernel import make_kernel
 from fuser.kernels.operands import address, alignment, describe, index_dtype, is_plain, total_nbytes
-from fuser.kernels.variant import Variant, launch_of
+from fuser.kernels.variant import Variant, launch_of, now, take_compiled
 from fuser.locks import make_reentrant_lock
 from fuser.lower.stream import steps_of, with_stream_index
 from fuser.options import Settings
@@ -544,10 +544,10 @@ class KernelExecutor:
         return variant.compiled
 
     def _compile(self, variants: Sequence[Variant], device: torch.device) -> None:
+        began = now()
         sources = [variant.kernel.source for variant in variants]
         compiled = compile_kernels(sources, device, checked=self.checked)
-        for variant, kernel in zip(variants, compiled, strict=True):
-            variant.compiled = kernel
+        take_compiled(variants, compiled, began)
 
 
 # What `compile_many` needs to know of one launch: executor, inputs, outputs, sizes.
@@ -569,7 +569,7 @@ def compile_many(
     # What takes the compiler longest comes first.
     requests = sorted(requests, key=lambda request: request[0].scheduler.name != "reduction")
     for checked in dict.fromkeys(request[0].checked for request in requests):
-        variants: list[Variant] = []
+        variants, began = list[Variant](), now()
         chosen = [request for request in requests if request[0].checked is checked]
         sources = _lower_missing(chosen, describe_device(device), variants)
         first = next(sources, None)
@@ -577,8 +577,7 @@ def compile_many(
             # Compilers and their caches are not asked: that takes longer than a launch.
             continue
         compiled = compile_kernels(chain([first], sources), device, checked=checked)
-        for variant, kernel in zip(variants, compiled, strict=True):
-            variant.compiled = kernel
+        take_compiled(variants, compiled, began)
         count += len(variants)
     return count
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from time import perf_counter as now
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Variant:
     compiled: CompiledKernel | None = None
     # What the kernel's symbols are in the fusion, where it was lowered for another one.
     symbols: Mapping[Symbol, Symbol] | None = None
+    # Seconds to make it: its share of those that were compiled together.
+    made_s: float = 0.0
 
     @cached_property
     def needs(self) -> Needs:
@@ -72,6 +75,15 @@ class Variant:
         aligned = tuple([(numbers[number], nbytes) for number, nbytes in self.needs.alignments])
         made.needs = replace(self.needs, alignments=aligned)
         return made
+
+
+def take_compiled(
+    variants: Sequence[Variant], compiled: Sequence[CompiledKernel], began: float
+) -> None:
+    """Give variants their kernels, which were made together since `began` (`now`)."""
+    for variant, kernel in zip(variants, compiled, strict=True):
+        variant.compiled = kernel
+        variant.made_s = (now() - began) / len(variants)
 
 
 @dataclass(frozen=True)

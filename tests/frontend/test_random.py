@@ -212,7 +212,7 @@ class _CudaGenerator:
 
 def test_on_cuda_the_nth_call_has_the_nth_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = _CudaGenerator(2**64 - 3)
-    monkeypatch.setattr(draws, "_generator", lambda device: generator)
+    monkeypatch.setattr(draws, "generator_of", lambda device: generator)
     monkeypatch.setattr(draws, "device_of", lambda inputs, device: torch.device("cuda"))
     one, two = (draws.Draws.of(drawing(ops=n).fusion) for n in (1, 2))
     assert one is not None and two is not None

@@ -29,7 +29,7 @@ from hostir.measured import RankTrace, Trace, run_times
 from hostir.noting import TracedOp
 from hostir.ranks import shards_of
 from hostir.together import aligned
-from hostir.tracing import _ways  # pyright: ignore[reportPrivateUsage]
+from hostir.tracing import ways_to_time  # pyright: ignore[reportPrivateUsage]
 from hostir.transfers import CollectivePermute, EndCoalescing, P2PCommunication
 from hostir.watch import CuptiWatch, EventWatch, HostWatch, Round, Timed, clock
 from multidevice import Communicator, simulate
@@ -320,7 +320,7 @@ def test_the_ways_to_tell_the_time_of_a_gpu() -> None:
     gpu = torch.device("cuda", 0)
 
     def kinds(source: object, communicator: Communicator | None = None) -> list[object]:
-        return [getattr(way, "func", way) for way in _ways(gpu, source, communicator)]
+        return [getattr(way, "func", way) for way in ways_to_time(gpu, source, communicator)]
 
     assert kinds("auto") == [CuptiWatch, EventWatch]
     assert kinds("cupti") == [CuptiWatch] and kinds("events") == [EventWatch]
@@ -355,7 +355,7 @@ class FakeEvent:
 
 def watched_by(monkeypatch: pytest.MonkeyPatch, *ways: Callable[..., HostWatch]) -> None:
     """Let traces tell the time in these ways, whatever the device."""
-    monkeypatch.setattr("hostir.tracing._ways", lambda *_: [*ways])
+    monkeypatch.setattr("hostir.tracing.ways_to_time", lambda *_: [*ways])
 
 
 def test_events_lie_around_what_gives_a_stream_work(monkeypatch: pytest.MonkeyPatch) -> None:

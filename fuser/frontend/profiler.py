@@ -1,0 +1,355 @@
+"""PythonProfiler: what each kernel, library call and communication of a run took.
+
+    with PythonProfiler() as prof:
+        fd.execute(inputs)
+    print(prof.profile)
+
+Within the block, and everywhere where `FUSER_PROF` asks for it, `execute` runs as it does for a
+trace (`hostir.profile`): its results, updates and random numbers are those of one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fuser import options
+from fuser.arguments import checked
+from fuser.device import peak_bandwidth_gbs
+from fuser.errors import NotCompiledError, OtherEntranceError
+from fuser.schedule.automatic import SchedulerType
+
+if TYPE_CHECKING:
+    import torch
+
+    from fuser.frontend.program_cache import Program
+    from fuser.kernels.executor import KernelLaunch
+    from hostir.profile import Profiled, Work
+
+_BY_HAND = "auto_scheduled=False is for one manual_execute"
+_BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)"
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """One piece of work of a run on this rank: a kernel, a library call or a communication.
+
+    `scheduler` is the name of a `SchedulerType` ("none" for the plain schedule of a single op),
+    "user", "expr_eval" for what torch evaluates, or "communication". `segment_id` is that of the
+    program's segment, -1 for what belongs to none. Steps of a stream loop are one row each.
+    `stream` numbers the program's streams; -1 is the caller's. `compile_time_ms` is how long
+    the kernel took to lower and compile, or to find on disk, whenever that was: its share of those
+    that were made together. Bytes are those of the local tensors. Times of CPU ranks are the host's
+    clock. None stands for what is not known: `registers`, `device` and the percentage on a CPU, and
+    `correlation_id` everywhere.
+    """
+
+    name: str
+    segment_id: int
+    device: int | None
+    stream: int
+    correlation_id: int | None
+    compile_time_ms: float
+    time_ms: float
+    effective_bandwidth_gbs: float
+    percentage_peak_bandwidth: float | None
+    grid_str: str
+    block_str: str
+    cluster_str: str
+    shared_mem_str: str
+    registers: int | None
+    input_bytes: int
+    output_bytes: int
+    scheduler: str
+
+
+@dataclass(frozen=True)
+class FusionProfile:
+    """One run of a program on this rank.
+
+    `cuda_evt_time_ms` is from the moment before its first step until its device has done all of it,
+    `host_time_ms` until the host has issued it, both by the host's clock; checks of inputs and what
+    was compiled before are in neither. `kernel_time_ms` and `compile_time_ms` are the sums of the
+    rows, the bandwidth is the fusion's inputs and outputs by `kernel_time_ms`. `segments` counts
+    the program's segments, also those that left the device no work.
+    """
+
+    verbose: bool
+    fusion_id: int
+    segments: int
+    cuda_evt_time_ms: float
+    host_time_ms: float
+    compile_time_ms: float
+    kernel_time_ms: float
+    effective_bandwidth_gbs: float
+    percentage_peak_bandwith: float | None
+    input_bytes: int
+    output_bytes: int
+    kernel_profiles: list[KernelProfile] = field(default_factory=list[KernelProfile])
+    source: str = ""
+
+    def __str__(self) -> str:
+        """Return the table that `FUSER_PROF=print` prints; more columns where it is verbose."""
+        head = (
+            f"fusion {self.fusion_id}: {self.segments} segments, {self.cuda_evt_time_ms:.3f} ms, "
+            f"host {self.host_time_ms:.3f} ms, compiled in {self.compile_time_ms:.3f} ms, kernels "
+            f"{self.kernel_time_ms:.3f} ms, {self.effective_bandwidth_gbs:.1f} GB/s"
+            f"{_percent(self.percentage_peak_bandwith)}; by {self.source}"
+        )
+        columns = [c for c in _COLUMNS if self.verbose or not c[2]]
+        rows = [[title for title, _, _ in columns]]
+        rows += [[show(row) for _, show, _ in columns] for row in self.kernel_profiles]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f" ({value:.1f} % of the peak)"
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value in (None, "") else str(value)
+
+
+# Title, text of a row, whether only a verbose table has it.
+_COLUMNS: tuple[tuple[str, Callable[[KernelProfile], str], bool], ...] = (
+    ("segment", lambda k: str(k.segment_id), False),
+    ("scheduler", lambda k: k.scheduler, False),
+    ("ms", lambda k: f"{k.time_ms:.4f}", False),
+    ("GB/s", lambda k: f"{k.effective_bandwidth_gbs:.1f}", False),
+    (
+        "% peak",
+        lambda k: _or_dash(k.percentage_peak_bandwidth and round(k.percentage_peak_bandwidth, 1)),
+        False,
+    ),
+    ("in MB", lambda k: f"{k.input_bytes / 1e6:.3f}", False),
+    ("out MB", lambda k: f"{k.output_bytes / 1e6:.3f}", False),
+    ("compile ms", lambda k: f"{k.compile_time_ms:.1f}", True),
+    ("device", lambda k: _or_dash(k.device), True),
+    ("stream", lambda k: str(k.stream), True),
+    ("shared [dynamic, static]", lambda k: _or_dash(k.shared_mem_str), True),
+    ("registers", lambda k: _or_dash(k.registers), False),
+    ("grid", lambda k: _or_dash(k.grid_str), False),
+    ("block", lambda k: _or_dash(k.block_str), False),
+    ("name", lambda k: k.name, False),
+)
+
+
+# ------------------------------------------------------------------ what was measured
+def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> FusionProfile:
+    """Return the profile of a run of a program."""
+    segments = program.segmented.segments
+    # The segment that fills a tensor.
+    fills = {
+        tv.number: segment.number
+        for segment in segments
+        for op in segment.exprs
+        for tv in op.outputs
+    }
+    groups = program.container.groups
+
+    def row(work: Work) -> KernelProfile:
+        if work.group is not None:
+            name = groups[work.group].scheduler
+            return _row(work, taken, work.group, _SCHEDULERS.get(name, name))
+        segment = next((fills[n] for n in work.writes if n in fills), -1)
+        is_sent = work.op.kind == "communication"
+        return _row(work, taken, segment, "communication" if is_sent else "expr_eval")
+
+    return _profile(taken, [row(work) for work in taken.work], fusion_id, len(segments))
+
+
+def profile_of_kernel(taken: Profiled, fusion_id: int) -> FusionProfile:
+    """Return the profile of a kernel that the user scheduled: one segment."""
+    return _profile(taken, [_row(work, taken, 0, "user") for work in taken.work], fusion_id, 1)
+
+
+# What users call a scheduler that has no `SchedulerType`.
+_SCHEDULERS = {"plain": SchedulerType.none.name}
+
+
+def _profile(
+    taken: Profiled, rows: list[KernelProfile], fusion_id: int, segments: int
+) -> FusionProfile:
+    seconds = sum(work.seconds for work in taken.work)
+    gbs, percent = _bandwidth(taken, taken.input_bytes + taken.output_bytes, seconds)
+    # A kernel that runs in several steps was made once.
+    made = {id(w.launch.variant): w.launch.variant.made_s for w in taken.work if w.launch}
+    return FusionProfile(
+        verbose="print.verbose" in options.profiler_modes(),
+        fusion_id=fusion_id,
+        segments=segments,
+        cuda_evt_time_ms=taken.wall * 1e3,
+        host_time_ms=taken.host * 1e3,
+        compile_time_ms=sum(made.values()) * 1e3,
+        kernel_time_ms=seconds * 1e3,
+        effective_bandwidth_gbs=gbs,
+        percentage_peak_bandwith=percent,
+        input_bytes=taken.input_bytes,
+        output_bytes=taken.output_bytes,
+        kernel_profiles=rows,
+        source=taken.source,
+    )
+
+
+def _row(work: Work, taken: Profiled, segment: int, scheduler: str) -> KernelProfile:
+    gbs, percent = _bandwidth(taken, work.input_bytes + work.output_bytes, work.seconds)
+    grid, block, shared, registers = _shape(work.launch, taken.device)
+    return KernelProfile(
+        name=_name(work),
+        segment_id=segment,
+        device=taken.device.index,
+        stream=work.op.stream,
+        correlation_id=None,
+        compile_time_ms=0.0 if work.launch is None else work.launch.variant.made_s * 1e3,
+        time_ms=work.seconds * 1e3,
+        effective_bandwidth_gbs=gbs,
+        percentage_peak_bandwidth=percent,
+        grid_str=grid,
+        block_str=block,
+        cluster_str="",
+        shared_mem_str=shared,
+        registers=registers,
+        input_bytes=work.input_bytes,
+        output_bytes=work.output_bytes,
+        scheduler=scheduler,
+    )
+
+
+def _name(work: Work) -> str:
+    """Return the name of a kernel's function, else the op and what the device calls its work."""
+    if work.launch is not None:
+        return work.launch.variant.kernel.source.name
+    return " ".join([work.op.name, *(f"[{name}]" for name in work.activities)])
+
+
+def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str, str, int | None]:
+    """Return grid, block, shared memory and registers of a launch, "" and None for none."""
+    if launch is None:
+        return "", "", "", None
+    found = launch.launch
+    attributes: dict[str, int] = getattr(launch.kernel, "attributes", dict[str, int])()
+    static = attributes.get("static_smem_bytes", 0)
+    shared = f"[{found.smem_bytes}, {static}]"
+    return _dims(found.grid), _dims(found.block), shared, attributes.get("registers")
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, dims))}]"
+
+
+def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, float | None]:
+    """Return GB/s, and what part of the device's peak that is, in percent; None without a peak."""
+    gbs = nbytes / seconds * 1e-9 if seconds > 0 else 0.0
+    peak = peak_bandwidth_gbs(taken.device)
+    return gbs, None if peak is None else 100 * gbs / peak
+
+
+# ------------------------------------------------------------------ who asks for it
+class Profiler:
+    """Takes the profiles of runs; the last one counts."""
+
+    def __init__(self, *, is_by_hand: bool | None = None) -> None:
+        """`is_by_hand` None takes runs of both kinds, and prints each where that is asked for."""
+        self._is_by_hand = is_by_hand
+
+    def begin(self, *, by_hand: bool) -> bool:
+        """Return whether CUPTI may be asked for times. Raises `OtherEntranceError` for a run of
+        another kind than is profiled."""
+        if self._is_by_hand not in (None, by_hand):
+            raise OtherEntranceError(f"PythonProfiler: {_BY_ITSELF if by_hand else _BY_HAND}")
+        return not any(mode.endswith("nocupti") for mode in options.profiler_modes())
+
+    def take(self, profile: FusionProfile) -> None:
+        """Keep the profile of a run that is over."""
+        _LAST.set(profile)
+        if self._is_by_hand is None and _prints():
+            print(profile)
+
+
+# Those that are open, in any thread: where there is none, asking costs a run nothing.
+PROFILERS: list[Profiler] = []
+_HERE: ContextVar[Profiler | None] = ContextVar("profiler", default=None)
+_LAST: ContextVar[FusionProfile | None] = ContextVar("profile", default=None)
+_OF_THE_PROCESS = Profiler()
+
+
+def profiler_here(*, is_on: bool) -> Profiler | None:
+    """Return who profiles the runs of this thread; `is_on`: somebody does, as `FUSER_PROF` says."""
+    return _HERE.get() or (_OF_THE_PROCESS if is_on else None)
+
+
+def _prints() -> bool:
+    return any(mode.startswith("print") for mode in options.profiler_modes())
+
+
+class PythonProfiler:
+    """Profiles the runs of this thread within a `with` block; `profile` is that of the last one.
+
+    `auto_scheduled=False` is for `manual_execute`. On several ranks all profile the same runs, each
+    its own part; what a rank profiles that others just execute is refused. The recorded plan runs
+    step by step, twice, never as a CUDA graph, so `profile` counts no capture and no warm-up. With
+    `FUSER_PROF=print` the end of the block prints the profile.
+
+    Raises `OtherEntranceError` for a run of the other kind, or within another such block.
+    """
+
+    @checked
+    def __init__(self, auto_scheduled: bool = True) -> None:
+        self._profiler = Profiler(is_by_hand=not auto_scheduled)
+        self._profile: FusionProfile | None = None
+        self._token: Token[Profiler | None] | None = None
+
+    def __enter__(self) -> PythonProfiler:
+        if _HERE.get() is not None:
+            raise OtherEntranceError("PythonProfiler: another one is open: they do not nest")
+        reset_profiler()
+        self._token = _HERE.set(self._profiler)
+        PROFILERS.append(self._profiler)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._token is not None, "it was entered"
+        self._profile = _LAST.get()
+        PROFILERS.remove(self._profiler)
+        _HERE.reset(self._token)
+        self._token = None
+        if kind is None and self._profile is not None and _prints():
+            print(self._profile)
+
+    @property
+    def profile(self) -> FusionProfile:
+        """The profile of the last run in the block. Raises `NotCompiledError` where none ran."""
+        found = self._profile if self._token is None else _LAST.get()
+        if found is None:
+            raise NotCompiledError("PythonProfiler: nothing has run within its block")
+        return found
+
+
+def get_fusion_profile() -> FusionProfile:
+    """Return the profile of the last run of this thread that was profiled, by a `PythonProfiler` or
+    as `FUSER_PROF` asks. Raises `NotCompiledError` where none was."""
+    found = _LAST.get()
+    if found is None:
+        raise NotCompiledError(
+            "get_fusion_profile: nothing was profiled: run within PythonProfiler, or set "
+            "FUSER_PROF=enable"
+        )
+    return found
+
+
+def reset_profiler() -> None:
+    """Forget the profile of the last run."""
+    _LAST.set(None)
