@@ -355,6 +355,28 @@ def test_on_simulated_ranks(check: Callable[[], None]) -> None:
         world.run(check)
 
 
+def test_a_wait_counts_for_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is a second later, so every op takes one."""
+    here = threading.local()
+
+    def tick() -> float:
+        here.now = getattr(here, "now", 0.0) + 1.0
+        return here.now
+
+    monkeypatch.setattr("hostir.watch.clock", tick)
+    monkeypatch.setattr("hostir.tracing.clock", tick)
+
+    def check() -> None:
+        fd, inputs, _ = streamed_linear(2)
+        with PythonProfiler() as prof:
+            fd.execute(inputs)
+        times = [(r.scheduler, r.time_ms) for r in prof.profile.kernel_profiles]
+        assert times == [("communication", 2e3), ("expr_eval", 1e3)] * CHUNKS
+
+    with simulate(2) as world:
+        world.run(check)
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("check", CHECKS[:2], ids=lambda c: c.__name__)
 def test_under_mpirun(check: Callable[[], None], comm: object) -> None:
