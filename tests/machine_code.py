@@ -1,13 +1,17 @@
 """What the tests' kernels become on a GPU: NVRTC compiles them for sm_90a, several in one program.
 
 A program of one kernel spends much of its time on what all kernels share. Each kernel has an entry
-in the disk cache of its own, so that only new kernels are compiled.
+in the disk cache of its own, so that only new kernels are compiled. Short and long texts are mixed,
+so that threads end together.
+
+Kernels of one thread per block are the CPU's plain loops, which no GPU runs: for them a program is
+not optimised. Loops that g++ turns into vectors, unrolled, would take NVRTC up to a minute each.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fuser.errors import CompileError
@@ -17,6 +21,7 @@ from fuser.runtime.kernel_cache import KernelCache, digest
 from fuser.runtime.sources import in_namespace
 
 TOGETHER = 16
+_ONE_THREAD = "__launch_bounds__(1)"
 
 
 def compile_for_hopper(kernels: Mapping[str, str]) -> None:
@@ -32,10 +37,10 @@ def compile_for_hopper(kernels: Mapping[str, str]) -> None:
         return
     with cache.lock(next(iter(missing))):  # ranks make the same kernels
         missing = _missing(cache, missing)
-        keys = list(missing)
-        parts = [keys[i : i + TOGETHER] for i in range(0, len(keys), TOGETHER)]
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            jobs = [pool.submit(_compile, cache, {k: missing[k] for k in part}) for part in parts]
+            jobs = [
+                pool.submit(_compile, cache, part, options) for part, options in _parts(missing)
+            ]
             try:
                 for job in jobs:
                     job.result()
@@ -48,14 +53,29 @@ def _missing(cache: KernelCache, by_key: Mapping[str, KernelSource]) -> dict[str
     return {key: k for key, k in by_key.items() if cache.find(key, k.name) is None}
 
 
-def _compile(cache: KernelCache, by_key: Mapping[str, KernelSource]) -> None:
+def _parts(
+    by_key: Mapping[str, KernelSource],
+) -> Iterator[tuple[dict[str, KernelSource], tuple[str, ...]]]:
+    """Yield the kernels of each program, and its options; those that take longest first."""
+    longest = sorted(by_key, key=lambda key: -len(by_key[key].text))
+    plain = [key for key in longest if _ONE_THREAD in by_key[key].text]
+    threaded = [key for key in longest if _ONE_THREAD not in by_key[key].text]
+    for keys, more in ((threaded, ()), (plain, ("--device-debug",))):
+        count = -(-len(keys) // TOGETHER)
+        for first in range(count):
+            yield {key: by_key[key] for key in keys[first::count]}, (*nvrtc.OPTIONS, *more)
+
+
+def _compile(
+    cache: KernelCache, by_key: Mapping[str, KernelSource], options: Sequence[str]
+) -> None:
     units = [in_namespace(k, f"n{number}") for number, k in enumerate(by_key.values())]
     together = KernelSource("together", "".join(units), (), False)
     try:
-        code = nvrtc._compile(together, nvrtc.HOPPER)
+        code = nvrtc._compile(together, nvrtc.HOPPER, options)
     except CompileError:
         for kernel in by_key.values():  # alone, for an error that names the kernel
-            nvrtc._compile(kernel, nvrtc.HOPPER)
+            nvrtc._compile(kernel, nvrtc.HOPPER, options)
         raise
     assert code[:4] == b"\x7fELF", "machine code is no ELF file"
     cache.store({key: k.name for key, k in by_key.items()}, code, "cubin")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ REPOSITORY = Path(__file__).parents[1]
 KERNEL = 'extern "C" __global__ void {name}(FUSER_PTR(int) T0) {{ T0[0] = {value}; }}'
 # What g++ takes and NVRTC does not.
 FOR_CPUS = "#ifndef FUSER_SIMT\n#error not for GPUs\n#endif\n"
+Programs = list[tuple[str, tuple[str, ...]]]
 
 pytest.importorskip("cuda.bindings.nvrtc")
 pytestmark = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="counts compilations")
@@ -29,35 +31,49 @@ def kernels(count: int, first: int = 0) -> dict[str, str]:
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch, kernel_cache_dir: Path) -> list[str]:
-    """The texts that NVRTC gets."""
-    texts: list[str] = []
+def programs(monkeypatch: pytest.MonkeyPatch, kernel_cache_dir: Path) -> Programs:
+    """The texts that NVRTC gets, with their options."""
+    given: Programs = []
     original = nvrtc._compile
 
-    def noted(source: nvrtc.KernelSource, arch: str) -> bytes:
-        texts.append(source.text)
-        return original(source, arch)
+    def noted(
+        source: nvrtc.KernelSource, arch: str, options: Sequence[str] = nvrtc.OPTIONS
+    ) -> bytes:
+        given.append((source.text, tuple(options)))
+        return original(source, arch, options)
 
     monkeypatch.setattr(nvrtc, "_compile", noted)
-    return texts
+    return given
 
 
-def test_several_kernels_of_one_name_are_one_program(programs: list[str]) -> None:
+def test_several_kernels_of_one_name_are_one_program(programs: Programs) -> None:
     compile_for_hopper(kernels(TOGETHER + 1))
-    assert sorted(text.count("T0[0]") for text in programs) == [1, TOGETHER]
+    assert sorted(text.count("T0[0]") for text, _ in programs) == [TOGETHER // 2, TOGETHER // 2 + 1]
 
 
-def test_only_new_kernels_are_compiled(programs: list[str]) -> None:
+def test_only_new_kernels_are_compiled(programs: Programs) -> None:
     compile_for_hopper(kernels(3))
     compile_for_hopper(kernels(4))
-    assert [text.count("T0[0]") for text in programs] == [3, 1]
+    assert [text.count("T0[0]") for text, _ in programs] == [3, 1]
 
 
-def test_a_refused_kernel_is_named_and_comes_again(programs: list[str]) -> None:
+def test_a_refused_kernel_is_named_and_comes_again(programs: Programs) -> None:
     wrong = {KERNEL.format(name="wrong", value="nothing"): "wrong"}
     for _ in range(2):
         with pytest.raises(CompileError, match="NVRTC refused kernel wrong"):
             compile_for_hopper(kernels(2) | wrong)
+
+
+def test_plain_loops_are_not_optimised(programs: Programs) -> None:
+    """No GPU runs them, and what g++ unrolls in vectors takes NVRTC most of a minute."""
+    plain = KERNEL.replace("void", "void __launch_bounds__(1)")
+    compile_for_hopper({plain.format(name="plain", value=1): "plain"} | kernels(2))
+    assert {text.count("T0[0]"): options for text, options in programs} == {
+        1: (*nvrtc.OPTIONS, "--device-debug"),
+        2: nvrtc.OPTIONS,
+    }
+    with pytest.raises(CompileError, match="NVRTC refused kernel plain"):
+        compile_for_hopper({plain.format(name="plain", value="nothing"): "plain"})
 
 
 @pytest.mark.parametrize(("processes", "head"), [("0", FOR_CPUS), ("2", FOR_CPUS), ("2", "")])

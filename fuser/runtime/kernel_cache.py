@@ -82,9 +82,47 @@ def _warn_once(folder: Path) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Contents:
+    """How much a cache holds: kernels and tuned ones, and the bytes of all its objects."""
+
+    kernels: int
+    tuned: int
+    nbytes: int
+
+
+def contents() -> Contents:
+    """Counts what the folder of compiled kernels holds, without making or changing it.
+
+    Raises:
+        OSError: it is there, and cannot be read.
+        OptionError: it belongs to another user, or others can write into it.
+    """
+    if cache_folder().exists():
+        _check_owner(cache_folder())
+    counts = {"entries": 0, "tuned": 0}
+    nbytes = 0
+    for name in counts:
+        with contextlib.suppress(FileNotFoundError), os.scandir(cache_folder() / name) as files:
+            counts[name] = sum(not file.name.startswith(".new-") for file in files)
+    with contextlib.suppress(FileNotFoundError), os.scandir(cache_folder() / "objects") as files:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                nbytes += file.stat(follow_symlinks=False).st_size
+    return Contents(counts["entries"], counts["tuned"], nbytes)
+
+
 def _prepare(folder: Path) -> None:
     """Makes the folders. Raises OptionError for one that another user could fill with code."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    for part in (folder / name for name in _FOLDERS):
+        if not part.is_dir() or part.is_symlink():
+            _remove(part)
+            part.mkdir(mode=0o700, exist_ok=True)
+
+
+def _check_owner(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OptionError(
@@ -92,10 +130,6 @@ def _prepare(folder: Path) -> None:
             f" others (mode {status.st_mode & 0o777:o}); compiled code is loaded from it, so set"
             " FUSER_CACHE_DIR to another"
         )
-    for part in (folder / name for name in _FOLDERS):
-        if not part.is_dir() or part.is_symlink():
-            _remove(part)
-            part.mkdir(mode=0o700, exist_ok=True)
 
 
 def _remove(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ HOPPER = "sm_90a"
 
 # minimal: without textures and the CUDA runtime's types, a sixth of the time of a small kernel.
 # 177: a function that nothing calls; most helpers of rt.h, in most kernels.
-_OPTIONS = ("--std=c++17", "--fmad=true", "--minimal", "--diag-suppress=177")
+OPTIONS = ("--std=c++17", "--fmad=true", "--minimal", "--diag-suppress=177")
 _MAX_THREADS = 8
 
 
@@ -50,7 +50,8 @@ def _content(kind: str, program: Any) -> bytes:
 
 
 @functools.cache
-def _version() -> str:
+def version() -> str:
+    """The compiler's version. Raises CompileError where there is none."""
     major, minor = _call("nvrtcVersion")
     return f"nvrtc {major}.{minor}"
 
@@ -67,21 +68,21 @@ def kernel_key(source: KernelSource, arch: str) -> str:
 @functools.cache
 def compiler_key() -> str:
     """What, beside a kernel's text and the architecture, decides about its machine code."""
-    return digest(preamble(RT_FILES), _version(), *_OPTIONS)
+    return digest(preamble(RT_FILES), version(), *OPTIONS)
 
 
-def _compile(source: KernelSource, arch: str) -> bytes:
+def _compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) -> bytes:
     """Compiles one kernel; other threads run meanwhile.
 
     Raises:
         CompileError: with NVRTC's log and the lines around the first error.
     """
-    options = [option.encode() for option in (f"--gpu-architecture={arch}", *_OPTIONS)]
+    given = [option.encode() for option in (f"--gpu-architecture={arch}", *options)]
     text, name = _text(source).encode(), source.name.encode()
     program = _call("nvrtcCreateProgram", text, name, 0, [], [])
     try:
         try:
-            _call("nvrtcCompileProgram", program, len(options), options)
+            _call("nvrtcCompileProgram", program, len(given), given)
         except CompileError as error:
             log = _content("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             texts = {name: codegen_text(name) for name in RT_FILES} | {source.name: source.text}

@@ -93,6 +93,17 @@ def _compiler_identity(compiler: str) -> str:
     return "\n".join([version, *features])
 
 
+def try_compiler(timeout_s: float) -> str:
+    """Compiles a line of C++ as a kernel would be; returns the compiler's path and version.
+
+    Raises:
+        CompileError: there is none, it refuses, or it does not answer in time.
+    """
+    _run_compiler((), "int answer() { return 42; }\n", {}, timeout_s=timeout_s)
+    compiler = cxx_compiler()
+    return f"{compiler}, {_compiler_identity(compiler).partition(chr(10))[0].strip()}"
+
+
 @contextlib.contextmanager
 def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
     """Yields the paths of a source file with `text`, and of the library to make beside it."""
@@ -107,7 +118,9 @@ def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
         ) from error
 
 
-def _run_compiler(flags: Sequence[str], text: str, texts: dict[str, str]) -> bytes:
+def _run_compiler(
+    flags: Sequence[str], text: str, texts: dict[str, str], *, timeout_s: float | None = None
+) -> bytes:
     """Compiles one translation unit to a shared library.
 
     Raises:
@@ -125,9 +138,12 @@ def _run_compiler(flags: Sequence[str], text: str, texts: dict[str, str]) -> byt
                 errors="replace",
                 env=environment,
                 check=False,
+                timeout=timeout_s,
             )
         except OSError as error:
             raise CompileError(f"the C++ compiler {compiler} cannot be started: {error}") from error
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{compiler} does not answer within {timeout_s:g} s") from None
         if answer.returncode != 0:
             raise CompileError(
                 f"{compiler} refused a generated kernel:\n{explain(answer.stderr, texts)}"

@@ -85,6 +85,10 @@ class NcclBinding(Protocol):
 
     name: str
 
+    def version(self) -> int:
+        """Returns NCCL's version as it counts it: 22809 is 2.28.9."""
+        ...
+
     def unique_id(self) -> bytes:
         """Returns a fresh id of 128 bytes."""
         ...
@@ -135,6 +139,9 @@ class CupyBinding:
         self._nccl = nccl
         self.group_start = nccl.groupStart
         self.group_end = nccl.groupEnd
+
+    def version(self) -> int:
+        return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
         return bytes(self._nccl.get_unique_id())
@@ -199,6 +206,9 @@ class Nccl4pyBinding:
         self._raw.get_version()  # Loads libnccl, or raises here rather than in a collective.
         self.group_start = self._raw.group_start
         self.group_end = self._raw.group_end
+
+    def version(self) -> int:
+        return int(self._raw.get_version())
 
     def unique_id(self) -> bytes:
         """Returns a fresh id."""
