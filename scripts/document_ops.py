@@ -1,14 +1,17 @@
-"""Writes docs/ops.md, the page of the public ops, from their rows (`fuser.ops.rows`).
+"""Writes docs/ops.md, the page of the public ops, and fuser/ops/__init__.pyi, their signatures for
+type checkers, from their rows (`fuser.ops.rows`).
 
 `python scripts/document_ops.py` after a row was added or changed; a test compares.
 """
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from fuser.ops.dtype_rules import DTYPE_RULES
 from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.pointwise import POINTWISE, PUBLIC
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
+_ROOT = Path(__file__).resolve().parents[1]
+PAGE = _ROOT / "docs" / "ops.md"
+STUB = _ROOT / "fuser" / "ops" / "__init__.pyi"
 
 _HEAD = """# Ops
 
@@ -26,6 +31,30 @@ the rules of dtypes say stands below. Elementwise ops and those marked † take 
 scalars alone they give a scalar, which the host computes. Operands of several axes are aligned at
 the last one; an axis of size 1 fits any other.
 """
+
+
+_STUB_HEAD = '''# ruff: noqa: E501, I001
+# fmt: off
+"""The ops as type checkers see them, from the rows of `fuser.ops.rows`.
+
+`python scripts/document_ops.py` writes this file. An op of scalars alone gives a scalar.
+"""
+'''
+
+# What annotations name, and where it is defined.
+_DEFINED_IN = {
+    "NoReturn": "typing",
+    "Sequence": "collections.abc",
+    "overload": "typing",
+    "DataType": "fuser.ir.dtypes",
+    "DtypeLike": "fuser.ir.dtypes",
+    "Operand": "fuser.ops.building",
+    "OperandLike": "fuser.ops.building",
+    "Scalar": "fuser.ir.scalar",
+    "ScalarLike": "fuser.ir.scalar",
+    "SizeLike": "fuser.ops.building",
+    "TensorView": "fuser.ir.tensor",
+}
 
 
 def arguments_of(function: Callable[..., Any]) -> str:
@@ -104,5 +133,65 @@ def page() -> str:
     )
 
 
+# ------------------------------------------------------------------ for type checkers
+class _Bare(str):
+    """What prints as it stands: an annotation."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _annotation(text: str) -> _Bare:
+    """Return an annotation in which no name is that of an op: `complex` and others are both."""
+
+    def named(found: re.Match[str]) -> str:
+        is_both = found[0] in ROWS and hasattr(builtins, found[0])
+        return f"builtins.{found[0]}" if is_both else found[0]
+
+    return _Bare(re.sub(r"[A-Za-z_]\w*", named, text))
+
+
+def _signatures(row: OpRow) -> Iterator[inspect.Signature]:
+    """Yield a signature per overload: with a tensor in each place of an operand, then without."""
+    found = inspect.signature(row.function)
+    places = [p.name for p in found.parameters.values() if p.annotation == "OperandLike"]
+    if found.return_annotation != "Operand":
+        yield _shown(found, {}, found.return_annotation)
+        return
+    for place in places:
+        yield _shown(found, {place: "TensorView"}, "TensorView")
+    yield _shown(found, dict.fromkeys(places, "ScalarLike"), "Scalar")
+
+
+def _shown(found: inspect.Signature, taken: dict[str, str], result: str) -> inspect.Signature:
+    def shown(p: Parameter) -> Parameter:
+        default = p.empty if p.default is p.empty else _Shown(p.default)
+        return p.replace(annotation=_annotation(taken.get(p.name) or p.annotation), default=default)
+
+    parameters = [shown(p) for p in found.parameters.values()]
+    return found.replace(parameters=parameters, return_annotation=_annotation(result))
+
+
+def _definitions() -> Iterator[str]:
+    for row in ROWS.values():
+        signatures = list(_signatures(row))
+        for signature in signatures:
+            if len(signatures) > 1:
+                yield "@overload"
+            told = meaning_of(row).replace("\\", "\\\\")
+            yield f'def {row.name}{signature}: """{told}"""'
+
+
+def stub() -> str:
+    """Return the text of the signatures."""
+    lines = "\n".join(_definitions())
+    words = set(re.findall(r"[A-Za-z_]\w*", re.sub(r'""".*', "", lines)))
+    names = [name for name in _DEFINED_IN if name in words]
+    imports = [f"from {_DEFINED_IN[name]} import {name}" for name in names]
+    imports += ["import builtins"] * ("builtins" in words)
+    return "\n".join([_STUB_HEAD, *imports, "", lines, "", f"__all__ = {list(ROWS)}", ""])
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    STUB.write_text(stub())

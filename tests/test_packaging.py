@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -103,9 +104,103 @@ def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
     assert [str(path) for path in files if path.as_posix() not in names] == []
 
 
-def test_wheel_holds_every_source_file(tmp_path: Path) -> None:
-    wheel = build("wheel", tmp_path, ABOUT, ROOTS)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"), ABOUT, ROOTS)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment outside of the tree that has the wheel; torch is this one's."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    packages = next(folder.glob("lib/python3*/site-packages"))
+    # What pip does with a wheel that has no scripts.
+    zipfile.ZipFile(wheel).extractall(packages)
+    outer = {path for path in sys.path if Path(path, "torch").is_dir()}
+    (packages / "outer.pth").write_text("\n".join(sorted(outer)))
+    return folder / "bin" / "python"
+
+
+def run_outside(installed: Path, *command: str | Path, **env: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "FUSER_" not in k}
+    done = subprocess.run(
+        command,
+        cwd=installed.parents[1],
+        env={**kept, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_wheel_holds_every_source_file(wheel: Path) -> None:
     assert wheel.name.startswith("fuser_hostir-")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert [str(path) for path in source_files() if path.as_posix() not in names] == []
     assert not [name for name in names if name.startswith("tests/")]
+
+
+PROGRAM = """
+import torch, fuser, multidevice, hostir
+from fuser import FusionDefinition, multidevice
+with FusionDefinition() as fd:
+    x = fd.define_tensor([-1, -1], contiguity=True)
+    fd.add_output(fd.ops.sum(fd.ops.exp(x), dim=1))
+
+def run():
+    x = torch.arange(12.0).reshape(3, 4) / 8
+    (y,) = fd.execute([x], _enable_options=["schedules_for(h200)"])
+    torch.testing.assert_close(y, x.exp().sum(1))
+    return "LaunchKernel" in str(fd.fec.host_program())
+
+print(run(), *{m.__file__ for m in (fuser, hostir)}, sep="\\n")
+"""
+
+
+def test_the_installed_wheel_runs_a_kernel(installed: Path, tmp_path: Path) -> None:
+    """With barriers, so that the engine, too, is compiled from what the wheel holds."""
+    out = run_outside(installed, installed, "-c", PROGRAM, FUSER_CACHE_DIR=str(tmp_path))
+    ran, *files = out.split()
+    assert ran == "True" and len(files) == 2
+    assert all(Path(file).is_relative_to(installed.parents[1]) for file in files)
+    assert list(tmp_path.rglob("*.so"))
+    assert "rank 0 of 1" in run_outside(installed, installed, "-m", "fuser")
+
+
+TYPED = """
+from fuser import FusionDefinition, TensorView
+
+with FusionDefinition() as fd:
+    x = fd.define_tensor([-1, -1], contiguity=True)
+    reveal_type(fd.ops.add(x, 1.0))
+    reveal_type(fd.ops.add(2, 1.0))
+    reveal_type(fd.ops.var_mean(x, [1]))
+    y: TensorView = fd.ops.sum(x, dim=1, keep_dims=True)
+    fd.ops.softmax(x)
+    fd.ops.add(x, "1")
+    fd.sched.inline_most([x])
+"""
+
+
+def test_type_checkers_know_the_ops(installed: Path) -> None:
+    """In the installed wheel, of which they infer nothing that is not declared."""
+    pytest.importorskip("pyright", reason="the group lint")
+    program = installed.parents[1] / "typed.py"
+    program.write_text(TYPED)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", installed, program]
+    found = subprocess.run(
+        command, cwd=program.parent, capture_output=True, text=True, timeout=110, check=False
+    )
+    told = json.loads(found.stdout)["generalDiagnostics"]
+    at = {d["range"]["start"]["line"]: d["message"].split("\n")[0] for d in told}
+    assert [at.pop(line).split(" is ")[-1] for line in (5, 6, 7)] == [
+        '"TensorView"',
+        '"Scalar"',
+        '"tuple[TensorView, TensorView]"',
+    ]
+    assert sorted(at) == [8, 9, 10], at
+    assert "keep_dims" in at[8] and "softmax" in at[9] and "add" in at[10]

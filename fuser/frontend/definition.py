@@ -12,13 +12,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Sequence
 from functools import partial
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import fuser.ops
-import fuser.schedule
 from fuser.arguments import LONGEST, checked, show
 from fuser.errors import (
     ArgumentError,
@@ -76,9 +74,11 @@ class FusionDefinition:
     changed by running.
     """
 
+    # Imported here, not assigned: type checkers take a module for what it holds only so.
+    import fuser.ops as ops
+    import fuser.schedule as sched
+
     def __init__(self) -> None:
-        self.ops: ModuleType = fuser.ops
-        self.sched: ModuleType = fuser.schedule
         self._fusion: Fusion | None = None
         self._fusion_guard: FusionGuard | None = None
         self.fec: FusionExecutorCache

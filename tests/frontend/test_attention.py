@@ -1,5 +1,8 @@
 """Scaled dot product attention and its gradient, against brute force in float64."""
 
+# Ops are called with what they refuse, and with options that are put together.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import itertools

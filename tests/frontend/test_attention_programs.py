@@ -1,5 +1,8 @@
 """Attention among other ops, on several ranks, in graphs, as text, and what it is said to cost."""
 
+# Ops are called with what they refuse, and with options that are put together.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import math

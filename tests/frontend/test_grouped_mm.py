@@ -1,5 +1,8 @@
 """grouped_mm beside a product per group in float64: any groups, layouts and ranks."""
 
+# Ops are called with what they refuse, and with options that are put together.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import random

@@ -1,5 +1,8 @@
 """Calls that cannot be meant are refused where they stand, with a typed error that helps."""
 
+# Ops are called with what they refuse, and with options that are put together.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

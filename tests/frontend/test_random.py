@@ -1,5 +1,8 @@
 """Random numbers of whole programs: draws from torch's generator, and every way of running."""
 
+# Ops are called with what they refuse, and with options that are put together.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,8 @@
 """Attention on a GPU: torch's fused kernel, what it does not take, dropout, and CUDA graphs."""
 
+# Ops are called with what they refuse, and with options that are put together.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import itertools

@@ -124,6 +124,10 @@ def test_the_page_of_ops_is_that_of_the_rows() -> None:
     assert document_ops.PAGE.read_text() == document_ops.page(), "python scripts/document_ops.py"
 
 
+def test_the_signatures_for_type_checkers_are_those_of_the_rows() -> None:
+    assert document_ops.STUB.read_text() == document_ops.stub(), "python scripts/document_ops.py"
+
+
 def test_no_name_is_told_twice() -> None:
     assert not {*SPELLED} & {*ROWS}
     assert not {*NOT_DRAWN} & {*oracle.OPS} and {*NOT_DRAWN} <= {*ROWS}
