@@ -188,6 +188,11 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
     for tv, stages in _computed_by(nesting, exprs).items():
         if (tv.compute_at or tv in fusion.inputs) and len(stages) > 1:
             sharing.fuse_readers(tuple(sorted(stages, key=lambda s: s.number)))
+    for stage in nesting.stages:
+        for read in stage.reads:
+            if read.storage == "local" and not read.depth:
+                # Each thread keeps it for itself: it reads one such value to make another.
+                sharing.fuse_readers((read, stage))
     _assign_symbols(nesting)
     return nesting
 
