@@ -154,6 +154,9 @@ _NUMBER = Kind("a number", _take_number, frozenset({bool, int, float}))
 _FLAG = Kind("True or False", _take_flag, frozenset({bool}))
 _ANY = Kind("anything", _take_any)
 
+# The items of shapes and slices. nvFuser has its own words for what is none.
+_EXTENT = "a scalar or an integer"
+
 # Annotation -> kind. Any other class is a kind of its own: its instances.
 _KINDS: dict[object, Kind] = {int: _INTEGER, float: _NUMBER, bool: _FLAG, Any: _ANY, object: _ANY}
 # How messages call the instances of a class; plurals follow.
@@ -283,6 +286,8 @@ def _at(kind: Kind, value: object, position: object) -> object:
         return kind.take(value)
     except Mismatch as error:
         error.at = f"[{show(position)}]{error.at}"
+        if kind.words == _EXTENT:
+            error.text += f". Unsupported iterable object type for define_vector! Index:{position}"
         raise
 
 
