@@ -66,6 +66,12 @@ class DtypeError(FuserError, TypeError):
     """An operand has a dtype that the op does not accept."""
 
 
+class UnknownDtypeError(DtypeError, KeyError):
+    """A torch dtype has no counterpart in a fusion."""
+
+    __str__ = Exception.__str__  # not quoted, as a key would be
+
+
 class InputError(FuserError, ValueError):
     """The runtime inputs do not fit the program: count, rank, dtype, device, extent."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fuser.errors import DtypeError, UnsupportedError
+from fuser.errors import DtypeError, UnknownDtypeError, UnsupportedError
 from fuser.ir.types import IrEnum
 from fuser.record import record
 
@@ -136,10 +136,10 @@ def to_torch(dtype: DataType) -> torch.dtype:
 
 
 def from_torch(dtype: torch.dtype) -> DataType:
-    """Return the IR dtype of a torch dtype; raises `DtypeError` for one that has none."""
+    """Return the IR dtype of a torch dtype; raises `UnknownDtypeError` for one that has none."""
     found = FROM_TORCH.get(dtype)
     if found is None:
-        raise DtypeError(f"torch dtype {dtype} has no supported counterpart")
+        raise UnknownDtypeError(f"torch dtype {dtype} has no supported counterpart")
     return found
 
 
