@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fuser import multidevice, ops, schedule
+    from fuser import benchmark_utils, idm, multidevice, ops, pytorch_utils, schedule
     from fuser.errors import (
         ArgumentError,
         CommunicationError,
@@ -66,7 +66,14 @@ if TYPE_CHECKING:
     from fuser.ir.nodes import BroadcastOp, ReshapeOp, SqueezeOp
     from fuser.ir.statement import Expr, Statement, Val
     from fuser.ir.tensor import TensorView
-    from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, MemoryType, ParallelType
+    from fuser.ir.types import (
+        CacheOp,
+        IdMappingMode,
+        IterType,
+        LoadStoreOpType,
+        MemoryType,
+        ParallelType,
+    )
     from fuser.multidevice import CommunicatorBackend
     from fuser.ops.define import compute_tensor_descriptor, define_scalar, define_tensor
     from fuser.release import __version__ as __version__
@@ -92,6 +99,7 @@ __all__ = [
     "LoadStoreOpType",
     "CacheOp",
     "SchedulerType",
+    "IdMappingMode",
     "CommunicatorBackend",
     "FusionGuard",
     "define_tensor",
@@ -119,6 +127,9 @@ __all__ = [
     "ops",
     "schedule",
     "multidevice",
+    "idm",
+    "pytorch_utils",
+    "benchmark_utils",
     "FuserError",
     "UnsupportedError",
     "UnsupportedNameError",
@@ -160,12 +171,9 @@ _REFUSED = {
     **dict.fromkeys(("MatmulTilingStrategy", "MatmulBufferingLoopLevel"), _LIBRARY),
     **dict.fromkeys(("MatmulCircularBufferingStrategy",), _LIBRARY),
     **dict.fromkeys(("MatmulTileRasterizationOrder", "nvf_cutlass"), _LIBRARY),
-    **dict.fromkeys(("idm", "IdMappingMode"), "which axes are mapped is not shown yet"),
-    "pytorch_utils": "torch's dtypes are taken wherever one of DataType is",
-    "benchmark_utils": "fd.trace(inputs) measures what ran when, on every rank",
 }
 
-_MODULES = frozenset({"ops", "schedule", "multidevice"})
+_MODULES = frozenset({"ops", "schedule", "multidevice", "idm", "pytorch_utils", "benchmark_utils"})
 
 _DEFINED_IN: dict[str, str] = {
     "FusionDefinition": "fuser.frontend.definition",
@@ -183,6 +191,7 @@ _DEFINED_IN: dict[str, str] = {
     "IterType": "fuser.ir.types",
     "LoadStoreOpType": "fuser.ir.types",
     "CacheOp": "fuser.ir.types",
+    "IdMappingMode": "fuser.ir.types",
     "SchedulerType": "fuser.schedule.automatic",
     "CommunicatorBackend": "fuser.frontend.multi_device_executor",
     "FusionGuard": "fuser.ir.guard",

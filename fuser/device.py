@@ -133,5 +133,9 @@ def peak_bandwidth_gbs(device: torch.device) -> float | None:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    # Two transfers per clock.
-    return 2 * properties.memory_clock_rate * properties.memory_bus_width / 8 * 1e-6
+    return bandwidth_gbs(properties.memory_clock_rate, properties.memory_bus_width)
+
+
+def bandwidth_gbs(clock_khz: int, bus_bits: int) -> float:
+    """Returns the peak of a memory, in 1e9 bytes per second: two transfers per clock."""
+    return 2 * clock_khz * bus_bits / 8 * 1e-6

@@ -67,7 +67,7 @@ class DtypeError(FuserError, TypeError):
 
 
 class UnknownDtypeError(DtypeError, KeyError):
-    """A torch dtype has no counterpart in a fusion."""
+    """A torch dtype, or a type of Python, has no counterpart here."""
 
     __str__ = Exception.__str__  # not quoted, as a key would be
 

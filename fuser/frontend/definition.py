@@ -178,7 +178,7 @@ class FusionDefinition:
         """Return (whether the definition can run, why not)."""
         if not hasattr(self, "fec") and self._fusion is None:
             return False, _NEVER_WRITTEN
-        if not self.fusion.outputs or not self.fusion.vals():
+        if not self.fusion.outputs:
             return False, "Fusion is empty! It has no output: call fd.add_output in its definition"
         return True, None
 

@@ -110,6 +110,22 @@ class AxisGraph:
                     todo.append(target)
         return frozenset(seen)
 
+    def has(self, axis: Axis | IterDomain) -> bool:
+        """Whether the axis was there when the graph was built."""
+        return axis.number in self._axes
+
+    def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
+        """Count two axes as one, and those that follow."""
+        self._union(a.number, b.number)
+        self._close()
+
+    def classes(self) -> list[tuple[int, ...]]:
+        """Return the numbers of the axes of each class, in order."""
+        found: dict[int, list[int]] = {}
+        for number in sorted(self._axes):
+            found.setdefault(self._find(number), []).append(number)
+        return [tuple(numbers) for numbers in found.values()]
+
     # ------------------------------------------------------------ construction
     def _relate(self, pair: AxisPair) -> None:
         producer, consumer = pair
@@ -134,6 +150,10 @@ class AxisGraph:
     def _size(self, number: int) -> Scalar:
         return self._fusion.canonical(self._axes[number].size)
 
+    def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
+        """Return what makes a transform another's equal, whatever its axes: one of these."""
+        return (self._key(t),)
+
     def _key(self, t: Transform) -> tuple[object, ...]:
         """Everything about a transform but its axes."""
         match t:
@@ -150,7 +170,7 @@ class AxisGraph:
 
     def _close(self) -> None:
         """Forward and backward congruence, to a fixed point."""
-        keyed = [(self._key(t), t) for t in self._transforms]
+        keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True
         while changed:
             changed = False
@@ -168,3 +188,21 @@ class AxisGraph:
                 twin = backward.setdefault((key, outs, extents), t)
                 for a, b in zip(twin.inputs, t.inputs, strict=True):
                     changed |= self._union(a, b)
+
+
+class ConcretizedGraph(AxisGraph):
+    """An axis graph in which a broadcast axis is also the concrete axis that it becomes: what is
+    split or merged alike stays one, whatever the extents."""
+
+    def _relate(self, pair: AxisPair) -> None:
+        self._union(pair[0].number, pair[1].number)
+
+    def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
+        match t:
+            case Split():
+                alike = ("split by", self._fusion.canonical(t.factor), t.inner_split)
+            case Merge():
+                alike = ("merge",)
+            case _:
+                return super()._keys(t)
+        return (*super()._keys(t), alike)

@@ -11,6 +11,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuser.errors import DefinitionError, user_code
+from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category, dtype_text
 from fuser.ir.extents import ExtentClasses
@@ -18,6 +19,7 @@ from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import TensorOp
 from fuser.ir.origin import Origin
 from fuser.ir.scalar import Scalar, ScalarLike, Symbol, as_scalar, eq, int_value
+from fuser.ir.statement import Val
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, MemoryType
 from fuser.record import record, replace
@@ -253,11 +255,17 @@ class Fusion:
         given = (v for v in self.inputs if isinstance(v, TensorView))
         return tuple(dict.fromkeys((*given, *self._tensors, *self.outputs)))
 
-    def vals(self) -> list[Value]:
-        """Return inputs, tensors and the scalar operands of ops."""
-        seen: dict[Value, None] = dict.fromkeys(self.inputs)
+    def vals(self) -> list[Val]:
+        """Return all values: inputs, tensors and the scalar operands of ops, then each tensor's
+        domain, axes and extents."""
+        seen: dict[Any, None] = dict.fromkeys(self.inputs)
         for e in self.exprs:
             seen.update(dict.fromkeys((*e.inputs, *e.outputs)))
+        for tv in self.tensors():
+            seen[tv] = seen[tv.domain] = None
+            for number, axis in tv.domain.axes.items():
+                sizes = (axis.extent, axis.expanded)
+                seen.update(dict.fromkeys((Axis(tv, number), *(x for x in sizes if x is not None))))
         return list(seen)
 
     def replace_uses(

@@ -24,6 +24,16 @@ class IrEnum(enum.Enum):
         raise ArgumentError(f"{self} has no number, only the text {self.value!r}")
 
 
+class IdMappingMode(IrEnum):
+    """Which axes count as one (`fuser.idm`); each but the last maps all that those before do."""
+
+    exact = 0
+    almost_exact = 1
+    broadcast = 2
+    permissive = 3
+    loop = 4
+
+
 class ParallelType(IrEnum):
     """Who executes an axis. Values follow nvFuser's order, so `int(ptype.value)` is comparable."""
 

@@ -20,12 +20,11 @@ MEMBERS = {
         LRUCache LaunchParams CompileParams DataType ParallelType MemoryType LoadStoreOpType
         CacheOp SchedulerType CommunicatorBackend ops schedule multidevice
         execute_with_dtensors get_fusion_profile reset_profiler PythonProfiler FusionProfile
-        KernelProfile |
+        KernelProfile IdMappingMode idm pytorch_utils benchmark_utils |
         HeuristicParams PointwiseParams ReductionParams MatmulParams GemmTile
         MatMulTileOptions CircularBufferOptions SupportedVectorization ClusterDims MmaMacroEncode
-        MmaMacro IdMappingMode MatmulTilingStrategy MatmulBufferingLoopLevel
-        MatmulCircularBufferingStrategy MatmulTileRasterizationOrder MmaMacroArch idm nvf_cutlass
-        pytorch_utils benchmark_utils""",
+        MmaMacro MatmulTilingStrategy MatmulBufferingLoopLevel
+        MatmulCircularBufferingStrategy MatmulTileRasterizationOrder MmaMacroArch nvf_cutlass""",
     "DataType": """Double Float Half BFloat16 Float8_e4m3fn Float8_e5m2 Float8_e8m0fnu
         Float4_e2m1fn Float4_e2m1fn_x2 Int32 Int UInt64 Index Bool ComplexDouble ComplexFloat
         Null""",
@@ -37,6 +36,15 @@ MEMBERS = {
     "SchedulerType": """none no_op pointwise matmul reduction inner_persistent
         inner_outer_persistent outer_persistent transpose expr_eval resize __entries""",
     "CommunicatorBackend": "nccl ucc cuda",
+    "IdMappingMode": "exact almost_exact broadcast permissive loop",
+    "fuser.idm": "IdModel ValGraph DisjointValSets",
+    "a model of axes": "maybe_build_graph __str__",
+    "a graph of axes": "disjoint_val_sets map_vals __str__",
+    "sets of axes": "strict_are_mapped __str__",
+    "PythonProfiler": "__enter__ __exit__ profile",
+    "fuser.pytorch_utils": """torch_dtype_to_nvfuser_dtype python_scalar_to_nvfuser_dtype
+        get_device_properties DEVICE_PROPERTIES retry_on_oom_or_skip_test""",
+    "fuser.benchmark_utils": "Timer CuptiProfiler CuptiTimer FusionProfileTimer",
     "a tensor": """is_symbolic is_tensor definition uses ndim size shape dtype has_root domain
         get_root_domain get_logical_domain get_loop_domain axis split inner_split outer_split merge
         reorder swizzle1d rfactor cache_after cache_before set_memory_type set_allocation_domain
@@ -46,7 +54,7 @@ MEMBERS = {
     "an op": "input output __str__",
     "a split": "input output outer inner __str__",
     "a definition": """ops sched fusion define_tensor define_scalar define_vector from_pytorch
-        add_output validate_definition execute manual_execute validate manual_validate
+        execute_with_dtensors add_output validate_definition execute manual_execute validate manual_validate
         repro_script_for last_repro_script __repr__ fec""",
     "a fusion": """inputs outputs vals add_input add_output print_math print_kernel __eq__""",
     "a cache of programs": """execute is_compiled fusion get_cuda_kernel get_scheduled_ir
@@ -69,6 +77,8 @@ def made() -> dict[str, Any]:
         fd.add_output(fd.ops.neg(x))
         x.split(1, 4)
     fd.execute([torch.ones(2, 8)])
+    model = fuser.idm.IdModel(fd.fusion)
+    graph = model.maybe_build_graph(fuser.IdMappingMode.exact)
     enumerations = [n for n in MEMBERS if n.isidentifier() and n[0].isupper()]
     return {
         **{name: getattr(fuser, name) for name in enumerations},
@@ -76,6 +86,12 @@ def made() -> dict[str, Any]:
         "CompileParams": fuser.CompileParams(),
         "fuser": fuser,
         "fuser.schedule": fuser.schedule,
+        "fuser.idm": fuser.idm,
+        "fuser.pytorch_utils": fuser.pytorch_utils,
+        "fuser.benchmark_utils": fuser.benchmark_utils,
+        "a model of axes": model,
+        "a graph of axes": graph,
+        "sets of axes": graph.disjoint_val_sets(),
         "a tensor": x,
         "an axis": x.axis(0),
         "a scalar": x.size(0),
