@@ -54,8 +54,8 @@ MEMBERS = {
     "an op": "input output __str__",
     "a split": "input output outer inner __str__",
     "a definition": """ops sched fusion define_tensor define_scalar define_vector from_pytorch
-        execute_with_dtensors add_output validate_definition execute manual_execute validate manual_validate
-        repro_script_for last_repro_script __repr__ fec""",
+        execute_with_dtensors add_output validate_definition execute manual_execute validate
+        manual_validate repro_script_for last_repro_script __repr__ fec""",
     "a fusion": """inputs outputs vals add_input add_output print_math print_kernel __eq__""",
     "a cache of programs": """execute is_compiled fusion get_cuda_kernel get_scheduled_ir
         get_most_recent_scheduled_ir get_output_shardings""",
