@@ -21,7 +21,7 @@ from hostir.bind import Argument
 from hostir.container import walk
 from hostir.effects import Shows
 from hostir.frame import Frame
-from hostir.layout import share_storage, write
+from hostir.layout import share_storage, viewed_strides, write
 from hostir.library import compute, compute_into
 from hostir.memory import new_buffer, op_failed
 from hostir.ops import (
@@ -164,11 +164,19 @@ def _tensor_op(op: TensorOp, frame: Frame) -> None:
         frame.submit(partial(compute_into, op, now, [frame.tensors[o] for o in op.outputs]))
         return
     results = compute(op, frame)
+    if op.out_tensor in frame.program.outputs and op.out_tensor in frame.storage.shows:
+        results = [_as_result(op.out_tensor, results[0])]
     if frame.machine.streams.delays and not all(_is_view(r, op, frame) for r in results):
         # What was computed now says the shapes; the values come when the stream gets there.
         results = [torch.empty_like(r) for r in results]
         frame.submit(partial(_fill, op, frame.at(op), results))
     frame.tensors.update(zip(op.outputs, results, strict=True))
+
+
+def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
+    """Return a view with the strides that the caller asked for."""
+    strides = viewed_strides(tv, view.shape, view.stride())
+    return view if strides == view.stride() else view.as_strided(view.shape, strides)
 
 
 def _is_view(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:

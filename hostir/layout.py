@@ -32,6 +32,17 @@ def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     return storage.dense_strides_of(tv, [max(n, 1) for n in sizes])
 
 
+def viewed_strides(
+    tv: TensorView, sizes: Sequence[int], strides: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the strides of a view that a caller gets. What an input has at an axis of one element
+    may be anything: a result without gaps has what its memory order says."""
+    if 1 not in sizes or not storage.is_contiguous(tv):
+        return strides
+    found = zip(sizes, allocated_strides(tv, sizes), strides, strict=True)
+    return tuple(own if n == 1 else step for n, own, step in found)
+
+
 def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return how many elements memory has from the first to past the last one; 0 without any."""
     if 0 in shape:

@@ -32,6 +32,7 @@ from hostir.arena import Block, fit, successions
 from hostir.container import walk
 from hostir.frame import Frame, KernelRunner
 from hostir.laid_views import VIEWS, seen
+from hostir.layout import viewed_strides
 from hostir.lifetimes import Lifetime
 from hostir.numbers import free_scalars, numbers_reader
 from hostir.ops import (
@@ -292,6 +293,7 @@ def _view(step: Step, op: Op | None, known: _Known) -> _Make | None:
         return None
     known.slots.add(out)
     known.views[out] = op.out_tensor
+    is_result = op.out_tensor in known.recorder.frame.program.outputs
 
     def view(size: Size) -> View | None:
         one, shape = size.laid[source], size.shapes[out]
@@ -299,6 +301,8 @@ def _view(step: Step, op: Op | None, known: _Known) -> _Make | None:
         if found is None:
             return None
         strides, shift = found
+        if is_result:
+            strides = viewed_strides(kind.out_tensor, shape, strides)
         size.laid[out] = one.seen(shape, strides, shift)
         return View(source, out, shape, strides, shift, itemsize)
 
