@@ -58,7 +58,7 @@ def test_traced_linear(
 
 def listing() -> list[str]:
     """Return the README's listing of this program, without its comments."""
-    (block,) = re.findall(r"```\n(  T3\[istream.*?)```", README.read_text(), re.DOTALL)
+    (block,) = re.findall(r"```text\n(  T3\[istream.*?)```", README.read_text(), re.DOTALL)
     return [re.split(r"(?<=\S)  +", line)[0] for line in block.splitlines()]
 
 

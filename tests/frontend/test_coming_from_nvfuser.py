@@ -1,0 +1,188 @@
+"""docs/coming_from_nvfuser.md: the names that raise are those of the code, and each difference is
+one."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import fuser
+from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice, options
+from fuser.ops.rows import ROWS
+from tests.frontend.test_nvfuser_members import REFUSED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_nvfuser.md").read_text()
+# How the page calls the objects of `test_nvfuser_members`.
+OBJECTS = {"a tensor": "tv", "a scalar": "scalar", "fuser.schedule": "fd.sched", "fuser": "fuser"}
+
+
+def table(title: str) -> list[list[str]]:
+    """Return the rows of the table of a section."""
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
+    return [re.split(r"(?<!\\) \| ", row) for row in rows[1:] if not row.startswith("---")]
+
+
+def has_no_tensor(dtype: DataType) -> bool:
+    try:
+        with fuser.FusionGuard(fuser.Fusion()):
+            fuser.define_tensor([-1], contiguity=True, dtype=dtype)
+    except fuser.UnsupportedError:
+        return True
+    return False
+
+
+def test_names_that_raise_are_those_of_the_code() -> None:
+    told = {name for names, _ in table("Names that raise") for name in re.findall(r"`(.*?)`", names)}
+    found = {f"{OBJECTS[of]}.{name}" for of, name in REFUSED}
+    found |= {f"fd.ops.{row.name}" for row in ROWS.values() if not row.is_implemented}
+    found |= {f"DataType.{dtype.name}" for dtype in DataType if has_no_tensor(dtype)}
+    assert told - found == set(), "they are there by now: take them off the page"
+    assert found - told == set(), "they raise: put them on the page"
+
+
+def test_the_page_says_what_the_errors_say() -> None:
+    for names, advice in table("Names that raise"):
+        for name in re.findall(r"`fuser\.(\w+)`", names):
+            with pytest.raises(fuser.UnsupportedError, match=re.escape(advice)):
+                getattr(fuser, name)
+
+
+# ------------------------------------------------------------------ differences
+def written(*, dtype: DataType = DataType.Float) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 8], contiguity=True, dtype=dtype)
+        fd.add_output(fd.ops.sum(fd.ops.exp(x), dim=1))
+    return fd
+
+
+def ran() -> FusionDefinition:
+    fd = written()
+    fd.execute([torch.ones(2, 8)], _enable_options=["host_ir_lowering"])
+    return fd
+
+
+def sharded(*, first: bool) -> FusionDefinition:
+    """A program that is annotated before, or after, its ops."""
+    mesh = multidevice.DeviceMesh([0, 1])
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+
+        def annotate() -> None:
+            x.set_device_mesh(mesh)
+            x.outer_split(0, 2)
+            x.axis(0).parallelize(ParallelType.mesh_x)
+
+        if first:
+            annotate()
+        fd.add_output(fd.ops.exp(fd.ops.neg(x)))
+        if not first:
+            annotate()
+    return fd
+
+
+def cuts(fd: FusionDefinition) -> list[int]:
+    with multidevice.simulate(2) as world:
+        world.run(lambda: fd.execute([torch.ones(2, 3)]))
+        found = world.run(lambda: fd.fec.get_output_shardings())[0]
+    return [s.axis_sharded_on(ParallelType.mesh_x) for s in found]
+
+
+def is_scalar_of(value: object) -> DataType:
+    with FusionDefinition() as fd:
+        return fd.define_scalar(value).dtype  # pyright: ignore[reportArgumentType]
+
+
+def refuses(kinds: tuple[type[BaseException], ...], call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except Exception as error:
+        return all(isinstance(error, kind) for kind in kinds)
+    return False
+
+
+def takes_numbers_of_numpy() -> bool:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, numpy.int64(8)], dtype=torch.float32)
+        return fd.ops.sum(x, dim=numpy.int64(1)).ndim == 1
+
+
+def warns_of_gradients() -> bool:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        (out,) = written().execute([torch.ones(2, 8, requires_grad=True)])
+    return not out.requires_grad and any("requires grad" in str(w.message) for w in told)
+
+
+def refuses_ucc() -> bool:
+    params = multidevice.MultiDeviceExecutorParams()
+    params.use_allocation_cache = True
+    params.backend_type = fuser.CommunicatorBackend.ucc
+    make = lambda: multidevice.MultiDeviceExecutor(written().fusion, params)  # noqa: E731
+    return refuses((fuser.UnsupportedError,), make)
+
+
+# What the page calls a difference -> whether it is one.
+DIFFERENCES: dict[str, Callable[[], object]] = {
+    "devices": lambda: ran().fec.get_cuda_kernel([torch.ones(2, 8)]),
+    "ranks without a launcher": lambda: cuts(sharded(first=False)) == [0],
+    "`version()`": lambda: fuser.version() == fuser.__version__,
+    "errors": lambda: refuses((fuser.FuserError, RuntimeError), lambda: written().execute([])),
+    "wrong arguments": lambda: (
+        takes_numbers_of_numpy()
+        and refuses((fuser.FuserError, TypeError), lambda: is_scalar_of("text"))
+    ),
+    "operators": lambda: TensorView.__add__ and TensorView.__matmul__ and TensorView.__getitem__,
+    "`define_scalar(True)`": lambda: is_scalar_of(True) is DataType.Bool,
+    "equal fusions": lambda: (
+        written().fusion == written().fusion and hash(written().fusion) == hash(written().fusion)
+    ),
+    "equal meshes": lambda: multidevice.DeviceMesh([0, 1]) == multidevice.DeviceMesh([0, 1]),
+    "`repr(fd)`": lambda: "set_device_mesh" in repr(sharded(first=True)),
+    "when to annotate": lambda: cuts(sharded(first=True)) == cuts(sharded(first=False)) == [0],
+    "`host_ir_lowering`": lambda: "LaunchKernel" in str(ran().fec.host_program()),
+    "`fd.fec.host_program()`": lambda: ran().fec.host_program().full_text(),
+    "streams in host programs": lambda: "0x" not in ran().fec.host_program().full_text(),
+    "overlap": lambda: "auto_overlap" in options.known_names("DISABLE"),
+    "matmuls": lambda: not options.EFFECTS["ENABLE"].keys() & {"fuse_matmul", "cutlass_scheduler"},
+    "text of kernels": lambda: "__global__" in ran().fec.get_cuda_kernel([torch.ones(2, 8)]),
+    "`MemoryType`, `LoadStoreOpType`, `CacheOp`": lambda: all(
+        isinstance(member.value, str)
+        for kind in (fuser.MemoryType, fuser.LoadStoreOpType, fuser.CacheOp)
+        for member in kind
+    ),
+    "`MultiDeviceExecutorParams.use_allocation_cache`": refuses_ucc,
+    "`CommunicatorBackend.ucc`": refuses_ucc,
+    "parameters of `compile` and `run`": lambda: refuses(
+        (fuser.FuserError,),
+        lambda: fuser.KernelExecutor().compile(
+            written().fusion, [torch.ones(2, 8)], fuser.LaunchParams(7, 7, 7, 7, 7, 7)
+        ),
+    ),
+    "profiles": lambda: ran().trace([torch.ones(2, 8)]).summary(),
+    "an unknown option": lambda: refuses(
+        (fuser.OptionError, RuntimeError),
+        lambda: written().execute([torch.ones(2, 8)], _enable_options=["no_option"]),
+    ),
+    "a program that waits for ever": lambda: options.timeout_s() > 0,
+    "gradients": warns_of_gradients,
+}
+
+
+def test_every_difference_is_checked() -> None:
+    assert [row[0] for row in table("Differences")] == list(DIFFERENCES)
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_difference_is_one(what: str) -> None:
+    assert DIFFERENCES[what](), what
+
+
+def test_all_ops_are_told() -> None:
+    assert f"all {len(ROWS)} ops" in PAGE
