@@ -27,7 +27,6 @@ from fuser.errors import (
     ArgumentError,
     DefinitionError,
     FuserError,
-    UnsupportedError,
     user_code,
     user_line,
 )
@@ -129,10 +128,19 @@ def take_integer(value: object) -> int:
     return number
 
 
-def _take_number(value: object) -> bool | int | float:
+def _take_real(value: object) -> bool | int | float:
     number = python_number(value)
-    if isinstance(number, complex):
-        raise Mismatch(f"complex number {number}", kind=UnsupportedError)
+    if number is None or isinstance(number, complex):
+        raise (
+            wrong("a real number", value)
+            if isinstance(number, complex)
+            else wrong("a number", value)
+        )
+    return number
+
+
+def _take_number(value: object) -> bool | int | float | complex:
+    number = python_number(value)
     if number is None:
         raise wrong("a number", value)
     return number
@@ -150,7 +158,8 @@ def _take_any(value: object) -> object:
 
 
 _INTEGER = Kind("an integer", take_integer)
-_NUMBER = Kind("a number", _take_number, frozenset({bool, int, float}))
+_REAL = Kind("a number", _take_real, frozenset({bool, int, float}))
+_NUMBER = Kind("a number", _take_number, frozenset({bool, int, float, complex}))
 _FLAG = Kind("True or False", _take_flag, frozenset({bool}))
 _ANY = Kind("anything", _take_any)
 
@@ -158,7 +167,14 @@ _ANY = Kind("anything", _take_any)
 _EXTENT = "a scalar or an integer"
 
 # Annotation -> kind. Any other class is a kind of its own: its instances.
-_KINDS: dict[object, Kind] = {int: _INTEGER, float: _NUMBER, bool: _FLAG, Any: _ANY, object: _ANY}
+_KINDS: dict[object, Kind] = {
+    int: _INTEGER,
+    float: _REAL,
+    complex: _NUMBER,
+    bool: _FLAG,
+    Any: _ANY,
+    object: _ANY,
+}
 # How messages call the instances of a class; plurals follow.
 _WORDS = {
     "NoneType": "None",
@@ -208,9 +224,15 @@ def _instance(cls: type) -> Kind:
     return Kind(words, take, frozenset({cls}))
 
 
+def _is_covered(part: object, parts: Sequence[object]) -> bool:
+    """Whether a number of this class is one of a wider class among `parts`."""
+    wider = {bool: (float, complex), int: (float, complex), float: (complex,)}
+    return any(w in parts for w in wider.get(part, ())) if isinstance(part, type) else False
+
+
 def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
     # Python's numbers are one kind where floats are taken: an op says which values it can hold.
-    chosen = [p for p in parts if not (float in parts and p in (bool, int))]
+    chosen = [p for p in parts if not _is_covered(p, parts)]
     found = [kind_of(p, kinds) for p in chosen]
     words = " or ".join(dict.fromkeys(k.words for k in found))
 

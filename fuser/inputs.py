@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fuser.arguments import Mismatch, list_items, python_number, show
-from fuser.errors import InputError, UnsupportedError, user_code
+from fuser.errors import InputError, user_code
 
 # More than any structure of inputs has; a list may hold itself.
 _DEEPEST = 64
 _MOST_INPUTS = 1 << 20
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float, complex))
 
 
 def flatten(
@@ -47,8 +47,9 @@ def flatten(
         if isinstance(value, list | tuple):
             here = first + len(flat)
             flat.extend(flatten(value, depth + 1, first=here, declared=declared))  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, torch.Tensor | bool | int | float):
-            flat.append(value)
+        elif isinstance(value, torch.Tensor | bool | int | float | complex):
+            # A complex number is typed as the others are (`fuser.ir.scalar_nodes.Number`).
+            flat.append(value)  # pyright: ignore[reportArgumentType]
         else:
             flat.append(_number_input(value, first + len(flat), declared))
     return flat
@@ -57,8 +58,6 @@ def flatten(
 def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool | int | float:
     """Return a number of any library as Python's; raises `InputError` for anything else."""
     number = python_number(value)
-    if isinstance(number, complex):
-        raise UnsupportedError(f"complex inputs are not supported yet: {value}")
     if number is None:
         hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
         name = f", {declared[position]}" if position < len(declared) else ""
@@ -66,7 +65,7 @@ def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool
             f"input {position}{name}: an input is a tensor or a number, got "
             f"{type(value).__name__}{hint}{_line(declared[position:])}"
         )
-    return number
+    return number  # pyright: ignore[reportReturnType]
 
 
 def torch_device(device: object) -> torch.device:

@@ -26,6 +26,8 @@ Rule = Literal[
     "comparison",
     "keep",
     "keep_float",
+    "part",
+    "parts",
     "test",
     "test_promoted",
     "bool",
@@ -49,7 +51,8 @@ class PointwiseRow:
     integers. `text` is an operator or a function in IR text, `float_text` what it is for a floating
     result (of one operand: a Float one). `scalar` is the op of scalars, which `fuser.ir.scalar`
     knows by itself or computes as torch does. `domains` says per operand what may be drawn
-    (`fuser.ops.samples`). An all-Bool call is of the kind `of_bools`. A thread needs many
+    (`fuser.ops.samples`). An all-Bool call is of the kind `of_bools`. Complex operands are refused
+    by an op that does not `take_complex` ones, as torch refuses them. A thread needs many
     instructions where it `is_slow`. `near` are names of others for it.
     """
 
@@ -65,12 +68,13 @@ class PointwiseRow:
     scalar: str
     domains: tuple[str, ...]
     of_bools: str
+    takes_complex: bool
     is_slow: bool
     near: tuple[str, ...]
 
     @property
     def is_operator(self) -> bool:
-        return not self.text.isidentifier()
+        return not _is_function(self.text)
 
     @property
     def scalar_ops(self) -> dict[str, Callable[..., Number]]:
@@ -89,7 +93,9 @@ class PointwiseRow:
 
         def compute(*values: Number) -> Number:
             dtype = torch.int64
-            if always_float or any(isinstance(v, float) for v in values):
+            if any(isinstance(v, complex) for v in values):
+                dtype = floating.to_complex()
+            elif always_float or any(isinstance(v, float) for v in values):
                 dtype = floating
             try:
                 result = meaning(*(torch.tensor(v, dtype=dtype) for v in values))
@@ -113,6 +119,7 @@ def _row(
     scalar: str = "",
     domains: str = "any",
     of_bools: str = "",
+    takes_complex: bool = False,
     is_slow: bool = False,
     near: str = "",
 ) -> PointwiseRow:
@@ -123,7 +130,7 @@ def _row(
     text = text or name
     if not cuda:
         operator = f"{{0}} {text} {{1}}" if arity == 2 else f"{text}{{0}}"
-        cuda = name if text.isidentifier() else operator
+        cuda = name if _is_function(text) else operator
     drawn = tuple(domains.split())
     return PointwiseRow(
         name,
@@ -138,9 +145,15 @@ def _row(
         scalar or text,
         drawn if len(drawn) == arity else drawn * arity,
         of_bools,
+        takes_complex,
         is_slow,
         tuple(near.split()),
     )
+
+
+def _is_function(text: str) -> bool:
+    """Whether text names a function, and is no operator: `sqrt`, `std::real`."""
+    return text.removeprefix("std::").isidentifier()
 
 
 def _cuda_text(text: str, arity: int) -> str:
@@ -150,8 +163,14 @@ def _cuda_text(text: str, arity: int) -> str:
     return f"fm_{text}(" + ", ".join(f"{{{i}}}" for i in range(arity)) + ")"
 
 
-def _function(name: str, domain: str = "any", fn: TorchFn | None = None) -> PointwiseRow:
+def _function(name: str, domain: str = "any") -> PointwiseRow:
     """Return the row of a function of the C library, which computes in floats."""
+    text = f"{name}f"
+    return _row(name, 1, "float", float_text=text, domains=domain, takes_complex=True, is_slow=True)
+
+
+def _real_function(name: str, domain: str = "any", fn: TorchFn | None = None) -> PointwiseRow:
+    """Return the row of a function of real numbers alone."""
     text = f"{name}f"
     return _row(name, 1, "float", fn, float_text=text, domains=domain, is_slow=True)
 
@@ -182,11 +201,25 @@ def _sub(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.logical_xor(a, b) if a.dtype is torch.bool else torch.sub(a, b)
 
 
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """The real part; of a real x, x."""
+    return _part(x, 0) if x.is_complex() else x.clone()
+
+
+def _imag(x: torch.Tensor) -> torch.Tensor:
+    """The imaginary part."""
+    return _part(x, 1)
+
+
+def _part(x: torch.Tensor, which: int) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj())[..., which].clone()
+
+
 def _where_divisible(
     fn: TorchFn, a: torch.Tensor, b: torch.Tensor, on_zero: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Give an integer division a value where the divisor is 0; floats use `fn` as it is."""
-    if a.dtype.is_floating_point:
+    """Give an integer division a value where the divisor is 0; others use `fn` as it is."""
+    if a.dtype.is_floating_point or a.dtype.is_complex:
         return fn(a, b)
     if a.dtype is torch.bool:
         return _where_divisible(fn, a.int(), b.int(), on_zero).bool()
@@ -195,7 +228,8 @@ def _where_divisible(
 
 
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.div(a, b, rounding_mode=None if a.dtype.is_floating_point else "trunc")
+    is_exact = a.dtype.is_floating_point or a.dtype.is_complex
+    return torch.div(a, b, rounding_mode=None if is_exact else "trunc")
 
 
 def _div(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -215,7 +249,12 @@ def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _pow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
-    return torch.pow(a.int(), b.int()).bool() if a.dtype is torch.bool else torch.pow(a, b)
+    if a.dtype is torch.bool:
+        return torch.pow(a.int(), b.int()).bool()
+    found = torch.pow(a, b)
+    # As of real numbers, and of complex ones where the exponent is a number: torch's pow of two
+    # complex tensors has NaN for 0 ** 0.
+    return torch.where(b == 0, 1, found) if a.is_complex() else found
 
 
 def _clamp(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -250,41 +289,61 @@ _ROWS = (
     _function("exp"),
     _function("exp2"),
     _function("expm1"),
-    _function("erf"),
-    _function("erfc"),
-    _function("erfinv", "unit"),
-    _function("erfcinv", "below_two", _erfcinv),
-    _function("lgamma", "positive"),
+    _real_function("erf"),
+    _real_function("erfc"),
+    _real_function("erfinv", "unit"),
+    _real_function("erfcinv", "below_two", _erfcinv),
+    _real_function("lgamma", "positive"),
     _function("log", "positive"),
     _function("log10", "positive"),
     _function("log1p", "positive"),
     _function("log2", "positive"),
     _function("rsqrt", "positive"),
     _function("sqrt", "positive"),
-    _row("reciprocal", 1, "float", domains="nonzero", is_slow=True),
-    _row("sigmoid", 1, "float", is_slow=True),
-    _row("silu", 1, "keep_float", _silu, is_slow=True, near="swish"),
-    _row("neg", 1, "default", _neg, text="-", cuda_int="neg", scalar="neg", near="negative"),
-    _row("abs", 1, "keep", near="absolute fabs"),
+    _row("reciprocal", 1, "float", domains="nonzero", is_slow=True, takes_complex=True),
+    _row("sigmoid", 1, "float", is_slow=True, takes_complex=True),
+    _row("silu", 1, "keep_float", _silu, is_slow=True, near="swish", takes_complex=True),
+    _row(
+        "neg",
+        1,
+        "default",
+        _neg,
+        text="-",
+        cuda_int="neg",
+        scalar="neg",
+        near="negative",
+        takes_complex=True,
+    ),
+    _row("abs", 1, "part", takes_complex=True, near="absolute fabs"),
+    _row("real", 1, "part", _real, text="std::real", scalar="real", takes_complex=True),
+    _row("imag", 1, "part", _imag, text="std::imag", scalar="imag", takes_complex=True),
     _row("ceil", 1, "keep", float_text="ceilf"),
     _row("floor", 1, "keep", float_text="floorf"),
     _row("round", 1, "keep", text="nearbyint", float_text="nearbyintf", cuda="round", near="rint"),
     _row("trunc", 1, "keep", float_text="truncf", near="fix"),
     _row("frac", 1, "keep", _frac),
     _row("relu", 1, "keep"),
-    _row("isfinite", 1, "test"),
-    _row("isinf", 1, "test"),
-    _row("isnan", 1, "test"),
+    _row("isfinite", 1, "test", takes_complex=True),
+    _row("isinf", 1, "test", takes_complex=True),
+    _row("isnan", 1, "test", takes_complex=True),
     _row("isneginf", 1, "test"),
     _row("isposinf", 1, "test"),
-    # Complex dtypes do not exist yet, so every value is real.
-    _row("isreal", 1, "test", cuda="({0}, true)"),
+    _row("isreal", 1, "test", takes_complex=True),
     _row("signbit", 1, "test_promoted"),
-    _row("logical_not", 1, "bool", text="!"),
+    _row("logical_not", 1, "bool", text="!", takes_complex=True),
     _row("bitwise_not", 1, "int", text="~", of_bools="logical_not", near="invert"),
-    _row("add", 2, "default", text="+", cuda_int="add", near="plus"),
-    _row("sub", 2, "default", _sub, text="-", cuda_int="sub", near="subtract minus"),
-    _row("mul", 2, "default", text="*", cuda_int="mul", near="multiply times"),
+    _row("add", 2, "default", text="+", cuda_int="add", near="plus", takes_complex=True),
+    _row(
+        "sub",
+        2,
+        "default",
+        _sub,
+        text="-",
+        cuda_int="sub",
+        near="subtract minus",
+        takes_complex=True,
+    ),
+    _row("mul", 2, "default", text="*", cuda_int="mul", near="multiply times", takes_complex=True),
     _row(
         "div",
         2,
@@ -294,6 +353,7 @@ _ROWS = (
         cuda_int="div",
         domains="any nonzero",
         is_slow=True,
+        takes_complex=True,
     ),
     _row("mod", 2, "default", _fmod, text="%", cuda="fmod", cuda_int="mod", domains="any nonzero"),
     _row(
@@ -307,27 +367,37 @@ _ROWS = (
         is_slow=True,
     ),
     _row("remainder", 2, "default", _remainder, domains="any nonzero", is_slow=True),
-    _row("pow", 2, "default", _pow, domains="positive nonzero", is_slow=True, near="power"),
+    _row("complex", 2, "parts", text="std::complex", scalar="complex"),
+    _row(
+        "pow",
+        2,
+        "default",
+        _pow,
+        domains="positive nonzero",
+        is_slow=True,
+        near="power",
+        takes_complex=True,
+    ),
     _row("maximum", 2, "default", text="max", float_text="fmax", cuda="maximum"),
     _row("minimum", 2, "default", text="min", float_text="fmin", cuda="minimum"),
     _row("atan2", 2, "float", float_text="atan2f", is_slow=True, near="arctan2"),
     _row("nextafter", 2, "float_only"),
-    _row("eq", 2, "comparison", text="==", near="equal"),
-    _row("ne", 2, "comparison", text="!=", near="not_equal"),
+    _row("eq", 2, "comparison", text="==", near="equal", takes_complex=True),
+    _row("ne", 2, "comparison", text="!=", near="not_equal", takes_complex=True),
     _row("lt", 2, "comparison", text="<", near="less"),
     _row("le", 2, "comparison", text="<=", near="less_equal"),
     _row("gt", 2, "comparison", text=">", near="greater"),
     _row("ge", 2, "comparison", text=">=", near="greater_equal"),
-    _row("logical_and", 2, "bool", text="&&"),
-    _row("logical_or", 2, "bool", text="||"),
+    _row("logical_and", 2, "bool", text="&&", takes_complex=True),
+    _row("logical_or", 2, "bool", text="||", takes_complex=True),
     _row("bitwise_and", 2, "bits", text="&", of_bools="logical_and"),
     _row("bitwise_or", 2, "bits", text="|", of_bools="logical_or"),
     _row("bitwise_xor", 2, "bits", text="^", of_bools="ne"),
     _row("bitwise_left_shift", 2, "int", text="<<", cuda="lshift", domains="any nonzero"),
     _row("bitwise_right_shift", 2, "int", text=">>", cuda="rshift", domains="any nonzero"),
     _row("gcd", 2, "int"),
-    _row("where", 3, "select", cuda="{0} ? {1} : {2}"),
-    _row("lerp", 3, "default", _lerp),
+    _row("where", 3, "select", cuda="{0} ? {1} : {2}", takes_complex=True),
+    _row("lerp", 3, "default", _lerp, takes_complex=True),
     _row("clamp", 3, "keep", _clamp, near="clip"),
     _row("threshold", 3, "keep", _threshold),
 )

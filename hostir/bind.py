@@ -23,6 +23,7 @@ _ACCEPTS: dict[str, tuple[type, ...]] = {
     "bool": (bool, int),
     "int": (bool, int),
     "float": (bool, int, float),
+    "complex": (bool, int, float, complex),
 }
 
 

@@ -19,7 +19,7 @@ from fuser.arguments import require
 from fuser.errors import FuserError, UnsupportedError, VerifyError, user_code
 from fuser.inputs import flatten, torch_device
 from fuser.ir.binding import Contents, signature_of
-from fuser.ir.dtypes import category
+from fuser.ir.dtypes import is_inexact
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Symbol
 from fuser.ir.tensor import TensorView
@@ -131,7 +131,7 @@ class HostIrEvaluator:
         self._arenas: dict[torch.device, Arenas] = {}
         self._patterns: dict[torch.device, Pattern] = {}
         # A class of inputs does not know the values of floats.
-        self._is_replayed = all(category(s.dtype) != "float" for s in program.steering())
+        self._is_replayed = all(not is_inexact(s.dtype) for s in program.steering())
         self._is_prepared = False
         self._known: Recent[object, Known] = Recent(MAX_PLANS, on_drop=lambda known: known.forget())
         if communicator is not None or program.devices():

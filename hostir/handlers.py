@@ -85,7 +85,7 @@ def _deallocate(op: Deallocate, frame: Frame) -> None:
 
 def poison(buffer: torch.Tensor) -> None:
     """Fill a buffer with what no program computes by accident."""
-    buffer.fill_(float("nan") if buffer.is_floating_point() else 85)
+    buffer.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 85)
 
 
 def launch_operands(

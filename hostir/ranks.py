@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import FuserError, InputError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import category, to_torch
+from fuser.ir.dtypes import category, is_complex, is_inexact, to_torch
 from fuser.ir.nodes import RandomOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -65,7 +65,7 @@ def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Sy
         for x in value.shape() if isinstance(value, TensorView) else [value]:
             for s in (*sc.symbols(x), *sc.symbols(canonical(x))):
                 usual = devices.get(canonical(s), default)
-                values[s] = 1.5 if category(s.dtype) == "float" else sizes.get(s.name, usual)
+                values[s] = 1.5 if is_inexact(s.dtype) else sizes.get(s.name, usual)
     return values
 
 
@@ -93,7 +93,8 @@ def seed_words(program: HostIrContainer) -> dict[str, str]:
 def random_inputs(
     program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
 ) -> list[Argument]:
-    """Return global inputs: normal floats, integers in [0, 8); `sizes` sets symbols by name.
+    """Return global inputs: normal floats and complex numbers, integers in [0, 8); `sizes` sets
+    symbols by name.
 
     Raises `InputError` for a name that no input has, and for a tensor that is too large.
     """
@@ -108,8 +109,9 @@ def random_inputs(
         if isinstance(value, TensorView):
             shape = [size_of(program.values.canonical(x)) for x in value.shape()]
             try:
-                if category(value.dtype()) == "float":
-                    tensor = torch.randn(shape, generator=generator)
+                if is_inexact(value.dtype()):
+                    drawn = torch.complex64 if is_complex(value.dtype()) else torch.float32
+                    tensor = torch.randn(shape, generator=generator, dtype=drawn)
                 else:
                     tensor = torch.randint(0, 8, shape, generator=generator)
                 inputs.append(tensor.to(to_torch(value.dtype())))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, category
-from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
+from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, category, part_of
+from fuser.ir.scalar import Apply, Const, Number, Poly, Scalar, Symbol
 from fuser.kernel_source import KernelParam, KernelSource
 from fuser.lower.kernel import (
     Accumulate,
@@ -59,7 +59,7 @@ INDEX = "nvfuser_index_t"
 
 
 # ------------------------------------------------------------------ literals and scalars
-def literal(value: bool | int | float, dtype: DataType) -> str:
+def literal(value: Number, dtype: DataType) -> str:
     """Return an atom of C text of exactly this type and value.
 
     An integer wraps; a number that no integer of the type is near is converted as a tensor's is.
@@ -67,6 +67,10 @@ def literal(value: bool | int | float, dtype: DataType) -> str:
     kind = category(dtype)
     if kind == "bool":
         return "true" if value else "false"
+    if kind == "complex":
+        part = part_of(dtype)
+        return f"{c_type(dtype)}({literal(value.real, part)}, {literal(value.imag, part)})"
+    value = value.real if isinstance(value, complex) else value
     if kind == "int":
         half = 1 << (31 if dtype is DataType.Int32 else 63)
         if isinstance(value, float) and not -half <= value < half:

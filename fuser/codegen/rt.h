@@ -3,7 +3,8 @@
 //   GPU  NVRTC for sm_90a. No CUDA header is available, so this text is self-contained.
 //   CPU  g++ (C++17), after `simt.h`, which defines FUSER_SIMT and plays the GPU: its threads are loops, or fibers
 //        where a kernel has barriers. FUSER_SIMT_CHECKED adds bounds, alignment, initialisation and race checks.
-// The parts are concatenated in the order rt.h, rt_float8.h, rt_math.h, rt_random.h, rt_reduce.h, then the kernel's text.
+// The parts are concatenated in the order rt.h, rt_float8.h, rt_math.h, rt_complex.h, rt_random.h, rt_reduce.h, then the
+// kernel's text.
 //
 // ---- contract for generated text -------------------------------------------------------------------------------------
 //   #define nvfuser_index_t int                       // first line: int or int64_t; undefined again after the kernel
@@ -40,6 +41,7 @@
 //   reductions   rt_reduce.h: SumOp ProdOp MaxOp MinOp WelfordOp, block_reduce, cluster_reduce, grid_reduce and their
 //                _array forms; a cluster is C blocks along y, of a kernel marked __cluster_dims__(1, C, 1)
 //   math         rt_math.h: the table at its top
+//   complex      rt_complex.h: Complex<float> Complex<double>; no scalar parameters
 //   random       rt_random.h: fm_uniform, fm_normal
 //   pragmas      FUSER_UNROLL (before a loop with constant bounds), FUSER_SIMD (independent iterations),
 //                FUSER_SIMD_SUM(x) FUSER_SIMD_PROD(x): the loop adds to (multiplies) the scalar x; FUSER_SIMD_MAX(x)

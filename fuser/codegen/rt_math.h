@@ -10,7 +10,7 @@
 //   frac                                          F I     x - trunc(x)
 //   abs neg sign relu                             F I     sign(NaN) = 0; relu(NaN) = NaN; integers wrap
 //   signbit isfinite isinf isnan isneginf         F I     -> bool
-//   isposinf
+//   isposinf isreal
 //   add sub mul                                   I       wrapping (use it where overflow must not be undefined)
 //   div                                           F I     integers truncate; x / 0 is -1, never a trap
 //   mod                                           I       C remainder, sign of the dividend; x % 0 is x
@@ -298,6 +298,7 @@ FUSER_DEVICE float fuser_smaller(float x, float y) {
   FUSER_DEVICE bool fm_isnan(T x) { return fuser_isnan(x); }                                                          \
   FUSER_DEVICE bool fm_isinf(T x) { return fuser_isinf(x); }                                                          \
   FUSER_DEVICE bool fm_isfinite(T x) { return !fuser_isnan(x) && !fuser_isinf(x); }                                   \
+  FUSER_DEVICE bool fm_isreal(T) { return true; }                                                                     \
   FUSER_DEVICE bool fm_isposinf(T x) { return fuser_isinf(x) && x > T(0); }                                           \
   FUSER_DEVICE bool fm_isneginf(T x) { return fuser_isinf(x) && x < T(0); }                                           \
   FUSER_DEVICE bool fm_signbit(T x) { return fuser_signbit(x); }                                                      \
@@ -342,6 +343,7 @@ FUSER_FOR_FLOATING(FUSER_FLOATING)
   FUSER_DEVICE bool fm_isnan(T) { return false; }                                                                     \
   FUSER_DEVICE bool fm_isinf(T) { return false; }                                                                     \
   FUSER_DEVICE bool fm_isfinite(T) { return true; }                                                                   \
+  FUSER_DEVICE bool fm_isreal(T) { return true; }                                                                     \
   FUSER_DEVICE bool fm_isposinf(T) { return false; }                                                                  \
   FUSER_DEVICE bool fm_isneginf(T) { return false; }                                                                  \
   FUSER_DEVICE bool fm_signbit(T x) { return x < 0; }                                                                 \

@@ -13,6 +13,10 @@ from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
 
 
+def _is_lazy(x: torch.Tensor) -> bool:
+    return x.is_neg() or x.is_conj()
+
+
 class Autograd:
     """Makes the inputs of one fusion plain, and warns once where that loses a gradient."""
 
@@ -21,21 +25,27 @@ class Autograd:
         self._is_warned = False
 
     def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Return the inputs with lazy negative views computed; kernels read by address.
+        """Return the inputs with lazy negative and conjugate views computed; kernels read by
+        address.
 
         Raises `InputError` for one that the program writes into.
         """
-        lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.is_neg()]
+        lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and _is_lazy(v)]
         if not lazy:
             return inputs
         targets = {alias.into for alias in self._fusion.aliases}
         for i in lazy:
             if i < len(self._fusion.inputs) and self._fusion.inputs[i] in targets:
+                given = inputs[i]
+                is_conj = isinstance(given, torch.Tensor) and given.is_conj()
+                kind, way = ("conjugate", "conj") if is_conj else ("negative", "neg")
                 raise InputError(
                     f"input {i}, {self._fusion.inputs[i]}, is updated in place, but is a lazy "
-                    "negative view: pass resolve_neg()"
+                    f"{kind} view: pass resolve_{way}()"
                 )
-        return [v.resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs]
+        return [
+            v.resolve_conj().resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs
+        ]
 
     def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
         """Return the inputs with the values of dual tensors alone: torch would carry tangents
@@ -43,7 +53,7 @@ class Autograd:
         duals = {
             i: forward_ad.unpack_dual(v)
             for i, v in enumerate(inputs)
-            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
         }
         lost = {i: dual.primal for i, dual in duals.items() if dual.tangent is not None}
         for i in lost:

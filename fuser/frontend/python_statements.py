@@ -6,7 +6,7 @@ again, because its operands are already what promotion, rank alignment and paddi
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import takewhile
@@ -68,7 +68,7 @@ def _ops(name: str, *args: object, **kwargs: object) -> Call:
 
 def _filled(value: Scalar | None) -> object:
     """Return a number that the op converts to its own dtype, any other scalar as it is."""
-    if isinstance(value, Const) and math.isfinite(value.value):
+    if isinstance(value, Const) and cmath.isfinite(value.value):
         return value.value
     return value
 

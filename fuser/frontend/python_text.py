@@ -14,7 +14,6 @@ Source: the statements and their spelling are nvFuser's; floats have the digits 
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Callable, Sequence
 
@@ -43,6 +42,18 @@ SCALAR_CALLS = {
 }
 # Those that no op gives, but Python's operators on scalars.
 OPERATORS = {"floorDiv": "//", "floorMod": "%"}
+
+
+def number_text(value: float | complex) -> str:
+    """Return a number as Python that gives it back: `2.5`, `float("inf")`, `1.0+2.0j`."""
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    parts = value.real, value.imag
+    # A sum would lose the sign of a zero, and has no way to write what is not finite.
+    is_sum = all(math.isfinite(x) and (x or math.copysign(1, x) > 0) for x in parts)
+    if is_sum:
+        return f"{parts[0]!r}{'' if parts[1] < 0 else '+'}{parts[1]!r}j"
+    return f"complex({number_text(parts[0])}, {number_text(parts[1])})"
 
 
 @checked
@@ -184,10 +195,8 @@ class _Writer:
                 return self._scalar(value.scalar)
             case DataType():
                 return f"DataType.{value.name}"
-            case float() if not math.isfinite(value):
-                return f'float("{value}")'
-            case complex() if not cmath.isfinite(value):
-                return f"complex({self.text(value.real)}, {self.text(value.imag)})"
+            case float() | complex():
+                return number_text(value)
             case list() | tuple():
                 return f"[{', '.join(map(self.text, value))}]"  # pyright: ignore[reportUnknownArgumentType]
             case _:

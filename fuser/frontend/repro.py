@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from fuser.errors import CompileError, ExecutionError, FuserError, KernelError, VerifyError
+from fuser.frontend.python_text import number_text
 from fuser.inputs import flatten
 
 # What is no mistake of the caller, nor of the machine.
@@ -35,11 +35,11 @@ def repro_script(program: str, inputs: Iterable[object] | None) -> str:
     return "\n".join(lines)
 
 
-def _input_text(value: torch.Tensor | bool | int | float) -> str:
+def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
     if not isinstance(value, torch.Tensor):
         if isinstance(value, int):
             return repr(value) if value.bit_length() <= 64 else hex(value)
-        return repr(value) if math.isfinite(value) else f'float("{value}")'
+        return number_text(value)
     where = f"dtype={value.dtype}, device='{value.device}'"
     shape, strides = tuple(value.shape), value.stride()
     if value.is_contiguous():

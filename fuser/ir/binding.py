@@ -324,9 +324,9 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
     """Return what decides everything but the contents.
 
     Per tensor: shape, strides, dtype, device, class, and what a call may change behind them:
-    whether it is a lazy negative view, or records gradients. Per number: its type, and the value of
-    an integer on which the structure may depend (`free` has the positions of the others). What else
-    a later call may get wrong is for `Contents.check`.
+    whether it is a lazy negative or conjugate view, or records gradients. Per number: its type, and
+    the value of an integer on which the structure may depend (`free` has the positions of the
+    others). What else a later call may get wrong is for `Contents.check`.
 
     Raises `InputError` for a tensor of a kind that has no strides or no memory of its own.
     """
@@ -340,11 +340,12 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
                     v.dtype,
                     v.device,
                     v.is_neg(),
+                    v.is_conj(),
                     v.requires_grad,
                     v.__class__,
                 )
                 if isinstance(v, torch.Tensor)
-                else (type(v), None if isinstance(v, float) or i in free else v)
+                else (type(v), None if isinstance(v, float | complex) or i in free else v)
                 for i, v in enumerate(arguments)
             ]
         )

@@ -64,7 +64,12 @@ INFO: dict[DataType, DtypeInfo] = {
     D.Int: DtypeInfo("int64_t", 8, "int", torch.int64),
     D.Index: DtypeInfo("nvfuser_index_t", 8, "int", torch.int64),
     D.Bool: DtypeInfo("bool", 1, "bool", torch.bool),
+    D.ComplexFloat: DtypeInfo("std::complex<float>", 8, "complex", torch.complex64),
+    D.ComplexDouble: DtypeInfo("std::complex<double>", 16, "complex", torch.complex128),
 }
+# The dtype of the parts of a complex number, and of what has such parts.
+PART_OF = {D.ComplexFloat: D.Float, D.ComplexDouble: D.Double}
+COMPLEX_OF = {part: dtype for dtype, part in PART_OF.items()}
 # What memory holds and library ops pass on; nothing computes or communicates it.
 STORED: dict[DataType, DtypeInfo] = {
     D.UInt64: DtypeInfo("uint64_t", 8, "int", torch.uint64),
@@ -74,8 +79,6 @@ _HELD = {**INFO, **STORED}
 _UNSUPPORTED_TEXT = {
     D.Float4_e2m1fn: "__e2m1",
     D.Float4_e2m1fn_x2: "__e2m1_x2",
-    D.ComplexDouble: "std::complex<double>",
-    D.ComplexFloat: "std::complex<float>",
     D.Null: "null_type",
 }
 FROM_TEXT = {info.text: dtype for dtype, info in _HELD.items()}
@@ -124,7 +127,10 @@ def nbytes_of(dtype: DataType) -> int:
 
 
 def c_type(dtype: DataType) -> str:
-    """Return the C type of a value in registers or memory: Index values are int64_t."""
+    """Return the C type of a value in registers or memory: Index values are int64_t, complex ones
+    the type of `codegen/rt_complex.h`."""
+    if dtype in PART_OF:
+        return f"Complex<{c_type(PART_OF[dtype])}>"
     return "int64_t" if dtype is DataType.Index else _HELD[dtype].text
 
 
@@ -150,10 +156,15 @@ def torch_dtype_text(dtype: torch.dtype) -> str:
     return str(dtype) if found is None else dtype_text(found)
 
 
-def misfit(value: bool | int | float, dtype: DataType) -> str | None:
+def misfit(value: bool | int | float | complex, dtype: DataType) -> str | None:
     """Return why a number is no value of a dtype, None when it is one: `2**40 is out of the range
     of int`."""
     kind = category(dtype)
+    if kind == "complex":
+        part = PART_OF[dtype]
+        return misfit(value.real, part) or misfit(value.imag, part)
+    if isinstance(value, complex):
+        return f"{value:g} is no number of {c_type(dtype)}"
     if kind == "int" and isinstance(value, float) and not value.is_integer():
         return f"{value:g} is no integer"
     return (
@@ -187,8 +198,6 @@ def _short(value: int | float) -> str:
 @cache
 def category(dtype: DataType) -> Category:
     """Return bool, int, float or complex."""
-    if dtype in (D.ComplexDouble, D.ComplexFloat):
-        return "complex"
     return _HELD[check_stored(dtype, "category")].category
 
 
@@ -196,10 +205,32 @@ def is_floating(dtype: DataType) -> bool:
     return category(dtype) == "float"
 
 
-def dtype_of_python(value: bool | int | float) -> DataType:
-    """Return the dtype that nvFuser infers for a Python number: Int, Double (bools: Bool)."""
+def is_complex(dtype: DataType) -> bool:
+    return category(dtype) == "complex"
+
+
+def is_inexact(dtype: DataType) -> bool:
+    """Whether values are floating numbers, or made of two: arithmetic rounds, and has NaN."""
+    return category(dtype) in ("float", "complex")
+
+
+def part_of(dtype: DataType) -> DataType:
+    """Return the dtype of the real part of a value; of a real value, its own."""
+    return PART_OF.get(dtype, dtype)
+
+
+def complex_of(dtype: DataType) -> DataType:
+    """Return the complex dtype that holds values of a floating one."""
+    return COMPLEX_OF.get(dtype, D.ComplexFloat)
+
+
+def dtype_of_python(value: bool | int | float | complex) -> DataType:
+    """Return the dtype that nvFuser infers for a Python number: Int, Double, ComplexDouble (bools:
+    Bool)."""
     if isinstance(value, bool):
         return D.Bool
+    if isinstance(value, complex):
+        return D.ComplexDouble
     return D.Int if isinstance(value, int) else D.Double
 
 
@@ -231,8 +262,10 @@ def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
     """Combine a higher rank class with a lower one: the lower wins only by category."""
     if hi is None or lo is None:
         return hi if lo is None else lo
-    if is_floating(hi):
+    if is_complex(hi) or (is_floating(hi) and not is_complex(lo)):
         return hi
+    if is_complex(lo):
+        return complex_of(hi) if is_floating(hi) else lo
     return _promote(hi, lo) if hi is D.Bool or is_floating(lo) else hi
 
 
@@ -246,7 +279,7 @@ def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> D
     Source: torch type promotion, with nvFuser's rule that half-like computation is Float.
     """
     dtype = promote_operands(operands)
-    if config in ("float", "float_only") and not is_floating(dtype):
+    if config in ("float", "float_only") and not is_inexact(dtype):
         dtype = D.Float
     if config == "float_only" and dtype not in (D.Float, D.Double):
         raise DtypeError(

@@ -86,7 +86,7 @@ class ValueParser:
         literal = c.match(tokens.LITERAL)
         if literal:
             try:
-                return sc.const(float(literal[2]), FROM_TEXT[literal[1]])
+                return sc.const(_number(literal[2]), FROM_TEXT[literal[1]])
             except ValueError:
                 raise c.fail(f"{literal[2]!r} is not a number", literal.start(2)) from None
         number = c.match(tokens.INT)
@@ -310,6 +310,12 @@ class ValueParser:
     def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
         """Read comma separated tensors and scalars up to and including `close`."""
         return tuple(self.cursor.items(close, self.value))
+
+
+def _number(text: str) -> float | complex:
+    """Read `0.5`, or the two parts `1,-2.5`; raises `ValueError` for anything else."""
+    real, comma, imag = text.partition(",")
+    return complex(float(real), float(imag)) if comma else float(real)
 
 
 def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:

@@ -12,11 +12,19 @@ simplifies later.
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fuser.errors import DivisionByZeroError, InputError
-from fuser.ir.dtypes import DataType, common_dtype, dtype_text
+from fuser.errors import DivisionByZeroError, DtypeError, InputError
+from fuser.ir.dtypes import (
+    DataType,
+    common_dtype,
+    complex_of,
+    dtype_text,
+    is_complex,
+    part_of,
+)
 from fuser.ir.scalar_algebra import (
     absolute,
     add_terms,
@@ -32,7 +40,7 @@ from fuser.ir.scalar_algebra import (
     smaller,
     subtract,
 )
-from fuser.ir.scalar_compute import BOOL_OPS, COMPUTE
+from fuser.ir.scalar_compute import BOOL_OPS, COMPLEX_OPS, COMPUTE, PART_OPS
 from fuser.ir.scalar_nodes import (
     ONE,
     ZERO,
@@ -229,7 +237,7 @@ def cast(x: ScalarLike, dtype: DataType) -> Scalar:
     x = as_scalar(x)
     if x.dtype is dtype:
         return x
-    if isinstance(x, Const) and math.isfinite(x.value):
+    if isinstance(x, Const) and cmath.isfinite(x.value):
         return Const(x.value, dtype)
     return Apply(f"cast:{dtype_text(dtype)}", (x,), dtype)
 
@@ -237,13 +245,21 @@ def cast(x: ScalarLike, dtype: DataType) -> Scalar:
 def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
     if op in BOOL_OPS:
         return DataType.Bool
-    return common_dtype([(a.dtype, "scalar") for a in args], "default")
+    dtype = common_dtype([(a.dtype, "scalar") for a in args], "default")
+    if op in PART_OPS:
+        return part_of(dtype)
+    return complex_of(dtype) if op == "complex" else dtype
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
     """Apply a named op of `COMPUTE`, folding constants. Integer arithmetic has its own form: `/`
-    and `%` truncate, as in C."""
+    and `%` truncate, as in C.
+
+    Raises `DtypeError` for complex operands of an op that has no meaning for them.
+    """
     scalars = tuple([as_scalar(a) for a in args])
+    if op not in COMPLEX_OPS and any(is_complex(s.dtype) for s in scalars):
+        raise DtypeError(f"{op} has no meaning for complex numbers: {', '.join(map(str, scalars))}")
     form = _INT_FORMS.get(op)
     if form is not None and all(map(is_int, scalars)):
         return form(*scalars)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from fuser.ir.scalar_nodes import Number
 from fuser.pointwise import POINTWISE, TESTS
@@ -164,12 +165,42 @@ _ALGEBRA: dict[str, Callable[..., Number]] = {  # pyright: ignore[reportAssignme
     "where": _where,
 }
 
-COMPUTE: dict[str, Callable[..., Number]] = {
-    **{name: fn for row in POINTWISE.values() for name, fn in row.scalar_ops.items()},
-    **_ALGEBRA,
-}
+# What Python computes of complex numbers as torch does.
+_AS_PYTHON = frozenset("+ - == != && || ! neg where".split())
+
+
+def _or_complex(
+    of_real: Callable[..., Number], of_any: Callable[..., Number]
+) -> Callable[..., Any]:
+    """Return `of_real`, and of complex numbers `of_any`."""
+
+    def compute(*values: Number) -> Number:
+        is_complex = any(isinstance(v, complex) for v in values)
+        return of_any(*values) if is_complex else of_real(*values)
+
+    return compute
+
+
+def _compute() -> dict[str, Callable[..., Number]]:
+    of_tensors = {
+        name: (fn, row.takes_complex)
+        for row in POINTWISE.values()
+        for name, fn in row.scalar_ops.items()
+    }
+    found: dict[str, Callable[..., Number]] = {name: fn for name, (fn, _) in of_tensors.items()}
+    for name, fn in _ALGEBRA.items():
+        by_torch, takes_complex = of_tensors.get(name, (fn, False))
+        is_plain = not takes_complex or name in _AS_PYTHON
+        found[name] = fn if is_plain else _or_complex(fn, by_torch)
+    return found
+
+
+COMPUTE: dict[str, Callable[..., Number]] = _compute()
 ARITY = dict.fromkeys(_ALGEBRA, 2) | {
     op: row.arity for row in POINTWISE.values() for op in row.scalar_ops
 }
+# The ops that take complex numbers, and those whose result has the dtype of the operand's parts.
+COMPLEX_OPS = frozenset(row.scalar for row in POINTWISE.values() if row.takes_complex)
+PART_OPS = frozenset(row.scalar for row in POINTWISE.values() if row.rule == "part")
 # The ops whose result is Bool.
 BOOL_OPS = frozenset(row.scalar for row in POINTWISE.values() if row.rule in TESTS)

@@ -14,10 +14,13 @@ from typing import Final, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from fuser.errors import ArgumentError, UnsupportedError, user_line
-from fuser.ir.dtypes import DataType, category, dtype_of_python
+from fuser.ir.dtypes import Category, DataType, category, dtype_of_python
 from fuser.ir.statement import Val
 
 Number = bool | int | float
+# What a constant is made of. The values of complex scalars are typed as `Number`, too: they are
+# rare, and whatever reads extents or indices never meets one.
+AnyNumber = Number | complex
 # The ends of a range of integers; the only floats are -inf and inf.
 Interval = tuple[int | float, int | float]
 _S = TypeVar("_S", bound="Scalar")
@@ -161,15 +164,29 @@ def _published(made: _S, key: object) -> _S:
         return cast(_S, _known.setdefault(key, made))
 
 
+def converted(value: AnyNumber, kind: Category) -> Number:
+    """Return a number as one of a category: a complex one as its real part, in Bool whether it is
+    not 0.
+
+    Raises `ValueError` or `OverflowError` for a NaN or an infinity that becomes an integer.
+    """
+    if kind == "bool":
+        return bool(value)
+    if kind == "complex":
+        return cast(Number, complex(value))
+    real = value.real if isinstance(value, complex) else value
+    return int(real) if kind == "int" else float(real)
+
+
 class Const(Scalar):
     """A literal."""
 
     __slots__ = ("value",)
     value: Number
 
-    def __new__(cls, value: Number, dtype: DataType) -> Const:
+    def __new__(cls, value: AnyNumber, dtype: DataType) -> Const:
         kind = category(dtype)
-        value = bool(value) if kind == "bool" else int(value) if kind == "int" else float(value)
+        value = converted(value, kind)
         # repr() separates 0.0 from -0.0 and lets nan equal itself.
         key = (Const, dtype, value if kind == "int" else repr(value))
         made, is_new = _interned(cls, key, dtype)
@@ -330,7 +347,7 @@ def sort_key(x: Scalar) -> tuple[object, ...]:
     return x.order
 
 
-def const(value: Number, dtype: DataType | None = None) -> Const:
+def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
     """Return a literal; the dtype is inferred from the Python type (int: Index) when not given."""
     if dtype is None:
         dtype = DataType.Index if type(value) is int else dtype_of_python(value)
@@ -339,7 +356,7 @@ def const(value: Number, dtype: DataType | None = None) -> Const:
 
 ZERO: Final = const(0)
 ONE: Final = const(1)
-ScalarLike = Scalar | bool | int | float
+ScalarLike = Scalar | bool | int | float | complex
 
 
 def as_scalar(value: ScalarLike) -> Scalar:

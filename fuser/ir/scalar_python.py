@@ -14,10 +14,20 @@ from typing import Any
 from fuser.ir.dtypes import DataType, category
 from fuser.ir.scalar import evaluate
 from fuser.ir.scalar_compute import BOOL_OPS, COMPUTE
-from fuser.ir.scalar_nodes import Apply, Const, Number, Poly, Scalar, Symbol, is_int, postorder
+from fuser.ir.scalar_nodes import (
+    Apply,
+    Const,
+    Number,
+    Poly,
+    Scalar,
+    Symbol,
+    converted,
+    is_int,
+    postorder,
+)
 
 _INFIX = frozenset({"+", "-", "*", "<", "<=", ">", ">=", "==", "!="})
-_CASTS = {"int": "int", "bool": "bool", "float": "float"}
+_CASTS = {"int": "int", "bool": "bool", "float": "float", "complex": "complex"}
 
 
 class Computed:
@@ -105,7 +115,9 @@ def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]
     stands in it beside them."""
     match x:
         case Const():
-            is_plain = isinstance(x.value, int) or math.isfinite(x.value)
+            # A complex number is no literal: what stands beside it would become part of it.
+            kind = category(x.dtype)
+            is_plain = kind in ("int", "bool") or (kind == "float" and math.isfinite(x.value))
             return repr(x.value) if is_plain else named(x.value)
         case Symbol():
             return f"values[{named(x)}]"
@@ -117,7 +129,7 @@ def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]
             cond, a, b = (names[y] for y in x.args)
             return f"{a} if {cond} else {b}"
         case Apply() if x.op not in COMPUTE:
-            return f"{_CASTS[category(x.dtype)]}({names[x.args[0]]})"
+            return _cast(x, names, named)
         case Apply(op="floorDiv"):
             return "{} // {}".format(*(names[y] for y in x.args))
         case Apply(op="floorMod"):
@@ -130,6 +142,13 @@ def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]
             return _call(x, names, named)
         case _:
             raise AssertionError(f"{x} is no scalar")
+
+
+def _cast(x: Apply, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
+    kind, value = category(x.dtype), names[x.args[0]]
+    if category(x.args[0].dtype) == "complex":
+        return f"{named(converted)}({value}, {kind!r})"
+    return f"{_CASTS[kind]}({value})"
 
 
 def _call(x: Apply, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:

@@ -17,8 +17,14 @@ def literal_text(value: Number, dtype: DataType) -> str:
         return "true" if value else "false"
     if kind == "int":
         return str(int(value))
-    digits = repr(float(value))
-    return f"{dtype_text(dtype)}({digits[:-2] if digits.endswith('.0') else digits})"
+    if kind == "complex":
+        z = complex(value)
+        return f"{dtype_text(dtype)}({_digits(z.real)},{_digits(z.imag)})"
+    return f"{dtype_text(dtype)}({_digits(float(value))})"
+
+
+def _digits(value: float) -> str:
+    return repr(value).removesuffix(".0")
 
 
 @lru_cache(maxsize=10_000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuser.ir.dtypes import HALF_LIKE, INFO, DataType
+from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, category, is_complex
 from fuser.pointwise import POINTWISE
 
 
@@ -37,12 +37,16 @@ _CAST_TO = {
     "int64_t": "__to_int64",
     "nvfuser_index_t": "__to_index",
     "bool": "__to_bool",
+    "std::complex<float>": "__to_complex_float",
+    "std::complex<double>": "__to_complex_double",
 }
 
 
 def cast_spelling(src: DataType, dst: DataType) -> str:
     """Return nvFuser's name of a cast (`__to_float`, `__half2float`, `__int2half`, ...)."""
     s, d = INFO[src].text, INFO[dst].text
+    if is_complex(src) and category(dst) in ("int", "float"):
+        return _CAST_TO.get(d, f"__to_{_CAST_NAMES.get(d)}").replace("__", "__real_then_", 1)
     if dst in HALF_LIKE or (src in HALF_LIKE and d in ("float", "double")):
         return f"__{_CAST_NAMES.get(s, 'bool' if s == 'bool' else 'int')}2{_CAST_NAMES[d]}"
     return _CAST_TO[d]

@@ -29,7 +29,7 @@ class Template:
 
 
 _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
-_FUNCTION = re.compile(r"\s*([A-Za-z_][\w.]*)\s*\(")
+_FUNCTION = re.compile(r"\s*([A-Za-z_](?:[\w.]|::)*)\s*\(")
 _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 

@@ -66,7 +66,9 @@ class TensorView:
     # What `fuser.ops.operators` gives to tensors.
     if TYPE_CHECKING:
 
-        def _operator(self, other: TensorView | Scalar | bool | int | float) -> TensorView: ...
+        def _operator(
+            self, other: TensorView | Scalar | bool | int | float | complex
+        ) -> TensorView: ...
 
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
         __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _operator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import FROM_TEXT, is_floating
+from fuser.ir.dtypes import FROM_TEXT, is_inexact
 from fuser.ir.types import PTYPE_FROM_TEXT
 
 INT = re.compile(r"-?[0-9]+")
@@ -14,12 +14,12 @@ INFIX = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&|^]")
 CALL = re.compile(
     "("
     + "|".join(sorted((re.escape(o) for o in sc.COMPUTE if not INFIX.fullmatch(o)), reverse=True))
-    + r"|cast_\w+)\("
+    + r"|cast_[\w:<>]+)\("
 )
 LITERAL = re.compile(
-    "(" + "|".join(t for t, d in FROM_TEXT.items() if is_floating(d)) + r")\(([^()\s]*)\)"
+    "(" + "|".join(re.escape(t) for t, d in FROM_TEXT.items() if is_inexact(d)) + r")\(([^()\s]*)\)"
 )
-DTYPES = "|".join(sorted(FROM_TEXT, key=len, reverse=True))
+DTYPES = "|".join(sorted(map(re.escape, FROM_TEXT), key=len, reverse=True))
 TENSOR = re.compile(rf"T([0-9]+)_(sym|[gslt])_({DTYPES})\[")
 BARE_TENSOR = re.compile(r"T([0-9]+)(?!\w)")
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)

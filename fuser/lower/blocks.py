@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, c_type, is_floating
+from fuser.ir.dtypes import DataType, c_type, is_complex, is_inexact
 from fuser.ir.scalar import Scalar
 from fuser.lower.kernel import (
     Accumulate,
@@ -52,7 +52,11 @@ from fuser.lower.unroll import conjuncts
 TERMS = 2048
 VALUES = 256
 ROWS = 128
-_WIDE = DataType.Double
+
+
+def _wide_of(dtype: DataType) -> DataType:
+    """Return the dtype that takes the sums of blocks."""
+    return DataType.ComplexDouble if is_complex(dtype) else DataType.Double
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +78,9 @@ class _Sum:
 
     @property
     def wide(self) -> Var | Element:
-        return replace(self.target, name=f"wide_{self.target.name}", dtype=_WIDE)
+        return replace(
+            self.target, name=f"wide_{self.target.name}", dtype=_wide_of(self.target.dtype)
+        )
 
     @property
     def depth(self) -> int:
@@ -121,7 +127,9 @@ class _Sum:
         narrow = self.target.dtype
         if self.update.kind == "welford":
             return Assign(self.target, Compute("welford_cast<{t}>({0})", (self.wide,), narrow))
-        return Assign(self.target, self.wide if narrow is _WIDE else Convert(self.wide, narrow))
+        return Assign(
+            self.target, self.wide if narrow is self.wide.dtype else Convert(self.wide, narrow)
+        )
 
     def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
         """Return the statements in the loops over the accumulators, from `depth` of the path on,
@@ -155,7 +163,7 @@ def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]
     match statement:
         case Accumulate():
             is_sum = statement.kind == "welford" or statement.functor.startswith("SumOp<")
-            if is_sum and is_floating(statement.target.dtype):
+            if is_sum and is_inexact(statement.target.dtype):
                 yield statement, []
         case For() | If():
             for inner in bodies(statement):
@@ -227,8 +235,9 @@ def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
     before: list[Statement] = []
     after: list[Statement] = []
     for found in {found.target.name: found for found in sums}.values():
-        ctype = found.declared.ctype.replace(c_type(found.target.dtype), c_type(_WIDE))
-        start = found.identity(_WIDE)
+        wide = _wide_of(found.target.dtype)
+        ctype = found.declared.ctype.replace(c_type(found.target.dtype), c_type(wide))
+        start = found.identity(wide)
         before.append(Declare(found.wide.name, ctype, found.declared.size, start))
         after += found.nest([*found.rest(), found.settle()])
     groups: dict[int, list[_Sum]] = {}

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType
+from fuser.ir.dtypes import HALF_LIKE, DataType, is_complex, part_of
 from fuser.ir.scalar import Apply, Const, Poly, Scalar, Symbol
 from fuser.lower.kernel import (
     Body,
+    Compute,
     Expr,
     For,
     If,
@@ -116,11 +117,23 @@ class Hoister:
             return value
         if sc.has_index(scalar):
             return ScalarValue(self.rewrite(scalar), value.dtype)
+        if is_complex(value.dtype):
+            return self._complex_value(scalar, value.dtype)
         # The host converts: no double arithmetic for a Double input of a Float op.
         dtype = DataType.Float if value.dtype in HALF_LIKE else value.dtype
         # A value is 64 bits wide, unlike an index, whose type is the kernel's choice.
         dtype = DataType.Int if dtype is DataType.Index else dtype
         return ScalarValue(self.parameters.symbol(scalar, dtype), value.dtype)
+
+    def _complex_value(self, scalar: Scalar, dtype: DataType) -> Expr:
+        """Return a complex scalar, which the host passes as two parameters: one has 8 bytes."""
+        part = part_of(dtype)
+        z = sc.cast(scalar, dtype)
+        parts = tuple(
+            ScalarValue(self.parameters.symbol(sc.apply(which, z), part), part)
+            for which in ("real", "imag")
+        )
+        return Compute("fm_complex({0}, {1})", parts, dtype)
 
     # ------------------------------------------------------------ scalars
     def rewrite(self, x: Scalar) -> Scalar:

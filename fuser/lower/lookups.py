@@ -8,12 +8,11 @@ of any index. No memory is read for an index outside of the table.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, is_floating
+from fuser.ir.dtypes import DataType
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -57,6 +56,7 @@ from fuser.lower.kernel import (
     values_of,
     walk,
 )
+from fuser.ops.table import missing
 
 if TYPE_CHECKING:
     from fuser.lower.values import At, ValueBuilder
@@ -98,8 +98,8 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
     guard = sc.logical_and(at.guard, inside)
     value = build.value(op.table, tuple(index), stage=at.stage, scope=at.scope, guard=guard)
     dtype = at.out.dtype()
-    missing = ScalarValue(Const(math.nan if is_floating(dtype) else 0, dtype), dtype)
-    return Select(inside, value, missing, dtype)
+    nothing = ScalarValue(Const(missing(dtype), dtype), dtype)
+    return Select(inside, value, nothing, dtype)
 
 
 def _name_place(

@@ -15,7 +15,7 @@ import torch
 
 from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType, is_floating, to_torch
+from fuser.ir.dtypes import HALF_LIKE, DataType, category, is_inexact, to_torch
 from fuser.ir.nodes import BinaryOp, CastOp, FullOp, IotaOp, RandomOp, TensorOp, TernaryOp, UnaryOp
 from fuser.ir.resizing import CatOp, PadOp
 from fuser.ir.scalar import Const, Scalar, Symbol
@@ -261,8 +261,9 @@ def _pointwise(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
         for x, place in (args, args[::-1]):
             if _is_place(place) and not isinstance(x, ScalarValue):
                 return _compare_place(_IS_AT[op.name], x, place.scalar, out)
-    computed = DataType.Bool if out is DataType.Bool else dtype
-    text = row.cuda if row.cuda_int is None or is_floating(dtype) else row.cuda_int
+    # Tests, the parts of a complex number and what is made of two have a dtype of their own.
+    computed = dtype if category(out) == category(dtype) else out
+    text = row.cuda if row.cuda_int is None or is_inexact(dtype) else row.cuda_int
     return convert(Compute(text, args, computed), out)
 
 

@@ -23,6 +23,8 @@ from fuser.ir.dtypes import (
     check_supported,
     common_dtype,
     dtype_of_python,
+    dtype_text,
+    is_complex,
     misfit,
     promote_operands,
 )
@@ -36,7 +38,7 @@ from fuser.ir.types import IterType
 from fuser.ops.table import operand_dtype
 
 Operand = TensorView | Scalar
-OperandLike = TensorView | Scalar | bool | int | float
+OperandLike = TensorView | Scalar | bool | int | float | complex
 SizeLike = Scalar | int
 OpT = TypeVar("OpT", bound=TensorOp)
 
@@ -49,6 +51,16 @@ def fail(op_name: str, message: str) -> DefinitionError:
 def unsupported(op_name: str, message: str) -> UnsupportedError:
     """Return the error of a call that this version does not implement."""
     return UnsupportedError(f"{op_name}: {message} (at {user_line()})")
+
+
+def refuse_complex(op_name: str, *values: Operand) -> None:
+    """Raise `DtypeError` for operands that are complex: the op has no meaning for them."""
+    for value in values:
+        if is_complex(operand_dtype(value)):
+            raise DtypeError(
+                f"{op_name}: complex numbers are not ordered, rounded or divided with a rest: "
+                f"{value} is {dtype_text(operand_dtype(value))} (at {user_line()})"
+            )
 
 
 # ------------------------------------------------------------------ operands
@@ -94,7 +106,7 @@ def as_operand(value: OperandLike, op_name: str) -> Operand:
     return literal(value, dtype_of_python(value), op_name)
 
 
-def literal(value: bool | int | float, dtype: DataType, op_name: str) -> Const:
+def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
     """Return a number as a constant; raises `DefinitionError` where it does not fit."""
     problem = misfit(value, dtype)
     if problem:

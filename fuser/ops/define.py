@@ -176,7 +176,7 @@ def compute_tensor_descriptor(
 
 @checked
 def define_scalar(
-    value: bool | int | float | DataType | None = None, dtype: DtypeLike | None = None
+    value: bool | int | float | complex | DataType | None = None, dtype: DtypeLike | None = None
 ) -> Scalar:
     """Create a scalar: symbolic without a value (default dtype Double), else a constant."""
     if isinstance(value, DataType):

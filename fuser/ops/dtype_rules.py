@@ -9,10 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fuser.errors import DtypeError, user_line
-from fuser.ir.dtypes import Config, DataType, category, check_supported, dtype_text, is_floating
-from fuser.ops.building import Operand, convert, promote, promote_keeping_half
+from fuser.ir.dtypes import (
+    COMPLEX_OF,
+    Config,
+    DataType,
+    category,
+    check_supported,
+    complex_of,
+    dtype_text,
+    is_inexact,
+    part_of,
+)
+from fuser.ops.building import (
+    Operand,
+    convert,
+    promote,
+    promote_keeping_half,
+    refuse_complex,
+)
 from fuser.ops.table import operand_dtype
-from fuser.pointwise import POINTWISE, TESTS
+from fuser.pointwise import POINTWISE, PUBLIC, TESTS
 from fuser.record import record
 
 Typed = tuple[list[Operand], DataType]
@@ -44,20 +60,48 @@ def typed(name: str, rule: str, values: list[Operand]) -> Typed:
 
 
 # ------------------------------------------------------------------ one function per rule
+def _check_complex(name: str, values: list[Operand]) -> None:
+    """Raise `DtypeError` for complex operands of an op that has no meaning for them."""
+    kind, _ = PUBLIC.get(name, ("", ""))
+    if kind and not POINTWISE[kind].takes_complex:
+        refuse_complex(name, *values)
+
+
 def _promoted(config: Config) -> Apply:
-    return lambda name, values: promote(values, config)
+    def apply(name: str, values: list[Operand]) -> Typed:
+        if config != "float_only":  # which has words of its own
+            _check_complex(name, values)
+        return promote(values, config)
+
+    return apply
 
 
 def _kept(name: str, values: list[Operand]) -> Typed:
+    _check_complex(name, values)
     dtype = operand_dtype(values[0])
     return [values[0], *(convert(v, dtype) for v in values[1:])], dtype
 
 
 def _kept_floating(name: str, values: list[Operand]) -> Typed:
     dtype = operand_dtype(values[0])
-    if not is_floating(dtype):
+    if not is_inexact(dtype):
         raise DtypeError(f"{name}: a floating operand is needed, got {dtype_text(dtype)}")
     return _kept(name, values)
+
+
+def _part(name: str, values: list[Operand]) -> Typed:
+    return values, part_of(operand_dtype(values[0]))
+
+
+def _of_parts(name: str, values: list[Operand]) -> Typed:
+    dtypes = [operand_dtype(v) for v in values]
+    if dtypes[0] not in COMPLEX_OF or dtypes[1] is not dtypes[0]:
+        found = " and ".join(map(dtype_text, dtypes))
+        raise DtypeError(
+            f"{name}: two operands of dtype float or double are needed, got {found} "
+            f"(at {user_line()})"
+        )
+    return values, complex_of(dtypes[0])
 
 
 def _as_bool(name: str, values: list[Operand]) -> Typed:
@@ -114,6 +158,14 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     "keep_float": DtypeRule(
         "The result has the dtype of the operand, which is floating.", _kept_floating, "f"
     ),
+    "part": DtypeRule(
+        "The result has the dtype of the parts of a complex operand; of a real one, its own.", _part
+    ),
+    "parts": DtypeRule(
+        "The operands are both Float or both Double; the result is complex, of such parts.",
+        _of_parts,
+        "w",
+    ),
     "test": DtypeRule("The operand stays as it is; the result is Bool.", _kept),
     "test_promoted": DtypeRule(
         "The operand becomes what `default` makes of it; the result is Bool.",
@@ -131,10 +183,16 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     ),
     "given": DtypeRule("The result has the dtype that is given."),
     "sum": DtypeRule(
-        "Without a dtype, integers and Bool become Int and floats stay; else the operand is cast "
+        "Without a dtype, integers and Bool become Int and others stay; else the operand is cast "
         "to the dtype first."
     ),
-    "wide": DtypeRule("The results have the dtype of the operand, Float or Double."),
+    "variance": DtypeRule(
+        "As `default`; of a complex operand, the result has the dtype of its parts."
+    ),
+    "wide": DtypeRule(
+        "The results have the dtype of the operand, Float or Double; the variance of a complex one "
+        "has the dtype of its parts."
+    ),
     "counts": DtypeRule(
         "Mean and sum of squares have the dtype of the floating operand, the count is Index."
     ),
@@ -155,5 +213,7 @@ DTYPE_RULES: dict[str, DtypeRule] = {
         "random state UInt64."
     ),
     "index": DtypeRule("The result is an Index scalar for each axis."),
-    "complex": DtypeRule("The operand is complex; the result has the dtype of its parts."),
+    "complex": DtypeRule(
+        "The operand is complex; the result has the dtype of its parts.", takes="c"
+    ),
 }

@@ -9,9 +9,17 @@ from collections.abc import Callable
 from typing import cast as typing_cast
 from typing import overload
 
-from fuser.errors import DtypeError
+from fuser.errors import ArgumentError, DtypeError, user_line
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import DataType, DtypeLike, category, check_supported, dtype_text, is_floating
+from fuser.ir.dtypes import (
+    DataType,
+    DtypeLike,
+    category,
+    check_supported,
+    dtype_text,
+    is_complex,
+    is_inexact,
+)
 from fuser.ir.nodes import BinaryOp, LoadStoreOp, TernaryOp, UnaryOp
 from fuser.ir.scalar import Const, Scalar, ScalarLike
 from fuser.ir.tensor import TensorView
@@ -28,6 +36,7 @@ from fuser.ops.building import (
     fail,
     new_output,
     pointwise_output,
+    refuse_complex,
 )
 from fuser.ops.dtype_rules import integers, typed
 from fuser.ops.table import highest, lowest, operand_dtype
@@ -61,7 +70,7 @@ def _apply_scalar(kind: str, values: list[Scalar], dtype: DataType) -> Scalar:
     narrow = f"{row.scalar}f"
     op = narrow if dtype is DataType.Float and narrow in sc.COMPUTE else row.scalar
     result = sc.where(*values) if op == "where" else sc.apply(op, *values)
-    is_typed = category(result.dtype) == category(dtype) and not is_floating(dtype)
+    is_typed = category(result.dtype) == category(dtype) and not is_inexact(dtype)
     return result if is_typed else sc.cast(result, dtype)
 
 
@@ -109,9 +118,10 @@ def segment_set(x: TensorView, /) -> TensorView:
 @overload
 def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: ...
 @overload
-def cast(arg: Scalar | bool | int | float, dtype: DtypeLike) -> Scalar: ...
+def cast(arg: Scalar | bool | int | float | complex, dtype: DtypeLike) -> Scalar: ...
 def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
-    """Append a conversion; floats become integers by truncation. The same dtype is a `set`."""
+    """Append a conversion: floats become integers by truncation, complex numbers their real parts,
+    in Bool whether they are not 0. The same dtype is a `set`."""
     value = as_operand(arg, "cast")
     check_supported(operand_dtype(value), "cast")
     dtype = check_supported(dtype, "cast")
@@ -121,20 +131,37 @@ def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
 
 
 def real(x: OperandLike, /) -> Operand:
-    """Append a copy: every supported dtype is real."""
-    return set_(x)
+    """Append the real parts; of a real operand, a copy."""
+    value = as_operand(x, "real")
+    return apply_pointwise("real", (value,)) if is_complex(operand_dtype(value)) else set_(value)
 
 
 def imag(x: OperandLike, /) -> Operand:
-    """Raise: no supported dtype is complex."""
-    dtype = operand_dtype(as_operand(x, "imag"))
-    raise DtypeError(f"imag: a complex operand is needed, got {dtype_text(dtype)}")
+    """Append the imaginary parts of a complex operand."""
+    value = as_operand(x, "imag")
+    dtype = operand_dtype(value)
+    if not is_complex(dtype):
+        raise DtypeError(
+            f"imag: a complex operand is needed, got {dtype_text(dtype)} (at {user_line()})"
+        )
+    return apply_pointwise("imag", (value,))
+
+
+def complex_(lhs: TensorView | Scalar, rhs: TensorView | Scalar, /) -> Operand:
+    """Append lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+    if isinstance(lhs, TensorView) is not isinstance(rhs, TensorView):
+        raise ArgumentError(
+            "complex(): incompatible function arguments: expected two tensors or two scalars, got "
+            f"{lhs} and {rhs} (at {user_line()})"
+        )
+    return apply_pointwise("complex", (lhs, rhs))
 
 
 # ------------------------------------------------------------------ optional or fixed slots
 def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Operand:
     """Append max(min(x, max), min); None is the end of the dtype's range. Limits are scalars."""
     value = as_operand(x, "clamp")
+    refuse_complex("clamp", value)
     dtype = operand_dtype(value)
     limits: list[OperandLike] = []
     for limit, end in ((min, lowest(dtype)), (max, highest(dtype))):
@@ -151,7 +178,7 @@ def lerp(start: OperandLike, end: OperandLike, weight: OperandLike, /) -> Operan
     """Append start + weight * (end - start)."""
     values: tuple[OperandLike, ...] = (start, end, weight)
     operands = [as_operand(v, "lerp") for v in values]
-    if any(is_floating(operand_dtype(v)) for v in operands):
+    if any(is_inexact(operand_dtype(v)) for v in operands):
         return apply_pointwise("lerp", tuple(operands))
     a, b, w = operands
     return _call("add", a, _call("mul", w, _call("sub", b, a)))
@@ -170,6 +197,7 @@ def addcmul(in1: OperandLike, in2: OperandLike, in3: OperandLike, value: ScalarL
 def sign(x: OperandLike, /) -> Operand:
     """Append -1, 0 or 1 in x's dtype; NaN gives 0."""
     value = as_operand(x, "sign")
+    refuse_complex("sign", value)
     dtype = operand_dtype(value)
     if category(dtype) == "bool":
         return set_(value)

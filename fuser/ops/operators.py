@@ -21,7 +21,7 @@ from fuser.ops.elementwise import apply_pointwise
 from fuser.ops.indexing import select
 from fuser.ops.resize import slice as slice_tensor
 
-NUMBERS = (bool, int, float)
+NUMBERS = (bool, int, float, complex)
 
 # Operator -> op, of two operands; those of arithmetic stand on the right, too.
 ARITHMETIC = {

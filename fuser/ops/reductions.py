@@ -21,7 +21,10 @@ from fuser.ir.dtypes import (
     DtypeLike,
     check_supported,
     dtype_text,
+    is_complex,
     is_floating,
+    is_inexact,
+    part_of,
 )
 from fuser.ir.guard import active_fusion
 from fuser.ir.nodes import ReductionOp, WelfordOp
@@ -36,6 +39,7 @@ from fuser.ops.building import (
     convert,
     fail,
     new_output,
+    refuse_complex,
     wrap_dim,
 )
 from fuser.ops.elementwise import apply_pointwise, copy_tensor
@@ -110,6 +114,8 @@ def _reduce(
 ) -> TensorView:
     name = REDUCTIONS[kind].name
     tv = arg
+    if kind in ("max", "min"):
+        refuse_complex(name, tv)
     if isinstance(dim, DataType):
         # nvFuser's first form has the dtype in this place: sum(x, DataType.Float).
         dim, dtype = None, dim
@@ -122,7 +128,7 @@ def _reduce(
         if kind in ("max", "min"):
             raise fail(name, "A dtype other than Null is not currently supported.")
         tv = typing_cast(TensorView, convert(tv, dtype))
-    elif kind in ("add", "mul") and not is_floating(tv.dtype()):
+    elif kind in ("add", "mul") and not is_inexact(tv.dtype()):
         tv = typing_cast(TensorView, convert(tv, DataType.Int))
     dims = dim if dims is None else dims
     if tv.dtype() in FLOAT8 and tv.ndim:
@@ -247,6 +253,8 @@ def var_mean(
 ) -> tuple[TensorView, TensorView]:
     """Append (variance, mean): squared deviations over max(count - correction, 0)."""
     tv = arg
+    if is_complex(tv.dtype()):
+        return _complex_var_mean(tv, dims, correction, keepdim)
     if tv.dtype() in HALF_LIKE:
         raise DtypeError(
             f"variance_mean is not supported for {dtype_text(tv.dtype())} please upcast to float"
@@ -260,6 +268,16 @@ def var_mean(
     return broadcast_tensor(variance, flags), broadcast_tensor(mean, flags)
 
 
+def _complex_var_mean(
+    tv: TensorView, dims: int | Sequence[int], correction: int, keepdim: bool
+) -> tuple[TensorView, TensorView]:
+    """Append both of the parts: the variance is their sum, as of distances in the plane."""
+    parts = [typing_cast(TensorView, apply_pointwise(p, (tv,))) for p in ("real", "imag")]
+    (real, x), (imag, y) = (var_mean(part, dims, correction, keepdim) for part in parts)
+    variance, mean = apply_pointwise("add", (real, imag)), apply_pointwise("complex", (x, y))
+    return typing_cast(TensorView, variance), typing_cast(TensorView, mean)
+
+
 def var(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> TensorView:
@@ -270,7 +288,13 @@ def var(
     count = sc.product(tv.size(i) for i in order)
     mean = apply_pointwise("div", (sum(tv, dims=order, keepdim=True), count))
     delta = apply_pointwise("sub", (tv, mean))
-    square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
+    if is_complex(tv.dtype()):
+        # The square of a distance in the plane, which is real.
+        real, imag = (apply_pointwise(part, (delta,)) for part in ("real", "imag"))
+        parts = [apply_pointwise("mul", (x, x)) for x in (real, imag)]
+        square = typing_cast(TensorView, apply_pointwise("add", tuple(parts)))
+    else:
+        square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
     total = sum(square, dims=order, keepdim=keepdim)
     return typing_cast(TensorView, apply_pointwise("mul", (total, scale)))
 
@@ -283,7 +307,7 @@ def _variance_scale(
         raise fail(name, f"correction must be at least 0, got {correction}")
     axes = _reduced_axes(name, tv, dims)
     count = sc.product(tv.size(i) for i in sorted(axes))
-    dtype = DataType.Double if tv.dtype() is DataType.Double else DataType.Float
+    dtype = DataType.Double if part_of(tv.dtype()) is DataType.Double else DataType.Float
     # In floating point, because integer simplification takes every extent to be at least 1.
     free = sc.sub(sc.cast(count, dtype), Const(correction, dtype))
     return axes, sc.apply("reciprocal", sc.apply("max", free, Const(0, dtype)))

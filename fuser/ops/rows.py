@@ -95,9 +95,9 @@ def _composite(
     return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
 
 
-def _scan(function: Callable[..., Any]) -> OpRow:
+def _scan(function: Callable[..., Any], sample: str) -> OpRow:
     nodes = ScanOp, LoadStoreOp, BinaryOp, CastOp
-    return OpRow(function.__name__, function, nodes, "keep", _SAME, "number_rows")
+    return OpRow(function.__name__, function, nodes, "keep", _SAME, sample)
 
 
 def _not_yet(name: str) -> OpRow:
@@ -105,22 +105,28 @@ def _not_yet(name: str) -> OpRow:
 
 
 _CHOICE = (BinaryOp, TernaryOp)
+_PARTS = (UnaryOp, BinaryOp)
 _SUMS = (ReductionOp, SqueezeOp, LoadStoreOp, FullOp)
 
 _ROWS = (
     *(_pointwise(name, kind, rule) for name, (kind, rule) in PUBLIC.items()),
     # Elementwise, of several nodes or with arguments of their own.
-    _composite("addcmul", elementwise.addcmul, (BinaryOp,), "default", _BROADCAST, "numbers"),
+    _composite("addcmul", elementwise.addcmul, (BinaryOp,), "default", _BROADCAST, "any_numbers"),
     _composite("cast", elementwise.cast, (CastOp, LoadStoreOp), "given"),
     _composite("clamp", elementwise.clamp, (TernaryOp,), sample="numbers"),
-    _composite("imag", elementwise.imag, (), "complex"),
-    _composite("lerp", elementwise.lerp, (TernaryOp, BinaryOp), "default", _BROADCAST, "numbers"),
+    _composite(
+        "complex", elementwise.complex_, (BinaryOp,), "parts", _BROADCAST, sample="wide_values"
+    ),
+    _composite("imag", elementwise.imag, (UnaryOp,), "complex", sample="complex_values"),
+    _composite(
+        "lerp", elementwise.lerp, (TernaryOp, BinaryOp), "default", _BROADCAST, "any_numbers"
+    ),
     _composite(
         "logical_right_shift", elementwise.logical_right_shift, _CHOICE, "int", _BROADCAST, "shifts"
     ),
-    _composite("real", elementwise.real, (LoadStoreOp,)),
+    _composite("real", elementwise.real, (UnaryOp, LoadStoreOp), "part"),
     _composite("set", elementwise.set_, (LoadStoreOp,)),
-    _composite("sign", elementwise.sign, (*_CHOICE, LoadStoreOp)),
+    _composite("sign", elementwise.sign, (*_CHOICE, LoadStoreOp), sample="real_values"),
     _composite("threshold", elementwise.threshold, (TernaryOp,), sample="numbers"),
     OpRow("segment_set", elementwise.segment_set, (LoadStoreOp,), shape=_SAME),
     # Axes in another order, form or number.
@@ -232,8 +238,9 @@ _ROWS = (
         "rows",
     ),
     # Scans, and elements in order.
-    *(_scan(function) for function in (scans.cummax, scans.cummin, scans.cumprod, scans.cumsum)),
-    OpRow("argsort", scans.argsort, (ArgsortOp, FullOp), "places", _SAME, "rows"),
+    *(_scan(function, "number_rows") for function in (scans.cummax, scans.cummin)),
+    *(_scan(function, "any_number_rows") for function in (scans.cumprod, scans.cumsum)),
+    OpRow("argsort", scans.argsort, (ArgsortOp, FullOp), "places", _SAME, "real_rows"),
     OpRow(
         "topk",
         scans.topk,
@@ -243,18 +250,18 @@ _ROWS = (
         "number_rows",
     ),
     # Reductions.
-    OpRow("max", reductions.max, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
-    OpRow("min", reductions.min, (*_SUMS, *_CHOICE), "keep", _REDUCED, "rows"),
+    OpRow("max", reductions.max, (*_SUMS, *_CHOICE), "keep", _REDUCED, "real_rows"),
+    OpRow("min", reductions.min, (*_SUMS, *_CHOICE), "keep", _REDUCED, "real_rows"),
     OpRow("prod", reductions.prod, (*_SUMS, BinaryOp), "sum", _REDUCED, "rows"),
     OpRow("sum", reductions.sum, (*_SUMS, BinaryOp), "sum", _REDUCED, "rows"),
-    OpRow("var", reductions.var, (*_SUMS, BinaryOp), "default", _REDUCED, "float_rows"),
+    OpRow("var", reductions.var, (*_SUMS, *_PARTS), "variance", _REDUCED, "any_float_rows"),
     OpRow(
         "var_mean",
         reductions.var_mean,
-        (WelfordOp, SqueezeOp, FullOp, *_CHOICE),
+        (WelfordOp, SqueezeOp, FullOp, UnaryOp, *_CHOICE),
         "wide",
         _REDUCED,
-        "wide_rows",
+        "any_wide_rows",
     ),
     OpRow(
         "welford",
@@ -271,7 +278,7 @@ _ROWS = (
         (GroupedMmaOp, FullOp),
         "equal",
         "[m, k], [k, n] -> [g, m, n]; [g, m, k], [k, n] or [m, k], [g, k, n] -> [m, n].",
-        "factors",
+        "real_factors",
     ),
     OpRow(
         "linear",
@@ -317,7 +324,7 @@ _ROWS = (
     *map(
         _not_yet,
         """
-        complex cutlass_nvfp4_grouped_mm nv_grouped_block_quantize
+        cutlass_nvfp4_grouped_mm nv_grouped_block_quantize
         preprocess_grouped_matmul_input_sf
         """.split(),
     ),

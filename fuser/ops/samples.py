@@ -33,7 +33,8 @@ class Sample:
     """A class of operands: the categories of dtypes and the ranks that tensors have, and a domain
     for each operand, or one for all.
 
-    Categories are f (floating), w (of these, Float and Double), i (integers) and b (Bool).
+    Categories are f (floating), w (of these, Float and Double), i (integers), b (Bool) and c
+    (complex; both parts are drawn as floats are).
     """
 
     takes: str
@@ -42,16 +43,24 @@ class Sample:
 
 
 SAMPLES: dict[str, Sample] = {
-    "values": Sample("fib", (0, 4)),
+    "values": Sample("fibc", (0, 4)),
+    "real_values": Sample("fib", (0, 4)),
+    "wide_values": Sample("w", (0, 4)),
+    "complex_values": Sample("c", (0, 4)),
     "numbers": Sample("fi", (0, 4)),
+    "any_numbers": Sample("fic", (0, 4)),
     "shifts": Sample("i", (0, 4), ("wide", "shift")),
     "floats": Sample("f", (0, 4)),
-    "rows": Sample("fib", (1, 4)),
+    "rows": Sample("fibc", (1, 4)),
+    "real_rows": Sample("fib", (1, 4)),
     "number_rows": Sample("fi", (1, 4)),
+    "any_number_rows": Sample("fic", (1, 4)),
     "float_rows": Sample("f", (1, 4)),
-    "wide_rows": Sample("w", (1, 4)),
-    "matrices": Sample("fib", (2, 4)),
-    "factors": Sample("f", (1, 4)),
+    "any_float_rows": Sample("fc", (1, 4)),
+    "any_wide_rows": Sample("wc", (1, 4)),
+    "matrices": Sample("fibc", (2, 4)),
+    "factors": Sample("fc", (1, 4)),
+    "real_factors": Sample("f", (1, 4)),
     "heads": Sample("f", (4, 5)),
     "sizes": Sample("", (0, 0)),
 }
@@ -62,5 +71,6 @@ def sample_of(row: OpRow) -> Sample:
     if row.sample:
         return SAMPLES[row.sample]
     kind, rule = PUBLIC[row.name]
-    bools = "b" if POINTWISE[kind].of_bools else ""
-    return Sample(DTYPE_RULES[rule].takes + bools, (0, 4), POINTWISE[kind].domains)
+    row_of = POINTWISE[kind]
+    more = ("b" if row_of.of_bools else "") + ("c" if row_of.takes_complex else "")
+    return Sample(DTYPE_RULES[rule].takes + more, (0, 4), row_of.domains)

@@ -24,6 +24,7 @@ from fuser.ops.building import (
     fail,
     literal,
     new_output,
+    refuse_complex,
     unexpanded,
     unsupported,
     wrap_dim,
@@ -40,9 +41,13 @@ _JOINS = {
 }
 
 
-def _check_dtype(name: str, tv: TensorView, *, bools: bool = False) -> None:
+def _check_dtype(
+    name: str, tv: TensorView, *, bools: bool = False, takes_complex: bool = False
+) -> None:
     if tv.dtype() in STORED:
         raise unsupported(name, f"{tv} is of a dtype that is stored and not computed with")
+    if not takes_complex:
+        refuse_complex(name, tv)
     if category(tv.dtype()) == "bool" and not bools:
         raise DtypeError(
             f"{name}: Expected numbers, but {tv} is {dtype_text(tv.dtype())} (at {user_line()})"
@@ -86,7 +91,7 @@ def cummin(arg: TensorView, dim: int, init: Scalar | None = None) -> TensorView:
 
 def _scan(kind: str, arg: TensorView, dim: int, init: Scalar | None) -> TensorView:
     name = ScanOp.NAMES[kind]
-    _check_dtype(name, arg)
+    _check_dtype(name, arg, takes_complex=kind in ("add", "mul"))
     if arg.dtype() in FLOAT8:
         return elementwise.cast(_scan(kind, _widened(arg), dim, init), arg.dtype())
     dtype = arg.dtype()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
-from fuser.ir.dtypes import HALF_LIKE, DataType, is_floating, to_torch
+from fuser.ir.dtypes import HALF_LIKE, DataType, is_complex, is_floating, to_torch
 from fuser.ir.nodes import BinaryOp, CastOp, TensorOp, TernaryOp, UnaryOp
 from fuser.ir.scalar import Number, Scalar
 from fuser.ir.tensor import TensorView
@@ -62,6 +63,14 @@ def _extreme(dtype: DataType, *, largest: bool) -> Number:
         return math.inf if largest else -math.inf
     info = torch.iinfo(to_torch(dtype))
     return info.max if largest else info.min
+
+
+def missing(dtype: DataType) -> Number:
+    """Return what is read where there is nothing, and what an average of nothing is: NaN, or 0 of a
+    dtype that has none."""
+    if is_complex(dtype):
+        return cast(Number, complex(math.nan, math.nan))
+    return math.nan if is_floating(dtype) else 0
 
 
 def lowest(dtype: DataType) -> Number:

@@ -10,7 +10,6 @@ float32, the result rounded to the IR dtype.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
-from fuser.ir.dtypes import FLOAT8, HALF_LIKE, DataType, is_floating, to_torch
+from fuser.ir.dtypes import FLOAT8, HALF_LIKE, DataType, is_complex, is_inexact, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
@@ -46,7 +45,7 @@ from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.random import key_of
 from fuser.ops.scaled_product import scaled_product
-from fuser.ops.table import REDUCTIONS, compute_dtype
+from fuser.ops.table import REDUCTIONS, compute_dtype, missing
 from fuser.pointwise import POINTWISE
 from fuser.record import record
 
@@ -78,8 +77,8 @@ class _Context:
         return [self.int_of(a.size) for a in tv.domain.no_reductions]
 
     def torch_dtype(self, dtype: DataType) -> torch.dtype:
-        if self.dtype is not None and is_floating(dtype):
-            return self.dtype
+        if self.dtype is not None and is_inexact(dtype):
+            return self.dtype.to_complex() if is_complex(dtype) else self.dtype
         return to_torch(dtype)
 
     def store(self, x: Tensor, tv: TensorView) -> Tensor:
@@ -125,7 +124,10 @@ def _as_tensor(x: Tensor | Number, dtype: torch.dtype, cx: _Context) -> Tensor:
 def _cast(op: nodes.CastOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     own = to_torch(op.out.dtype())
     x = inputs[0]
-    if own.is_floating_point or own is torch.bool or not x.dtype.is_floating_point:
+    if x.is_complex() and not own.is_complex and own is not torch.bool:
+        x = torch.real(x)
+    is_number = own.is_floating_point or own.is_complex
+    if is_number or own is torch.bool or not x.dtype.is_floating_point:
         return [cx.store(x.to(own), op.out)]
     return [torch.trunc(x.float() if x.dtype in _FLOAT8 else x).to(own)]
 
@@ -172,9 +174,9 @@ def _pad(op: PadOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     widths = [cx.int_of(w) for pair in zip(op.left, op.right, strict=True) for w in pair]
     flat = [w for i in range(len(widths) - 2, -1, -2) for w in widths[i : i + 2]]
     x = inputs[0]
-    # pad() of Bool wants a number, and refuses to crop below 0 as we do.
+    # It refuses to crop below 0 as we do; F.pad takes no complex value.
     value = _byte(sc.evaluate(op.value, cx.values), x.dtype)
-    return [F.pad(_bytes(x), flat, value=value).view(x.dtype)]
+    return [torch.constant_pad_nd(_bytes(x), flat, value).view(x.dtype)]
 
 
 def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -200,11 +202,11 @@ def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     index = index.clamp(0, max(extent - 1, 0))
     shape = cx.sizes(op.out)
     found = table.new_empty(shape) if not extent else _FOUND[type(op)](op, table, index, cx)
-    missing = _byte(math.nan if dtype.is_floating_point else 0, dtype)
+    nothing = _byte(missing(op.out.dtype()), dtype)
     if isinstance(op, IndexSelectOp | EmbeddingFwdOp):
         after = found.ndim - (op.axis if isinstance(op, IndexSelectOp) else 0) - index.ndim
         outside = outside[(..., *(None,) * after)]
-    return [found.masked_fill(outside, missing).view(dtype)]
+    return [found.masked_fill(outside, nothing).view(dtype)]
 
 
 def _along(op: TakeAlongAxisOp, table: Tensor, index: Tensor, cx: _Context) -> Tensor:
@@ -218,8 +220,7 @@ def _select(op: SelectOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     extent = table.shape[op.dim]
     if -extent <= place < extent:
         return [table.select(op.dim, place)]
-    missing = math.nan if table.dtype.is_floating_point else 0
-    return [table.new_full(cx.sizes(op.out), missing)]
+    return [table.new_full(cx.sizes(op.out), missing(op.out.dtype()))]
 
 
 def _scatter(op: ScatterOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -347,7 +348,8 @@ def _scan(op: ScanOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     if init == REDUCTIONS[op.kind].identity(op.out.dtype()):
         return [cx.store(_SCANS[op.kind](x, op.dim), op.out)]
     # What comes first is an element more, whose own result is left out.
-    wide = torch.float64 if x.dtype.is_floating_point else torch.int64
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    wide = wide if x.is_complex() or x.is_floating_point() else torch.int64
     first = torch.tensor(init, dtype=wide, device=x.device).to(x.dtype)
     first = first.expand([n if k != op.dim else 1 for k, n in enumerate(x.shape)])
     found = _SCANS[op.kind](torch.cat([first, x], op.dim), op.dim)
@@ -558,8 +560,9 @@ def evaluate_fusion(
     known: dict[TensorView, Tensor] = {}
     for declared, given in zip(fusion.inputs, inputs, strict=True):
         if isinstance(declared, TensorView) and isinstance(given, Tensor):
-            is_wide = dtype is not None and given.dtype.is_floating_point
-            known[declared] = given.to(dtype) if is_wide else given
+            wide = dtype if given.is_floating_point() else dtype and dtype.to_complex()
+            is_wide = given.is_floating_point() or given.is_complex()
+            known[declared] = given.to(wide) if is_wide else given
     device = next((t.device for t in known.values()), torch.device("cpu"))
     for op in fusion.used_exprs():
         operands = [known[v] if isinstance(v, TensorView) else None for v in op.inputs]

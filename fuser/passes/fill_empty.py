@@ -9,20 +9,20 @@ elements, is a `full` with the value that it means; ops that nothing reads any m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.binding import size_of
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import DataType, is_floating
+from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import LookupOp
 from fuser.ir.resizing import PadOp
 from fuser.ir.scalar import Const, Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
+from fuser.ops.table import missing
 
 Values = Mapping[Symbol, Number]
 
@@ -80,12 +80,11 @@ def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
             return [op.init]
         case PadOp():
             return [op.value]
-        case LookupOp() if is_floating(op.out.dtype()):
-            return [Const(math.nan, op.out.dtype())]
+        case LookupOp():
+            return [Const(missing(op.out.dtype()), op.out.dtype())]
         case nodes.WelfordOp():
-            average = math.nan if is_floating(op.avg.dtype()) else 0
             return [
-                Const(average, op.avg.dtype()),
+                Const(missing(op.avg.dtype()), op.avg.dtype()),
                 Const(0, op.var.dtype()),
                 Const(0, DataType.Index),
             ]

@@ -9,7 +9,7 @@ from importlib import resources
 
 from fuser.kernel_source import KernelSource
 
-RT_FILES = ("rt.h", "rt_float8.h", "rt_math.h", "rt_random.h", "rt_reduce.h")
+RT_FILES = ("rt.h", "rt_float8.h", "rt_math.h", "rt_complex.h", "rt_random.h", "rt_reduce.h")
 SIMT_FILES = ("simt_abi.h", "simt.h")
 ENGINE_FILE = "simt_engine.cpp"
 

@@ -16,7 +16,6 @@ from fuser.errors import (
     PeerError,
     ProgramMismatchError,
     ShardingError,
-    UnsupportedError,
 )
 from fuser.multidevice import Communicator, DeviceMesh
 from hostir.plan import Plan
@@ -85,7 +84,7 @@ BAD: dict[str, tuple[Callable[[Inputs], Iterable[object]], type[Exception]]] = {
     "scalar": (lambda i: [2.0, i[1]], InputError),
     "none": (lambda i: [None, i[1]], InputError),
     "string": (lambda i: ["x", i[1]], InputError),
-    "complex": (lambda i: [1j, i[1]], UnsupportedError),
+    "complex": (lambda i: [1j, i[1]], InputError),
     "no sequence": (no_sequence, InputError),
     "key error": (interrupted, KeyError),
     "memory error": (out_of_memory, MemoryError),

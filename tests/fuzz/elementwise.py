@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.table import DTYPES, FLOAT8, HALF, ROWS, SHIFTS, Row
+from tests.fuzz.table import DTYPES, FLOAT8, HALF, PARTS, ROWS, SHIFTS, Row
 from tests.fuzz.values import INF, Num, Val, cast, computed, corners, exact, nonnan, stored
 
 Tensor = torch.Tensor
@@ -22,7 +22,12 @@ def category(dtype: str) -> str:
     return DTYPES[dtype].category
 
 
-_ORDER = {"bool": 0, "int": 1, "float": 2}
+def is_inexact(dtype: str) -> bool:
+    return category(dtype) in ("float", "complex")
+
+
+_COMPLEX = {part: dtype for dtype, part in PARTS.items()}
+_ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 _NAME = {f.torch: n for n, f in DTYPES.items()}
 
 
@@ -65,10 +70,14 @@ def typed(row: Row, operands: Sequence[Val | Num]) -> tuple[str, str]:
     first = operands[0].dtype
     if row.rule in ("keep", "test"):
         return ("Float" if first in HALF else first), ("Bool" if row.rule == "test" else first)
+    if row.rule == "part":
+        return ("Float" if first in HALF else first), PARTS.get(first, first)
+    if row.rule == "parts":
+        return first, _COMPLEX[first]
     if row.rule == "bool":
         return "Bool", "Bool"
     dtype = common_dtype(counted)
-    if row.rule == "float" and category(dtype) != "float":
+    if row.rule == "float" and not is_inexact(dtype):
         dtype = "Float"
     compute = "Float" if dtype in HALF else dtype
     if row.rule == "comparison":

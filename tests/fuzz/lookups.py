@@ -109,7 +109,8 @@ MEANINGS: dict[str, Callable[..., Val]] = {
 _OPS = ("index_select", "index_select", "gather", "gather", "take_along_axis", "take_along_axis")
 _OPS += ("embedding_fwd", "select", "scatter")
 # What kind of number is written into a tensor.
-_KINDS = {n: {"f": "Double", "i": "Int", "b": "Bool"}[f.category[0]] for n, f in DTYPES.items()}
+_WIDE = {"f": "Double", "i": "Int", "b": "Bool", "c": "ComplexDouble"}
+_KINDS = {n: _WIDE[f.category[0]] for n, f in DTYPES.items()}
 
 
 def look_up(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) -> None:

@@ -26,30 +26,33 @@ class DtypeFacts:
     tiny: float = 0.0
 
 
-def _float(dtype: torch.dtype) -> DtypeFacts:
+def _inexact(dtype: torch.dtype, category: str = "float") -> DtypeFacts:
     info = torch.finfo(dtype)
-    return DtypeFacts(dtype, "float", info.eps, info.max, info.tiny)
+    return DtypeFacts(dtype, category, info.eps, info.max, info.tiny)
 
 
 DTYPES: dict[str, DtypeFacts] = {
-    "Double": _float(torch.float64),
-    "Float": _float(torch.float32),
-    "Half": _float(torch.float16),
-    "BFloat16": _float(torch.bfloat16),
-    "Float8_e4m3fn": _float(torch.float8_e4m3fn),
-    "Float8_e5m2": _float(torch.float8_e5m2),
-    "Float8_e8m0fnu": _float(torch.float8_e8m0fnu),
+    "Double": _inexact(torch.float64),
+    "Float": _inexact(torch.float32),
+    "Half": _inexact(torch.float16),
+    "BFloat16": _inexact(torch.bfloat16),
+    "Float8_e4m3fn": _inexact(torch.float8_e4m3fn),
+    "Float8_e5m2": _inexact(torch.float8_e5m2),
+    "Float8_e8m0fnu": _inexact(torch.float8_e8m0fnu),
     "Int32": DtypeFacts(torch.int32, "int", largest=2.0**31 - 1),
     # How welford counts: stored as Int is, but another dtype to `cat`.
     "Index": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Int": DtypeFacts(torch.int64, "int", largest=2.0**62),
     "Bool": DtypeFacts(torch.bool, "bool"),
+    "ComplexFloat": _inexact(torch.complex64, "complex"),
+    "ComplexDouble": _inexact(torch.complex128, "complex"),
     # Seeds, which are only stored.
     "UInt64": DtypeFacts(torch.uint64, "int", largest=2.0**63),
 }
 FLOAT8 = ("Float8_e4m3fn", "Float8_e5m2", "Float8_e8m0fnu")
 # Computed in Float.
 HALF = ("Half", "BFloat16", *FLOAT8)
+PARTS = {"ComplexFloat": "Float", "ComplexDouble": "Double"}
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,10 @@ class Row:
     """One elementwise op.
 
     `rule` types it (see `oracle.typed`), `dtypes` says what the generator gives it: any of "f"
-    (floating), "i", "b". `ulps` is the error of the operation itself in units of the last place of
-    the result, `scale` a value whose units count where the result is small beside it. `zero_sign`:
-    the result depends on the sign of a zero operand.
+    (floating), "w" (of these, Float and Double), "i", "b", "c" (complex). `ulps` is the error of
+    the operation itself in units of the last place of the result, `scale` a value whose units count
+    where the result is small beside it. `zero_sign`: the result depends on the sign of a zero
+    operand.
     """
 
     name: str
@@ -114,53 +118,55 @@ def _one(*xs: torch.Tensor) -> torch.Tensor:
 
 
 _LOSSY = """
-    acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 erf erfc erfinv
-    log log10 log1p log2 reciprocal rsqrt sqrt sigmoid
+    acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log1p
+    log2 reciprocal rsqrt sqrt sigmoid
 """
 
 
 def _rows() -> list[Row]:
     rows = [
-        Row(n, 1, "float", getattr(torch, n), "fi", 16, None, n in ("reciprocal", "rsqrt"))
+        Row(n, 1, "float", getattr(torch, n), "fic", 16, None, n in ("reciprocal", "rsqrt"))
         for n in _LOSSY.split()
     ]
+    rows += [Row(n, 1, "float", getattr(torch, n), "fi", 16) for n in ("erf", "erfc", "erfinv")]
     rows += [
         Row("erfcinv", 1, "float", _erfcinv, "f", 16, _one),
         Row("lgamma", 1, "float", torch.lgamma, "fi", 16, lambda x: x.abs() + 1),
-        Row("neg", 1, "default", torch.neg, "fi"),
-        Row("abs", 1, "keep", torch.abs, "fi"),
+        Row("neg", 1, "default", torch.neg, "fic"),
+        Row("abs", 1, "part", torch.abs, "fic", 1),
         *(
             Row(n, 1, "keep", getattr(torch, n), "fi")
             for n in ("ceil", "floor", "round", "trunc", "relu")
         ),
         Row("frac", 1, "keep", _frac, "f", 1),
         Row("sign", 1, "keep", _sign, "fi"),
-        Row("silu", 1, "keep", torch.nn.functional.silu, "f", 24),
-        Row("real", 1, "keep", lambda x: x, "fib"),
+        Row("silu", 1, "keep", torch.nn.functional.silu, "fc", 24),
+        Row("real", 1, "part", lambda x: x.real.clone() if x.is_complex() else x, "fibc"),
+        Row("imag", 1, "part", lambda x: x.imag.clone(), "c"),
+        Row("complex", 2, "parts", torch.complex, "w"),
         *(
-            Row(n, 1, "test", getattr(torch, n), "fib")
-            for n in ("isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal")
+            Row(n, 1, "test", getattr(torch, n), "fibc")
+            for n in ("isfinite", "isinf", "isnan", "isreal")
         ),
+        *(Row(n, 1, "test", getattr(torch, n), "fib") for n in ("isneginf", "isposinf")),
         Row("signbit", 1, "test", torch.signbit, "fi", zero_sign=True),
-        Row("logical_not", 1, "bool", torch.logical_not, "fib"),
+        Row("logical_not", 1, "bool", torch.logical_not, "fibc"),
         Row("bitwise_not", 1, "int", torch.bitwise_not, "ib"),
-        Row("add", 2, "default", torch.add, "fib", 1),
-        Row("sub", 2, "default", torch.sub, "fi", 1),
-        Row("mul", 2, "default", torch.mul, "fib", 1),
-        Row("div", 2, "default", torch.div, "fi", 2, None, True, _trunc_div),
-        Row("truediv", 2, "float", torch.div, "fi", 2, None, True),
+        Row("add", 2, "default", torch.add, "fibc", 1),
+        Row("sub", 2, "default", torch.sub, "fic", 1),
+        Row("mul", 2, "default", torch.mul, "fibc", 1),
+        Row("div", 2, "default", torch.div, "fic", 2, None, True, _trunc_div),
+        Row("truediv", 2, "float", torch.div, "fic", 2, None, True),
         Row("atan2", 2, "float", torch.atan2, "fi", 16, None, True),
         Row("mod", 2, "default", torch.fmod, "fi", 2, lambda a, b: b),
         Row("fmod", 2, "default", torch.fmod, "fi", 2, lambda a, b: b),
         Row("remainder", 2, "default", torch.remainder, "fi", 2, lambda a, b: b),
-        Row("pow", 2, "default", torch.pow, "fi", 32, None, True),
+        Row("pow", 2, "default", torch.pow, "fic", 32, None, True),
         Row("maximum", 2, "default", torch.maximum, "fib"),
         Row("minimum", 2, "default", torch.minimum, "fib"),
-        *(
-            Row(n, 2, "comparison", getattr(torch, n), "fib")
-            for n in ("eq", "ne", "lt", "le", "gt", "ge")
-        ),
-        *(Row(n, 2, "bool", getattr(torch, n), "fib") for n in ("logical_and", "logical_or")),
+        *(Row(n, 2, "comparison", getattr(torch, n), "fib") for n in ("lt", "le", "gt", "ge")),
+        *(Row(n, 2, "comparison", getattr(torch, n), "fibc") for n in ("eq", "ne")),
+        *(Row(n, 2, "bool", getattr(torch, n), "fibc") for n in ("logical_and", "logical_or")),
         *(
             Row(n, 2, "int", getattr(torch, n), "ib")
             for n in ("bitwise_and", "bitwise_or", "bitwise_xor")
@@ -170,8 +176,8 @@ def _rows() -> list[Row]:
         Row("logical_right_shift", 2, "int", _logical_shift, "i"),
         Row("gcd", 2, "int", torch.gcd, "i"),
         Row("nextafter", 2, "float", torch.nextafter, "f", 2),
-        Row("where", 3, "select", torch.where, "fib"),
-        Row("lerp", 3, "default", _lerp, "f", 4, _lerp_scale),
+        Row("where", 3, "select", torch.where, "fibc"),
+        Row("lerp", 3, "default", _lerp, "fc", 4, _lerp_scale),
         Row("clamp", 3, "keep", _clamp, "fi"),
         Row("threshold", 3, "keep", lambda x, t, v: torch.where(x <= t, v, x), "fi"),
     ]
@@ -190,7 +196,6 @@ ROWS: dict[str, Row] = {row.name: row for row in _rows()}
 # Ops that no program draws, and why.
 NOT_DRAWN = {
     "grouped_mm": "its offsets rise: tests/frontend/test_grouped_mm.py draws them",
-    "imag": "it refuses every dtype that there is",
     "nv_block_quantize": "other ops in a row: tests/frontend/test_scaled_mm.py",
     "rand_like": "drawn from torch's generator: tests/ops/test_random.py",
     "randn_like": "as rand_like",

@@ -25,7 +25,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_scalar
 from fuser.ops.rows import ROWS
 from fuser.ops.samples import sample_of
-from tests.ops.op_cases import CASES, LAYOUTS, draw_operand, lay_out
+from tests.ops.op_cases import CASES, LAYOUTS, draw_operand, lay_out, widened
 
 D = DataType
 Tensor = torch.Tensor
@@ -35,6 +35,7 @@ DTYPES = {
     "f": (D.Float, D.Double, D.Half, D.BFloat16),
     "i": (D.Int, D.Int32),
     "b": (D.Bool,),
+    "c": (D.ComplexFloat, D.ComplexDouble),
 }
 # Extents 0, 1, primes.
 SHAPES: tuple[Shape, ...] = (
@@ -66,12 +67,16 @@ class OpCall:
     beside: tuple[type[TensorOp], ...] = ()
 
 
+def _total(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+
+
 def _sum(x: Tensor) -> Tensor:
-    return x.sum(-1, dtype=x.dtype if x.is_floating_point() else torch.int64)
+    return x.sum(-1, dtype=_total(x))
 
 
 def _prod(x: Tensor) -> Tensor:
-    return x.prod(-1, dtype=x.dtype if x.is_floating_point() else torch.int64)
+    return x.prod(-1, dtype=_total(x))
 
 
 def _extreme(fn: Callable[..., Tensor], empty: float) -> Callable[[Tensor], Tensor]:
@@ -92,7 +97,7 @@ def _extreme(fn: Callable[..., Tensor], empty: float) -> Callable[[Tensor], Tens
 
 def _variance(x: Tensor) -> Tensor:
     n = x.shape[-1]
-    deviation = ((x - x.mean(-1, keepdim=True)) ** 2).sum(-1)
+    deviation = ((x - x.mean(-1, keepdim=True)).abs() ** 2).sum(-1)
     return deviation / max(n - 1, 0) if n > 1 else deviation / torch.zeros(())
 
 
@@ -141,8 +146,10 @@ _HEADS: list[tuple[Shape, ...]] = [((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6))]
 
 
 def _as_case(name: str) -> OpCall:
-    """Return the call of an elementwise op with arguments of its own: its case of integers."""
-    case = next(c for c in CASES if c.name == name and c.dtypes[0] is D.Int)
+    """Return the call of an elementwise op with arguments of its own: its case of integers, or the
+    first of another op than takes these."""
+    cases = [c for c in CASES if c.name == name]
+    case = next((c for c in cases if c.dtypes[0] is D.Int), cases[0])
     function = getattr(ops, name)
     return OpCall(
         lambda *xs: function(*xs, *case.scalars),
@@ -151,7 +158,7 @@ def _as_case(name: str) -> OpCall:
     )
 
 
-_ELEMENTWISE = "addcmul clamp logical_right_shift real segment_set set sign threshold"
+_ELEMENTWISE = "addcmul clamp complex imag logical_right_shift real segment_set set sign threshold"
 CALLS: dict[str, OpCall] = {
     **{name: _as_case(name) for name in _ELEMENTWISE.split()},
     "broadcast": OpCall(
@@ -161,7 +168,10 @@ CALLS: dict[str, OpCall] = {
         lambda x: ops.broadcast_in_dim(x, [*x.shape(), 4], list(range(x.ndim))),
         lambda x: x.unsqueeze(-1).expand(*x.shape, 4),
     ),
-    "cast": OpCall(lambda x: ops.cast(x, D.Float), lambda x: x.to(torch.float32)),
+    "cast": OpCall(
+        lambda x: ops.cast(x, D.Float),
+        lambda x: (x.real if x.is_complex() else x).to(torch.float32),
+    ),
     "cat": OpCall(
         lambda a, b: ops.cat([a, b], -1),
         lambda a, b: torch.cat([a, b], -1),
@@ -381,6 +391,6 @@ def calls_of(name: str) -> Iterator[Drawn]:
 
 def expected_of(name: str, inputs: Sequence[Tensor], *, is_wide: bool) -> list[Any]:
     """Return what torch says, of floating operands in float64 where `is_wide`."""
-    given = [x.double() if is_wide and x.is_floating_point() else x for x in inputs]
+    given = [widened(x) if is_wide else x for x in inputs]
     found = CALLS[name].torch(*given)
     return list(found) if isinstance(found, list | tuple) else [found]

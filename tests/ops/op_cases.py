@@ -30,6 +30,7 @@ from tests.fuzz.values import exact
 D = DataType
 FLOATS = (D.Double, D.Float, D.Half, D.BFloat16)
 INTS = (D.Int32, D.Int)
+COMPLEX = (D.ComplexFloat, D.ComplexDouble)
 ALL = (*FLOATS, *INTS, D.Bool)
 
 # Extents 0, 1, primes, and rank 0 to 3.
@@ -46,6 +47,11 @@ def draw_operand(
         case "float":
             unit = torch.rand(shape, generator=generator, dtype=torch.float64)
             return (unit * (most - least) + least).to(to_torch(dtype))
+        case "complex":
+            parts = [
+                draw_operand(domain, D.Double, shape, generator).to(torch.float64) for _ in range(2)
+            ]
+            return torch.complex(*parts).to(to_torch(dtype))
         case "int":
             values = torch.randint(low, high + 1, shape, generator=generator)
             return values.to(to_torch(dtype))
@@ -66,6 +72,13 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x[:1].expand(x.shape) if x.shape[0] > 1 else x
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return floating values in float64, complex ones in complex128, others as they are."""
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
+
+
 @dataclass(frozen=True)
 class OpCase:
     """One op on operands of given dtypes.
@@ -78,7 +91,7 @@ class OpCase:
     domains: tuple[str, ...]
     result: DataType
     torch: Callable[..., torch.Tensor]
-    scalars: tuple[float | int | bool | None, ...] = ()
+    scalars: tuple[complex | int | bool | None, ...] = ()
 
     @property
     def id(self) -> str:
@@ -113,8 +126,7 @@ class OpCase:
 
     def reference(self, inputs: list[torch.Tensor]) -> torch.Tensor:
         """Return the result in float64 (integers and Bool: exactly)."""
-        wide = [x.double() if x.dtype.is_floating_point else x for x in inputs]
-        return self.torch(*wide, *self.scalars)
+        return self.torch(*map(widened, inputs), *self.scalars)
 
 
 # ------------------------------------------------------------------ one node each
@@ -126,6 +138,10 @@ def _dtypes(row: Row) -> list[DataType]:
         found += (D.Double,) if row.name == "nextafter" else FLOATS
     if "i" in row.dtypes:
         found += (D.Int,) if row.rule == "float" else INTS
+    if "w" in row.dtypes:
+        found += FLOATS[:2]
+    if "c" in row.dtypes:
+        found += COMPLEX
     if "b" in row.dtypes:
         found.append(D.Bool)
     return found
@@ -141,7 +157,7 @@ def _case(row: Row, dtype: DataType) -> OpCase:
     fn = row.fn
     if row.rule == "float":
         fn = _double(fn)
-    elif category(dtype) != "float":
+    elif category(dtype) in ("int", "bool"):
         fn = row.int_fn or fn
     if dtype is D.Bool and row.rule == "default":
         fn = BOOL_FN[row.name]
@@ -150,7 +166,7 @@ def _case(row: Row, dtype: DataType) -> OpCase:
 
 def _double(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Compute integers in float64 too: the op's result is floating."""
-    return lambda *xs: fn(*(x.double() for x in xs))
+    return lambda *xs: fn(*(x if x.is_complex() else x.double() for x in xs))
 
 
 # ------------------------------------------------------------------ with arguments of their own
@@ -166,7 +182,7 @@ def _composite_cases() -> list[OpCase]:
     cases: list[OpCase] = []
     numbers = (*FLOATS, *INTS)
     for d in numbers:
-        for name in ("set", "segment_set", "real"):
+        for name in ("set", "segment_set"):
             cases.append(OpCase(name, (d,), ("any",), d, lambda x: x))
         cases.append(OpCase("sign", (d,), ("any",), d, torch.sign))
         value, limits, step = (
@@ -187,6 +203,13 @@ def _composite_cases() -> list[OpCase]:
         if d in INTS:
             shifts = ("wide", "shift")
             cases.append(OpCase("logical_right_shift", (d, d), shifts, d, _shifted))
+    for d in COMPLEX:
+        for name in ("set", "segment_set"):
+            cases.append(OpCase(name, (d,), ("any",), d, lambda x: x))
+        operands, value = ((d,) * 3, ("any",) * 3), 1.5 - 2.5j
+        cases.append(
+            OpCase("addcmul", *operands, d, lambda a, b, c, v: a + b * c * v, scalars=(value,))
+        )
     return cases
 
 
@@ -206,6 +229,8 @@ CASES: tuple[OpCase, ...] = (
 
 # |error| allowed per result dtype: (relative, absolute); the reference is float64.
 TOLERANCE: dict[DataType, tuple[float, float]] = {
+    D.ComplexDouble: (1e-10, 1e-10),
+    D.ComplexFloat: (4e-6, 4e-6),
     D.Double: (1e-10, 1e-10),
     D.Float: (4e-6, 4e-6),
     D.Half: (2e-3, 2e-3),
@@ -218,7 +243,7 @@ def check_result(case: OpCase, out: torch.Tensor, inputs: list[torch.Tensor]) ->
     expected = case.reference(inputs)
     assert out.shape == expected.shape, (out.shape, expected.shape)
     rtol, atol = TOLERANCE.get(case.result, (0.0, 0.0))
-    if not out.dtype.is_floating_point:
+    if not (out.is_floating_point() or out.is_complex()):
         expected = expected.to(out.dtype)
     torch.testing.assert_close(
         out,

@@ -86,8 +86,8 @@ def test_unsupported_and_wrong_types() -> None:
     with FusionGuard(Fusion()):
         with pytest.raises(UnsupportedError):
             define_tensor([2, 3], stride_order=[-1, 0])
-        with pytest.raises(UnsupportedError):
-            define_scalar(1j)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(DefinitionError, match="1\\+2j is no number of double"):
+            define_scalar(1 + 2j, D.Double)
         with pytest.raises(TypeError):
             define_tensor([2], contiguity=["yes"])
         with pytest.raises(TypeError):
@@ -100,6 +100,9 @@ def test_scalars() -> None:
     with FusionGuard(Fusion()):
         assert define_scalar(3).dtype is D.Int and define_scalar(3.0).dtype is D.Double
         assert define_scalar(True, D.Bool).dtype is D.Bool
+        assert define_scalar(1 - 2j).dtype is D.ComplexDouble
+        assert define_scalar(3, D.ComplexFloat).value == 3 + 0j  # pyright: ignore[reportAttributeAccessIssue]
+        assert define_scalar(None, D.ComplexFloat).dtype is D.ComplexFloat
         assert define_scalar(None, D.Int32).dtype is D.Int32
         assert define_scalar(D.Float).dtype is D.Float
         assert define_scalar(dtype=D.Half).dtype is D.Half
