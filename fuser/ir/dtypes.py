@@ -249,7 +249,9 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
         a = D.Int
     if b is D.Index:
         b = D.Int
-    if a in FLOAT8 or b in FLOAT8:
+    if is_complex(a) or is_complex(b):
+        a, b = (D.Float if x in FLOAT8 else x for x in (a, b))
+    elif a in FLOAT8 or b in FLOAT8:
         # torch refuses this pair; Float holds all values of two narrow dtypes.
         hi, lo = (a, b) if is_floating(a) else (b, a)
         if not is_floating(lo):

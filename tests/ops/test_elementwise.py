@@ -97,10 +97,17 @@ def test_promotion_follows_torch_but_for_half(ranks: tuple[int, int]) -> None:
         (D.Int, 1.5, D.Double),
         (D.Int32, 3, D.Int32),
         (D.Bool, 1, D.Int),
+        (D.Float, 2j, D.ComplexFloat),
+        (D.Double, 2j, D.ComplexDouble),
+        (D.Half, 2j, D.ComplexFloat),
+        (D.Float8_e4m3fn, 2j, D.ComplexFloat),
+        (D.Int, 2j, D.ComplexDouble),
+        (D.ComplexFloat, 2.0, D.ComplexFloat),
+        (D.ComplexFloat, 2j, D.ComplexFloat),
         (D.Half, 3, D.Float),
     ],
 )
-def test_promotion_with_numbers(dtype: DataType, value: float, expected: DataType) -> None:
+def test_promotion_with_numbers(dtype: DataType, value: complex, expected: DataType) -> None:
     with FusionGuard(Fusion()):
         assert ops.add(define_tensor([-1], dtype=dtype), value).dtype() is expected
 
@@ -114,6 +121,9 @@ def test_promotion_with_scalars_and_where() -> None:
         assert ops.where(cond, 1.0, 2.0).dtype() is D.Double
         assert ops.truediv(ints, ints).dtype() is D.Float
         assert ops.exp(ints).dtype() is D.Float
+        z, f8 = define_tensor([-1], dtype=D.ComplexFloat), define_tensor([-1], dtype=D.Float8_e5m2)
+        assert ops.add(z, f8).dtype() is D.ComplexFloat
+        assert ops.where(cond, half, 1j).dtype() is D.ComplexFloat
 
 
 # ------------------------------------------------------------------ calls
@@ -165,6 +175,49 @@ def test_dtype_errors_name_op_and_dtype() -> None:
             ops.add(lhs=x, rhs=x)
         with pytest.raises(TypeError, match="incompatible function arguments"):
             ops.add(x, "1")
+
+
+def _refuses_in_torch(name: str, arity: int) -> bool:
+    """Whether torch has no such op of complex numbers."""
+    kind, _ = PUBLIC[name]
+    z = torch.ones(2, dtype=torch.complex64)
+    operands = [z.real] * 2 if name == "complex" else [z] * arity
+    try:
+        POINTWISE[kind].torch(*([z == z, z, z] if name == "where" else operands))
+    except (RuntimeError, TypeError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_complex_numbers_are_refused_where_torch_refuses_them(name: str) -> None:
+    kind, rule = PUBLIC[name]
+    row = POINTWISE[kind]
+    if name != "complex":
+        assert row.takes_complex is not _refuses_in_torch(name, row.arity), name
+    with FusionGuard(Fusion()):
+        z = define_tensor([-1], dtype=D.ComplexFloat)
+        operands: list[object] = [define_tensor([-1], dtype=D.Bool), z, z]
+        operands = operands[: row.arity] if rule == "select" else [z] * row.arity
+        if row.arity == 3 and name in ("clamp", "threshold"):
+            operands = [z, 0.0, 1.0]
+        if row.takes_complex:
+            getattr(ops, name)(*operands)
+            return
+        with pytest.raises(DtypeError, match="std::complex<float>") as caught:
+            getattr(ops, name)(*operands)
+        assert name in str(caught.value) or rule == "float_only"
+
+
+@pytest.mark.parametrize("name", ["max", "min", "cummax", "cummin", "argsort", "topk", "sign"])
+def test_what_needs_an_order_refuses_complex_numbers(name: str) -> None:
+    more: list[object] = [] if name in ("max", "min", "sign") else [0]
+    with FusionGuard(Fusion()):
+        z = define_tensor([-1], dtype=D.ComplexDouble)
+        if name == "topk":
+            more = [define_scalar(2, D.Int)]
+        with pytest.raises(DtypeError, match=f"{name}.*std::complex<double>"):
+            getattr(ops, name)(z, *more)
 
 
 @pytest.mark.parametrize("name", ["cutlass_nvfp4_grouped_mm", "nv_grouped_block_quantize"])
