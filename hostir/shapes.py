@@ -13,7 +13,7 @@ from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
-from fuser.ir.lookup import ScatterOp
+from fuser.ir.lookup import IndexPutAccumulateOp, ScatterOp
 from fuser.ir.mma import ProductOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import AlongAxisOp
@@ -64,6 +64,9 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
         _check_letters(op, values)
     elif isinstance(op, ScatterOp):
         for pair in zip(_axes(op.inp), _axes(op.out), strict=True):
+            _check_sizes(op, list(pair), values)
+    elif isinstance(op, IndexPutAccumulateOp):
+        for pair in zip(_axes(op.acc), _axes(op.out), strict=True):
             _check_sizes(op, list(pair), values)
     elif isinstance(op, AlongAxisOp):
         _check_along(op, values)

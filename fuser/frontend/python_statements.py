@@ -225,6 +225,11 @@ def _embedding(op: lookup.EmbeddingFwdOp) -> Call:
     return _ops("embedding_fwd", op.index, op.table)
 
 
+@_row(lookup.IndexPutAccumulateOp)
+def _index_put(op: lookup.IndexPutAccumulateOp) -> Call:
+    return _ops("index_put_accumulate", op.acc, op.index, op.value)
+
+
 @_row(lookup.ScatterOp)
 def _scatter(op: lookup.ScatterOp) -> Call:
     src = Val(op.src) if isinstance(op.src, Scalar) else op.src

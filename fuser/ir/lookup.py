@@ -265,3 +265,49 @@ class ScatterOp(LibraryOp):
             raise VerifyError(f"scatter: axis {self.dim} of {self.out} by {self.index}")
         if len({tv.ndim for tv in tensors}) > 1:
             raise VerifyError(f"scatter: {', '.join(map(str, tensors))} differ in rank")
+
+
+class IndexPutAccumulateOp(LibraryOp):
+    """out is acc, and out[index[i], ..] += value[i, ..] for each i in order; index [n].
+
+    An axis of value may be a broadcast. What is meant for a row outside goes nowhere.
+    """
+
+    out: TensorView = result()
+    acc: TensorView = operand()
+    index: TensorView = operand()
+    value: TensorView = operand()
+    RUNS_IN_STEPS: ClassVar[bool] = False
+    KEEPS_EXPANDED: ClassVar[bool] = False
+    TAKES_EMPTY: ClassVar[bool] = True
+    TEXT = "{out}\n   = indexPutAccumulate(acc = {acc}, idx = {index}, value = {value} )"
+
+    @property
+    def name(self) -> str:
+        return "index_put_accumulate"
+
+    def axis_map(self, operand_index: int) -> AxisMap:
+        if operand_index == 0:
+            return tuple(range(self.out.ndim))
+        return self.cut_map(operand_index, self.out)
+
+    def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
+        tv = (self.acc, self.index, self.value)[operand_index]
+        axes = tv.domain.no_reductions if tv is not self.index else ()
+        found = [None if k == 0 or a.is_broadcast else k for k, a in enumerate(axes)]
+        return (*found, *[None] * (self.out.ndim - len(found)))
+
+    def whole_axes(self, out: TensorView) -> tuple[int, ...]:
+        return (0,)
+
+    def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
+        return (0,)
+
+    def verify(self) -> None:
+        ranks = self.acc.ndim, self.value.ndim, self.out.ndim
+        if self.index.dtype() not in INDEX_DTYPES or self.index.ndim != 1 or len(set(ranks)) > 1:
+            raise VerifyError(
+                f"{self.name}: {self.acc}, {self.index} and {self.value} do not give {self.out}"
+            )
+        if not self.acc.dtype() is self.value.dtype() is self.out.dtype() or not self.out.ndim:
+            raise VerifyError(f"{self.name}: {self.acc}, {self.value} and {self.out} differ")

@@ -18,6 +18,7 @@ from fuser.ir.lookup import (
     INDEX_DTYPES,
     EmbeddingFwdOp,
     GatherOp,
+    IndexPutAccumulateOp,
     IndexSelectOp,
     ScatterOp,
     SelectOp,
@@ -32,6 +33,7 @@ from fuser.ops.building import (
     fail,
     join_axes,
     new_output,
+    same_extent,
     unexpanded,
     unsupported,
     wrap_dim,
@@ -206,4 +208,31 @@ def scatter(arg: TensorView, index: TensorView, src: TensorView | Scalar, dim: i
     op = add_op(ScatterOp(out, arg, index, src, dim=axis))
     for k, tv in op.limits():
         _check_narrower(name, tv, index, k, axis)
+    return out
+
+
+def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) -> TensorView:
+    """Return a copy of `acc` [m, ..] to whose rows `index` [n] those of `value` [n, ..] are added,
+    as torch.index_put does with `accumulate`; a size of 1 in `value` fits any.
+
+    A library op: torch carries it out, one row after the other, so that sums repeat exactly;
+    Half, BFloat16 and Float8 are added up in Float. What is meant for a row outside of `acc` goes
+    nowhere.
+    """
+    name = "index_put_accumulate"
+    _check_index(name, index)
+    _looked_up_axis(name, acc, 0)
+    if index.ndim != 1:
+        raise fail(name, f"Expected an index with one axis, but found {index}")
+    _check_ranks(name, value, acc)
+    if value.dtype() is not acc.dtype() or category(acc.dtype()) not in ("int", "float"):
+        raise DtypeError(f"{name}: Expected numbers of one dtype, but found {acc} and {value}")
+    fusion = active_fusion()
+    pairs = zip((*axes_of(index), *axes_of(acc)[1:]), axes_of(value), strict=True)
+    for mine, theirs in pairs:
+        if not theirs.is_broadcast or theirs.expanded is not None:
+            same_extent(fusion, mine.size, theirs.size, f"{name}: {acc}, {index} and {value}")
+    axes = [fusion.new_axis(a.extent, a.kind) for a in map(unexpanded, axes_of(acc))]
+    out = new_output(axes, acc.dtype(), [acc, index, value])
+    add_op(IndexPutAccumulateOp(out, acc, index, value))
     return out

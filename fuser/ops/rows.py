@@ -12,6 +12,7 @@ from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
+    IndexPutAccumulateOp,
     IndexSelectOp,
     ScatterOp,
     SelectOp,
@@ -219,6 +220,14 @@ _ROWS = (
         "indexed",
         "The operand's but for `dim`, which has the size of the index.",
         "rows",
+    ),
+    OpRow(
+        "index_put_accumulate",
+        indexing.index_put_accumulate,
+        (IndexPutAccumulateOp,),
+        "indexed",
+        _SAME,
+        "number_rows",
     ),
     OpRow("scatter", indexing.scatter, (ScatterOp,), "indexed", _SAME, "rows"),
     OpRow(

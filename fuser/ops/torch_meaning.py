@@ -11,13 +11,12 @@ float32, the result rounded to the IR dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from fuser.errors import InputError, UnsupportedError, user_code
+from fuser.errors import UnsupportedError
 from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
@@ -27,6 +26,7 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
+    IndexPutAccumulateOp,
     IndexSelectOp,
     LookupOp,
     ScatterOp,
@@ -41,6 +41,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.attention_calls import backward, forward
 from fuser.ops.attention_kernels import Attention
+from fuser.ops.grouped_product import grouped_product
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, met_operands
 from fuser.ops.random import key_of
@@ -239,6 +240,23 @@ def _scatter(op: ScatterOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [kept.view(dtype)]
 
 
+def _index_put(op: IndexPutAccumulateOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    """Add rows in their order; one row more than there are takes what is meant for none."""
+    acc, index = inputs[0].to(_accumulate_dtype(op.out, cx)), inputs[1].long()
+    value = inputs[2].to(acc.dtype).expand(len(index), *acc.shape[1:])
+    extent = len(acc)
+    out = acc.new_empty([extent + 1, *acc.shape[1:]])
+    kept = out.narrow(0, 0, extent)
+    kept.copy_(acc)
+    index = torch.where((index < 0) | (index >= extent), extent, index)
+    # On each device the one of two functions that adds in order.
+    if out.is_cuda:
+        out.index_put_((index,), value, accumulate=True)
+    else:
+        out.index_add_(0, index, value)
+    return [cx.store(kept, op.out)]
+
+
 _FOUND: dict[type[LookupOp], Callable[[Any, Tensor, Tensor, _Context], Tensor]] = {
     IndexSelectOp: lambda op, table, index, cx: table.index_select(op.dim, index),
     EmbeddingFwdOp: lambda op, table, index, cx: table[index],
@@ -376,37 +394,7 @@ def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 
 def _grouped(op: GroupedMmaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    """Compute one product per group; what is in none stays 0."""
-    a, b, offsets = inputs
-    # The sizes of what is there: a shard may have less than the extents say.
-    sizes: dict[str, int] = {}
-    for field, x in zip(("mat1", "mat2", "offsets"), inputs, strict=True):
-        sizes.update(zip(op.letters(field), x.shape, strict=True))
-    out = a.new_zeros([sizes[c] for c in op.letters("out")])
-    # A tensor without contents is asked for its shape alone.
-    ends = [] if offsets.is_meta else _ends(op, sizes[op.ragged], offsets)
-    for g, (start, end) in enumerate(pairwise([0, *ends])):
-        mine = slice(start, end)
-        match op.ragged:
-            case "k":
-                out[g] = torch.matmul(a[:, mine], b[mine])
-            case "n":
-                out[:, mine] = torch.matmul(a[g], b[:, mine])
-            case _:
-                out[mine] = torch.matmul(a[mine], b[g])
-    return [cx.store(out, op.out)]
-
-
-def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
-    """Return where groups end; raises `InputError` for offsets that fall, or leave the axis."""
-    ends = offsets.tolist()
-    if any(x > y for x, y in pairwise([0, *ends, extent])):
-        raise InputError(
-            f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
-            f"{op.ragged} of {op.mat1} and {op.mat2}, but {op.offsets} is {ends}"
-            f"{user_code(op.where)}"
-        )
-    return ends
+    return [cx.store(grouped_product(op, *inputs), op.out)]
 
 
 def _scaled(op: ScaledMmaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
@@ -480,6 +468,7 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     **dict.fromkeys(_FOUND, NodeRow(_lookup, "element")),
     SelectOp: NodeRow(_select, "element"),
     ScatterOp: NodeRow(_scatter, "library"),
+    IndexPutAccumulateOp: NodeRow(_index_put, "library"),
     ScanOp: NodeRow(_scan, "library"),
     ArgsortOp: NodeRow(_argsort, "library"),
     TopKOp: NodeRow(_topk, "library"),

@@ -152,6 +152,7 @@ OPS: dict[str, Call] = {
     "topk": lambda t: (t.x, t.scalar, 0, True, True),
     "embedding_fwd": lambda t: (t.n, t.y),
     "gather": lambda t: (t.x, t.n, 0),
+    "index_put_accumulate": lambda t: (t.x, t.ends, t.x),
     "index_select": lambda t: (t.x, t.n, 0),
     "scatter": lambda t: (t.x, t.n, t.x, 0),
     "select": lambda t: (t.x, t.scalar, 0),

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from fuser import DataType, DeviceMesh, FusionDefinition
+from fuser import DataType, FusionDefinition
 from fuser.errors import InputError, UnsupportedError
 from fuser.frontend import draws
 from fuser.ir.scalar import Const
 from hostir.evaluate import HostIrEvaluator
+from multidevice import DeviceMesh, simulate
+from tests.frontend.test_attention_programs import cut
 from tests.hostir.stand_in_graphs import stand_in
 from tests.ops import random_reference as reference
 
@@ -396,3 +398,49 @@ def test_one_kernel_by_hand_takes_a_seed() -> None:
         fd.add_output(fd.ops.add(x, u))
     assert isinstance(seed, Const)
     assert torch.equal(fd.manual_execute([X])[0], keyed().execute([X, 3, 1])[0])
+
+
+# ------------------------------------------------------------------ scalars of the call
+@pytest.mark.parametrize("ends", [D.Double, D.Float, D.Int], ids=str)
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+def test_ends_and_keys_are_scalars(kind: str, ends: DataType) -> None:
+    """Symbols and constants alike give the numbers of the reference, and the same again."""
+    low, high = (2, 5) if ends is D.Int else (0.25, 1.75)
+    for is_constant in (True, False):
+        with FusionDefinition() as fd:
+            n, a, b = (fd.define_scalar(None, d) for d in (D.Int, ends, ends))
+            key = [fd.define_scalar(v if is_constant else None, D.Int) for v in (7, 3)]
+            made = getattr(fd.ops, kind)(a, b, [n, 16], rng_seed=key[0], rng_offset=key[1])
+            fd.add_output(made)
+        given = [8, low, high, *([] if is_constant else [7, 3])]
+        found, again = (fd.execute(given)[0] for _ in range(2))
+        assert torch.equal(found, again)
+        expected = reference.numbers(kind, 128, (low, high), seed=7, offset=3, dtype=torch.float32)
+        error = 0.0 if kind == "uniform" else 1e-5
+        torch.testing.assert_close(
+            found.flatten().double(), expected.double(), rtol=error, atol=error
+        )
+
+
+@pytest.mark.parametrize("axis", [0, 1, None])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_have_parts_of_the_same_numbers(ranks: int, axis: int | None) -> None:
+    def program() -> torch.Tensor:
+        mesh = DeviceMesh(range(ranks))
+        with FusionDefinition() as fd:
+            a, b = fd.define_scalar(D.Double), fd.define_scalar(D.Double)
+            seed, offset = fd.define_scalar(D.Int), fd.define_scalar(7, D.Int)
+            made = fd.ops.uniform(a, b, [8, 16], rng_seed=seed, rng_offset=offset)
+            out = fd.ops.set(made)
+            fd.add_output(out)
+            for tv in (made, out):
+                tv.set_device_mesh(mesh)
+            if axis is not None:
+                cut(out, axis, mesh)
+        return fd.execute([0.5, 2.5, 3])[0]
+
+    with simulate(ranks) as world:
+        parts = world.run(program)
+    whole = parts[0] if axis is None else torch.cat(parts, axis)
+    expected = reference.numbers("uniform", 128, (0.5, 2.5), seed=3, offset=7, dtype=torch.float32)
+    assert torch.equal(whole.flatten(), expected)

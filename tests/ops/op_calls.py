@@ -19,7 +19,7 @@ from fuser import FusionDefinition, ops
 from fuser.ir.attention import SdpaFwdOp, TensorOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
+from fuser.ir.nodes import BroadcastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp, SliceOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_scalar
@@ -243,6 +243,15 @@ def _places(rank: int, count: int, *, backward: bool = False) -> TensorView:
     return ops.reshape(places, [1] * (rank - 1) + [count])
 
 
+def _first_rows(x: TensorView) -> tuple[list[int], list[Any]]:
+    return [0] * x.ndim, [2, *x.shape()[1:]]
+
+
+def _first_again(x: Tensor) -> Tensor:
+    """Return x with its first two rows added to the first."""
+    return torch.cat([x[:1] + x[:1] + x[1:2], x[1:]])
+
+
 _PLACES = (IotaOp, BroadcastOp, ReshapeOp, LoadStoreOp)
 _READ: list[tuple[Shape, ...]] = [((5,),), ((2, 7),), ((3, 1, 4),), ((2, 1, 3, 5),), ((0, 3),)]
 _WRITTEN: list[tuple[Shape, ...]] = [((5,),), ((1, 7),), ((1, 1, 4),)]
@@ -264,6 +273,14 @@ CALLS |= {
         lambda x: x[..., :3],
         _READ,
         beside=_PLACES,
+    ),
+    "index_put_accumulate": OpCall(
+        lambda x: ops.index_put_accumulate(
+            x, ops.full([2], 0, D.Int), ops.slice(x, *_first_rows(x))
+        ),
+        _first_again,
+        [((5,),), ((2, 7),), ((3, 1, 4),), ((2, 1, 3, 5),), ((3, 0),)],
+        beside=(FullOp, SliceOp, LoadStoreOp),
     ),
     "scatter": OpCall(
         lambda x: ops.scatter(x, _places(x.ndim, 3, backward=True), x, -1),

@@ -112,7 +112,7 @@ def test_stages_and_rows_know_the_same_nodes() -> None:
 
 
 # Library ops that take as long as a kernel that reads and writes the same tensors.
-BOUND_BY_MEMORY = {"ScanOp", "ScatterOp"}
+BOUND_BY_MEMORY = {"IndexPutAccumulateOp", "ScanOp", "ScatterOp"}
 
 
 def test_library_ops_say_what_they_cost() -> None:
