@@ -27,7 +27,8 @@ from tests.multidevice.test_communicator_jobs import MPIRUN, ROOT
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
 LANGUAGES = ("python", "bash", "text", "cpp")
 NOT_RUN = {
-    "gpu": "needs a GPU", "installs": "makes an environment, or runs all tests",
+    "gpu": "needs a GPU",
+    "installs": "makes an environment, or runs all tests",
     "long": "takes a minute, and weights that quickstart.sh installs",
 }
 _BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -101,7 +102,7 @@ def run_commands(block: Block, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _run_line(line: str, folder: Path) -> tuple[int, str]:
-    """`python -m hostir` runs here, which saves the start of an interpreter; all else in a shell."""
+    """Run one command; `python -m hostir` runs here, which saves the start of an interpreter."""
     command = re.sub(r"(?<!\S)(\.venv/bin/)?python(?= )", sys.executable, line)
     command = re.sub(r"(?<!\S)(\.venv/bin/)?mpirun(?= )", str(MPIRUN), command)
     start = f"{sys.executable} -m hostir "
@@ -109,7 +110,12 @@ def _run_line(line: str, folder: Path) -> tuple[int, str]:
         job = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(folder),
+            },
             stdout=subprocess.PIPE,
             text=True,
             timeout=100,

@@ -47,7 +47,9 @@ fd.__exit__(None, None, None)
 results = fd.execute(inputs)
 assert results and all(t.numel() and not t.isnan().any() for t in results if t.is_floating_point())
 """
-_HEADS = "q, k, v = real(2, 3, 8, 16), real(2, 3, 8, 16), real(2, 3, 8, 16)\ngrad = real(2, 3, 8, 16)"
+_HEADS = (
+    "q, k, v = real(2, 3, 8, 16), real(2, 3, 8, 16), real(2, 3, 8, 16)\ngrad = real(2, 3, 8, 16)"
+)
 _AS_NVFUSER = """
 import nvfuser_direct
 import nvfuser_direct.multidevice as theirs
@@ -91,7 +93,10 @@ inputs = [torch.rand(4, 8), torch.rand(4, 8), torch.rand(6, 4), torch.rand(2, 4,
           torch.tensor([2, 6], dtype=torch.int32)]""",
         _CLOSE,
     ),
-    "Attention": (f"{_OPEN}\n{_HEADS}\ninputs = [torch.randn(2, 3, 8, 16) for _ in range(4)]", _CLOSE),
+    "Attention": (
+        f"{_OPEN}\n{_HEADS}\ninputs = [torch.randn(2, 3, 8, 16) for _ in range(4)]",
+        _CLOSE,
+    ),
     "The import": ("", _AS_NVFUSER),
     "Variables": (
         f"{_OPEN}\nx = real(4, 8)\nfd.add_output(fd.ops.exp(x))\nfd.__exit__(None, None, None)\n"
@@ -128,7 +133,9 @@ def _prints_kernels(printed: str, folder: Path) -> None:
 
 
 def _prints_its_program(printed: str, folder: Path) -> None:
-    assert len(re.findall(r"^[01] \S*e-\d+$", printed, re.MULTILINE)) >= 2 and "Allreduce" in printed
+    assert (
+        len(re.findall(r"^[01] \S*e-\d+$", printed, re.MULTILINE)) >= 2 and "Allreduce" in printed
+    )
 
 
 # Section -> what must hold of all that its blocks print.
@@ -150,11 +157,11 @@ def test_blocks_that_are_not_run_are_few() -> None:
     """And are the ones that the pages name: a word behind a language is no way out."""
     found = [(b.page, b.text.split("\n")[0].split("#")[0].strip()) for b in _ALL if b.why_not]
     assert sorted(found) == [
-        ("README.md", ".venv/bin/mpirun -np 3 .venv/bin/python scripts/encode.py --text examples/sentences.txt"),
+        ("README.md", ".venv/bin/mpirun -np 3 .venv/bin/python scripts/encode.py --text examples/sentences.txt"),  # noqa: E501
         ("README.md", "bash scripts/quickstart.sh"),
         ("README.md", "pip install -e '.[mpi]'"),
         ("docs/cost.md", "mpirun -np 4 python -m hostir calibrate"),
-        ("docs/performance.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 \\"),
+        ("docs/performance.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 \\"),  # noqa: E501
     ]  # fmt: skip
 
 

@@ -141,6 +141,14 @@ def abs(x: TensorView, /) -> TensorView: """As `torch.abs`."""
 @overload
 def abs(x: ScalarLike, /) -> Scalar: """As `torch.abs`."""
 @overload
+def real(x: TensorView, /) -> TensorView: """the real parts; of a real operand, a copy."""
+@overload
+def real(x: ScalarLike, /) -> Scalar: """the real parts; of a real operand, a copy."""
+@overload
+def imag(x: TensorView, /) -> TensorView: """the imaginary parts of a complex operand."""
+@overload
+def imag(x: ScalarLike, /) -> Scalar: """the imaginary parts of a complex operand."""
+@overload
 def ceil(x: TensorView, /) -> TensorView: """As `torch.ceil`."""
 @overload
 def ceil(x: ScalarLike, /) -> Scalar: """As `torch.ceil`."""
@@ -242,6 +250,7 @@ def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """What floor
 def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
 @overload
 def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
+def complex(lhs: TensorView | Scalar, rhs: TensorView | Scalar, /) -> Scalar: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
 @overload
 def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
 @overload
@@ -395,23 +404,15 @@ def addcmul(in1: OperandLike, in2: OperandLike, in3: TensorView, value: ScalarLi
 @overload
 def addcmul(in1: ScalarLike, in2: ScalarLike, in3: ScalarLike, value: ScalarLike, /) -> Scalar: """in1 + in2 * in3 * value; `value` is a scalar."""
 @overload
-def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: """a conversion; floats become integers by truncation."""
+def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: """a conversion: floats become integers by truncation, complex numbers their real parts, in Bool whether they are not 0."""
 @overload
-def cast(arg: ScalarLike, dtype: DtypeLike) -> Scalar: """a conversion; floats become integers by truncation."""
-@overload
-def imag(x: TensorView, /) -> TensorView: """Raise: no supported dtype is complex."""
-@overload
-def imag(x: ScalarLike, /) -> Scalar: """Raise: no supported dtype is complex."""
+def cast(arg: ScalarLike, dtype: DtypeLike) -> Scalar: """a conversion: floats become integers by truncation, complex numbers their real parts, in Bool whether they are not 0."""
 @overload
 def logical_right_shift(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs >> rhs with zeros shifted in; counts outside [0, width) give 0."""
 @overload
 def logical_right_shift(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """lhs >> rhs with zeros shifted in; counts outside [0, width) give 0."""
 @overload
 def logical_right_shift(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """lhs >> rhs with zeros shifted in; counts outside [0, width) give 0."""
-@overload
-def real(x: TensorView, /) -> TensorView: """a copy: every supported dtype is real."""
-@overload
-def real(x: ScalarLike, /) -> Scalar: """a copy: every supported dtype is real."""
 @overload
 def set(x: TensorView, /) -> TensorView: """a copy of a tensor; a scalar is returned as it is."""
 @overload
@@ -443,6 +444,7 @@ def uniform(minval: ScalarLike, maxval: ScalarLike, shape: Sequence[SizeLike], *
 def embedding_fwd(input: TensorView, weight: TensorView, padding_idx: Scalar | None = None, max_norm: Scalar | None = None, norm_type: Scalar | None = None, scale_grad_by_freq: Scalar | None = None, sparse: Scalar | None = None) -> TensorView: """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h]."""
 def gather(arg: TensorView, index: TensorView, dim: int) -> TensorView: """torch.gather: a result of the shape of `index`, whose axes other than `dim` may be shorter than those of `arg`."""
 def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView: """Take the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..]."""
+def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) -> TensorView: """Return a copy of `acc` [m, ..] to whose rows `index` [n] those of `value` [n, ..] are added, as torch.index_put does with `accumulate`; a size of 1 in `value` fits any."""
 def scatter(arg: TensorView, index: TensorView, src: TensorView | Scalar, dim: int) -> TensorView: """Return a copy of `arg` with `src` written at the positions `index` along axis `dim`, as torch.scatter does: of one rank; index no longer than src, nor than arg along the other axes."""
 def select(arg: TensorView, index: Scalar, dim: int) -> TensorView: """Take position `index` of axis `dim`, which ends; a negative one counts from the end."""
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView: """Take along axis `dim` of each row the positions that `index` has for that row."""
@@ -462,13 +464,12 @@ def welford(arg: TensorView, dims: int | Sequence[int]) -> tuple[TensorView, Ten
 def grouped_mm(mat1: TensorView, mat2: TensorView, offsets: TensorView, scale1: TensorView | None = None, scale2: TensorView | None = None, alpha: TensorView | None = None, bias: TensorView | None = None, beta: TensorView | None = None, dtype: DtypeLike = DataType.BFloat16, output_block_scale_size: int = 0, output_block_scale_dtype: DtypeLike = DataType.BFloat16, output_gamma: bool = False) -> TensorView: """a matrix product per group, where the Int32 `offsets` [g] say at which positions of k (of [m, k] and [k, n]), n (of [g, m, k] and [k, n]) or m (of [m, k] and [g, k, n]) groups end."""
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView: """x @ weight.T + bias: x [*i, K], weight [N, K], bias [N] -> [*i, N, rK]."""
 def matmul(arg1: TensorView, arg2: TensorView) -> TensorView: """torch.matmul: 1-D operands and batch broadcasting as there; dtypes must be equal."""
+def scaled_mm(mat1: TensorView, mat2: TensorView, scale1: TensorView, scale2: TensorView, alpha: TensorView | None = None, bias: TensorView | None = None, beta: TensorView | None = None, dtype: DtypeLike = DataType.BFloat16, output_block_scale_size: int = 0, output_block_scale_dtype: DtypeLike = DataType.BFloat16, output_gamma: bool = False) -> tuple[TensorView, None, None]: """alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, of Float8_e4m3fn or Float8_e5m2; computed in Float and rounded once."""
 def sdpfa_bwd(grad_output: TensorView, query: TensorView, key: TensorView, value: TensorView, output: TensorView, logsumexp: TensorView, dropout_p: ScalarLike | None, is_causal: ScalarLike | None, philox_seed: TensorView, philox_offset: TensorView, scale: ScalarLike | None) -> tuple[TensorView, TensorView, TensorView]: """the gradients of query, key and value of an `sdpfa_fwd` without bias and mask, from that of its output, what it read and what it gave."""
 def sdpfa_fwd(query: TensorView, key: TensorView, value: TensorView, bias: TensorView | None = None, mask: TensorView | None = None, dropout_p: ScalarLike | None = None, is_causal: ScalarLike | None = None, scale: ScalarLike | None = None) -> tuple[TensorView, TensorView, TensorView, TensorView]: """attention: query [.., N, H, L, E], key [.., N, H, S, E], value [.., N, H, S, Ev] -> (output [.., N, H, L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] and philox_offset [] UInt64)."""
-def complex(*args: object, **kwargs: object) -> NoReturn: """Raise `UnsupportedError`: `complex` is not implemented yet."""
+def nv_block_quantize(input: TensorView, global_scale: TensorView | None = None, swizzle_block_scales: bool = False, block_size: int = 16, dtype: DtypeLike = DataType.Float4_e2m1fn) -> tuple[TensorView, TensorView]: """(values, scales): Float8_e4m3fn [.., k] and Float8_e8m0fnu [.., k / 32] for which values * scales, each for 32 neighbours, is near `input`."""
 def cutlass_nvfp4_grouped_mm(*args: object, **kwargs: object) -> NoReturn: """Raise `UnsupportedError`: `cutlass_nvfp4_grouped_mm` is not implemented yet."""
-def nv_block_quantize(*args: object, **kwargs: object) -> NoReturn: """Raise `UnsupportedError`: `nv_block_quantize` is not implemented yet."""
 def nv_grouped_block_quantize(*args: object, **kwargs: object) -> NoReturn: """Raise `UnsupportedError`: `nv_grouped_block_quantize` is not implemented yet."""
 def preprocess_grouped_matmul_input_sf(*args: object, **kwargs: object) -> NoReturn: """Raise `UnsupportedError`: `preprocess_grouped_matmul_input_sf` is not implemented yet."""
-def scaled_mm(*args: object, **kwargs: object) -> NoReturn: """Raise `UnsupportedError`: `scaled_mm` is not implemented yet."""
 
-__all__ = ['acos', 'acosh', 'asin', 'asinh', 'atan', 'atanh', 'cos', 'cosh', 'sin', 'sinh', 'tan', 'tanh', 'exp', 'exp2', 'expm1', 'erf', 'erfc', 'erfinv', 'erfcinv', 'lgamma', 'log', 'log10', 'log1p', 'log2', 'rsqrt', 'sqrt', 'reciprocal', 'sigmoid', 'silu', 'neg', 'abs', 'ceil', 'floor', 'round', 'trunc', 'frac', 'relu', 'isfinite', 'isinf', 'isnan', 'isneginf', 'isposinf', 'isreal', 'signbit', 'logical_not', 'bitwise_not', 'add', 'sub', 'mul', 'div', 'mod', 'fmod', 'remainder', 'pow', 'maximum', 'minimum', 'atan2', 'nextafter', 'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'logical_and', 'logical_or', 'bitwise_and', 'bitwise_or', 'bitwise_xor', 'bitwise_left_shift', 'bitwise_right_shift', 'gcd', 'where', 'lerp', 'clamp', 'threshold', 'truediv', 'addcmul', 'cast', 'imag', 'logical_right_shift', 'real', 'set', 'sign', 'segment_set', 'broadcast', 'broadcast_in_dim', 'expand', 'permute', 'reshape', 'squeeze', 'stride_order', 'shape', 'size', 'cat', 'pad', 'slice', 'triu', 'full', 'iota', 'normal', 'rand_like', 'randn_like', 'uniform', 'embedding_fwd', 'gather', 'index_select', 'scatter', 'select', 'take_along_axis', 'cummax', 'cummin', 'cumprod', 'cumsum', 'argsort', 'topk', 'max', 'min', 'prod', 'sum', 'var', 'var_mean', 'welford', 'grouped_mm', 'linear', 'matmul', 'sdpfa_bwd', 'sdpfa_fwd', 'complex', 'cutlass_nvfp4_grouped_mm', 'nv_block_quantize', 'nv_grouped_block_quantize', 'preprocess_grouped_matmul_input_sf', 'scaled_mm']
+__all__ = ['acos', 'acosh', 'asin', 'asinh', 'atan', 'atanh', 'cos', 'cosh', 'sin', 'sinh', 'tan', 'tanh', 'exp', 'exp2', 'expm1', 'erf', 'erfc', 'erfinv', 'erfcinv', 'lgamma', 'log', 'log10', 'log1p', 'log2', 'rsqrt', 'sqrt', 'reciprocal', 'sigmoid', 'silu', 'neg', 'abs', 'real', 'imag', 'ceil', 'floor', 'round', 'trunc', 'frac', 'relu', 'isfinite', 'isinf', 'isnan', 'isneginf', 'isposinf', 'isreal', 'signbit', 'logical_not', 'bitwise_not', 'add', 'sub', 'mul', 'div', 'mod', 'fmod', 'remainder', 'complex', 'pow', 'maximum', 'minimum', 'atan2', 'nextafter', 'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'logical_and', 'logical_or', 'bitwise_and', 'bitwise_or', 'bitwise_xor', 'bitwise_left_shift', 'bitwise_right_shift', 'gcd', 'where', 'lerp', 'clamp', 'threshold', 'truediv', 'addcmul', 'cast', 'logical_right_shift', 'set', 'sign', 'segment_set', 'broadcast', 'broadcast_in_dim', 'expand', 'permute', 'reshape', 'squeeze', 'stride_order', 'shape', 'size', 'cat', 'pad', 'slice', 'triu', 'full', 'iota', 'normal', 'rand_like', 'randn_like', 'uniform', 'embedding_fwd', 'gather', 'index_select', 'index_put_accumulate', 'scatter', 'select', 'take_along_axis', 'cummax', 'cummin', 'cumprod', 'cumsum', 'argsort', 'topk', 'max', 'min', 'prod', 'sum', 'var', 'var_mean', 'welford', 'grouped_mm', 'linear', 'matmul', 'scaled_mm', 'sdpfa_bwd', 'sdpfa_fwd', 'nv_block_quantize', 'cutlass_nvfp4_grouped_mm', 'nv_grouped_block_quantize', 'preprocess_grouped_matmul_input_sf']

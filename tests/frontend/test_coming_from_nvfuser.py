@@ -39,7 +39,9 @@ def has_no_tensor(dtype: DataType) -> bool:
 
 
 def test_names_that_raise_are_those_of_the_code() -> None:
-    told = {name for names, _ in table("Names that raise") for name in re.findall(r"`(.*?)`", names)}
+    told = {
+        name for names, _ in table("Names that raise") for name in re.findall(r"`(.*?)`", names)
+    }
     found = {f"{OBJECTS[of]}.{name}" for of, name in REFUSED}
     found |= {f"fd.ops.{row.name}" for row in ROWS.values() if not row.is_implemented}
     found |= {f"DataType.{dtype.name}" for dtype in DataType if has_no_tensor(dtype)}

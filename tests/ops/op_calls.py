@@ -19,7 +19,8 @@ from fuser import FusionDefinition, ops
 from fuser.ir.attention import SdpaFwdOp, TensorOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp, SliceOp
+from fuser.ir.nodes import BroadcastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
+from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_scalar
