@@ -15,8 +15,13 @@
 #else
 #define FUSER_FUNCTION static __device__ __noinline__
 #endif
-FUSER_BINARY(hypot)
-FUSER_BINARY(copysign)
+// Not fm_NAME, as ops of these names would have.
+#define FUSER_PARTS(name)                                                                              \
+  FUSER_DEVICE float fuser_##name(float x, float y) { return FUSER_LIBM(name##f)(x, y); }             \
+  FUSER_DEVICE double fuser_##name(double x, double y) { return FUSER_LIBM(name)(x, y); }
+FUSER_PARTS(hypot)
+FUSER_PARTS(copysign)
+#undef FUSER_PARTS
 
 template <class T>
 struct alignas(2 * sizeof(T)) Complex {
@@ -108,7 +113,7 @@ FUSER_DEVICE To fm_cast(Complex<T> z) {
   FUSER_DEVICE Complex<T> fm_complex(T re, T im) { return Complex<T>(re, im); }                                       \
   FUSER_DEVICE T fm_real(Complex<T> z) { return z.re; }                                                               \
   FUSER_DEVICE T fm_imag(Complex<T> z) { return z.im; }                                                               \
-  FUSER_DEVICE T fm_abs(Complex<T> z) { return fm_hypot(z.re, z.im); }                                                \
+  FUSER_DEVICE T fm_abs(Complex<T> z) { return fuser_hypot(z.re, z.im); }                                                \
   FUSER_DEVICE bool fm_isfinite(Complex<T> z) { return fm_isfinite(z.re) && fm_isfinite(z.im); }                      \
   FUSER_DEVICE bool fm_isinf(Complex<T> z) { return fm_isinf(z.re) || fm_isinf(z.im); }                               \
   FUSER_DEVICE bool fm_isnan(Complex<T> z) { return fm_isnan(z.re) || fm_isnan(z.im); }                               \
@@ -173,9 +178,9 @@ FUSER_FUNCTION double fuser_log_abs(FuserComplex z) {
   if (fuser_isinf(x) || fuser_isinf(y)) return double(FUSER_INF);
   const double more = x > y ? x : y, less = x > y ? y : x;
   if (more > 0.5 && more < 2.0) return 0.5 * fm_log1p((more - 1.0) * (more + 1.0) + less * less);
-  if (more > 1e300) return fm_log(fm_hypot(x * 0.25, y * 0.25)) + 2.0 * FUSER_LN2;
-  if (more < 1e-290 && more > 0.0) return fm_log(fm_hypot(x * 0x1p+200, y * 0x1p+200)) - 200.0 * FUSER_LN2;
-  return fm_log(fm_hypot(x, y));
+  if (more > 1e300) return fm_log(fuser_hypot(x * 0.25, y * 0.25)) + 2.0 * FUSER_LN2;
+  if (more < 1e-290 && more > 0.0) return fm_log(fuser_hypot(x * 0x1p+200, y * 0x1p+200)) - 200.0 * FUSER_LN2;
+  return fm_log(fuser_hypot(x, y));
 }
 FUSER_FUNCTION FuserComplex fuser_c_log(FuserComplex z) {
   return FuserComplex(fuser_log_abs(z), fm_atan2(z.im, z.re));
@@ -201,18 +206,18 @@ FUSER_FUNCTION FuserComplex fuser_c_sqrt(FuserComplex z) {
   if (fuser_isinf(z.im)) return FuserComplex(double(FUSER_INF), z.im);
   if (fuser_isinf(z.re)) {
     const double other = z.im - z.im;  // 0, or NaN
-    if (z.re > 0.0) return FuserComplex(z.re, fm_isnan(other) ? other : fm_copysign(0.0, z.im));
-    return FuserComplex(fm_abs(other), fm_copysign(-z.re, z.im));
+    if (z.re > 0.0) return FuserComplex(z.re, fm_isnan(other) ? other : fuser_copysign(0.0, z.im));
+    return FuserComplex(fm_abs(other), fuser_copysign(-z.re, z.im));
   }
   // To where squares neither leave the range nor lose digits; 4^k, so that the root is exact.
   const double size = fuser_larger_part(z);
   const double up = size > 1e300 ? 0x1p-4 : size < 1e-290 ? 0x1p+400 : 1.0;
   const double down = size > 1e300 ? 4.0 : size < 1e-290 ? 0x1p-200 : 1.0;
   const FuserComplex w = fuser_scaled(z, up);
-  const double root = fm_sqrt(0.5 * (fm_abs(w.re) + fm_hypot(w.re, w.im)));
+  const double root = fm_sqrt(0.5 * (fm_abs(w.re) + fuser_hypot(w.re, w.im)));
   const double other = fm_abs(w.im) / (2.0 * root);
   const double re = (w.re >= 0.0 ? root : other) * down, im = (w.re >= 0.0 ? other : root) * down;
-  return FuserComplex(re, fm_copysign(im, z.im));
+  return FuserComplex(re, fuser_copysign(im, z.im));
 }
 FUSER_FUNCTION FuserComplex fuser_c_rsqrt(FuserComplex z) { return fuser_c_div(FuserComplex(1.0), fuser_c_sqrt(z)); }
 FUSER_FUNCTION FuserComplex fuser_c_reciprocal(FuserComplex z) { return fuser_c_div(FuserComplex(1.0), z); }
@@ -240,10 +245,10 @@ FUSER_FUNCTION FuserComplex fuser_c_pow(FuserComplex z, FuserComplex to) {
 FUSER_FUNCTION FuserComplex fuser_grown(double x, double a, double b) {
   if (fm_abs(x) < 709.0 || !(fm_abs(x) < 1500.0)) return FuserComplex(fm_cosh(x) * a, fm_sinh(x) * b);
   const double half = fm_exp(0.5 * fm_abs(x));
-  return FuserComplex(0.5 * half * a * half, fm_copysign(0.5, x) * half * b * half);
+  return FuserComplex(0.5 * half * a * half, fuser_copysign(0.5, x) * half * b * half);
 }
 FUSER_FUNCTION FuserComplex fuser_c_cosh(FuserComplex z) {
-  if (z.im == 0.0) return FuserComplex(fm_cosh(z.re), fm_isnan(z.re) ? z.im : fm_copysign(1.0, z.re) * z.im);
+  if (z.im == 0.0) return FuserComplex(fm_cosh(z.re), fm_isnan(z.re) ? z.im : fuser_copysign(1.0, z.re) * z.im);
   if (z.re == 0.0) return FuserComplex(fm_cos(z.im), fm_isfinite(z.im) ? z.re * fm_sin(z.im) : 0.0);
   if (fuser_isinf(z.re) && !fm_isfinite(z.im)) return FuserComplex(double(FUSER_INF), double(FUSER_NAN));
   return fuser_grown(z.re, fm_cos(z.im), fm_sin(z.im));
@@ -258,13 +263,13 @@ FUSER_FUNCTION FuserComplex fuser_c_sinh(FuserComplex z) {
 FUSER_FUNCTION FuserComplex fuser_c_tanh(FuserComplex z) {
   if (fuser_isinf(z.re)) {
     const double turned = fm_isfinite(z.im) ? fm_sin(2.0 * z.im) : 1.0;
-    return FuserComplex(fm_copysign(1.0, z.re), fm_copysign(0.0, turned));
+    return FuserComplex(fuser_copysign(1.0, z.re), fuser_copysign(0.0, turned));
   }
   if (z.im == 0.0) return FuserComplex(fm_tanh(z.re), z.im);
   if (!fm_isfinite(z.im)) return FuserComplex(z.re == 0.0 ? z.re : double(FUSER_NAN), double(FUSER_NAN));
   if (fm_abs(z.re) > 22.0) {
     const double fallen = fm_exp(-fm_abs(z.re));
-    return FuserComplex(fm_copysign(1.0, z.re), 4.0 * fm_sin(z.im) * fm_cos(z.im) * fallen * fallen);
+    return FuserComplex(fuser_copysign(1.0, z.re), 4.0 * fm_sin(z.im) * fm_cos(z.im) * fallen * fallen);
   }
   // Kahan, Branch cuts for complex elementary functions (1987).
   const double t = fm_tan(z.im), s = fm_sinh(z.re), b = 1.0 + t * t, c = fm_sqrt(1.0 + s * s);
@@ -287,16 +292,16 @@ FUSER_DEVICE bool fuser_is_far(FuserComplex z) {
 FUSER_DEVICE double fuser_far_log(FuserComplex z) { return fuser_log_abs(z) + FUSER_LN2; }
 
 FUSER_FUNCTION FuserComplex fuser_c_asin(FuserComplex z) {
-  if (fuser_is_far(z)) return FuserComplex(fm_atan2(z.re, fm_abs(z.im)), fm_copysign(fuser_far_log(z), z.im));
+  if (fuser_is_far(z)) return FuserComplex(fm_atan2(z.re, fm_abs(z.im)), fuser_copysign(fuser_far_log(z), z.im));
   if (z.re == 0.0 && fm_isnan(z.im)) return z;
   const FuserComplex a = fuser_root_below(z), b = fuser_root_above(z);
-  return FuserComplex(fm_atan2(z.re, a.re * b.re - a.im * b.im), fm_copysign(fm_asinh(a.re * b.im - a.im * b.re), z.im));
+  return FuserComplex(fm_atan2(z.re, a.re * b.re - a.im * b.im), fuser_copysign(fm_asinh(a.re * b.im - a.im * b.re), z.im));
 }
 FUSER_FUNCTION FuserComplex fuser_c_acos(FuserComplex z) {
-  if (fuser_is_far(z)) return FuserComplex(fm_atan2(fm_abs(z.im), z.re), -fm_copysign(fuser_far_log(z), z.im));
+  if (fuser_is_far(z)) return FuserComplex(fm_atan2(fm_abs(z.im), z.re), -fuser_copysign(fuser_far_log(z), z.im));
   if (z.re == 0.0 && fm_isnan(z.im)) return FuserComplex(0.5 * FUSER_PI, z.im);
   const FuserComplex a = fuser_root_below(z), b = fuser_root_above(z);
-  return FuserComplex(2.0 * fm_atan2(a.re, b.re), -fm_copysign(fm_asinh(b.im * a.re - b.re * a.im), z.im));
+  return FuserComplex(2.0 * fm_atan2(a.re, b.re), -fuser_copysign(fm_asinh(b.im * a.re - b.re * a.im), z.im));
 }
 FUSER_FUNCTION FuserComplex fuser_c_asinh(FuserComplex z) { return fuser_over_i(fuser_c_asin(fuser_times_i(z))); }
 FUSER_FUNCTION FuserComplex fuser_c_acosh(FuserComplex z) {
@@ -304,7 +309,7 @@ FUSER_FUNCTION FuserComplex fuser_c_acosh(FuserComplex z) {
   const FuserComplex w = fuser_c_acos(z);
   if (fm_isnan(w.re) && fm_isnan(w.im)) return w;
   if (fm_isnan(w.re)) return FuserComplex(fm_abs(w.im), w.re);
-  return FuserComplex(fm_abs(w.im), fm_copysign(w.re, z.im));
+  return FuserComplex(fm_abs(w.im), fuser_copysign(w.re, z.im));
 }
 FUSER_FUNCTION FuserComplex fuser_c_atanh(FuserComplex z) {
   const double x = fm_abs(z.re), y = fm_abs(z.im);
@@ -316,17 +321,17 @@ FUSER_FUNCTION FuserComplex fuser_c_atanh(FuserComplex z) {
     re = x == 0.0 ? 0.0 : double(FUSER_NAN);
     im = double(FUSER_NAN);
   } else if (x > 1e150 || y > 1e150) {
-    const double size = fm_hypot(0.5 * x, 0.5 * y);
+    const double size = fuser_hypot(0.5 * x, 0.5 * y);
     re = 0.25 * x / size / size;
     im = 0.5 * FUSER_PI;
   } else if (x == 1.0) {
-    re = y == 0.0 ? double(FUSER_INF) : 0.5 * (fm_log(fm_hypot(2.0, y)) - fm_log(y));
+    re = y == 0.0 ? double(FUSER_INF) : 0.5 * (fm_log(fuser_hypot(2.0, y)) - fm_log(y));
     im = y == 0.0 ? 0.0 : 0.5 * fm_atan2(2.0 * y, -(y * y));
   } else {
     re = 0.25 * fm_log1p(4.0 * x / ((1.0 - x) * (1.0 - x) + y * y));
     im = 0.5 * fm_atan2(2.0 * y, (1.0 - x) * (1.0 + x) - y * y);
   }
-  return FuserComplex(fm_copysign(re, z.re), fm_copysign(im, z.im));
+  return FuserComplex(fuser_copysign(re, z.re), fuser_copysign(im, z.im));
 }
 FUSER_FUNCTION FuserComplex fuser_c_atan(FuserComplex z) { return fuser_over_i(fuser_c_atanh(fuser_times_i(z))); }
 
