@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from fuser.frontend.dtensors import execute_with_dtensors
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.frontend.fusion_cache import LRUCache, LruFusionCache
-    from fuser.frontend.kernel_params import CompileParams, LaunchParams
     from fuser.frontend.manual import KernelExecutor
     from fuser.frontend.profiler import (
         FusionProfile,
@@ -79,6 +78,8 @@ if TYPE_CHECKING:
     from fuser.release import __version__ as __version__
     from fuser.release import version
     from fuser.schedule.automatic import SchedulerType
+    from fuser.schedule.heuristic_params import HeuristicParams, PointwiseParams, ReductionParams
+    from fuser.schedule.kernel_params import CompileParams, LaunchParams
 
 __all__ = [
     "FusionDefinition",
@@ -112,6 +113,9 @@ __all__ = [
     "KernelExecutor",
     "CompileParams",
     "LaunchParams",
+    "HeuristicParams",
+    "PointwiseParams",
+    "ReductionParams",
     "TensorView",
     "IterDomain",
     "TensorDomain",
@@ -161,10 +165,8 @@ __all__ = [
 ]
 
 # Names of nvFuser's that are not here, with what to use in their place.
-_CHOSEN = "fuser.schedule.compute_heuristics returns parameters: they are not made by hand"
 _LIBRARY = "matmuls are calls of a library, which chooses by itself"
 _REFUSED = {
-    **dict.fromkeys(("HeuristicParams", "PointwiseParams", "ReductionParams"), _CHOSEN),
     **dict.fromkeys(("MatmulParams", "GemmTile", "MatMulTileOptions", "ClusterDims"), _LIBRARY),
     **dict.fromkeys(("CircularBufferOptions", "SupportedVectorization"), _LIBRARY),
     **dict.fromkeys(("MmaMacro", "MmaMacroEncode", "MmaMacroArch"), _LIBRARY),
@@ -203,8 +205,10 @@ _DEFINED_IN: dict[str, str] = {
     "version": "fuser.release",
     "Fusion": "fuser.frontend.manual",
     "KernelExecutor": "fuser.frontend.manual",
-    "CompileParams": "fuser.frontend.kernel_params",
-    "LaunchParams": "fuser.frontend.kernel_params",
+    "CompileParams": "fuser.schedule.kernel_params",
+    "LaunchParams": "fuser.schedule.kernel_params",
+    **dict.fromkeys(("HeuristicParams", "PointwiseParams"), "fuser.schedule.heuristic_params"),
+    "ReductionParams": "fuser.schedule.heuristic_params",
     "TensorView": "fuser.ir.tensor",
     "IterDomain": "fuser.ir.axis:Axis",
     "TensorDomain": "fuser.ir.domain",

@@ -42,6 +42,7 @@ from fuser.ir.tensor import TensorView
 from fuser.locks import make_reentrant_lock
 from fuser.ops import define
 from fuser.options import NONE
+from fuser.schedule.heuristic_params import HeuristicParams
 from multidevice.agreement import Prepared, run_agreed
 from multidevice.communicator import Communicator
 from multidevice.sharding import requested_devices
@@ -386,9 +387,10 @@ class FusionDefinition:
         """Run the fusion as one kernel with the schedule that the user gave its tensors.
 
         The schedule is read at the first call. No segmentation, no meshes. `heuristic_params`, what
-        `sched.schedule` has returned, say nothing that the schedule does not.
+        `sched.schedule` has returned, say nothing that the schedule does not: where their `lparams`
+        and `cparams` ask for something else, `DefinitionError` or `UnsupportedError` is raised.
         """
-        if not (heuristic_params is None or hasattr(heuristic_params, "is_alike")):
+        if not isinstance(heuristic_params, HeuristicParams | None):
             raise ArgumentError(
                 "manual_execute(): heuristic_params: expected what sched.schedule returns, got "
                 f"{show(heuristic_params)}{user_code(user_line())}"
@@ -401,7 +403,9 @@ class FusionDefinition:
             executor = KernelExecutor()
             executor.compile(self.fusion)
             self.ke = executor
-        return self.ke.run(flatten(inputs))
+        if heuristic_params is None:
+            return self.ke.run(flatten(inputs))
+        return self.ke.run(flatten(inputs), heuristic_params.lparams, heuristic_params.cparams)
 
     @checked
     def validate(

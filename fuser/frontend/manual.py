@@ -12,7 +12,6 @@ from fuser.arguments import checked
 from fuser.device import DESCRIPTIONS, describe_device
 from fuser.errors import DefinitionError, NotCompiledError, UnsupportedError
 from fuser.frontend.draws import Draws
-from fuser.frontend.kernel_params import CompileParams, LaunchParams
 from fuser.frontend.profiler import profile_of_kernel, profiler_here
 from fuser.inputs import device_of, flatten
 from fuser.ir import scalar as sc
@@ -26,6 +25,7 @@ from fuser.kernels.kernel import make_kernel
 from fuser.lower.stream import steps_of
 from fuser.passes.concretize import refine_extents
 from fuser.schedule.automatic import SchedulerType
+from fuser.schedule.kernel_params import CompileParams, LaunchParams
 from hostir.bind import InputBinder
 from hostir.layout import allocated_strides
 

@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING, overload
 
+from fuser.arguments import require
 from fuser.device import DeviceInfo, describe_device
-from fuser.errors import UnsupportedError
+from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir.binding import bind_inputs
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IrEnum
 from fuser.schedule.facts import Facts
-from fuser.schedule.registry import SCHEDULERS, Params
+from fuser.schedule.heuristic_params import HeuristicParams
+from fuser.schedule.registry import SCHEDULERS
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +65,9 @@ def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[Scheduler
     return [t for t in types if can_schedule(fusion, t, inputs)[0]]
 
 
-def compute_heuristics(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> Params:
+def compute_heuristics(
+    fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs
+) -> HeuristicParams:
     """Return the parameters that a scheduler chooses for these inputs.
 
     Raises:
@@ -75,18 +79,21 @@ def compute_heuristics(fusion: Fusion, scheduler_type: SchedulerType, inputs: In
             f"Could not schedule fusion with the SchedulerType: {scheduler_type.name}\n{reason}"
         )
     facts, device = _facts(fusion, inputs)
-    return SCHEDULERS[scheduler_type.name].heuristics(fusion, facts, device)
+    chosen = SCHEDULERS[scheduler_type.name].heuristics(fusion, facts, device)
+    return HeuristicParams.of(scheduler_type, chosen)
 
 
 @overload
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: Sequence[object]
-) -> Params: ...
+) -> HeuristicParams: ...
 @overload
-def schedule(fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: object) -> None: ...
+def schedule(
+    fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: HeuristicParams
+) -> None: ...
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: object
-) -> Params | None:
+) -> HeuristicParams | None:
     """Schedule the fusion in place, with given parameters, or for given inputs (then returns the
     parameters that were chosen).
 
@@ -95,14 +102,21 @@ def schedule(
     """
     if isinstance(heuristic_params, (list, tuple)):
         params = compute_heuristics(fusion, scheduler_type, heuristic_params)
-        SCHEDULERS[scheduler_type.name].apply(fusion, params)
+        SCHEDULERS[scheduler_type.name].apply(fusion, params.chosen)
         return params
+    given: HeuristicParams = require(
+        "schedule", "heuristic_params", heuristic_params, HeuristicParams
+    )
+    if given.scheduler_type is not scheduler_type:
+        raise DefinitionError(
+            f"schedule: the parameters are those of {given.scheduler_type}, not {scheduler_type}"
+        )
     accepted, reason = can_schedule(fusion, scheduler_type, ())
     if not accepted:
         raise UnsupportedError(
             f"Could not schedule fusion with the SchedulerType: {scheduler_type.name}\n{reason}"
         )
-    SCHEDULERS[scheduler_type.name].apply(fusion, heuristic_params)
+    SCHEDULERS[scheduler_type.name].apply(fusion, given.chosen)
     return None
 
 

@@ -314,7 +314,7 @@ def test_every_public_call_has_a_row() -> None:
     assert set(OPS) == set(dir(fuser.ops))
     # `execute` and its kin are the subject of other tests: they check values, too.
     running = {"execute", "manual_execute", "overlap_report", "repro_script_for", "trace"}
-    running |= {"validate", "manual_validate"}
+    running |= {"validate", "manual_validate", "execute_with_dtensors"}
     assert methods_of(FusionDefinition) - running <= set(DEFINITION)
     assert methods_of(TensorView) <= set(TENSOR)
     assert methods_of(public_mesh.DeviceMesh) | methods_of(DeviceMesh) <= set(MESH)

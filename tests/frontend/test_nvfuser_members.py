@@ -20,8 +20,8 @@ MEMBERS = {
         LRUCache LaunchParams CompileParams DataType ParallelType MemoryType LoadStoreOpType
         CacheOp SchedulerType CommunicatorBackend ops schedule multidevice
         execute_with_dtensors get_fusion_profile reset_profiler PythonProfiler FusionProfile
-        KernelProfile IdMappingMode idm pytorch_utils benchmark_utils |
-        HeuristicParams PointwiseParams ReductionParams MatmulParams GemmTile
+        KernelProfile IdMappingMode idm pytorch_utils benchmark_utils
+        HeuristicParams PointwiseParams ReductionParams | MatmulParams GemmTile
         MatMulTileOptions CircularBufferOptions SupportedVectorization ClusterDims MmaMacroEncode
         MmaMacro MatmulTilingStrategy MatmulBufferingLoopLevel
         MatmulCircularBufferingStrategy MatmulTileRasterizationOrder MmaMacroArch nvf_cutlass""",
@@ -64,6 +64,8 @@ MEMBERS = {
     "LaunchParams": "bdimx bdimy bdimz gdimx gdimy gdimz __repr__",
     "CompileParams": """index_type maxrregcount enable_magic_zero enable_ptxas_verbose device
         include_paths __repr__""",
+    "parameters": """lparams cparams scheduler_type hash __eq__ __repr__ vectorization_factor
+        unroll_factor_inner""",
     "fuser.schedule": """bounded_transform_backward transform_like parallelize_like inline_most
         inline_at can_schedule find_compatible_schedulers compute_heuristics schedule |
         warp_specialize""",
@@ -89,6 +91,9 @@ def made() -> dict[str, Any]:
         "fuser.idm": fuser.idm,
         "fuser.pytorch_utils": fuser.pytorch_utils,
         "fuser.benchmark_utils": fuser.benchmark_utils,
+        "parameters": fuser.schedule.compute_heuristics(
+            fd.fusion, fuser.SchedulerType.pointwise, [torch.ones(2, 8)]
+        ),
         "a model of axes": model,
         "a graph of axes": graph,
         "sets of axes": graph.disjoint_val_sets(),

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 import torch
 
 from fuser.errors import DefinitionError, UnsupportedError
 from fuser.ir.dtypes import DataType
-from fuser.runtime.launch import BoundLaunch
+
+
+class Launched(Protocol):
+    """A launch: its blocks, and the threads of each."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
 
 
 @dataclass
@@ -23,7 +30,7 @@ class LaunchParams:
     bdimy: int = -1
     bdimz: int = -1
 
-    def check(self, launch: BoundLaunch) -> None:
+    def check(self, launch: Launched) -> None:
         """Raise `DefinitionError` where the schedule says otherwise: it alone decides."""
         made = dict(zip((f.name for f in fields(self)), (*launch.grid, *launch.block), strict=True))
         for name, found in made.items():
