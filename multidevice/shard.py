@@ -9,6 +9,7 @@ from fuser.arguments import checked
 from fuser.errors import ShardingError, UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.domain import Split
+from fuser.ir.layout_class import stored_part
 from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 @checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView) -> torch.Tensor:
-    """Return this rank's shard of `tensor`, the whole value of `tv`, as a contiguous tensor.
+    """Return this rank's shard of `tensor`, the whole value of `tv`, as a contiguous tensor; along
+    expanded axes it is one element, as `tv` is.
 
     A rank outside the mesh gets the shard at coordinate 0.
 
@@ -41,7 +43,8 @@ def shard_for_rank(tensor: torch.Tensor, tv: TensorView, rank: int) -> torch.Ten
     for dim, (_, ptype) in enumerate(axes):
         if ptype is not None:
             view = view.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
-    return _merge_back(view, steps).contiguous()
+    shard = _merge_back(view, steps)
+    return stored_part(tv, shard).contiguous().expand(shard.shape)
 
 
 def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:

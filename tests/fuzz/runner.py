@@ -23,6 +23,7 @@ from fuser.errors import (
 )
 from tests.fuzz.host_program import fault_of
 from tests.fuzz.oracle import Env, evaluate
+from tests.fuzz.placed import misplaced
 from tests.fuzz.product import Mode, collecting
 from tests.fuzz.program import Program, define_text
 from tests.fuzz.table import DTYPES
@@ -88,17 +89,6 @@ def compare(out: torch.Tensor, expected: Val) -> str | None:
         f"{int(bad.sum())} of {bad.numel()} elements are wrong, the first at {at}: got "
         f"{got[at].item()!r}, expected {value!r} +- {bound:.3g}"
     )
-
-
-def has_gaps(t: torch.Tensor) -> bool:
-    """Whether elements lie apart from one another, or on one another, repeated axes aside."""
-    axes = [(step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1 and step]
-    dense = 1
-    for step, n in sorted(axes):
-        if step != dense:
-            return bool(t.numel())
-        dense *= n
-    return False
 
 
 def unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
@@ -211,8 +201,9 @@ def check_call(
         if difference is not None:
             kind = "value" if "elements" in difference else difference.split()[0]
             return kind, f"{name}: {difference}"
-        if has_gaps(tensor) and not any(tensor is given for given in inputs):
-            return "layout", f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        fault = misplaced(program, name, tensor, found)
+        if fault is not None:
+            return "layout", fault
     updated = {o.alias for o in program.outputs}
     for declared, old, new in zip(program.inputs, before, inputs, strict=True):
         if (

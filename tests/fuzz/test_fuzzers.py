@@ -16,6 +16,7 @@ from scripts import fuzz
 from tests.fuzz import oracle, single
 from tests.fuzz.campaign import Campaign, Failure, Tally
 from tests.fuzz.minimise import minimise
+from tests.fuzz.placed import misplaced
 from tests.fuzz.product import Mode
 from tests.fuzz.program import (
     Layout,
@@ -101,6 +102,30 @@ def test_a_wrong_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     call = (TensorArg((3, 3, 3), 0, "normal", 1),)
     program = Program((square,), (stmt,), (Output("t"),), (call,))
     assert run(Case.of(program), Mode()).kind == "wrong"
+
+
+def test_a_misplaced_result_is_found() -> None:
+    """A view of an input is in its memory, other results are not, nor do they have gaps."""
+    x, y = (TensorInput(name, "Float", (3, 4), True, (), plain_layout(2)) for name in "xy")
+    turned = Stmt(("t",), "permute", (Ref("x"), [1, 0]))
+    negative = Stmt(("n",), "neg", (Ref("x"),))
+    program = Program((x, y), (turned, negative), (Output("t"), Output("n")), ())
+    given = {"x": torch.randn(3, 4), "y": torch.randn(3, 4)}
+
+    def found(name: str, result: torch.Tensor, program: Program = program) -> str:
+        return (misplaced(program, name, result, given) or "").rpartition(", ")[2]
+
+    view = given["x"].t()
+    assert found("t", view) == ""
+    assert found("t", view.clone()) == "a copy of x"
+    assert found("t", given["y"].t()) == "in the memory of y"
+    assert found("n", view.clone()) == ""
+    assert found("n", view) == "in the memory of x"
+    assert found("n", torch.randn(3, 8)[:, ::2]) == "with gaps"
+    updated = dataclasses.replace(program, outputs=(Output("t"), Output("n", "x")))
+    assert found("t", view, updated) == "in the memory of x"
+    assert found("t", view.clone(), updated) == ""
+    assert found("n", given["x"], updated) == ""
 
 
 def test_a_lost_update_is_found() -> None:
