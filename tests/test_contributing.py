@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 _EDIT = re.compile(r"In\s+`([\w./]+)`,\s+after\s+`([^`]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
+_FILE = re.compile(r"In a new file\s+`([\w./]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
 _COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 TRY = """
 import torch
@@ -25,6 +27,23 @@ with FusionDefinition() as fd:
     fd.add_output(fd.ops.hypot(x, fd.ops.hypot(y, two)))
 out = fd.execute([torch.tensor([3.0, 0.5]), torch.tensor([1.5, 4.0]), 3.0**0.5])[0]
 torch.testing.assert_close(out, torch.tensor([15.25, 20.25]).sqrt())
+"""
+TRY_FILL = """
+import torch
+from hostir import Allocate, Fill, HostIrContainer, HostIrEvaluator, equal, parse
+program = HostIrContainer()
+with program:
+    x = program.input([-1])
+    y = program.tensor([x.size(0)])
+    program.append(Allocate(y), Fill(y, x.size(0) * 2.0))
+    program.add_output(y)
+assert "= Fill(( i0 * double(2) ))" in str(program), str(program)
+again = parse(program.full_text())
+assert equal(again, program)
+evaluator = HostIrEvaluator(again)
+for size in (3, 3, 5, 3):
+    (out,) = evaluator.run([torch.ones(size)])
+    assert torch.equal(out, torch.full((size,), 2.0 * size)), out
 """
 
 
@@ -68,24 +87,44 @@ def run(tree: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_an_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
-    text = section("Add an op")
-    edits = _EDIT.findall(text)
-    assert [file for file, _, _ in edits] == [
-        "fuser/pointwise.py",
-        "fuser/codegen/rt_math.h",
-        "tests/fuzz/table.py",
-    ]
+def perform(tree: Path, title: str) -> str:
+    """Do the steps of a section; returns what its last command prints."""
+    text = section(title)
+    edits, files, (commands,) = _EDIT.findall(text), _FILE.findall(text), _COMMANDS.findall(text)
+    assert len(edits) + len(files) + 1 == text.count("```") / 2, "each block is a step"
     for file, anchor, lines in edits:
         insert(tree / file, anchor, lines)
-    (commands,) = _COMMANDS.findall(text)
-    lines = [line.split() for line in commands.strip().split("\n")]
+    for file, lines in files:
+        assert not (tree / file).exists()
+        (tree / file).write_text(textwrap.dedent(lines) + "\n")
+    lines = [shlex.split(line) for line in commands.strip().split("\n")]
     assert {command[0] for command in lines} == {"python"}
     *_, printed = [run(tree, sys.executable, *command[1:]) for command in lines]
+    return printed
+
+
+def passed(printed: str) -> int:
+    return int(re.findall(r"(\d+) passed", printed)[0])
+
+
+def test_an_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
     # Cases of each dtype, calls of scalars, the parts of the row.
-    assert int(re.findall(r"(\d+) passed", printed)[0]) >= 7
+    assert passed(perform(tree, "Add an op")) >= 7
     assert "`hypot(lhs, rhs, /)`" in (tree / "docs" / "ops.md").read_text()
+    assert "def hypot(lhs: TensorView, " in (tree / "fuser" / "ops" / "__init__.pyi").read_text()
     run(tree, sys.executable, "-c", TRY)
+
+
+def test_a_host_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
+    # Its parts, its page, its example: text, runs with late streams, races.
+    assert passed(perform(tree, "Add a host op")) >= 6
+    run(tree, sys.executable, "-c", TRY_FILL)
+
+
+def test_a_scheduler_is_added_in_the_steps_that_are_told(tree: Path) -> None:
+    assert passed(perform(tree, "Add a scheduler")) == 4
+    # The others are found as before.
+    run(tree, sys.executable, "-m", "pytest", "-q", "tests/schedule/test_automatic.py")
 
 
 def test_a_row_without_a_reference_is_told(tree: Path) -> None:

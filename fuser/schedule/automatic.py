@@ -61,7 +61,7 @@ def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) 
 
 def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[SchedulerType]:
     """Return the schedulers that accept the fusion, in the order in which they are tried."""
-    types = [SchedulerType[name] for name in SCHEDULERS]
+    types = [SchedulerType[name] for name in SCHEDULERS if name in SchedulerType.__members__]
     return [t for t in types if can_schedule(fusion, t, inputs)[0]]
 
 
