@@ -12,6 +12,7 @@ from fuser.arguments import checked
 from fuser.device import DESCRIPTIONS, describe_device
 from fuser.errors import DefinitionError, NotCompiledError, UnsupportedError
 from fuser.frontend.draws import Draws
+from fuser.frontend.host_scalars import HostScalars
 from fuser.frontend.profiler import profile_of_kernel, profiler_here
 from fuser.inputs import device_of, flatten
 from fuser.ir import scalar as sc
@@ -64,14 +65,18 @@ class KernelExecutor:
         del scheduler_type  # what is there is the schedule of the tensors, whoever made it
         _check_takes(fusion)
         (compile_params or CompileParams()).check()
-        self._fusion, _ = fusion.copy()
+        self._scalars = HostScalars.of(fusion)
+        self._fusion = fusion.copy()[0] if self._scalars is None else self._scalars.fusion
         refine_extents(self._fusion)
         self._binder = InputBinder(self._fusion)
         self._executor = executor.KernelExecutor(
             self._fusion, scheduler="user", name="user", of=f"the kernel of {dumps.next_fusion()}"
         )
         if args:
-            self._launch(flatten(args), launch_constraints, compile_params)
+            self._launch(self._flat(args), launch_constraints, compile_params)
+
+    def _flat(self, args: Sequence[object]) -> list[Argument]:
+        return flatten(args) if self._scalars is None else self._scalars.read(args)
 
     def is_compiled(self) -> bool:
         """Return whether `compile` has been called."""
@@ -92,7 +97,7 @@ class KernelExecutor:
         `compile`, and what that raises about parameters."""
         if self._executor is None:
             raise NotCompiledError("KernelExecutor: compile a fusion first")
-        inputs = flatten(args)
+        inputs = self._flat(args)
         if launch_constraints is not None or compile_params is not None:
             self._launch(inputs, launch_constraints, compile_params)
         outputs, sizes = self._outputs(inputs)
@@ -174,7 +179,8 @@ def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> 
     _check_takes(self)
     params = compile_params or CompileParams()
     params.check()
-    fusion, _ = self.copy()
+    scalars = HostScalars.of(self)
+    fusion = self.copy()[0] if scalars is None else scalars.fusion
     refine_extents(fusion)
     device = describe_device("cuda") if torch.cuda.is_available() else DESCRIPTIONS["h200"]
     index = params.index_type or DataType.Int

@@ -89,6 +89,20 @@ def test_the_text_of_a_definition_keeps_it() -> None:
     assert torch.equal(twin.execute([torch.tensor(2.0), x])[0], 2.0 * x)
 
 
+def test_kernels_of_the_users_schedule() -> None:
+    with FusionDefinition() as fd:
+        x, s = fd.define_tensor([-1, 3]), fd.define_tensor([], dtype=DataType.Int, is_cpu=True)
+        y = fd.ops.mul(fd.ops.add(x, s), s)
+        fd.add_output(y)
+        y.merge(0, 1)
+        y.split(0, 4)
+        y.axis(0).parallelize(ParallelType.grid_x)
+        assert "__global__" in fd.fusion.print_kernel()
+    x = torch.randn(4, 3)
+    for value in (2, -3):
+        assert torch.equal(fd.manual_execute([x, torch.tensor(value)])[0], (x + value) * value)
+
+
 def updated(fd: FusionDefinition, s: Any) -> None:
     fd.add_output(fd.ops.add(s, 1.0), s)
 

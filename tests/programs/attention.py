@@ -173,7 +173,7 @@ def rope_by_halves(fd: FusionDefinition) -> None:
     x = fd.define_tensor(shape=[BATCH, HEADS, LENGTH, WIDTH], contiguity=[True] * 4)
     cos = fd.define_tensor(shape=[LENGTH, WIDTH], contiguity=[True, True])
     sin = fd.define_tensor(shape=[LENGTH, WIDTH], contiguity=[True, True])
-    first = fd.ops.slice(x, [0, 0, 0, 0], [BATCH, HEADS, LENGTH, WIDTH // 2], [1, 1, 1, 1], 0)
+    first = fd.ops.slice(x, [0, 0, 0, 0], [BATCH, HEADS, LENGTH, WIDTH // 2], [1, 1, 1, 1], False)
     second = fd.ops.slice(
         x,
         start_indices=[0, 0, 0, WIDTH // 2],

@@ -117,10 +117,10 @@ def clip_by_global_norm(fd: FusionDefinition) -> None:
         for rank in (2, 1, 3)
     ]
     limit = fd.define_scalar(dtype=DataType.Double)
-    total = None
-    for grad in grads:
-        square = fd.ops.sum(fd.ops.mul(grad, grad), dims=list(range(grad.ndim)))
-        total = square if total is None else fd.ops.add(total, square)
+    squares = [fd.ops.sum(fd.ops.mul(g, g), dims=list(range(g.ndim))) for g in grads]
+    total = squares[0]
+    for square in squares[1:]:
+        total = fd.ops.add(total, square)
     norm = fd.ops.sqrt(total)
     scale = fd.ops.minimum(fd.ops.div(limit, fd.ops.add(norm, 1e-6)), 1.0)
     for grad in grads:

@@ -92,14 +92,16 @@ def convolution_by_matmuls(fd: FusionDefinition) -> None:
     n = fd.ops.size(x, 0)
     last = fd.ops.permute(x, [0, 2, 3, 1])
     padded = fd.ops.pad(last, [0, 0, 1, 1, 1, 1], 0.0)
-    total = None
+    products = []
     for i in range(3):
         for j in range(3):
             part = fd.ops.slice(padded, [0, i, j, 0], [n, i + 6, j + 8, 3])
             tap = fd.ops.slice(w, [0, 0, i, j], [4, 3, i + 1, j + 1])
             tap = fd.ops.squeeze(tap, [2, 3])
-            product = fd.ops.linear(part, tap)
-            total = product if total is None else fd.ops.add(total, product)
+            products.append(fd.ops.linear(part, tap))
+    total = products[0]
+    for product in products[1:]:
+        total = fd.ops.add(total, product)
     fd.add_output(fd.ops.permute(total, [0, 3, 1, 2]))
 
 
