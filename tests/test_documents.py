@@ -79,10 +79,12 @@ inputs = [5, 1, 2, torch.randn(3, 8), 0.75]""",
 ids, weight, log_p = real(4, dtype=DataType.Int), real(9, 8), real(4, 6)
 target, y = real(4, 1, dtype=DataType.Int), real(4, 8)
 index, src = real(2, 8, dtype=DataType.Int), real(2, 8)
+rows, added = real(3, dtype=DataType.Int), real(3, 8)
 # The block scatters into what it has looked up.
 whole, places = torch.randn(4, 8), torch.tensor([[0], [3], [1], [5]])
 inputs = [torch.arange(4), torch.randn(9, 8), torch.randn(4, 6), places, whole,
-          torch.arange(2)[:, None].expand(2, 8).contiguous(), torch.randn(2, 8)]""",
+          torch.arange(2)[:, None].expand(2, 8).contiguous(), torch.randn(2, 8),
+          torch.tensor([3, 0, 3]), torch.randn(3, 8)]""",
         _CLOSE,
     ),
     "Scans, sorts and groups": (
@@ -91,6 +93,14 @@ x, scores, tokens = real(4, 8), real(4, 8), real(6, 4)
 experts, ends = real(2, 4, 3), real(2, dtype=DataType.Int32)
 inputs = [torch.rand(4, 8), torch.rand(4, 8), torch.rand(6, 4), torch.rand(2, 4, 3),
           torch.tensor([2, 6], dtype=torch.int32)]""",
+        _CLOSE,
+    ),
+    "Floats of one byte": (
+        f"""{_OPEN}
+x, a, b, bias = real(4, 64), real(4, 16), real(16, 8), real(8)
+scale_a, scale_b = real(4, 1), real(1, 8)
+inputs = [torch.randn(4, 64), torch.randn(4, 16), torch.randn(16, 8), torch.randn(8),
+          torch.rand(4, 1), torch.rand(1, 8)]""",
         _CLOSE,
     ),
     "Attention": (

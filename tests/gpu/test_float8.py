@@ -1,0 +1,96 @@
+"""Floats of one byte on a GPU: its conversions for all floats, and torch's kernel for products."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition
+from fuser.ops import scaled_product
+from tests.frontend.test_float8 import FLOAT8, OTHERS, check, check_bytes, codes
+from tests.frontend.test_scaled_mm import brute_force, draw, factors, quantize, wanted
+
+D = DataType
+# So many floats at a time, of all 2^32.
+PART = 1 << 28
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_float_is_rounded_as_torch_does(dtype: DataType) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        fd.add_output(fd.ops.cast(x, dtype))
+    for start in range(-(2**31), 2**31, PART):
+        bits = torch.arange(start, start + PART, dtype=torch.int64, device="cuda").int()
+        (out,) = fd.execute([bits.view(torch.float32)])
+        expected = bits.cpu().view(torch.float32).to(FLOAT8[dtype])
+        check_bytes(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_all_codes_become_every_dtype(dtype: DataType) -> None:
+    x = codes(dtype)
+    finite = x.float().abs() < 2**31
+    with FusionDefinition() as fd:
+        tv = fd.from_pytorch(x)
+        for to in OTHERS:
+            fd.add_output(fd.ops.cast(tv, to))
+    for out, to in zip(fd.execute([x.cuda()]), OTHERS.values(), strict=True):
+        keep = finite if not (to.is_floating_point or to is torch.bool) else slice(None)
+        check(out.cpu()[keep], x.to(to)[keep])
+
+
+@pytest.mark.parametrize("shape", [(64, 128, 96), (7, 48, 16), (5, 33, 9), (0, 16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [D.BFloat16, D.Half, D.Float])
+def test_scaled_products(shape: tuple[int, int, int], dtype: DataType) -> None:
+    """What torch's kernel takes and what it does not: each form beside float64."""
+    m, _, n = shape
+    a, b = factors(*shape)
+    bias = draw(n, dtype=torch.bfloat16)
+    one, s1, s2 = torch.tensor(0.5), draw(m, 1).abs(), draw(1, n).abs()
+    scales = [(one, one), (s1, s2), (s1, one)]
+    for (p, q), has_bias, has_alpha in itertools.product(scales, (False, True), (False, True)):
+        inputs = [a, b, p, q, *[bias] * has_bias, *[one] * has_alpha]
+        with FusionDefinition() as fd:
+            mat1, mat2, scale1, scale2, *rest = map(fd.from_pytorch, inputs)
+            more: Any = dict(zip(["bias"] * has_bias + ["alpha"] * has_alpha, rest, strict=True))
+            made = fd.ops.scaled_mm(mat1, mat2, scale1, scale2, **more, dtype=dtype)
+            fd.add_output(made[0])
+        (out,) = fd.execute([x.cuda() for x in inputs])
+        expected = wanted(a, b, p, q) * (0.5 if has_alpha else 1.0)
+        expected = expected + bias.double() if has_bias else expected
+        eps = torch.finfo(out.dtype).eps
+        # The tensor cores keep fewer digits of partial sums than float32 has.
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=eps + 1e-3, atol=2e-2)
+
+
+def test_torchs_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs products of floats of one byte")
+    called: list[torch.dtype] = []
+    plain = scaled_product._native
+
+    def noted(*args: object) -> torch.Tensor:
+        out = plain(*args)  # pyright: ignore[reportArgumentType]
+        called.append(out.dtype)
+        return out
+
+    monkeypatch.setattr(scaled_product, "_native", noted)
+    a, b = (x.cuda() for x in factors(64, 128, 96))
+    one = torch.tensor(0.5, device="cuda")
+    given = {"mat1": a, "mat2": b, "scale1": one, "scale2": one}
+    scaled_product.scaled_product(given, torch.bfloat16, torch.float32)
+    scaled_product.scaled_product({**given, "alpha": one}, torch.bfloat16, torch.float32)
+    assert called == [torch.bfloat16, torch.float32]
+
+
+def test_blocks() -> None:
+    x = draw(33, 256)
+    with FusionDefinition() as fd:
+        for tv in quantize(fd.from_pytorch(x)):
+            fd.add_output(tv)
+    for out, expected in zip(fd.execute([x.cuda()]), brute_force(x), strict=True):
+        check(out.cpu(), expected)
