@@ -81,6 +81,9 @@ _UNSUPPORTED_TEXT = {
     D.Float4_e2m1fn_x2: "__e2m1_x2",
     D.Null: "null_type",
 }
+# Two elements share a byte; torch has a dtype for the pair.
+_PACKED = (D.Float4_e2m1fn, D.Float4_e2m1fn_x2)
+_PACKED_IN_TORCH = "torch.float4_e2m1fn_x2"
 FROM_TEXT = {info.text: dtype for dtype, info in _HELD.items()}
 FROM_TORCH = {
     info.torch: dtype
@@ -112,7 +115,10 @@ def _checked(dtype: DtypeLike, what: str, known: Mapping[DataType, DtypeInfo]) -
     if isinstance(dtype, torch.dtype):
         dtype = from_torch(dtype)
     if dtype not in known:
-        raise UnsupportedError(f"{what}: dtype {dtype_text(dtype)} is not supported yet")
+        packed = ": two elements share a byte, of which no kernel reads or writes a half"
+        raise UnsupportedError(
+            f"{what}: dtype {dtype_text(dtype)} is not supported yet{packed * (dtype in _PACKED)}"
+        )
     return dtype
 
 
@@ -144,6 +150,8 @@ def to_torch(dtype: DataType) -> torch.dtype:
 def from_torch(dtype: torch.dtype) -> DataType:
     """Return the IR dtype of a torch dtype; raises `UnknownDtypeError` for one that has none."""
     found = FROM_TORCH.get(dtype)
+    if str(dtype) == _PACKED_IN_TORCH:
+        return D.Float4_e2m1fn_x2
     if found is None:
         raise UnknownDtypeError(f"torch dtype {dtype} has no supported counterpart")
     return found

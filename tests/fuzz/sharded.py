@@ -25,8 +25,9 @@ from tests.fuzz.program import (
 )
 from tests.fuzz.scans import scan_or_sort
 from tests.fuzz.shards import mesh_sizes
+from tests.fuzz.table import FLOAT8
 
-_DTYPES = ("Float",) * 6 + ("BFloat16", "Double", "Double", "Int")
+_DTYPES = ("Float",) * 6 + ("BFloat16", "Double", "Double", "Int", "Float8_e5m2")
 _SIZES = (4, 4, 8, 8, 8, 12, 16)
 # How many ranks run a program, as often as drawn.
 RANKS = (2, 2, 4)
@@ -59,7 +60,7 @@ class Sharded(Builder):
     def build(self) -> Program:
         models = (self.mlp, self.attention, self.norm, self.chain)
         model = self.rng.choices(models, (22, 22, 16, 40))[0]
-        if model != self.chain and self.home == "Int":
+        if model != self.chain and self.home in ("Int", *FLOAT8):
             self.home = "Float"
         try:
             model()
@@ -444,6 +445,8 @@ def _contraction(b: Sharded, name: str) -> None:
     dims = b.dims[name]
     if not dims or not b.is_a(name, "f") or dims[-1].expanded or len(b.inputs) > 6:
         return
+    if b.dtype[name] in FLOAT8:
+        return
     n = b.dim()
     if math.prod(dims[-1].vec) * math.prod(n.vec) > 1024:
         return
@@ -456,7 +459,7 @@ def _contraction(b: Sharded, name: str) -> None:
 
 
 def _attend(b: Sharded, name: str) -> None:
-    if not b.is_a(name, "f") or len(b.inputs) > 6:
+    if not b.is_a(name, "f") or b.dtype[name] in FLOAT8 or len(b.inputs) > 6:
         return
     if len(b.dims[name]) != 4:
         few = [b.constant(b.rng.choice((2, 4, 8))) for _ in range(3)]
