@@ -42,12 +42,18 @@ def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
         return number_text(value)
     where = f"dtype={value.dtype}, device='{value.device}'"
     shape, strides = tuple(value.shape), value.stride()
+    # torch draws no floats of one byte.
+    is_narrow = value.dtype.is_floating_point and value.dtype.itemsize == 1
+    if value.is_contiguous() and is_narrow:
+        return f"torch.randn({shape}, device='{value.device}').to({value.dtype})"
     if value.is_contiguous():
         return f"torch.testing.make_tensor({shape}, {where})"
     # As many elements as the last one needs to be there.
     count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     count = count if value.numel() else 0
-    if value.dtype.is_floating_point or value.dtype.is_complex:
+    if is_narrow:
+        drawn = f"torch.randn({count}, device='{value.device}').to({value.dtype})"
+    elif value.dtype.is_floating_point or value.dtype.is_complex:
         drawn = f"torch.randn({count}, {where})"
     else:
         end = 2 if value.dtype is torch.bool else 10

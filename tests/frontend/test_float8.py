@@ -13,7 +13,7 @@ import torch
 
 from fuser import DataType, FusionDefinition, TensorView, ops
 from fuser.device import H200
-from fuser.errors import DefinitionError, DtypeError, UnsupportedError
+from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.kernels.executor import KernelExecutor
@@ -286,6 +286,24 @@ def test_sums_round_once(dtype: DataType) -> None:
     check(out, torch.tensor([384.0]).to(FLOAT8[dtype]))
     (none,) = run(lambda t: ops.sum(t, [1]), x[:, :0].contiguous())
     check(none, torch.tensor([0.0]).to(FLOAT8[dtype]))
+
+
+@EACH
+def test_what_stands_beside_a_run(dtype: DataType) -> None:
+    """Validation, scripts for inputs in any layout, updates in place, numbers, traces."""
+    x = torch.arange(1.0, 97.0).view(8, 12).to(FLOAT8[dtype])
+    with FusionDefinition() as fd:
+        a, s = fd.define_tensor([-1, -1], dtype=dtype), fd.define_scalar(None, dtype)
+        fd.add_output(fd.ops.cast(fd.ops.add(a, 1.0), dtype), a)
+        fd.add_output(fd.ops.mul(a, s))
+    for layout in (x.clone(), x.t().contiguous().t()):
+        (out,) = fd.validate([layout, 2.0])
+        check(out, x.float() * 2)
+        check(layout, (x.float() + 1).to(FLOAT8[dtype]))
+        exec(fd.repro_script_for([layout, 2.0]), {})
+    fd.trace([x.clone(), 2.0])
+    with pytest.raises(InputError, match=r"1e\+39 is out of the range of __e"):
+        fd.execute([x, 1e39])
 
 
 # ------------------------------------------------------------------ refused
