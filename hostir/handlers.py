@@ -42,6 +42,7 @@ from hostir.ops import (
 from hostir.post import Call, Done, Posted, exchange, permute, post, transfer
 from hostir.shown_shards import meet_at, show_shards
 from hostir.slices import dropped_axes
+from hostir.steps import without_gradient
 from hostir.transfers import (
     AT_ROOT,
     CollectivePermute,
@@ -174,7 +175,8 @@ def _tensor_op(op: TensorOp, frame: Frame) -> None:
 
 
 def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
-    """Return a view with the strides that the caller asked for."""
+    """Return a view with the strides that the caller asked for; results carry no gradient."""
+    view = without_gradient(view)
     strides = viewed_strides(tv, view.shape, view.stride())
     return view if strides == view.stride() else view.as_strided(view.shape, strides)
 

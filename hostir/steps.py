@@ -238,10 +238,10 @@ class View:
         i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
 
         def view(slots: Slots) -> None:
-            slots[o] = slots[i].as_strided(shape, strides)
+            slots[o] = without_gradient(slots[i]).as_strided(shape, strides)
 
         def shifted_view(slots: Slots) -> None:
-            x = slots[i]
+            x = without_gradient(slots[i])
             slots[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
 
         if i not in binding.fixed:
@@ -250,6 +250,11 @@ class View:
         x = binding.fixed[i]
         binding.fixed[o] = x.as_strided(shape, strides, x.storage_offset() + shift)
         return None
+
+
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose views ask for no gradient, as results do not."""
+    return x.detach() if x.requires_grad else x
 
 
 class Multiply(NamedTuple):

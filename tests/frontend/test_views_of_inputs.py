@@ -275,3 +275,30 @@ def test_a_shard_is_viewed_as_the_whole_is(case: str) -> None:
     for gaps in ((0, 0), (0, 3), (5, 5)):
         with multidevice.simulate(2) as world:
             world.run(lambda gaps=gaps: body(gaps))
+
+
+def transposed() -> FusionDefinition:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1])
+        fd.add_output(fd.ops.permute(x, [1, 0]))
+        fd.add_output(fd.ops.neg(x))
+    return fd
+
+
+@pytest.mark.filterwarnings("ignore:input 0")
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_a_view_carries_no_gradient(kind: type[torch.Tensor]) -> None:
+    """Torch's own views of a leaf ask for one even where nothing is recorded."""
+    fd, x = transposed(), torch.randn(3, 4, requires_grad=True)
+    given = x if kind is torch.Tensor else torch.nn.Parameter(x.detach())
+    for _ in range(3):
+        view, negative = fd.execute([given])
+        assert view.data_ptr() == given.data_ptr()
+        assert not view.requires_grad and not negative.requires_grad
+
+
+def test_what_is_a_lazy_view_is_computed_first() -> None:
+    fd, x = transposed(), torch.randn(3, 4)
+    for _ in range(3):
+        view, negative = fd.execute([torch._neg_view(x)])
+        assert torch.equal(view, -x.t()) and not view.is_neg() and torch.equal(negative, x)
