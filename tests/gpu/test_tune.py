@@ -80,7 +80,7 @@ def test_a_neighbour_with_too_many_blocks_is_left_out() -> None:
     """Some neighbours of the choice have more than 65535 blocks along y."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1, -1, -1], dtype=DataType.BFloat16, contiguity=True)
-        fd.add_output(fd.ops.permute(x, [0, 2, 1, 3]))
+        fd.add_output(fd.ops.stride_order(fd.ops.permute(x, [0, 2, 1, 3]), [3, 2, 1, 0]))
     x = torch.randn(16, 512, 16, 96, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
         (out,) = fd.execute([x], _enable_options=["tune"])
