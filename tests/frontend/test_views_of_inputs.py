@@ -19,7 +19,7 @@ from fuser import FusionDefinition, ParallelType
 from multidevice import DeviceMesh
 from tests.frontend.test_layouts import strided
 
-PROGRAMS, BATCH = 300, 60
+PROGRAMS, BATCH = 180, 60
 MESH = DeviceMesh([0, 1])
 
 
