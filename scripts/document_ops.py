@@ -1,7 +1,8 @@
 """Writes docs/ops.md, the page of the public ops, and fuser/ops/__init__.pyi, their signatures for
-type checkers, from their rows (`fuser.ops.rows`).
+type checkers, from their rows (`fuser.ops.rows`); and in docs/coming_from_nvfuser.md the names that
+raise.
 
-`python scripts/document_ops.py` after a row was added or changed; a test compares.
+`python scripts/document_ops.py` after a row, or such a name, was added or changed; a test compares.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
+import fuser
+from fuser.errors import UnsupportedError
+from fuser.ir.dtypes import DataType
+from fuser.ir.fusion import Fusion
+from fuser.ir.guard import FusionGuard
+from fuser.ops.define import define_tensor
 from fuser.ops.dtype_rules import DTYPE_RULES
 from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.pointwise import POINTWISE, PUBLIC
@@ -22,6 +29,7 @@ from fuser.pointwise import POINTWISE, PUBLIC
 _ROOT = Path(__file__).resolve().parents[1]
 PAGE = _ROOT / "docs" / "ops.md"
 STUB = _ROOT / "fuser" / "ops" / "__init__.pyi"
+DIFFERENCES = _ROOT / "docs" / "coming_from_nvfuser.md"
 
 _HEAD = """# Ops
 
@@ -141,6 +149,14 @@ class _Bare(str):
         return str(self)
 
 
+# What an operand may be -> what it is in a call of scalars alone.
+_OF_SCALARS = {
+    "OperandLike": "ScalarLike",
+    "Operand": "Scalar",
+    "TensorView | Scalar": "Scalar",
+}
+
+
 def _annotation(text: str) -> _Bare:
     """Return an annotation in which no name is that of an op: `complex` and others are both."""
 
@@ -154,13 +170,14 @@ def _annotation(text: str) -> _Bare:
 def _signatures(row: OpRow) -> Iterator[inspect.Signature]:
     """Yield a signature per overload: with a tensor in each place of an operand, then without."""
     found = inspect.signature(row.function)
-    places = [p.name for p in found.parameters.values() if p.annotation == "OperandLike"]
-    if found.return_annotation != "Operand":
+    kinds = {p.name: p.annotation for p in found.parameters.values()}
+    places = {name: _OF_SCALARS[kind] for name, kind in kinds.items() if kind in _OF_SCALARS}
+    if found.return_annotation != "Operand" or not places:
         yield _shown(found, {}, found.return_annotation)
         return
     for place in places:
         yield _shown(found, {place: "TensorView"}, "TensorView")
-    yield _shown(found, dict.fromkeys(places, "ScalarLike"), "Scalar")
+    yield _shown(found, places, "Scalar")
 
 
 def _shown(found: inspect.Signature, taken: dict[str, str], result: str) -> inspect.Signature:
@@ -192,6 +209,35 @@ def stub() -> str:
     return "\n".join([_STUB_HEAD, *imports, "", lines, "", f"__all__ = {list(ROWS)}", ""])
 
 
+# ------------------------------------------------------------------ names that raise
+_NAMES = re.compile(r"(?<=<!-- by scripts/document_ops\.py -->\n\n).*?(?=\n\n<!-- -->)", re.DOTALL)
+
+
+def _has_tensors(dtype: DataType) -> bool:
+    try:
+        with FusionGuard(Fusion()):
+            define_tensor([-1], contiguity=True, dtype=dtype)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def differences() -> str:
+    """Return the page of differences with the table of the names that raise."""
+    names: dict[str, list[str]] = {}
+    for name, advice in fuser._REFUSED.items():
+        names.setdefault(advice, []).append(f"fuser.{name}")
+    without = "not there yet: a call raises"
+    names[without] = [f"fd.ops.{row.name}" for row in ROWS.values() if not row.is_implemented]
+    without = "no tensor has this dtype: `define_tensor` raises"
+    names[without] = [str(dtype) for dtype in DataType if not _has_tensors(dtype)]
+    lines = (
+        (" ".join(f"`{n}`" for n in found), advice) for advice, found in names.items() if found
+    )
+    return _NAMES.sub(lambda _: _table(["name", "what to use"], lines), DIFFERENCES.read_text())
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
     STUB.write_text(stub())
+    DIFFERENCES.write_text(differences())

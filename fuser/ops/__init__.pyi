@@ -250,7 +250,12 @@ def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """What floor
 def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
 @overload
 def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """What floor(lhs / rhs) leaves, of the sign of rhs; of integers, x and 0 give x."""
-def complex(lhs: TensorView | Scalar, rhs: TensorView | Scalar, /) -> Scalar: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+@overload
+def complex(lhs: TensorView, rhs: TensorView | Scalar, /) -> TensorView: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+@overload
+def complex(lhs: TensorView | Scalar, rhs: TensorView, /) -> TensorView: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
+@overload
+def complex(lhs: Scalar, rhs: Scalar, /) -> Scalar: """lhs + i rhs: two tensors, or two scalars that are no Python numbers."""
 @overload
 def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """lhs to the power rhs; integers wrap, and negative exponents give 0 except of 1 and -1."""
 @overload
