@@ -45,7 +45,7 @@ for made in [v for v in dict(globals()).values() if isinstance(v, TensorView) an
     fd.add_output(made)
 fd.__exit__(None, None, None)
 results = fd.execute(inputs)
-assert results and all(t.numel() and not t.isnan().any() for t in results if t.is_floating_point())
+assert results and not any(t.float().isnan().any() for t in results if t.is_floating_point())
 """
 _HEADS = (
     "q, k, v = real(2, 3, 8, 16), real(2, 3, 8, 16), real(2, 3, 8, 16)\ngrad = real(2, 3, 8, 16)"
