@@ -96,11 +96,13 @@ ABOUT = ("pyproject.toml", "README.md", "LICENSE")
 def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
     """Docs, examples, scripts, benchmarks and tests, beside the packages."""
     folders = (*ROOTS, "docs", "examples", "scripts", "benchmarks", "tests")
-    made = build("sdist", tmp_path, (*ABOUT, "MANIFEST.in"), folders)
+    pages = ("CONTRIBUTING.md", *ABOUT)
+    made = build("sdist", tmp_path, (*pages, "MANIFEST.in"), folders)
     with tarfile.open(made) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tree = tmp_path / "tree"
     files = [p.relative_to(tree) for f in folders for p in (tree / f).rglob("*") if p.is_file()]
+    assert {*pages} <= names
     assert [str(path) for path in files if path.as_posix() not in names] == []
 
 
