@@ -63,8 +63,8 @@ _FIRST_CALL = make_reentrant_lock()
 
 
 @partial(checked, name="execute")
-def _flag(save_repro_inputs: bool) -> bool:
-    return save_repro_inputs
+def _flag(save_repro_inputs: bool | None) -> bool:
+    return bool(save_repro_inputs)
 
 
 class FusionDefinition:
@@ -189,7 +189,7 @@ class FusionDefinition:
         inputs: Iterable[object],
         *,
         device: int | str | torch.device | None = None,
-        save_repro_inputs: bool = False,
+        save_repro_inputs: bool | None = False,
         _enable_options: Sequence[str] = NONE,
         _disable_options: Sequence[str] = NONE,
     ) -> list[torch.Tensor]:
@@ -207,7 +207,7 @@ class FusionDefinition:
 
         cache = self.__dict__.get("fec")
         try:
-            if cache is not None and save_repro_inputs is False:
+            if cache is not None and (save_repro_inputs is False or save_repro_inputs is None):
                 # An empty list says nothing: such a call is like all others.
                 if type(_enable_options) is list and not _enable_options:
                     _enable_options = NONE
@@ -225,7 +225,7 @@ class FusionDefinition:
         self,
         inputs: Iterable[object],
         *given: Any,
-        save_repro_inputs: bool,
+        save_repro_inputs: bool | None,
     ) -> list[torch.Tensor]:
         """Run what has not run yet, or is to be remembered: what is wrong here is an error on all
         ranks."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import category, dtype_text
+from fuser.ir.dtypes import DataType, category, dtype_text
 from fuser.ir.guard import active_fusion
 from fuser.ir.lookup import (
     INDEX_DTYPES,
@@ -30,6 +30,7 @@ from fuser.ops.building import (
     add_op,
     axes_of,
     broadcast_tensor,
+    cast_tensor,
     fail,
     join_axes,
     new_output,
@@ -130,9 +131,12 @@ def _check_ranks(name: str, table: TensorView, index: TensorView) -> None:
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
     """Take along axis `dim` of each row the positions that `index` has for that row.
 
-    The other axes of both have one extent, or one of them is a broadcast.
+    The other axes of both have one extent, or one of them is a broadcast. Positions of a floating
+    dtype are truncated, as in nvFuser: `where(valid, labels, 0.0)` makes such ones of labels.
     """
     name = "take_along_axis"
+    if category(index.dtype()) == "float":
+        index = cast_tensor(index, DataType.Int)
     _check_index(name, index)
     _check_ranks(name, arg, index)
     axis = _looked_up_axis(name, arg, dim)

@@ -43,6 +43,34 @@ def _labels_with_holes() -> torch.Tensor:
 
 
 @program(
+    lambda: [torch.randn(TOKENS, VOCABULARY), _labels_with_holes()],
+    cuts={0: 0, 1: 0},
+)
+def cross_entropy_with_ignored_labels(fd: FusionDefinition) -> None:
+    """As Lightning Thunder writes it: labels become floats by a 0 of the logits' dtype."""
+    logits = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Float)
+    target = fd.define_tensor(shape=[-1], contiguity=[True], dtype=DataType.Int)
+    zero = fd.define_scalar(0, dtype=DataType.Float)
+    valid = fd.ops.ne(target, fd.define_scalar(-100, DataType.Int))
+    rows = target.shape()[-1]
+    labels = fd.ops.where(valid, target, zero)
+    labels = fd.ops.broadcast_in_dim(labels, shape=[rows, 1], broadcast_dims=[0])
+    picked = fd.ops.reshape(fd.ops.take_along_axis(logits, labels, dim=1), new_shape=[rows])
+    top = fd.ops.max(logits, 1)
+    wide = fd.ops.broadcast_in_dim(top, shape=[rows, 1], broadcast_dims=[0])
+    log = fd.ops.log(fd.ops.sum(fd.ops.exp(fd.ops.sub(logits, wide)), 1))
+    loss = fd.ops.where(valid, fd.ops.neg(fd.ops.sub(fd.ops.sub(picked, top), log)), zero)
+    count = fd.ops.cast(fd.ops.sum(valid), dtype=DataType.Float)
+    fd.add_output(fd.ops.div(fd.ops.sum(loss), count))
+    fd.add_output(count)
+
+
+@cross_entropy_with_ignored_labels.expects
+def _(logits, labels):
+    return [F.cross_entropy(logits, labels), (labels != -100).sum().double()]
+
+
+@program(
     lambda: [torch.randn(TOKENS, VOCABULARY).bfloat16(), _labels_with_holes(), torch.randn(())],
     dtypes=[torch.bfloat16],
     cuts={0: 0, 1: 0},
