@@ -126,13 +126,15 @@ def describe_device(device: torch.device | str) -> DeviceInfo:
 
 @functools.cache
 def peak_bandwidth_gbs(device: torch.device) -> float | None:
-    """Returns what the memory of a GPU can deliver, in 1e9 bytes per second; None for a CPU, which
-    does not tell."""
+    """Returns what the memory of a GPU can deliver, in 1e9 bytes per second; None for a CPU, and
+    where torch is too old to tell."""
     if device.type != "cuda":
         return None
     import torch
 
     properties = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "memory_clock_rate"):
+        return None
     return bandwidth_gbs(properties.memory_clock_rate, properties.memory_bus_width)
 
 

@@ -531,7 +531,7 @@ class HostIrEvaluator:
     ) -> T:
         """Return what `take_trace` or `take_profile` does, once the ranks have agreed."""
         if self._late is not None:
-            raise UnsupportedError("trace: late_stream holds work back: trace without it")
+            raise UnsupportedError("trace: late_stream holds work back: run watched without it")
         return take(self, self._communicator, self._team, inputs, asked)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
