@@ -118,6 +118,14 @@ def refuses_ucc() -> bool:
     return refuses((fuser.UnsupportedError,), make)
 
 
+def has_a_profile() -> bool:
+    fd, inputs = written(), [torch.ones(2, 8)]
+    with fuser.PythonProfiler() as prof:
+        fd.execute(inputs)
+    rows = prof.profile.kernel_profiles
+    return rows[0].registers is None and bool(fd.trace(inputs).summary())
+
+
 # What the page calls a difference -> whether it is one.
 DIFFERENCES: dict[str, Callable[[], object]] = {
     "devices": lambda: ran().fec.get_cuda_kernel([torch.ones(2, 8)]),
@@ -155,7 +163,16 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
             written().fusion, [torch.ones(2, 8)], fuser.LaunchParams(7, 7, 7, 7, 7, 7)
         ),
     ),
-    "profiles": lambda: ran().trace([torch.ones(2, 8)]).summary(),
+    "profiles": has_a_profile,
+    "parameters of a scheduler": lambda: refuses((fuser.UnsupportedError,), fuser.PointwiseParams),
+    "`idm.IdModel`": lambda: refuses(
+        (fuser.UnsupportedError,),
+        lambda: fuser.idm.IdModel(written().fusion).maybe_build_graph(fuser.IdMappingMode.loop),
+    ),
+    "`execute_with_dtensors`": lambda: refuses(
+        (fuser.DTensorError, AssertionError),
+        lambda: written().execute_with_dtensors([torch.ones(2, 8)]),
+    ),
     "an unknown option": lambda: refuses(
         (fuser.OptionError, RuntimeError),
         lambda: written().execute([torch.ones(2, 8)], _enable_options=["no_option"]),
