@@ -16,7 +16,7 @@ from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import STORED
+from fuser.ir.dtypes import STORED, is_complex
 from fuser.ir.mesh import DeviceMesh
 from fuser.ir.nodes import ReductionOp, Reshard, TensorOp
 from fuser.ir.tensor import TensorView
@@ -289,6 +289,11 @@ def check_lowerable(op: Reshard) -> None:
     if op.inp.dtype() in STORED:
         raise UnsupportedError(
             f"{found} of {op.inp} -> {op.out}: what is only stored is not sent{user_code(op.where)}"
+        )
+    if op.reduction not in (None, "add") and is_complex(op.inp.dtype()):
+        raise UnsupportedError(
+            f"{found} of {op.inp} -> {op.out}: complex numbers are added over devices, and not "
+            f"combined otherwise ({op.reduction}){user_code(op.where)}"
         )
     if found not in SUPPORTED and not _has_steps(op):
         raise UnsupportedError(

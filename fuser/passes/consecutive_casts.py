@@ -9,14 +9,14 @@ itself when B is its dtype. A cast that rounds stays.
 
 from __future__ import annotations
 
-from fuser.ir.dtypes import DataType
+from fuser.ir.dtypes import COMPLEX_OF, DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import CastOp, LoadStoreOp, TensorOp
 from fuser.passes.remove_bcast_squeeze import is_replaceable
 
 _D = DataType
-# dtype -> the dtypes that hold all its values.
-_HOLDS: dict[DataType, frozenset[DataType]] = {
+# dtype -> the real dtypes that hold all its values.
+_REAL: dict[DataType, frozenset[DataType]] = {
     _D.Bool: frozenset({_D.Int32, _D.Int, _D.Index, _D.Half, _D.BFloat16, _D.Float, _D.Double}),
     _D.Int32: frozenset({_D.Int, _D.Index, _D.Double}),
     _D.Int: frozenset({_D.Index}),
@@ -28,6 +28,15 @@ _HOLDS: dict[DataType, frozenset[DataType]] = {
     _D.Float8_e8m0fnu: frozenset({_D.BFloat16, _D.Float, _D.Double}),
     _D.Float: frozenset({_D.Double}),
     _D.Double: frozenset(),
+}
+# dtype -> the dtypes that hold all its values: complex ones, where their parts do.
+_HOLDS: dict[DataType, frozenset[DataType]] = {
+    **{
+        d: held | {COMPLEX_OF[x] for x in {d} | held if x in COMPLEX_OF}
+        for d, held in _REAL.items()
+    },
+    _D.ComplexFloat: frozenset({_D.ComplexDouble}),
+    _D.ComplexDouble: frozenset(),
 }
 
 

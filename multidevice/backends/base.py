@@ -19,6 +19,7 @@ from fuser.errors import CommunicationError, InputError, ShardingError
 from fuser.torch_calls import raw_stream_on
 from multidevice.backends.captured import Captured
 from multidevice.backends.checks import (
+    COMPLEX,
     FLOATING,
     HALF,
     check_fit,
@@ -180,6 +181,12 @@ class _FinishingWork:
     def synchronize(self) -> None:
         self.wait()
         self._work.synchronize()
+
+
+def _as_pairs(call: Call) -> Call:
+    """Returns a sum of complex numbers as that of twice as many real ones, in the same memory."""
+    inp, out = (None if t is None else torch.view_as_real(t) for t in (call.inp, call.out))
+    return replace(call, inp=inp, out=out, given=call.inp)
 
 
 class CheckedBackend(Captured, ABC):
@@ -447,6 +454,8 @@ class CheckedBackend(Captured, ABC):
     def _bind_reduction(self, call: Call) -> Post | None:
         """Returns how to start what `_start_reduction` does; None where that makes it of another
         one, on other buffers or with work behind it."""
+        if call.inp is not None and call.inp.dtype in COMPLEX:
+            return self._bind_reduction(_as_pairs(call))
         dtype = None if call.inp is None else call.inp.dtype
         is_staged = (
             dtype == torch.bool
@@ -476,6 +485,8 @@ class CheckedBackend(Captured, ABC):
     def _start_reduction(self, call: Call) -> Work:
         inp, out = call.inp, call.out
         assert inp is not None, "every member of a reduction has an input"
+        if inp.dtype in COMPLEX:
+            return self._start_reduction(_as_pairs(call))
         if inp.dtype == torch.bool:
             assert call.reduce is not None, "a reduction has an op"
             byte_out = None if out is None else out.view(torch.uint8)

@@ -9,7 +9,8 @@ from multidevice.backends.protocol import BUFFERS, RED_OPS, RedOp
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 FLOATING = HALF | {torch.float32, torch.float64}
-REDUCIBLE = FLOATING | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+REDUCIBLE = FLOATING | COMPLEX | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
@@ -42,6 +43,13 @@ def check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {RED_OPS}")
     if dtype not in REDUCIBLE:
         raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
+    if dtype in COMPLEX:
+        # Both parts by themselves: transports know no complex numbers.
+        if reduce not in ("SUM", "AVG"):
+            raise UnsupportedError(
+                f"{op}({reduce}): {dtype} is reduced by sums and averages alone, part by part"
+            )
+        return
     if reduce == "AVG" and dtype not in FLOATING:
         raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
 

@@ -141,7 +141,10 @@ class Builder:
         return self.rng.choice(names)
 
     def is_a(self, name: str, kinds: str) -> bool:
-        return DTYPES[self.dtype[name]].category[0] in kinds
+        return self.category(name) in kinds
+
+    def category(self, name: str) -> str:
+        return DTYPES[self.dtype[name]].category[0]
 
     # ------------------------------------------------------------ values
     def fresh(self, prefix: str) -> str:
@@ -175,7 +178,7 @@ class Builder:
         self._register(name, tuple(dims), dtype)
         return name
 
-    def add_scalar(self, dtype: str, values: Sequence[int | float | bool]) -> str:
+    def add_scalar(self, dtype: str, values: Sequence[int | float | complex | bool]) -> str:
         name = self.fresh("n")
         self.inputs.append(ScalarInput(name, dtype))
         for m, value in enumerate(values):
@@ -280,7 +283,7 @@ class Builder:
         if v.ref.numel() == 0:
             return True
         odd = torch.isinf(v.bound)
-        if v.ref.dtype.is_floating_point:
+        if v.ref.is_floating_point() or v.ref.is_complex():
             odd = odd | ~torch.isfinite(v.ref) | (v.ref.abs() > 1e5)
         elif v.ref.dtype is not torch.bool:
             odd = odd | (v.ref.abs() > 10**6)

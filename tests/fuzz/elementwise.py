@@ -12,7 +12,19 @@ from typing import Any
 import torch
 
 from tests.fuzz.table import DTYPES, FLOAT8, HALF, PARTS, ROWS, SHIFTS, Row
-from tests.fuzz.values import INF, Num, Val, cast, computed, corners, exact, nonnan, stored
+from tests.fuzz.values import (
+    INF,
+    Num,
+    Val,
+    cast,
+    computed,
+    corners,
+    exact,
+    nonnan,
+    overflow,
+    size_of,
+    stored,
+)
 
 Tensor = torch.Tensor
 
@@ -32,7 +44,9 @@ _NAME = {f.torch: n for n, f in DTYPES.items()}
 
 
 def _promote_pair(a: str, b: str) -> str:
-    if a != b and (a in FLOAT8 or b in FLOAT8):
+    if "complex" in (category(a), category(b)):
+        a, b = ("Float" if x in FLOAT8 else x for x in (a, b))
+    elif a != b and (a in FLOAT8 or b in FLOAT8):
         # torch has no promotion here: with another float it is that, at least Float.
         floats = [d for d in (a, b) if category(d) == "float"]
         return floats[0] if len(floats) == 1 else "Double" if "Double" in floats else "Float"
@@ -56,6 +70,8 @@ def common_dtype(operands: Sequence[Val | Num]) -> str:
             own = _promote_pair(own, m)
         if result is None:
             result = own
+        elif category(result) == "complex" and category(own) == "float":
+            result = _COMPLEX.get(own, "ComplexFloat")
         elif _ORDER[category(own)] < _ORDER[category(result)]:
             result = _promote_pair(own, result)
         else:
@@ -89,9 +105,11 @@ def operand_in(v: Val | Num, dtype: str) -> Val:
     """Return an operand as a computation in `dtype` sees it."""
     if isinstance(v, Val):
         return cast(v, dtype)
-    if category(dtype) == "float":
-        ref = torch.tensor(float(v.value), dtype=torch.float64)
-        bound = (ref.to(DTYPES[dtype].torch).double() - ref).abs()
+    if is_inexact(dtype):
+        is_complex = category(dtype) == "complex"
+        real = v.value if is_complex or not isinstance(v.value, complex) else v.value.real
+        ref = torch.tensor(real, dtype=torch.complex128 if is_complex else torch.float64)
+        bound = (ref.to(DTYPES[dtype].torch).to(ref.dtype) - ref).abs()
         return Val(ref, torch.nan_to_num(bound), dtype)
     if category(dtype) == "bool":
         return exact(torch.tensor(bool(v.value)), dtype)
@@ -107,8 +125,10 @@ def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
     if row.rule == "select":
         vals[0] = operand_in(operands[0], "Bool")
         return _where(vals, result)
-    if category(compute) != "float":
+    if not is_inexact(compute):
         return _integers(row, vals, compute, result)
+    if "complex" in (category(compute), category(result)):
+        return _complex(row, vals, compute, result)
     ref, bound = corners(row.fn, vals)
     if row.rule in ("test", "comparison", "bool"):
         if row.rule == "comparison":
@@ -121,6 +141,48 @@ def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
     out = computed(ref, bound, compute, row.ulps, scale, [v.ref for v in vals])
     out = _zero_signs(row, vals, out)
     return stored(out.ref, out.bound, result) if result in HALF else out
+
+
+# Of complex numbers, in units of the last place: products of rounded parts, and functions whose
+# reference has no more digits than what it checks.
+_COMPLEX_ULPS = {"add": 1, "sub": 1, "abs": 4, "mul": 8, "div": 16, "truediv": 16, "lerp": 32}
+_COMPLEX_ULPS |= dict.fromkeys(("neg", "real", "imag", "complex"), 0)
+_COMPLEX_ULPS |= dict.fromkeys(("pow", "sigmoid", "silu"), 4096)
+_CUT = "sqrt rsqrt log log2 log10 log1p asin acos asinh acosh atan atanh pow".split()
+
+
+def _complex(row: Row, vals: list[Val], compute: str, result: str) -> Val:
+    """Return an op of complex numbers, or of the parts of one."""
+    ref, bound = corners(row.fn, vals)
+    if row.rule == "comparison":
+        a, b = vals
+        near = ((a.ref - b.ref).abs() <= a.bound + b.bound) & (a.bound + b.bound > 0)
+        return Val(ref, torch.where(near, 1.0, bound), "Bool")
+    if row.rule == "test":
+        (v,) = vals
+        is_near = (v.bound > 0) & (v.ref.imag.abs() <= v.bound) & (row.name == "isreal")
+        return Val(ref, torch.where(is_near, 1.0, bound), "Bool")
+    odd = torch.zeros(ref.shape, dtype=torch.bool)
+    for v in vals:
+        if row.rule not in ("part", "parts"):
+            # torch multiplies a summand by 1 + 0i, and has its own order of parts.
+            odd = odd | ~torch.isfinite(v.ref)
+        if row.rule == "float" or row.name in ("pow", "div"):
+            # The derivative may be anything between the corners.
+            odd = odd | (v.bound > 1e-2)
+        if row.name in _CUT:
+            # On which side of a cut a zero lies is not said.
+            odd = odd | (v.ref.real == 0) | (v.ref.imag == 0)
+    if row.name in ("div", "truediv", "reciprocal", "rsqrt", "pow"):
+        at = vals[0] if row.name == "pow" else vals[-1]
+        odd = odd | (size_of(at.ref) <= at.bound)
+    scale = None if row.scale is None else row.scale(*(v.ref for v in vals)).abs()
+    ulps = _COMPLEX_ULPS.get(row.name, 64)
+    slack = 2.0 if row.rule == "float" else 1.0
+    out = computed(ref, slack * bound, result, ulps, scale, [v.ref for v in vals])
+    if row.rule not in ("part", "parts"):
+        odd = odd | ~torch.isfinite(ref)
+    return overflow(Val(out.ref, torch.where(odd, INF, out.bound), result))
 
 
 def _turns(name: str, vals: Sequence[Val]) -> Tensor:
@@ -175,10 +237,14 @@ def _where(vals: Sequence[Val], dtype: str) -> Val:
     ref = torch.where(cond.ref, a.ref, b.ref)
     bound = torch.where(cond.ref, a.bound, b.bound)
     if not cond.is_exact:
-        other = nonnan((a.ref.double() - b.ref.double()).abs())
+        other = nonnan(size_of(_number(a.ref) - _number(b.ref)))
         both = other + torch.maximum(*torch.broadcast_tensors(a.bound, b.bound))
         bound = torch.where(cond.bound > 0, both, bound)
     return Val(ref, bound, dtype)
+
+
+def _number(x: Tensor) -> Tensor:
+    return x if x.is_complex() else x.double()
 
 
 _INT_GROWING = ("add", "sub", "mul", "neg", "pow", "bitwise_left_shift")
@@ -280,7 +346,9 @@ def clamp(x: Val, low: Any, high: Any) -> Val:
     return pointwise("clamp", [x, *ends])
 
 
-def as_num(value: int | float | bool) -> Num:
+def as_num(value: int | float | complex | bool) -> Num:
     if isinstance(value, bool):
         return Num(value, "Bool")
+    if isinstance(value, complex):
+        return Num(value, "ComplexDouble")
     return Num(value, "Int" if isinstance(value, int) else "Double")

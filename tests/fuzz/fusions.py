@@ -12,6 +12,7 @@ from tests.fuzz.values import Num
 
 _DTYPES = ("Float",) * 8 + ("Half", "BFloat16") * 3 + ("Double",) * 2 + ("Int",) * 2
 _DTYPES += ("Int32", "Bool", "Float8_e4m3fn", "Float8_e5m2")
+_DTYPES += ("ComplexFloat",) * 2 + ("ComplexDouble",)
 _REDUCTIONS = ("sum", "sum", "max", "min", "prod")
 
 
@@ -110,13 +111,17 @@ class FusionBuilder(Builder):
 
     def scalar_input(self) -> str:
         dtype = self.rng.choice(("Int", "Int", "Double"))
-        values: list[int | float | bool] = [
-            self.rng.choice((-7, -5, -2, -1, 0, 1, 2, 3, 10))
-            if dtype == "Int"
-            else round(self.rng.uniform(-3, 3), 3)
-            for _ in range(self.ncalls)
-        ]
-        return self.add_scalar(dtype, values)
+        if self.home.startswith("Complex") and self.chance(0.5):
+            dtype = "ComplexDouble"
+        draw = {
+            "Int": lambda: self.rng.choice((-7, -5, -2, -1, 0, 1, 2, 3, 10)),
+            "Double": lambda: round(self.rng.uniform(-3, 3), 3),
+            "ComplexDouble": self.complex_number,
+        }[dtype]
+        return self.add_scalar(dtype, [draw() for _ in range(self.ncalls)])
+
+    def complex_number(self) -> complex:
+        return complex(round(self.rng.uniform(-3, 3), 3), round(self.rng.uniform(-3, 3), 3))
 
     # ------------------------------------------------------------ elementwise
     def scalar(self, kinds: str) -> Arg:
@@ -128,6 +133,8 @@ class FusionBuilder(Builder):
             name = self.pick(lambda n: bool(self.dims[n]))
             if name is not None:
                 return Size(name, self.rng.randrange(len(self.dims[name])))
+        if "c" in kinds and self.chance(0.6):
+            return self.complex_number()
         if "f" in kinds and self.chance(0.8):
             return round(self.rng.uniform(-2.5, 2.5), 2)
         return self.rng.choice((-5, -3, -1, 0, 1, 2, 3, 4, 7)) if "i" in kinds else True
@@ -135,13 +142,15 @@ class FusionBuilder(Builder):
     def _scalar_kind(self, name: str) -> str:
         value = self.envs[0][name]
         assert isinstance(value, Num)
-        return {"Int": "i", "Double": "f", "Bool": "b"}[value.dtype]
+        return {"Int": "i", "Double": "f", "Bool": "b", "ComplexDouble": "c"}[value.dtype]
 
     def scalar_arithmetic(self) -> None:
-        if not self.scalars:
+        ordered = [n for n in self.scalars if self._scalar_kind(n) != "c"]
+        if not ordered:
             self.scalar_input()
+            return
         op = self.rng.choice(SCALAR_OPS)
-        first: Arg = Ref(self.rng.choice(self.scalars))
+        first: Arg = Ref(self.rng.choice(ordered))
         args: list[Arg] = [first] if op in ("neg", "abs") else [first, self.scalar("i")]
         if op not in ("neg", "abs", "div", "mod") and self.chance(0.5):
             args.reverse()
@@ -193,6 +202,9 @@ class FusionBuilder(Builder):
 
     def binary(self) -> None:
         row = ROWS[self.rng.choice(_BINARY)]
+        if row.name == "complex":
+            self.complex_of_parts()
+            return
         name = self.pick(lambda n: self.is_a(n, row.dtypes))
         if name is None:
             return
@@ -202,7 +214,8 @@ class FusionBuilder(Builder):
             return
         kinds = row.dtypes if row.name != "nextafter" else "f"
         if self.chance(0.35):
-            args: list[Arg] = [Ref(name), self.scalar(kinds if self.is_a(name, "f") else "i")]
+            given = {"f": kinds if self.mixed else kinds.replace("c", ""), "c": "fc"}
+            args: list[Arg] = [Ref(name), self.scalar(given.get(self.category(name), "i"))]
             if row.name == "nextafter":
                 return
             dims: Sequence[Dim] = self.dims[name]
@@ -224,13 +237,22 @@ class FusionBuilder(Builder):
             return
         self.emit(row.name, args, dims)
 
+    def complex_of_parts(self) -> None:
+        name = self.pick(lambda n: self.dtype[n] in ("Float", "Double"))
+        other = None if name is None else self.partner(name, "f")
+        if name is None or other is None or self.dtype[other] != self.dtype[name]:
+            return
+        dims = joined_shapes(self.dims[name], self.dims[other], self.one)
+        assert dims is not None
+        self.emit("complex", [Ref(name), Ref(other)], dims)
+
     def ternary(self) -> None:
         op = self.rng.choice(("where", "where", "lerp", "addcmul", "clamp", "threshold"))
-        kinds = "f" if op == "lerp" else "fi"
+        kinds = {"lerp": "fc", "clamp": "fi", "threshold": "fi"}.get(op, "fic")
         name = self.pick(lambda n: self.is_a(n, kinds))
         if name is None:
             return
-        k = "f" if self.is_a(name, "f") else "i"
+        k = {"f": "f", "c": "fc"}.get(self.category(name), "i")
         if op == "clamp":
             ends = sorted((self.rng.randint(-4, 4), self.rng.randint(-4, 4)))
             limits: list[Arg] = [float(e) if k == "f" else e for e in ends]
@@ -272,9 +294,8 @@ class FusionBuilder(Builder):
         found = self.pick(fits)
         if found is not None:
             return found
-        made = self.emit(
-            self.rng.choice(("gt", "le")), [Ref(name), self.scalar("fi")], self.dims[name]
-        )
+        tests = ("eq", "ne") if self.is_a(name, "c") else ("gt", "le")
+        made = self.emit(self.rng.choice(tests), [Ref(name), self.scalar("fi")], self.dims[name])
         return made[0] if made else None
 
     def cast(self) -> None:
@@ -306,7 +327,8 @@ class FusionBuilder(Builder):
 
     def reduction(self) -> None:
         op = self.rng.choice(_REDUCTIONS)
-        name = self.pick(lambda n: bool(self.dims[n]) and (op == "sum" or self.dtype[n] != "Bool"))
+        kinds = {"sum": "fibc", "prod": "fic"}.get(op, "fi")
+        name = self.pick(lambda n: bool(self.dims[n]) and self.is_a(n, kinds))
         if name is None:
             return
         axes, keep, dims = self.reduced(name)
@@ -320,8 +342,8 @@ class FusionBuilder(Builder):
         name = self.pick(
             lambda n: (
                 bool(self.dims[n])
-                and self.is_a(n, "f")
-                and (op != "var_mean" or self.dtype[n] in ("Float", "Double"))
+                and self.is_a(n, "f" if op == "welford" else "fc")
+                and (op != "var_mean" or self.dtype[n] not in HALF)
             )
         )
         if name is None:

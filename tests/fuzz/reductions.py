@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tests.fuzz.elementwise import category, pointwise
+from tests.fuzz.elementwise import category, is_inexact, pointwise
 from tests.fuzz.table import DTYPES, HALF
 from tests.fuzz.values import (
     INF,
@@ -19,6 +19,7 @@ from tests.fuzz.values import (
     exact,
     nonnan,
     overflow,
+    size_of,
     stored,
 )
 
@@ -39,7 +40,7 @@ def reduce(
 ) -> Val:
     if dtype is not None:
         v = cast(v, dtype)
-    elif name in ("sum", "prod") and category(v.dtype) != "float":
+    elif name in ("sum", "prod") and not is_inexact(v.dtype):
         v = cast(v, "Int")
     if v.ref.ndim == 0:
         return v
@@ -48,15 +49,19 @@ def reduce(
     return stored(out.ref, out.bound, v.dtype) if v.dtype in HALF else out
 
 
+def is_whole(x: torch.Tensor) -> bool:
+    """Whether all are integers, also the parts of complex numbers."""
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return bool((real == real.round()).all())
+
+
 def _sum(v: Val, dims: list[int], keepdim: bool) -> Val:
     ref = v.ref.sum(dims, keepdim)
-    sizes = v.ref.double().abs().sum(dims, keepdim)
+    sizes = size_of(v.ref).sum(dims, keepdim)
     bound = nonnan(v.bound.sum(dims, keepdim))
     if category(v.dtype) == "int":
         return overflow(Val(ref, torch.where(bound > 0, INF, bound), v.dtype))
-    whole = (v.ref == v.ref.round()).all() and float(
-        sizes.nan_to_num(INF).max() if sizes.numel() else 0
-    ) < 2**24
+    whole = is_whole(v.ref) and float(sizes.nan_to_num(INF).max() if sizes.numel() else 0) < 2**24
     out = accumulated(ref, bound, sizes + bound, _count(v, dims), v.dtype)
     out = Val(ref, torch.where(torch.isfinite(ref) | (bound > 0), out.bound, 0.0), v.dtype)
     # The order of a sum decides what becomes of an overflow on the way.
@@ -68,20 +73,22 @@ def _sum(v: Val, dims: list[int], keepdim: bool) -> Val:
 
 
 def _prod(v: Val, dims: list[int], keepdim: bool) -> Val:
-    ref, bound, x = v.ref, v.bound, v.ref.double().abs()
+    ref, bound, x = v.ref, v.bound, size_of(v.ref)
     relative = torch.where(v.bound > 0, v.bound / x, 0.0)
     logs = torch.where(x > 0, x.log2().abs(), 0.0)
     for d in sorted(dims, reverse=True):
         ref = ref.prod(d, keepdim=keepdim)
     size, bound = logs.sum(dims, keepdim), torch.log1p(relative).sum(dims, keepdim)
-    is_float = category(v.dtype) == "float"
+    is_float = is_inexact(v.dtype)
     limit = math.log2(DTYPES["Float" if v.dtype in HALF else v.dtype].largest) - 4
     eps = DTYPES["Float" if v.dtype in HALF else v.dtype].eps if is_float else 0.0
-    new = ref.double().abs() * (torch.expm1(bound) + _count(v, dims) * eps)
+    eps *= 4 if ref.is_complex() else 1
+    new = size_of(ref) * (torch.expm1(bound) + _count(v, dims) * eps)
     if not is_float:
         new = torch.where(bound > 0, INF, 0.0).expand(ref.shape)
     unknown = (size > limit) | (relative.isinf().any() if relative.numel() else False)
-    new = torch.where(torch.isfinite(ref.double()) | (bound > 0), nonnan(new), 0.0)
+    unknown = unknown | (~torch.isfinite(ref) & ref.is_complex())
+    new = torch.where(torch.isfinite(size_of(ref)) | (bound > 0), nonnan(new), 0.0)
     # 0 * inf and overflow on the way depend on the order.
     return Val(ref, torch.where(unknown | bound.isinf(), INF, new), v.dtype)
 
@@ -145,6 +152,10 @@ def welford(v: Val, dims: object) -> list[Val]:
 
 def var_mean(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> list[Val]:
     where = dims_of(dims, v.ref.ndim)
+    if v.ref.is_complex():
+        parts = [pointwise(p, [v]) for p in ("real", "imag")]
+        (a, x), (b, y) = (var_mean(p, dims, correction, keepdim) for p in parts)
+        return [pointwise("add", [a, b]), pointwise("complex", [x, y])]
     mean, m2, _ = welford(v, dims)
     scale = _inverse(_count(v, where) - correction, v.dtype)
     variance = pointwise("mul", [m2, scale])
@@ -156,7 +167,7 @@ def var_mean(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -
 
 def _inverse(free: int, dtype: str) -> Val:
     value = 1 / free if free > 0 else INF
-    compute = "Double" if dtype == "Double" else "Float"
+    compute = "Double" if dtype in ("Double", "ComplexDouble") else "Float"
     one = torch.tensor(value, dtype=torch.float64)
     bound = one * DTYPES[compute].eps if free > 1 else torch.zeros_like(one)
     return Val(one, torch.nan_to_num(bound), compute)
@@ -167,7 +178,12 @@ def var(v: Val, dims: object, correction: int = 1, keepdim: bool = False) -> Val
     n = _count(v, where)
     mean = pointwise("div", [reduce("sum", v, where, True), Num(n, "Int")])
     delta = pointwise("sub", [v, mean])
-    total = reduce("sum", pointwise("mul", [delta, delta]), where, keepdim)
+    if v.ref.is_complex():
+        parts = [pointwise(p, [delta]) for p in ("real", "imag")]
+        square = pointwise("add", [pointwise("mul", [p, p]) for p in parts])
+    else:
+        square = pointwise("mul", [delta, delta])
+    total = reduce("sum", square, where, keepdim)
     return pointwise("mul", [total, _inverse(n - correction, v.dtype)])
 
 
@@ -178,7 +194,7 @@ def matmul(a: Val, b: Val, bias: Val | None = None) -> Val:
     sizes = torch.matmul(a.ref.abs(), b.ref.abs())
     bound = torch.matmul(a.ref.abs(), b.bound) + torch.matmul(a.bound, b.ref.abs() + b.bound)
     compute = "Float" if a.dtype in HALF else a.dtype
-    whole = all(bool((v.ref == v.ref.round()).all()) and v.is_exact for v in (a, b))
+    whole = all(is_whole(v.ref) and v.is_exact for v in (a, b))
     whole = whole and float(sizes.nan_to_num(INF).max() if sizes.numel() else 0) < 2**11
     out = accumulated(ref, bound, sizes, k, a.dtype) if not whole else exact(ref, compute)
     if bias is not None:

@@ -74,10 +74,10 @@ def compare(out: torch.Tensor, expected: Val) -> str | None:
     if out.shape != expected.ref.shape:
         return f"shape {tuple(out.shape)}, expected {tuple(expected.ref.shape)}"
     got = out.detach().cpu()
-    if not got.dtype.is_floating_point:
+    if not (got.is_floating_point() or got.is_complex()):
         bad = (got.double() - expected.ref.double()).abs() > expected.bound
     else:
-        got = got.double()
+        got = got.to(expected.ref.dtype)
         same = (got == expected.ref) | (got.isnan() & expected.ref.isnan())
         # NaN differs from everything.
         bad = ~(same | ((got - expected.ref).abs() <= expected.bound)) & ~expected.bound.isinf()

@@ -81,6 +81,8 @@ def scan_or_sort(b: Builder, name: str) -> None:
     """Append a scan, a sort or a choice along an axis of a tensor that has axes."""
     dims, rng = b.dims[name], b.rng
     at, op = rng.randrange(len(dims)), rng.choice(_OPS)
+    if b.is_a(name, "c") and op not in ("cumsum", "cumprod"):
+        return
     is_bool = DTYPES[b.dtype[name]].category == "bool"
     if is_bool and op != "argsort":
         return
@@ -91,7 +93,7 @@ def scan_or_sort(b: Builder, name: str) -> None:
     elif op == "topk":
         _choose(b, name, at, dim, out)
     elif max(dims[at].vec) <= _LONGEST:
-        kind = "Double" if b.is_a(name, "f") else "Int"
+        kind = {"f": "Double", "c": "ComplexDouble"}.get(b.category(name), "Int")
         named: dict[str, Arg] = {}
         if b.chance(0.3):
             named["init"] = Ref(b.add_scalar(kind, [rng.randint(-2, 2) for _ in dims[at].vec]))

@@ -27,7 +27,7 @@ from tests.fuzz.scans import scan_or_sort
 from tests.fuzz.shards import mesh_sizes
 from tests.fuzz.table import FLOAT8
 
-_DTYPES = ("Float",) * 6 + ("BFloat16", "Double", "Double", "Int", "Float8_e5m2")
+_DTYPES = ("Float",) * 6 + ("BFloat16", "Double", "Double", "Int", "Float8_e5m2", "ComplexFloat")
 _SIZES = (4, 4, 8, 8, 8, 12, 16)
 # How many ranks run a program, as often as drawn.
 RANKS = (2, 2, 4)

@@ -26,6 +26,9 @@ def make_tensor(
 def _values(n: int, dtype: torch.dtype, fill: str, gen: torch.Generator) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.randint(0, 2, (n,), generator=gen).bool()
+    if dtype.is_complex:
+        parts = [_values(n, torch.float64, fill, gen) for _ in range(2)]
+        return torch.complex(*parts).to(dtype)
     if not dtype.is_floating_point:
         if fill.startswith("below "):
             return torch.randint(0, int(fill[6:]), (n,), generator=gen).to(dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.fuzz.table import DTYPES, HALF, Fn
+from tests.fuzz.table import DTYPES, HALF, PARTS, Fn
 
 Tensor = torch.Tensor
 INF = float("inf")
@@ -26,7 +26,8 @@ class InvalidProgram(Exception):
 
 @dataclass(frozen=True)
 class Val:
-    """A tensor: `ref` is float64, int64 or bool; `bound` is float64 of the same shape."""
+    """A tensor: `ref` is float64, complex128, int64 or bool; `bound` is float64 of the same shape,
+    of complex numbers a distance in the plane."""
 
     ref: Tensor
     bound: Tensor
@@ -45,7 +46,7 @@ class Val:
 class Num:
     """A scalar."""
 
-    value: int | float | bool
+    value: int | float | complex | bool
     dtype: str
 
 
@@ -54,10 +55,17 @@ def exact(ref: Tensor, dtype: str) -> Val:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return float64, int64 or bool."""
+    """Return float64, complex128, int64 or bool."""
     if x.dtype is torch.bool:
         return x
+    if x.is_complex():
+        return x.to(torch.complex128)
     return x.double() if x.dtype.is_floating_point else x.long()
+
+
+def size_of(x: Tensor) -> Tensor:
+    """Return absolute values in float64."""
+    return (x.double() if x.dtype is torch.bool else x.abs()).double()
 
 
 def nonnan(bound: Tensor) -> Tensor:
@@ -85,8 +93,11 @@ def corners(fn: Fn, vals: Sequence[Val]) -> tuple[Tensor, Tensor]:
         elif v.ref.dtype is torch.bool:
             choices.append([v.ref, torch.where(v.bound > 0, ~v.ref, v.ref)])
         else:
-            e = v.bound if v.ref.dtype.is_floating_point else v.bound.clamp(max=2.0**40).long()
+            is_whole = not (v.ref.is_floating_point() or v.ref.is_complex())
+            e = v.bound.clamp(max=2.0**40).long() if is_whole else v.bound
             choices.append([v.ref, v.ref - e, v.ref + e])
+            if v.ref.is_complex():
+                choices[-1] += [v.ref - 1j * e, v.ref + 1j * e]
     for combination in itertools.islice(itertools.product(*choices), 1, None):
         deviation = torch.maximum(deviation, difference(fn(*combination), out))
     for v in vals:
@@ -102,7 +113,7 @@ RANKS: ContextVar[int] = ContextVar("RANKS", default=1)
 
 def round_to(x: Tensor, dtype: str) -> Tensor:
     """Round as the hardware does. A NaN stays as it is: torch's own conversion sets its sign."""
-    return torch.where(torch.isnan(x), x, x.to(DTYPES[dtype].torch).double())
+    return torch.where(torch.isnan(x), x, x.to(DTYPES[dtype].torch).to(x.dtype))
 
 
 def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
@@ -144,7 +155,7 @@ def computed(
     if ulps <= 2:
         # A Double result is rounded here too: it is exact where it has few digits, and not by
         # chance, because its operands have few.
-        digits = "Float" if dtype == "Double" else dtype
+        digits = {"Double": "Float", "ComplexDouble": "ComplexFloat"}.get(dtype, dtype)
         is_exact = bound == 0
         for x in (ref, *operands):
             is_exact = is_exact & (round_to(x, digits) == x)
@@ -158,7 +169,7 @@ def overflow(v: Val) -> Val:
     facts = DTYPES[v.dtype]
     if facts.category == "bool":
         return v
-    size = v.ref.double().abs()
+    size = size_of(v.ref)
     beyond = torch.isfinite(size) & (size + v.bound > facts.largest * 0.999)
     return Val(v.ref, torch.where(beyond, INF, v.bound), v.dtype) if beyond.any() else v
 
@@ -170,8 +181,12 @@ def cast(v: Val, dtype: str) -> Val:
     src, dst = DTYPES[v.dtype].category, DTYPES[dtype].category
     if dst == "bool":
         out, dev = corners(lambda x: x != 0, [v])
-        inside = (v.bound > 0) & (v.ref.double().abs() <= v.bound)
+        inside = (v.bound > 0) & (size_of(v.ref) <= v.bound)
         return Val(out, torch.where(inside, 1.0, dev), dtype)
+    if dst == "complex":
+        return stored(v.ref.to(torch.complex128), v.bound, dtype)
+    if src == "complex":
+        return cast(Val(v.ref.real.clone(), v.bound, PARTS[v.dtype]), dtype)
     if dst == "float":
         widened = Val(v.ref.double(), v.bound, dtype)
         return stored(widened.ref, widened.bound, dtype)

@@ -183,11 +183,7 @@ def pad(b: FusionBuilder) -> None:
             dims[k] = Dim(vec, d.static, d.expanded and crops)
     args: list[Arg] = [Ref(name), widths]
     if b.chance(0.5):
-        args.append(
-            {"f": 1.5, "i": 3, "b": True}[
-                "f" if b.is_a(name, "f") else "i" if b.is_a(name, "i") else "b"
-            ]
-        )
+        args.append({"f": 1.5, "i": 3, "b": True, "c": 1.5 - 2j}[b.category(name)])
     b.emit("pad", args, dims)
 
 
@@ -233,7 +229,7 @@ def factory(b: FusionBuilder) -> None:
         ]
         b.emit(op, [[s for s, _ in found], value, Dt(dtype)], [d for _, d in found])
         return
-    if dtype == "Bool":
+    if dtype == "Bool" or dtype.startswith("Complex"):
         return
     size, dim = some_size(b)
     is_int = dtype.startswith("Int")

@@ -15,7 +15,14 @@ from functools import reduce as fold
 
 import torch
 
-from fuser.errors import DtypeError, InputError, PeerError, ProgramMismatchError, ShardingError
+from fuser.errors import (
+    DtypeError,
+    InputError,
+    PeerError,
+    ProgramMismatchError,
+    ShardingError,
+    UnsupportedError,
+)
 from multidevice.backends.protocol import Backend, Team, Transfer
 from multidevice.communicator import Communicator
 
@@ -27,6 +34,8 @@ DTYPES = (
     torch.int32,
     torch.int64,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
 OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 _FOLDS = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
@@ -38,6 +47,9 @@ def values(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Te
     whole = torch.randint(-7, 8, (count,), generator=generator)
     if dtype == torch.bool:
         return whole > 0
+    if dtype.is_complex:
+        real = dtype.to_real()
+        return torch.complex(values(rank, count, real, salt), values(rank, count, real, salt + 7))
     if dtype.is_floating_point:
         # 1/256 steps: bfloat16 cannot hold most of the sums, so a double rounding would show.
         return (whole.double() + torch.rand(count, generator=generator).double()).to(dtype)
@@ -55,7 +67,10 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
             "MIN": torch.logical_and,
         }
         return fold(table[op], inputs)
-    wide = [x.double() if dtype.is_floating_point else x for x in inputs]
+    if dtype.is_complex:
+        wide = [x.to(torch.complex128) for x in inputs]
+    else:
+        wide = [x.double() if dtype.is_floating_point else x for x in inputs]
     if op == "AVG":
         return (fold(torch.add, wide) / len(wide)).to(dtype)
     return fold(_FOLDS[op], wide).to(dtype)
@@ -64,6 +79,8 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 def same(found: torch.Tensor, expected: torch.Tensor, what: str, *, ulps: float = 4.0) -> None:
     """Checks equality; floating-point reductions may differ by a few roundings."""
     found = found.cpu()
+    if found.is_complex():
+        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
     if found.dtype.is_floating_point:
         eps = torch.finfo(found.dtype).eps
         # Sums of float32 cancel; 16-bit floats are summed in float32 and rounded once.
@@ -129,7 +146,12 @@ def check_dtype(
     same(out, expected, f"alltoall {what}", ulps=0)
 
     for op in OPS:
-        if op == "AVG" and not dtype.is_floating_point:
+        if op == "AVG" and not (dtype.is_floating_point or dtype.is_complex):
+            continue
+        if op not in ("SUM", "AVG") and dtype.is_complex:
+            expect(
+                UnsupportedError, "part by part", backend.allreduce, mine, mine, op=op, team=team
+            )
             continue
         # NCCL rounds 16-bit floats at every step.
         ulps = 4.0 * n if backend.name == "nccl" and dtype.itemsize == 2 else 4.0
