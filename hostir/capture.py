@@ -142,7 +142,7 @@ def _seen_as_words(memory: Any) -> memoryview:
 def _exact(x: Any) -> object:
     """Return what is equal for numbers that are alike in every bit: 0.0 == -0.0, and NaN is not
     itself."""
-    return x if x and x == x else repr(x)
+    return x if x and x == x and not isinstance(x, complex) else repr(x)
 
 
 def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:

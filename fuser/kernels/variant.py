@@ -15,7 +15,7 @@ from fuser.errors import KernelError
 from fuser.ir import scalar as sc
 from fuser.ir.fusion import Fusion
 from fuser.ir.laid import Laid
-from fuser.ir.scalar import Number, Scalar, Symbol
+from fuser.ir.scalar import Const, Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed, PythonText
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
@@ -228,4 +228,6 @@ def _value(
     scalars: Sequence[Symbol],
     numbers: Sequence[Number],
 ) -> Number:
-    return sc.evaluate(scalar, {**known, **dict(zip(scalars, numbers, strict=True))})
+    # A whole number may stand for a complex one, as whose its parts are asked for.
+    given = {s: Const(x, s.dtype).value for s, x in zip(scalars, numbers, strict=True)}
+    return sc.evaluate(scalar, {**known, **given})
