@@ -166,6 +166,7 @@ _SAMPLES = {
 _ATTENTION = {"value": "T8", "dropout_p": "double(0.1)", "is_causal": "true", "scale": "double(2)"}
 _SCALARS = {
     "RandomOp": {"a": "0", "b": "2", "seed": "3", "offset": "4", "begin": "{0, 1}"},
+    "IndexPutAccumulateOp": {"value": "T8"},
     "SdpaFwdOp": _ATTENTION,
     "SdpaBwdOp": _ATTENTION,
 }

@@ -321,12 +321,12 @@ def _grouped(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _scaled(a: Tensor, b: Tensor) -> Tensor:
-    factors = a.to(torch.float8_e4m3fn).double(), b.to(torch.float8_e5m2).double()
-    return 1.5 * (factors[0] @ factors[1])
+    a, b = (x.real if x.is_complex() else x for x in (a, b))
+    return 1.5 * (a.to(torch.float8_e4m3fn).double() @ b.to(torch.float8_e5m2).double())
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = x.double().unflatten(-1, (-1, 32))
+    blocks = (x.real if x.is_complex() else x).double().unflatten(-1, (-1, 32))
     # 2**-127 is the least scale.
     exponents = torch.log2(blocks.abs().amax(-1) / 448).ceil().clamp(min=-127)
     values = (blocks / 2 ** exponents.unsqueeze(-1)).float().to(torch.float8_e4m3fn)
