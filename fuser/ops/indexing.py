@@ -229,7 +229,7 @@ def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) 
     if index.ndim != 1:
         raise fail(name, f"Expected an index with one axis, but found {index}")
     _check_ranks(name, value, acc)
-    if value.dtype() is not acc.dtype() or category(acc.dtype()) not in ("int", "float"):
+    if value.dtype() is not acc.dtype() or category(acc.dtype()) == "bool":
         raise DtypeError(f"{name}: Expected numbers of one dtype, but found {acc} and {value}")
     fusion = active_fusion()
     pairs = zip((*axes_of(index), *axes_of(acc)[1:]), axes_of(value), strict=True)

@@ -227,7 +227,7 @@ _ROWS = (
         (IndexPutAccumulateOp,),
         "indexed",
         _SAME,
-        "number_rows",
+        "any_number_rows",
     ),
     OpRow("scatter", indexing.scatter, (ScatterOp,), "indexed", _SAME, "rows"),
     OpRow(

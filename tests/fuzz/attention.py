@@ -156,4 +156,7 @@ def backward(
 
 
 def _number(value: float | Num | None) -> float | None:
-    return float(value.value) if isinstance(value, Num) else value
+    if not isinstance(value, Num):
+        return value
+    assert not isinstance(value.value, complex)
+    return float(value.value)

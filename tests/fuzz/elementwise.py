@@ -113,6 +113,7 @@ def operand_in(v: Val | Num, dtype: str) -> Val:
         return Val(ref, torch.nan_to_num(bound), dtype)
     if category(dtype) == "bool":
         return exact(torch.tensor(bool(v.value)), dtype)
+    assert not isinstance(v.value, complex)
     return exact(torch.tensor(int(v.value)), dtype)
 
 
@@ -303,7 +304,7 @@ def _estimate(name: str, vals: Sequence[Val]) -> Tensor:
 # ------------------------------------------------------------------ scalars
 def scalar_op(name: str, values: Sequence[Num]) -> Num:
     """Return an op of scalars. Integers divide with truncation, `mod` as C's `%`."""
-    xs = [v.value for v in values]
+    xs: list[Any] = [v.value for v in values]
     is_float = any(v.dtype in ("Double", "Float") for v in values)
     if name == "div" and not is_float:
         q = abs(int(xs[0])) // abs(int(xs[1]))

@@ -35,7 +35,7 @@ class Dt:
     name: str
 
 
-Arg = Ref | Size | Dt | int | float | bool | None | Sequence["Arg"]
+Arg = Ref | Size | Dt | int | float | complex | bool | None | Sequence["Arg"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TensorArg:
     seed: int
 
 
-CallArg = TensorArg | int | float | bool
+CallArg = TensorArg | int | float | complex | bool
 
 
 @dataclass(frozen=True)
