@@ -278,7 +278,7 @@ def test_numbers_that_do_not_fit() -> None:
         with pytest.raises(DtypeError, match="two operands of dtype float or double"):
             fd.ops.complex(fd.ops.cast(x, D.Half), fd.ops.cast(x, D.Half))
         with pytest.raises(TypeError, match="complex"):
-            fd.ops.complex(x, 1.0)  # pyright: ignore[reportArgumentType]
+            fd.ops.complex(x, 1.0)  # pyright: ignore[reportCallIssue, reportArgumentType]
         with pytest.raises(DtypeError, match="pad value must have the same dtype"):
             fd.ops.pad(x, [1, 1], 1j)
     text = r"Scalar value \(2,1\) is not compatible with the expected data type: double"
