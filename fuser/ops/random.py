@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.errors import DtypeError, UnsupportedError, user_code
+from fuser.errors import DtypeError, UnsupportedError, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import (
+    FLOAT8,
     DataType,
     DtypeLike,
     category,
@@ -104,6 +105,11 @@ def _check_floating(name: str, dtype: DtypeLike) -> DataType:
     dtype = check_supported(dtype, name)
     if not is_floating(dtype):
         raise DtypeError(f"{name}: a floating dtype is needed, got {dtype_text(dtype)}")
+    if dtype in FLOAT8:
+        raise UnsupportedError(
+            f"{name}: random numbers of {dtype_text(dtype)} are not supported: of so few values, "
+            f"the ends would be off; draw Float and cast{user_code(user_line())}"
+        )
     return dtype
 
 
