@@ -11,7 +11,7 @@
 // of zeros are those of C99, Annex G, and of torch; products and quotients treat infinities as torch does: by the plain
 // formula, without C99's recovery of infinities from NaNs. 0 to the power 0 is 1.
 #ifdef FUSER_SIMT
-#define FUSER_FUNCTION static inline
+#define FUSER_FUNCTION static __attribute__((noinline))
 #else
 #define FUSER_FUNCTION static __device__ __noinline__
 #endif
