@@ -12,6 +12,8 @@ import sys
 from contextlib import suppress
 from types import TracebackType
 
+from multidevice.last_words import wait_for_reader
+
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
 # The process that has the hook; a forked child is no rank. Cleared when the ranks are connected,
 # since their own guard then speaks to the peers.
@@ -35,6 +37,7 @@ def install() -> None:
                 "before it had connected to the others; ending the job\n"
             )
             sys.stderr.flush()
+            wait_for_reader(sys.stdout, sys.stderr)
             with suppress(OSError, ValueError):
                 os.write(int(os.environ["PMI_FD"]), _PMI_ABORT)
 

@@ -9,12 +9,9 @@ wait.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import io
 import os
-import stat
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from fuser.errors import CommunicationError, last_user_line
+from multidevice.last_words import wait_for_reader
 
 if TYPE_CHECKING:
     from multidevice.control import JobControl
@@ -33,10 +31,6 @@ from multidevice.waiting import Event
 _ABORT_LIMIT_S = 3.0
 # Ranks that exit with an error code at about the same time need no abort.
 _EXIT_GRACE_S = 1.0
-# A launcher that is told to end the job drops what it has not read of its processes' last words:
-# how long it gets to read them, and then to pass them on.
-_READ_LIMIT_S = 1.5
-_PASS_ON_S = 0.2
 _WATCH_EVERY_S = 0.5
 # Streams of calls that devices carry out, and wait in.
 _ON_DEVICES = ("nccl", "cuda")
@@ -65,26 +59,6 @@ def _terminal() -> TextIO:
     what is written to sys.stderr until ours returns; ours ends the process."""
     collects = isinstance(sys.stderr, io.StringIO)
     return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr
-
-
-def _wait_for_reader(*streams: TextIO) -> None:
-    """Waits until what was written to pipes has been read, and passed on, within limits."""
-    stop = time.monotonic() + _READ_LIMIT_S
-    while any(map(_is_unread, streams)) and time.monotonic() < stop:
-        time.sleep(0.01)
-    time.sleep(_PASS_ON_S)
-
-
-def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe that holds something."""
-    waiting = bytearray(4)
-    try:
-        if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
-            return False
-        fcntl.ioctl(stream.fileno(), termios.FIONREAD, waiting)
-    except (OSError, ValueError):  # nothing that the system knows
-        return False
-    return any(waiting)
 
 
 class Guard:
@@ -174,7 +148,7 @@ class Guard:
         sys.stderr.flush()
         control.announce(Event(control.rank, "failed", text))
         if control.size > 1:
-            _wait_for_reader(sys.stdout, sys.stderr)
+            wait_for_reader(sys.stdout, sys.stderr)
         control.abort(code)
 
     def _exit(self, status: object = None) -> None:

@@ -110,6 +110,30 @@ def warns_of_gradients() -> bool:
     return not out.requires_grad and any("requires grad" in str(w.message) for w in told)
 
 
+def copies_what_is_set() -> bool:
+    x = torch.ones(2, 8)
+    with FusionDefinition() as fd:
+        given = fd.define_tensor([-1, 8], contiguity=True)
+        fd.add_output(fd.ops.set(given))
+        fd.add_output(fd.ops.permute(given, [1, 0]))
+    copy, view = fd.execute([x])
+    return copy.data_ptr() != x.data_ptr() == view.data_ptr()
+
+
+def refuses_cpu_scalars_as_outputs() -> bool:
+    def updated(*, is_output: bool) -> None:
+        with FusionDefinition() as fd:
+            scalar = fd.define_tensor([], is_cpu=True)
+            if is_output:
+                fd.add_output(scalar)
+            else:
+                fd.add_output(fd.ops.add(scalar, 1.0), scalar)
+        fd.execute([torch.tensor(2.0)])
+
+    kinds = (fuser.UnsupportedError,)
+    return all(refuses(kinds, lambda k=k: updated(is_output=k)) for k in (False, True))
+
+
 def refuses_ucc() -> bool:
     params = multidevice.MultiDeviceExecutorParams()
     params.use_allocation_cache = True
@@ -179,6 +203,8 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     ),
     "a program that waits for ever": lambda: options.timeout_s() > 0,
     "gradients": warns_of_gradients,
+    "`ops.set` of an input, as an output": copies_what_is_set,
+    "a CPU scalar that is an output, or is updated": refuses_cpu_scalars_as_outputs,
 }
 
 
