@@ -38,7 +38,7 @@ class KernelProfile:
     """One piece of work of a run on this rank: a kernel, a library call or a communication.
 
     `scheduler` is the name of a `SchedulerType` ("none" for the plain schedule of a single op),
-    "user", "expr_eval" for what torch evaluates, or "communication". `segment_id` is that of the
+    "cluster_persistent" (the option `clusters`), "user", "expr_eval" for what torch evaluates, or "communication". `segment_id` is that of the
     program's segment, -1 for what belongs to none. Steps of a stream loop are one row each.
     `stream` numbers the program's streams; -1 is the caller's. `compile_time_ms` is how long
     the kernel took to lower and compile, or to find on disk, whenever that was: its share of those
@@ -214,7 +214,7 @@ def _row(work: Work, taken: Profiled, segment: int, scheduler: str) -> KernelPro
         percentage_peak_bandwidth=percent,
         grid_str=grid,
         block_str=block,
-        cluster_str="",
+        cluster_str=_cluster(work.launch),
         shared_mem_str=shared,
         registers=registers,
         input_bytes=work.input_bytes,
@@ -239,6 +239,12 @@ def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str,
     static = attributes.get("static_smem_bytes", 0)
     shared = f"[{found.smem_bytes}, {static}]"
     return _dims(found.grid), _dims(found.block), shared, attributes.get("registers")
+
+
+def _cluster(launch: KernelLaunch | None) -> str:
+    """Return the blocks of a cluster, "" where each runs by itself."""
+    blocks = 1 if launch is None else launch.kernel.source.cluster
+    return _dims((1, blocks, 1)) if blocks > 1 else ""
 
 
 def _dims(dims: Sequence[int]) -> str:

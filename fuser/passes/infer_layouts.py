@@ -61,7 +61,7 @@ def infer_layouts(
     kept = {*fixed, *_read_by_library_ops(fusion, is_part)}
     orders = {v: _given(v, repeated) for v in fusion.inputs if isinstance(v, TensorView)}
     strides = {v: known_strides(v, v.shape()) for v in orders if declared_order(v) is not None}
-    shown = views_of_inputs(fusion)
+    shown, results = views_of_inputs(fusion), set(fusion.outputs)
     for op in fusion.exprs:
         view = _viewed(op, strides) if op.out_tensor in shown else None
         if view is not None:
@@ -69,7 +69,7 @@ def infer_layouts(
         for out in op.outputs:
             if out.domain.allocation and out not in fixed:
                 orders[out] = _given(out)
-                if out in shown and out in fusion.outputs:
+                if out in shown and out in results:
                     # A result has no gaps that nobody asked for.
                     flags = contiguity_for(out.domain.maybe_allocation)
                     out.domain = out.domain.having(contiguity=flags)
@@ -80,7 +80,7 @@ def infer_layouts(
             if is_part(op) and out not in fixed:
                 copy_memory_order(op.inputs[0], out)  # pyright: ignore[reportArgumentType]
             elif out not in kept:
-                _lay(out, orders[out], view if out in fusion.outputs else None)
+                _lay(out, orders[out], view if out in results else None)
 
 
 def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) -> set[TensorView]:

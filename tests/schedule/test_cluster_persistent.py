@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from fuser import FusionDefinition, ops
+from fuser import FusionDefinition, PythonProfiler, ops
 from fuser.device import H200, DeviceInfo
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
@@ -162,3 +162,14 @@ def test_long_rows_are_one_kernel_where_the_option_asks_for_it(
         (out,) = fd.execute([x], _enable_options=options)
         assert len(fd.fec.get_cuda_kernel([x]).split("__global__")) == 1 + kernels
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-9)
+
+
+def test_a_profile_tells_the_blocks_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    x = torch.randn(64, 69632)
+    with FusionDefinition() as fd:
+        fd.add_output(softmax(fd.from_pytorch(x)))
+    with PythonProfiler() as prof:
+        fd.execute([x], _enable_options=["clusters", "schedules_for(h200)"])
+    (row,) = prof.profile.kernel_profiles
+    assert row.scheduler == "cluster_persistent" and row.cluster_str == "[1, 4, 1]"
