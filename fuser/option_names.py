@@ -58,6 +58,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "repeated by one function in C, where a C++ compiler and Python's headers can make it",
         "allreduce_kernel": "allreduces of small tensors among the GPUs of a host are NCCL's, or "
         "peer copies, in place of one kernel; read when a team first has one",
+        "horizontal_fusion": "small pointwise kernels that share nothing but inputs are launched "
+        "one by one",
         "auto_overlap": "no matmul runs beside a communication unless the definition says so",
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",

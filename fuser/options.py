@@ -307,6 +307,10 @@ def _interned(
     return Settings(dict(enable), dict(disable))
 
 
+# No feature is chosen, whatever the environment says.
+NO_SETTINGS = _interned((), ())
+
+
 def disabled(name: str) -> bool:
     """Returns whether `FUSER_DISABLE` turns a feature off for the whole process."""
     return settings().disabled(name)

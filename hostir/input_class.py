@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.layout_class import Layout, LayoutClasses, with_layout
 from fuser.ir.scalar import Symbol
@@ -20,6 +22,7 @@ from fuser.ops.torch_meaning import REDUCING
 from fuser.passes.concretize import KeyOfSizes
 from fuser.schedule import (
     cluster_persistent,
+    horizontal,
     inner_outer_persistent,
     inner_persistent,
     outer_persistent,
@@ -34,7 +37,8 @@ class InputClass:
     The layout is None for a scalar, and for a tensor whose user declared an allocation domain of
     transformed axes. `repeated` are the positions of axes, of each input, along which memory holds
     one element though the declaration does not say so. `device` is its kind; `knows_rows`: the key
-    tells of all reductions what schedulers decide by their extents.
+    tells of all reductions what schedulers decide by their extents; `is_small`: all inputs
+    together are (`schedule/horizontal.py`).
     """
 
     key: Hashable
@@ -43,6 +47,7 @@ class InputClass:
     repeated: tuple[tuple[int, ...], ...]
     device: str = "cpu"
     knows_rows: bool = False
+    is_small: bool = False
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
@@ -63,6 +68,11 @@ class Classifier:
         reductions = [op.out_tensor for op in fusion.used_exprs() if isinstance(op, REDUCING)]
         extents = dict.fromkeys(map(row_extents, reductions))
         self._rows = Computed([x for pair in extents for x in pair])
+        # Of whole tensors, so that ranks with unequal shards agree.
+        tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
+        self._nbytes = Computed(
+            [sc.product([*tv.shape(), nbytes_of(tv.dtype())]) for tv in tensors]
+        )
 
     def classify(
         self,
@@ -83,8 +93,11 @@ class Classifier:
         )
         where = device.type, device.index
         pays = self._pays(sizes)
-        key = (*where, layouts, repeated, self._key_of(sizes), pays)
-        return InputClass(key, sizes, layouts, repeated, device.type, pays is not None)
+        nbytes = self._nbytes.at_once(sizes)
+        is_small = nbytes is not None and sum(nbytes) <= horizontal.MAX_BYTES
+        key = (*where, layouts, repeated, self._key_of(sizes), pays, is_small)
+        knows_rows = pays is not None
+        return InputClass(key, sizes, layouts, repeated, device.type, knows_rows, is_small)
 
     def _pays(self, sizes: Mapping[Symbol, int]) -> tuple[int, ...] | None:
         known = self._rows.at_once(sizes)

@@ -12,11 +12,12 @@ from fuser.ir.binding import complete
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.text import fusion_text
+from fuser.options import NO_SETTINGS, Settings
 from fuser.passes import fusion_passes
 from fuser.passes.concretize import concretize, refined_sizes
 from fuser.passes.segment import SegmentedFusion, segment_fusion
 from fuser.schedule.inner_outer_persistent import PARTS
-from fuser.schedule.registry import Scheduler, find_scheduler
+from fuser.schedule.registry import HORIZONTAL, Scheduler, find_scheduler
 from fuser.schedule.transpose import stays_coalesced
 from hostir.container import HostIrContainer
 from hostir.host_passes import PASSES, run_passes
@@ -45,12 +46,6 @@ class Overlap(Protocol):
     def __call__(self, fusion: Fusion, /) -> str: ...
 
 
-def nothing_is_enabled(name: str) -> bool:
-    """Say that no option of FUSER_ENABLE holds."""
-    del name
-    return False
-
-
 def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
     del name, text, note
 
@@ -63,14 +58,12 @@ def build_program(
     params: LowerParams = DEFAULT,
     dump: Dump = _no_dump,
     overlap: Overlap | None = None,
-    described: str | None = None,
-    enabled: Callable[[str], bool] = nothing_is_enabled,
+    settings: Settings = NO_SETTINGS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a fusion for a class of inputs.
 
     `definition` does not change. `backend_name` is written on communications; `overlap` may give
-    tensors steps; `described` names the device whose schedules kernels get, if not the inputs' own;
-    `enabled` says which options of FUSER_ENABLE hold.
+    tensors steps; `settings` are the options of the call.
     Raises `FuserError` for what cannot be lowered.
     """
     libraries: list[str] = []
@@ -94,7 +87,7 @@ def build_program(
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
     if any(libraries):
         params = replace(params, step_backend=libraries[0])
-    kind = kind_of_schedules(input_class.device, described)
+    kind = kind_of_schedules(input_class.device, settings.argument("schedules_for"))
     return lower_sharded(
         fusion,
         backend_name=backend_name,
@@ -102,7 +95,8 @@ def build_program(
         dump=dump,
         sizes=input_class.sizes,
         row_parts=PARTS if input_class.knows_rows and kind == "cuda" else 0,
-        enabled=enabled,
+        are_joined=input_class.is_small and kind == "cuda",
+        settings=settings,
     )
 
 
@@ -114,19 +108,26 @@ def lower_sharded(
     params: LowerParams = DEFAULT,
     dump: Dump = _no_dump,
     row_parts: int = 0,
-    enabled: Callable[[str], bool] = nothing_is_enabled,
+    are_joined: bool = False,
+    settings: Settings = NO_SETTINGS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a sharded and finalized fusion. What
     schedulers decide by `sizes` they decide alike for all of the input class; `row_parts` as for
-    `segment_fusion`."""
+    `segment_fusion`; `are_joined`: pointwise kernels beside one another may be one."""
     values: dict[Symbol, Number] = dict(refined_sizes(sizes))
     complete(fusion, values)
 
     def scheduler_of(segment: Fusion) -> str | None:
         def suits(row: Scheduler) -> bool:
-            return (not row.option or enabled(row.option)) and row.suits(segment, values)
+            return (not row.option or settings.enabled(row.option)) and row.suits(segment, values)
 
         return find_scheduler(localize(segment)[0], suits=suits)
+
+    def takes_both(union: Fusion) -> str | None:
+        is_taken = HORIZONTAL.accepts(localize(union)[0]) is None
+        return HORIZONTAL.name if is_taken else None
+
+    are_joined = are_joined and not settings.disabled("horizontal_fusion")
 
     def after(name: str, program: HostIrContainer) -> None:
         text = partial(program.full_text, first_line="")
@@ -141,6 +142,7 @@ def lower_sharded(
         may_share_kernel=loops.may_share_kernel,
         stands_alone=stands_alone(loops, params),
         row_parts=0 if sharding.has_streams(fusion) else row_parts,
+        takes_both=takes_both if are_joined else None,
     )
     dump("segmented_fusion", segmented.describe)
     lowered = lower(segmented, backend_name=backend_name, params=params, loops=loops)

@@ -88,8 +88,7 @@ class UnitRunner:
                 self._fusion,
                 found,
                 backend_name=backend,
-                described=self._settings.argument("schedules_for"),
-                enabled=self._settings.enabled,
+                settings=self._settings,
             )
             sharding.check_divisible(segmented.fusion, sizes)
             evaluator = self._by_class[found.key] = HostIrEvaluator(

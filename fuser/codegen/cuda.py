@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from fuser.ir import scalar as sc
@@ -31,6 +32,7 @@ from fuser.lower.kernel import (
     Let,
     LetValue,
     LoweredKernel,
+    Part,
     Prefetch,
     ScalarValue,
     Select,
@@ -477,16 +479,7 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
 def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
     """Return the source of a lowered kernel, and the text of its body."""
     index_ctype = c_type(kernel.index_dtype)
-    writer = Writer(depth=0)
-    writer.body(kernel.body)
-    used = _coordinates(kernel.body)
-    texts = COORDINATE_TEXT | (BACKWARDS if kernel.goes_backwards else {})
-    head = [f"  const {INDEX} {c} = {t};" for c, t in texts.items() if c in used]
-    if any(isinstance(s, ThreadReduce) for s in walk(kernel.body)):
-        shape = ", ".join(map(scalar_text, kernel.block))
-        head.insert(0, f"  FUSER_BLOCK_SMEM(smem, {shape});")
-    elif kernel.needs_smem:
-        head.insert(0, "  FUSER_SMEM(smem);")
+    lines, body = _parts(kernel, index_ctype) if kernel.parts else _whole(kernel)
     params, declared = _parameters(kernel, index_ctype)
     signature = ",\n    ".join(declared)
     bounds = f"{kernel.threads}, {kernel.min_blocks}" if kernel.min_blocks else kernel.threads
@@ -495,26 +488,81 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
         f"#define {INDEX} {index_ctype}",
         f'extern "C" __global__ void {cluster}__launch_bounds__({bounds}) {kernel.name}(',
         f"    {signature}) {{",
-        *head,
-        *writer.lines,
+        *lines,
         "}",
         "",
     ]
-    has_barrier = kernel.needs_smem or any(
-        isinstance(s, Sync | ThreadReduce) for s in walk(kernel.body)
-    )
     text = "\n".join(lines)
-    source = KernelSource(kernel.name, text, tuple(params), has_barrier, kernel.cluster)
-    return source, "\n".join(writer.lines)
+    source = KernelSource(kernel.name, text, tuple(params), kernel.waits, kernel.cluster)
+    return source, "\n".join(body)
+
+
+def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
+    """Return the lines of a kernel, and those of its body alone."""
+    writer = Writer(depth=0)
+    writer.body(kernel.body)
+    used = _coordinates(kernel.body)
+    texts = COORDINATE_TEXT | (BACKWARDS if kernel.goes_backwards else {})
+    head = [f"  const {INDEX} {c} = {t};" for c, t in texts.items() if c in used]
+    if kernel.reduces:
+        shape = ", ".join(map(scalar_text, kernel.block))
+        head.insert(0, f"  FUSER_BLOCK_SMEM(smem, {shape});")
+    elif kernel.needs_smem:
+        head.insert(0, "  FUSER_SMEM(smem);")
+    return [*head, *writer.lines], writer.lines
+
+
+def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str]]:
+    """Return the same of kernels beside one another: each block finds its part, and has there the
+    coordinates that it would have in a launch of the part alone."""
+    writer = Writer()
+    for part, following in zip_longest(kernel.parts, kernel.parts[1:]):
+        opened = "} else " if part.first else ""
+        limit = f"if (blockIdx.x < {following.first}) " if following else ""
+        writer.line(f"{opened}{limit}{{")
+        writer.depth += 1
+        threads = part.kernel.threads
+        if threads < kernel.threads:
+            writer.line(f"if (threadIdx.x >= {threads}) return;")
+        used = _coordinates(part.kernel.body)
+        texts = _coordinates_in(part)
+        for name, text in texts.items():
+            if name in used:
+                writer.line(f"const {INDEX} {name} = {text};")
+        for symbol, parameter in part.renamed.items():
+            writer.line(f"const {_ctype_of(symbol, index_ctype)} {symbol.name} = {parameter};")
+        writer.depth -= 1
+        writer.body(part.kernel.body)
+    writer.line("}")
+    return writer.lines, writer.lines
+
+
+def _coordinates_in(part: Part) -> dict[str, str]:
+    """Return the texts of a part's coordinates, along x and y."""
+    block = f"blockIdx.x - {part.first}" if part.first else "blockIdx.x"
+    texts = {"bx": block}
+    if part.across:
+        texts = {"bx": f"({block}) % {part.across}", "by": f"({block}) / {part.across}"}
+    x, y, _ = part.kernel.block
+    if sc.int_value(y) == 1:
+        return {"tx": "threadIdx.x", **texts}
+    wide = scalar_text(x)
+    return {"tx": f"threadIdx.x % {wide}", "ty": f"threadIdx.x / {wide}", **texts}
+
+
+def _ctype_of(symbol: Symbol, index_ctype: str) -> str:
+    return index_ctype if symbol.dtype is DataType.Index else c_type(symbol.dtype)
 
 
 def _parameters(kernel: LoweredKernel, index_ctype: str) -> tuple[list[KernelParam], list[str]]:
     params: list[KernelParam] = []
     declared: list[str] = []
-    aliased = {tv for a in kernel.fusion.aliases for tv in (a.out, a.into)}
+    fusions = [part.kernel.fusion for part in kernel.parts] or [kernel.fusion]
+    aliased = {tv for f in fusions for a in f.aliases for tv in (a.out, a.into)}
+    inputs = {v for f in fusions for v in f.inputs}
     for tv in kernel.tensors:
         name, ctype = f"T{tv.number}", c_type(tv.dtype())
-        if tv in kernel.fusion.inputs:
+        if tv in inputs:
             ctype = f"const {ctype}"
         macro = "FUSER_ALIASED_PTR" if tv in aliased else "FUSER_PTR"
         params.append(KernelParam(name, ctype, True))
@@ -523,7 +571,7 @@ def _parameters(kernel: LoweredKernel, index_ctype: str) -> tuple[list[KernelPar
         params.append(KernelParam(f"W{k}", space.ctype, True))
         declared.append(f"FUSER_PTR({space.ctype}) W{k}")
     for symbol in kernel.scalars:
-        ctype = index_ctype if symbol.dtype is DataType.Index else c_type(symbol.dtype)
+        ctype = _ctype_of(symbol, index_ctype)
         params.append(KernelParam(symbol.name, ctype, False))
         declared.append(f"const {ctype} {symbol.name}")
     return params, declared

@@ -510,8 +510,7 @@ class FusionExecutorCache(Watching, Inspection):
                 params=replace(self._params, stream_slots=settings.enabled("stream_slots")),
                 dump=dump,
                 overlap=overlaps.steps_for(input_class.sizes),
-                described=settings.argument("schedules_for"),
-                enabled=settings.enabled,
+                settings=settings,
             )
 
         # At most once for each way in which steps may transfer, and once without.

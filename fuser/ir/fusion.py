@@ -99,6 +99,8 @@ class Fusion:
         self.resident_threads = 0
         # Blocks along y that run at the same time and reduce together: a cluster of so many.
         self.cluster = 1
+        # Fusions that its schedule has made of it: kernels beside one another in one launch.
+        self.parts: tuple[Fusion, ...] = ()
         # Inputs, by number, that the next kernel reads again, and whether this kernel is such a
         # one: the first leaves them in the cache, the second begins with what was read last.
         self.read_again: frozenset[int] = frozenset()
@@ -137,9 +139,10 @@ class Fusion:
         self._next_scalar += 1
         return self._next_scalar - 1
 
-    def reserve(self, *, axis: int = -1, scalar: int = -1) -> None:
+    def reserve(self, *, axis: int = -1, scalar: int = -1, tensor: int = -1) -> None:
         """Keep these numbers from being handed out again (a parsed text uses them)."""
         self._zero_is_numbered = True
+        self._next_tensor = max(self._next_tensor, tensor + 1)
         self._next_axis = max(self._next_axis, axis + 1)
         self._next_scalar = max(self._next_scalar, scalar + 1)
 

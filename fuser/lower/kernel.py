@@ -6,7 +6,7 @@ tensors. Indices and conditions are `Scalar`s over loop symbols; values are `Exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -70,7 +70,7 @@ class LoweredKernel:
     body. `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a
     launch; `alignments` are the (tensor, bytes) that pointers must satisfy. The compiler keeps to
     as many registers as let `min_blocks` blocks share a multiprocessor (0: it decides).
-    `goes_backwards`: the last block begins.
+    `goes_backwards`: the last block begins. With `parts` it is all of these, and has no body.
     """
 
     name: str
@@ -90,10 +90,34 @@ class LoweredKernel:
     alignments: tuple[tuple[TensorView, int], ...]
     goes_backwards: bool = False
     cluster: int = 1
+    parts: tuple[Part, ...] = ()
 
     @property
     def needs_smem(self) -> bool:
         return sc.int_value(self.smem_bytes) != 0
+
+    @property
+    def reduces(self) -> bool:
+        """Whether threads put their results together."""
+        return any(isinstance(s, ThreadReduce) for s in walk(self.body))
+
+    @property
+    def waits(self) -> bool:
+        """Whether threads of a block wait for one another, or share memory."""
+        return self.needs_smem or any(isinstance(s, Sync | ThreadReduce) for s in walk(self.body))
+
+
+@record
+class Part:
+    """A kernel beside others: its blocks follow those of the parts before it, of which the
+    parameter `first` tells the number ("" for the first part). Those along x, `across`, come before
+    the next along y ("": there is one along y). Some of its scalars are `renamed` parameters.
+    """
+
+    kernel: LoweredKernel
+    first: str
+    across: str
+    renamed: Mapping[Symbol, str]
 
 
 def stride_symbol(tv: TensorView, axis: int) -> Symbol:

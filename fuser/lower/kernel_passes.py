@@ -15,6 +15,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, ParallelType
 from fuser.lower.allocate import Buffer, place_shared
 from fuser.lower.batches import batch_welfords
+from fuser.lower.beside import beside
 from fuser.lower.blocks import sum_in_blocks
 from fuser.lower.build import build_body
 from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
@@ -168,6 +169,12 @@ def lower_kernel(
     """
     if index_dtype not in (DataType.Int, DataType.Int32):
         raise UnsupportedError(f"kernel {name}: index dtype {index_dtype.name}")
+    if fusion.parts:
+        kernels = [
+            lower_kernel(part, name=name, index_dtype=index_dtype, device=device)
+            for part in fusion.parts
+        ]
+        return beside(kernels, fusion, name)
     _unify_extents(fusion)
     assumptions = Assumptions(dict(fusion.divisible))
     for _ in range(MAX_ATTEMPTS):

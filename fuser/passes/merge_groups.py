@@ -21,6 +21,10 @@ REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 # Merging makes no kernel of more inputs and outputs: what a launch may pass is bounded (4 KB on
 # older devices), and so is how deeply C++ nests the values that are reduced together.
 MAX_OPERANDS = 256
+# In turn, what `Merger.run` merges.
+KINDS = ("reduction", None, "tail", None, "pointwise", "rows")
+# What may stand beside others in one kernel.
+BESIDE = ("pointwise", "horizontal")
 # What alone may take some kinds of unions.
 SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
     None: ("inner_persistent", "cluster_persistent", "outer_persistent"),
@@ -89,15 +93,15 @@ class Merger:
         self._spaces: dict[int, tuple[Group, tuple[object, ...]]] = {}
         self._sizes: dict[TensorView, str] = {}
 
-    def run(self) -> list[Group]:
+    def run(self, kinds: Sequence[str | None] = KINDS) -> list[Group]:
         """Return the groups that are left, in program order.
 
         Reductions that share inputs come first: what waits for one of them mostly waits for all.
         What is computed from results alone joins their kernel before it joins another's, and then
         what waits for that may. What goes along rows and what sums these come last: both are whole
-        by then.
+        by then. What is `beside` others has nothing in common with them but an input.
         """
-        for kind in ("reduction", None, "tail", None, "pointwise", "rows"):
+        for kind in kinds:
             while self._merge_all(kind):
                 pass
         return [self._groups[place] for place in sorted(self._groups)]
@@ -106,7 +110,8 @@ class Merger:
         """Merge each group with later ones, both of a kind (None: of which one waits for a
         reduction of the other, or reads along its rows what it reads; tail: of which one reads
         results of the other's reductions and nothing else; rows: of which one sums the rows that
-        the other goes along); return whether any were merged."""
+        the other goes along; beside: pointwise, neither of which reads what the other writes);
+        return whether any were merged."""
         before = len(self._groups)
         for place in sorted(self._groups):
             while place in self._groups and self._extend(place, kind):
@@ -177,6 +182,8 @@ class Merger:
             return False
         if kind == "reduction" and feeds:
             return False  # such a kernel goes over its rows several times
+        if kind == "beside" and (feeds or not {a.scheduler, b.scheduler} <= {*BESIDE}):
+            return False
         if (kind, a.ops, b.ops) in self._refused or self._reaches(i, j) or self._reaches(j, i):
             return False
         return self._may_share_kernel(next(iter(a.ops)), next(iter(b.ops)))

@@ -87,6 +87,7 @@ def segment_fusion(
     may_share_kernel: Callable[[TensorOp, TensorOp], bool] = lambda a, b: True,
     stands_alone: Callable[[TensorOp], bool] = lambda op: isinstance(op, nodes.LibraryOp),
     row_parts: int = 0,
+    takes_both: Callable[[Fusion], str | None] | None = None,
 ) -> SegmentedFusion:
     """Cut `fusion` into segments in run order.
 
@@ -94,12 +95,14 @@ def segment_fusion(
     pointwise kernel is as fast as those of its parts, `local_shape` gives the extents of what
     memory holds of a tensor, and `may_share_kernel` is an equivalence of ops: those of one kernel
     run equally often. `stands_alone` tells which ops the library carries out. Where `row_parts` is
-    not 0, sums over rows may be split in that many parts, in `fusion` itself. Raises
+    not 0, sums over rows may be split in that many parts, in `fusion` itself. `takes_both` names a
+    scheduler of kernels beside one another (None: there is none). Raises
     `UnsupportedError` naming an op that no scheduler accepts even alone.
     """
-    return _Segmenter(
+    segmenter = _Segmenter(
         fusion, find_scheduler, local_shape, pays, may_share_kernel, stands_alone, row_parts
-    ).run()
+    )
+    return segmenter.run(takes_both)
 
 
 class _Segmenter:
@@ -131,14 +134,18 @@ class _Segmenter:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
         self.strides: dict[TensorView, Strides] = {}
 
-    def run(self) -> SegmentedFusion:
+    def run(self, takes_both: Callable[[Fusion], str | None] | None) -> SegmentedFusion:
         self._mark_aliases()
         stored = self._materialised()
         groups = self._merge(self._accepted_cones(stored))
         while more := worth_storing(self.fusion, self.exprs, [g.ops for g in groups], stored):
             stored.update(dict.fromkeys(more))
             groups = self._merge(self._accepted_cones(stored))
-        return SegmentedFusion(self.fusion, tuple(self._order(self._split_rows(groups))))
+        groups = self._split_rows(groups)
+        if takes_both is not None:
+            self.find_scheduler = takes_both
+            groups = self._merger(groups).run(("beside",))
+        return SegmentedFusion(self.fusion, tuple(self._order(groups)))
 
     # ------------------------------------------------------------ views
     def _mark_aliases(self) -> None:
@@ -330,7 +337,10 @@ class _Segmenter:
             stored.update(dict.fromkeys(ends))
 
     def _merge(self, groups: list[Group]) -> list[Group]:
-        merger = Merger(
+        return self._merger(groups).run()
+
+    def _merger(self, groups: list[Group]) -> Merger:
+        return Merger(
             self.fusion,
             groups,
             [e for e in self.exprs if self.kind[e] != "kernel"],
@@ -339,7 +349,6 @@ class _Segmenter:
             pays=self.pays,
             may_share_kernel=self.may_share_kernel,
         )
-        return merger.run()
 
     def _accepted(self, group: Group, totals: tuple[TensorView, ...] = ()) -> Group | None:
         """Return the group with its fusion and scheduler, None when no scheduler accepts it; with

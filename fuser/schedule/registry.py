@@ -12,6 +12,7 @@ from fuser.ir.scalar import Number, Symbol
 from fuser.record import record
 from fuser.schedule import (
     cluster_persistent,
+    horizontal,
     inner_outer_persistent,
     inner_persistent,
     inner_persistent_params,
@@ -38,7 +39,8 @@ class Scheduler:
     schedules in place and depends on the parameters alone. `generic` gives
     parameters that rely on nothing, for the variant that serves every input; `ladder` all that are
     worth a try, from those chosen down. `suits` tells for which sizes the kernel is as fast as
-    separate ones. `option`: without this name under ENABLE no segment is tried.
+    separate ones. `option`: without this name under ENABLE no segment is tried. `rungs` gives all
+    parameters from some down to the generic ones.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Scheduler:
     generic: Callable[[DeviceInfo], Params]
     suits: Callable[[Fusion, Mapping[Symbol, Number]], bool] = lambda fusion, sizes: True
     option: str = ""
+    rungs: Callable[[Params, Params], tuple[Params, ...]] = rungs
 
     def heuristics(self, fusion: Fusion, facts: Facts, device: DeviceInfo) -> Params:
         """Return the parameters for one class of inputs."""
@@ -56,7 +59,7 @@ class Scheduler:
     def ladder(self, chosen: Params, device: DeviceInfo) -> tuple[Params, ...]:
         if isinstance(chosen, UserParams):
             return (chosen,)  # the schedule is the user's: there is no other
-        return rungs(chosen, self.generic(device))
+        return self.rungs(chosen, self.generic(device))
 
 
 _ROWS = (
@@ -115,6 +118,15 @@ _CLUSTERS = Scheduler(
     cluster_persistent.suits,
     option="clusters",
 )
+# Not tried for one segment: it takes several as one.
+HORIZONTAL = Scheduler(
+    "horizontal",
+    horizontal.accepts,
+    horizontal.chooser,
+    horizontal.apply,
+    horizontal.generic,
+    rungs=horizontal.ladder,
+)
 # Tried for segments when no other accepts: it takes every single op that a kernel can compute.
 _PLAIN = Scheduler("plain", plain.accepts, plain.chooser, plain.apply, plain.generic)
 
@@ -150,7 +162,9 @@ _USER = Scheduler(
 )
 # The ones that a user may ask for by name.
 SCHEDULERS: Mapping[str, Scheduler] = {row.name: row for row in _ROWS}
-_BY_NAME: Mapping[str, Scheduler] = {row.name: row for row in (*_ROWS, _CLUSTERS, _PLAIN, _USER)}
+_BY_NAME: Mapping[str, Scheduler] = {
+    row.name: row for row in (*_ROWS, _CLUSTERS, HORIZONTAL, _PLAIN, _USER)
+}
 
 
 def find_scheduler(

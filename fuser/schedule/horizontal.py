@@ -1,0 +1,144 @@
+"""The horizontal scheduler: pointwise kernels beside one another as one kernel.
+
+Outputs that do not iterate the same axes cannot share loops, but they can share a launch, which
+takes as long as the work of a small kernel. Every set of outputs with the same axes is a part: a
+fusion of its own, scheduled as a pointwise kernel. The grid has the blocks of all parts:
+
+    GPU  [BIDx: blocks of part 0 | of part 1 | ..]
+
+A part that reads what another computes on the way computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+
+from fuser.device import DeviceInfo
+from fuser.ir.axis_graph import AxisGraph
+from fuser.ir.fusion import Alias, Fusion
+from fuser.ir.nodes import TensorOp
+from fuser.ir.tensor import TensorView
+from fuser.passes.segment import extract
+from fuser.record import record
+from fuser.schedule import pointwise
+from fuser.schedule.facts import Facts
+from fuser.schedule.ladder import rungs
+from fuser.schedule.pointwise import PointwiseParams
+
+MAX_PARTS = 8
+# Up to so many bytes of inputs a launch is worth saving: an H200 copies 32 MiB in some 18 us, and
+# its second-level cache holds what parts share.
+MAX_BYTES = 32 << 20
+
+
+@record
+class HorizontalParams:
+    """The parameters of each part; further parts have those of the last."""
+
+    parts: tuple[PointwiseParams, ...]
+
+    def is_near(self, other: object) -> bool:
+        """Whether each part is near that of the other."""
+        return (
+            isinstance(other, HorizontalParams)
+            and len(self.parts) == len(other.parts)
+            and all(a.is_near(b) for a, b in zip(self.parts, other.parts, strict=True))
+        )
+
+    is_alike = is_near
+
+    def __str__(self) -> str:
+        return f"horizontal({'; '.join(map(str, self.parts))})"
+
+
+def generic(device: DeviceInfo) -> HorizontalParams:
+    """Return the parameters that rely on nothing."""
+    return HorizontalParams((pointwise.generic(device),))
+
+
+def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[HorizontalParams, ...]:
+    """Return parameters from `chosen` down to `least`: all parts step down together."""
+    columns = [rungs(part, least.parts[-1]) for part in chosen.parts]
+    rows = zip_longest(*columns, fillvalue=least.parts[-1])
+    return tuple(dict.fromkeys([*map(HorizontalParams, rows), least]))
+
+
+# ------------------------------------------------------------------ what is accepted
+def accepts(fusion: Fusion) -> str | None:
+    """Return why the fusion is not several pointwise ones, None when it is."""
+    if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
+        return "it is computed in steps along a stream axis"
+    for op in fusion.exprs:
+        if isinstance(op, pointwise.NOT_POINTWISE):
+            return f"{op.name} of {op.outputs[0]} is not pointwise"
+    found = _outputs_of_parts(fusion)
+    if len(found) < 2:
+        return "its outputs iterate the same axes"
+    if len(found) > MAX_PARTS:
+        return f"it has {len(found)} parts, more than {MAX_PARTS}"
+    for outputs, ops in found:
+        made = {out for op in ops for out in op.outputs}
+        other = next((o for o in fusion.outputs if o in made and o not in outputs), None)
+        if other is not None:
+            return f"{outputs[0]} is computed from {other}, which has other axes"
+    return next(filter(None, map(pointwise.accepts, parts_of(fusion))), None)
+
+
+def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], list[TensorOp]]]:
+    """Return the outputs of each part, and the ops that compute them, both in order."""
+    graph = AxisGraph(fusion)
+    by_axes: dict[tuple[int, ...], list[TensorView]] = {}
+    for out in dict.fromkeys(fusion.outputs):
+        axes = sorted(graph.find(a) for a in out.domain.logical if not a.is_broadcast)
+        by_axes.setdefault(tuple(axes), []).append(out)
+    return [(outputs, _ops_of(fusion, outputs)) for outputs in by_axes.values()]
+
+
+def _ops_of(fusion: Fusion, outputs: Sequence[TensorView]) -> list[TensorOp]:
+    needed, ops = {*outputs}, list[TensorOp]()
+    for op in reversed(fusion.exprs):
+        if not needed.isdisjoint(op.outputs):
+            ops.append(op)
+            needed.update(v for v in op.inputs if isinstance(v, TensorView))
+    return ops[::-1]
+
+
+def parts_of(fusion: Fusion) -> Iterator[Fusion]:
+    """Yield each part, with the numbers and layouts of the whole; what is new in one has numbers
+    that those before it do not have."""
+    given = [v for v in fusion.inputs if isinstance(v, TensorView)]
+    first_new = 0
+    for outputs, ops in _outputs_of_parts(fusion):
+        read = {v for op in ops for v in op.inputs}
+        part = extract(fusion, ops, [v for v in given if v in read], outputs)
+        part.reserve(tensor=first_new)
+        tensors = {tv.number: tv for tv in part.tensors()}
+        part.aliases = [
+            Alias(tensors[a.out.number], tensors[a.into.number], a.hidden, a.where)
+            for a in fusion.aliases
+            if a.out in outputs
+        ]
+        yield part
+        first_new = max(tv.number for tv in part.tensors())
+
+
+# ------------------------------------------------------------------ heuristics, application
+def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], HorizontalParams]:
+    """Return what chooses the parameters of each part for an input class."""
+    choosers = [pointwise.chooser(part, device) for part in parts_of(fusion)]
+    return lambda facts: HorizontalParams(tuple(choose(facts) for choose in choosers))
+
+
+def apply(fusion: Fusion, params: HorizontalParams) -> None:
+    """Schedule the parts, which then are what the fusion is lowered from."""
+    made: dict[int, TensorView] = {}
+    parts: list[Fusion] = []
+    for k, part in enumerate(parts_of(fusion)):
+        numbers = [out.number for out in part.outputs]
+        pointwise.apply(part, params.parts[min(k, len(params.parts) - 1)])
+        made.update(zip(numbers, part.outputs, strict=True))
+        parts.append(part)
+    fusion.parts = tuple(parts)
+    fusion.outputs = [made[out.number] for out in fusion.outputs]
+    fusion.exprs = [op for part in parts for op in part.exprs]
