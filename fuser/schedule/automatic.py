@@ -56,7 +56,7 @@ def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) 
     )
     if reason is None:
         return True, ""
-    return False, f"Scheduler _{scheduler_type.name}_ ***rejected*** because : {reason}"
+    return False, f"Scheduler _{scheduler_type.name}_ ***Rejected*** because : {reason}"
 
 
 def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[SchedulerType]:

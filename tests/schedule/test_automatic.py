@@ -31,7 +31,7 @@ def test_ask_compute_and_apply() -> None:
     assert schedule.can_schedule(fusion, SchedulerType.reduction, inputs) == (True, "")
     accepted, reason = schedule.can_schedule(fusion, SchedulerType.pointwise, inputs)
     assert not accepted
-    assert "***rejected***" in reason and "not pointwise" in reason
+    assert "***Rejected***" in reason and "not pointwise" in reason
     params = schedule.compute_heuristics(fusion, SchedulerType.reduction, inputs)
     assert str(params) == "reduction(inner, loops)"
     assert schedule.schedule(fusion, SchedulerType.reduction, params) is None
