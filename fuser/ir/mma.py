@@ -17,6 +17,7 @@ from fuser.ir.dtypes import DataType, is_floating
 from fuser.ir.nodes import AxisMap, LibraryOp, Variant
 
 if TYPE_CHECKING:
+    from fuser.ir.domain import IterDomain
     from fuser.ir.tensor import TensorView
 
 
@@ -121,6 +122,11 @@ class GroupedMmaOp(ProductOp):
             raise VerifyError(f"grouped_mm: matrices of one dtype by Int32 offsets, not {found}")
 
 
+def _is_one(axis: IterDomain) -> bool:
+    """Whether an axis has one element, and is not that element many times."""
+    return axis.is_broadcast and axis.expanded is None
+
+
 class ScaledMmaOp(ProductOp):
     """out[m, n] = alpha * sum_k scale1 mat1[m, k] * scale2 mat2[k, n] + beta * bias, without what
     is not there.
@@ -177,7 +183,7 @@ class ScaledMmaOp(ProductOp):
         if field in ("mat1", "mat2", "out"):
             return letters
         axes = zip(tv.domain.no_reductions, letters, strict=True)
-        return "".join("1" if axis.is_broadcast else c for axis, c in axes)
+        return "".join("1" if _is_one(axis) else c for axis, c in axes)
 
     def is_whole(self, letter: str) -> bool:
         return letter == "k"
@@ -187,7 +193,7 @@ class ScaledMmaOp(ProductOp):
             forms = self.AXES[field]
             letters = forms.get(tv.ndim, "1" * tv.ndim)
             axes = zip(tv.domain.no_reductions, letters, strict=True)
-            has_more = any(c == "1" and not axis.is_broadcast for axis, c in axes)
+            has_more = any(c == "1" and not _is_one(axis) for axis, c in axes)
             if has_more or (field in ("mat1", "mat2", "out", "bias") and tv.ndim not in forms):
                 wanted = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
                 raise VerifyError(f"scaled_mm: {field} has axes {wanted or '[]'}, not {tv}")

@@ -159,6 +159,36 @@ def test_on_ranks(where: str, ranks: int) -> None:
     assert ("Allgather" in results[0][1]) == (where == "k")
 
 
+@pytest.mark.parametrize("where", ["m", "n"])
+@pytest.mark.parametrize("expanded", ["scale1", "scale2", "bias"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_scale_for_all_rows(ranks: int, expanded: str, where: str) -> None:
+    """An axis that is one element many times has a size, and a part on each rank."""
+    a, b = factors(8, 16, 12)
+    more = {"scale1": draw(8, 1), "scale2": draw(1, 12), "bias": draw(8, 12)}
+    axis = 1 if expanded == "scale2" else 0
+    kept = more[expanded].narrow(axis, 0, 1)
+    more[expanded] = kept.expand(more[expanded].shape)
+
+    def program() -> Tensor:
+        mesh = DeviceMesh(range(Communicator.instance().size()))
+        with FusionDefinition() as fd:
+            tensors = [fd.from_pytorch(t, static_sizes=True) for t in (a, b, *more.values())]
+            mat1, mat2, scale1, scale2, bias = tensors
+            out, _, _ = fd.ops.scaled_mm(mat1, mat2, scale1, scale2, bias=bias, dtype=D.Float)
+            fd.add_output(out)
+            for tv in tensors:
+                tv.set_device_mesh(mesh)
+            cut(mat1 if where == "m" else mat2, "mn".index(where), mesh)
+        given = zip((a, b, *more.values()), tensors, strict=True)
+        return fd.execute([shard_tensor(t, tv) for t, tv in given])[0]
+
+    with simulate(ranks) as world:
+        out = torch.cat(world.run(program), "mn".index(where))
+    expected = wanted(a, b, more["scale1"], more["scale2"]) + more["bias"]
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
+
+
 def test_refusals() -> None:
     with FusionGuard(Fusion()):
         a, b = (define_tensor([-1, -1], dtype=d) for d in (E4, E5))
