@@ -149,6 +149,13 @@ def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
 _COMPLEX_ULPS = {"add": 1, "sub": 1, "abs": 4, "mul": 8, "div": 16, "truediv": 16, "lerp": 32}
 _COMPLEX_ULPS |= dict.fromkeys(("neg", "real", "imag", "complex"), 0)
 _COMPLEX_ULPS |= dict.fromkeys(("pow", "sigmoid", "silu"), 4096)
+# Where a function of complex numbers is infinite, or jumps: of a divisor, or of a base.
+_POLES: dict[str, tuple[complex, ...]] = {
+    **dict.fromkeys("div truediv reciprocal rsqrt pow log log2 log10".split(), (0.0,)),
+    "log1p": (-1.0,),
+    "atan": (1j, -1j),
+    "atanh": (1.0, -1.0),
+}
 _CUT = "sqrt rsqrt log log2 log10 log1p asin acos asinh acosh atan atanh pow".split()
 
 
@@ -174,9 +181,9 @@ def _complex(row: Row, vals: list[Val], compute: str, result: str) -> Val:
         if row.name in _CUT:
             # On which side of a cut a zero lies is not said.
             odd = odd | (v.ref.real == 0) | (v.ref.imag == 0)
-    if row.name in ("div", "truediv", "reciprocal", "rsqrt", "pow"):
-        at = vals[0] if row.name == "pow" else vals[-1]
-        odd = odd | (size_of(at.ref) <= at.bound)
+    at = vals[0] if row.name == "pow" else vals[-1]
+    for pole in _POLES.get(row.name, ()):
+        odd = odd | (size_of(at.ref - pole) <= at.bound)
     scale = None if row.scale is None else row.scale(*(v.ref for v in vals)).abs()
     ulps = _COMPLEX_ULPS.get(row.name, 64)
     slack = 2.0 if row.rule == "float" else 1.0

@@ -132,6 +132,21 @@ def test_what_its_dtype_can_not_hold_is_not_compared(name: str, first: str) -> N
     assert name in ("fmod", "remainder") or compare(out, value) is not None
 
 
+@pytest.mark.parametrize("name", ["log", "log2", "log10", "log1p", "atan", "atanh", "reciprocal"])
+def test_a_complex_pole_within_the_bounds_may_be_met(name: str) -> None:
+    """Also where all corners of the bounds are finite."""
+    pole = {"log1p": -1.0, "atan": -1j, "atanh": 1.0}.get(name, 0.0)
+    ref = torch.full((2,), pole, dtype=torch.complex128) + torch.tensor([3e-6 + 4e-6j, 0.3 + 0.4j])
+    near = Val(ref, torch.full((2,), 6e-6).double(), "ComplexFloat")
+    value = elementwise.pointwise(name, [near])
+    out = getattr(torch, name)(ref)
+    assert compare(out.to(torch.complex64), value) is None
+    out[0] = complex("inf")
+    assert compare(out.to(torch.complex64), value) is None
+    out[1] *= 1.01
+    assert compare(out.to(torch.complex64), value) is not None
+
+
 def test_counts_are_no_int_to_cat() -> None:
     """They become one beside a tensor of Int, not beside a number."""
     count = reductions.welford(exact(_inputs(0, 6).double().reshape(2, 3), "Float"), [1])[2]
