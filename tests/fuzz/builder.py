@@ -198,7 +198,19 @@ class Builder:
     def size(self, name: str, axis: int) -> Arg:
         """Return how the program names an extent: a number where it is constant."""
         dim = self.dims[name][axis]
-        return dim.vec[0] if dim.static and self.chance(0.8) else Size(name, axis)
+        if dim.static and self.chance(0.8):
+            return dim.vec[0]
+        is_listed = len(self.dims[name]) > 1 and self.chance(0.15)
+        return Ref(self.sizes(name)[axis]) if is_listed else Size(name, axis)
+
+    def sizes(self, name: str) -> tuple[str, ...]:
+        """Append a statement that names all extents of a tensor of several axes."""
+        stmt = Stmt(tuple(self.fresh("s") for _ in self.dims[name]), "shape", (Ref(name),))
+        for env in self.envs:
+            run_stmt(stmt, env)
+        self.stmts.append(stmt)
+        self.uses[name] += 1
+        return stmt.outs
 
     def add_random(self, sizes: Sequence[Arg], dims: Sequence[Dim], dtype: str) -> list[str]:
         """Append random numbers of a seed that is a scalar input."""

@@ -11,7 +11,7 @@ from tests.fuzz.table import HALF, ROWS, SHIFTS
 from tests.fuzz.values import Num
 
 _DTYPES = ("Float",) * 8 + ("Half", "BFloat16") * 3 + ("Double",) * 2 + ("Int",) * 2
-_DTYPES += ("Int32", "Bool", "Float8_e4m3fn", "Float8_e5m2")
+_DTYPES += ("Int32", "Bool", "Float8_e4m3fn", "Float8_e5m2", "Float8_e8m0fnu")
 _DTYPES += ("ComplexFloat",) * 2 + ("ComplexDouble",)
 _REDUCTIONS = ("sum", "sum", "max", "min", "prod")
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from tests.fuzz.elementwise import is_inexact
 from tests.fuzz.program import Arg, Ref, Size
-from tests.fuzz.table import DTYPES
-from tests.fuzz.values import INF, InvalidProgram, Val
+from tests.fuzz.reductions import is_whole, summed
+from tests.fuzz.table import DTYPES, HALF
+from tests.fuzz.values import INF, InvalidProgram, Val, nonnan, overflow, size_of, stored
 
 if TYPE_CHECKING:
     from tests.fuzz.builder import Builder, Dim
 
 Tensor = torch.Tensor
-# Makes an input of these axes and dtype whose values, call by call, are of these kinds.
-MakeInput = Callable[[Sequence["Dim"], str, Sequence[str]], str]
+
+
+class MakeInput(Protocol):
+    """Makes an input of these axes and dtype, with values of one kind, or of one for each call."""
+
+    def __call__(
+        self, dims: Sequence[Dim], dtype: str, fill: str | Sequence[str] | None = None, /
+    ) -> str: ...
 
 
 # ------------------------------------------------------------------ the oracle
@@ -95,6 +103,36 @@ def scatter(x: Val, index: Val, src: float | int | bool, dim: int) -> Val:
     )
 
 
+def index_put_accumulate(acc: Val, index: Val, value: Val) -> Val:
+    """Add up whatever is meant for a row; what is meant for none goes nowhere."""
+    count, rest = index.ref.numel(), acc.ref.shape[1:]
+    if any(n not in (1, m) for n, m in zip(value.ref.shape, (count, *rest), strict=True)):
+        raise InvalidProgram(f"rows {tuple(value.ref.shape)} for {count} of {tuple(rest)}")
+    if not index.is_exact:
+        return Val(acc.ref, torch.full_like(acc.bound, INF), acc.dtype)
+    value = value.view(lambda t: t.expand(count, *rest))
+    at = ((index.ref >= 0) & (index.ref < len(acc.ref))).nonzero().reshape(-1)
+    rows = index.ref[at]
+
+    def total(into: Tensor, added: Tensor) -> Tensor:
+        return into.index_add(0, rows, added[at])
+
+    ref, bound = total(acc.ref, value.ref), nonnan(total(acc.bound, value.bound))
+    if not is_inexact(acc.dtype):
+        return overflow(Val(ref, torch.where(bound > 0, INF, bound), acc.dtype))
+    sizes = total(size_of(acc.ref), size_of(value.ref))
+    most = int(rows.bincount().max()) if len(rows) else 0
+    is_exact = all(v.is_exact and is_whole(v.ref) for v in (acc, value))
+    out = summed(ref, bound, sizes, most + 1, acc.dtype, is_exact=is_exact)
+    out = stored(out.ref, out.bound, acc.dtype) if acc.dtype in HALF else out
+    # Other rows stay as they are.
+    into = torch.zeros(len(acc.ref), dtype=torch.bool).index_fill(0, rows, True)
+    into = into.reshape(-1, *(1 for _ in rest))
+    return Val(
+        torch.where(into, out.ref, acc.ref), torch.where(into, out.bound, acc.bound), acc.dtype
+    )
+
+
 MEANINGS: dict[str, Callable[..., Val]] = {
     "index_select": index_select,
     "embedding_fwd": embedding_fwd,
@@ -102,12 +140,13 @@ MEANINGS: dict[str, Callable[..., Val]] = {
     "take_along_axis": take_along_axis,
     "select": select,
     "scatter": scatter,
+    "index_put_accumulate": index_put_accumulate,
 }
 
 
 # ------------------------------------------------------------------ the generators
 _OPS = ("index_select", "index_select", "gather", "gather", "take_along_axis", "take_along_axis")
-_OPS += ("embedding_fwd", "select", "scatter")
+_OPS += ("embedding_fwd", "select", "scatter", "index_put_accumulate")
 # What kind of number is written into a tensor.
 _WIDE = {"f": "Double", "i": "Int", "b": "Bool", "c": "ComplexDouble"}
 _KINDS = {n: _WIDE[f.category[0]] for n, f in DTYPES.items()}
@@ -125,6 +164,9 @@ def look_up(b: Builder, name: str, extents: Callable[[], Dim], make: MakeInput) 
         if len(dims) != 2:
             return
         at = 0
+    if op == "index_put_accumulate":
+        add_rows(b, name, extents(), make)
+        return
     below = dims[at].vec
     if not all(below):
         return
@@ -163,6 +205,29 @@ def select_in(b: Builder, name: str, at: int) -> None:
         places = [b.rng.randint(-n, n - 1) for n in dims[at].vec]
         index = Ref(b.add_scalar("Int", places))
         b.emit("select", [Ref(name), index, at], [*dims[:at], *dims[at + 1 :]])
+
+
+def add_rows(b: Builder, name: str, count: Dim, make: MakeInput) -> None:
+    """Append an addition of so many rows to some of a tensor's, or to none."""
+    dims, dtype = b.dims[name], b.dtype[name]
+    plain = [type(d)(d.vec, d.static) for d in dims]
+    rows = [d if b.chance(0.85) else b.one for d in (count, *plain[1:])]
+    if b.is_a(name, "b") or not b.fits(rows):
+        return
+    if b.chance(0.3) or not all(plain[0].vec):
+        kind = b.rng.choice(("Int", "Int32"))
+        index = make([count], kind, [f"around {n}" for n in plain[0].vec])
+    else:
+        index = _index(b, name, 0, [count], plain[0].vec, make)
+    if index is None:
+        return
+
+    def fits(n: str) -> bool:
+        return b.dtype[n] == dtype and [d.vec for d in b.dims[n]] == [d.vec for d in rows]
+
+    found = b.pick(fits) if b.chance(0.4) else None
+    value = found or make(rows, dtype)
+    b.emit("index_put_accumulate", [Ref(name), Ref(index), Ref(value)], plain)
 
 
 def _beside(b: Builder, d: Dim, op: str) -> Dim:

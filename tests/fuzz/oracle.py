@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tests.fuzz import attention, lookups, reductions, scans, shapes
+from tests.fuzz import attention, groups, lookups, reductions, scaled, scans, shapes
 from tests.fuzz.elementwise import addcmul, as_num, clamp, pointwise, scalar_op
 from tests.fuzz.program import Arg, Dt, Program, Ref, ScalarInput, Size, Stmt, TensorArg
 from tests.fuzz.table import DTYPES, ROWS
@@ -41,10 +41,16 @@ _STRUCTURAL: dict[str, Callable[..., Any]] = {
     "iota": shapes.iota,
     "uniform": partial(shapes.random, "uniform"),
     "normal": partial(shapes.random, "normal"),
+    "rand_like": partial(shapes.random_like, "uniform"),
+    "randn_like": partial(shapes.random_like, "normal"),
+    "size": shapes.size,
+    "shape": shapes.shape,
     "triu": shapes.triu,
     "clamp": clamp,
     **lookups.MEANINGS,
     **scans.MEANINGS,
+    **groups.MEANINGS,
+    **scaled.MEANINGS,
 }
 # The arguments of these that are numbers stay Python numbers.
 _ELEMENTWISE = {*ROWS, "addcmul"} - {"clamp"}
@@ -60,8 +66,8 @@ def _resolve(arg: Arg, env: Env, *, sizes: bool) -> Any:
         case Size(name, axis):
             tensor = env[name]
             assert isinstance(tensor, Val)
-            n = tensor.ref.shape[axis]
-            return n if sizes else Num(n, "Int")
+            n = shapes.size(tensor, axis)
+            return n.value if sizes else n
         case Dt(name):
             return name
         case list() | tuple():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Part of every seed: a change of the generators makes other programs.
-VERSION = 10
+VERSION = 11
 
 
 @dataclass(frozen=True)

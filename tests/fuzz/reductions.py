@@ -12,6 +12,7 @@ from tests.fuzz.table import DTYPES, HALF
 from tests.fuzz.values import (
     INF,
     Num,
+    Tensor,
     Val,
     accumulated,
     cast,
@@ -61,15 +62,20 @@ def _sum(v: Val, dims: list[int], keepdim: bool) -> Val:
     bound = nonnan(v.bound.sum(dims, keepdim))
     if category(v.dtype) == "int":
         return overflow(Val(ref, torch.where(bound > 0, INF, bound), v.dtype))
-    whole = is_whole(v.ref) and float(sizes.nan_to_num(INF).max() if sizes.numel() else 0) < 2**24
-    out = accumulated(ref, bound, sizes + bound, _count(v, dims), v.dtype)
-    out = Val(ref, torch.where(torch.isfinite(ref) | (bound > 0), out.bound, 0.0), v.dtype)
+    is_exact = is_whole(v.ref) and v.is_exact
+    return summed(ref, bound, sizes, _count(v, dims), v.dtype, is_exact=is_exact)
+
+
+def summed(ref: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str, *, is_exact: bool) -> Val:
+    """Return sums of `n` floating numbers, whose absolute values add up to `sizes`, in any order;
+    `is_exact` says of known whole ones."""
+    out = accumulated(ref, bound, sizes + bound, n, dtype)
+    out = Val(ref, torch.where(torch.isfinite(ref) | (bound > 0), out.bound, 0.0), dtype)
     # The order of a sum decides what becomes of an overflow on the way.
-    near = (
-        sizes.nan_to_num(0, posinf=0) > DTYPES["Float" if v.dtype in HALF else v.dtype].largest / 8
-    )
-    out = Val(ref, torch.where(near, INF, out.bound), v.dtype)
-    return exact(ref, v.dtype) if whole and v.is_exact else out
+    near = sizes.nan_to_num(0, posinf=0) > DTYPES["Float" if dtype in HALF else dtype].largest / 8
+    out = Val(ref, torch.where(near, INF, out.bound), dtype)
+    is_small = float(sizes.nan_to_num(INF).max() if sizes.numel() else 0) < 2**24
+    return exact(ref, dtype) if is_exact and is_small else out
 
 
 def _prod(v: Val, dims: list[int], keepdim: bool) -> Val:

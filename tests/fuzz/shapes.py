@@ -9,7 +9,17 @@ import torch
 
 from tests.fuzz.elementwise import category
 from tests.fuzz.table import DTYPES, HALF
-from tests.fuzz.values import InvalidProgram, Num, Val, computed, exact, overflow, stored, wide
+from tests.fuzz.values import (
+    InvalidProgram,
+    Num,
+    Val,
+    computed,
+    exact,
+    overflow,
+    round_to,
+    stored,
+    wide,
+)
 from tests.ops import random_reference
 
 Tensor = torch.Tensor
@@ -124,7 +134,23 @@ def random(
     return stored(out.ref, out.bound, dtype)
 
 
+def random_like(kind: str, v: Val) -> Val:
+    """Return the middle of what may be drawn, and how far a number may be from there."""
+    middle, reach = (0.5, 0.5) if kind == "uniform" else (0.0, 9.0)
+    ref = torch.full(v.ref.shape, middle, dtype=torch.float64)
+    return Val(ref, torch.full_like(ref, reach), v.dtype)
+
+
+def size(v: Val, dim: int) -> Num:
+    return Num(v.ref.shape[dim], "Int")
+
+
+def shape(v: Val) -> list[Num]:
+    return [size(v, dim) for dim in range(v.ref.ndim)]
+
+
 def triu(v: Val, diagonal: Any = 0) -> Val:
     keep = torch.ones(v.ref.shape[-2:], dtype=torch.bool).triu(_number(diagonal))
-    zero = torch.zeros((), dtype=v.ref.dtype)
+    # There is a dtype that has no 0.
+    zero = round_to(torch.zeros((), dtype=v.ref.dtype), v.dtype)
     return Val(torch.where(keep, v.ref, zero), torch.where(keep, v.bound, 0.0), v.dtype)

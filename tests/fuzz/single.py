@@ -87,6 +87,7 @@ _TABLE: tuple[tuple[Callable[[FusionBuilder], None], int], ...] = (
     (views.factory, 4),
     (views.contraction, 4),
     (views.attend, 3),
+    (views.product, 6),
     (views.look_up, 12),
     (views.scan_or_sort, 6),
 )

@@ -193,15 +193,4 @@ def _lerp_scale(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tens
 
 
 ROWS: dict[str, Row] = {row.name: row for row in _rows()}
-# Ops that no program draws, and why.
-NOT_DRAWN = {
-    "grouped_mm": "its offsets rise: tests/frontend/test_grouped_mm.py draws them",
-    "index_put_accumulate": "tests/frontend/test_index_put.py draws it",
-    "nv_block_quantize": "other ops in a row: tests/frontend/test_scaled_mm.py",
-    "rand_like": "drawn from torch's generator: tests/ops/test_random.py",
-    "randn_like": "as rand_like",
-    "scaled_mm": "its factors are made to fit: tests/frontend/test_scaled_mm.py",
-    "shape": "sizes are drawn as such",
-    "size": "sizes are drawn as such",
-}
 SHIFTS = ("bitwise_left_shift", "bitwise_right_shift", "logical_right_shift")

@@ -32,6 +32,11 @@ def _values(n: int, dtype: torch.dtype, fill: str, gen: torch.Generator) -> torc
     if not dtype.is_floating_point:
         if fill.startswith("below "):
             return torch.randint(0, int(fill[6:]), (n,), generator=gen).to(dtype)
+        if fill.startswith("around "):
+            return torch.randint(-2, int(fill[7:]) + 2, (n,), generator=gen).to(dtype)
+        if fill.startswith("rising to "):
+            ends = torch.randint(0, int(fill[10:]) + 1, (n,), generator=gen)
+            return ends.sort().values.to(dtype)
         high = 3 if fill == "small" else 9
         return torch.randint(-high, high + 1, (n,), generator=gen).to(dtype)
     normal = torch.randn(n, generator=gen, dtype=torch.float64)

@@ -9,11 +9,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.fuzz import attention, elementwise, oracle, reductions
+from tests.frontend.test_scaled_mm import brute_force
+from tests.fuzz import attention, elementwise, groups, lookups, oracle, reductions, scaled
 from tests.fuzz.program import Ref, Stmt
 from tests.fuzz.runner import compare
-from tests.fuzz.table import DTYPES, ROWS, Row
-from tests.fuzz.values import Num, Val, cast, exact
+from tests.fuzz.table import DTYPES, FLOAT8, ROWS, Row
+from tests.fuzz.values import InvalidProgram, Num, Val, cast, exact, stored
 
 _TORCH_OPS = [r.name for r in ROWS.values() if r.arity == 1 and hasattr(torch, r.name)]
 
@@ -162,6 +163,23 @@ def test_explicit_casts_round() -> None:
     assert value.is_exact and torch.equal(value.ref, x.bfloat16().double())
 
 
+def test_a_float_of_one_byte_is_one_of_those_within_the_bound() -> None:
+    """By trying numbers in between: each is expected, and the next value outside is not."""
+    for dtype in FLOAT8:
+        to = DTYPES[dtype].torch
+        codes = torch.arange(256, dtype=torch.uint8).view(to).double()
+        codes = codes[codes.isfinite()].unique()
+        for ref, bound in [(-3.1, 0.2), (0.01, 0.02), (17.0, 0.9), (440.0, 30.0), (1e-3, 0.0)]:
+            value = stored(torch.tensor([ref]).double(), torch.tensor([bound]).double(), dtype)
+            near = (ref + bound * torch.linspace(-1, 1, 1001).double()).to(to)
+            assert all(compare(x.reshape(1), value) is None for x in near)
+            low, high = float(near.double().min()), float(near.double().max())
+            outside = [*codes[codes < low][-1:], *codes[codes > high][:1]]
+            far = max(high - value.ref.item(), value.ref.item() - low)
+            outside = [x for x in outside if abs(float(x) - value.ref.item()) > far]
+            assert all(compare(x.reshape(1).to(to), value) is not None for x in outside)
+
+
 @pytest.mark.parametrize("dtype", ["Float", "BFloat16", "Double"])
 def test_contractions(dtype: str) -> None:
     torch_dtype = DTYPES[dtype].torch
@@ -170,6 +188,71 @@ def test_contractions(dtype: str) -> None:
     value = reductions.matmul(exact(a.double(), dtype), exact(b.double(), dtype))
     assert compare(a @ b, value) is None
     assert compare(a[:, 1:] @ b[1:], value) is not None
+
+
+def test_products_of_scaled_factors() -> None:
+    a = _inputs(0, 9 * 40).reshape(9, 40).to(torch.float8_e4m3fn)
+    b = _inputs(1, 40 * 5).reshape(40, 5).to(torch.float8_e5m2)
+    rows, columns, beta = _inputs(2, 9).reshape(9, 1), _inputs(3, 1), torch.tensor(-1.5)
+    bias = _inputs(4, 5).half().float()
+    product = (rows * a.float()) @ (columns * b.float()) + beta * bias
+    x, y = exact(a.double(), "Float8_e4m3fn"), exact(b.double(), "Float8_e5m2")
+    s, u = (exact(t.double(), "Float") for t in (rows, columns))
+    for dtype in ("Float", "BFloat16", "Float8_e4m3fn", "Float8_e8m0fnu"):
+        like = DTYPES[dtype].torch
+        more = exact(bias.double(), "Half"), exact(beta.double(), "Float")
+        value, *_ = scaled.scaled_mm(x, y, s, u, None, *more, dtype=dtype)
+        assert isinstance(value, Val)
+        assert compare(product.to(like), value) is None
+        assert compare((product + beta * bias).to(like), value) is not None
+
+
+def test_products_of_groups() -> None:
+    a, b = _inputs(0, 12 * 7).reshape(12, 7), _inputs(1, 3 * 7 * 4).reshape(3, 7, 4)
+    offsets = exact(torch.tensor([2, 2, 9]), "Int32")
+    of_rows = groups.grouped_mm(exact(a.double(), "Float"), exact(b.double(), "Float"), offsets)
+    out = torch.cat([a[:2] @ b[0], a[2:9] @ b[2], torch.zeros(3, 4)])
+    assert compare(out, of_rows) is None
+    out[8] = a[8] @ b[1]
+    assert compare(out, of_rows) is not None
+    # The same matrices, each with the groups along its other axis.
+    c, d = a.T.contiguous(), b.mT.contiguous()
+    of_columns = groups.grouped_mm(exact(d.double(), "Float"), exact(c.double(), "Float"), offsets)
+    assert torch.equal(of_columns.ref, of_rows.ref.T)
+    parts = groups.grouped_mm(exact(c.double(), "Float"), exact(a.double(), "Float"), offsets)
+    assert compare(torch.stack([c[:, :2] @ a[:2], 0 * c @ a, c[:, 2:9] @ a[2:9]]), parts) is None
+    fallen = exact(torch.tensor([2, 1, 9]), "Int32")
+    with pytest.raises(InvalidProgram):
+        groups.grouped_mm(exact(c.double(), "Float"), exact(a.double(), "Float"), fallen)
+
+
+def test_added_rows() -> None:
+    x, rows, at = _inputs(0, 20).reshape(4, 5), _inputs(1, 300).reshape(60, 5), torch.arange(60) % 3
+    given = exact(x.double(), "Float"), exact(at, "Int"), exact(rows.double(), "Float")
+    value = lookups.index_put_accumulate(*given)
+    out = x.index_put((at,), rows, accumulate=True)
+    assert compare(out, value) is None
+    assert not value.bound[3].any() and bool(value.bound[:3].all())
+    assert compare(out - rows[7] * (torch.arange(4) == 1).unsqueeze(1), value) is not None
+    out[3] += 1e-6
+    assert compare(out, value) is not None
+
+
+def test_blocks_are_those_of_brute_force() -> None:
+    x = _inputs(0, 640).reshape(2, 320) * 10 ** _inputs(1, 640).reshape(2, 320)
+    x[0, :32], x[1, 5] = 0.0, math.inf
+    found = scaled.nv_block_quantize(exact(x.double(), "Float"), 32, "Float8_e4m3fn")
+    assert all(v.is_exact for v in found)
+    expected = brute_force(x[:, 32:])
+    assert compare(expected[0], found[0].view(lambda t: t[:, 32:])) is None
+    assert compare(expected[1], found[1].view(lambda t: t[:, 1:])) is None
+    assert float(found[1].ref[0, 0]) == 2.0**-127 and float(found[0].ref[1, 5]) == 448.0
+    # Where the largest may be on both sides of a power's limit, so may the scale.
+    near = Val(torch.full((32,), 448.0).double(), torch.full((32,), 0.1).double(), "Float")
+    values, scales = scaled.nv_block_quantize(near, 32, "Float8_e4m3fn")
+    assert compare(torch.tensor([2.0]).to(torch.float8_e8m0fnu), scales) is None
+    assert compare(torch.tensor([4.0]).to(torch.float8_e8m0fnu), scales) is not None
+    assert bool(values.bound.isinf().all())
 
 
 @pytest.mark.parametrize("dtype", ["Float", "BFloat16", "Double"])

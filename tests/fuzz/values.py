@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.fuzz.table import DTYPES, HALF, PARTS, Fn
+from tests.fuzz.table import DTYPES, FLOAT8, HALF, PARTS, Fn
 
 Tensor = torch.Tensor
 INF = float("inf")
@@ -118,6 +118,8 @@ def round_to(x: Tensor, dtype: str) -> Tensor:
 
 def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
     """Round to a floating dtype: exact values to a known one, others within half a unit."""
+    if dtype in FLOAT8:
+        return _of_few(ref, bound, dtype)
     facts = DTYPES[dtype]
     rounded = round_to(ref, dtype)
     loose = bound + facts.eps * (ref.abs() + bound) + facts.tiny * facts.eps
@@ -125,12 +127,23 @@ def stored(ref: Tensor, bound: Tensor, dtype: str) -> Val:
     near = torch.isfinite(ref) & ((ref.abs() + loose) > limit)
     new = torch.where(bound == 0, torch.zeros_like(bound), nonnan(loose))
     new = torch.where(torch.isinf(ref) | torch.isnan(ref), bound, new)
-    if dtype == "Float8_e4m3fn":
-        # It has no infinity: what was one is the largest number.
-        new = torch.where(torch.isinf(ref) & (bound > 0), INF, new)
     return Val(
         torch.where(bound == 0, rounded, ref), torch.where(near & (bound > 0), INF, new), dtype
     )
+
+
+def _of_few(ref: Tensor, bound: Tensor, dtype: str) -> Val:
+    """Round to a dtype of few values: what lies within the bound becomes one of those between what
+    its ends become."""
+    low, high = ref - bound, ref + bound
+    if dtype == "Float8_e8m0fnu":
+        # Without a sign, it is the power of two next to the absolute value.
+        low, high = (ref.abs() - bound).clamp(min=0), ref.abs() + bound
+    rounded, *ends = (round_to(x, dtype) for x in (ref, low, high))
+    off = torch.maximum(*(difference(end, rounded) for end in ends))
+    # An infinity that is not certain may be any number.
+    is_lost = torch.isinf(bound) | (torch.isinf(ref) & (bound > 0))
+    return Val(rounded, torch.where(is_lost, INF, torch.where(bound == 0, 0.0, off)), dtype)
 
 
 def computed(

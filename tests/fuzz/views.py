@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from tests.fuzz import lookups, scans
+from tests.fuzz import groups, lookups, scaled, scans
 from tests.fuzz.attend import statement
-from tests.fuzz.builder import Dim
+from tests.fuzz.builder import Builder, Dim
 from tests.fuzz.fusions import FusionBuilder
 from tests.fuzz.program import Arg, Dt, Ref
-from tests.fuzz.table import FLOAT8
+from tests.fuzz.table import DTYPES, FLOAT8
 
 
 def broadcast(b: FusionBuilder) -> None:
@@ -25,7 +25,7 @@ def broadcast(b: FusionBuilder) -> None:
     b.emit("broadcast", [Ref(name), flags], dims)
 
 
-def broadcast_in_dim(b: FusionBuilder) -> None:
+def broadcast_in_dim(b: Builder) -> None:
     name = b.pick(lambda n: len(b.dims[n]) < 5)
     if name is None:
         return
@@ -44,7 +44,7 @@ def broadcast_in_dim(b: FusionBuilder) -> None:
     b.emit("broadcast_in_dim", [Ref(name), sizes, kept], out)
 
 
-def some_size(b: FusionBuilder) -> tuple[Arg, Dim]:
+def some_size(b: Builder) -> tuple[Arg, Dim]:
     name = b.pick(lambda n: bool(b.dims[n]))
     if name is not None and b.chance(0.7):
         k = b.rng.randrange(len(b.dims[name]))
@@ -68,7 +68,7 @@ def expand(b: FusionBuilder) -> None:
     b.emit("expand", [Ref(name), sizes], dims)
 
 
-def squeeze(b: FusionBuilder) -> None:
+def squeeze(b: Builder) -> None:
     name = b.pick(lambda n: any(d.is_broadcast for d in b.dims[n]))
     if name is None:
         return
@@ -78,7 +78,7 @@ def squeeze(b: FusionBuilder) -> None:
     b.emit("squeeze", [Ref(name), gone], dims)
 
 
-def permute(b: FusionBuilder) -> None:
+def permute(b: Builder) -> None:
     name = b.pick(lambda n: len(b.dims[n]) > 1)
     if name is None:
         return
@@ -212,9 +212,12 @@ def cat(b: FusionBuilder) -> None:
 
 
 def factory(b: FusionBuilder) -> None:
-    op = b.rng.choice(("full", "iota", "triu", "triu", "random", "random"))
+    op = b.rng.choice(("full", "iota", "triu", "triu", "random", "random", "like"))
     if op == "random":
         random(b)
+        return
+    if op == "like":
+        random_like(b)
         return
     if op == "triu":
         name = b.pick(lambda n: len(b.dims[n]) > 1)
@@ -248,6 +251,14 @@ def random(b: FusionBuilder) -> None:
         found = [some_size(b) for _ in range(b.rng.randint(0, 3))]
         sizes, dims = [s for s, _ in found], [d for _, d in found]
     b.add_random(sizes, dims, b.rng.choice(("Float", "Double", "Half", "BFloat16")))
+
+
+def random_like(b: FusionBuilder) -> None:
+    """Numbers of torch's generator, of which only the ends are known."""
+    name = b.pick(lambda n: b.is_a(n, "f") and b.dtype[n] not in FLOAT8)
+    if name is not None:
+        dims = [Dim(d.vec, d.static) for d in b.dims[name]]
+        b.emit(b.rng.choice(("rand_like", "randn_like")), [Ref(name)], dims)
 
 
 def attend(b: FusionBuilder) -> None:
@@ -295,6 +306,29 @@ def contraction(b: FusionBuilder) -> None:
         other, out = [*batch, k, n], [*dims[:-1], n]
     if b.fits(other):
         b.emit("matmul", [Ref(name), Ref(b.input(other, dtype))], out)
+
+
+# What appends it, and to tensors of how many axes.
+_PRODUCTS = ((groups.multiply, (2, 3)),) * 2 + ((scaled.multiply, (2,)),) * 2
+_PRODUCTS += ((scaled.quantize, (1, 2, 3, 4)),)
+
+
+def product(b: FusionBuilder) -> None:
+    """A product of scaled floats of one byte, or one per group; or what makes scaled floats."""
+    if len(b.inputs) > 4:
+        return
+    append, ranks = b.rng.choice(_PRODUCTS)
+
+    def fits(n: str) -> bool:
+        return b.is_a(n, "f") and len(b.dims[n]) in ranks
+
+    name = b.pick(fits)
+    if name is None:
+        dims = b.rng.choices(b.pool, k=b.rng.choice(ranks))
+        if not b.fits(dims):
+            return
+        name = b.input(dims, b.home if DTYPES[b.home].category == "float" else "Float")
+    append(b, name, lambda: b.rng.choice(b.pool), b.input)
 
 
 def look_up(b: FusionBuilder) -> None:
