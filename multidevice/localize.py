@@ -38,8 +38,9 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
     """Return the fusion of local shards, and the map from the given tensors to its tensors.
 
     The result has no meshes and no device axes; a logical axis that is a device axis as a whole
-    has extent 1. Loop domains are the logical ones: schedules start from here. Inputs lose the
-    reduction axes of the ops that made them. Without meshes it is the fusion itself.
+    has extent 1. Loop domains are the logical ones, all serial: schedules start from here, and what
+    the user split, merged and parallelized by hand counts for `manual_execute` alone. Inputs lose
+    the reduction axes of the ops that made them. A fusion that is such already is returned itself.
 
     Of a tensor that is computed in steps, or read in step by such ops, it has one step's block, of
     the size that `block` says (see `streams.block_extents`): kernels in loops run on slices.
@@ -47,7 +48,7 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
     Raises:
         ShardingError: an op of the fusion is a resharding.
     """
-    if not (has_mesh(fusion) or has_streams(fusion)):
+    if not (has_mesh(fusion) or has_streams(fusion) or any(map(_has_loops, fusion.tensors()))):
         return fusion, {tv: tv for tv in fusion.tensors()}
     local, twins = fusion.copy()
     for op in fusion.exprs:
@@ -67,6 +68,12 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
             ops += _partial_sum(local, op, twin, block)
     local.exprs = ops
     return local, twins
+
+
+def _has_loops(tv: TensorView) -> bool:
+    domain = tv.domain
+    is_logical = domain.loop_numbers == domain.logical_numbers and not tv.compute_at
+    return not is_logical or any(a.ptype is not ParallelType.serial for a in domain.loop)
 
 
 def is_block(tv: TensorView) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -82,3 +84,32 @@ def test_an_rfactored_sum_is_rfactored_again(n: int) -> None:
     x = torch.randn(3, n)
     (out,) = fd.manual_execute([x])
     torch.testing.assert_close(out.double(), x.double().sum(1), rtol=1e-5, atol=1e-5)
+
+
+HANDS: dict[str, Callable[[TensorView], object]] = {
+    "split": lambda tv: tv.split(0, 2),
+    "merge": lambda tv: tv.split(0, 2).merge(0),
+    "split of a reduction": lambda tv: tv.split(-1, 2),
+    "threads": lambda tv: tv.split(0, 32).axis(1).parallelize(ParallelType.block_x),
+    "an axis on threads": lambda tv: tv.axis(1).parallelize(ParallelType.block_x),
+    "order": lambda tv: tv.reorder({0: 1}),
+}
+
+
+@pytest.mark.parametrize("hand", HANDS.values(), ids=HANDS)
+@pytest.mark.parametrize("of_sum", [False, True], ids=["pointwise", "sum"])
+def test_execute_schedules_by_itself(hand: Callable[[TensorView], object], of_sum: bool) -> None:
+    """Loops by hand say nothing about values, and are `manual_execute`'s."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        out = fd.ops.sum(fd.ops.exp(x), dim=1) if of_sum else fd.ops.exp(x)
+        fd.add_output(out)
+        hand(out)
+    before = str(out)
+    for shape in ((3, 4), (40, 130)):
+        given = torch.randn(shape)
+        (found,) = fd.execute([given], _enable_options=["schedules_for(h200)"] if of_sum else [])
+        wanted = given.double().exp()
+        wanted = wanted.sum(1) if of_sum else wanted
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert str(out) == before  # the definition keeps what the user wrote
