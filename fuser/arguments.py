@@ -84,6 +84,8 @@ def show(value: object, depth: int = 0) -> str:
         try:
             if isinstance(value, types.MethodType):
                 text = f"the method {value.__qualname__}, which is not called,"
+            elif isinstance(value, types.FunctionType):
+                text = f"the function {value.__name__}"
             else:
                 text = str(value) if hasattr(value, "is_symbolic") else repr(value)
         except Exception:  # a repr may raise anything; that of a range of huge numbers does
@@ -95,7 +97,11 @@ def show(value: object, depth: int = 0) -> str:
 
 def wrong(words: str, value: object) -> Mismatch:
     """Return the mismatch of a value that is not what `words` say."""
-    return Mismatch(f"expected {words}, got {show(value)} of type {type(value).__name__}")
+    # To users of torch "a tensor" is one with data.
+    is_data = words.startswith("a tensor") and hasattr(value, "__array__")
+    hint = ": it has data, which execute takes; define_tensor makes the tensors of a definition"
+    found = f"{show(value)} of type {type(value).__name__}"
+    return Mismatch(f"expected {words}, got {found}{hint * is_data}")
 
 
 # ------------------------------------------------------------------ numbers
@@ -366,12 +372,35 @@ class Entrance:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            text = f"{error}; it takes {self._signature}"
+            text = f"{error}; it takes {_plain(self._signature)}"
             raise self._error(args, text, ArgumentError) from None
 
     def _error(self, args: tuple[Any, ...], text: str, kind: type[FuserError]) -> FuserError:
-        of = f" of {show(args[0])}" if self._is_method and args else ""
+        of = _owner(args[0]) if self._is_method and args else ""
         return _refusal(f"{self._name}(){of}", text, kind)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Return what a call may look like: `(arg, dim=None, keepdim=False, *, dims=None)`."""
+    given = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    spelled = [p.replace(default=_Text(str(p.default))) if _is_named(p) else p for p in given]
+    return str(inspect.Signature([p for p in spelled if p.name != "self"]))
+
+
+class _Text(str):
+    """A default that prints as it is written: `DataType.Null`, not `<DataType.Null: 23>`."""
+
+    __repr__ = str.__str__
+
+
+def _is_named(parameter: inspect.Parameter) -> bool:
+    return isinstance(parameter.default, enum.Enum)
+
+
+def _owner(value: object) -> str:
+    """Return ` of T0[..]` for a method of what a message can name; a definition is a whole page."""
+    has_name = hasattr(value, "is_symbolic") or type(value).__name__ == "DeviceMesh"
+    return f" of {show(value)}" if has_name else ""
 
 
 def _refusal(call: str, text: str, kind: type[FuserError]) -> FuserError:
@@ -408,7 +437,8 @@ def checked(
 
     An error from inside that names neither the call nor the user's line gets them here.
     """
-    name = name or function.__name__
+    made = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else ""
+    name = name or made or function.__name__
     entrance: Entrance | None = None
     behind = cast("Callable[..., R]", function)
 

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import cast
 
 from fuser.arguments import Mismatch, checked, list_items, python_number, show, take_integer
-from fuser.errors import FuserError, ShardingError
+from fuser.errors import ArgumentError, FuserError, ShardingError
 from fuser.ir.cursor import Cursor
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 
@@ -49,11 +49,18 @@ class DeviceMesh:
     """Ranks arranged in 1 to 3 dimensions.
 
     `devices`: an integer torch tensor of any rank, or nested sequences of ints (a flat one is 1-D).
-    Raises `ShardingError` for duplicates, negative ids or more than 3 dimensions.
+    Raises `ArgumentError` for a number, which may be meant as how many; `ShardingError` for
+    duplicates, negative ids or more than 3 dimensions.
     """
 
     @_checked_init
     def __init__(self, devices: object) -> None:
+        if isinstance(devices, int):
+            n = show(devices)
+            raise ArgumentError(
+                f"DeviceMesh: expected a list of ranks, got {n}: range({n}) are that many, "
+                f"[{n}] is that rank alone"
+            )
         try:
             ids, shape = _flatten(devices)
         except Mismatch as error:

@@ -1,7 +1,7 @@
 """Python's operators on the tensors of a definition: `x + 1.0`, `-x`, `x @ w`, `x < y`, `x[1:, 0]`.
 
-Each appends an op; an operand may be a tensor, a scalar or a Python number. `x == y` asks whether
-both are the same tensor, as sets and dictionaries of tensors do: the op is `eq`.
+Each appends an op; an operand may be a tensor, a scalar or a number, also numpy's or torch's. `x ==
+y` asks whether both are the same tensor, as sets and dictionaries of tensors do: the op is `eq`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fuser.arguments import show
+from fuser.arguments import python_number, show, wrong
 from fuser.errors import ArgumentError, DefinitionError, is_users, user_code, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.scalar import Scalar
@@ -44,7 +44,10 @@ UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
 def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
     def operator(self: TensorView, other: Any) -> Any:
         if not isinstance(other, (TensorView, Scalar, *NUMBERS)):
-            raise _no_operand(op, self, other)
+            number = python_number(other)
+            if number is None:
+                raise _no_operand(op, self, other)
+            other = number
         operands = (other, self) if reflected else (self, other)
         return apply_pointwise(op, operands)
 
@@ -62,10 +65,8 @@ def _matmul(self: TensorView, other: Any) -> Any:
 
 
 def _no_operand(op: str, tv: TensorView, other: object) -> ArgumentError:
-    return ArgumentError(
-        f"{op} of {tv}: expected a tensor{', a scalar or a number' * (op != 'matmul')}, got "
-        f"{show(other)}{user_code(user_line())}"
-    )
+    words = f"a tensor{' or a scalar or a number' * (op != 'matmul')}"
+    return ArgumentError(f"{op} of {tv}: {wrong(words, other).text}{user_code(user_line())}")
 
 
 def _has_no_truth(self: TensorView) -> bool:
@@ -77,13 +78,18 @@ def _has_no_truth(self: TensorView) -> bool:
     )
 
 
-def _equal(self: TensorView, other: object) -> bool:
-    if isinstance(other, NUMBERS) and is_users(sys._getframe(1)):
-        raise DefinitionError(
-            f"{self} == {other!r} compares tensors by identity: the op is eq"
-            f"{user_code(user_line())}"
-        )
-    return NotImplemented
+def _identity(sign: str, op: str) -> Callable[[TensorView, object], bool]:
+    """`x == y` and `x != y`, of which Python decides by identity; numbers are not meant so."""
+
+    def operator(self: TensorView, other: object) -> bool:
+        if isinstance(other, NUMBERS) and is_users(sys._getframe(1)):
+            raise DefinitionError(
+                f"{self} {sign} {other!r} compares tensors by identity: the op is {op}"
+                f"{user_code(user_line())}"
+            )
+        return NotImplemented
+
+    return operator
 
 
 # ------------------------------------------------------------------ slices
@@ -175,8 +181,11 @@ METHODS: dict[str, Any] = {
     "__getitem__": _item,
     # What has places is gone through by asking for one after the other, without an end.
     "__iter__": None,
+    # numpy's arrays would take it for one of their elements: `array + x`, `numpy.exp(x)`.
+    "__array_ufunc__": None,
     "__bool__": _has_no_truth,
-    "__eq__": _equal,
+    "__eq__": _identity("==", "eq"),
+    "__ne__": _identity("!=", "ne"),
     "__hash__": object.__hash__,
 }
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition, ParallelType
+from fuser import DataType, FusionDefinition, LRUCache, LruFusionCache, ParallelType
 from fuser.errors import (
     ArgumentError,
     DefinitionError,
@@ -70,6 +71,26 @@ DEFINITIONS: list[tuple[Call, type[FuserError], str]] = [
         "arg: expected a tensor, got 1.0 of type float",
     ),
     (lambda fd, x: fd.add_output(1.0), ArgumentError, "output: expected a tensor"),
+    (
+        lambda fd, x: fd.add_output(torch.ones(2)),
+        ArgumentError,
+        r"^add_output\(\): .* a tensor or a scalar, got .*: it has data, which execute takes",
+    ),
+    (lambda fd, x: fd.ops.cat([x, np.ones(2)]), ArgumentError, r"tensors\[1\]: .*: it has data"),
+    (
+        lambda fd, x: fd.ops.sum(x, axis=0),
+        ArgumentError,
+        r"takes \(arg, dim=None, keepdim=False, dtype=DataType.Null, \*, dims=None\) \(user code",
+    ),
+    (lambda fd, x: x.size(), ArgumentError, r"size\(\) of T0.*; it takes \(dim\) \(user code"),
+    (lambda fd, x: fd.define_vector([2]), ArgumentError, r"^define_vector\(\): incompatible"),
+    (lambda fd, x: LRUCache(), ArgumentError, r"^LRUCache\(\): .* it takes \(max_fusions\)"),
+    (lambda fd, x: LRUCache(0), DefinitionError, "^LRUCache: max_fusions is at least 1"),
+    (
+        lambda fd, x: LruFusionCache(elementwise),
+        ArgumentError,
+        "an integer, got the function elementwise of type",
+    ),
     (lambda fd, x: fd.add_output(x.size(0)), DefinitionError, "Non-TensorView outputs .* i0 "),
     (lambda fd, x: fd.from_pytorch([1, 2]), ArgumentError, "tensor: expected a torch tensor"),
     (lambda fd, x: fd.from_pytorch(torch.ones(1, device="meta")), InputError, "device meta"),
@@ -86,6 +107,7 @@ DEFINITIONS: list[tuple[Call, type[FuserError], str]] = [
     (lambda fd, x: x.split(0, 1.5), ArgumentError, "factor: expected .* an integer, got 1.5"),
     (lambda fd, x: x.size("a"), ArgumentError, "dim: expected an integer"),
     (lambda fd, x: DeviceMesh("ab"), ArgumentError, "lists of ranks, got 'ab'"),
+    (lambda fd, x: DeviceMesh(2), ArgumentError, r"got 2: range\(2\) are that many, \[2\] is that"),
     (lambda fd, x: DeviceMesh([0.5]), ArgumentError, "expected an integer, got 0.5"),
     (lambda fd, x: x.set_device_mesh(["a"]), ArgumentError, "lists of ranks, got 'a'"),
     (lambda fd, x: fd.ops.gelu(x), UnknownOpError, r"no op 'gelu': write mul\(mul\(x, 0.5\)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,11 +151,14 @@ REFUSED: dict[str, tuple[Build, type[Exception], str]] = {
     "an end": (lambda x: x[:1.5], ArgumentError, r"an end of a slice is an integer, got 1\.5"),
     "if": (lambda x: 1 if x > 0 else 2, DefinitionError, "the op where, in place of if"),
     "and": (lambda x: x > 0 and x < 1, DefinitionError, "the op where"),
-    "== a number": (lambda x: x == 0, DefinitionError, "the op is eq"),
+    "== a number": (lambda x: x == 0, DefinitionError, "== 0 .*the op is eq"),
+    "!= a number": (lambda x: x != 0, DefinitionError, "!= 0 .*the op is ne"),
     "bits of floats": (lambda x: x & 1, DtypeError, "bitwise_and"),
     "a string": (lambda x: x + "a", ArgumentError, "add of T0.*number, got 'a'"),
     "a product": (lambda x: x @ 2.0, ArgumentError, r"matmul of T0.*a tensor, got 2\.0"),
     "a torch tensor": (lambda x: x * torch.ones(3), ArgumentError, r"mul of T0.*got "),
+    "an array before": (lambda x: np.ones(4) + x, ArgumentError, "add of T0.*: it has data"),
+    "a function of numpy": (lambda x: np.exp(x), TypeError, "TensorView"),
     "a torch tensor before": (lambda x: torch.ones(3) @ x, TypeError, "matmul"),
     "iteration": (lambda x: list(x), TypeError, "not iterable"),
     "out of range": (lambda x: x[3], DefinitionError, "outside of axis 0"),
@@ -169,6 +173,23 @@ def test_what_is_refused(name: str) -> None:
         with pytest.raises(error, match=why):
             build(x)
         fd.add_output(x)
+
+
+NUMBERS: dict[str, Any] = {
+    "a float of numpy": np.float32(1.5),
+    "an integer of numpy": np.int64(2),
+    "a tensor of rank 0": torch.tensor(0.5),
+    "an array of rank 0": np.array(2.5),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_any_library_stand_on_either_side(name: str) -> None:
+    x, n = draw(3, 4), NUMBERS[name]
+    plain = n.item()
+    torch.testing.assert_close(run(lambda x: x - n, x), x - plain)
+    torch.testing.assert_close(run(lambda x: n - x, x), plain - x)
+    torch.testing.assert_close(run(lambda x: x < n, x), x < plain)
 
 
 def test_tensors_are_compared_as_objects() -> None:
