@@ -32,11 +32,11 @@ step() {
 }
 
 ranks() {
-  step "tests on $1 ranks" 300 "$MPIRUN" -np "$1" "$PY" -m pytest \
+  step "tests on $1 ranks" 900 "$MPIRUN" -np "$1" "$PY" -m pytest \
     -p tests.mpi_abort --with-mpi --only-mpi --color=no -q "${@:2}"
 }
 
-step "plain tests" 1800 "$PY" -m pytest -q -n auto --dist worksteal "$@"
+step "plain tests" 3600 "$PY" -m pytest -q -n auto --dist worksteal "$@"
 ranks 2 "$@"
 ranks 4 "$@"
 if [ "$selection" -eq 0 ]; then

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hostir.cli import main
+from tests.limits import HANG_S
 from tests.multidevice.test_communicator_jobs import MPIRUN, ROOT
 
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
@@ -118,7 +119,7 @@ def _run_line(line: str, folder: Path) -> tuple[int, str]:
             },
             stdout=subprocess.PIPE,
             text=True,
-            timeout=100,
+            timeout=HANG_S,
             check=False,
         )
         return job.returncode, job.stdout

@@ -61,10 +61,11 @@ class MpiAbort:
     def abort(self, text: str) -> NoReturn:
         """End every rank of the job; `text` says why."""
         self.tell(text)
-        from multidevice import page
+        from multidevice import last_words, page
 
         page.unlink_mpich_segments()
-        time.sleep(0.05)  # mpirun forwards the text before it hears of the abort
+        with os.fdopen(self._stderr, "w", closefd=False) as terminal:
+            last_words.wait_for_reader(terminal)  # before mpirun hears of the abort
         # MPI_Abort may itself wait for a thread that is inside MPI.
         threading.Thread(target=_exit_soon, daemon=True).start()
         self._comm.Abort(1)

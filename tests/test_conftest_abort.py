@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 # Rank 0 waits for ever: a job that is not aborted is stopped here, and fails its test.
-LIMIT_S = 120.0
 
 pytestmark = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
@@ -118,7 +119,7 @@ def run_two_ranks(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=HANG_S,
     )
 
 

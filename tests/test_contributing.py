@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).parents[1]
 _EDIT = re.compile(r"In\s+`([\w./]+)`,\s+after\s+`([^`]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
 _FILE = re.compile(r"In a new file\s+`([\w./]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
@@ -91,7 +93,7 @@ def run(tree: Path, *command: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import check_imports
+from tests.limits import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -107,7 +108,7 @@ def run_python(program: str, *arguments: str) -> str:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -14,6 +14,7 @@ import pytest
 from fuser.errors import CompileError
 from fuser.runtime import nvrtc
 from tests import mpi_abort
+from tests.limits import HANG_S
 from tests.machine_code import TOGETHER, compile_for_hopper
 
 REPOSITORY = Path(__file__).parents[1]
@@ -100,7 +101,7 @@ def test_make(number):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert "4 passed" in done.stdout, done.stdout + done.stderr

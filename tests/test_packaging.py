@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG_S
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROOTS = ("fuser", "multidevice", "hostir")
 
@@ -84,7 +86,7 @@ def build(kind: str, tmp_path: Path, files: Sequence[str], folders: Sequence[str
         env={**os.environ, "PYTHONPATH": ""},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return tmp_path / done.stdout.splitlines()[-1]
@@ -115,7 +117,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment outside of the tree that has the wheel; torch is this one's."""
     folder = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=HANG_S
+    )
     packages = next(folder.glob("lib/python3*/site-packages"))
     # What pip does with a wheel that has no scripts.
     zipfile.ZipFile(wheel).extractall(packages)
@@ -132,7 +136,7 @@ def run_outside(installed: Path, *command: str | Path, **env: str) -> str:
         env={**kept, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -195,7 +199,7 @@ def test_type_checkers_know_the_ops(installed: Path) -> None:
     program.write_text(TYPED)
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", installed, program]
     found = subprocess.run(
-        command, cwd=program.parent, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=program.parent, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     told = json.loads(found.stdout)["generalDiagnostics"]
     at = {d["range"]["start"]["line"]: d["message"].split("\n")[0] for d in told}

@@ -29,13 +29,14 @@ from tests.frontend.steady_programs import (
     steady,
 )
 from tests.hostir.graph_cases import CASES, IN_PLACE, defined, repeat
+from tests.limits import HANG_S
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _runner() -> None:
-    assert compiled_runner.wait(100.0) is not None, compiled_runner.why_not()
+    assert compiled_runner.wait(HANG_S) is not None, compiled_runner.why_not()
 
 
 def _without_axes() -> FusionDefinition:

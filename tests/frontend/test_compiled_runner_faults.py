@@ -31,13 +31,14 @@ from tests.frontend.steady_programs import (
     same,
     steady,
 )
+from tests.limits import HANG_S
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _runner() -> None:
-    assert compiled_runner.wait(100.0) is not None, compiled_runner.why_not()
+    assert compiled_runner.wait(HANG_S) is not None, compiled_runner.why_not()
 
 
 def _bound(fd: FusionDefinition) -> Any:

@@ -14,6 +14,7 @@ import torch
 import fuser
 from fuser import FusionDefinition
 from fuser.errors import ArgumentError, DTensorError
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 # To import torch's DTensors takes seconds, which only ranks should spend.
@@ -54,7 +55,7 @@ def test_dtensors_under_torchrun() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(CHECKS)} checks on 2 ranks: ok" in done.stdout

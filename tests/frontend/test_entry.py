@@ -17,6 +17,7 @@ from fuser.ir.tensor import TensorView
 from fuser.runtime import compiled_runner
 from fuser.schedule.vectorize import VECTOR_BYTES
 from multidevice import DeviceMesh, simulate
+from tests.limits import HANG_S
 
 
 def _double() -> FusionDefinition:
@@ -130,7 +131,7 @@ def test_a_rank_outside_of_the_mesh_gets_nothing() -> None:
 
 def test_the_glance_in_c_tells_what_the_other_one_does() -> None:
     """It never says yes to what Python's tells apart, and asks it about all else."""
-    runner = compiled_runner.wait(60.0)
+    runner = compiled_runner.wait(HANG_S)
     if runner is None:
         pytest.skip(compiled_runner.why_not())
     plain = [torch.randn(4, 6), torch.randn(3)]
@@ -161,7 +162,7 @@ def test_the_glance_in_c_tells_what_the_other_one_does() -> None:
 
 
 def test_calls_of_ranks_are_seen_in_c() -> None:
-    if compiled_runner.wait(60.0) is None:
+    if compiled_runner.wait(HANG_S) is None:
         pytest.skip(compiled_runner.why_not())
 
     def body() -> tuple[bool, int]:

@@ -29,6 +29,7 @@ from fuser.frontend.executor_cache import FusionExecutorCache
 from tests.frontend.again import again, assert_same, defined_by
 from tests.fuzz import sharded, single, streams
 from tests.fuzz.runner import define
+from tests.limits import HANG_S
 from tests.ops.op_cases import CASES
 
 Define = Callable[[FusionDefinition], Any]
@@ -313,7 +314,7 @@ def test_a_script_runs_by_itself(tmp_path: Path) -> None:
     assert script == fd.repro_script_for(INPUTS)
     path = tmp_path / "script.py"
     path.write_text(script)
-    done = subprocess.run([sys.executable, str(path)], check=False, timeout=100)
+    done = subprocess.run([sys.executable, str(path)], check=False, timeout=HANG_S)
     assert done.returncode == 0
 
 

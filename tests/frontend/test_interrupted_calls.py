@@ -70,7 +70,6 @@ def test_runs_that_fail_again_and_again(
 ) -> None:
     """More often than there is room for what nobody answers; `is_posted`: the communication has
     been started when the error comes."""
-    monkeypatch.setenv("FUSER_TIMEOUT_S", "20")
     backend, method, case, options = LIBRARIES[name]
     rank, d = comm.rank(), comm.size()
     start, fails = getattr(backend, method), [False]
@@ -175,7 +174,6 @@ def test_a_wait_for_the_others_that_is_interrupted(
     times: int, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each interrupted call is one that the others have, too."""
-    monkeypatch.setenv("FUSER_TIMEOUT_S", "20")
     monkeypatch.setattr("multidevice.words._SPINS", 0)
     call, interrupted = values(comm), Interrupted(monkeypatch, comm)
     is_mine = comm.rank() == comm.size() - 1
@@ -193,7 +191,6 @@ def test_an_interrupted_wait_after_a_failed_run(
     times: int, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are still in the run that failed when this rank gives up its next calls."""
-    monkeypatch.setenv("FUSER_TIMEOUT_S", "20")
     monkeypatch.setattr("multidevice.words._SPINS", 0)
     call, interrupted = values(comm), Interrupted(monkeypatch, comm)
     is_mine, run, fails = comm.rank() == comm.size() - 1, Plan.run, [comm.rank()]
@@ -219,7 +216,6 @@ def test_an_interrupted_wait_after_a_failed_run(
 def test_an_exchange_of_claims_that_is_interrupted(
     is_sent: bool, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FUSER_TIMEOUT_S", "20")
     call, is_mine, left = values(comm), comm.rank() == comm.size() - 1, [1]
     exchange = Control.exchange
 

@@ -14,6 +14,7 @@ import torch
 
 from fuser import DataType, FusionDefinition, ParallelType, multidevice
 from fuser.errors import UnsupportedError
+from tests.limits import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -96,7 +97,7 @@ def test_a_first_result_imports_no_compiler_of_torch() -> None:
         env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     imported = json.loads(done.stdout.splitlines()[-1])["imported"]

@@ -19,6 +19,7 @@ from hostir.evaluate import HostIrEvaluator
 from hostir.parse import parse
 from hostir.storage import Storage
 from multidevice.agreement import Channel, Turns, run_agreed
+from tests.limits import HANG_S
 
 STREAM = ParallelType.stream
 
@@ -84,7 +85,7 @@ def test_two_threads_of_a_rank_in_one_call_are_refused_on_both_sides() -> None:
 
     def slow() -> str:
         inside.set()
-        over.wait(20)
+        over.wait(HANG_S)
         return "done"
 
     def call(name: str, run: object) -> None:
@@ -95,16 +96,16 @@ def test_two_threads_of_a_rank_in_one_call_are_refused_on_both_sides() -> None:
 
     first = threading.Thread(target=call, args=("first", slow), name="first")
     first.start()
-    assert inside.wait(20)
+    assert inside.wait(HANG_S)
     second = threading.Thread(target=call, args=("second", lambda: None), name="second")
     second.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_S
     while not rank.turns.latecomer:
         assert time.monotonic() < deadline, "the second thread never came"
         time.sleep(0.001)
     over.set()
-    first.join(20)
-    second.join(20)
+    first.join(HANG_S)
+    second.join(HANG_S)
     assert isinstance(errors["first"], UnsupportedError) and "second" in str(errors["first"])
     assert isinstance(errors["second"], UnsupportedError)
     assert [type(e) for e in rank.channel(()).refused] == [UnsupportedError]
@@ -147,7 +148,7 @@ def test_a_dump_that_cannot_be_written_is_a_warning() -> None:
         env={**os.environ, "FUSER_DUMP": "host_ir", "FUSER_DUMP_DIR": "/proc/nothing"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert done.stdout.strip() == "[2.0, 2.0]", done.stderr
     assert "could not be written" in done.stderr

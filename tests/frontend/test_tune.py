@@ -28,6 +28,7 @@ from fuser.runtime.kernel_cache import KernelCache
 from fuser.schedule.neighbours import to_fields
 from fuser.schedule.pointwise import PointwiseParams
 from hostir.evaluate import HostIrEvaluator
+from tests.limits import HANG_S
 
 TUNE = ["tune", "schedules_for(h200)"]
 H200 = ["schedules_for(h200)"]
@@ -323,7 +324,7 @@ def test_a_later_process_takes_it_without_timing(clock: Clock) -> None:
         env={**os.environ, "PYTHONHASHSEED": "7"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
 

@@ -35,6 +35,7 @@ from tests.fuzz.program import (
 )
 from tests.fuzz.runner import Case, run
 from tests.fuzz.standalone import standalone_text
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,12 +93,12 @@ def test_a_wrong_op_is_found_minimised_and_written_down(
     def fails(p: Program) -> bool:
         return run(Case.of(p), Mode()).kind == "wrong"
 
-    small = minimise(program, fails, seconds=30)
+    small = minimise(program, fails, seconds=HANG_S)
     assert [s.op for s in small.stmts] == ["maximum"] and len(small.outputs) == 1
     script = tmp_path / "failure.py"
     script.write_text(standalone_text(small, Mode(), "planted", ""))
     # Without the fault the script is content; with it, it is not.
-    healthy = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=100)
+    healthy = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=HANG_S)
     assert healthy.returncode == 0
     plant = f"""
 import dataclasses
@@ -108,7 +109,7 @@ pointwise.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
     text = script.read_text()
     at = text.index("\nnan, inf")
     script.write_text(text[:at] + plant + text[at:])
-    faulty = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=100)
+    faulty = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=HANG_S)
     assert faulty.returncode == 1
 
 
@@ -176,8 +177,8 @@ def test_the_order_of_ops_is_checked_with_the_inputs_that_were_passed() -> None:
 
 def test_the_command_reports_and_exits(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/fuzz.py", "single", "--seed", "0", "--cases", "3"]
-    command += ["--seconds", "100", "--schedules", "cpu", "--out", str(tmp_path)]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    command += ["--seconds", "200", "--schedules", "cpu", "--out", str(tmp_path)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert "3 runs" in answer.stdout and "refused" in answer.stdout, answer.stdout + answer.stderr
     assert answer.returncode == (0 if "\n0 failures" in answer.stdout else 1)
     assert torch.get_num_threads() >= 1

@@ -58,6 +58,7 @@ from tests.hostir.handmade import (
     switching,
     unit,
 )
+from tests.limits import HANG_S
 
 Make = Callable[..., Any]
 
@@ -480,7 +481,7 @@ def test_evaluators_in_threads_keep_their_streams_apart() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     assert errors == []
 
 

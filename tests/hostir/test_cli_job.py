@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.hostir.programs import CASES, build, expected
+from tests.limits import HANG_S
 from tests.multidevice.test_communicator_jobs import MPIRUN, ROOT, needs_mpi
 
 
@@ -22,7 +23,7 @@ def run_on_two_ranks(*args: str, command: str = "run") -> subprocess.CompletedPr
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
 

@@ -16,13 +16,14 @@ from tests.frontend.steady_programs import (
 )
 from tests.hostir.graph_cases import CASES, Inputs, check, defined, repeat
 from tests.hostir.stand_in_graphs import CpuGraphs, Recycled, stand_in
+from tests.limits import HANG_S
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _runner() -> None:
-    assert compiled_runner.wait(100.0) is not None, compiled_runner.why_not()
+    assert compiled_runner.wait(HANG_S) is not None, compiled_runner.why_not()
 
 
 @pytest.fixture

@@ -378,8 +378,13 @@ def test_placing_thousands_of_blocks_takes_milliseconds() -> None:
         for k, nbytes in enumerate((4096, 100, 70000)):
             begin = {stream: tick + k + 1, ENTRY: 1}
             blocks.append((Lifetime(begin, (stream, tick + 9)), nbytes))
-    start = time.process_time()
-    _, total = first_fit(blocks)
-    # 15 ms on an idle machine; where each pair is compared, 500.
-    assert time.process_time() - start < 0.15
+    found, times = set[int](), list[float]()
+    for _ in range(3):
+        # The thread's own time: other work on the machine does not count.
+        start = time.thread_time()
+        found.add(first_fit(blocks)[1])
+        times.append(time.thread_time() - start)
+    # 15 ms; where each pair is compared, 500.
+    assert min(times) < 0.15
+    (total,) = found
     assert total == 8 * (4096 + 256 + 70144)

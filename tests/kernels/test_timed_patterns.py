@@ -24,6 +24,8 @@ from kernel_patterns.pattern import as_tuple, in_double
 from kernel_summary import ERROR_LIMITS, SIGMAS, is_wrong, ratio, read_rows, summarise
 from kernel_timing import Turn
 
+from tests.limits import HANG_S
+
 H200 = ["schedules_for(h200)"]
 # Rows of odd length; each pattern divides them by at most 64 and 128.
 M, N = 64, 131
@@ -256,7 +258,7 @@ def test_a_turn_is_free_again_when_its_process_ended(tmp_path: Path) -> None:
     context = kernel_cells.multiprocessing.get_context("spawn")
     process = context.Process(target=_take_and_die, args=(path,))
     process.start()
-    process.join(60)
+    process.join(HANG_S)
     assert process.exitcode == 3
     with Turn(path):
         pass

@@ -11,6 +11,7 @@ import pytest
 from fuser.errors import CommunicationError
 from multidevice.launch import ALONE, Launch, read_launch, store_address
 from tests import mpi_abort
+from tests.limits import HANG_S
 
 _PREFIXES = (
     *("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "RANK", "WORLD_SIZE", "LOCAL_", "SLURM_"),
@@ -131,4 +132,4 @@ comm.agree(None, b"digest")
 assert not {"mpi4py", "cupy", "nccl"} & set(sys.modules)
 assert sys.excepthook is sys.__excepthook__
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)

@@ -29,6 +29,7 @@ from multidevice.shard import shard_for_rank, unshard
 from multidevice.waiting import Calls
 from tests.hostir.programs import CASES, build
 from tests.hostir.stream_programs import N_STREAMS, PROGRAMS
+from tests.limits import HANG_S
 from tests.multidevice.programs import collectives
 
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ class StandInBackend(nccl.NcclBackend):
 
     def poll(self, done: Any, what: Any, needs: Any) -> None:
         # The thread that connects is no rank of the simulation, which would not wait for it.
-        until = time.monotonic() + 30
+        until = time.monotonic() + HANG_S
         while what().startswith("connection of NCCL") and not done() and time.monotonic() < until:
             time.sleep(1e-4)
         super().poll(done, what, needs)

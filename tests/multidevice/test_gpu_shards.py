@@ -19,6 +19,7 @@ from multidevice.backends.cuda_calls import CudaCalls
 from multidevice.backends.files import let_files_be_taken
 from multidevice.backends.gpu_shards import GpuShards
 from multidevice.backends.side_by_side import Place, side_by_side
+from tests.limits import HANG_S
 from tests.multidevice.watched_driver import CPU, GPU, UNIT, Driver, driver
 
 __all__ = ["driver"]
@@ -153,6 +154,6 @@ def test_a_file_is_taken_by_another_process() -> None:
     let_files_be_taken()
     fd = os.memfd_create("one")
     taking = [sys.executable, "-c", _TAKES, str(os.getpid()), str(fd)]
-    subprocess.run(taking, check=True, timeout=60)
+    subprocess.run(taking, check=True, timeout=HANG_S)
     assert os.pread(fd, 9, 0) == b"seen"
     os.close(fd)

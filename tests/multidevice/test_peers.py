@@ -20,7 +20,7 @@ from multidevice.backends.shared_memory import SharedMemory
 from multidevice.waiting import Ledger
 from tests import mpi_abort
 from tests.multidevice.programs import collectives
-from tests.multidevice.test_communicator_jobs import END_S, needs_mpi, run_job
+from tests.multidevice.test_communicator_jobs import needs_mpi, run_job
 
 CPU = torch.device("cpu")
 alone = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs of its own")
@@ -54,7 +54,6 @@ def test_collectives_under_torchrun() -> None:
 def test_a_fault_ends_the_job(kind: str) -> None:
     job = run_job("mpirun", 2, "faults.py", kind, "peers")
     assert job.code != 0, job.text
-    assert job.seconds < END_S, job.text
     assert "rank 1" in job.text
 
 
@@ -138,7 +137,6 @@ def test_a_capture_ends_where_any_rank_of_the_program_gave_it_up(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks tell it to all that run the program; who waits may wait within a part of them."""
-    monkeypatch.setenv("FUSER_TIMEOUT_S", "5")
     monkeypatch.setattr(peer_cuda, "IpcMemory", lambda *about: SharedMemory())
     monkeypatch.setattr(peer_cuda.CudaPeerBackend, "_connected", lambda self, page: None)
     peers, world = peer_cuda.CudaPeerBackend(comm._control, CPU), tuple(range(comm.size()))
@@ -160,7 +158,6 @@ def test_a_capture_ends_where_any_rank_of_the_program_gave_it_up(
 def test_what_a_capture_left_behind_takes_no_room(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FUSER_TIMEOUT_S", "5")
     peers, me, team = comm.peers_for(CPU), comm.rank(), (0, 1)
     peers.start_over(tuple(range(comm.size())))
     if me < 2:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from multidevice import simulate
+from tests.limits import HANG_S
 from tests.multidevice.programs import mlp
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_mlp_under_torchrun() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 programs on 4 ranks: ok" in done.stdout

@@ -22,6 +22,7 @@ import torch
 
 from multidevice.backends import cuda_calls, gpu_shards, ipc_pieces, raw_tensor
 from multidevice.backends.ipc_pieces import Hooks
+from tests.limits import HANG_S
 
 GPU, CPU = torch.device("cuda", 3), torch.device("cpu")
 UNIT = 2 << 20
@@ -33,7 +34,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _HANDLE = struct.Struct("<8Q")
-_END_S = 20.0
 
 
 class _Names:
@@ -232,7 +232,7 @@ class Driver:
         return (_OK,)
 
     def cuStreamWaitValue32(self, stream: int, at: int, value: int, flags: int) -> tuple[object]:
-        word, stop = ctypes.c_uint32.from_address(at), time.monotonic() + _END_S
+        word, stop = ctypes.c_uint32.from_address(at), time.monotonic() + HANG_S
         while word.value < value and not self.is_late:
             assert time.monotonic() < stop, "a stream waits for a flag that nobody writes"
             time.sleep(0)

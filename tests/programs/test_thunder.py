@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "thunder_gpt_block.py"
 
 
 def test_a_gpt_block() -> None:
     """In a process of its own: it gives modules other names."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert not done.returncode, done.stderr
     if importlib.util.find_spec("thunder") is None:

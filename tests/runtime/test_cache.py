@@ -25,6 +25,7 @@ from fuser.runtime import (
     nvrtc,
 )
 from fuser.runtime.kernel_cache import KernelCache
+from tests.limits import HANG_S
 from tests.runtime import kernels
 
 
@@ -130,7 +131,7 @@ def test_kernel_compiles_while_the_next_is_made(
 
     def make() -> Iterator[KernelSource]:
         yield constant(1)
-        assert started.wait(30), "the first kernel waits for the second"
+        assert started.wait(HANG_S), "the first kernel waits for the second"
         yield constant(2)
 
     monkeypatch.setattr(nvrtc, "_compile", compile_noted)
@@ -211,7 +212,7 @@ def test_ranks_compile_a_kernel_once() -> None:
         assert rank.stdin is not None
         rank.stdin.write("\n")
         rank.stdin.flush()
-    answers = [rank.communicate(timeout=60)[0] for rank in ranks]
+    answers = [rank.communicate(timeout=HANG_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4
     assert sum(int(answer) for answer in answers) == 6
 
@@ -245,7 +246,7 @@ def test_what_makes_a_source_may_wait_for_a_thread_that_compiles() -> None:
     def sources() -> Iterator[KernelSource]:
         other = threading.Thread(target=lambda: value_of(constant(12)), daemon=True)
         other.start()
-        other.join(60)
+        other.join(HANG_S)
         assert not other.is_alive()
         yield constant(11)
 

@@ -62,9 +62,8 @@ def bad_rank(kind: str) -> None:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stall":
-        # Far beyond the deadline of the others, but not without end: a job that hangs says more
-        # when it ends.
-        time.sleep(60)
+        # Far beyond the deadline of the others, and the limit of the test.
+        time.sleep(1000)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     raise AssertionError(kind)
@@ -73,6 +72,11 @@ def bad_rank(kind: str) -> None:
 def limit_waits() -> None:
     """A short deadline, once the ranks are connected: start-up may take long on a busy machine."""
     os.environ["FUSER_TIMEOUT_S"] = "1"
+
+
+def wait_until_stopped(pid: int) -> None:
+    while "(stopped)" not in Path(f"/proc/{pid}/status").read_text():
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -103,11 +107,15 @@ def main() -> None:
             time.sleep(1.0)
         backend.broadcast(x, root=team[-1], team=team).wait()
         return
+    pid = torch.tensor([os.getpid() if last else 0])
+    if kind == "stop":
+        backend.allreduce(pid, pid, op="SUM", team=team).wait()
     if kind in ("stall", "stop"):
         limit_waits()
     if last:
         bad_rank(kind)
     if kind == "stop":
+        wait_until_stopped(int(pid.item()))
         return
     if kind.endswith("_unwaited"):
         while True:

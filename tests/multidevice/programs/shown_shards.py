@@ -82,6 +82,9 @@ def main() -> None:
     print("go", flush=True)
     if is_last and kind == "leaves":
         sys.exit(0)
+    if kind == "stops":
+        # Not before: to connect and to compile may take long on a busy machine.
+        os.environ["FUSER_TIMEOUT_S"] = "1"
     if is_last and kind == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
     run_here(program)
