@@ -362,6 +362,15 @@ class TensorDomain:
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
     @remembered
+    def is_undecided(self) -> bool:
+        """Whether its logical axes belong to no root axis yet: those of a reshape whose sizes are
+        compared once they are known."""
+        root = self.root_numbers
+        if not root or any(n in root for n in self.logical_numbers):
+            return False
+        return not any(n in root for t in self.transforms for n in t.inputs)
+
+    @remembered
     def has_devices(self) -> bool:
         """Whether devices share some axis, or a part of one."""
         return any(a.is_device for a in self.axes.values())

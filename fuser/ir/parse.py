@@ -300,6 +300,10 @@ class Parser(ValueParser):
         c.take("// %kernel_math")
         lined = with_lines(exprs, self.lines)
         self.fusion.exprs = [op for op in lined if isinstance(op, nodes.TensorOp)]
+        for tv in self.fusion.tensors():
+            definition = self.fusion.definition(tv)
+            if tv.domain.is_undecided and not isinstance(definition, nodes.ReshapeOp):
+                raise c.fail(f"{tv.label}: only a reshape may leave open what its root axes become")
 
     def reserve_symbols(self) -> None:
         """Keep the fusion from handing out the numbers of the symbols that were read."""

@@ -10,6 +10,8 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text, transform_text
 from fuser.ir.types import IterType, ParallelType
 
+_UNDERIVED = "a logical axis is not derived from the root domain"
+
 
 def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
     """Raise `VerifyError` naming the pass, the op and the broken invariant.
@@ -56,7 +58,7 @@ def domain_problem(domain: TensorDomain) -> str | None:
         skipped = axis.kind in (IterType.broadcast, IterType.reduction)
         if skipped != (flag is None):
             return f"contiguity {flag} of {axis}"
-    problem = derivation_problem(domain)
+    problem = _UNDERIVED if domain.is_undecided else derivation_problem(domain)
     if problem:
         return problem
     seen: dict[ParallelType, str] = {}
@@ -73,8 +75,11 @@ def domain_problem(domain: TensorDomain) -> str | None:
 
 
 def derivation_problem(domain: TensorDomain) -> str | None:
-    """Return where the transforms do not lead from the root to the loop and allocation axes."""
+    """Return where the transforms do not lead from the root to the loop and allocation axes; from
+    the logical ones where a reshape is undecided."""
     roots = domain.root_numbers or domain.logical_numbers
+    if domain.is_undecided and all(a.rfactor for a in domain.logical):
+        roots = (*roots, *domain.logical_numbers)
     made = set(roots)
     if len(made) != len(roots):
         return "an axis stands twice in its root or logical domain"
@@ -88,7 +93,7 @@ def derivation_problem(domain: TensorDomain) -> str | None:
             made.add(axis.number)
     derived = set(domain.logical_numbers)
     if not derived <= made:
-        return "a logical axis is not derived from the root domain"
+        return _UNDERIVED
     for t in domain.transforms:
         if derived.issuperset(t.inputs):
             derived.update(t.outputs)

@@ -39,10 +39,8 @@ def is_undecided(op: nodes.TensorOp) -> bool:
     """Whether the op is a reshape whose output axes do not belong to its root axes yet."""
     if not isinstance(op, nodes.ReshapeOp):
         return False
-    domain = op.out.domain
-    is_kept = any(n in domain.root_numbers for n in domain.logical_numbers)
-    is_transformed = any(n in domain.root_numbers for t in domain.transforms for n in t.inputs)
-    return not (is_kept or is_transformed)
+    # What has no axes has no root.
+    return op.out.domain.is_undecided or not op.out.domain.root_numbers
 
 
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from fuser import ops
-from fuser.errors import DefinitionError
+from fuser import FusionDefinition, ParallelType, ops
+from fuser.errors import DefinitionError, ParseError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import mapped_axes
 from fuser.ir.binding import bind_inputs
@@ -18,15 +18,18 @@ from fuser.ir.domain import Merge, Split
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.nodes import ReshapeOp
+from fuser.ir.parse import parse_fusion
 from fuser.ir.path import indices_backward
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
+from fuser.ir.text import fusion_text
 from fuser.ir.types import IterType
 from fuser.ir.verify import verify_fusion
 from fuser.ops.define import define_tensor
 from fuser.ops.reshape import group_sizes
 from fuser.ops.torch_meaning import evaluate_fusion
 from fuser.passes.concretize import concretize, refined_sizes
+from tests.frontend.again import again
 
 
 def factorizations(n: int, longest: int) -> Iterator[tuple[int, ...]]:
@@ -182,6 +185,48 @@ def test_unrelated_sizes_stay_undecided() -> None:
         out = ops.reshape(x, y.shape())
     assert [a.kind for a in out.domain.logical] == [IterType.symbolic] * 2
     assert isinstance(out.definition(), ReshapeOp)
+
+
+UNDECIDED = [
+    ([-1, -1], [2, 12], [4, 6]),
+    ([-1, -1], [4, 6], [4, 6]),
+    ([-1, -1, -1], [2, 3, -1], [1, 6, 4]),
+    ([-1], [1], [1]),
+    ([-1, -1], [8, 3, 1, 1], [8, 3]),
+]
+
+
+@pytest.mark.parametrize(("declared", "asked", "given"), UNDECIDED)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_texts_of_undecided_reshapes_are_programs(
+    declared: list[int], asked: list[int], given: list[int], is_split: bool
+) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor(declared, contiguity=True)
+        y = fd.ops.reshape(fd.ops.exp(x), asked)
+        fd.add_output(fd.ops.neg(y))
+        if is_split:
+            y.set_device_mesh([0])
+            y.outer_split(0, 1).axis(0).parallelize(ParallelType.mesh_x)
+    assert y.domain.is_undecided
+    read = parse_fusion(fusion_text(fd.fusion))
+    assert fusion_text(read) == fusion_text(fd.fusion)
+    assert read == fd.fusion
+    full = torch.randn(given)
+    for one in (again(fd), fd, FusionDefinition()):
+        if not hasattr(one, "_fusion") or one._fusion is None:
+            one._fusion = read
+        (out,) = one.execute([full])
+        torch.testing.assert_close(out, -full.exp().reshape(asked))
+
+
+def test_only_reshapes_are_undecided() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1])
+        fd.add_output(fd.ops.reshape(fd.ops.exp(x), [4, 6]))
+    text = fusion_text(fd.fusion)
+    with pytest.raises(ParseError, match="only a reshape may leave open"):
+        parse_fusion(text.replace("= reshape( ", "= expf(").replace(" )\n} //", ");\n} //"))
 
 
 def test_group_sizes_walks_from_both_ends() -> None:
