@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import mpi_abort
+from tests import every_program, mpi_abort
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,13 @@ if TYPE_CHECKING:
 _GPU_FOLDER = Path(__file__).parent / "gpu"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    every_program.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     mpi_abort.register(config.pluginmanager)
+    every_program.register(config)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -37,7 +37,8 @@ def _difference(a: FusionDefinition, b: FusionDefinition) -> str:
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Require equal values, in every bit, and equal strides."""
-    assert len(found) == len(expected)
+    assert len(found) == len(expected), f"{len(found)} tensors, expected {len(expected)}"
     for a, b in zip(found, expected, strict=True):
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        kinds = [(t.dtype, tuple(t.shape), t.stride()) for t in (a, b)]
+        assert kinds[0] == kinds[1], f"{kinds[0]}, expected {kinds[1]}"
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,544 @@
+"""Every program that a test makes executable is made, and run, again from its own text.
+
+`repr(fd)` is a Python program. What it makes is an equal fusion of equal text, and a cache of
+definitions grows by one for the fusion and by none for its copy. What the copy computes from the
+inputs of a rank's first run, and writes into them, is equal in every bit, and so are its strides.
+
+    pytest --again=all      all of this, for the programs of all tests
+    pytest                  the copies of all; the runs of a fixed share of the tests
+    pytest --again=none     nothing
+
+A test is only watched: what ran, on which inputs, ranks and options. The copies run after it, on
+simulated ranks of their own. `EXCEPTIONS` says what cannot; the closing lines count it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from fuser.ir.fusion import Fusion
+
+CHOICES = ("all", "share", "none")
+# Of so many tests, one has its programs run again wherever the tests run.
+SHARE = 32
+# What of the environment decides about results.
+_OPTIONS = ("FUSER_ENABLE", "NVFUSER_ENABLE", "FUSER_DISABLE", "NVFUSER_DISABLE", "FUSER_TIMEOUT_S")
+
+# Beginnings of tests' names, what is not asked of their programs (their "runs", or "all"), and why.
+_GPU = "torch's CUDA generators and sums of atomics are others in each call"
+_PLANTED = "they plant what is to be found"
+_THREADS = "other threads draw from the same generator meanwhile"
+EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
+    ("tests/gpu/", "runs", _GPU),
+    ("tests/test_every_program.py", "all", _PLANTED),
+    ("tests/frontend/test_random.py::test_what_other_threads_draw", "runs", _THREADS),
+)
+
+
+# ------------------------------------------------------------------ what a test did
+@dataclass
+class Seen:
+    """A fusion as it was when it became executable, its text (or why it has none), and what makes
+    something that runs of an equal one."""
+
+    fusion: Fusion
+    text: str | Exception
+    make: Callable[[Fusion], Callable[..., list[torch.Tensor]]]
+    devices: tuple[int, ...]
+    is_new: bool
+
+
+@dataclass
+class Run:
+    """A rank's first run of a program: what it was given, and what came of it."""
+
+    seen: Seen
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    environment: dict[str, str]
+    generator: torch.Tensor
+    found: list[object]
+
+
+class Watch:
+    """What one test makes and runs."""
+
+    def __init__(self, *, has_runs: bool) -> None:
+        self.has_runs = has_runs
+        self.programs = 0
+        self.seen: list[Seen] = []
+        # Where ranks are simulated: the baton of their world -> rank -> its runs, in their order.
+        self.worlds: dict[Any, dict[int, list[Run]]] = {}
+        self.left_out: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def see(
+        self, fusion: Fusion, make: Callable[[Fusion], Any], key: str, known: set[int]
+    ) -> Seen | None:
+        """Note a fusion that became executable; None for one whose copy is known, `key` being its
+        full text, where runs do not count."""
+        from fuser import translate_fusion
+        from multidevice.sharding import requested_devices
+
+        with self._lock:
+            self.programs += 1
+            is_new = hash(key) not in known
+            known.add(hash(key))
+        if not (is_new or self.has_runs):
+            return None
+        try:
+            text = translate_fusion(fusion)
+        except Exception as error:
+            text = error
+        seen = Seen(fusion.copy()[0], text, make, requested_devices(fusion), is_new)
+        self.seen.append(seen)
+        return seen
+
+    def begin(self, seen: Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+        """Note what a run is given; None, and why, for what cannot be given again."""
+        import torch
+
+        try:
+            args, kwargs = _copied((args, kwargs))
+        except _CannotCopyError as error:
+            self.left_out[str(error)] += 1
+            return None
+        environment = {name: os.environ[name] for name in _OPTIONS if name in os.environ}
+        return Run(seen, args, kwargs, environment, torch.get_rng_state(), [])
+
+    def end(self, run: Run, outputs: list[torch.Tensor], inputs: object) -> None:
+        """Note what came of it."""
+        run.found = _copied([outputs, inputs if run.seen.fusion.aliases else ()])
+        world, rank = _place_of(run.seen)
+        if isinstance(world, str):
+            self.left_out[world] += 1
+            return
+        with self._lock:
+            self.worlds.setdefault(world, {}).setdefault(rank, []).append(run)
+
+    def settle(self, counts: Counter[str]) -> None:
+        """Leave out programs that some of their ranks have not run, or in another order, as after
+        an error: ranks that run the copies would wait for each other. Count what is left."""
+        for baton, runs in self.worlds.items():
+            for team in {run.seen.devices for some in runs.values() for run in some}:
+                members = [r for r in team if r < baton.size] if baton is not None else [0]
+                orders = [
+                    [str(run.seen.text) for run in runs.get(r, ()) if run.seen.devices == team]
+                    for r in members
+                ]
+                if any(order != orders[0] for order in orders):
+                    for r, some in runs.items():
+                        runs[r] = [run for run in some if run.seen.devices != team]
+                    self.left_out["some ranks did not run the program"] += 1
+            counts["runs"] += sum(map(len, runs.values()))
+        counts.update({f"runs left out: {why}": n for why, n in self.left_out.items()})
+
+
+class _CannotCopyError(Exception):
+    pass
+
+
+def _copied(value: Any, made: dict[int, torch.Tensor] | None = None) -> Any:
+    """Return a copy that shares memory within itself as the value does, with its strides."""
+    import torch
+
+    made = {} if made is None else made
+    if type(value) in (list, tuple):
+        return type(value)(_copied(v, made) for v in value)
+    if type(value) is dict:
+        return {k: _copied(v, made) for k, v in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
+    if not is_plain or value.layout != torch.strided or value.device.type == "meta":
+        raise _CannotCopyError("tensors that are no plain ones")
+    with torch.no_grad(), torch.inference_mode(False):
+        storage = value.untyped_storage()
+        key = storage.data_ptr()
+        if key not in made:
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            made[key] = whole.clone()
+        copy = torch.empty(0, dtype=value.dtype, device=value.device)
+        place = value.storage_offset(), value.shape, value.stride()
+        copy.set_(made[key].untyped_storage(), *place)
+        if value.is_conj():
+            copy = copy.conj()
+        if value.is_neg():
+            copy = torch._C._VariableFunctions._neg_view(copy)  # pyright: ignore[reportAttributeAccessIssue]
+    return copy.requires_grad_(value.requires_grad)
+
+
+def _place_of(seen: Seen) -> tuple[Any, int]:
+    """Return the world of simulated ranks that runs here, None for no ranks, and the rank; a text
+    says why its programs cannot run again."""
+    from multidevice import Communicator
+
+    communicator = Communicator.instance()
+    if not communicator.is_real():
+        baton = getattr(communicator._control, "baton", None)
+        return baton, communicator.rank()
+    if communicator.size() > 1 and seen.devices:
+        return "ranks are processes", communicator.rank()
+    return None, 0
+
+
+# ------------------------------------------------------------------ watching
+class Watcher:
+    """Watches what becomes executable; the product's own methods run, and nothing runs twice."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self.known: set[int] = set()
+        self.counts: Counter[str] = Counter()
+        self.is_installed = False
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        from fuser.frontend.executor_cache import FusionExecutorCache
+        from fuser.frontend.manual import KernelExecutor
+
+        init, compile_ = FusionExecutorCache.__init__, KernelExecutor.compile
+        watcher = self
+
+        def made(self: Any, fusion: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, fusion, *args, **kwargs)
+            watcher._see_cache(self, fusion, args, kwargs)
+
+        def compiled(self: Any, fusion: Any, *args: Any, **kwargs: Any) -> None:
+            seen = watcher._see_kernel(fusion)
+            compile_(self, fusion, *args, **kwargs)
+            if seen is not None:
+                _FirstRuns(watcher, seen, self, ("run",))
+
+        FusionExecutorCache.__init__, KernelExecutor.compile = map(_as_ours, (made, compiled))
+        self.is_installed = True
+        yield
+        FusionExecutorCache.__init__, KernelExecutor.compile = init, compile_
+
+    def _see_cache(self, cache: Any, fusion: Any, args: Any, kwargs: Any) -> None:
+        from fuser.frontend.executor_cache import FusionExecutorCache
+
+        if self.watch is None:
+            return
+
+        def make(copy: Fusion) -> Callable[..., list[torch.Tensor]]:
+            return FusionExecutorCache(copy, *args, **kwargs).execute
+
+        # The text by which programs are found, too.
+        seen = self.watch.see(fusion, make, cache._text, self.known)
+        if seen is not None and self.watch.has_runs:
+            names = ("prepare",) if cache.devices else ("execute", "prepare")
+            _FirstRuns(self, seen, cache, names)
+
+    def _see_kernel(self, fusion: Any) -> Seen | None:
+        from fuser.frontend.manual import KernelExecutor
+        from fuser.ir.fusion import Fusion
+        from fuser.ir.text import fusion_text
+
+        if self.watch is None or not isinstance(fusion, Fusion):
+            return None
+
+        def make(copy: Fusion) -> Callable[..., list[torch.Tensor]]:
+            executor = KernelExecutor()
+            executor.compile(copy)
+            return executor.run
+
+        seen = self.watch.see(fusion, make, fusion_text(fusion), self.known)
+        return seen if self.watch.has_runs else None
+
+
+class _FirstRuns:
+    """Stands before the methods of one executor until its ranks have run it for the first time."""
+
+    def __init__(self, watcher: Watcher, seen: Seen, of: Any, names: Sequence[str]) -> None:
+        assert watcher.watch is not None
+        self._watch, self._seen = watcher.watch, seen
+        self._watcher, self._names = watcher, names
+        # An executor is given back as soon as nobody has it.
+        self._executor = weakref.ref(of)
+        self._ranks: set[object] = set()
+        self._world: object = self
+        for name in names:
+            watched = _as_ours(getattr(_FirstRuns, f"_{name}"))
+            of.__dict__[name] = partial(watched, self, getattr(type(of), name))
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+        """Note what this rank's first run is given; None for later ones."""
+        import torch.utils._python_dispatch as torch_dispatch
+
+        world, rank = _place_of(self._seen)
+        is_first = self._world in (self, world) and rank not in self._ranks
+        if self._watcher.watch is not self._watch or not is_first:
+            return None
+        with torch_dispatch._disable_current_modes():
+            return self._watch.begin(self._seen, args, kwargs)
+
+    def _end(self, run: Run | None, outputs: Any, args: Any, kwargs: Any) -> None:
+        import torch.utils._python_dispatch as torch_dispatch
+
+        world, rank = _place_of(self._seen)
+        if run is None or rank in self._ranks:
+            return
+        self._world = world
+        self._ranks.add(rank)
+        if len(self._ranks) >= len(self._seen.devices):
+            self._leave()
+        with torch_dispatch._disable_current_modes():
+            self._watch.end(run, outputs, _inputs_of(args, kwargs))
+
+    def _leave(self) -> None:
+        executor = self._executor()
+        for name in self._names if executor is not None else ():
+            executor.__dict__.pop(name, None)
+
+    def _execute(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        executor = self._executor()
+        run = self._begin(args, kwargs)
+        outputs = plain(executor, *args, **kwargs)
+        self._end(run, outputs, args, kwargs)
+        return outputs
+
+    _run = _execute
+
+    def _prepare(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        executor = self._executor()
+        begun = self._begin(args, kwargs)
+        claim, numbers, run = plain(executor, *args, **kwargs)
+
+        def noted() -> Any:
+            outputs = run()
+            self._end(begun, outputs, args, kwargs)
+            return outputs
+
+        return claim, numbers, run if begun is None else noted
+
+
+def _as_ours(function: Any) -> Any:
+    """Return a function whose frames count as the product's own: messages name users' lines."""
+    names = {**globals(), "__name__": "fuser.watched_by_tests"}
+    return FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument of a call, whatever it is called."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+# ------------------------------------------------------------------ copies
+def check_copies(watch: Watch, counts: Counter[str]) -> list[str]:
+    """Make the copies of what a test made executable; return what differs."""
+    wrong: list[str] = []
+    counts["programs"] += watch.programs
+    for seen in watch.seen:
+        if not seen.is_new:
+            continue
+        counts["different ones"] += 1
+        try:
+            _check_copy(seen, is_whole=watch.has_runs)
+        except Exception as error:
+            wrong.append(f"{type(error).__name__}: {error}\n{seen.text}")
+    return wrong
+
+
+def check_runs(watch: Watch) -> list[str]:
+    """Run the copies of what a test ran; return what differs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [w for baton, runs in watch.worlds.items() for w in _check_runs(baton, runs)]
+
+
+def _check_copy(seen: Seen, *, is_whole: bool) -> None:
+    """Require of the copy: equal text, and the same entry of a cache; as a whole also what follows
+    from that: that fusion and hash are equal."""
+    from fuser import FusionDefinition, LruFusionCache
+    from tests.frontend.again import again, defined_by
+
+    if isinstance(seen.text, Exception):
+        raise seen.text
+    fd = FusionDefinition()
+    fd._fusion = seen.fusion
+    made = defined_by(seen.text)
+    found = repr(made)
+    assert found == seen.text, f"its copy has another text:\n{found}"
+    if is_whole:
+        again(fd)
+    cached: Any = LruFusionCache(max_fusions=4)(lambda fd: fd)
+    grown: list[int] = []
+    for one in (fd, made):
+        cached(one)
+        grown.append(cached.num_fusions())
+    if grown != [1, 1]:
+        again(fd)  # tells in what they differ
+    assert grown == [1, 1], f"a cache that gets the fusion, then its copy, holds {grown}"
+    assert fd.fec is made.fec
+
+
+def _check_runs(baton: Any, runs: dict[int, list[Run]]) -> list[str]:
+    """Run the copies, on simulated ranks where the programs did; return what differs."""
+    from multidevice import simulate
+
+    wrong: list[str] = []
+    if baton is None:
+        for run in runs[0]:
+            with _environment(run.environment):
+                wrong += _check_run(run)
+        return wrong
+
+    def on_a_rank(environment: dict[str, str]) -> None:
+        from multidevice import Communicator
+
+        for run in runs.get(Communicator.instance().rank(), ()):
+            if run.environment == environment:
+                wrong.extend(_check_run(run))
+
+    # The ranks are threads: they have one environment.
+    environments = {str(run.environment): run.environment for r in runs.values() for run in r}
+    for environment in environments.values():
+        try:
+            with _environment(environment), simulate(baton.size) as world:
+                world.run(on_a_rank, environment)
+        except Exception as error:
+            wrong.append(f"on {baton.size} ranks: {type(error).__name__}: {error}")
+    return wrong
+
+
+def _check_run(run: Run) -> list[str]:
+    """Run the copy of a program as the program ran on this rank; return how results differ."""
+    import torch
+
+    from tests.frontend.again import assert_same, defined_by
+
+    assert isinstance(run.seen.text, str)
+    args, kwargs = _copied((run.args, run.kwargs))
+    before = torch.get_rng_state()
+    try:
+        made = defined_by(run.seen.text)
+        torch.set_rng_state(run.generator)
+        outputs = run.seen.make(made.fusion)(*args, **kwargs)
+    except Exception as error:
+        if len(run.seen.devices) > 1:
+            raise  # as an error of all ranks
+        return [f"its copy raises {type(error).__name__}: {error}\n{run.seen.text}"]
+    finally:
+        torch.set_rng_state(before)
+    updated = _inputs_of(args, kwargs) if run.seen.fusion.aliases else ()
+    try:
+        assert_same([*_tensors((outputs, updated))], [*_tensors(run.found)])
+    except AssertionError as error:
+        return [f"its copy has other results: {error}\n{run.seen.text}"]
+    return []
+
+
+def _tensors(value: object) -> Iterable[torch.Tensor]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _tensors(v)
+
+
+@contextmanager
+def _environment(options: dict[str, str]) -> Generator[None]:
+    before = {name: os.environ.pop(name) for name in _OPTIONS if name in os.environ}
+    os.environ.update(options)
+    try:
+        yield
+    finally:
+        for name in options:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+# ------------------------------------------------------------------ pytest
+class Plugin:
+    """The hooks around tests, and the closing lines."""
+
+    def __init__(self, chosen: str) -> None:
+        self._chosen = chosen
+        self._watcher = Watcher()
+        self._installed = ExitStack()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
+        self._watcher.watch = self._watch_for(item.nodeid)
+        yield
+
+    def _watch_for(self, name: str) -> Watch | None:
+        if not self._watcher.is_installed:
+            self._installed.enter_context(self._watcher.installed())
+        asked, why = next(((a, w) for n, a, w in EXCEPTIONS if name.startswith(n)), ("", ""))
+        if why:
+            self._watcher.counts[f"tests without {asked} ({why})"] += 1
+        if asked == "all":
+            return None
+        is_chosen = self._chosen == "all" or zlib.crc32(name.encode()) % SHARE == 0
+        return Watch(has_runs=is_chosen and not asked)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None]:
+        """Check the programs of a test: under what it had patched, and if that differs, without."""
+        watch, self._watcher.watch = self._watcher.watch, None
+        wrong: list[str] = []
+        if watch is not None:
+            watch.settle(self._watcher.counts)
+            wrong = check_runs(watch)
+        yield
+        if watch is None:
+            return
+        wrong = check_copies(watch, self._watcher.counts) + (wrong and check_runs(watch))
+        if wrong:
+            shown = "\n\n".join(wrong[:3])
+            pytest.fail(f"{len(wrong)} programs differ from their text:\n{shown}", pytrace=False)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self._installed.close()
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["programs"] = dict(self._watcher.counts)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._watcher.counts.update(getattr(node, "workeroutput", {}).get("programs", {}))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        counts = self._watcher.counts
+        if counts["programs"]:
+            told = ", ".join(f"{n} {what}" for what, n in counts.items())
+            terminalreporter.write_line(f"made again from their text: {told}")
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add the option that says how much is checked."""
+    parser.addoption(
+        "--again",
+        choices=CHOICES,
+        default="share",
+        help="run copies of the programs of all tests, of a fixed share of them, or none",
+    )
+
+
+def register(config: pytest.Config) -> None:
+    """Add the checks to a session, as its option says."""
+    chosen = str(config.getoption("again"))
+    if chosen != "none":
+        config.pluginmanager.register(Plugin(chosen), "every_program")
