@@ -14,6 +14,8 @@ simulated ranks of their own. `EXCEPTIONS` says what cannot; the closing lines c
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import threading
 import warnings
@@ -164,7 +166,7 @@ def _copied(value: Any, made: dict[int, torch.Tensor] | None = None) -> Any:
     if type(value) is dict:
         return {k: _copied(v, made) for k, v in value.items()}
     if not isinstance(value, torch.Tensor):
-        return value
+        return copy.copy(value) if dataclasses.is_dataclass(value) else value
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
     if not is_plain or value.layout != torch.strided or value.device.type == "meta":
         raise _CannotCopyError("tensors that are no plain ones")
@@ -174,14 +176,14 @@ def _copied(value: Any, made: dict[int, torch.Tensor] | None = None) -> Any:
         if key not in made:
             whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
             made[key] = whole.clone()
-        copy = torch.empty(0, dtype=value.dtype, device=value.device)
+        twin = torch.empty(0, dtype=value.dtype, device=value.device)
         place = value.storage_offset(), value.shape, value.stride()
-        copy.set_(made[key].untyped_storage(), *place)
+        twin.set_(made[key].untyped_storage(), *place)
         if value.is_conj():
-            copy = copy.conj()
+            twin = twin.conj()
         if value.is_neg():
-            copy = torch._C._VariableFunctions._neg_view(copy)  # pyright: ignore[reportAttributeAccessIssue]
-    return copy.requires_grad_(value.requires_grad)
+            twin = torch._C._VariableFunctions._neg_view(twin)  # pyright: ignore[reportAttributeAccessIssue]
+    return twin.requires_grad_(value.requires_grad)
 
 
 def _place_of(seen: Seen) -> tuple[Any, int]:
@@ -237,8 +239,8 @@ class Watcher:
         if self.watch is None:
             return
 
-        def make(copy: Fusion) -> Callable[..., list[torch.Tensor]]:
-            return FusionExecutorCache(copy, *args, **kwargs).execute
+        def make(twin: Fusion) -> Callable[..., list[torch.Tensor]]:
+            return FusionExecutorCache(twin, *args, **kwargs).execute
 
         # The text by which programs are found, too.
         seen = self.watch.see(fusion, make, cache._text, self.known)
@@ -254,9 +256,9 @@ class Watcher:
         if self.watch is None or not isinstance(fusion, Fusion):
             return None
 
-        def make(copy: Fusion) -> Callable[..., list[torch.Tensor]]:
+        def make(twin: Fusion) -> Callable[..., list[torch.Tensor]]:
             executor = KernelExecutor()
-            executor.compile(copy)
+            executor.compile(twin)
             return executor.run
 
         seen = self.watch.see(fusion, make, fusion_text(fusion), self.known)
