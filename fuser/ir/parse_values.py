@@ -319,4 +319,7 @@ def _number(text: str) -> float | complex:
 
 
 def _apply(op: str, args: tuple[Scalar, ...]) -> Scalar:
-    return sc.rebuild(sc.Apply(op, args, args[0].dtype), args)
+    # As it stands: `sc.le` of integers would write it as `<`.
+    return (
+        sc.apply(op, *args) if op == "<=" else sc.rebuild(sc.Apply(op, args, args[0].dtype), args)
+    )

@@ -51,6 +51,7 @@ from fuser.ir.scalar_nodes import (
     Scalar,
     ScalarLike,
     Symbol,
+    alike_literals,
     as_scalar,
     children,
     const,
@@ -230,6 +231,7 @@ def where(cond: ScalarLike, a: ScalarLike, b: ScalarLike) -> Scalar:
     cond, a, b = as_scalar(cond), as_scalar(a), as_scalar(b)
     if isinstance(cond, Const):
         return a if cond.value else b
+    a, b = alike_literals((a, b))
     return a if a == b else Apply("where", (cond, a, b), _result_dtype((a, b), "where"))
 
 
@@ -263,6 +265,7 @@ def apply(op: str, *args: ScalarLike) -> Scalar:
     form = _INT_FORMS.get(op)
     if form is not None and all(map(is_int, scalars)):
         return form(*scalars)
+    scalars = alike_literals(scalars)
     dtype = _result_dtype(scalars, op)
     values = [s.value for s in scalars if isinstance(s, Const)]
     if len(values) == len(scalars):

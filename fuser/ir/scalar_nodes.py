@@ -240,12 +240,32 @@ class Apply(Scalar):
     op: str
 
     def __new__(cls, op: str, args: tuple[Scalar, ...], dtype: DataType) -> Apply:
+        args = alike_literals(args)
         key = (Apply, op, dtype, args)
         made, is_new = _interned(cls, key, dtype, 1 + max((a.depth for a in args), default=0))
         if not is_new:
             return made
         made.op, made.args = op, args
         return _published(made, key)
+
+
+# Their literals have one text; the first of them that is there decides.
+_PLAIN_INTS = (DataType.Index, DataType.Int)
+
+
+def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+    """Return the arguments of an op with integer literals of the dtype of what they stand beside:
+    scalars of one text are one scalar."""
+    literals = [a for a in args if isinstance(a, Const) and a.dtype in _PLAIN_INTS]
+    if not literals:
+        return args
+    others = [a.dtype for a in args if not isinstance(a, Const)]
+    wanted = next((dtype for dtype in _PLAIN_INTS if dtype in others), None)
+    if wanted is None or all(a.dtype is wanted for a in literals):
+        return args
+    return tuple(
+        Const(a.value, wanted) if isinstance(a, Const) and a in literals else a for a in args
+    )
 
 
 Monomial = tuple[Scalar, ...]

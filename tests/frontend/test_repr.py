@@ -285,6 +285,21 @@ def test_sizes_and_numbers_are_those_that_were_written() -> None:
     assert_same(again(fd).execute(inputs), fd.execute(inputs))
 
 
+def test_a_clamped_slice_is_a_view_for_the_copy_too() -> None:
+    """The literals of its sizes are Python's numbers there, and were extents."""
+
+    def define(fd: FusionDefinition) -> None:
+        x = fd.define_tensor([1, -1, -1])
+        y = fd.ops.slice(fd.ops.permute(x, [2, 0, 1]), [0, 0, 0], [1, 1, 4])
+        fd.add_output(fd.ops.reshape(fd.ops.squeeze(y, [1]), [4]))
+
+    fd, x = written(define), torch.arange(8.0).reshape(1, 4, 2)
+    for one in (fd, again(fd)):
+        (out,) = one.execute([x])
+        assert out.tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert (out.stride(), out.data_ptr()) == ((2,), x.data_ptr())
+
+
 def test_every_line_is_one_statement_of_python() -> None:
     (function,) = ast.parse(repr(written(sizes))).body
     assert isinstance(function, ast.FunctionDef)

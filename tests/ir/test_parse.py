@@ -77,6 +77,16 @@ def test_literals_keep_their_value(text: str) -> None:
     assert str(parse_scalar(text)) == text
 
 
+@pytest.mark.parametrize("op", ["<", "<=", ">", ">=", "==", "!=", "&&", "||", "%", "/", "<<", "&"])
+def test_operators_keep_their_spelling(op: str) -> None:
+    """Of integers, too, of which some comparisons mean the same."""
+    if op in ("&&", "||"):
+        text = f"( ( i0 < i1 ) {op} ( i1 < i2 ) )"
+    else:
+        text = f"( i0 {op} 3 )"
+    assert str(parse_scalar(text)) == text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -175,3 +175,21 @@ def test_flat_index_of_three_merged_axes_has_no_division() -> None:
         sc.mod(k, i2),
     )
     assert spelled_out == k
+
+
+@pytest.mark.parametrize(
+    "op", ["+", "*", "min", "max", "/", "%", "floorDiv", "floorMod", "ceilDiv"]
+)
+@pytest.mark.parametrize("dtype", [DataType.Index, DataType.Int])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_scalars_of_one_text_are_one_scalar(op: str, dtype: DataType, is_first: bool) -> None:
+    """Literals of Int and of Index have one text."""
+    x = sc.Symbol("i0", dtype)
+    made = [
+        sc.apply(op, *((c, x) if is_first else (x, c)))
+        for c in (sc.Const(7, DataType.Int), sc.Const(7, DataType.Index))
+    ]
+    assert made[0] is made[1]
+    assert made[0].dtype is dtype
+    chosen = [sc.where(sc.lt(x, 3), x, sc.Const(7, d)) for d in (DataType.Int, DataType.Index)]
+    assert chosen[0] is chosen[1]
