@@ -45,9 +45,11 @@ _OPTIONS = ("FUSER_ENABLE", "NVFUSER_ENABLE", "FUSER_DISABLE", "NVFUSER_DISABLE"
 # Beginnings of tests' names, what is not asked of their programs (their "runs", or "all"), and why.
 _GPU = "torch's CUDA generators and sums of atomics are others in each call"
 _PLANTED = "they plant what is to be found"
+_STEPS = "the test draws anew which steps a call takes"
 _THREADS = "other threads draw from the same generator meanwhile"
 EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
     ("tests/gpu/", "runs", _GPU),
+    ("tests/frontend/test_auto_overlap.py::test_random_programs_in_steps", "runs", _STEPS),
     ("tests/test_every_program.py", "all", _PLANTED),
     ("tests/frontend/test_random.py::test_what_other_threads_draw", "runs", _THREADS),
 )
