@@ -90,7 +90,8 @@ def _iota(b: Sharded, name: str) -> None:
     if not dims or not b.is_a(name, "fi") or b.dtype[name] in FLOAT8:
         return
     last = [Dim(dims[-1].vec, dims[-1].static)]
-    made = b.emit("iota", [b.size(name, len(dims) - 1), 1, 2, Dt(b.dtype[name])], last)
+    places: list[Arg] = [1, 2] if b.is_a(name, "i") else [1.0, 2.0]
+    made = b.emit("iota", [b.size(name, len(dims) - 1), *places, Dt(b.dtype[name])], last)
     if made and not dims[-1].expanded and not dims[-1].is_broadcast:
         b.emit("add", [Ref(name), Ref(made[0])], dims)
 

@@ -139,10 +139,16 @@ class _Streams(Sharded):
         return Streaming(name, axis, count, swizzle, around)
 
 
+# Ops that no step computes a block of.
+_WHOLE = ("scaled_mm", "grouped_mm", "sdpfa_fwd", "sdpfa_bwd")
+
+
 def _is_free(stmt: Stmt | None, axis: int, rank: int) -> bool:
     """Whether an op's blocks along an axis of its result are known to come from blocks."""
     if stmt is None:
         return True
+    if stmt.op in _WHOLE:
+        return False
     if stmt.op == "cat":
         return axis != int(stmt.args[1])  # pyright: ignore[reportArgumentType]
     return not (stmt.op == "pad" and axis == rank - 1)
