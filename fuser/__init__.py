@@ -6,6 +6,7 @@ takes no time. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are public 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +234,8 @@ def __getattr__(name: str) -> Any:
             from fuser.errors import UnsupportedNameError
 
             raise UnsupportedNameError(f"fuser.{name} is not there: {_REFUSED[name]}")
-        raise AttributeError(f"module 'fuser' has no attribute {name!r}")
+        text = f"module 'fuser' has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     if name in _MODULES:
         value = import_module(f"fuser.{name}")
     else:

@@ -274,7 +274,8 @@ def _list(item: Kind, *, is_ordered: bool) -> Kind:
     words = f"a list of {_plural(item.words)}"
 
     def take(value: object) -> object:
-        if is_ordered and isinstance(value, Set):
+        # A tensor has rows, but is not meant as the list of them.
+        if (is_ordered and isinstance(value, Set)) or type(value) in item.exact:
             raise wrong(words, value)
         items = list_items(value, words)
         taken = [_at(item, v, i) for i, v in enumerate(items)]

@@ -99,7 +99,10 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
         )
     if given > expected:
         labels = ", ".join(getattr(value, "label", str(value)) for value in declared)
-        raise InputError(f"Expected {expected} inputs, got {given}: they are {labels or 'none'}")
+        noun = "input" if expected == 1 else "inputs"
+        raise InputError(
+            f"Expected {expected} {noun}, got {given}: declared are {labels or 'none'}"
+        )
 
 
 def _line(values: Sequence[Any]) -> str:

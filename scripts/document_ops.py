@@ -23,7 +23,8 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ops.define import define_tensor
 from fuser.ops.dtype_rules import DTYPE_RULES
-from fuser.ops.rows import ROWS, SPELLED, OpRow
+from fuser.ops.rows import ROWS, OpRow
+from fuser.ops.spelled import SPELLED
 from fuser.pointwise import POINTWISE, PUBLIC
 
 _ROOT = Path(__file__).resolve().parents[1]

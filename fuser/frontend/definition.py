@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -62,6 +62,14 @@ _NEVER_WRITTEN = (
 _FIRST_CALL = make_reentrant_lock()
 
 
+_COMES_LATER = {
+    "fec": "the first execute makes it",
+    "ke": "the first manual_execute makes it",
+    "define_constant": "it is called define_scalar, which takes the value",
+    "schedule": "it is called sched",
+}
+
+
 @partial(checked, name="execute")
 def _flag(save_repro_inputs: bool | None) -> bool:
     return bool(save_repro_inputs)
@@ -85,6 +93,13 @@ class FusionDefinition:
         self.fec: FusionExecutorCache
         self.ke: KernelExecutor
         self.fake_inputs: list[object]
+
+    if not TYPE_CHECKING:  # to a type checker it would give the class every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"'FusionDefinition' object has no attribute {name!r}"
+            hint = _COMES_LATER.get(name)
+            raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
     # ------------------------------------------------------------ the with block
     def __enter__(self) -> FusionDefinition:
@@ -172,6 +187,11 @@ class FusionDefinition:
         of the call. An input that is an output itself is returned as the caller's own tensor, which
         shows its update; a view of it, permuted say, is computed and has the old values.
         """
+        if hasattr(self, "fec") or hasattr(self, "ke"):
+            raise DefinitionError(
+                f"{output} comes too late: the definition has an executor, which runs what it was; "
+                "write another definition"
+            )
         self.fusion.add_output(output, alias_input, where=user_line())
 
     @checked

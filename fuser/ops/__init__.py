@@ -15,13 +15,14 @@ from fuser.arguments import checked
 from fuser.errors import UnknownOpError
 from fuser.ops import operators
 from fuser.ops.building import ARGUMENTS
-from fuser.ops.rows import ROWS, SPELLED
+from fuser.ops.rows import ROWS
+from fuser.ops.spelled import SPELLED
 
 operators.install()
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    near = get_close_matches(name, ROWS, n=1)
+    near = get_close_matches(name, ROWS, n=1, cutoff=0.7)
     hint = SPELLED.get(name) or (f"did you mean {near[0]}?" if near else "see dir(fd.ops)")
     raise UnknownOpError(f"module 'fuser.ops' has no op {name!r}: {hint}")
 

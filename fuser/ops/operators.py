@@ -92,6 +92,16 @@ def _identity(sign: str, op: str) -> Callable[[TensorView, object], bool]:
     return operator
 
 
+def _no_attribute(self: TensorView, name: str) -> Any:
+    """Say how a method of torch's tensors is written."""
+    from fuser.ops.rows import ROWS
+    from fuser.ops.spelled import SPELLED
+
+    hint = f"ops are functions, fd.ops.{name}" if name in ROWS else SPELLED.get(name)
+    text = f"{type(self).__name__!r} object has no attribute {name!r}"
+    raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
+
+
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
     """Take a part: a slice of step 1 or a number for each axis, `...` for those left out, None for
@@ -183,6 +193,7 @@ METHODS: dict[str, Any] = {
     "__iter__": None,
     # numpy's arrays would take it for one of their elements: `array + x`, `numpy.exp(x)`.
     "__array_ufunc__": None,
+    "__getattr__": _no_attribute,
     "__bool__": _has_no_truth,
     "__eq__": _identity("==", "eq"),
     "__ne__": _identity("!=", "ne"),

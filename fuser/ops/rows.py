@@ -341,18 +341,3 @@ _ROWS = (
 
 # By name; an op with arguments of its own stands in the place of the one that has none.
 ROWS: dict[str, OpRow] = {row.name: row for row in _ROWS}
-
-# What torch has a function for, and users write with other ops.
-SPELLED: dict[str, str] = {
-    "gelu": "write mul(mul(x, 0.5), add(erf(mul(x, 0.7071067811865476)), 1.0))",
-    "softmax": "write e = exp(sub(x, max(x, dim, True))), then div(e, sum(e, dim, True))",
-    "mean": "write div(sum(x, dim), n)",
-    "layer_norm": "write it with var_mean(x, [-1], 0, True), sub, rsqrt and mul",
-    "view": "it is called reshape",
-    "transpose": "it is called permute, which takes all axes",
-    "unsqueeze": "it is called broadcast, which takes a flag per axis of the result",
-    "mm": "it is called matmul",
-    "float": "it is called cast, which takes the dtype",
-    "to": "it is called cast, which takes the dtype",
-    **{other: f"it is called {row.name}" for row in POINTWISE.values() for other in row.near},
-}

@@ -201,7 +201,7 @@ def test_ops_outside_the_block_are_refused() -> None:
     ("inputs", "message"),
     [
         ([], "contains less argument"),
-        ([torch.zeros(2, 2)] * 2, "Expected 1 inputs, got 2"),
+        ([torch.zeros(2, 2)] * 2, "Expected 1 input, got 2: declared are T0_g_float"),
         ([torch.zeros(2)], "to be bound to a tensor of rank 2, but got a tensor of rank 1"),
         (
             [torch.zeros(2, 2).double()],

@@ -76,7 +76,7 @@ def test_a_wrong_input_is_named_with_its_line(
 
 
 def test_too_many_inputs_are_told_which_there_are() -> None:
-    with pytest.raises(InputError, match="Expected 2 inputs, got 3: they are T0_g_float, T1_g_flo"):
+    with pytest.raises(InputError, match="Expected 2 inputs, got 3: declared are T0_g_float, "):
         product().execute([X, X, X])
 
 

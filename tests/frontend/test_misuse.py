@@ -30,7 +30,7 @@ from fuser.multidevice import DeviceMesh
 Call = Callable[[Any, Any], object]
 HUGE = 2**2000
 
-DEFINITIONS: list[tuple[Call, type[FuserError], str]] = [
+DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
     (lambda fd, x: fd.ops.squeeze(fd.define_tensor([]), [0]), DefinitionError, "which has none"),
     (
         lambda fd, x: fd.define_tensor([10.0]),
@@ -110,6 +110,11 @@ DEFINITIONS: list[tuple[Call, type[FuserError], str]] = [
     (lambda fd, x: DeviceMesh(2), ArgumentError, r"got 2: range\(2\) are that many, \[2\] is that"),
     (lambda fd, x: DeviceMesh([0.5]), ArgumentError, "expected an integer, got 0.5"),
     (lambda fd, x: x.set_device_mesh(["a"]), ArgumentError, "lists of ranks, got 'a'"),
+    (lambda fd, x: x.sum(1), AttributeError, "no attribute 'sum': ops are functions, fd.ops.sum"),
+    (lambda fd, x: x.to("cpu"), AttributeError, "no attribute 'to': it is called cast"),
+    (lambda fd, x: x.qqqq, AttributeError, "no attribute 'qqqq'$"),
+    (lambda fd, x: fd.fec, AttributeError, "no attribute 'fec': the first execute makes it"),
+    (lambda fd, x: fd.define_constant(1), AttributeError, "it is called define_scalar"),
     (lambda fd, x: fd.ops.gelu(x), UnknownOpError, r"no op 'gelu': write mul\(mul\(x, 0.5\)"),
     (lambda fd, x: fd.ops.sigmod(x), UnknownOpError, r"did you mean sigmoid\?"),
     (lambda fd, x: fd.ops.qqqq(x), UnknownOpError, "dir"),
@@ -117,7 +122,7 @@ DEFINITIONS: list[tuple[Call, type[FuserError], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "why"), DEFINITIONS)
-def test_a_definition_that_cannot_be_meant(call: Call, kind: type[FuserError], why: str) -> None:
+def test_a_definition_that_cannot_be_meant(call: Call, kind: type[Exception], why: str) -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         with pytest.raises(kind, match=why):
@@ -240,3 +245,31 @@ def test_torch_dtypes_are_taken() -> None:
         fd.add_output(fd.ops.sum(fd.ops.cast(x, torch.float32), 0, dtype=torch.float64))
     (out,) = fd.execute([torch.ones(5, dtype=torch.float16), 3])
     assert out.dtype is torch.float64 and out.item() == 5
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["execute", "manual_execute"])
+def test_an_output_after_the_first_run_is_refused(by_hand: bool) -> None:
+    """It would stand in the text of the definition, and no run would return it."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True)
+        y, z = fd.ops.exp(x), fd.ops.neg(x)
+        fd.add_output(y)
+    fd.add_output(z)  # the block has ended, but nothing has run
+    given = [torch.ones(3)]
+    first, before = (fd.manual_execute if by_hand else fd.execute)(given), repr(fd)
+    with pytest.raises(DefinitionError, match=r"add_output: T0.* comes too late.*user code"):
+        fd.add_output(x)
+    with pytest.raises(DefinitionError, match="comes too late"):
+        fd.add_output(z, x)
+    assert len(first) == len((fd.manual_execute if by_hand else fd.execute)(given)) == 2
+    assert repr(fd) == before
+
+
+def test_a_tensor_is_no_list_of_references() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.neg(x))
+    given = torch.ones(2, 3)
+    with pytest.raises(ArgumentError, match="reference_outputs: expected a list of torch tensors"):
+        fd.validate([given], -given)
+    fd.validate([given], [-given])

@@ -378,7 +378,7 @@ def test_a_program_without_tensor_inputs() -> None:
 # ------------------------------------------------------------------ refusals
 def test_the_number_of_inputs_is_that_of_the_definition() -> None:
     fd = drawing()
-    with pytest.raises(InputError, match="Expected 1 inputs, got 2"):
+    with pytest.raises(InputError, match="Expected 1 input, got 2"):
         fd.execute([X, X])
     with pytest.raises(InputError, match="Expected 1, got 0"):
         fd.execute([])

@@ -22,8 +22,9 @@ from fuser.ir.verify import verify_fusion
 from fuser.lower import values
 from fuser.ops.define import define_tensor
 from fuser.ops.dtype_rules import DTYPE_RULES, typed
-from fuser.ops.rows import ROWS, SPELLED, OpRow
+from fuser.ops.rows import ROWS, OpRow
 from fuser.ops.samples import DOMAINS, SAMPLES
+from fuser.ops.spelled import SPELLED
 from fuser.ops.torch_meaning import NODES, NodeRow, evaluate_fusion, nodes_computed
 from fuser.pointwise import POINTWISE, PUBLIC
 from hostir.op_costs import COSTS
