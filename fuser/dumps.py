@@ -15,11 +15,11 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from fuser import options
+from fuser.errors import warn
 from fuser.locks import make_reentrant_lock
 from fuser.option_names import EFFECTS
 from fuser.record import record
@@ -73,9 +73,8 @@ def write(dump: Dump, *, rank: int = 0) -> None:
         try:
             _new_file(folder, dump, rank).write_text(text)
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"FUSER_DUMP_DIR: {dump.name} of {dump.of} could not be written: {error}",
-                stacklevel=2,
             )
 
 

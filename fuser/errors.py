@@ -7,6 +7,7 @@ of the user's program. `assert` is kept for our own bugs.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from types import FrameType, MappingProxyType, TracebackType
 
@@ -152,6 +153,14 @@ def user_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line: Python shows that line, and its filters go by its module."""
+    level, frame = 2, sys._getframe(1)
+    while frame is not None and not is_users(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, kind, stacklevel=level)
 
 
 def last_user_line(trace: TracebackType | None) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fuser.arguments import Mismatch, list_items, show
-from fuser.errors import OptionError
+from fuser.errors import OptionError, warn
 from fuser.option_names import ARGUMENTS, EFFECTS, NO_EFFECT, PROCESS_WIDE
 
 
@@ -96,11 +95,10 @@ def check_environment() -> None:
         _options(kind)
     silent = sorted(set(_options("DUMP")) & NO_EFFECT["DUMP"].keys())
     if silent:
-        warnings.warn(
+        warn(
             f"FUSER_DUMP: nothing is printed for {', '.join(silent)} "
             f"({NO_EFFECT['DUMP'][silent[0]]}); what is printed: "
             f"{', '.join(sorted(EFFECTS['DUMP']))}",
-            stacklevel=2,
         )
     timeout_s()
     master_port()
@@ -212,10 +210,9 @@ def check_dump_ranks(size: int) -> None:
     missing = sorted(rank for rank in dump_ranks() or () if rank >= size)
     if missing and _options("DUMP"):
         here = "rank 0 alone" if size == 1 else f"ranks 0 to {size - 1}"
-        warnings.warn(
+        warn(
             f"FUSER_DUMP_RANKS={VARIABLES['FUSER_DUMP_RANKS'].text()!r}: nothing is printed for "
             f"rank {', '.join(map(str, missing))}: this job has {here}",
-            stacklevel=2,
         )
 
 

@@ -6,11 +6,11 @@ on sizes: they are found for the sizes and numbers that come to a program for th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+from fuser.errors import warn
 from fuser.ir.scalar import Number, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.recent import Recent
@@ -90,11 +90,10 @@ def check_before_run(
         for_caller = [f for f in wrong if f.kind in WITH_CALLER and len(f.sites) == 1]
         wrong = [f for f in wrong if f not in for_caller]
         if for_caller and not wrong:
-            warnings.warn(
+            warn(
                 "this program waits for no stream, so its caller has to:\n"
                 + report(program, for_caller),
                 RuntimeWarning,
-                stacklevel=2,
             )
     refuse(program, _once(wrong), what="this program must not run")
     done[key] = done[everyone] = True

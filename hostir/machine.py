@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from fuser import options
-from fuser.errors import InputError
+from fuser.errors import InputError, warn
 from fuser.ir.dtypes import DataType
 from hostir.transfers import COLLECTIVES, PEER_COPIES
 from multidevice.backends.allreduce_kernel import Way
@@ -254,7 +253,7 @@ def machine_of(device: torch.device) -> Machine | None:
     try:
         found = read_once(measured_file(device))
     except (InputError, OSError, UnicodeDecodeError) as error:
-        warnings.warn(f"not used: {error}; python -m hostir calibrate", stacklevel=2)
+        warn(f"not used: {error}; python -m hostir calibrate")
     if found is None and device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
         return H200
     return found

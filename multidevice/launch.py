@@ -5,11 +5,10 @@ launcher.
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 
 from fuser import options
-from fuser.errors import CommunicationError
+from fuser.errors import CommunicationError, warn
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def _read(launcher: str, names: tuple[str, str, str, str]) -> Launch | None:
         if not text and launcher == "slurm":
             # sbatch sets some of these for the batch script itself, which is no rank of anything.
             if int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1:
-                warnings.warn(f"{name} is not set: running as one rank", stacklevel=4)
+                warn(f"{name} is not set: running as one rank")
             return None
         if not text and position >= 2:
             values.append(-1)

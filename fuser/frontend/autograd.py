@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
 
-from fuser.errors import InputError, user_code, user_line
+from fuser.errors import InputError, warn
 from fuser.ir.binding import Argument
 from fuser.ir.fusion import Fusion
 
@@ -74,8 +73,7 @@ class Autograd:
             return
         self._is_warned = True
         declared = self._fusion.inputs[position] if position < len(self._fusion.inputs) else "extra"
-        warnings.warn(
+        warn(
             f"input {position}, {declared}, {what}, but no output will carry a gradient: "
-            f"pass {instead}{user_code(user_line())}",
-            stacklevel=2,
+            f"pass {instead}",
         )

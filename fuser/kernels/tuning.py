@@ -11,7 +11,6 @@ of magnitude of each size. Results of all candidates must agree with those of th
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 
 from fuser import dumps, options
 from fuser.device import DeviceInfo
-from fuser.errors import CompileError, KernelError
+from fuser.errors import CompileError, KernelError, warn
 from fuser.ir.dtypes import DataType
 from fuser.ir.form import Form, form_of, form_text
 from fuser.ir.fusion import Fusion
@@ -189,10 +188,9 @@ class Tuning:
 
     def _leave_out(self, key: str) -> None:
         self._refused.add(key)
-        warnings.warn(
+        warn(
             f"tune: what is kept on disk for {self._name} is of no use: it is timed anew",
             RuntimeWarning,
-            stacklevel=2,
         )
 
     # ------------------------------------------------------------ on disk
@@ -256,11 +254,10 @@ class Tuning:
                 raise torch.OutOfMemoryError(f"{free} are left")
             return _Search(given, self._name, trial.tolerance_of(self._fusion)).run()
         except torch.OutOfMemoryError as error:
-            warnings.warn(
+            warn(
                 f"tune: {self._name} keeps the heuristic's choice: to time others takes {wanted} "
                 f"bytes beside the caller's ({str(error).partition(chr(10))[0]})",
                 RuntimeWarning,
-                stacklevel=2,
             )
             return None
 
@@ -365,10 +362,9 @@ class _Search:
         return excess is None
 
     def _warn(self, params: Params, what: str) -> None:
-        warnings.warn(
+        warn(
             f"internal error, please report: tune leaves out {params} of {self._name}: {what}",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 
@@ -381,9 +377,8 @@ def _form_of(variant: Variant, launch: BoundLaunch) -> Hashable:
 @functools.cache
 def warn_of_capture() -> None:
     """Warn once that nothing is timed now."""
-    warnings.warn(
+    warn(
         "tune: a kernel runs first while a CUDA graph is captured: nothing is timed, the graph has "
         "the heuristic's choice; run once before capturing",
         RuntimeWarning,
-        stacklevel=2,
     )

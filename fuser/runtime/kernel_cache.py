@@ -24,13 +24,12 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuser.errors import OptionError
+from fuser.errors import OptionError, warn
 from fuser.options import cache_dir
 
 # What all objects together may take; down to this share of it when it is exceeded.
@@ -74,11 +73,10 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _warn_once(folder: Path) -> None:
-    warnings.warn(
+    warn(
         f"the kernel cache {folder} cannot be written: kernels are compiled for this process alone;"
         " set FUSER_CACHE_DIR to a folder on a disk with room",
         RuntimeWarning,
-        stacklevel=2,
     )
 
 
@@ -257,10 +255,9 @@ class KernelCache:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or found.pop("check", None) != _check(key, found):
-            warnings.warn(
+            warn(
                 f"{path} is not what tuning wrote: it is ignored, and written anew",
                 RuntimeWarning,
-                stacklevel=2,
             )
             return None
         with contextlib.suppress(OSError):

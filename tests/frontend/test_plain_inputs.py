@@ -95,11 +95,9 @@ def test_other_kinds_of_tensors_are_refused(make: Any, why: str) -> None:
 
 def test_a_gradient_that_is_lost_is_warned_about_once() -> None:
     fd, x = doubled(), torch.randn(2, 3, requires_grad=True)
-    with pytest.warns(
-        UserWarning,
-        match=rf"input 0, T0.*requires grad.*detach.*user code at .*{__name__.rpartition('.')[2]}",
-    ):
+    with pytest.warns(UserWarning, match="input 0, T0.*requires grad.*detach") as found:
         (out,) = fd.execute([x])
+    assert found[0].filename == __file__  # the user's line, not one of ours
     assert not out.requires_grad
     torch.testing.assert_close(out, (x * 2).detach())
     with warnings.catch_warnings():
