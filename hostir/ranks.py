@@ -133,8 +133,9 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
         # Nothing but tensors and numbers is read, so that no file can run code.
         inputs: object = torch.load(path, weights_only=True)
     except Exception as error:
-        # What torch raises depends on what the file is instead.
-        raise InputError(f"{path} is no list of tensors saved by torch: {error}") from None
+        # What torch raises depends on what the file is instead, and may be a page.
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise InputError(f"{path} is no list of tensors saved by torch: {why}") from None
     if not isinstance(inputs, list | tuple):
         raise InputError(f"{path} holds a {type(inputs).__name__}, not the list of all inputs")
     given: list[Argument] = list(inputs)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
