@@ -54,7 +54,11 @@
 #define FUSER_DEVICE static inline __attribute__((always_inline))
 #define FUSER_CONSTEXPR static constexpr
 #define FUSER_METHOD inline __attribute__((always_inline))
+#ifdef FUSER_KEEPS_LOOPS
+#define FUSER_UNROLL _Pragma("GCC unroll 1")
+#else
 #define FUSER_UNROLL _Pragma("GCC unroll 32")
+#endif
 #define FUSER_PRAGMA(text) _Pragma(#text)
 #define FUSER_SIMD _Pragma("omp simd")
 #define FUSER_SIMD_SUM(...) FUSER_PRAGMA(omp simd reduction(+ : __VA_ARGS__))

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -46,6 +47,11 @@ _COMMON_FLAGS = (
 )
 # Vectorise, but keep the meaning of NaN and Inf: never -ffinite-math-only.
 _FAST_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+# GCC's vectoriser (seen in 12.2) may take loads by a condition that several iterations of an
+# unrolled loop make for neighbours in memory, in this order, although their addresses lie in
+# another: wrong numbers. So where a kernel has such loads, no loop is unrolled beforehand.
+_LOADS_BY_CONDITION = re.compile(r"[?:] \w+\[|if \(")
+_KEEP_LOOPS = ("--param=max-completely-peel-times=1", "-DFUSER_KEEPS_LOOPS")
 _CHECKED_FLAGS = ("-Og", "-fno-math-errno", "-fno-trapping-math", "-DFUSER_SIMT_CHECKED")
 _ENGINE_FLAGS = ("-O2", "-fno-exceptions")
 # One thread compiles: others find what it made.
@@ -193,9 +199,11 @@ FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
 @functools.cache
 def compiler_key(checked: bool) -> str:
     """What, beside a kernel's text, decides about its machine code."""
-    flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS)
+    flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS + _KEEP_LOOPS)
     return digest(
-        preamble(SIMT_FILES + RT_FILES), " ".join(flags), _compiler_identity(cxx_compiler())
+        preamble(SIMT_FILES + RT_FILES),
+        " ".join([*flags, _LOADS_BY_CONDITION.pattern]),
+        _compiler_identity(cxx_compiler()),
     )
 
 
@@ -218,6 +226,11 @@ def _symbol(key: str) -> str:
     return f"fuser_{key[:32]}"
 
 
+def _fast_flags(sources: Iterable[KernelSource]) -> tuple[str, ...]:
+    has_conditions = any(_LOADS_BY_CONDITION.search(source.text) for source in sources)
+    return _FAST_FLAGS + (_KEEP_LOOPS if has_conditions else ())
+
+
 def _compile_missing(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> Binary:
@@ -227,7 +240,8 @@ def _compile_missing(
     text = preamble(SIMT_FILES + RT_FILES) + "".join(units)
     texts = {name: codegen_text(name) for name in SIMT_FILES + RT_FILES}
     texts |= {source.name: source.text for source in sources.values()}
-    library = _run_compiler(_CHECKED_FLAGS if checked else _FAST_FLAGS, text, texts)
+    flags = _CHECKED_FLAGS if checked else _fast_flags(sources.values())
+    library = _run_compiler(flags, text, texts)
     count_compilations(len(sources))
     return cache.store(symbols, library, "so")
 
