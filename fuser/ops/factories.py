@@ -49,12 +49,13 @@ def iota(
     if category(dtype) not in ("int", "float"):
         raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
     size = as_integer(length, "iota", lowest=0)
-    ends = [_iota_scalar(v, default, dtype) for v, default in ((start, 0), (step, 1))]
-    value = ends[1].value if isinstance(ends[1], Const) else 1
+    first, stride = (_iota_scalar(v, default, dtype) for v, default in ((start, 0), (step, 1)))
+    # Before the cast, of which nothing is computed yet.
+    value = stride.value if isinstance(stride, Const) else 1
     if value == 0 or not math.isfinite(value):
         raise fail("iota", f"step must be finite and not 0, got {value}")
     out = new_output([axis_of_extent(size)], dtype, ())
-    add_op(IotaOp(out, size, ends[0], ends[1]))
+    add_op(IotaOp(out, size, sc.cast(first, dtype), sc.cast(stride, dtype)))
     return out
 
 
@@ -66,7 +67,7 @@ def _iota_scalar(value: ScalarLike | None, default: int, dtype: DataType) -> Sca
         raise DtypeError(
             f"iota: {scalar} is {dtype_text(scalar.dtype)}, but the result is {dtype_text(dtype)}"
         )
-    return sc.cast(scalar, dtype)
+    return scalar
 
 
 def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:

@@ -147,7 +147,7 @@ def topk(
     arg: TensorView, k: Scalar, dim: int = -1, largest: bool = True, sorted: bool = False
 ) -> tuple[TensorView, TensorView]:
     """Append the `k` largest elements along axis `dim`, or the least, and their places (Int); in
-    their order where `sorted`.
+    their order, whether `sorted` asks for it or not.
 
     NaN is above all numbers. Which of equal elements are taken is not said.
     """

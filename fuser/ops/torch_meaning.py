@@ -381,7 +381,8 @@ def _argsort(op: ArgsortOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 def _topk(op: TopKOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     k = cx.int_of(op.k)
-    return list(torch.topk(inputs[0], k, op.dim, largest=op.largest, sorted=op.sorted))
+    # In order even where nobody asked for it: torch's own order differs by device and size.
+    return list(torch.topk(inputs[0], k, op.dim, largest=op.largest, sorted=True))
 
 
 # ------------------------------------------------------------------ contractions

@@ -213,6 +213,13 @@ def test_topk(largest: bool, strided: bool) -> None:
                 )
 
 
+@pytest.mark.parametrize("largest", [False, True])
+def test_topk_is_in_order_where_none_is_asked_for(largest: bool) -> None:
+    x = draw((6, 40), torch.float32)
+    values, _ = run(choose(17, 1, largest, False), x)
+    assert torch.equal(values, x.sort(dim=1, descending=largest).values[:, :17])
+
+
 @pytest.mark.parametrize("dtype", FLOATS + INTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_topk_of_equal_elements(dtype: torch.dtype, layout: str) -> None:

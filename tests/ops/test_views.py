@@ -260,6 +260,9 @@ def test_full_iota_triu() -> None:
     with FusionGuard(Fusion()):
         with pytest.raises(DefinitionError, match="step must be finite and not 0"):
             ops.iota(4, 0, 0)
+        for step in (0.0, float("inf"), float("nan")):
+            with pytest.raises(DefinitionError, match="step must be finite and not 0"):
+                ops.iota(4, 0.0, step, D.Float)
         with pytest.raises(DtypeError):
             ops.iota(4, 0.5)
         with pytest.raises(DefinitionError, match="size -1"):
