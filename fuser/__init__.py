@@ -11,7 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fuser import benchmark_utils, idm, multidevice, ops, pytorch_utils, schedule
+    from fuser import (
+        benchmark_utils,
+        idm,
+        multidevice,
+        nvfuser_direct_version,
+        ops,
+        pytorch_utils,
+        schedule,
+    )
     from fuser.errors import (
         ArgumentError,
         CommunicationError,
@@ -135,6 +143,7 @@ __all__ = [
     "idm",
     "pytorch_utils",
     "benchmark_utils",
+    "nvfuser_direct_version",
     "FuserError",
     "UnsupportedError",
     "UnsupportedNameError",
@@ -176,7 +185,12 @@ _REFUSED = {
     **dict.fromkeys(("MatmulTileRasterizationOrder", "nvf_cutlass"), _LIBRARY),
 }
 
-_MODULES = frozenset({"ops", "schedule", "multidevice", "idm", "pytorch_utils", "benchmark_utils"})
+_MODULES = frozenset(
+    {
+        *("ops", "schedule", "multidevice", "idm", "pytorch_utils", "benchmark_utils"),
+        "nvfuser_direct_version",
+    }
+)
 
 _DEFINED_IN: dict[str, str] = {
     "FusionDefinition": "fuser.frontend.definition",

@@ -20,6 +20,9 @@ class Version(str):
     def __eq__(self, other: object) -> bool:
         return self.numbers == _numbers(other) if isinstance(other, str) else NotImplemented
 
+    def __ne__(self, other: object) -> bool:
+        return not equal if isinstance(equal := self.__eq__(other), bool) else NotImplemented
+
     def __lt__(self, other: str) -> bool:
         return self.numbers < _numbers(other)
 

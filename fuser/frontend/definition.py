@@ -103,6 +103,13 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ the with block
     def __enter__(self) -> FusionDefinition:
+        is_open = self.__dict__.get("_fusion_guard") is not None
+        if is_open or hasattr(self, "fec") or hasattr(self, "ke"):
+            why = (
+                "is being written: its `with` block has not ended" if is_open else "has run already"
+            )
+            what = f"with: a definition is written once, and this one {why}"
+            raise DefinitionError(f"{what}{user_code(user_line())}")
         self._fusion = Fusion()
         self._fusion_guard = FusionGuard(self._fusion)
         return self
@@ -187,11 +194,6 @@ class FusionDefinition:
         of the call. An input that is an output itself is returned as the caller's own tensor, which
         shows its update; a view of it, permuted say, is computed and has the old values.
         """
-        if hasattr(self, "fec") or hasattr(self, "ke"):
-            raise DefinitionError(
-                f"{output} comes too late: the definition has an executor, which runs what it was; "
-                "write another definition"
-            )
         self.fusion.add_output(output, alias_input, where=user_line())
 
     @checked
@@ -422,6 +424,7 @@ class FusionDefinition:
         if not hasattr(self, "ke"):
             executor = KernelExecutor()
             executor.compile(self.fusion)
+            self.fusion.is_taken = True
             self.ke = executor
         if heuristic_params is None:
             return self.ke.run(flatten(inputs))

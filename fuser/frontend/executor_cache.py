@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser import dumps, options
+from fuser.arguments import checked
 from fuser.collector import uncollected
 from fuser.dumps import Dump
 from fuser.errors import FuserError, user_code
@@ -77,6 +78,7 @@ MAX_BOUND = 64
 class FusionExecutorCache(Watching, Inspection):
     """Owns a fusion and the programs made from it; running never changes the fusion."""
 
+    @partial(checked, name="FusionExecutorCache")
     def __init__(
         self,
         fusion: Fusion,
@@ -87,6 +89,7 @@ class FusionExecutorCache(Watching, Inspection):
         number_of_streams: int = 4,
     ) -> None:
         self._defined = fusion
+        fusion.is_taken = True
         self._scalars = HostScalars.of(fusion)
         fusion = fusion if self._scalars is None else self._scalars.fusion
         self._draws = Draws.of(fusion)

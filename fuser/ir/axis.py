@@ -109,8 +109,11 @@ class Axis(Val):
                 f"{parallel_type.name} of {self} of {self.tensor}: merge the axes, and put the "
                 f"merged one on ParallelType.stream{user_code(user_line())}"
             )
+        is_cut = parallel_type.is_device or parallel_type is ParallelType.stream
+        if is_cut:
+            self.tensor.fusion.require_open(f"parallelize of {self} of {self.tensor}")
         self.tensor.parallelize_axis(self, parallel_type)
-        if parallel_type.is_device or parallel_type is ParallelType.stream:
+        if is_cut:
             lines = self.tensor.cut_lines
             self.tensor.cut_lines = {**lines, parallel_type: user_line()}
 

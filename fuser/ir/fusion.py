@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fuser.errors import DefinitionError, user_code
+from fuser.errors import DefinitionError, user_code, user_line
 from fuser.ir.axis import Axis
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category, dtype_text
@@ -107,6 +107,8 @@ class Fusion:
         self.goes_backwards = False
         # Where shardings came from, for `python -m hostir why`; no part of the fusion's meaning.
         self.origins: tuple[Origin, ...] = ()
+        # Whether an executor runs it: what is changed now comes too late for some calls.
+        self.is_taken = False
 
     @property
     def inputs(self) -> Values[Value]:
@@ -295,7 +297,16 @@ class Fusion:
         self.exprs = (*self.exprs[:at], *new, *self.exprs[at + 1 :])
 
     # ------------------------------------------------------------ inputs and outputs
+    def require_open(self, what: str) -> None:
+        """Raise `DefinitionError` where an executor runs the fusion."""
+        if self.is_taken:
+            raise DefinitionError(
+                f"{what}: its definition has an executor already, which takes no changes: do it "
+                f"before the first call, or write another definition{user_code(user_line())}"
+            )
+
     def add_input(self, value: Value) -> None:
+        self.require_open(f"add_input of {value}")
         if value in self.inputs:
             raise DefinitionError(
                 f"{value} is already registered as input, duplicated inputs is not allowed"
@@ -325,6 +336,7 @@ class Fusion:
                 f"add_output of {output}, which belongs to another definition"
                 f"{user_code(where or output.user_line())}"
             )
+        self.require_open(f"add_output of {output}")
         if alias_input is not None:
             if alias_input not in self.inputs:
                 raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from contextvars import ContextVar, Token
 
+from fuser.arguments import require
 from fuser.errors import DefinitionError
 from fuser.ir.fusion import Fusion
 
@@ -23,16 +25,24 @@ def active_fusion() -> Fusion:
 class FusionGuard:
     """Make a fusion the active one until the guard is closed or left.
 
-    Also works without `with`, as nvFuser's guard does: active from construction to `close()`.
+    Also works without `with`, as nvFuser's guard does: active from construction to `close()`, or
+    until nothing names the guard any more.
     """
 
+    _token: Token[Fusion | None] | None = None
+
     def __init__(self, fusion: Fusion) -> None:
-        self._token: Token[Fusion | None] | None = _ACTIVE.set(fusion)
+        self._token = _ACTIVE.set(require("FusionGuard", "fusion", fusion, Fusion))
 
     def close(self) -> None:
         if self._token is not None:
             _ACTIVE.reset(self._token)
             self._token = None
+
+    def __del__(self) -> None:
+        # Collected in another thread, it has nothing to undo there.
+        with suppress(ValueError):
+            self.close()
 
     def __enter__(self) -> FusionGuard:
         return self

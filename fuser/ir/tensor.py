@@ -275,6 +275,7 @@ class TensorView:
     @checked
     def set_device_mesh(self, mesh: object) -> None:
         """Attach a mesh (a DeviceMesh or whatever its constructor takes). Parallelizes nothing."""
+        self.fusion.require_open(f"set_device_mesh of {self}")
         self.mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
         self.mesh_is_user_set = True
         self.where = user_line()
@@ -300,15 +301,24 @@ class TensorView:
     ) -> None:
         """Declare memory order with axes reachable from logical or loop; contiguity as one flag or
         one per axis. Broadcast and reduction axes get None."""
+        self.fusion.require_open(f"set_allocation_domain of {self}")
         for a in new_allocation_domain:
+            of = getattr(a, "tensor", self)
+            if of is not self:
+                also = "" if of.fusion is self.fusion else ", in another definition"
+                raise DefinitionError(f"{a} is an axis of {of}{also}, not of {self}")
             if a.number not in self.domain.axes:
                 raise DefinitionError(f"{a} is not an axis of {self}")
-        order = [a.number for a in new_allocation_domain]
+        # No axes: the logical order again.
+        order = [a.number for a in new_allocation_domain or self.domain.logical]
         flags = (
             contiguity_for(self.domain.states(order), new_contiguity)
             if isinstance(new_contiguity, bool)
             else new_contiguity
         )
+        if len(flags) != len(order):
+            what = f"set_allocation_domain of {self}: {len(flags)} flags of contiguity"
+            raise DefinitionError(f"{what} for {len(order)} axes")
         self.domain = self.domain.with_allocation(order, flags)
 
     # Caching and rfactor rewrite the fusion; they live beside the other schedule primitives.

@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition, LRUCache, LruFusionCache, ParallelType
+from fuser import (
+    DataType,
+    Fusion,
+    FusionDefinition,
+    FusionExecutorCache,
+    FusionGuard,
+    LRUCache,
+    LruFusionCache,
+    ParallelType,
+    define_tensor,
+    ops,
+)
 from fuser.errors import (
     ArgumentError,
     DefinitionError,
@@ -247,24 +258,6 @@ def test_torch_dtypes_are_taken() -> None:
     assert out.dtype is torch.float64 and out.item() == 5
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["execute", "manual_execute"])
-def test_an_output_after_the_first_run_is_refused(by_hand: bool) -> None:
-    """It would stand in the text of the definition, and no run would return it."""
-    with FusionDefinition() as fd:
-        x = fd.define_tensor([-1], contiguity=True)
-        y, z = fd.ops.exp(x), fd.ops.neg(x)
-        fd.add_output(y)
-    fd.add_output(z)  # the block has ended, but nothing has run
-    given = [torch.ones(3)]
-    first, before = (fd.manual_execute if by_hand else fd.execute)(given), repr(fd)
-    with pytest.raises(DefinitionError, match=r"add_output: T0.* comes too late.*user code"):
-        fd.add_output(x)
-    with pytest.raises(DefinitionError, match="comes too late"):
-        fd.add_output(z, x)
-    assert len(first) == len((fd.manual_execute if by_hand else fd.execute)(given)) == 2
-    assert repr(fd) == before
-
-
 def test_a_tensor_is_no_list_of_references() -> None:
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
@@ -273,3 +266,87 @@ def test_a_tensor_is_no_list_of_references() -> None:
     with pytest.raises(ArgumentError, match="reference_outputs: expected a list of torch tensors"):
         fd.validate([given], -given)
     fd.validate([given], [-given])
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["execute", "manual_execute"])
+def test_what_an_executor_has_taken_is_not_changed(by_hand: bool) -> None:
+    """Calls of known inputs would not see it."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 4], contiguity=True)
+        y = fd.ops.neg(x)
+    fd.add_output(y)  # the block has ended, but nothing has run
+    run = fd.manual_execute if by_hand else fd.execute
+    run([torch.ones(2, 4)])
+    changes: list[Callable[[], object]] = [
+        lambda: fd.add_output(x),
+        lambda: fd.add_output(y, x),
+        lambda: fd.fusion.add_output(x),
+        lambda: fd.fusion.add_input(y),
+        lambda: y.set_device_mesh(DeviceMesh([0])),
+        lambda: y.axis(1).parallelize(ParallelType.mesh_x),
+        lambda: y.axis(0).parallelize(ParallelType.stream),
+        lambda: y.set_allocation_domain([y.axis(1), y.axis(0)], True),
+    ]
+    for change in changes:
+        with pytest.raises(DefinitionError, match=r"has an executor already.*test_misuse\.py"):
+            change()
+    assert "DeviceMesh" not in str(y) and "streamIdx" not in str(y)
+    for rows in (2, 3):
+        (out,) = run([torch.ones(rows, 4)])
+        assert torch.equal(out, -torch.ones(rows, 4)) and out.is_contiguous()
+
+
+def test_a_definition_is_written_once() -> None:
+    fd = FusionDefinition()
+    with fd:
+        x = fd.define_tensor([-1])
+        with pytest.raises(DefinitionError, match=r"its `with` block has not ended .*misuse\.py"):
+            fd.__enter__()
+        fd.add_output(fd.ops.neg(x))
+    with fd:  # before it runs: anew
+        fd.add_output(fd.ops.exp(fd.define_tensor([-1])))
+    assert fd.execute([torch.zeros(2)])[0].tolist() == [1.0, 1.0]
+    with pytest.raises(DefinitionError, match=r"has run already .*test_misuse\.py"):
+        fd.__enter__()
+    with pytest.raises(DefinitionError, match="no active fusion"):
+        fd.ops.full([2], 1.0, DataType.Float)
+
+
+def test_a_guard_ends_with_its_name() -> None:
+    """As that of nvFuser, which is an object without a block."""
+    fusion = Fusion()
+    guard = FusionGuard(fusion)
+    x = define_tensor([-1], contiguity=True)
+    fusion.add_input(x)
+    fusion.add_output(ops.neg(x))
+    del guard
+    with pytest.raises(DefinitionError, match="no active fusion"):
+        ops.neg(x)
+    assert FusionExecutorCache(fusion).execute([torch.ones(2)])[0].tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("of", [FusionGuard, FusionExecutorCache])
+@pytest.mark.parametrize("junk", [None, FusionDefinition(), 3])
+def test_what_is_no_fusion(of: Callable[[object], object], junk: object) -> None:
+    with pytest.raises(ArgumentError, match=rf"{of.__name__}\(\).*: fusion: expected a Fusion"):
+        of(junk)
+
+
+def test_memory_orders_that_cannot_be_meant() -> None:
+    with FusionDefinition() as other:
+        foreign = other.define_tensor([-1, -1])
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        y = fd.ops.neg(x)
+        fd.add_output(y)
+        turned = [y.axis(1), y.axis(0)]
+        for axes, flags, why in (
+            (x.get_loop_domain(), True, "is an axis of T0.*, not of T1"),
+            (foreign.get_loop_domain(), True, "in another definition, not of T1"),
+            (turned, [True], "1 flags of contiguity for 2 axes"),
+        ):
+            with pytest.raises(DefinitionError, match=why):
+                y.set_allocation_domain(axes, flags)
+        y.set_allocation_domain(turned, True)
+        y.set_allocation_domain([], True)
+    assert fd.execute([torch.ones(2, 3)])[0].stride() == (3, 1)

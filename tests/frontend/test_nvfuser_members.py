@@ -20,7 +20,7 @@ MEMBERS = {
         LRUCache LaunchParams CompileParams DataType ParallelType MemoryType LoadStoreOpType
         CacheOp SchedulerType CommunicatorBackend ops schedule multidevice
         execute_with_dtensors get_fusion_profile reset_profiler PythonProfiler FusionProfile
-        KernelProfile IdMappingMode idm pytorch_utils benchmark_utils
+        KernelProfile IdMappingMode idm pytorch_utils benchmark_utils nvfuser_direct_version
         HeuristicParams PointwiseParams ReductionParams | MatmulParams GemmTile
         MatMulTileOptions CircularBufferOptions SupportedVectorization ClusterDims MmaMacroEncode
         MmaMacro MatmulTilingStrategy MatmulBufferingLoopLevel
@@ -44,6 +44,7 @@ MEMBERS = {
     "PythonProfiler": "__enter__ __exit__ profile",
     "fuser.pytorch_utils": """torch_dtype_to_nvfuser_dtype python_scalar_to_nvfuser_dtype
         get_device_properties DEVICE_PROPERTIES retry_on_oom_or_skip_test""",
+    "fuser.nvfuser_direct_version": "Version",
     "fuser.benchmark_utils": "Timer CuptiProfiler CuptiTimer FusionProfileTimer",
     "a tensor": """is_symbolic is_tensor definition uses ndim size shape dtype has_root domain
         get_root_domain get_logical_domain get_loop_domain axis split inner_split outer_split merge
@@ -90,6 +91,7 @@ def made() -> dict[str, Any]:
         "fuser.schedule": fuser.schedule,
         "fuser.idm": fuser.idm,
         "fuser.pytorch_utils": fuser.pytorch_utils,
+        "fuser.nvfuser_direct_version": fuser.nvfuser_direct_version,
         "fuser.benchmark_utils": fuser.benchmark_utils,
         "parameters": fuser.schedule.compute_heuristics(
             fd.fusion, fuser.SchedulerType.pointwise, [torch.ones(2, 8)]
