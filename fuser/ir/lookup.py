@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from fuser.errors import VerifyError
+from fuser.ir import scalar as sc
 from fuser.ir.core import attr, operand, result
 from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.nodes import AxisMap, LibraryOp, TensorOp
@@ -111,6 +112,14 @@ class SelectOp(LookupOp):
     @property
     def name(self) -> str:
         return "select"
+
+    def misfit(self, extent: int | None) -> str:
+        """Return what is wrong with a constant index for an axis of this extent (None: not known),
+        "" where nothing is, or an input has the index."""
+        place = sc.int_value(self.index)
+        if extent is None or place is None or -extent <= place < extent:
+            return ""
+        return f"index {place} is outside of axis {self.dim} of {self.table}"
 
     def table_map(self) -> AxisMap:
         places = range(self.table.ndim)

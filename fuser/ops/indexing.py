@@ -84,13 +84,12 @@ def select(arg: TensorView, index: Scalar, dim: int) -> TensorView:
     axis = _looked_up_axis(name, arg, dim)
     if category(index.dtype) != "int":
         raise DtypeError(f"{name}: Expected an integer, but {index} is {dtype_text(index.dtype)}")
-    source = axes_of(arg)[axis]
-    size, place = sc.int_value(source.size), sc.int_value(index)
-    if size is not None and place is not None and not -size <= place < size:
-        raise fail(name, f"index {place} is outside of axis {axis} of {arg}")
     axes = [a for k, a in enumerate(axes_of(arg)) if k != axis]
     out = new_output(_clone(axes), arg.dtype(), [arg])
-    add_op(SelectOp(out, arg, index, dim=axis))
+    op = SelectOp(out, arg, index, dim=axis)
+    if problem := op.misfit(sc.int_value(axes_of(arg)[axis].size)):
+        raise fail(name, problem)
+    add_op(op)
     return out
 
 

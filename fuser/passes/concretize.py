@@ -20,7 +20,7 @@ from fuser.ir import scalar as sc
 from fuser.ir.binding import complete, size_of
 from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion
-from fuser.ir.lookup import GatherOp, ScatterOp
+from fuser.ir.lookup import GatherOp, ScatterOp, SelectOp
 from fuser.ir.nodes import ReshapeOp, TensorOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
@@ -89,6 +89,7 @@ class KeyOfSizes:
         # With the element counts that sizes have to make equal; None where they are.
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
         self._limited = [op for op in fusion.used_exprs() if isinstance(op, GatherOp | ScatterOp)]
+        self._selected = [op for op in fusion.used_exprs() if isinstance(op, SelectOp)]
         self._chosen = [op for op in fusion.used_exprs() if isinstance(op, TopKOp)]
         self._extents = _used_extents(fusion)
         self._sizes = Computed(list(self._extents))
@@ -108,6 +109,10 @@ class KeyOfSizes:
                 plans.append(_plan(self._fusion, op, values))
         for op in self._limited:
             _check_limits(op, values)
+        for op in self._selected:
+            extent = size_of(op.table.domain.no_reductions[op.dim].size, values)
+            if problem := op.misfit(extent):
+                raise InputError(f"select: {problem}, which has {extent} elements{_at(op)}")
         for op in self._chosen:
             extent = op.inp.domain.no_reductions[op.dim].size
             if problem := op.misfit(size_of(op.k, values), size_of(extent, values)):

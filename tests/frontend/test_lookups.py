@@ -605,3 +605,22 @@ def test_sizes_that_do_not_fit() -> None:
     fd = define(take_along(1)[0], [table, index], strided=True)
     with pytest.raises(InputError, match="take_along_axis"):
         fd.execute([table, index])
+
+
+@pytest.mark.parametrize("place", [0, 3, -4, -1])
+def test_a_constant_place_is_one_of_the_axis(place: int) -> None:
+    """Known at the call: no NaN for what torch refuses."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1])
+        fd.add_output(fd.ops.select(x, fd.define_scalar(place, DataType.Int), 1))
+    given = draw((2, 4), torch.float32)
+    assert torch.equal(fd.execute([given])[0], given[:, place])
+    for extent in (3, 0):
+        small = given[:, :extent].contiguous()
+        if -extent <= place < extent:
+            assert torch.equal(fd.execute([small])[0], small[:, place])
+            continue
+        with pytest.raises(
+            InputError, match=rf"select: index {place} .* of T0.*, which has {extent} elem.*lookups"
+        ):
+            fd.execute([small])
