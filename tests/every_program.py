@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CHOICES = ("all", "share", "none")
 # Of so many tests, one has its programs run again wherever the tests run.
-SHARE = 32
+SHARE = 16
 # What of the environment decides about results.
 _OPTIONS = ("FUSER_ENABLE", "NVFUSER_ENABLE", "FUSER_DISABLE", "NVFUSER_DISABLE", "FUSER_TIMEOUT_S")
 
@@ -371,8 +371,10 @@ def check_runs(watch: Watch) -> list[str]:
 
 def _check_copy(seen: Seen, *, is_whole: bool) -> None:
     """Require of the copy: equal text, and the same entry of a cache; as a whole also what follows
-    from that: that fusion and hash are equal."""
+    from that: that fusion and hash are equal. The full text is then read back, too."""
     from fuser import FusionDefinition, LruFusionCache
+    from fuser.ir.parse import parse_fusion
+    from fuser.ir.text import fusion_text
     from tests.frontend.again import again, defined_by
 
     if isinstance(seen.text, Exception):
@@ -384,6 +386,8 @@ def _check_copy(seen: Seen, *, is_whole: bool) -> None:
     assert found == seen.text, f"its copy has another text:\n{found}"
     if is_whole:
         again(fd)
+        full = fusion_text(seen.fusion)
+        assert fusion_text(parse_fusion(full)) == full, f"its full text is read as another:\n{full}"
     cached: Any = LruFusionCache(max_fusions=4)(lambda fd: fd)
     grown: list[int] = []
     for one in (fd, made):

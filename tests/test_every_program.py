@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.frontend import python_text
 from fuser.ops.define import define_tensor
 from hostir.evaluate import HostIrEvaluator
-from tests.every_program import Watch, Watcher, check_copies, check_runs
+from tests.every_program import EXCEPTIONS, Watch, Watcher, check_copies, check_runs
 
 WATCHER = Watcher()
 
@@ -183,3 +184,11 @@ def test_programs_that_a_rank_did_not_end_are_left_out(
     assert not wrong_of(watch)
     assert {rank: len(some) for rank, some in runs.items()} == {0: 1, 1: 0}
     assert watch.left_out == {"some ranks did not run the program": 1}
+
+
+@pytest.mark.parametrize(("name", "asked", "why"), EXCEPTIONS)
+def test_exceptions_are_tests_that_there_are(name: str, asked: str, why: str) -> None:
+    file, _, test = name.partition("::")
+    path = Path(__file__).parents[1] / file
+    assert asked in ("runs", "all") and why
+    assert path.is_dir() or f"\ndef {test}" in path.read_text()
