@@ -188,6 +188,9 @@ class _Builder:
         self.vector(stage, word)
         self.elements(stage, vector, part)
         whole = stage_predicate(self.ctx, stage)
+        if whole.cond == sc.const(True) and not whole.flags:
+            scope.body.statements += word.body.statements
+            return
         scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
 
     def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fuser import ops
+from fuser import FusionDefinition, ops
 from fuser.ir.dtypes import DataType
 from fuser.ir.tensor import TensorView
 from fuser.runtime.cpu_kernel import CheckedCpuKernel
@@ -169,6 +169,18 @@ def test_rows_of_many_lengths_share_a_kernel() -> None:
         wanted = (x.double() + b.double()) * 0.5 + r.double()
         torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
     assert len(executor.variants) == 1
+
+
+def test_a_word_of_which_all_is_always_there_is_stored_without_a_test() -> None:
+    """What is read has gaps behind its rows; sizes are constants, whole words each."""
+    with FusionDefinition() as fd:
+        scale, x = (fd.define_tensor(n, contiguity=False) for n in ([8, 1, 1], [8, 8]))
+        fd.add_output(fd.ops.mul(scale, x))
+        fd.add_output(fd.ops.var(x, [0, 1], 0, False))
+    scale, rows = random((8, 1, 1), torch.float32), random((8, 13), torch.float32, 1)[:, :8]
+    out, spread = fd.execute([scale, rows], _enable_options=["schedules_for(h200)"])
+    assert torch.equal(out, scale * rows)
+    torch.testing.assert_close(spread.double(), rows.double().var(correction=0))
 
 
 # ------------------------------------------------------------------ random numbers
