@@ -300,7 +300,7 @@ def _for(w: Writer, s: For) -> None:
 
 def _if(w: Writer, s: If) -> None:
     conds = [*s.flags, *([] if s.cond == sc.const(True) else [scalar_text(s.cond)])]
-    w.line(f"if ({' && '.join(conds)}) {{")
+    w.line(f"if ({' && '.join(conds) or 'true'}) {{")
     w.body(s.then)
     if s.otherwise is not None:
         w.line("} else {")

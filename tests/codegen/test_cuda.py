@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from fuser.codegen.cuda import literal, scalar_text
+from fuser.codegen.cuda import Writer, literal, scalar_text
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.scalar import Symbol
+from fuser.lower.kernel import Body, If, Sync
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,18 @@ def test_index_texts_parenthesise() -> None:
     assert scalar_text(sc.floordiv(sc.add(k, 1), sc.mul(b, 2))) == "(k + 1) / (2 * b)"
     assert scalar_text(sc.lt(sc.mul(k, 3), b)) == "(3 * k) < b"
     assert scalar_text(sc.mul(k, 2**33)) == "8589934592LL * k"
+
+
+@pytest.mark.parametrize(
+    ("cond", "flags", "text"),
+    [
+        (sc.const(True), (), "if (true) {"),
+        (sc.const(True), ("f",), "if (f) {"),
+        (sc.lt(Symbol("i0", DataType.Index), 4), ("f",), "if (f && i0 < 4) {"),
+    ],
+)
+def test_a_test_has_a_condition(cond: sc.Scalar, flags: tuple[str, ...], text: str) -> None:
+    """Also where conditions of sizes have come out as true."""
+    writer = Writer(depth=0)
+    writer.body(Body([If(cond, Body([Sync()]), flags=flags)]))
+    assert writer.lines[0].strip() == text
