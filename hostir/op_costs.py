@@ -107,13 +107,14 @@ def _held(tv: TensorView, sizes: Sizes) -> int:
 def _linear(op: LinearOp, sizes: Sizes, machine: Machine) -> Cost:
     *rows, k = sizes(op.x)
     weight = sizes(op.weight)
-    columns = weight[0] if len(weight) == 2 else 1
+    columns = weight[-2] if len(weight) > 1 else 1
     nbytes = sum(held_nbytes(v, sizes(v)) for v in op.inputs if isinstance(v, TensorView))
     packed = 0
     if len(rows) > 1 and (axes := [p for p, _ in memory_order(op.x)]) != sorted(axes):
         # Rows that do not lie one behind the other are packed before.
         packed = 2 * held_nbytes(op.x, sizes(op.x))
-    return _matmul_cost(1, math.prod(rows), columns, k, nbytes, op, machine, packed)
+    batch = math.prod(weight[:-2])
+    return _matmul_cost(batch, math.prod(rows), columns, k, nbytes, op, machine, packed)
 
 
 def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:

@@ -275,15 +275,17 @@ class StepParts:
 
     def _rows_or_columns(self, op: TensorOp) -> list[ParallelType]:
         """Return along which stream axes a step computes one row or column of matrices of a batch:
-        without that axis an operand would be another batch of matrices."""
-        if not isinstance(op, nodes.MatmulOp) or max(op.a.ndim, op.b.ndim) < 3:
+        without that axis an operand would be another batch of matrices, or a matrix."""
+        if isinstance(op, nodes.MatmulOp) and max(op.a.ndim, op.b.ndim) > 2:
+            alone = [op.a.ndim - 2, None], [None, op.b.ndim - 1]
+        elif isinstance(op, nodes.LinearOp) and op.weight.ndim > 2:
+            alone = ([None, op.weight.ndim - 2],)
+        else:
             return []
         return [
             axis.ptype
             for axis in stream_axes(op.out)
-            if axis.is_logical
-            and [self._operand_position(op, k, axis) for k in range(2)]
-            in ([op.a.ndim - 2, None], [None, op.b.ndim - 1])
+            if axis.is_logical and [self._operand_position(op, k, axis) for k in range(2)] in alone
         ]
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:

@@ -59,20 +59,21 @@ def add_row_parallel_bias_last(fusion: Fusion) -> None:
 
 
 def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
-    out = op.out
+    out, flags = op.out, op.bias_lacks
     domain, _ = clone_domain(fusion, out.domain)
     plain = fusion.new_tensor(domain, out.dtype(), mesh=out.mesh)
     out.domain = out.domain.without_root()
     ops: list[TensorOp] = [op.replace(out=plain, bias=None)]
     addend = bias
-    if out.ndim > 1:
-        flags = (True,) * (out.ndim - 1) + (False,)
+    if any(flags):
         axes = [
             fusion.clone_axis(a) if not new else fusion.new_axis(sc.ONE, IterType.broadcast)
             for new, a in zip(flags, out.domain.no_reductions, strict=True)
         ]
         addend = fusion.new_tensor(axes, bias.dtype(), mesh=out.mesh)
-        add_cuts(addend, axes[-1].number, placement(out, DEVICE_TYPES)[-1])
+        for new, a, cuts in zip(flags, axes, placement(out, DEVICE_TYPES), strict=True):
+            if not new:
+                add_cuts(addend, a.number, cuts)
         ops.append(BroadcastOp(addend, bias, flags=flags))
     if out.dtype() in HALF_LIKE:
         # As every sum of half-like values: computed as float, rounded once.

@@ -485,8 +485,8 @@ class MatmulOp(Contraction):
 class LinearOp(Contraction):
     """out = x @ weight.T (+ bias).
 
-    x [*i, K], weight [N, K], bias [N] -> out.logical [*i, N, rK]. In a host program weight and bias
-    may be one column's, [K] and [], and the result is [*i, rK].
+    x [*i, K], weight [*w, N, K], bias [*w, N] -> out.logical [*w, *i, N, rK]. In a host program
+    weight and bias may be one column's, [K] and [], and the result is [*i, rK].
     """
 
     out: TensorView = result()
@@ -511,20 +511,27 @@ class LinearOp(Contraction):
     def verify(self) -> None:
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
-        rows = self.x.ndim + self.weight.ndim - 2
-        if len(axes) - has_k != rows or self.weight.ndim not in (1, 2):
+        rank = self.x.ndim + self.weight.ndim - 2
+        if len(axes) - has_k != rank or not self.weight.ndim:
             raise VerifyError(
-                f"linear of x [*i, k] and weight [n, k] gives [*i, n], not {self.x}, {self.weight} "
-                f"-> {self.out}"
+                f"linear of x [*i, k] and weight [*w, n, k] gives [*w, *i, n], not {self.x}, "
+                f"{self.weight} -> {self.out}"
+            )
+        if self.bias is not None and self.bias.ndim != self.weight.ndim - 1:
+            raise VerifyError(
+                f"linear with weight [*w, n, k] has a bias [*w, n], not {self.weight}, {self.bias}"
             )
 
     def axis_map(self, operand_index: int) -> AxisMap:
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
-        nx = len(self.x.domain.no_reductions)
-        leading = nx - 1
+        rows, batch = self.x.ndim - 1, max(self.weight.ndim - 2, 0)
         if operand_index == 0:
-            return (*range(leading), None, *([nx - 1] if has_k else []))
-        if operand_index == 1:
-            return (*(None,) * leading, 0, *([1] if has_k else []))
-        return (*(None,) * leading, 0, *([None] if has_k else []))
+            return (*(None,) * batch, *range(rows), None, *([rows] if has_k else []))
+        k = batch + 1 if operand_index == 1 else None
+        return (*range(batch), *(None,) * rows, batch, *([k] if has_k else []))
+
+    @property
+    def bias_lacks(self) -> tuple[bool, ...]:
+        """Which axes of the result, reductions left out, the bias does not have: the rows."""
+        return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])

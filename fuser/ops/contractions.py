@@ -83,26 +83,28 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
 
 
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
-    """Append x @ weight.T + bias: x [*i, K], weight [N, K], bias [N] -> [*i, N, rK]."""
+    """Append x @ weight.T + bias: x [*i, K], weight [*w, N, K], bias [*w, N] -> [*w, *i, N, rK]."""
     name = "linear"
     x, weight = arg1, arg2
     check_rank_at_least(name, x, 1)
     if weight.ndim < 2:
         raise fail(name, f"Input B must be at least 2D, got {weight}")
-    if weight.ndim > 2:
-        raise unsupported(name, f"weights with batch axes: {weight}")
     operands = [x, weight]
     if bias is not None:
         operands.append(bias)
-        if bias.ndim != 1:
-            raise fail(name, f"bias must have 1 axis, got {bias}")
+        if bias.ndim != weight.ndim - 1:
+            want = "1 axis" if weight.ndim == 2 else f"{weight.ndim - 1} axes, as {weight} has"
+            raise fail(name, f"bias must have {want}, got {bias}")
     _same_dtypes(name, operands)
-    axes = [_axis(name, [(x, a)]) for a in axes_of(x)[:-1]]
-    n = [(weight, axes_of(weight)[0])]
+    *rows, x_k = axes_of(x)
+    *columns, weight_k = axes_of(weight)
+    mapped: list[Mapped] = [[(weight, a)] for a in columns]
     if bias is not None:
-        n.append((bias, axes_of(bias)[0]))
-    axes.append(_axis(name, n))
-    k = contracted_axes(name, [(x, axes_of(x)[-1]), (weight, axes_of(weight)[1])])
+        for found, a in zip(mapped, axes_of(bias), strict=True):
+            found.append((bias, a))
+    *batch, n = mapped
+    axes = [_axis(name, found) for found in (*batch, *([(x, a)] for a in rows), n)]
+    k = contracted_axes(name, [(x, x_k), (weight, weight_k)])
     # Only the mesh of x is copied: weights are often sharded on axes that the result lacks.
     out = new_output([*axes, *k], x.dtype(), [x])
     add_op(LinearOp(out, x, weight, bias))

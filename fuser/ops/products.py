@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -57,22 +58,62 @@ def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Te
     return [a.narrow(-1, 0, 0), b.narrow(at, 0, 0), *bias]
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, rounded once: x [*i, k], weight [*w, n, k], bias [*w, n] give
+    [*w, *i, n]."""
+    if weight.dim() < 3:
+        return F.linear(x, weight, bias)
+    *batch, n, k = weight.shape
+    rows, count = prod(x.shape[:-1]), prod(batch)
+    left = x.reshape(rows, k).expand(count, rows, k)
+    right = weight.reshape(count, n, k).mT
+    if bias is None:
+        made = torch.bmm(left, right)
+    else:
+        made = torch.baddbmm(bias.reshape(count, 1, n), left, right)
+    return made.view(*batch, *x.shape[:-1], n)
+
+
 def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
+    if inputs[1].dim() > 2:
+        return _bind_batched(inputs, out)
     if inputs[1].dim() == 1:
         # One column of the result.
         wide = _bind_linear(_widened(inputs), out.unsqueeze(-1))
         return lambda ins, out: wide(_widened(ins), out.unsqueeze(-1))
     rows, result = (-1, inputs[0].shape[-1]), (-1, out.shape[-1])
-
-    def copied(ins: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(F.linear(*ins))
-
     if not (_can_view(inputs[0], rows) and _can_view(out, result)):
-        return copied
+        return _copied_linear
     factors = (0, _as(inputs[0], rows)), (1, Tensor.t)
     if len(inputs) == 2:
         return Product(torch.mm, factors, _as(out, result))
     return Product(torch.addmm, ((2, None), *factors), _as(out, result))
+
+
+def _bind_batched(inputs: Sequence[Tensor], out: Tensor) -> Contract:
+    """Bind a linear whose weights are a batch: every one of them takes all rows."""
+    x, weight, *bias = inputs
+    *batch, n, k = weight.shape
+    rows, columns = (-1, k), (-1, n, k)
+    result, addend = (prod(batch), prod(x.shape[:-1]), n), (-1, 1, n)
+    viewed = ((x, rows), (weight, columns), (out, result), *((b, addend) for b in bias))
+    if not all(_can_view(t, shape) for t, shape in viewed):
+        return _copied_linear
+
+    def left(x: Tensor) -> Tensor:
+        return x.view(rows).expand(result[0], -1, -1)
+
+    def right(weight: Tensor) -> Tensor:
+        return weight.view(columns).mT
+
+    factors = (0, left), (1, right)
+    if not bias:
+        return Product(torch.bmm, factors, _as(out, result))
+    return Product(torch.baddbmm, ((2, lambda b: b.view(addend)), *factors), _as(out, result))
+
+
+def _copied_linear(ins: Sequence[Tensor], out: Tensor) -> None:
+    out.copy_(linear(*ins))
 
 
 def _widened(inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -294,7 +294,7 @@ _ROWS = (
         linear,
         (LinearOp, FullOp, BinaryOp),
         "equal",
-        "[*i, K], [N, K] -> [*i, N].",
+        "[*i, K], [*w, N, K] -> [*w, *i, N].",
         "factors",
     ),
     OpRow("matmul", matmul, (MatmulOp, FullOp), "equal", "As `torch.matmul`.", "factors"),

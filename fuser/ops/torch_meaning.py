@@ -14,7 +14,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
 from fuser.errors import UnsupportedError
 from fuser.ir import nodes
@@ -43,7 +42,7 @@ from fuser.ops.attention_calls import backward, forward
 from fuser.ops.attention_kernels import Attention
 from fuser.ops.grouped_product import grouped_product
 from fuser.ops.philox import random_numbers
-from fuser.ops.products import bind_contraction, met_operands
+from fuser.ops.products import bind_contraction, linear, met_operands
 from fuser.ops.random import key_of
 from fuser.ops.scaled_product import scaled_product
 from fuser.ops.table import REDUCTIONS, compute_dtype, missing
@@ -391,7 +390,7 @@ def _matmul(op: nodes.MatmulOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 
 def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    return [cx.store(F.linear(*met_operands(op, inputs)), op.out)]
+    return [cx.store(linear(*met_operands(op, inputs)), op.out)]
 
 
 def _grouped(op: GroupedMmaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:

@@ -94,13 +94,12 @@ def _fill_values(op: nodes.TensorOp) -> list[Scalar]:
 
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[nodes.TensorOp]:
     """Return the ops of a linear without contracted elements: the bias, expanded."""
+    flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()
-    logical = op.out.domain.logical
-    flags = (*(True for _ in logical[:-1]), False)
-    (source,) = bias.domain.no_reductions
+    logical, sources = op.out.domain.logical, iter(bias.domain.no_reductions)
     axes = [
-        *(fusion.new_axis(sc.ONE, IterType.broadcast) for _ in logical[:-1]),
-        fusion.clone_axis(source),
+        fusion.new_axis(sc.ONE, IterType.broadcast) if new else fusion.clone_axis(next(sources))
+        for new in flags
     ]
     row = fusion.new_tensor(axes, bias.dtype(), mesh=op.out.mesh)
     # The result's axes iterate; adding to zeros expands the row without expanded broadcasts.

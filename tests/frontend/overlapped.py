@@ -120,6 +120,37 @@ def batched(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]
     return [a, b], y
 
 
+def of_weights(
+    sends: str, axis: int, result: int | None = None
+) -> Callable[[FusionDefinition, int], tuple[list[TensorView], TensorView]]:
+    """linear(x [m, k], w [b, n, k], bias [b, n]): x, or w, is gathered along an axis; or both are
+    cut along k, and the result is cut along an axis, or is whole."""
+
+    def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
+        tensors = inputs_of(fd, d, 2, 3, 2, dtype=DataType.Float)
+        x, w, bias = tensors
+        if sends == "y":
+            y = fd.ops.linear(x, w, bias)
+            cut(x, 1, d)
+            cut(w, 2, d)
+        else:
+            moved = x if sends == "x" else w
+            whole = fd.ops.set(moved)
+            y = fd.ops.linear(whole, w, bias) if sends == "x" else fd.ops.linear(x, whole, bias)
+            cut(moved, axis, d)
+            whole.set_device_mesh(DeviceMesh(range(d)))
+        y.set_device_mesh(DeviceMesh(range(d)))
+        if result is not None:
+            cut(y, result, d)
+        return tensors, y
+
+    return build
+
+
+def batch_of_linears(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack([linear(x, *of_one) for of_one in zip(w, b, strict=True)])
+
+
 def mlp(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
     """Sequence-parallel: gather, linear, tanh, linear, reduce-scatter."""
     x, w, v = inputs_of(fd, d, 2, 2, 2, dtype=DataType.Float)
@@ -137,6 +168,7 @@ def mlp_meaning(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tens
 
 
 TWO = ((32, 64), (16, 64))
+WEIGHTS = ((16, 32), (8, 16, 32), (8, 16))
 FORMS = {
     "gather": Form(gather(), linear, TWO),
     "gather, half": Form(gather(dtype=DataType.BFloat16), linear, TWO, dtype=torch.bfloat16),
@@ -153,6 +185,15 @@ FORMS = {
     "scatter columns": Form(scatter(1), linear, TWO),
     "scatter, half": Form(scatter(dtype=DataType.BFloat16), linear, TWO, dtype=torch.bfloat16),
     "allreduce": Form(scatter(None), linear, TWO, ("recv", "send", "Allgather")),
+    "rows for a batch of weights": Form(of_weights("x", 0), batch_of_linears, WEIGHTS),
+    "a batch of weights": Form(of_weights("w", 0), batch_of_linears, WEIGHTS),
+    "columns of a batch of weights": Form(of_weights("w", 1), batch_of_linears, WEIGHTS),
+    "scatter of a batch": Form(of_weights("y", 1, 0), batch_of_linears, WEIGHTS),
+    "scatter of rows of a batch": Form(of_weights("y", 1, 1), batch_of_linears, WEIGHTS),
+    "scatter of columns of a batch": Form(of_weights("y", 1, 2), batch_of_linears, WEIGHTS),
+    "allreduce of a batch": Form(
+        of_weights("y", 1), batch_of_linears, WEIGHTS, ("recv", "send", "Allgather")
+    ),
     "mlp": Form(mlp, mlp_meaning, ((32, 16), (32, 16), (16, 32)), ("recv", "send") * 2),
 }
 

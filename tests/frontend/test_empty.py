@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser import FusionDefinition, ParallelType, multidevice
+from tests.ops.op_calls import linear
 
 Tensors = list[torch.Tensor]
 Shape = tuple[int, ...]
@@ -79,7 +80,12 @@ ROWS: dict[str, Row] = {
     ),
     "vector": (("b", "bc"), lambda fd, x, y: fd.ops.matmul(x, y), torch.matmul),
     "dot": (("b", "b"), lambda fd, x, y: fd.ops.matmul(x, y), torch.matmul),
-    "linear": (("ab", "cb", "c"), lambda fd, x, w, v: fd.ops.linear(x, w, v), F.linear),
+    "linear": (("ab", "cb", "c"), lambda fd, x, w, v: fd.ops.linear(x, w, v), linear),
+    "linear of a batch": (
+        ("ab", "acb", "ac"),
+        lambda fd, x, w, v: [fd.ops.linear(x, w), fd.ops.linear(x, w, v)],
+        lambda x, w, v: [linear(x, w), linear(x, w, v)],
+    ),
     "permute": (
         ("abc",),
         lambda fd, x: fd.ops.neg(fd.ops.permute(x, [2, 0, 1])),

@@ -19,6 +19,7 @@ from hostir.container import walk
 from hostir.ops import ForLoop, HirAliasSelect
 from hostir.race import find_races
 from hostir.transfers import Communication
+from tests.ops.op_calls import linear
 
 GOLDEN = Path(__file__).parent / "golden"
 STREAM, X = ParallelType.stream, ParallelType.mesh_x
@@ -103,6 +104,8 @@ def attention(ops: Any, q: TensorView, k: TensorView) -> TensorView:
 
 
 X3 = ((3, 4, 5),)
+LINEARS = [(axes, None) for axes in ((0,), (1,), (2,), (3,), (0, 1), (0, 3), (3, 0), (0, 2, 3))]
+LINEARS += [((axis,), 2) for axis in range(4)]
 CASES = {
     "set": Case(lambda o, x: stream(o.set(x), 0, 1), lambda x: x, X3),
     "inner axis first": Case(lambda o, x: stream(o.set(x), 1, 0), lambda x: x, X3),
@@ -172,6 +175,17 @@ CASES = {
         torch.nn.functional.linear,
         (*X3, (7, 5), (7,)),
     ),
+    **{
+        f"linear of a batch, axes {axes}, {split} blocks": Case(
+            lambda o, x, w, b, axes=axes, split=split: stream(
+                o.linear(x, w, b), *axes, split=split
+            ),
+            linear,
+            ((3, 4, 5), (2, 7, 5), (2, 7)),
+        )
+        # The result's axes: the weights', two of rows, columns.
+        for axes, split in LINEARS
+    },
     "two linears in one loop": Case(
         lambda o, x, w, v: stream(o.linear(o.relu(o.linear(x, w)), v), 0, 1),
         lambda x, w, v: (x @ w.t()).relu() @ v.t(),

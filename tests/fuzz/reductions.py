@@ -214,4 +214,9 @@ def matmul(a: Val, b: Val, bias: Val | None = None) -> Val:
 
 
 def linear(x: Val, weight: Val, bias: Val | None = None) -> Val:
-    return matmul(x, weight.view(lambda t: t.transpose(0, 1)), bias)
+    *batch, n, k = weight.ref.shape
+    rows = x.ref.shape[:-1]
+    flat = x.view(lambda t: t.reshape(math.prod(rows), k))
+    beside = None if bias is None else bias.view(lambda t: t.unsqueeze(-2))
+    made = matmul(flat, weight.view(lambda t: t.transpose(-2, -1)), beside)
+    return made.view(lambda t: t.reshape(*batch, *rows, n))

@@ -202,8 +202,13 @@ def _contraction(b: Sharded, name: str) -> None:
     if math.prod(dims[-1].vec) * math.prod(n.vec) > 1024:
         return
     if b.chance(0.5):
-        w = b.tensor([n, dims[-1]], b.dtype[name])
-        b.emit("linear", [Ref(name), Ref(w)], [*dims[:-1], n])
+        batch = [b.dim()] if b.chance(0.3) else []
+        if not b.fits([*batch, *dims[:-1], n]):
+            return
+        args: list[Arg] = [Ref(name), Ref(b.tensor([*batch, n, dims[-1]], b.dtype[name]))]
+        if b.chance(0.3):
+            args.append(Ref(b.tensor([*batch, n], b.dtype[name])))
+        b.emit("linear", args, [*batch, *dims[:-1], n])
     elif len(dims) > 1:
         w = b.tensor([dims[-1], n], b.dtype[name])
         b.emit("matmul", [Ref(name), Ref(w)], [*dims[:-1], n])

@@ -190,6 +190,17 @@ def test_contractions(dtype: str) -> None:
     assert compare(a[:, 1:] @ b[1:], value) is not None
 
 
+@pytest.mark.parametrize("dtype", ["Float", "BFloat16", "Double"])
+def test_a_linear_whose_weights_are_a_batch(dtype: str) -> None:
+    torch_dtype = DTYPES[dtype].torch
+    x, w = (_inputs(i, 3 * 12 * 16).reshape(3, 12, 16).to(torch_dtype) for i in (0, 1))
+    bias = _inputs(2, 36).reshape(3, 12).to(torch_dtype)
+    value = reductions.linear(*(exact(t.double(), dtype) for t in (x, w, bias)))
+    made = torch.stack([torch.nn.functional.linear(x, a, b) for a, b in zip(w, bias, strict=True)])
+    assert compare(made, value) is None
+    assert compare(made.transpose(0, 1), value) is not None
+
+
 def test_products_of_scaled_factors() -> None:
     a = _inputs(0, 9 * 40).reshape(9, 40).to(torch.float8_e4m3fn)
     b = _inputs(1, 40 * 5).reshape(40, 5).to(torch.float8_e5m2)

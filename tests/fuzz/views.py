@@ -289,12 +289,14 @@ def contraction(b: FusionBuilder) -> None:
         return
     n = b.constant(b.rng.choice((1, 2, 3, 5, 8, 16))) if b.chance(0.6) else b.rng.choice(b.pool)
     if b.chance(0.5):
-        if not b.fits([n, k]):
+        some = [*b.pool, b.one, b.constant(2)]
+        batch = b.rng.choices(some, k=b.rng.choice((1, 1, 2))) if b.chance(0.3) else []
+        if not b.fits([*batch, n, k]) or not b.fits([*batch, *dims[:-1], n]):
             return
-        args: list[Arg] = [Ref(name), Ref(b.input([n, k], dtype))]
+        args: list[Arg] = [Ref(name), Ref(b.input([*batch, n, k], dtype))]
         if b.chance(0.5):
-            args.append(Ref(b.input([n], dtype)))
-        b.emit("linear", args, [*dims[:-1], n])
+            args.append(Ref(b.input([*batch, n], dtype)))
+        b.emit("linear", args, [*batch, *dims[:-1], n])
         return
     if b.chance(0.2):
         other, out = [k], [*dims[:-1]]

@@ -72,6 +72,11 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 WRITERS: dict[str, tuple[Make, Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
     "matmul": (ops.matmul, torch.matmul, ((5, 6), (6, 4))),
     "linear": (ops.linear, torch.nn.functional.linear, ((5, 6), (4, 6), (4,))),
+    "batched linear": (
+        ops.linear,
+        lambda x, w, b: torch.einsum("imk,wnk->wimn", x, w) + b[:, None, None],
+        ((2, 5, 6), (3, 4, 6), (3, 4)),
+    ),
     "add": (ops.add, torch.add, ((5, 6), (5, 6))),
     "sub": (ops.sub, torch.sub, ((5, 6), (5, 6))),
     "mul": (ops.mul, torch.mul, ((5, 6), (5, 6))),
@@ -109,9 +114,9 @@ def test_ops_write_into_what_the_caller_binds(name: str, late: str | None) -> No
         want = meaning(*(x.double() for x in given))
         by_name: dict[Any, Any] = dict(zip(program.inputs, given, strict=True))
         buffers = [torch.full(want.shape, float("nan"))]
-        # A strided slice of a larger buffer: every second column of the middle rows.
+        # A strided slice of a larger buffer: every second element of the middle rows' axes.
         wide = torch.full((want.shape[0] + 2, *(2 * n for n in want.shape[1:])), 7.0)
-        inside = wide[1:-1] if want.ndim == 1 else wide[1:-1, ::2]
+        inside = wide[1:-1, *[slice(None, None, 2)] * (want.ndim - 1)]
         buffers.append(inside)
         for buffer in buffers:
             (got,) = evaluator.run_with_input({**by_name, out: buffer})

@@ -132,11 +132,17 @@ def test_the_streams_of_a_report_add_up() -> None:
 
 
 def linear_program(
-    m: int, n: int, k: int, dtype: DataType = DataType.BFloat16, *, times: int = 1
+    m: int,
+    n: int,
+    k: int,
+    dtype: DataType = DataType.BFloat16,
+    *,
+    times: int = 1,
+    batch: tuple[int, ...] = (),
 ) -> HostIrContainer:
     hic = HostIrContainer()
     with hic:
-        x, w = hic.input([m, k], dtype), hic.input([n, k], dtype)
+        x, w = hic.input([m, k], dtype), hic.input([*batch, n, k], dtype)
         for _ in range(times):
             y = ops.linear(x, w)
             hic.append(y)
@@ -150,6 +156,9 @@ def test_a_matmul_takes_whole_waves_of_tiles() -> None:
     one = 132 * 128 * 128 * 2 * 64 / 1e12
     assert seconds(linear_program(132 * 128, 128, 64), machine) == pytest.approx(one)
     assert seconds(linear_program(133 * 128, 128, 64), machine) == pytest.approx(2 * one)
+    # So do those of all weights of a batch.
+    assert seconds(linear_program(128, 128, 64, batch=(2, 66)), machine) == pytest.approx(one)
+    assert seconds(linear_program(128, 128, 64, batch=(133,)), machine) == pytest.approx(2 * one)
     # The tile that is done first is taken.
     smaller = replace(machine, tiles=(*machine.tiles, (64, 128, 0.5)))
     assert seconds(linear_program(64, 128, 64), smaller) == pytest.approx(one)
@@ -161,6 +170,8 @@ def test_a_thin_matmul_is_bound_by_memory() -> None:
     nbytes = 2 * (1 * 4096 + 4096 * 4096 + 1 * 4096)
     found = seconds(linear_program(1, 4096, 4096))
     assert found == pytest.approx(nbytes / 1e9)
+    nbytes = 2 * (1 * 4096 + 8 * 4096 * 4096 + 8 * 4096)
+    assert seconds(linear_program(1, 4096, 4096, batch=(8,))) == pytest.approx(nbytes / 1e9)
 
 
 def test_the_rate_of_matmuls_follows_their_size() -> None:

@@ -92,8 +92,10 @@ class _Maker:
             made, new = ops.matmul(x, self.input([shape[1], n])), [shape[0], n]
         elif kind == "linear" and rank > 1:
             n = self.rng.choice(SIZES)
-            bias = self.input([n]) if self.rng.random() < 0.5 else None
-            made, new = ops.linear(x, self.input([n, shape[-1]]), bias), [*shape[:-1], n]
+            batch = [self.rng.choice(SIZES)] if rank < 3 and self.rng.random() < 0.3 else []
+            bias = self.input([*batch, n]) if self.rng.random() < 0.5 else None
+            weight = self.input([*batch, n, shape[-1]])
+            made, new = ops.linear(x, weight, bias), [*batch, *shape[:-1], n]
         elif kind == "permute" and rank > 1:
             order = self.rng.sample(range(rank), rank)
             made, new = ops.permute(x, order), [shape[p] for p in order]

@@ -160,6 +160,18 @@ def _as_case(name: str) -> OpCall:
 
 
 _ELEMENTWISE = "addcmul clamp complex imag logical_right_shift real segment_set set sign threshold"
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return what a linear makes: for a batch of weights, one result for each behind another."""
+    if weight.ndim == 2:
+        return functional.linear(x, weight, bias)
+    if not len(weight):
+        return x.new_zeros(*weight.shape[:-2], *x.shape[:-1], weight.shape[-2])
+    biases = [None] * len(weight) if bias is None else bias
+    return torch.stack([linear(x, w, b) for w, b in zip(weight, biases, strict=True)])
+
+
 CALLS: dict[str, OpCall] = {
     **{name: _as_case(name) for name in _ELEMENTWISE.split()},
     "broadcast": OpCall(
@@ -190,8 +202,17 @@ CALLS: dict[str, OpCall] = {
     "lerp": OpCall(ops.lerp, _lerp, _threes()),
     "linear": OpCall(
         ops.linear,
-        functional.linear,
-        [((5,), (3, 5)), ((2, 5), (3, 5)), ((2, 4, 5), (3, 5), (3,)), ((2, 0), (3, 0))],
+        linear,
+        [
+            ((5,), (3, 5)),
+            ((2, 5), (3, 5)),
+            ((2, 4, 5), (3, 5), (3,)),
+            ((2, 0), (3, 0)),
+            ((5,), (2, 3, 5)),
+            ((4, 5), (2, 6, 3, 5), (2, 6, 3)),
+            ((2, 4, 5), (1, 3, 5), (1, 3)),
+            ((2, 0), (2, 3, 0), (2, 3)),
+        ],
     ),
     "matmul": OpCall(ops.matmul, torch.matmul, _MATRICES),
     "max": OpCall(lambda x: ops.max(x, -1), _extreme(torch.amax, -math.inf)),

@@ -337,8 +337,15 @@ def test_contraction_errors_and_domains() -> None:
             ops.matmul(a, define_tensor([4, 4], dtype=D.Half))
         with pytest.raises(DefinitionError, match="Input B must be at least 2D"):
             ops.linear(a, define_tensor([4]))
-        with pytest.raises(UnsupportedError, match="batch axes"):
-            ops.linear(a, define_tensor([2, 5, 4]))
+        batch = define_tensor([2, 5, 4])
+        made = [(a.kind.value, str(a.extent)) for a in ops.linear(a, batch).domain.logical]
+        assert made == [("i", "2"), ("i", "i0"), ("i", "5"), ("r", "4")]
+        with pytest.raises(DefinitionError, match=r"bias must have 2 axes, as T\d.* has, got T\d"):
+            ops.linear(a, batch, define_tensor([5]))
+        with pytest.raises(DefinitionError, match=r"bias must have 1 axis, got T\d"):
+            ops.linear(a, b, define_tensor([2, 5]))
+        with pytest.raises(DefinitionError, match="Expected sizes to match"):
+            ops.linear(a, batch, define_tensor([3, 5]))
         with pytest.raises(DefinitionError, match="rank of at least 1"):
             ops.matmul(a, define_tensor([]))
 
