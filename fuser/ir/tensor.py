@@ -309,16 +309,17 @@ class TensorView:
                 raise DefinitionError(f"{a} is an axis of {of}{also}, not of {self}")
             if a.number not in self.domain.axes:
                 raise DefinitionError(f"{a} is not an axis of {self}")
-        # No axes: the logical order again.
-        order = [a.number for a in new_allocation_domain or self.domain.logical]
+        order = [a.number for a in new_allocation_domain]
+        # No axes: those of the logical domain, in its order.
+        axes = self.domain.states(order) if order else self.domain.logical
         flags = (
-            contiguity_for(self.domain.states(order), new_contiguity)
+            contiguity_for(axes, new_contiguity)
             if isinstance(new_contiguity, bool)
             else new_contiguity
         )
-        if len(flags) != len(order):
+        if len(flags) != len(axes):
             what = f"set_allocation_domain of {self}: {len(flags)} flags of contiguity"
-            raise DefinitionError(f"{what} for {len(order)} axes")
+            raise DefinitionError(f"{what} for {len(axes)} axes")
         self.domain = self.domain.with_allocation(order, flags)
 
     # Caching and rfactor rewrite the fusion; they live beside the other schedule primitives.
