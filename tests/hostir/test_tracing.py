@@ -485,7 +485,7 @@ def test_kernels_belong_to_the_op_that_launched_them(monkeypatch: pytest.MonkeyP
     for s in works:
         assert s.activity.startswith("kernel ")
         assert on_host[s.op].begin - 1e-6 <= s.begin <= s.end <= on_host[s.op].end + 1e-6
-    assert not trace.doubts and 0 < rank.skew_s < 1e-6
+    assert not trace.doubts and 0 <= rank.skew_s < 1e-6
     assert "times of devices may be" in trace.clocks and trace.clocks in trace.summary()
 
 
