@@ -6,13 +6,14 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from fuser import pointwise
+from fuser.frontend.program_cache import PROGRAMS
 from fuser.ir.dtypes import INFO
 from fuser.ops.rows import ROWS
 from scripts import fuzz
@@ -81,6 +82,15 @@ def test_every_op_and_dtype_is_generated(kind: str) -> None:
     assert needed - dtypes <= (set() if kind == "single" else {"Half", "ComplexDouble"})
 
 
+@pytest.fixture
+def other_programs() -> Iterator[None]:
+    """Programs of one text are one in a process: those of a planted fault are forgotten."""
+    PROGRAMS.clear()
+    yield
+    PROGRAMS.clear()
+
+
+@pytest.mark.usefixtures("other_programs")
 def test_a_wrong_op_is_found_minimised_and_written_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -103,6 +113,7 @@ def test_a_wrong_op_is_found_minimised_and_written_down(
     plant = f"""
 import dataclasses
 from fuser import pointwise
+from fuser.frontend.program_cache import PROGRAMS
 row = pointwise.POINTWISE["maximum"]
 pointwise.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
 """
