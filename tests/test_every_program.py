@@ -92,9 +92,10 @@ KINDS: list[tuple[Callable[[], FusionDefinition], Callable[[FusionDefinition], N
     (sharded, run_on_ranks, 2),
     (by_hand, run_by_hand, 1),
 ]
+of_each_kind = pytest.mark.parametrize(("define", "execute", "ranks"), KINDS)
 
 
-@pytest.mark.parametrize(("define", "execute", "ranks"), KINDS)
+@of_each_kind
 def test_first_runs_are_noted_and_equal(
     watch: Watch,
     define: Callable[[], FusionDefinition],
@@ -108,7 +109,7 @@ def test_first_runs_are_noted_and_equal(
     assert not wrong_of(watch) and not watch.left_out
 
 
-@pytest.mark.parametrize(("define", "execute", "ranks"), KINDS)
+@of_each_kind
 def test_results_that_differ_are_told(
     watch: Watch,
     define: Callable[[], FusionDefinition],

@@ -242,16 +242,19 @@ class Fusion:
 
     def used_exprs(self) -> tuple[TensorOp, ...]:
         """Return the ops that some output depends on, in order."""
-        if self._used is not None and self._used[0] == self.outputs:
-            return self._used[1]
-        needed = set(self.outputs)
+        if self._used is None or self._used[0] != self.outputs:
+            self._used = [*self.outputs], self.exprs_behind(self.outputs)
+        return self._used[1]
+
+    def exprs_behind(self, outputs: Iterable[TensorView]) -> tuple[TensorOp, ...]:
+        """Return the ops that some of these tensors depend on, in order."""
+        needed = set(outputs)
         kept: list[TensorOp] = []
         for e in reversed(self.exprs):
             if any(o in needed for o in e.outputs):
                 kept.append(e)
                 needed.update(v for v in e.inputs if isinstance(v, TensorView))
-        self._used = [*self.outputs], tuple(reversed(kept))
-        return self._used[1]
+        return tuple(reversed(kept))
 
     def tensors(self) -> tuple[TensorView, ...]:
         """Return every tensor: inputs, then op results and operands in program order."""

@@ -81,6 +81,28 @@ def test_parts_have_threads_and_blocks_of_their_own() -> None:
     assert "threadIdx.x / " in text and "% across" in text
 
 
+def used_and_scalar(x: TensorView, y: TensorView, z: TensorView) -> list[TensorView]:
+    """Outputs that are read have copies of their own in the first part and the last, not in the
+    one between."""
+    first, last = ops.exp(y), ops.exp(z)
+    return [first, ops.neg(first), ops.add(x, 1.0), last, ops.neg(last)]
+
+
+def test_what_parts_make_is_told_apart() -> None:
+    executor = executor_of(used_and_scalar, [], [None], [None, None])
+    x, y, z = (random(s, torch.float32, k) for k, s in enumerate([(), (512,), (64, 512)]))
+    first, last = torch.exp(y.double()), torch.exp(z.double())
+    wanted = [first, -first, x.double() + 1, last, -last]
+    got = run(executor, [x, y, z], [t.shape for t in wanted])
+    for out, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-6)
+    (variant,) = executor.variants
+    assert isinstance(variant.params, HorizontalParams)
+    assert [p.vector for p in variant.params.parts] == [4, 1, 4]
+    names = [p.name for p in variant.kernel.source.params if p.is_pointer]
+    assert len(names) == len(set(names)) == 3 + 5
+
+
 def test_parts_compile_for_a_gpu() -> None:
     texts: dict[str, str] = {}
     builds: list[tuple[Build, list[list[int | None]], list[list[int]]]] = [
@@ -96,9 +118,8 @@ def test_parts_compile_for_a_gpu() -> None:
 
 
 # ------------------------------------------------------------------ what is accepted
-def chained(x: TensorView) -> list[TensorView]:
-    y = ops.exp(x)
-    return [y, ops.neg(ops.broadcast(ops.sum(y, 1), [False, True]))]
+def summed(x: TensorView) -> list[TensorView]:
+    return [ops.exp(x), ops.neg(ops.sum(x, [1]))]
 
 
 def read_by_another(x: TensorView, y: TensorView) -> list[TensorView]:
@@ -113,7 +134,7 @@ def same(x: TensorView) -> list[TensorView]:
 @pytest.mark.parametrize(
     ("build", "shapes", "said"),
     [
-        (chained, [[None, None]], "sum of .* is not pointwise"),
+        (summed, [[None, None]], "sum of .* is not pointwise"),
         (read_by_another, [[None], [None, None]], "computed from .*, which has other axes"),
         (same, [[None]], "iterate the same axes"),
     ],
