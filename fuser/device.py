@@ -73,10 +73,16 @@ H200 = DeviceInfo(
 DESCRIPTIONS: Mapping[str, DeviceInfo] = {"h200": H200}
 
 
-def kind_of_schedules(device: str, described: str | None = None) -> str:
-    """Returns the kind of device, cpu or cuda, whose schedules kernels get on a device of a kind;
-    `described` is the argument of the option `schedules_for`."""
-    return DESCRIPTIONS[described].kind if described else device
+def target_of(kind: str, described: str | None = None) -> DeviceInfo:
+    """Returns the device whose schedules kernels get on a device of a kind, cpu or cuda; where
+    torch sees no GPU, an H200. `described` is the argument of the option `schedules_for`."""
+    if described:
+        return DESCRIPTIONS[described]
+    if kind == "cpu":
+        return CPU
+    import torch
+
+    return _describe_cuda(None) if torch.cuda.is_available() else H200
 
 
 @functools.cache

@@ -32,8 +32,6 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "checked": "CPU kernels check bounds, alignment, uninitialised reads and shared-memory "
         "races; a finding is a KernelError that names tensor, op and the user's line",
         "schedules_for": "schedules_for(h200): CPU kernels get the schedules of that device",
-        "clusters": "reductions along rows longer than a block takes are one kernel, whose blocks "
-        "run in clusters and read each other's shared memory; not measured on a GPU yet",
         "stream_slots": "what only the steps of one loop see, one index of an axis each, is "
         "allocated with as many elements along it as there are streams",
         "peer_copies": "ranks copy out of each other's memory in place of NCCL, MPI or gloo: all "
@@ -60,6 +58,8 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "peer copies, in place of one kernel; read when a team first has one",
         "horizontal_fusion": "small pointwise kernels that share nothing but inputs are launched "
         "one by one",
+        "clusters": "reductions along rows longer than a block takes are several kernels, never "
+        "one whose blocks run in clusters and read each other's shared memory",
         "auto_overlap": "no matmul runs beside a communication unless the definition says so",
         "kernel_reuse": "no kernel serves sizes near those that it was made for",
         "multidevice": "this process takes no part in a job; read when the communicator starts",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from fuser.device import kind_of_schedules
+from fuser.device import target_of
 from fuser.ir.binding import complete
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import Number, Symbol
@@ -87,15 +87,16 @@ def build_program(
     dump("fusion_ir_preseg", lambda: fusion_text(fusion))
     if any(libraries):
         params = replace(params, step_backend=libraries[0])
-    kind = kind_of_schedules(input_class.device, settings.argument("schedules_for"))
+    target = target_of(input_class.device, settings.argument("schedules_for"))
     return lower_sharded(
         fusion,
         backend_name=backend_name,
         params=params,
         dump=dump,
         sizes=input_class.sizes,
-        row_parts=PARTS if input_class.knows_rows and kind == "cuda" else 0,
-        are_joined=input_class.is_small and kind == "cuda",
+        row_parts=PARTS if input_class.knows_rows and target.kind == "cuda" else 0,
+        are_joined=input_class.is_small and target.kind == "cuda",
+        has_clusters=target.max_cluster > 1,
         settings=settings,
     )
 
@@ -109,17 +110,19 @@ def lower_sharded(
     dump: Dump = _no_dump,
     row_parts: int = 0,
     are_joined: bool = False,
+    has_clusters: bool = False,
     settings: Settings = NO_SETTINGS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Return the segments and the verified host program of a sharded and finalized fusion. What
     schedulers decide by `sizes` they decide alike for all of the input class; `row_parts` as for
-    `segment_fusion`; `are_joined`: pointwise kernels beside one another may be one."""
+    `segment_fusion`; `are_joined`: pointwise kernels beside one another may be one;
+    `has_clusters`: a long row may be a cluster's."""
     values: dict[Symbol, Number] = dict(refined_sizes(sizes))
     complete(fusion, values)
 
     def scheduler_of(segment: Fusion) -> str | None:
         def suits(row: Scheduler) -> bool:
-            return (not row.option or settings.enabled(row.option)) and row.suits(segment, values)
+            return (has_clusters or not row.in_clusters) and row.suits(segment, values)
 
         return find_scheduler(localize(segment)[0], suits=suits)
 
@@ -128,6 +131,7 @@ def lower_sharded(
         return HORIZONTAL.name if is_taken else None
 
     are_joined = are_joined and not settings.disabled("horizontal_fusion")
+    has_clusters = has_clusters and not settings.disabled("clusters")
 
     def after(name: str, program: HostIrContainer) -> None:
         text = partial(program.full_text, first_line="")

@@ -29,6 +29,7 @@
 //                load_vec_any: same, element by element where the address is not aligned
 //                load_vec_cs, store_vec_cs: same, data used once (streaming); load_cs(T0, i), store_cs(T0, i, value): one element
 //                prefetch(T0, index): a load of this element follows
+//                forget(array): what the compiler computed from the elements before is not kept in registers
 //                `array` is an Array or a C array; T0 a global or a shared pointer (_cs: global)
 //   shared       FUSER_SMEM(smem);                       the block's one dynamic buffer, of the launch's smem_bytes
 //                FUSER_BLOCK_SMEM(smem, X, Y, Z); the same in a block of this shape, for which reductions are compiled
@@ -454,6 +455,23 @@ FUSER_DEVICE void prefetch(P src, I index) {
   (void)value;
 #else
   asm volatile("prefetch.global.L2 [%0];" ::"l"(src + index));
+#endif
+}
+
+// The compiler takes the words of the array for new ones.
+template <class A>
+FUSER_DEVICE void forget(A& array) {
+#ifdef FUSER_SIMT
+  (void)array;
+#else
+  char* bytes = reinterpret_cast<char*>(&array);
+  FUSER_UNROLL
+  for (int i = 0; i + 4 <= (int)sizeof(A); i += 4) {
+    unsigned word;
+    memcpy(&word, bytes + i, 4);
+    asm volatile("" : "+r"(word));
+    memcpy(bytes + i, &word, 4);
+  }
 #endif
 }
 

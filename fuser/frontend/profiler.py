@@ -38,7 +38,7 @@ class KernelProfile:
     """One piece of work of a run on this rank: a kernel, a library call or a communication.
 
     `scheduler` is the name of a `SchedulerType` ("none" for the plain schedule of a single op),
-    "cluster_persistent" (the option `clusters`), "user", "expr_eval" for what torch evaluates,
+    "cluster_persistent", "user", "expr_eval" for what torch evaluates,
     or "communication". `segment_id` is that of the program's segment, -1 for what belongs to
     none. Steps of a stream loop are one row each. `stream` numbers the program's streams; -1 is
     the caller's. `compile_time_ms` is how long the kernel took to lower and compile, or to find

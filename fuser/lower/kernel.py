@@ -318,6 +318,13 @@ class Prefetch:
 
 
 @dataclass
+class Forget:
+    """What the compiler has computed from a register array is computed again from here on."""
+
+    array: str
+
+
+@dataclass
 class VectorStore:
     """`width` elements of a register array from `at` into a global or shared tensor."""
 
@@ -421,6 +428,7 @@ Statement: TypeAlias = (
     | Store
     | VectorLoad
     | Prefetch
+    | Forget
     | VectorStore
     | Accumulate
     | AccumulateBlock

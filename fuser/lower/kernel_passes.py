@@ -19,6 +19,7 @@ from fuser.lower.beside import beside
 from fuser.lower.blocks import sum_in_blocks
 from fuser.lower.build import build_body
 from fuser.lower.context import Assumptions, Context, NewAssumptionError, quotient_symbol
+from fuser.lower.convert_again import convert_again
 from fuser.lower.directions import alternate_directions
 from fuser.lower.hoist import Hoister
 from fuser.lower.index import Indexer
@@ -117,6 +118,11 @@ def _prefetch_next(state: State) -> None:
         prefetch_next(state.body)
 
 
+def _convert_again(state: State) -> None:
+    if not state.ctx.is_cpu:
+        convert_again(state.body)
+
+
 def _sum_in_blocks(state: State) -> None:
     if state.ctx.is_cpu:
         sum_in_blocks(state.body)
@@ -143,7 +149,7 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("insert_barriers", _insert_barriers),
     # Before hoisting: the two versions share what is computed outside of both.
     ("expand_unswitch", _expand_unswitch),
-    # These nine before hoisting, which hides loop symbols behind names.
+    # These ten before hoisting, which hides loop symbols behind names.
     ("mark_unrolled", _mark_unrolled),
     ("alternate_directions", _alternate_directions),
     ("divide_once", _divide_once),
@@ -151,6 +157,7 @@ PASSES: tuple[tuple[str, Callable[[State], None]], ...] = (
     ("lift_places", _lift_places),
     ("load_words", _load_words),
     ("prefetch_next", _prefetch_next),
+    ("convert_again", _convert_again),
     ("sum_in_blocks", _sum_in_blocks),
     ("batch_welfords", _batch_welfords),
     ("vectorize_loops", _vectorize_loops),

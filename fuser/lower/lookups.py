@@ -37,6 +37,7 @@ from fuser.lower.kernel import (
     Element,
     Expr,
     For,
+    Forget,
     GlobalLoad,
     If,
     Let,
@@ -173,7 +174,7 @@ def _written(s: Statement) -> Iterator[str]:
             yield s.array
         case ThreadReduce():
             yield from (s.done, *(part.name for part in s.parts))
-        case If() | Unswitch() | Sync() | Prefetch():
+        case If() | Unswitch() | Sync() | Prefetch() | Forget():
             pass
 
 

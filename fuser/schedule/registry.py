@@ -39,7 +39,7 @@ class Scheduler:
     schedules in place and depends on the parameters alone. `generic` gives
     parameters that rely on nothing, for the variant that serves every input; `ladder` all that are
     worth a try, from those chosen down. `suits` tells for which sizes the kernel is as fast as
-    separate ones. `option`: without this name under ENABLE no segment is tried. `rungs` gives all
+    separate ones. `in_clusters`: it is for GPUs whose blocks form clusters. `rungs` gives all
     parameters from some down to the generic ones.
     """
 
@@ -49,7 +49,7 @@ class Scheduler:
     apply: Callable[[Fusion, Params], None]
     generic: Callable[[DeviceInfo], Params]
     suits: Callable[[Fusion, Mapping[Symbol, Number]], bool] = lambda fusion, sizes: True
-    option: str = ""
+    in_clusters: bool = False
     rungs: Callable[[Params, Params], tuple[Params, ...]] = rungs
 
     def heuristics(self, fusion: Fusion, facts: Facts, device: DeviceInfo) -> Params:
@@ -116,7 +116,7 @@ _CLUSTERS = Scheduler(
     cluster_persistent.apply,
     cluster_persistent.generic,
     cluster_persistent.suits,
-    option="clusters",
+    in_clusters=True,
 )
 # Not tried for one segment: it takes several as one.
 HORIZONTAL = Scheduler(

@@ -35,6 +35,22 @@ def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
 
+def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
+    """Return the levels whose reductions and outputs are computed from a tensor, for each tensor;
+    what comes out of a reduction is not computed from what goes in."""
+    levels, found = levels_of(fusion), dict[TensorView, set[int]]()
+    for op in reversed(fusion.used_exprs()):
+        mine = {level for out in op.outputs for level in found.get(out, ())}
+        if isinstance(op, REDUCING):
+            mine = set()
+        if isinstance(op, REDUCING) or any(out in fusion.outputs for out in op.outputs):
+            mine.add(level_of_step(op, levels))
+        for v in op.inputs:
+            if isinstance(v, TensorView):
+                found.setdefault(v, set()).update(mine)
+    return found
+
+
 # ------------------------------------------------------------------ what is kept
 @record
 class Kept:

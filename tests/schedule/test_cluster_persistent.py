@@ -148,20 +148,78 @@ def test_the_least_cluster_that_keeps_a_row_is_taken(
     assert text in str(params)
 
 
-def test_long_rows_are_one_kernel_where_the_option_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_rows_are_one_kernel_on_gpus_with_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert cluster_persistent.pays(64, 65537) and not cluster_persistent.pays(63, 65537)
     assert not cluster_persistent.pays(64, 65536)
     x = torch.randn(64, 69632)
     wanted = torch.softmax(x.double(), -1).float()
-    for options, kernels in ((["clusters"], 1), ([], 3)):
+    h200 = ["schedules_for(h200)"]
+    for enable, disable, kernels in ((h200, [], 1), (h200, ["clusters"], 3), ([], [], 3)):
         with FusionDefinition() as fd:
             fd.add_output(softmax(fd.from_pytorch(x)))
-        (out,) = fd.execute([x], _enable_options=options)
+        (out,) = fd.execute([x], _enable_options=enable, _disable_options=disable)
         assert len(fd.fec.get_cuda_kernel([x]).split("__global__")) == 1 + kernels
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-9)
+
+
+def rms_norm(x: TensorView, w: TensorView) -> TensorView:
+    mean = ops.div(ops.sum(ops.mul(x, x), [-1], keepdim=True), x.size(1))
+    return ops.mul(ops.mul(x, ops.rsqrt(ops.add(mean, 1e-6))), w)
+
+
+def rms_norm_gradient(x: TensorView, w: TensorView) -> TensorView:
+    wx = ops.mul(x, w)
+    return ops.sub(wx, ops.mul(x, ops.sum(ops.mul(wx, x), [-1], keepdim=True)))
+
+
+def losses(x: TensorView) -> TensorView:
+    return ops.sum(ops.exp(ops.sub(x, ops.max(x, [-1], keepdim=True))), [-1])
+
+
+def dropped_softmax(x: TensorView) -> TensorView:
+    kept = ops.uniform(0.0, 1.0, [x.size(0), x.size(1)], dtype=DataType.Float)
+    return softmax(ops.where(ops.lt(kept, 0.5), x, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("build", "ranks", "is_one"),
+    [
+        (softmax, [2], True),
+        (rms_norm, [2, 1], True),
+        # What all rows share is read twice.
+        (rms_norm_gradient, [2, 1], False),
+        (layer_norm, [2, 1, 1], False),
+        (losses, [2], False),
+        (dropped_softmax, [2], False),
+    ],
+)
+def test_what_makes_clusters_wait_often_is_several_kernels(
+    build: Build, ranks: list[int], is_one: bool
+) -> None:
+    fusion = define(build, *([None] * rank for rank in ranks))
+    shapes = [(128, 1 << 20)[-rank:] for rank in ranks]
+    row = scheduler("cluster_persistent")
+    assert row.accepts(fusion) is None
+    assert row.suits(fusion, sizes_of(fusion, *shapes)) is is_one
+    assert not row.suits(fusion, {}) and row.in_clusters
+
+
+def test_narrow_elements_that_a_thread_keeps_are_converted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    texts: list[str] = []
+    for columns in (1 << 20, 1 << 13):
+        x = torch.empty(64, columns, dtype=BF16)
+        with FusionDefinition() as fd:
+            fd.add_output(back_to(x_ := fd.from_pytorch(x), softmax(x_)))
+        fd.execute([x], _enable_options=["schedules_for(h200)"])
+        texts.append(fd.fec.get_cuda_kernel([x]))
+    long, short = texts
+    assert long.count("forget(T") == 2 and "forget" not in short
+    (first, _), *_ = [(k, line) for k, line in enumerate(long.splitlines()) if "forget" in line]
+    assert "cluster_reduce" in long.splitlines()[first - 1]
 
 
 def test_a_profile_tells_the_blocks_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +228,6 @@ def test_a_profile_tells_the_blocks_of_a_cluster(monkeypatch: pytest.MonkeyPatch
     with FusionDefinition() as fd:
         fd.add_output(softmax(fd.from_pytorch(x)))
     with PythonProfiler() as prof:
-        fd.execute([x], _enable_options=["clusters", "schedules_for(h200)"])
+        fd.execute([x], _enable_options=["schedules_for(h200)"])
     (row,) = prof.profile.kernel_profiles
     assert row.scheduler == "cluster_persistent" and row.cluster_str == "[1, 4, 1]"
