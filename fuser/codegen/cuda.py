@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fuser.ir import scalar as sc
-from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, category, part_of
+from fuser.ir.dtypes import HALF_LIKE, DataType, c_type, cast_text, category, part_of
 from fuser.ir.scalar import Apply, Const, Number, Poly, Scalar, Symbol
 from fuser.kernel_source import KernelParam, KernelSource
 from fuser.lower.kernel import (
@@ -77,11 +77,11 @@ def literal(value: Number, dtype: DataType) -> str:
     if kind == "int":
         half = 1 << (31 if dtype is DataType.Int32 else 63)
         if isinstance(value, float) and not -half <= value < half:
-            return f"fm_cast<{c_type(dtype)}>({_floating(value, DataType.Double)})"
+            return cast_text(dtype, _floating(value, DataType.Double))
         wrapped = (int(value) + half) % (2 * half) - half
         return _integer(wrapped, is_long=dtype is not DataType.Int32)
     if dtype in HALF_LIKE:
-        return f"fm_cast<{c_type(dtype)}>({literal(value, DataType.Float)})"
+        return cast_text(dtype, literal(value, DataType.Float))
     return _floating(float(value), dtype)
 
 
@@ -220,7 +220,7 @@ def _scalar_value(e: ScalarValue) -> str:
     exact = DataType.Int if e.dtype is DataType.Index else e.dtype
     if e.scalar.dtype is exact and isinstance(e.scalar, Symbol):
         return e.scalar.name
-    return f"fm_cast<{c_type(e.dtype)}>({scalar_text(e.scalar)})"
+    return cast_text(e.dtype, scalar_text(e.scalar))
 
 
 _NAMED_CASTS = {
@@ -232,8 +232,8 @@ _NAMED_CASTS = {
 
 
 def _convert(e: Convert) -> str:
-    name = _NAMED_CASTS.get((e.arg.dtype, e.dtype), f"fm_cast<{c_type(e.dtype)}>")
-    return f"{name}({_strip(expr_text(e.arg))})"
+    name, text = _NAMED_CASTS.get((e.arg.dtype, e.dtype)), _strip(expr_text(e.arg))
+    return cast_text(e.dtype, text) if name is None else f"{name}({text})"
 
 
 def _compute(e: Compute) -> str:

@@ -1,6 +1,7 @@
 // Floats of one byte. What is rounded goes to the nearest value, of two the even one, as torch's conversions do.
 //
-//   __e4m3   sign, 4 bits of exponent, 3 of mantissa; NaN but no infinity: what is larger than 448 becomes 448
+//   __e4m3   sign, 4 bits of exponent, 3 of mantissa; NaN but no infinity: what is larger than 448 becomes 448, of
+//            fm_e4m3_or_nan(x) NaN where 480 would be nearer, as in older versions of torch
 //   __e5m2   sign, 5 bits of exponent, 2 of mantissa; infinities and NaN, as the upper byte of a __half
 //   __e8m0   a power of two from 2^-127 to 2^127, or NaN: signs are lost, what is larger becomes NaN, 0 becomes 2^-127
 // fm_cast converts from and to each other type; the sign of a NaN is kept where there is one.
@@ -44,6 +45,10 @@ FUSER_DEVICE __e4m3 fuser_to_e4m3(float x) {
   const uint32_t finite = rounded > 0x7eu ? 0x7eu : rounded;
   return __e4m3{static_cast<uint8_t>((magnitude > 0x7f800000u ? 0x7fu : finite) | sign)};
 #endif
+}
+FUSER_DEVICE __e4m3 fm_e4m3_or_nan(float x) {
+  const uint32_t lost = (fuser_float_bits(x) & 0x7fffffffu) > 0x43e80000u ? 0x7fu : 0u;  // above 464
+  return __e4m3{static_cast<uint8_t>(fuser_to_e4m3(x).bits | lost)};
 }
 FUSER_DEVICE float fuser_number(__e4m3 x) {
 #if !defined(FUSER_SIMT) && __CUDA_ARCH__ >= 890

@@ -140,6 +140,21 @@ def c_type(dtype: DataType) -> str:
     return "int64_t" if dtype is DataType.Index else _HELD[dtype].text
 
 
+@cache
+def e4m3_has_nan_beyond() -> bool:
+    """Whether torch, asked on the CPU, makes NaN of floats that are too large for Float8_e4m3fn;
+    newer versions make 448."""
+    large = torch.tensor([2.0**20], dtype=torch.float32, device="cpu")
+    return bool(large.to(torch.float8_e4m3fn).float().isnan())
+
+
+def cast_text(dtype: DataType, value: str) -> str:
+    """Return the C++ of a conversion, which rounds as torch does."""
+    if dtype is D.Float8_e4m3fn and e4m3_has_nan_beyond():
+        return f"fm_e4m3_or_nan(fm_cast<float>({value}))"
+    return f"fm_cast<{c_type(dtype)}>({value})"
+
+
 def to_torch(dtype: DataType) -> torch.dtype:
     """Return the torch dtype of tensors with this IR dtype."""
     found = _HELD[check_stored(dtype, "conversion to torch")].torch

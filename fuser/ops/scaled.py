@@ -131,9 +131,10 @@ def nv_block_quantize(
     values * scales, each for 32 neighbours, is near `input`.
 
     A scale is the least power of two with which the largest of its elements is at most 448: none is
-    cut off. A NaN makes its block NaN; an infinity becomes 448 with the largest scale, 2^127. Half,
-    BFloat16 and Float are taken. Float4_e2m1fn, a global scale, and scales in another order than
-    their elements' are refused.
+    cut off. A NaN makes its block NaN; an infinity becomes what `cast` makes of it (448, or NaN
+    with older versions of torch), with the largest scale, 2^127. Half, BFloat16 and Float are
+    taken. Float4_e2m1fn, a global scale, and scales in another order than their elements' are
+    refused.
 
     Source: OCP Microscaling Formats (MX) v1.0, MXFP8 E4M3; rounding up as in Mishra et al. 2025,
     Recipes for Pre-training LLMs with MXFP8.
