@@ -21,6 +21,7 @@ from fuser.errors import (
     ShardingError,
     UnsupportedError,
 )
+from tests.devices import moved
 from tests.fuzz.host_program import fault_of
 from tests.fuzz.oracle import Env, evaluate
 from tests.fuzz.placed import misplaced
@@ -132,15 +133,9 @@ class Case:
         from tests.fuzz.oracle import input_env
 
         values = input_env(self.program, call)[1]
-        return [_on(v, device) if isinstance(v, torch.Tensor) else v for v in values]
-
-
-def _on(t: torch.Tensor, device: str) -> torch.Tensor:
-    """Move with strides and offset."""
-    if device == "cpu":
-        return t
-    base = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-    return base.to(device).as_strided(t.shape, t.stride(), t.storage_offset())
+        if device == "cpu":
+            return [*values]
+        return [moved(v, device) if isinstance(v, torch.Tensor) else v for v in values]
 
 
 def quietly(fn: Callable[[], Outcome]) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from fuser import DataType, FusionDefinition
 from fuser.ops import scaled_product
+from tests.devices import moved, passed
 from tests.frontend.test_float8 import FLOAT8, OTHERS, check, check_bytes, codes
 from tests.frontend.test_scaled_mm import brute_force, draw, factors, quantize, wanted
 
@@ -38,36 +40,53 @@ def test_all_codes_become_every_dtype(dtype: DataType) -> None:
         tv = fd.from_pytorch(x)
         for to in OTHERS:
             fd.add_output(fd.ops.cast(tv, to))
-    for out, to in zip(fd.execute([x.cuda()]), OTHERS.values(), strict=True):
+    for out, to in zip(fd.execute([moved(x)]), OTHERS.values(), strict=True):
         keep = finite if not (to.is_floating_point or to is torch.bool) else slice(None)
         check(out.cpu()[keep], x.to(to)[keep])
 
 
+def program_of(given: Sequence[torch.Tensor], names: Sequence[str], dtype: DataType) -> Any:
+    """Return the definition of a product of two factors with two scales, and more by name."""
+    with FusionDefinition() as fd:
+        mat1, mat2, scale1, scale2, *rest = map(fd.from_pytorch, given)
+        more: Any = dict(zip(names, rest, strict=True))
+        fd.add_output(fd.ops.scaled_mm(mat1, mat2, scale1, scale2, **more, dtype=dtype)[0])
+    return fd
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["on the GPU", "CPU scalars"])
 @pytest.mark.parametrize("shape", [(64, 128, 96), (7, 48, 16), (5, 33, 9), (0, 16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [D.BFloat16, D.Half, D.Float])
-def test_scaled_products(shape: tuple[int, int, int], dtype: DataType) -> None:
-    """What torch's kernel takes and what it does not: each form beside float64."""
+def test_scaled_products(shape: tuple[int, int, int], dtype: DataType, on_host: bool) -> None:
+    """What torch's kernel takes and what it does not: each form beside float64. Numbers of one
+    element without axes lie on the GPU or, as CPU scalars, on the host."""
     m, _, n = shape
     a, b = factors(*shape)
     bias = draw(n, dtype=torch.bfloat16)
     one, s1, s2 = torch.tensor(0.5), draw(m, 1).abs(), draw(1, n).abs()
     scales = [(one, one), (s1, s2), (s1, one)]
     for (p, q), has_bias, has_alpha in itertools.product(scales, (False, True), (False, True)):
-        inputs = [a, b, p, q, *[bias] * has_bias, *[one] * has_alpha]
-        with FusionDefinition() as fd:
-            mat1, mat2, scale1, scale2, *rest = map(fd.from_pytorch, inputs)
-            more: Any = dict(zip(["bias"] * has_bias + ["alpha"] * has_alpha, rest, strict=True))
-            made = fd.ops.scaled_mm(mat1, mat2, scale1, scale2, **more, dtype=dtype)
-            fd.add_output(made[0])
-        (out,) = fd.execute([x.cuda() for x in inputs])
-        expected = wanted(a, b, p, q) * (0.5 if has_alpha else 1.0)
+        given = [a, b, p, q, *[bias] * has_bias, *[one] * has_alpha]
+        names = ["bias"] * has_bias + ["alpha"] * has_alpha
+        numbers = sum(x is one for x in given)
+        given = given if on_host else [moved(x) for x in given]
+        fd = program_of(given, names, dtype)
+        assert sum(tv.is_cpu_scalar for tv in fd.fusion.inputs) == on_host * numbers
+        (out,) = fd.execute(passed(fd.fusion, given))
+        factor = 0.5 if has_alpha else 1.0
+        expected = wanted(a, b, p, q) * factor
+        # The tensor cores keep some 13 digits of partial sums.
+        off = 2.0**-11 * factor * wanted(a.float().abs(), b.float().abs(), p, q)
         expected = expected + bias.double() if has_bias else expected
-        eps = torch.finfo(out.dtype).eps
-        # The tensor cores keep fewer digits of partial sums than float32 has.
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=eps + 1e-3, atol=2e-2)
+        off = off + torch.finfo(out.dtype).eps * expected.abs() + 1e-5
+        error = (out.cpu().double() - expected).abs()
+        assert out.shape == expected.shape and bool((error <= off).all()), float(
+            (error / off).max()
+        )
 
 
 def test_torchs_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scales on the GPU, and with CPU scalars, whose values are brought there."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs products of floats of one byte")
     called: list[torch.dtype] = []
@@ -79,12 +98,15 @@ def test_torchs_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(scaled_product, "_native", noted)
-    a, b = (x.cuda() for x in factors(64, 128, 96))
-    one = torch.tensor(0.5, device="cuda")
-    given = {"mat1": a, "mat2": b, "scale1": one, "scale2": one}
-    scaled_product.scaled_product(given, torch.bfloat16, torch.float32)
-    scaled_product.scaled_product({**given, "alpha": one}, torch.bfloat16, torch.float32)
-    assert called == [torch.bfloat16, torch.float32]
+    one = torch.tensor(0.5)
+    plainly = [*factors(64, 128, 96), one, one]
+    for given in (plainly, [moved(x) for x in plainly]):
+        for names, made in (([], torch.bfloat16), (["alpha"], torch.float32)):
+            called.clear()
+            more = [*given, *given[3:] * len(names)]
+            fd = program_of(more, names, D.BFloat16)
+            fd.execute(passed(fd.fusion, more))
+            assert {*called} == {made}
 
 
 def test_blocks() -> None:
@@ -92,5 +114,5 @@ def test_blocks() -> None:
     with FusionDefinition() as fd:
         for tv in quantize(fd.from_pytorch(x)):
             fd.add_output(tv)
-    for out, expected in zip(fd.execute([x.cuda()]), brute_force(x), strict=True):
+    for out, expected in zip(fd.execute([moved(x)]), brute_force(x), strict=True):
         check(out.cpu(), expected)

@@ -1,0 +1,28 @@
+"""Inputs of a definition on another device: as they lie in memory, CPU scalars on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser import TensorView
+from fuser.ir.fusion import Fusion
+
+
+def moved(t: torch.Tensor, device: str = "cuda") -> torch.Tensor:
+    """Return a tensor on a device, with its strides (0 where it is expanded) and its offset; `to`
+    and `cuda` make what has gaps, or is expanded, contiguous."""
+    base = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    return base.to(device).as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def passed(fusion: Fusion, inputs: Sequence[Any], device: str = "cuda") -> list[Any]:
+    """Return the inputs of a definition on a device, but for its CPU scalars and for numbers."""
+    return [
+        moved(x, device)
+        if isinstance(x, torch.Tensor) and not (isinstance(v, TensorView) and v.is_cpu_scalar)
+        else x
+        for v, x in zip(fusion.inputs, inputs, strict=True)
+    ]
