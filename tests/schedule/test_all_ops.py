@@ -68,6 +68,17 @@ def ulp_error(
     return float(torch.where(same, torch.zeros_like(error), error).nan_to_num(1e9, 1e9).max())
 
 
+def check_out(case: OpCase, out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Compare what a kernel gave, on the CPU or from a GPU: integers and Bool exactly, floating and
+    complex numbers within so many units in the last place."""
+    if not (out.is_floating_point() or out.is_complex()):
+        assert torch.equal(out, expected.to(out.dtype)), what
+    elif out.numel():
+        is_lost = case.result is DataType.ComplexDouble and case.name in LOST
+        error = ulp_error(out, expected, case.result, at_least=LARGEST.get(case.name, 0.0))
+        assert error <= (LOST_ULP if is_lost else MAX_ULP), what
+
+
 @mark.parametrize("number", range(len(CASES)), ids=[case.id for case in CASES])
 def test_op(number: int, executors: dict[str, KernelExecutor]) -> None:
     case: OpCase = CASES[number]
@@ -79,15 +90,8 @@ def test_op(number: int, executors: dict[str, KernelExecutor]) -> None:
         out = torch.full(shape, 1, dtype=to_torch(case.result))
         sizes = sizes_of(executor.fusion, *[shape] * len(inputs))
         executor.run(inputs, [out], sizes=sizes)
-        expected = case.reference(inputs)
         what = f"{case.id} {shape} {layout} seed {seed}"
-        if not (out.is_floating_point() or out.is_complex()):
-            assert torch.equal(out, expected.to(out.dtype)), what
-        elif out.numel():
-            at_least = LARGEST.get(case.name, 0.0)
-            is_lost = case.result is DataType.ComplexDouble and case.name in LOST
-            most = LOST_ULP if is_lost else MAX_ULP
-            assert ulp_error(out, expected, case.result, at_least=at_least) <= most, what
+        check_out(case, out, case.reference(inputs), what)
     assert len(executor.variants) <= 2
 
 
