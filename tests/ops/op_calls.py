@@ -26,7 +26,7 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.define import define_scalar
 from fuser.ops.rows import ROWS
 from fuser.ops.samples import sample_of
-from tests.ops.op_cases import CASES, LAYOUTS, draw_operand, lay_out, widened
+from tests.ops.op_cases import CASES, LAYOUTS, TOLERANCE, draw_operand, lay_out, widened
 
 D = DataType
 Tensor = torch.Tensor
@@ -66,6 +66,9 @@ class OpCall:
     is_random: bool = False
     # What the call appends beside its own nodes.
     beside: tuple[type[TensorOp], ...] = ()
+    # How far each result may be off where a library's kernel rounds on the way, to so many units of
+    # the operands' dtype; None: as far as any result of its dtype.
+    off: Callable[..., tuple[Tensor, ...]] | None = None
 
 
 def _total(x: Tensor) -> torch.dtype:
@@ -119,6 +122,22 @@ def _attend(q: TensorView, k: TensorView, v: TensorView) -> TensorView:
 def _gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     read = [x.detach().requires_grad_() for x in (q, k, v)]
     return torch.autograd.grad(_attention(*read), read, g)
+
+
+def _gradients_off(q: Tensor, k: Tensor, v: Tensor, g: Tensor, unit: float) -> tuple[Tensor, ...]:
+    """Return bounds of kernels that round weights, the output that they read, its difference from
+    what weights are multiplied by, the gradients of scores, and results: each by `unit` of itself.
+    Sums are exact beside that."""
+    factor = q.shape[-1] ** -0.5
+    weights = torch.softmax(q @ k.mT * factor, -1)
+    out, by_value = weights @ v, g @ v.mT
+    mean = (g * out).sum(-1, keepdim=True)
+    mean_off = unit * (g.abs() * (out.abs() + weights @ v.abs())).sum(-1, keepdim=True)
+    difference = by_value - mean
+    scores_off = weights * (mean_off + 3 * unit * difference.abs()) * factor
+    results = _gradients(q, k, v, g)
+    summed = scores_off @ k.abs(), scores_off.mT @ q.abs(), unit * (weights.mT @ g.abs())
+    return tuple(a + unit * b.abs() for a, b in zip(summed, results, strict=True))
 
 
 def _attend_back(q: TensorView, k: TensorView, v: TensorView, g: TensorView) -> Any:
@@ -233,7 +252,11 @@ CALLS: dict[str, OpCall] = {
     "randn_like": OpCall(ops.randn_like, torch.empty_like, is_random=True),
     "reshape": OpCall(lambda x: ops.reshape(x, [-1]), lambda x: x.reshape(-1)),
     "sdpfa_bwd": OpCall(
-        _attend_back, _gradients, [(*s, (2, 3, 5, 6)) for s in _HEADS], beside=(SdpaFwdOp,)
+        _attend_back,
+        _gradients,
+        [(*s, (2, 3, 5, 6)) for s in _HEADS],
+        beside=(SdpaFwdOp,),
+        off=_gradients_off,
     ),
     "sdpfa_fwd": OpCall(_attend, _attention, _HEADS),
     "shape": OpCall(ops.shape, lambda x: list(x.shape), beside=(FullOp,)),
@@ -433,3 +456,19 @@ def expected_of(name: str, inputs: Sequence[Tensor], *, is_wide: bool) -> list[A
     given = [widened(x) if is_wide else x for x in inputs]
     found = CALLS[name].torch(*given)
     return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def assert_near(mine: Tensor, want: Any, dtype: DataType, what: str) -> None:
+    """Compare with torch's result, both parts of complex numbers, as near as `dtype` is."""
+    rtol, atol = TOLERANCE.get(dtype, (0, 0))
+    want = torch.as_tensor(want)
+    assert mine.shape == want.shape, what
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    torch.testing.assert_close(
+        mine.to(wide),
+        want.to(wide),
+        rtol=4 * rtol,
+        atol=4 * atol,
+        equal_nan=True,
+        msg=lambda m: f"{what}: {m}",
+    )

@@ -30,8 +30,8 @@ from fuser.pointwise import POINTWISE, PUBLIC
 from hostir.op_costs import COSTS
 from scripts import document_ops
 from tests.fuzz import oracle
-from tests.ops.op_calls import CALLS, calls_of, expected_of
-from tests.ops.op_cases import CASES, COMPLEX, TOLERANCE
+from tests.ops.op_calls import CALLS, assert_near, calls_of, expected_of
+from tests.ops.op_cases import CASES
 
 CASE_NAMES = {case.name for case in CASES}
 # Ops without tensors of their own: what they name or refuse needs no node.
@@ -184,17 +184,6 @@ def test_values_dtypes_and_shapes_are_those_of_torch(name: str) -> None:
             got = evaluate_fusion(drawn.fusion, drawn.inputs, dtype=dtype)
             expected = expected_of(name, drawn.inputs, is_wide=True)
             for mine, want, tv in zip(got, expected, drawn.fusion.outputs, strict=True):
-                want = want if isinstance(want, torch.Tensor) else torch.tensor(want)
-                assert mine.shape == want.shape, what
                 assert dtype is not None or mine.dtype is to_torch(tv.dtype()), what
                 least = drawn.dtype if dtype is None and drawn.dtype else tv.dtype()
-                rtol, atol = TOLERANCE.get(least, (0, 0))
-                wide = torch.complex128 if tv.dtype() in COMPLEX else torch.float64
-                torch.testing.assert_close(
-                    mine.to(wide),
-                    want.to(wide),
-                    rtol=4 * rtol,
-                    atol=4 * atol,
-                    equal_nan=True,
-                    msg=what,
-                )
+                assert_near(mine, want, least, what)
