@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ import torch
 from fuser import DataType, FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh
 from hostir.measured import RankTrace, Trace
-from hostir.watch import CuptiWatch, EventWatch
+from hostir.noting import TracedOp
+from hostir.steps import Closure
+from hostir.watch import CuptiWatch, EventWatch, Timed
 from multidevice import Communicator
 
 SIZE = 4096
+# As far as two clocks of a device differ over a kernel: of events, and of CUPTI.
+RESOLUTION_S = 5e-6
 
 
 def two_layers() -> FusionDefinition:
@@ -90,13 +95,61 @@ def test_compute_is_what_a_full_gpu_takes() -> None:
     assert trace.compute_ms == pytest.approx(begin.elapsed_time(end) / calls, rel=0.15)
 
 
-def test_events_say_what_cupti_says() -> None:
+class BothWatch(CuptiWatch):
+    """CUPTI, and in the same runs the events of an `EventWatch`."""
+
+    def __init__(self, ops: Sequence[TracedOp]) -> None:
+        super().__init__(ops)
+        self.events = EventWatch(ops, torch.device("cuda"))
+
+    def around(self, number: int, closure: Closure) -> Closure:
+        return super().around(number, self.events.around(number, closure))
+
+    def begin_round(self) -> None:
+        super().begin_round()
+        self.events.begin_round()
+
+    def end_round(self, begin: float, issued: float, end: float) -> None:
+        super().end_round(begin, issued, end)
+        self.events.end_round(begin, issued, end)
+
+
+def test_events_lie_where_cupti_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the events of an op are all of its kernels and no other op's, whatever the host's
+    way to their launches takes."""
+    watches: list[BothWatch] = []
+
+    def both(ops: Sequence[TracedOp]) -> BothWatch:
+        watches.append(BothWatch(ops))
+        return watches[-1]
+
+    monkeypatch.setattr("hostir.tracing.ways_to_time", lambda *_: [both])
+    two_layers().trace(operands())
+    (watch,) = watches
+    for by_cupti, by_events in zip(watch.rounds, watch.events.rounds, strict=True):
+        kernels: dict[int, list[Timed]] = {}
+        for t in by_cupti.work:
+            if watch.ops[t.step].kind == "compute":
+                kernels.setdefault(t.step, []).append(t)
+        begins = [min(t.begin for t in found) for found in kernels.values()]
+        ends = [max(t.end for t in found) for found in kernels.values()]
+        took = [t.end - t.begin for t in by_events.work]
+        assert [*kernels] == [t.step for t in by_events.work] and len(took) > 2
+        for i, seconds in enumerate(took):
+            assert seconds >= ends[i] - begins[i] - RESOLUTION_S
+            if 0 < i < len(took) - 1:
+                assert seconds <= begins[i + 1] - ends[i - 1] + RESOLUTION_S
+
+
+def test_a_trace_by_events() -> None:
     fd, inputs = two_layers(), operands()
-    by_events = fd.trace(inputs, source="events")
-    assert by_events.source == EventWatch.source
-    assert_sure(by_events)
-    by_cupti = fd.trace(inputs, source="cupti")
-    assert by_events.compute_ms == pytest.approx(by_cupti.compute_ms, rel=0.15, abs=0.03)
+    trace = fd.trace(inputs, source="events")
+    assert trace.source == EventWatch.source
+    assert_sure(trace)
+    (rank,) = trace.ranks
+    computing = Counter(op.text for op in rank.ops if op.kind == "compute")
+    assert Counter(rank.ops[s.op].text for s in rank.slices if not s.on_host) == computing
+    torch.testing.assert_close(trace.outputs[0], fd.execute(inputs)[0])
 
 
 @pytest.mark.mpi(min_size=2)
