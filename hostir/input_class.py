@@ -105,7 +105,7 @@ class Classifier:
             return None
         found = [int(n) for n in known]
         pairs = [*zip(found[::2], found[1::2], strict=True)]
-        decided = (inner_persistent.pays, cluster_persistent.pays, inner_outer_persistent.pays)
+        decided = (inner_persistent.pays, cluster_persistent.row_class, inner_outer_persistent.pays)
         steps = [outer_persistent.step_of(rows, columns) for rows, columns in pairs]
         return (*(pays(rows, columns) for pays in decided for rows, columns in pairs), *steps)
 

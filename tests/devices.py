@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fuser import TensorView
+from fuser.inputs import flatten
 from fuser.ir.fusion import Fusion
 
 
@@ -19,10 +20,11 @@ def moved(t: torch.Tensor, device: str = "cuda") -> torch.Tensor:
 
 
 def passed(fusion: Fusion, inputs: Sequence[Any], device: str = "cuda") -> list[Any]:
-    """Return the inputs of a definition on a device, but for its CPU scalars and for numbers."""
+    """Return the flat inputs of a definition on a device, but for CPU scalars and numbers."""
+    flat = flatten(inputs, declared=fusion.inputs)
     return [
         moved(x, device)
         if isinstance(x, torch.Tensor) and not (isinstance(v, TensorView) and v.is_cpu_scalar)
         else x
-        for v, x in zip(fusion.inputs, inputs, strict=True)
+        for v, x in zip(fusion.inputs, flat, strict=True)
     ]

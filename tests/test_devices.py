@@ -36,8 +36,9 @@ def test_strides_and_offsets_are_kept(name: str) -> None:
 def test_cpu_scalars_and_numbers_stay() -> None:
     with FusionDefinition() as fd:
         x, s = fd.define_tensor([-1]), fd.define_tensor([], is_cpu=True)
-        one, n = fd.define_tensor([]), fd.define_scalar()
-        fd.add_output(x * s * one * n)
-    given = [torch.ones(2), torch.tensor(2.0), torch.tensor(3.0), 4.0]
-    a, b, c, d = passed(fd.fusion, given, "meta")
-    assert (a.is_meta, b is given[1], c.is_meta, d) == (True, True, True, 4.0)
+        one, n, sizes = fd.define_tensor([]), fd.define_scalar(), fd.define_vector(2)
+        fd.add_output(fd.ops.reshape(x * s * one * n, sizes))
+    scalar = torch.tensor(2.0)
+    given = [torch.ones(2), scalar, torch.tensor(3.0), 4.0, [1, 2]]
+    a, b, c, *numbers = passed(fd.fusion, given, "meta")
+    assert a.is_meta and b is scalar and c.is_meta and numbers == [4.0, 1, 2]

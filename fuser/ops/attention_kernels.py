@@ -250,7 +250,9 @@ def _efficient_backward(
         _by_rows(grad),
         *map(_by_rows, operands),
         None,
-        _by_rows(kept.out),
+        # The kernel for half floats looks for rows of it where they are in a contiguous one: it
+        # knows no stride of them.
+        _by_rows(kept.out).contiguous(),
         None,
         None,
         rows,

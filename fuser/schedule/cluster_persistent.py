@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fuser.device import DeviceInfo
+from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import RandomOp, WelfordOp
 from fuser.ir.scalar import Number, Symbol
@@ -29,30 +30,47 @@ from fuser.schedule.rows import levels_of, steps_that_read
 # have one.
 LONGEST_ROW_OF_A_BLOCK = max(columns for columns, _ in inner_persistent.ROWS_THAT_PAY)
 FEWEST_ROWS = 64
+# Rows of more elements take all blocks that may form a cluster, so that few rows are under way.
+LONG_ROW = 1 << 18
 # How often the blocks of a cluster may wait for one another for a row, and read what all rows
-# share. Measured on an H200, 128 x 1048576, bfloat16 and float32, beside several kernels: softmax
-# (2) 294 us, 288; 523, 530; with its gradient cross entropy (2) 334, 359; 504, 653; RMS norm (2)
-# 210, 206; 405, 404; its gradients (3) 507, 470; 917, 904; layer norm (4) 313, 235; 570, 423.
-MOST_WAITS = 2
+# share; and where elements have four bytes or more, so that these waits are less of the whole.
+# Measured on an H200, 512 x 131072, bfloat16 and float32, beside several kernels: softmax (2) 133
+# us, 151; 175, 269; RMS norm (2) 96, 105; 153, 199; its gradients (3) 242, 231; 363, 439; layer
+# norm (4) 125, 113; 183, 203.
+MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
-def pays(rows: int, columns: int) -> bool:
-    """Whether rows are too long for a block, and enough for clusters."""
-    return columns > LONGEST_ROW_OF_A_BLOCK and rows >= FEWEST_ROWS
+def row_class(rows: int, columns: int) -> int:
+    """Tell rows for which clusters never pay (0), long ones, and those above `LONG_ROW`."""
+    if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
+        return 0
+    return 1 if columns <= LONG_ROW else 2
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
     """Whether one kernel of clusters takes no longer than several, which share a row between
-    blocks: results lie along it, all else is little, and nothing random is computed anew at each
-    level. Measured as above, without results along the row (cross entropy): 198 us, 165; 251, 253;
-    with dropout (and layer norm): 1176 us, 514; 1224, 834."""
+    blocks.
+
+    Nothing random is computed anew at each level: with dropout layer norm takes 483 us, in two
+    kernels 242. The longest rows have results along them. Measured on an H200, 128 x 1048576,
+    bfloat16 and float32: softmax 294 us, several kernels 288; 523, 530; cross entropy with its
+    gradient 334, 359; 504, 653; without it 198, 165; 251, 253; layer norm 313, 235; 570, 423.
+    """
     known = inner_persistent.rows_of(fusion, sizes)
-    if known is None or not pays(*known):
+    found = 0 if known is None else row_class(*known)
+    if not found or any(isinstance(op, RandomOp) for op in fusion.exprs):
         return False
     view = RowView(fusion)
-    is_random = any(isinstance(op, RandomOp) for op in fusion.exprs)
+    if found == 1:
+        read = [
+            nbytes_of(v.dtype())
+            for v in fusion.inputs
+            if isinstance(v, TensorView) and v in view.full
+        ]
+        is_wide = min(read, default=4) >= 4
+        return _waits(view) <= (MOST_WAITS_WIDE if is_wide else MOST_WAITS)
     has_results = any(out in view.full for out in fusion.outputs)
-    return has_results and not is_random and _waits(view) <= MOST_WAITS
+    return has_results and _waits(view) <= MOST_WAITS
 
 
 def _waits(view: RowView) -> int:

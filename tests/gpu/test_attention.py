@@ -25,6 +25,8 @@ SIZES = {
     "largest heads": (1, 1, 40, 40, 256, 256),
     "larger heads": (1, 1, 40, 40, 264, 264),
     "other values": (2, 2, 16, 24, 32, 16),
+    "padded heads, other values": (2, 3, 5, 7, 4, 6),
+    "padded heads, other values, longer": (1, 2, 130, 33, 12, 20),
     "no keys": (2, 2, 4, 0, 8, 8),
     "no queries": (2, 2, 0, 4, 8, 8),
 }

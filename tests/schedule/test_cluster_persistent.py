@@ -150,8 +150,8 @@ def test_the_least_cluster_that_keeps_a_row_is_taken(
 
 def test_long_rows_are_one_kernel_on_gpus_with_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert cluster_persistent.pays(64, 65537) and not cluster_persistent.pays(63, 65537)
-    assert not cluster_persistent.pays(64, 65536)
+    sizes = (64, 65537), (63, 65537), (64, 65536), (64, 1 << 18), (64, (1 << 18) + 1)
+    assert [cluster_persistent.row_class(*size) for size in sizes] == [1, 0, 0, 1, 2]
     x = torch.randn(64, 69632)
     wanted = torch.softmax(x.double(), -1).float()
     h200 = ["schedules_for(h200)"]
@@ -182,27 +182,29 @@ def dropped_softmax(x: TensorView) -> TensorView:
     return softmax(ops.where(ops.lt(kept, 0.5), x, 0.0))
 
 
-@pytest.mark.parametrize(
-    ("build", "ranks", "is_one"),
-    [
-        (softmax, [2], True),
-        (rms_norm, [2, 1], True),
-        # What all rows share is read twice.
-        (rms_norm_gradient, [2, 1], False),
-        (layer_norm, [2, 1, 1], False),
-        (losses, [2], False),
-        (dropped_softmax, [2], False),
-    ],
-)
+# Which rows of the longest, of long ones in float32, and of these in bfloat16, are one kernel.
+WAITING: list[tuple[Build, list[int], tuple[bool, bool, bool]]] = [
+    (softmax, [2], (True, True, True)),
+    (rms_norm, [2, 1], (True, True, True)),
+    # What all rows share is read twice; twice, with a mean to wait for.
+    (rms_norm_gradient, [2, 1], (False, True, False)),
+    (layer_norm, [2, 1, 1], (False, True, False)),
+    (losses, [2], (False, True, True)),
+    (dropped_softmax, [2], (False, False, False)),
+]
+
+
+@pytest.mark.parametrize(("build", "ranks", "are_one"), WAITING)
 def test_what_makes_clusters_wait_often_is_several_kernels(
-    build: Build, ranks: list[int], is_one: bool
+    build: Build, ranks: list[int], are_one: tuple[bool, bool, bool]
 ) -> None:
-    fusion = define(build, *([None] * rank for rank in ranks))
-    shapes = [(128, 1 << 20)[-rank:] for rank in ranks]
-    row = scheduler("cluster_persistent")
-    assert row.accepts(fusion) is None
-    assert row.suits(fusion, sizes_of(fusion, *shapes)) is is_one
-    assert not row.suits(fusion, {}) and row.in_clusters
+    row, found = scheduler("cluster_persistent"), list[bool]()
+    for columns, dtype in ((1 << 20, "Float"), (1 << 18, "Float"), (1 << 18, "BFloat16")):
+        fusion = define(build, *([None] * rank for rank in ranks), dtype=DataType[dtype])
+        assert row.accepts(fusion) is None and not row.suits(fusion, {})
+        shapes = [(128, columns)[-rank:] for rank in ranks]
+        found.append(row.suits(fusion, sizes_of(fusion, *shapes)))
+    assert tuple(found) == are_one and row.in_clusters
 
 
 def test_narrow_elements_that_a_thread_keeps_are_converted_again(

@@ -205,8 +205,9 @@ def test_queries_and_keys_are_turned_in_one_launch() -> None:
     assert launched(fd, heads(8, 2, 17), "horizontal_fusion") == ["pointwise"] * 2
 
 
-def test_large_tensors_have_kernels_of_their_own() -> None:
+def test_large_tensors_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the sizes of whole tensors: a class of its own."""
+    monkeypatch.setattr(horizontal, "MAX_BYTES", 1 << 20)
     fd = queries_and_keys()
     length = horizontal.MAX_BYTES // (2 * 32 * (4 + 1 + 1 + 1))
     assert launched(fd, heads(4, 1, length)) == ["horizontal"]
