@@ -285,8 +285,14 @@ def _rewrite(
     fusion: Fusion, extent: ExtentMap, operand: ExtentMap, known: Mapping[Scalar, Scalar]
 ) -> None:
     """Rewrite every scalar of a fusion: extents, operands, inputs and classes."""
-    for tv in fusion.tensors():
+    tensors = fusion.tensors()
+    for tv in tensors:
         tv.domain = _map_extents(tv.domain, extent)
+    # A width is no extent, though it may be one's scalar: where it is 0 is not told by the key.
+    for tv in tensors:
+        if tv.domain.transforms:
+            changed = (t.rewritten(operand) for t in tv.domain.transforms)
+            tv.domain = tv.domain.having(transforms=changed)
     fusion.exprs = tuple(
         op.map_values(lambda v: v if isinstance(v, TensorView) else operand(v))
         for op in fusion.exprs
@@ -303,4 +309,4 @@ def _map_extents(domain: TensorDomain, extent: ExtentMap) -> TensorDomain:
         expanded = None if a.expanded is None else extent(a.expanded)
         return a.having(extent=extent(a.extent), expanded=expanded)
 
-    return domain.map_axes(axis).having(transforms=(t.rewritten(extent) for t in domain.transforms))
+    return domain.map_axes(axis)

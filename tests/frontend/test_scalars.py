@@ -245,6 +245,15 @@ def test_ranges_follow_from_where_symbols_stand() -> None:
     assert all(isinstance(e, Symbol) and e.lo == 1 for e in extents)
 
 
+def test_a_width_that_is_0_at_first_is_not_0_for_later_calls() -> None:
+    with FusionDefinition() as fd:
+        x, n = fd.define_tensor([-1]), fd.define_scalar(None, dtype=DataType.Int)
+        fd.add_output(fd.ops.add(fd.ops.pad(x, [n, 0]), 1.0))
+    given = torch.tensor([5.0, 6.0, 7.0])
+    for width, expected in ((0, [6, 7, 8]), (2, [1, 1, 6, 7, 8]), (-1, [7, 8]), (0, [6, 7, 8])):
+        assert fd.execute([given, width])[0].tolist() == expected
+
+
 # ------------------------------------------------------------------ the count of a welford
 @pytest.mark.parametrize(
     ("name", "expected"), [("sub", -4), ("fmod", 9), ("mod", 9), ("mul", 117), ("maximum", 13)]

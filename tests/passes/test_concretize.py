@@ -243,3 +243,30 @@ def test_only_lossless_casts_are_dropped() -> None:
     y, x = torch.randn(9), torch.randn(9).half()
     outs = evaluate_fusion(fusion, [y, x])
     torch.testing.assert_close(outs, [x.relu(), x.double(), y.half().float()])
+
+
+def padded_by_scalars(fusion: Fusion) -> Sequence[TensorView]:
+    """x with n elements in front and as many behind that it has the size of y, plus n."""
+    x, y = tensor(fusion, [-1]), tensor(fusion, [-1])
+    n = define_scalar(D.Int)
+    fusion.add_input(n)
+    behind = ops.sub(ops.sub(y.size(0), x.size(0)), n)
+    return [ops.add(ops.pad(ops.exp(x), [n, behind]), n)]
+
+
+def test_widths_of_0_belong_to_no_class() -> None:
+    fusion = defined(padded_by_scalars)
+    texts: dict[object, set[str]] = {}
+    for have, want, n in itertools.product((0, 1, 3, 4), (1, 3, 5), (-1, 0, 1)):
+        x = torch.rand(have)
+        inputs = [x, torch.zeros(want), n]
+        sizes = sizes_of(fusion, inputs)
+        concrete, key = concretize(fusion, sizes)
+        texts.setdefault(key, set()).add(str(concrete))
+        (out,) = evaluate_fusion(concrete, inputs, dtype=torch.float64, values=refined_sizes(sizes))
+        kept = {k + n: e for k, e in enumerate(x.double().exp())}
+        expected = (
+            torch.tensor([float(kept.get(k, 0.0)) for k in range(want)], dtype=torch.float64) + n
+        )
+        torch.testing.assert_close(out, expected, msg=lambda m, i=(have, want, n): f"{i}: {m}")
+    assert all(len(found) == 1 for found in texts.values()) and len(texts) <= 4
