@@ -61,8 +61,9 @@ def slice(
 ) -> TensorView:
     """Take [start, end) of every axis; ends beyond an extent are clamped, as in torch.
 
-    `manual_normalization` promises bounds in range, so that symbolic ones are used as they are. The
-    full range is a `set`, an empty one a `full`.
+    Bounds below 0 raise, symbolic ones once they are known. `manual_normalization` promises bounds
+    in range, so that symbolic ones are used as they are. The full range is a `set`, an empty one a
+    `full`.
     """
     name = "slice"
     tv = arg

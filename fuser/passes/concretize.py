@@ -13,7 +13,7 @@ What was decided is the key: equal keys mean that one result serves both sets of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from fuser.errors import InputError
 from fuser.ir import scalar as sc
@@ -22,6 +22,7 @@ from fuser.ir.domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import GatherOp, ScatterOp, SelectOp
 from fuser.ir.nodes import ReshapeOp, TensorOp
+from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scalar_python import Computed
 from fuser.ir.scans import TopKOp
@@ -51,8 +52,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
     """Return a concretized copy for these sizes, and its key.
 
     `sizes` binds the extent symbols (or the representatives of their classes) and integer scalar
-    inputs. Raises `InputError` for a reshape whose element counts differ for these sizes, and for a
-    gather whose index is larger than its table.
+    inputs. Raises `InputError` for a reshape whose element counts differ for these sizes, for a
+    gather whose index is larger than its table, and for a slice beyond an axis.
     """
     decide = KeyOfSizes(fusion)
     key = decide(sizes)
@@ -91,6 +92,8 @@ class KeyOfSizes:
         self._limited = [op for op in fusion.used_exprs() if isinstance(op, GatherOp | ScatterOp)]
         self._selected = [op for op in fusion.used_exprs() if isinstance(op, SelectOp)]
         self._chosen = [op for op in fusion.used_exprs() if isinstance(op, TopKOp)]
+        self._sliced = [op for op in fusion.used_exprs() if isinstance(op, SliceOp)]
+        self._room = Computed([x for op in self._sliced for x in _room(op)])
         self._extents = _used_extents(fusion)
         self._sizes = Computed(list(self._extents))
         self.clamps = Clamps(fusion)
@@ -117,6 +120,10 @@ class KeyOfSizes:
             extent = op.inp.domain.no_reductions[op.dim].size
             if problem := op.misfit(size_of(op.k, values), size_of(extent, values)):
                 raise InputError(f"topk: {problem}{_at(op)}")
+        if self._room.scalars:
+            room = self._room.at_once(values)
+            if room is None or min(room) < 0:
+                _check_bounds(self._sliced, values)
         empty, clamps = tuple(self._empty(values)), self.clamps.decide(values)
         if not (plans or empty or clamps):
             return ()
@@ -204,6 +211,26 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
                 f"shape {want} to be no larger than {tv} of shape {have}"
                 f"{f' apart from dimension {op.dim}' if k != op.dim else ''}{_at(op)}"
             )
+
+
+def _room(op: SliceOp) -> Iterator[Scalar]:
+    """Yield what is negative where a slice reads before or behind an axis, unless it never is."""
+    for axis, start, stop in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
+        found = (start, sc.sub(axis.size, stop))
+        yield from (x for x in found if not sc.is_nonnegative(x))
+
+
+def _check_bounds(ops: Sequence[SliceOp], values: Mapping[Symbol, Number]) -> None:
+    """Raise `InputError` for a slice that reads before or behind an axis."""
+    for op in ops:
+        for axis, *bounds in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
+            size = size_of(axis.size, values)
+            start, stop = (size_of(x, values) for x in bounds)
+            if start < 0 or stop > size:
+                raise InputError(
+                    f"slice: [{start}, {stop}) of axis {axis} of {op.inp}, which has {size} "
+                    f"elements{_at(op)}"
+                )
 
 
 def _at(op: TensorOp) -> str:

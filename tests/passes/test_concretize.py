@@ -270,3 +270,29 @@ def test_widths_of_0_belong_to_no_class() -> None:
         )
         torch.testing.assert_close(out, expected, msg=lambda m, i=(have, want, n): f"{i}: {m}")
     assert all(len(found) == 1 for found in texts.values()) and len(texts) <= 4
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_slice_stays_on_its_axis(is_manual: bool) -> None:
+    def build(fusion: Fusion) -> Sequence[TensorView]:
+        x, n, m = tensor(fusion, [-1, 4]), define_scalar(D.Int), define_scalar(D.Int)
+        fusion.add_input(n)
+        fusion.add_input(m)
+        return [ops.slice(ops.exp(x), [n, 0], [m, 4], manual_normalization=is_manual)]
+
+    fusion = defined(build)
+    for size, n, m in itertools.product((0, 1, 3), (-1, 0, 2, 4), (-2, 0, 1, 3, 4)):
+        inputs = [torch.rand(size, 4), n, m]
+        sizes = sizes_of(fusion, inputs)
+        if min(n, m) >= 0 and (not is_manual or n <= m <= size):
+            concrete, _ = concretize(fusion, sizes)
+            values = refined_sizes(sizes)
+            (out,) = evaluate_fusion(concrete, inputs, dtype=torch.float64, values=values)
+            torch.testing.assert_close(out, inputs[0][n:m].double().exp())
+            continue
+        with pytest.raises(InputError) as caught:
+            concretize(fusion, sizes)
+        assert "test_concretize" in str(caught.value)
+        if n < 0 <= m <= size:
+            found = f"slice: [{n}, {m}) of axis iS2{{i0}} of T1_l_float[iS2{{i0}}, iS3{{4}}]"
+            assert f"{found}, which has {size} elements" in str(caught.value)
