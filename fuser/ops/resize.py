@@ -73,13 +73,15 @@ def slice(
     starts, ends = _integers(start_indices, name), _integers(end_indices, name)
     _check_slice(tv, starts, ends, _integers(strides, name) if strides is not None else None)
     fusion = active_fusion()
+
+    def clamped(bound: Scalar, limit: Scalar) -> Scalar:
+        is_known = isinstance(bound, Const) and isinstance(limit, Const)
+        return bound if manual_normalization and not is_known else sc.minimum(bound, limit)
+
     bounds: list[tuple[Scalar, Scalar]] = []
     for axis, start, end in zip(axes_of(tv), starts, ends, strict=True):
-        size = fusion.canonical(axis.size)
-        if not manual_normalization or sc.int_value(size) is not None:
-            end = sc.minimum(end, size)
-            start = sc.minimum(start, end)
-        bounds.append((start, end))
+        end = clamped(end, fusion.canonical(axis.size))
+        bounds.append((clamped(start, end), end))
     sizes = [a.size for a in axes_of(tv)]
     widths = [
         (sc.mul(start, -1), sc.sub(end, size))

@@ -300,6 +300,19 @@ def test_a_clamped_slice_is_a_view_for_the_copy_too() -> None:
         assert (out.stride(), out.data_ptr()) == ((2,), x.data_ptr())
 
 
+@pytest.mark.parametrize("size", [-1, 5])
+def test_bounds_of_slices_are_clamped_once(size: int) -> None:
+    def define(fd: FusionDefinition) -> None:
+        x, n = fd.define_tensor([size]), fd.define_scalar(None, dtype=DataType.Int)
+        for start, end in ((n, fd.ops.add(n, 1)), (0, n), (n, 4), (1, 4)):
+            fd.add_output(fd.ops.slice(x, [start], [end]))
+
+    fd = written(define)
+    given = torch.rand(5)
+    for n in (0, 2, 5):
+        assert_same(again(fd).execute([given, n]), fd.execute([given, n]))
+
+
 def test_every_line_is_one_statement_of_python() -> None:
     (function,) = ast.parse(repr(written(sizes))).body
     assert isinstance(function, ast.FunctionDef)
