@@ -29,6 +29,7 @@ from fuser.ir.nodes import LibraryOp, ReductionOp, WelfordOp
 from fuser.ir.resizing import CatOp
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
+from fuser.ops.torch_meaning import REDUCING
 from fuser.record import record
 from fuser.schedule.facts import Facts, RunExtents
 from fuser.schedule.space import (
@@ -142,7 +143,7 @@ def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
         return "the fusion computes nothing"
     if any(out in fusion.inputs for out in fusion.outputs):
         return "an input is an output"
-    reason = table_rejection(fusion)
+    reason = table_rejection(fusion) or _shift_rejection(fusion)
     if reason is not None:
         return reason
     repeated = has_self_mapping(graph, fusion.tensors())
@@ -157,6 +158,15 @@ def table_rejection(fusion: Fusion) -> str | None:
         if isinstance(op, LookupOp) and op.table not in fusion.inputs:
             return f"the table {op.table} of {op.name} is computed in the same kernel"
     return None
+
+
+def _shift_rejection(fusion: Fusion) -> str | None:
+    """Threads that need another one's result of a reduction find it in memory, as where a slice
+    leaves one element, an axis less, for all."""
+    reduced = [out for op in fusion.exprs if isinstance(op, REDUCING) for out in op.outputs]
+    resized = tensors_above_resize(fusion) if reduced else frozenset[TensorView]()
+    shifted = next((tv for tv in reduced if tv in resized), None)
+    return None if shifted is None else f"{shifted}, which is reduced, is read at other indices"
 
 
 def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fuser import ops
+from fuser import FusionDefinition, ops
 from fuser.device import CPU, H200
 from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.fusion import Fusion
@@ -310,3 +310,32 @@ def test_an_input_that_is_read_elsewhere_is_not_overwritten() -> None:
     fusion.add_output(out, alias_input=x)
     assert "overwrites" in rejections(fusion)["pointwise"]
     assert "overwrites" in rejections(fusion)["transpose"]
+
+
+# ------------------------------------------------------------------ one result of many
+@pytest.mark.parametrize("options", [[], ["schedules_for(h200)"]], ids=["cpu", "h200"])
+@pytest.mark.parametrize("kind", ["sum", "var_mean"])
+@pytest.mark.parametrize(("dims", "shape"), [([0], [5, 7]), ([1], [50, 300]), ([0, 1], [3, 5, 70])])
+def test_one_result_meets_all(
+    kind: str, dims: list[int], shape: list[int], options: list[str]
+) -> None:
+    """A thread holds its own results: another one's comes from memory."""
+    (kept,) = {*range(len(shape))} - {*dims}
+    bounds = (
+        [int(k == kept) for k in range(len(shape))],
+        [1 + (k == kept) for k in range(len(shape))],
+    )
+    with FusionDefinition() as fd:
+        x = fd.define_tensor(shape)
+        if kind == "sum":
+            reduced = fd.ops.sum(x, dims, True)
+        else:
+            reduced = fd.ops.var_mean(x, dims, 0, True)[0]
+        second = fd.ops.slice(reduced, *bounds)
+        fd.add_output(fd.ops.mul(x, fd.ops.add(second, reduced)))
+    given = torch.rand(shape)
+    wide = given.double()
+    expected = wide.sum(dims, True) if kind == "sum" else wide.var(dims, correction=0, keepdim=True)
+    expected = wide * (expected.narrow(kept, 1, 1) + expected)
+    (out,) = fd.execute([given], _enable_options=options)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
