@@ -1,8 +1,15 @@
-"""Op functions that change extents: slice, pad, cat. Logical axes are Resizes of root axes."""
+"""Op functions that change extents: slice, pad, cat. Logical axes are Resizes of root axes.
+
+A resized axis of one element is a broadcast, as any of the constant size 1. Where sizes decide, it
+is `?` until `fuser.passes.concretize` knows them: `x[2:3]`, `x[:n]`, `x[1:]`. As an axis of an
+input is none, whatever its size, neither is what one of size 1 makes, nor what a clamp leaves:
+`x[:5]` iterates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fuser.errors import ArgumentError, DtypeError, user_line
 from fuser.ir import scalar as sc
@@ -12,8 +19,10 @@ from fuser.ir.dtypes import category, dtype_text
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
-from fuser.ir.scalar import Const, Scalar, ScalarLike
+from fuser.ir.scalar import Apply, Const, Scalar, ScalarLike
+from fuser.ir.scalar_nodes import postorder
 from fuser.ir.tensor import TensorView
+from fuser.ir.types import IterType
 from fuser.ops.building import (
     SizeLike,
     add_op,
@@ -36,15 +45,43 @@ def resized_domain(
 ) -> TensorDomain:
     """Return the domain whose logical axes are root axes, resized where the widths are not 0."""
     built = DomainBuilder(fusion, root)
-    logical = [
-        axis
-        if sc.int_value(left) == 0 and sc.int_value(right) == 0
-        else built.resize(axis, left, right)
-        for axis, (left, right) in zip(root, widths, strict=True)
-    ]
+    logical: list[IterDomain] = []
+    for axis, (left, right) in zip(root, widths, strict=True):
+        if sc.int_value(left) == 0 and sc.int_value(right) == 0:
+            logical.append(axis)
+            continue
+        out = built.resize(axis, left, right)
+        if out.kind is IterType.iteration and _may_be_one(fusion, axis, out):
+            out = built.restate(out, replace(out, kind=IterType.symbolic))
+        logical.append(out)
     return TensorDomain.of(
         logical, root=root, transforms=built.transforms, between=built.axes.values()
     )
+
+
+def _may_be_one(fusion: Fusion, axis: IterDomain, resized: IterDomain) -> bool:
+    """Whether an axis may be resized to one element, though it has more and no clamp acts.
+
+    What cannot be negative is a size as those of inputs are: `x[:y.size(0)]`, `x[:n // 2]`.
+    """
+    size, extent = fusion.canonical(axis.size), fusion.canonical(resized.extent)
+    meant = _unclamped(extent, size)
+    value = sc.int_value(meant)
+    return not sc.is_nonnegative(meant) if value is None else value == 1
+
+
+def _unclamped(x: Scalar, size: Scalar) -> Scalar:
+    """Return `x` where no minimum is the size of the axis: of two others, it is a constant."""
+    known: dict[Scalar, Scalar] = {}
+    seen: set[Scalar] = set()
+    for y in postorder(x, seen.__contains__):
+        seen.add(y)
+        if isinstance(y, Apply) and y.op == "min":
+            others = [sc.substitute(a, known) for a in y.args if a != size]
+            constants = [a for a in others if isinstance(a, Const)]
+            if constants or len(others) == 1:
+                known[y] = (constants or others)[0]
+    return sc.substitute(x, known)
 
 
 def _integers(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:

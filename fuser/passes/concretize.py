@@ -1,6 +1,7 @@
 """Concretize: decide, on a copy, what the structure of a fusion owes to the sizes of its inputs.
 
-Before: reshapes that could not be compared symbolically have `?` axes, and any extent may be 0.
+Before: reshapes that could not be compared symbolically have `?` axes, as have slices and pads that
+may leave one element, and any extent may be 0.
 After: no axis is `?`, the extents of one class are one scalar, and a tensor without elements (or a
 reduction over none) is a `full`. An extent of 0 is the constant 0, the symbol of any other is at
 least 1, wherever it stands. Every later stage relies on it.
@@ -32,7 +33,12 @@ from fuser.ir.verify import verify_fusion
 from fuser.ops.reshape import ReshapePlan, plan_reshape
 from fuser.passes.clamps import Clamps
 from fuser.passes.fill_empty import fill_empty
-from fuser.passes.resolve_symbolic import is_undecided, resolve_symbolic
+from fuser.passes.resolve_symbolic import (
+    deciding_sizes,
+    is_undecided,
+    iterate_resized,
+    resolve_symbolic,
+)
 from fuser.record import record
 
 ExtentMap = Callable[[Scalar], Scalar]
@@ -40,10 +46,12 @@ ExtentMap = Callable[[Scalar], Scalar]
 
 @record
 class ConcretizationKey:
-    """The decisions: a plan per undecided reshape in program order, the extents that are 0, and
-    which argument each minimum or maximum of sizes is."""
+    """The decisions: a plan per undecided reshape, and per undecided axis that a slice or pad makes
+    or an expand names whether its size is 1, in program order; the extents that are 0, and which
+    argument each minimum or maximum of sizes is."""
 
     plans: tuple[ReshapePlan, ...]
+    ones: tuple[bool, ...]
     empty: tuple[Scalar, ...]
     clamps: tuple[int, ...]
 
@@ -89,6 +97,7 @@ class KeyOfSizes:
         reshapes = [op for op in fusion.used_exprs() if isinstance(op, ReshapeOp)]
         # With the element counts that sizes have to make equal; None where they are.
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
+        self._deciding = [x for op in fusion.used_exprs() for x in deciding_sizes(op)]
         self._limited = [op for op in fusion.used_exprs() if isinstance(op, GatherOp | ScatterOp)]
         self._selected = [op for op in fusion.used_exprs() if isinstance(op, SelectOp)]
         self._chosen = [op for op in fusion.used_exprs() if isinstance(op, TopKOp)]
@@ -125,9 +134,10 @@ class KeyOfSizes:
             if room is None or min(room) < 0:
                 _check_bounds(self._sliced, values)
         empty, clamps = tuple(self._empty(values)), self.clamps.decide(values)
-        if not (plans or empty or clamps):
+        ones = tuple(size_of(size, values) == 1 for size in self._deciding)
+        if not (plans or ones or empty or clamps):
             return ()
-        return ConcretizationKey(tuple(plans), empty, clamps)
+        return ConcretizationKey(tuple(plans), ones, empty, clamps)
 
     def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
         """Yield the symbolic extents that are 0, each once, in program order.
@@ -287,8 +297,9 @@ def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
 def refine_extents(fusion: Fusion) -> None:
     """State that no extent of `fusion` is 0, for a fusion that is not concretized.
 
-    Its kernels run where that holds.
+    Its kernels run where that holds. Resized axes iterate.
     """
+    iterate_resized(fusion)
     known = _decided(fusion, lambda _: None)
 
     def refined(x: Scalar) -> Scalar:

@@ -1,6 +1,7 @@
 """Resolve `?` axes: give undecided reshapes their transforms and pass the kinds on downstream.
 
-Before: some reshapes have `?` axes without transforms, and so have tensors computed from them.
+Before: some reshapes have `?` axes without transforms, slices and pads have `?` axes that may be of
+size 1, and so have tensors computed from them.
 After: every axis is an iteration, a broadcast or a reduction. Tensors and axes keep their numbers.
 """
 
@@ -26,13 +27,15 @@ from fuser.ir.domain import (
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import GatherOp
 from fuser.ir.path import Rules, SizeRules, forward, replay
+from fuser.ir.resizing import PadOp, SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import join_axes, unexpanded
 from fuser.ops.reshape import ReshapePlan, transformed_domain
 
-Values = Mapping[Symbol, Number]
+# None: no size is known, and nothing is compared.
+Values = Mapping[Symbol, Number] | None
 
 
 def is_undecided(op: nodes.TensorOp) -> bool:
@@ -43,21 +46,50 @@ def is_undecided(op: nodes.TensorOp) -> bool:
     return op.out.domain.is_undecided or not op.out.domain.root_numbers
 
 
+def resized_axes(op: nodes.TensorOp) -> tuple[IterDomain, ...]:
+    """Return the axes that are broadcasts where their op leaves one element of them."""
+    if not isinstance(op, SliceOp | PadOp):
+        return ()
+    domain = op.out.domain
+    outs = domain.states(t.out for t in domain.transforms if isinstance(t, Resize))
+    return tuple(a for a in outs if a.kind is IterType.symbolic)
+
+
+def deciding_sizes(op: nodes.TensorOp) -> tuple[Scalar, ...]:
+    """Return the sizes of an op of which it counts whether they are 1, apart from a reshape's."""
+    if isinstance(op, nodes.ExpandOp):
+        pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
+        return tuple(
+            size for a, size in pairs if a.kind is IterType.symbolic and sc.int_value(size) is None
+        )
+    return tuple(a.size for a in resized_axes(op))
+
+
+def iterate_resized(fusion: Fusion) -> None:
+    """Rewrite `fusion` in place: every `?` axis of slices and pads iterates, whatever its size.
+
+    For kernels of no input class. What such an axis is joined with has its size.
+    """
+    if any(resized_axes(op) for op in fusion.used_exprs()):
+        resolve_symbolic(fusion, iter(()), None)
+
+
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
     """Rewrite `fusion` in place; `plans` has one entry per undecided reshape that is used."""
     exprs: list[nodes.TensorOp] = []
     changed: set[TensorView] = set()
     for op in fusion.used_exprs():
         is_stale = any(v in changed for v in op.inputs if isinstance(v, TensorView))
-        if is_undecided(op):
+        if is_undecided(op) and values is not None:
             assert isinstance(op, nodes.ReshapeOp)
             exprs += (e.replace(where=op.where) for e in _decide(fusion, op, next(plans), values))
             changed.add(op.out)
             continue
-        if is_stale:
+        if is_stale or resized_axes(op):
             for out in op.outputs:
                 changed.add(out)
-                out.domain = _updated(out.domain, _root_states(fusion, op, out, values))
+                states = _root_states(fusion, op, out, values)
+                out.domain = _updated(out.domain, states, values)
         exprs.append(op)
     fusion.exprs = exprs
 
@@ -78,7 +110,7 @@ def _decide(
             else replace(a, kind=IterType.iteration)
             for q, a in enumerate(out.domain.logical)
         ]
-        out.domain = _updated(out.domain.having(root=()), states)
+        out.domain = _updated(out.domain.having(root=()), states, values)
         return [op]
     exprs: list[nodes.TensorOp] = []
     source = op.inp
@@ -88,7 +120,7 @@ def _decide(
         axes = [source.domain.no_reductions[g.ins[0]] for g in plan.groups]
         _unify(fusion, zip(axes, sizes, strict=True), values)
         states = [_like(a, axis) for a, axis in zip(out.domain.logical, axes, strict=True)]
-        out.domain = _updated(out.domain.having(root=()), states)
+        out.domain = _updated(out.domain.having(root=()), states, values)
         return [nodes.SqueezeOp(out, source, flags=_squeezed_flags(source, plan))]
     if plan.squeezed:
         source = _squeezed(fusion, source, plan, exprs)
@@ -98,7 +130,7 @@ def _decide(
     named = targets if not plan.added else []
     domain = _grouped_domain(fusion, source, groups, named, values)
     if not plan.added:
-        _define(out, domain)
+        _define(out, domain, values)
         exprs.append(nodes.ReshapeOp(out, source))
         return exprs
     middle = source
@@ -113,7 +145,7 @@ def _decide(
         else _like(a, next(sources))
         for a, new in zip(out.domain.logical, flags, strict=True)
     ]
-    out.domain = _updated(out.domain.having(root=()), states)
+    out.domain = _updated(out.domain.having(root=()), states, values)
     exprs.append(nodes.BroadcastOp(out, middle, flags=flags))
     return exprs
 
@@ -138,7 +170,7 @@ def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
 def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
     """State that an axis that is kept has the size that the reshape names."""
     for axis, size in pairs:
-        if size_of(axis.size, values) == size_of(size, values):
+        if _size(axis.size, values) == _size(size, values):
             fusion.unify_extents(axis.size, size)
 
 
@@ -162,7 +194,7 @@ def _grouped_domain(
     return transformed_domain(fusion, root, groups, named=named)
 
 
-def _define(out: TensorView, domain: TensorDomain) -> None:
+def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
     """Give `out` new root, logical axes and transforms, and replay its loop transforms."""
     old = out.domain
     whole = old.having(
@@ -174,7 +206,7 @@ def _define(out: TensorView, domain: TensorDomain) -> None:
             for n, a in domain.axes.items()
         ),
     )
-    out.domain = _updated(whole, list(domain.root))
+    out.domain = _updated(whole, list(domain.root), values)
 
 
 # ------------------------------------------------------------------ downstream
@@ -197,7 +229,7 @@ def _root_states(
         _check_sizes(op, pairs, values)
         joined = join_axes(fusion, pairs, op.name)
         if isinstance(op, nodes.ExpandOp):
-            joined = _expanded(op, joined, op.shape[position], values)
+            joined = _expanded(fusion, op, joined, op.shape[position], values)
         elif isinstance(op, nodes.LibraryOp) and not op.KEEPS_EXPANDED:
             joined = unexpanded(joined)
         elif isinstance(op, GatherOp) and position in op.narrowed():
@@ -213,16 +245,23 @@ def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
     return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
 
 
-def _expanded(op: nodes.ExpandOp, axis: IterDomain, size: Scalar, values: Values) -> IterDomain:
-    have, want = size_of(axis.size, values), size_of(size, values)
-    if axis.is_broadcast and axis.expanded is None and want != 1:
-        return replace(axis, expanded=size)
-    if not axis.is_broadcast and have != want:
+def _expanded(
+    fusion: Fusion, op: nodes.ExpandOp, axis: IterDomain, size: Scalar, values: Values
+) -> IterDomain:
+    have, want = _size(axis.size, values), _size(size, values)
+    if axis.is_broadcast and axis.expanded is None:
+        return axis if want == 1 else replace(axis, expanded=size)
+    if have != want:
         raise InputError(
             f"expand: only broadcast axes change their size. For these sizes, axis {axis} of "
             f"{op.inp} has size {have}, not {want} (at {op.where})"
         )
+    fusion.unify_extents(axis.size, size, f"expand: {op.inp} at {op.where}")
     return axis
+
+
+def _size(x: Scalar, values: Values) -> int | None:
+    return None if values is None else size_of(x, values)
 
 
 def _check_squeeze(op: nodes.SqueezeOp, values: Values) -> None:
@@ -230,7 +269,7 @@ def _check_squeeze(op: nodes.SqueezeOp, values: Values) -> None:
         if gone and not axis.is_broadcast:
             raise InputError(
                 "Can not squeeze non-broadcasting dimension(s). For these sizes, axis "
-                f"{axis} of {op.inp} has size {size_of(axis.size, values)} (at {op.where})"
+                f"{axis} of {op.inp} has size {_size(axis.size, values)} (at {op.where})"
             )
 
 
@@ -241,7 +280,7 @@ def _check_sizes(
     sized = [(tv, a) for tv, a in pairs if not a.is_broadcast]
     for tv, axis in sized[1:]:
         first_tv, first = sized[0]
-        have, want = size_of(first.size, values), size_of(axis.size, values)
+        have, want = _size(first.size, values), _size(axis.size, values)
         if have != want:
             raise InputError(
                 f"Expected sizes to match, but found {have} and {want} in {op.name} of {first_tv} "
@@ -250,9 +289,10 @@ def _check_sizes(
 
 
 # ------------------------------------------------------------------ replay
-def _updated(domain: TensorDomain, states: Sequence[IterDomain]) -> TensorDomain:
+def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values) -> TensorDomain:
     """Return the domain in which these axes have new states and derived axes follow."""
-    known = replay(forward(domain.transforms), {a.number: a for a in states}, _Restate(domain))
+    rules = _Restate(domain, values)
+    known = replay(forward(domain.transforms), {a.number: a for a in states}, rules)
     made = domain.with_axes(
         *(replace(a, ptype=domain.axes[n].ptype) for n, a in known.items() if n in domain.axes)
     )
@@ -268,8 +308,8 @@ class _Restate(Rules[IterDomain]):
 
     needs_all = False
 
-    def __init__(self, domain: TensorDomain) -> None:
-        self._axes = domain.axes
+    def __init__(self, domain: TensorDomain, values: Values) -> None:
+        self._axes, self._values = domain.axes, values
         self._sizes = SizeRules()
 
     def split(self, t: Split, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
@@ -288,7 +328,12 @@ class _Restate(Rules[IterDomain]):
         return _sized(out, like, self._sizes.merge(t, o.size, i.size))
 
     def resize(self, t: Resize, inp: IterDomain) -> IterDomain:
-        return replace(self._axes[t.out], extent=self._sizes.resize(t, inp.size))
+        out, size = self._axes[t.out], self._sizes.resize(t, inp.size)
+        if out.kind is not IterType.symbolic:
+            return replace(out, extent=size)
+        if self._values is not None and size_of(size, self._values) == 1:
+            return replace(out, kind=IterType.broadcast, extent=sc.ONE)
+        return replace(out, kind=IterType.iteration, extent=size)
 
     def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
         return _sized(self._axes[t.out], inp, inp.size)
