@@ -256,12 +256,21 @@ def join_axes(
         return _bare(pairs[0][1], IterType.broadcast, sc.ONE, size)
     known = [(tv, a) for tv, a in concrete if a.kind is not IterType.symbolic]
     if not known:
-        return _bare(concrete[0][1], IterType.symbolic, concrete[0][1].extent, None)
+        size = _size_of_undecided(fusion, [a.extent for _, a in concrete])
+        return _bare(concrete[0][1], IterType.symbolic, size, None)
     skipped = (IterType.symbolic, IterType.broadcast)
     sized = [(tv, a.size) for tv, a in pairs if a.kind not in skipped or a.expanded is not None]
     extent = _join_sizes(fusion, sized, what)
     assert extent is not None
     return _bare(known[0][1], IterType.iteration, extent, None)
+
+
+def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
+    """Return the size that `?` axes have together: that of the first which is not 1."""
+    *firsts, last = dict.fromkeys(fusion.canonical(x) for x in sizes)
+    for x in reversed(firsts):
+        last = sc.where(sc.eq(x, 1), last, x)
+    return last if firsts else sizes[0]
 
 
 def unexpanded(axis: IterDomain) -> IterDomain:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuser import DeviceMesh, FusionDefinition, ParallelType
+from fuser import DataType, DeviceMesh, FusionDefinition, ParallelType
 from fuser.errors import InputError
 from fuser.frontend.manual import KernelExecutor
 from fuser.ir.binding import bind_inputs
@@ -19,6 +19,7 @@ from multidevice import shard_tensor, simulate
 from tests.frontend.again import again
 
 Op = Callable[[Any, Any, Any], Any]
+FLOAT = DataType.Float
 Torch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -87,6 +88,13 @@ CASES: dict[str, tuple[Op, Torch, list[tuple[tuple[int, int], tuple[int, int]]]]
         lambda fd, x, y: fd.ops.sum(fd.ops.add(row(fd, x, 1), y), 0),
         lambda x, y: (x[1:2, :4] + y).sum(0),
         [((5, 4), (5, 4)), ((2, 4), (6, 4)), ((1, 4), (0, 4))],
+    ),
+    "the size of two crops together": (
+        lambda fd, x, y: fd.ops.full(
+            [fd.ops.add(fd.ops.pad(x, [0, -3]), fd.ops.pad(y, [-2, 0])).size(1)], 2.0, FLOAT
+        ),
+        lambda x, y: torch.full_like((x[:, : x.shape[1] - 3] + y[:, 2:])[0], 2.0),
+        [((5, 4), (5, 9)), ((5, 9), (5, 3)), ((5, 4), (5, 3)), ((5, 7), (5, 6))],
     ),
     "reshape": (
         lambda fd, x, y: fd.ops.reshape(fd.ops.relu(row(fd, x, 2)), [4]),
