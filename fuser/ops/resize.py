@@ -20,7 +20,6 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.guard import active_fusion
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Apply, Const, Scalar, ScalarLike
-from fuser.ir.scalar_nodes import postorder
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType
 from fuser.ops.building import (
@@ -51,7 +50,7 @@ def resized_domain(
             logical.append(axis)
             continue
         out = built.resize(axis, left, right)
-        if out.kind is IterType.iteration and _may_be_one(fusion, axis, out):
+        if out.kind is IterType.iteration and _may_be_one(fusion, axis.size, left, right):
             out = built.restate(out, replace(out, kind=IterType.symbolic))
         logical.append(out)
     return TensorDomain.of(
@@ -59,29 +58,26 @@ def resized_domain(
     )
 
 
-def _may_be_one(fusion: Fusion, axis: IterDomain, resized: IterDomain) -> bool:
-    """Whether an axis may be resized to one element, though it has more and no clamp acts.
+def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bool:
+    """Whether an axis of this size may be resized to one element, though it has more and no clamp
+    acts.
 
     What cannot be negative is a size as those of inputs are: `x[:y.size(0)]`, `x[:n // 2]`.
     """
-    size, extent = fusion.canonical(axis.size), fusion.canonical(resized.extent)
-    meant = _unclamped(extent, size)
+    size = fusion.canonical(size)
+    start, end = sc.mul(fusion.canonical(left), -1), sc.add(size, fusion.canonical(right))
+    # The end is clamped to the size, the start to the end.
+    meant = sc.sub(_unclamped(end, size), _unclamped(start, end))
     value = sc.int_value(meant)
     return not sc.is_nonnegative(meant) if value is None else value == 1
 
 
-def _unclamped(x: Scalar, size: Scalar) -> Scalar:
-    """Return `x` where no minimum is the size of the axis: of two others, it is a constant."""
-    known: dict[Scalar, Scalar] = {}
-    seen: set[Scalar] = set()
-    for y in postorder(x, seen.__contains__):
-        seen.add(y)
-        if isinstance(y, Apply) and y.op == "min":
-            others = [sc.substitute(a, known) for a in y.args if a != size]
-            constants = [a for a in others if isinstance(a, Const)]
-            if constants or len(others) == 1:
-                known[y] = (constants or others)[0]
-    return sc.substitute(x, known)
+def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
+    """Return what `x` is the minimum of, beside `limit`; `x` where it is no such minimum."""
+    if not (isinstance(x, Apply) and x.op == "min"):
+        return x
+    others = [a for a in x.args if sc.int_value(sc.sub(a, limit)) != 0]
+    return others[0] if len(others) == 1 else x
 
 
 def _integers(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:

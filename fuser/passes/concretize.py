@@ -97,7 +97,7 @@ class KeyOfSizes:
         reshapes = [op for op in fusion.used_exprs() if isinstance(op, ReshapeOp)]
         # With the element counts that sizes have to make equal; None where they are.
         self._reshapes = [(op, _counts(fusion, op)) for op in reshapes]
-        self._deciding = [x for op in fusion.used_exprs() for x in deciding_sizes(op)]
+        self._deciding = Computed([x for op in fusion.used_exprs() for x in deciding_sizes(op)])
         self._limited = [op for op in fusion.used_exprs() if isinstance(op, GatherOp | ScatterOp)]
         self._selected = [op for op in fusion.used_exprs() if isinstance(op, SelectOp)]
         self._chosen = [op for op in fusion.used_exprs() if isinstance(op, TopKOp)]
@@ -134,10 +134,17 @@ class KeyOfSizes:
             if room is None or min(room) < 0:
                 _check_bounds(self._sliced, values)
         empty, clamps = tuple(self._empty(values)), self.clamps.decide(values)
-        ones = tuple(size_of(size, values) == 1 for size in self._deciding)
+        ones = tuple(self._ones(values))
         if not (plans or ones or empty or clamps):
             return ()
         return ConcretizationKey(tuple(plans), ones, empty, clamps)
+
+    def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
+        """Return of every deciding size whether it is 1."""
+        sizes = self._deciding.scalars
+        found = self._deciding.at_once(values) if sizes else ()
+        known = (size_of(x, values) for x in sizes) if found is None else found
+        return (n == 1 for n in known)
 
     def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
         """Yield the symbolic extents that are 0, each once, in program order.

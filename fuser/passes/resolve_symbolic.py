@@ -226,10 +226,13 @@ def _root_states(
         if not pairs:
             states.append(axis)
             continue
-        _check_sizes(op, pairs, values)
+        sized = _check_sizes(op, axis, pairs, values)
+        if axis.is_reduction():
+            for _, other in sized[1:]:
+                fusion.unify_extents(sized[0][1].size, other.size, f"{op.name} at {op.where}")
         joined = join_axes(fusion, pairs, op.name)
         if isinstance(op, nodes.ExpandOp):
-            joined = _expanded(fusion, op, joined, op.shape[position], values)
+            joined = _expanded(fusion, op, joined, axis, op.shape[position], values)
         elif isinstance(op, nodes.LibraryOp) and not op.KEEPS_EXPANDED:
             joined = unexpanded(joined)
         elif isinstance(op, GatherOp) and position in op.narrowed():
@@ -246,8 +249,17 @@ def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
 
 
 def _expanded(
-    fusion: Fusion, op: nodes.ExpandOp, axis: IterDomain, size: Scalar, values: Values
+    fusion: Fusion,
+    op: nodes.ExpandOp,
+    axis: IterDomain,
+    out: IterDomain,
+    size: Scalar,
+    values: Values,
 ) -> IterDomain:
+    """Return `axis`, of the operand, expanded to `size`; `out` is what the definition made of it,
+    and what this decides of those that are `?` there is in `deciding_sizes`."""
+    if out.is_broadcast:
+        return replace(axis, expanded=out.expanded)
     have, want = _size(axis.size, values), _size(size, values)
     if axis.is_broadcast and axis.expanded is None:
         return axis if want == 1 else replace(axis, expanded=size)
@@ -274,10 +286,18 @@ def _check_squeeze(op: nodes.SqueezeOp, values: Values) -> None:
 
 
 def _check_sizes(
-    op: nodes.TensorOp, pairs: Sequence[tuple[TensorView, IterDomain]], values: Values
-) -> None:
-    """Check that concrete axes agree, now that they are known to be concrete."""
-    sized = [(tv, a) for tv, a in pairs if not a.is_broadcast]
+    op: nodes.TensorOp,
+    out: IterDomain,
+    pairs: Sequence[tuple[TensorView, IterDomain]],
+    values: Values,
+) -> list[tuple[TensorView, IterDomain]]:
+    """Return the axes whose sizes agree, concrete and expanded ones, now that they are known to be
+    such, after a check. Of those that are contracted none is spread."""
+    sized = [
+        (tv, a)
+        for tv, a in pairs
+        if not a.is_broadcast or a.expanded is not None or out.is_reduction()
+    ]
     for tv, axis in sized[1:]:
         first_tv, first = sized[0]
         have, want = _size(first.size, values), _size(axis.size, values)
@@ -286,6 +306,7 @@ def _check_sizes(
                 f"Expected sizes to match, but found {have} and {want} in {op.name} of {first_tv} "
                 f"and {tv} (at {op.where})"
             )
+    return sized
 
 
 # ------------------------------------------------------------------ replay

@@ -3,6 +3,7 @@ per input class, values against torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from fuser.errors import InputError
 from fuser.frontend.manual import KernelExecutor
 from fuser.ir.binding import bind_inputs
 from fuser.ir.types import IterType
-from fuser.passes.concretize import KeyOfSizes
+from fuser.passes.concretize import KeyOfSizes, concretize
 from multidevice import shard_tensor, simulate
 from tests.frontend.again import again
 
@@ -48,6 +49,14 @@ CASES: dict[str, tuple[Op, Torch, list[tuple[tuple[int, int], tuple[int, int]]]]
         lambda fd, x, y: fd.ops.expand(row(fd, x, 0), [y.size(0), -1]),
         lambda x, y: x[:1, :4].expand(y.shape[0], -1),
         [((5, 4), (5, 4)), ((5, 4), (1, 4)), ((5, 4), (3, 4))],
+    ),
+    "expand of another axis": (
+        lambda fd, x, y: fd.ops.expand(
+            fd.ops.broadcast(fd.ops.squeeze(row(fd, x, 1), [0]), [True, False]),
+            [fd.ops.sub(y.size(0), 1), -1],
+        ),
+        lambda x, y: x[1, :4].expand(y.shape[0] - 1, -1),
+        [((5, 4), (2, 1)), ((5, 4), (4, 1)), ((5, 4), (1, 1))],
     ),
     "squeeze": (
         lambda fd, x, y: fd.ops.add(fd.ops.squeeze(row(fd, x, 2), [0]), fd.ops.sum(y, 0)),
@@ -83,6 +92,16 @@ CASES: dict[str, tuple[Op, Torch, list[tuple[tuple[int, int], tuple[int, int]]]]
         lambda fd, x, y: fd.ops.matmul(row(fd, x, 1), y),
         lambda x, y: x[1:2, :4] @ y,
         [((5, 4), (4, 3)), ((2, 4), (4, 4)), ((1, 4), (4, 4))],
+    ),
+    "product of a column": (
+        lambda fd, x, y: fd.ops.matmul(fd.ops.pad(x, [0, -3]), y),
+        lambda x, y: x[:, : x.shape[1] - 3] @ y,
+        [((5, 4), (1, 3)), ((5, 7), (4, 3)), ((5, 4), (1, 1)), ((5, 3), (0, 3))],
+    ),
+    "sum of what is spread": (
+        lambda fd, x, y: fd.ops.add(fd.ops.expand(row(fd, x, 1), [3, -1]), y),
+        lambda x, y: x[1:2, :4].expand(3, -1) + y,
+        [((5, 4), (3, 4)), ((2, 4), (3, 4))],
     ),
     "a sum over it": (
         lambda fd, x, y: fd.ops.sum(fd.ops.add(row(fd, x, 1), y), 0),
@@ -135,13 +154,19 @@ def test_values(name: str) -> None:
         # Two are left, of the class of what ran before.
         ("crop by a pad", ((5, 7), (5, 4)), ((5, 5), (5, 4))),
         ("two crops", ((5, 7), (5, 6)), ((5, 7), (5, 8))),
+        # One row of many columns has no product with many rows.
+        ("product of a column", ((5, 4), (1, 3)), ((5, 4), (2, 3))),
+        ("product of a column", ((5, 4), (1, 3)), ((5, 4), (0, 3))),
+        # What an expand has spread is spread, whatever stands beside it: an input is no broadcast.
+        ("sum of what is spread", ((5, 4), (3, 4)), ((5, 4), (1, 4))),
     ],
 )
 def test_sizes_that_do_not_fit(name: str, right: Any, wrong: Any) -> None:
-    fd = defined(CASES[name][0])
-    fd.execute([torch.randn(s) for s in right])
-    with pytest.raises(InputError, match=r"size|extent"):
-        fd.execute([torch.randn(s) for s in wrong])
+    fresh, used = (defined(CASES[name][0]) for _ in range(2))
+    used.execute([torch.randn(s) for s in right])
+    for fd in (fresh, used):
+        with pytest.raises(InputError, match=r"size|extent|constant value"):
+            fd.execute([torch.randn(s) for s in wrong])
 
 
 def test_an_expand_of_many_keeps_its_size() -> None:
@@ -178,6 +203,24 @@ def kind_of(op: Op) -> IterType:
 )
 def test_only_what_may_leave_one_element_is_undecided(op: Op, kind: IterType) -> None:
     assert kind_of(op) is kind
+
+
+@pytest.mark.parametrize("size", [-1, 5])
+def test_bounds_decide_whatever_is_known_of_the_axis(size: int) -> None:
+    with FusionDefinition() as fd:
+        x, n = fd.define_tensor([size]), fd.define_scalar(None, dtype=DataType.Int)
+        ends = {"?": [(n, fd.ops.add(n, 1)), (0, n), (n, 4)], "i": [(n, fd.ops.add(n, 2)), (1, 4)]}
+        found = {k: [fd.ops.slice(x, [a], [b]) for a, b in pairs] for k, pairs in ends.items()}
+        for tv in (*found["?"], *found["i"]):
+            fd.add_output(fd.ops.add(tv, 0.0))
+    for kind, tensors in found.items():
+        assert [tv.domain.logical[0].kind.value for tv in tensors] == [kind] * len(tensors)
+    given = torch.rand(5)
+    for one, k in itertools.product((fd, again(fd)), (1, 3, 2, 0)):
+        expected = [given[k : k + 1], given[:k], given[k:4], given[k : k + 2], given[1:4]]
+        torch.testing.assert_close(
+            one.execute([given, k]), expected, msg=lambda m, k=k: f"{k}: {m}"
+        )
 
 
 def test_classes() -> None:
@@ -229,3 +272,10 @@ def test_in_a_kernel_of_ones_own() -> None:
     torch.testing.assert_close(executor.run([x, y])[0], x[1:] + y)
     with pytest.raises(InputError, match="extent"):
         executor.run([torch.randn(2, 4), y])
+
+
+def test_what_is_spread_is_known_to_fit_before_it_is_joined() -> None:
+    fusion = defined(CASES["sum of what is spread"][0]).fusion
+    sizes = bind_inputs(fusion, [torch.zeros(5, 4), torch.zeros(1, 4)])
+    with pytest.raises(InputError, match="found 3 and 1 in add"):
+        concretize(fusion, sizes)  # pyright: ignore[reportArgumentType]
