@@ -70,7 +70,9 @@ def summed(ref: Tensor, bound: Tensor, sizes: Tensor, n: int, dtype: str, *, is_
     """Return sums of `n` floating numbers, whose absolute values add up to `sizes`, in any order;
     `is_exact` says of known whole ones."""
     out = accumulated(ref, bound, sizes + bound, n, dtype)
-    out = Val(ref, torch.where(torch.isfinite(ref) | (bound > 0), out.bound, 0.0), dtype)
+    # One part of a complex sum may be rounded where the other is infinite: nothing says how much.
+    not_finite = INF if ref.is_complex() else 0.0
+    out = Val(ref, torch.where(torch.isfinite(ref) | (bound > 0), out.bound, not_finite), dtype)
     # The order of a sum decides what becomes of an overflow on the way.
     near = sizes.nan_to_num(0, posinf=0) > DTYPES["Float" if dtype in HALF else dtype].largest / 8
     out = Val(ref, torch.where(near, INF, out.bound), dtype)

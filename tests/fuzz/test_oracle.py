@@ -249,6 +249,19 @@ def test_added_rows() -> None:
     assert compare(out, value) is not None
 
 
+def test_the_finite_part_of_an_infinite_complex_sum_is_rounded() -> None:
+    x, rows = (torch.complex(_inputs(i, 40), _inputs(i + 1, 40)).reshape(20, 2) for i in (0, 2))
+    x[:, 0].real[::2], rows[:, 1].imag[3] = math.inf, -math.inf
+    given, added = (exact(t.to(torch.complex128), "ComplexFloat") for t in (x, rows))
+    at = torch.arange(20)
+    value = lookups.index_put_accumulate(given, exact(at, "Int"), added)
+    out = x.index_put((at,), rows, accumulate=True)
+    assert compare(out, value) is None
+    assert compare(x.sum(0), reductions.reduce("sum", given, [0])) is None
+    out[3, 0] *= 1 + 1e-3
+    assert compare(out, value) is not None
+
+
 def test_blocks_are_those_of_brute_force() -> None:
     x = _inputs(0, 640).reshape(2, 320) * 10 ** _inputs(1, 640).reshape(2, 320)
     x[0, :32], x[1, 5] = 0.0, math.inf
