@@ -139,7 +139,11 @@ def pointwise(name: str, operands: Sequence[Val | Num]) -> Val:
         return _zero_signs(row, vals, Val(ref, bound, "Bool"))
     bound = torch.where(_turns(name, vals), INF, bound)
     scale = None if row.scale is None else row.scale(*(v.ref for v in vals)).abs()
-    out = computed(ref, bound, compute, row.ulps, scale, [v.ref for v in vals])
+    factors = [v.ref for v in vals]
+    if row.name in ("div", "truediv"):
+        # What divides a whole row may be divided by once: a quotient is a product then.
+        factors.append(vals[1].ref.reciprocal())
+    out = computed(ref, bound, compute, row.ulps, scale, factors)
     out = _zero_signs(row, vals, out)
     return stored(out.ref, out.bound, result) if result in HALF else out
 

@@ -62,6 +62,17 @@ def test_one_wrong_element_is_noticed() -> None:
     assert "1 of 100000 elements" in str(compare(out, value))
 
 
+def test_a_quotient_may_be_a_product_with_a_reciprocal() -> None:
+    """Which is not exact where the quotient is, but for divisors that are powers of two."""
+    x, two = _inputs(0, 1000), torch.tensor(2.0)
+    of_itself = elementwise.pointwise("div", [exact(x.double(), "Float")] * 2)
+    product = x * x.reciprocal()
+    assert bool((product != 1).any()) and compare(product, of_itself) is None
+    assert compare(product * (1 + 1e-6), of_itself) is not None
+    halves = elementwise.pointwise("div", [exact(t.double(), "Float") for t in (x, two)])
+    assert compare(x / 2, halves) is None and halves.is_exact
+
+
 def test_errors_accumulate_through_statements() -> None:
     x = _inputs(3, 1000)
     env: oracle.Env = {"x": exact(x.double(), "Float")}
