@@ -303,7 +303,8 @@ class IndexPutAccumulateOp(LibraryOp):
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
         tv = (self.acc, self.index, self.value)[operand_index]
         axes = tv.domain.no_reductions if tv is not self.index else ()
-        found = [None if k == 0 or a.is_broadcast else k for k, a in enumerate(axes)]
+        is_one = [a.is_broadcast and a.expanded is None for a in axes]
+        found = [None if k == 0 or one else k for k, one in enumerate(is_one)]
         return (*found, *[None] * (self.out.ndim - len(found)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:

@@ -119,6 +119,29 @@ def test_on_ranks(where: str, ranks: int) -> None:
     assert ("Allgather" in results[0][1]) == (where != "columns")
 
 
+@pytest.mark.parametrize("with_value", [False, True])
+def test_columns_on_ranks_of_a_value_that_repeats_one(with_value: bool) -> None:
+    acc, value, index = draw(8, 2, 4), draw(12, 1, 1).expand(12, 1, 4), torch.arange(12) % 5
+
+    def program() -> tuple[Tensor, str]:
+        mesh = DeviceMesh([0, 1])
+        with FusionDefinition() as fd:
+            tensors = [fd.from_pytorch(t) for t in (acc, index, value)]
+            fd.add_output(ops.index_put_accumulate(*tensors))
+            for tv in tensors:
+                tv.set_device_mesh(mesh)
+            for tv in (tensors[0], tensors[2])[: 1 + with_value]:
+                cut(tv, 2, mesh)
+        given = [shard_tensor(t, tv) for t, tv in zip((acc, index, value), tensors, strict=True)]
+        return fd.execute(given)[0], fd.fec.host_program().full_text()
+
+    with simulate(2) as world:
+        results = world.run(program)
+    whole = torch.cat([out for out, _ in results], 2)
+    torch.testing.assert_close(whole.double(), wanted(acc, index, value))
+    assert ("LocalSlice" in results[0][1]) == (not with_value)
+
+
 def test_wrong_calls() -> None:
     with FusionGuard(Fusion()):
         x, i = define_tensor([4, 3]), define_tensor([-1], dtype=D.Int)
