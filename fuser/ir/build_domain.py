@@ -79,14 +79,15 @@ class DomainBuilder:
     def resize(self, inp: IterDomain, left: Scalar, right: Scalar) -> IterDomain:
         """Resize an axis: a broadcast where its size is the constant 1, else an iteration.
 
-        An expanded broadcast that is only cropped stays one.
+        Else an expanded broadcast that is only cropped stays one.
         """
         extent = sc.add(sc.add(inp.size, left), right)
+        is_one = sc.int_value(extent) == 1
         only_crops = all(sc.is_nonnegative(sc.mul(v, -1)) for v in (left, right))
-        if inp.is_broadcast and inp.expanded is not None and only_crops:
+        if inp.is_broadcast and inp.expanded is not None and only_crops and not is_one:
             out = self._fusion.new_axis(sc.ONE, IterType.broadcast, expanded=extent, rfactor=True)
         else:
-            kind = IterType.broadcast if sc.int_value(extent) == 1 else IterType.iteration
+            kind = IterType.broadcast if is_one else IterType.iteration
             out = self._fusion.new_axis(extent, kind, rfactor=True)
         self.axes[out.number] = out
         self._lead(Resize(inp.number, out.number, left, right), inp)

@@ -147,6 +147,20 @@ def test_slice(starts: list[int], ends: list[int], static: bool) -> None:
     torch.testing.assert_close(out, ref.double())
 
 
+def test_one_of_many_equal_elements_is_one_element() -> None:
+    """An axis cropped to 1 stands beside axes of 1 wherever those may."""
+    x, wide = rand(3, 1), rand(3, 1).expand(3, 6)
+
+    def build(x: TensorView, wide: TensorView) -> tuple[TensorView, ...]:
+        one = ops.slice(wide, [0, 2], [3, 3])
+        return ops.squeeze(one, [1]), ops.expand(one, [3, 4]), ops.add(one, x)
+
+    _, outs = run(build, x, wide, static=True)
+    one = wide[:, 2:3]
+    for out, expected in zip(outs, (one.squeeze(1), one.expand(3, 4), one + x), strict=True):
+        torch.testing.assert_close(out, expected.double(), rtol=1e-6, atol=1e-6)
+
+
 def test_slice_with_scalar_bounds() -> None:
     fusion = Fusion()
     with FusionGuard(fusion):
