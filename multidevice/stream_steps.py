@@ -50,12 +50,16 @@ def _stream_positions(tv: TensorView) -> list[tuple[int, Cut]]:
     return [(tv.domain.logical_numbers.index(n), cut) for n, cut in stream_cuts(tv)]
 
 
+def _is_one_step(op: TensorOp) -> bool:
+    return isinstance(op, LibraryOp) and not op.RUNS_IN_STEPS
+
+
 def is_computable_in_steps(op: TensorOp) -> bool:
     """Whether blocks along the stream axis of an op's results come from blocks of its operands.
 
     True without stream axes.
     """
-    if isinstance(op, LibraryOp) and not op.RUNS_IN_STEPS:
+    if _is_one_step(op):
         return not any(map(_stream_positions, op.outputs))
     first = _stream_positions(op.out_tensor)
     if any(_stream_positions(out) != first for out in op.outputs[1:]):
@@ -298,7 +302,11 @@ def _not_computable(op: TensorOp, out: TensorView) -> UnsupportedError:
     types = [cut.ptype for number, cut in stream_cuts(out) if number in uncuttable]
     streams = [a for a in out.domain.loop if a.is_stream]
     axis = next((a for a in streams if a.ptype in types), streams[0])
+    others = [o for o in op.outputs if _stream_positions(o) != _stream_positions(out)]
+    why = "a block of the result is not made from blocks of the operands"
+    if others and not types and not _is_one_step(op):
+        why = f"the same steps make {others[0]}, which does not stand on it"
     return UnsupportedError(
-        f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: "
-        f"a block of the result is not made from blocks of the operands{user_code(op.where)}"
+        f"{op.name} cannot be computed in steps along the stream axis {axis} of {out}: {why}"
+        f"{user_code(op.where)}"
     )

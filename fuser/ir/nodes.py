@@ -164,6 +164,10 @@ class FullOp(TensorOp):
     value: Scalar = operand()
     TEXT = "{out}\n   = full({shape}, {value});"
 
+    @property
+    def name(self) -> str:
+        return "full"
+
     def axis_map(self, operand_index: int) -> AxisMap:
         return (None,) * len(self.out.domain.maybe_root)
 
@@ -176,6 +180,10 @@ class IotaOp(TensorOp):
     start: Scalar = operand()
     step: Scalar = operand()
     TEXT = "{out}\n   = iota({length}, {start}, {step}, {out.dtype});"
+
+    @property
+    def name(self) -> str:
+        return "iota"
 
     def axis_map(self, operand_index: int) -> AxisMap:
         return (None,)

@@ -137,7 +137,7 @@ def test_sizes_among_the_operands_are_local_too() -> None:
     texts = {op.name: " ".join(str(op).split()) for op in local.exprs}
     assert texts["slice"].endswith("{ {0, 4, 1} {1, 4, 1} } )")
     assert texts["expand"].endswith("{4, 3} )")
-    assert "full({4, 3}, double(2))" in texts["FullOp"]
+    assert "full({4, 3}, double(2))" in texts["full"]
 
 
 def test_a_partial_product_is_the_local_product_and_an_axis_of_one() -> None:

@@ -187,42 +187,6 @@ def test_a_stream_of_blocks_of_a_given_size_is_refused() -> None:
         shard_fusion(fusion)
 
 
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        (lambda x: ops.pad(x, [0, 0, 1, 0]), "pad"),
-        (lambda x: ops.cat([x, x], 0), "cat"),
-        (lambda x: ops.reshape(x, [2, 3, 4]), "reshape"),
-    ],
-)
-def test_what_cannot_be_computed_in_steps_is_refused(build: object, name: str) -> None:
-    fusion = Fusion()
-    with FusionGuard(fusion):
-        x = models.inputs({"x": [6, 4]})["x"]
-        out = models.tensor(build(x))  # pyright: ignore
-        fusion.add_output(out)
-    stream(out, 1 if name == "reshape" else 0, 3)
-    with pytest.raises(UnsupportedError, match=rf"{name}.* cannot be computed in steps.*streamIdx"):
-        shard_fusion(fusion)
-
-
-@pytest.mark.parametrize(
-    ("shape", "result", "count"),
-    [([2, 8], [2, 2, 4], 4), ([4, 12], [4, 3, 4], 2), ([2, 12], [2, 2, 6], 4)],
-)
-def test_blocks_of_a_reshape_that_its_operand_does_not_have_are_refused(
-    shape: list[int], result: list[int], count: int
-) -> None:
-    fusion = Fusion()
-    with FusionGuard(fusion):
-        x = models.inputs({"x": shape})["x"]
-        out = models.tensor(ops.reshape(ops.sin(x), result))
-        fusion.add_output(out)
-    stream(out, 1, count)
-    with pytest.raises(UnsupportedError, match=r"reshape.* cannot be computed in steps.*streamIdx"):
-        shard_fusion(fusion)
-
-
 def test_a_stream_that_was_not_asked_for_ends_at_a_reshape_that_makes_other_blocks() -> None:
     """Empty steps behind blocks of one index are no blocks of the axis that the reshape splits."""
     fusion = Fusion()
