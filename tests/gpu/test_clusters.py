@@ -73,6 +73,7 @@ def test_a_row_in_registers_is_in_no_memory_of_threads() -> None:
     program = fd._executor_cache()._last().program
     (kernel,) = [program.kernel(group) for group in program.container.groups.values()]
     assert isinstance(kernel, KernelExecutor)
-    (variant,) = [v for v in kernel.variants if "forget(" in v.kernel.source.text]
-    assert isinstance(variant.compiled, CudaKernel)
-    assert variant.compiled.attributes()["local_bytes"] == 0
+    keeping = [v.compiled for v in kernel.variants if "forget(" in v.kernel.source.text]
+    assert keeping
+    for compiled in keeping:
+        assert isinstance(compiled, CudaKernel) and compiled.attributes()["local_bytes"] == 0
