@@ -73,8 +73,8 @@ def test_a_row_in_registers_is_in_no_memory_of_threads() -> None:
     program = fd._executor_cache()._last().program
     (kernel,) = [program.kernel(group) for group in program.container.groups.values()]
     assert isinstance(kernel, KernelExecutor)
-    narrow = [v for v in kernel.variants if "forget(" in v.kernel.source.text]
-    keeping = [v.compiled for v in narrow if v.compiled is not None]
-    assert keeping
-    for compiled in keeping:
-        assert isinstance(compiled, CudaKernel) and compiled.attributes()["local_bytes"] == 0
+    exact = [v for v in kernel.variants if ", exact," in str(v.params)]
+    assert exact and all("forget(" in v.kernel.source.text for v in exact)
+    compiled = [v.compiled for v in exact if isinstance(v.compiled, CudaKernel)]
+    assert [kernel.attributes()["local_bytes"] for kernel in compiled] == [0] * len(compiled)
+    assert compiled
