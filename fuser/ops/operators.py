@@ -151,13 +151,14 @@ def _bounds(
     if item.step not in (None, 1):
         raise unsupported("slice", f"{tv}[{_shown(key)}]: a step other than 1")
     start, end = _end(tv, key, item.start, 0, size), _end(tv, key, item.stop, size, size)
-    return start, sc.maximum(start, end)
+    # A scalar below 0 is refused once it is known: it is not to be hidden.
+    return start, end if isinstance(item.stop, Scalar) else sc.maximum(start, end)
 
 
 def _end(
     tv: TensorView, key: object, given: Any, default: Scalar | int, size: Scalar
 ) -> Scalar | int:
-    """Return an end of a slice as torch takes it: counted from the end where it is negative."""
+    """Return an end of a slice as torch takes it: a negative number counts from the end."""
     if given is None:
         return default
     if isinstance(given, bool) or not isinstance(given, int | Scalar):

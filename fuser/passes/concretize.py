@@ -244,9 +244,10 @@ def _check_bounds(ops: Sequence[SliceOp], values: Mapping[Symbol, Number]) -> No
             size = size_of(axis.size, values)
             start, stop = (size_of(x, values) for x in bounds)
             if start < 0 or stop > size:
+                hint = "; scalars below 0 do not count from the end" * (min(start, stop) < 0)
                 raise InputError(
                     f"slice: [{start}, {stop}) of axis {axis} of {op.inp}, which has {size} "
-                    f"elements{_at(op)}"
+                    f"elements{hint}{_at(op)}"
                 )
 
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import ArgumentError, DefinitionError, DtypeError, UnsupportedError
+from fuser.errors import (
+    ArgumentError,
+    DefinitionError,
+    DtypeError,
+    InputError,
+    UnsupportedError,
+)
 
 Build = Callable[..., Any]
 
@@ -128,6 +134,19 @@ def test_a_number_of_the_call_chooses() -> None:
         row, rest = fd.execute([a, chosen])
         torch.testing.assert_close(row, a[chosen])
         torch.testing.assert_close(rest, a[:, chosen:])
+
+
+@pytest.mark.parametrize(("start", "end"), [(-3, 6), (2, -1), (-3, -1)])
+def test_scalars_do_not_count_from_the_end(start: int, end: int) -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1], contiguity=True, dtype=DataType.Double)
+        s, e = (fd.define_scalar(dtype=DataType.Int) for _ in range(2))
+        fd.add_output(x[s:e] * 2.0)
+    a = draw(6)
+    for s, e in ((1, 4), (5, 2), (2, 9)):
+        torch.testing.assert_close(fd.execute([a, s, e])[0], a[s:e] * 2)
+    with pytest.raises(InputError, match="6 elements; scalars below 0 do not count from the end"):
+        fd.execute([a, start, end])
 
 
 def test_operators_may_stand_in_rows_of_ops() -> None:
