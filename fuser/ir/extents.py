@@ -47,6 +47,10 @@ class ExtentClasses:
             return
         if _rank(a) > _rank(b):
             a, b = b, a
+        self._join(a, b, reason)
+
+    def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
+        """Let `a` stand for `b`, or be equal to it; both are representatives."""
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
             self._reasons, self._is_shared = dict(self._reasons), False
@@ -88,10 +92,16 @@ class ExtentClasses:
             x = substitute(x, known)
 
     def relations(self) -> tuple[Relation, ...]:
-        """Return (x, representative) for every symbol of a class, then the other equalities."""
+        """Return (x, representative) for every symbol of a class, then the other equalities, over
+        representatives."""
         if self._relations is None:
-            found = ((s, self.canonical(s)) for s in self._classes)
-            self._relations = (*found, *self._whole)
+            found = dict.fromkeys((s, self.canonical(s)) for s in self._classes)
+            for x, y in self._whole:
+                pair = self._substituted(x), self._substituted(y)
+                if pair[0] != pair[1]:
+                    found[pair] = None
+                    self._reasons.setdefault(pair, self._reasons[x, y])
+            self._relations = tuple(found)
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
@@ -99,11 +109,21 @@ class ExtentClasses:
         return self._reasons.get((x, representative)) or self._reasons.get(x, "")
 
     def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
-        """Replace symbols in every equality; those that say nothing any more are dropped."""
+        """Replace symbols in every equality; those that say nothing any more are dropped. What
+        stood for another goes on doing so, whichever symbol is the lower one."""
         said = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
         self.__init__()
         for x, y, reason in said:
-            self.unify(substitute(y, values), substitute(x, values), reason)
+            self.write(substitute(x, values), substitute(y, values), reason)
+
+    def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
+        """State that two extents are equal, and that the first is written as the second where both
+        are symbols."""
+        x, y = self.canonical(x), self.canonical(y)
+        if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
+            self._join(y, x, reason)
+        else:
+            self.unify(y, x, reason)
 
 
 def _rank(x: Scalar) -> tuple[int, object]:

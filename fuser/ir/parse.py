@@ -277,7 +277,7 @@ class Parser(ValueParser):
     def _equal(self) -> None:
         extent = self.scalar()
         self.cursor.take("=")
-        self.fusion.unify_extents(self.scalar(), extent)
+        self.fusion.extents.write(extent, self.scalar())
 
     def math(self) -> None:
         """Read `Inputs: ... Outputs: ... %kernel_math { ... } // %kernel_math` into the fusion."""

@@ -274,6 +274,23 @@ def test_in_a_kernel_of_ones_own() -> None:
         executor.run([torch.randn(2, 4), y])
 
 
+def test_a_part_that_is_the_whole_joins_what_it_was_cut_from() -> None:
+    """`i0 = min(4, i1)`, and that is `i1`: which one is written stays so where sizes decide it."""
+    shapes = [(4,), (4,)]
+    for joined in (lambda fd, p, x, z: (p + x) + z, lambda fd, p, x, z: (p + z) + x):
+        for order in ((0, 1), (1, 0)):
+            with FusionDefinition() as fd:
+                inputs = [fd.define_tensor([-1], contiguity=True) for _ in shapes]
+                x, z = (inputs[k] for k in order)
+                fd.add_output(joined(fd, fd.ops.slice(z, [0], [4]), x, z))
+            a, b = (torch.randn(s) for s in shapes)
+            for made in (fd, again(fd)):
+                got = made.execute([a, b])[0]
+                torch.testing.assert_close(got, a + b + (a, b)[order[1]])
+            with pytest.raises(InputError):
+                fd.execute([torch.randn(3), torch.randn(5)])
+
+
 def test_what_is_spread_is_known_to_fit_before_it_is_joined() -> None:
     fusion = defined(CASES["sum of what is spread"][0]).fusion
     sizes = bind_inputs(fusion, [torch.zeros(5, 4), torch.zeros(1, 4)])
