@@ -95,7 +95,7 @@ class ExtentClasses:
         """Return (x, representative) for every symbol of a class, then the other equalities, over
         representatives."""
         if self._relations is None:
-            found = dict.fromkeys((s, self.canonical(s)) for s in self._classes)
+            found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
             for x, y in self._whole:
                 pair = self._substituted(x), self._substituted(y)
                 if pair[0] != pair[1]:
