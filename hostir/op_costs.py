@@ -15,9 +15,10 @@ from typing import Any
 from fuser import options
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir.attention import AttentionOp, SdpaBwdOp, SdpaFwdOp
+from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.core import Op
 from fuser.ir.dtypes import DataType, nbytes_of, to_torch
-from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
+from fuser.ir.mma import GroupedMmaOp, ProductOp, ScaledMmaOp
 from fuser.ir.nodes import LibraryOp, LinearOp, MatmulOp, TensorOp
 from fuser.ir.scans import ArgsortOp, TopKOp
 from fuser.ir.storage import expanded_positions, memory_order
@@ -85,6 +86,18 @@ def _unit(op: PostOnStream, sizes: Sizes, machine: Machine) -> Cost:
     )
 
 
+def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
+    """The result is written, groups are put there, one after the other, and tiles made of it."""
+    groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
+    cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)
+    more = groups + 1
+    return replace(
+        cost,
+        seconds=cost.seconds + more * machine.launch_s,
+        host_s=cost.host_s + more * machine.host_library_s,
+    )
+
+
 # ------------------------------------------------------------------ sorts
 def _argsort(op: ArgsortOp, sizes: Sizes, machine: Machine) -> Cost:
     """A radix sort: each byte of the elements moves all of them, and their places."""
@@ -135,8 +148,7 @@ def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
     if groups:
         extents[op.ragged] = math.ceil(extents[op.ragged] / groups)
     m, n, k = (extents[c] for c in "mnk")
-    nbytes = _held(op.mat1, sizes) + _held(op.mat2, sizes)
-    cost = _matmul_cost(groups, m, n, k, nbytes, op, machine)
+    cost = _product_cost(groups, m, n, k, op, sizes, machine)
     more = max(groups - 1, 0)
     return replace(
         cost,
@@ -146,11 +158,19 @@ def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Bytes are read, and multiplied at the rate of a wider dtype: theirs is not measured."""
     (m, k), n = sizes(op.mat1), sizes(op.mat2)[1]
-    nbytes = sum(_held(tv, sizes) for field, tv in op.tensors() if field != "out")
-    dtype = DataType.Float if machine.device == CPU else DataType.BFloat16
-    return _matmul_cost(1, m, n, k, nbytes, op, machine, dtype=dtype)
+    return _product_cost(1, m, n, k, op, sizes, machine)
+
+
+def _product_cost(
+    batch: int, m: int, n: int, k: int, op: ProductOp, sizes: Sizes, machine: Machine
+) -> Cost:
+    """Return the cost of products of what is read on the device. Floats of one byte are multiplied
+    at the rate of a wider dtype: theirs is not measured."""
+    nbytes = sum(_held(tv, sizes) for f, tv in op.tensors() if f not in ("offsets", "out"))
+    wider = DataType.Float if machine.device == CPU else DataType.BFloat16
+    dtype = wider if op.is_scaled else None
+    return _matmul_cost(batch, m, n, k, nbytes, op, machine, dtype=dtype)
 
 
 def _matmul_cost(
@@ -342,6 +362,7 @@ COSTS: dict[type[Op], Callable[[Any, Sizes, Machine], Cost | None]] = {
     Allocate: _allocate,
     ArgsortOp: _argsort,
     GroupedMmaOp: _grouped,
+    GroupedScalesOp: _grouped_scales,
     LaunchKernel: _kernel,
     LinearOp: _linear,
     LocalSlice: _slice,

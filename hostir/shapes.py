@@ -10,6 +10,7 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.attention import AttentionOp
 from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.dtypes import DataType, dtype_text
@@ -68,6 +69,8 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
     elif isinstance(op, IndexPutAccumulateOp):
         for pair in zip(_axes(op.acc), _axes(op.out), strict=True):
             _check_sizes(op, list(pair), values)
+    elif isinstance(op, GroupedScalesOp):
+        _check_groups(op, values)
     elif isinstance(op, AlongAxisOp):
         _check_along(op, values)
     elif isinstance(op, _MAPPED):
@@ -82,8 +85,8 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
     for field, tv in op.tensors():
         for k, (letter, axis) in enumerate(zip(op.letters(field), _axes(tv), strict=True)):
             by_letter.setdefault(letter, []).append(axis)
-            if op.is_whole(letter) and any(p.is_device for p in _spread(tv, k)):
-                raise VerifyError(f"{op.name}: {axis[2]} of {tv} is cut, and is needed whole")
+            if op.is_whole(letter):
+                _check_whole(op, tv, k)
     for axes in by_letter.values():
         _check_sizes(op, axes, values)
 
@@ -95,9 +98,20 @@ def _check_along(op: AlongAxisOp, values: Mapping[Symbol, Number]) -> None:
             if is_mapped is not None:
                 _check_sizes(op, [source, made], values)
     for tv in (op.inp, *op.outputs):
-        if any(p.is_device for p in _spread(tv, op.dim)):
-            axis = tv.domain.no_reductions[op.dim]
-            raise VerifyError(f"{op.name}: {axis} of {tv} is cut, and is needed whole")
+        _check_whole(op, tv, op.dim)
+
+
+def _check_groups(op: GroupedScalesOp, values: Mapping[Symbol, Number]) -> None:
+    for tv in (op.inp, op.input_offsets, op.output_offsets, op.out):
+        for k in range(tv.ndim):
+            _check_whole(op, tv, k)
+    _check_sizes(op, [*_axes(op.input_offsets), *_axes(op.output_offsets)], values)
+
+
+def _check_whole(op: Op, tv: TensorView, k: int) -> None:
+    if any(p.is_device for p in _spread(tv, k)):
+        axis = tv.domain.no_reductions[k]
+        raise VerifyError(f"{op.name}: {axis} of {tv} is cut, and is needed whole")
 
 
 def _check_slice(op: HirAliasSelect | LocalSlice, values: Mapping[Symbol, Number]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_overloads
 
 import fuser
 from fuser.errors import UnsupportedError
@@ -99,6 +99,13 @@ def meaning_of(row: OpRow) -> str:
     return re.split(r"(?<=[^.]\.) (?=[A-Z])", text)[0].removeprefix("Append ")
 
 
+def _refused() -> Iterator[tuple[OpRow, str]]:
+    """Yield the ops that are refused, and why."""
+    for row in ROWS.values():
+        if not row.is_implemented:
+            yield row, meaning_of(row).removeprefix("Raise `UnsupportedError`: ")
+
+
 def _table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     rows = [list(titles), ["---"] * len(list(titles)), *map(list, lines)]
     return "\n".join(
@@ -123,7 +130,10 @@ def page() -> str:
     """Return the text of the page."""
     rows = [row for row in ROWS.values() if row.is_implemented]
     is_plain = {row.name: row.name in PUBLIC and not row.sample for row in rows}
-    missing = ", ".join(f"`{row.name}`" for row in ROWS.values() if not row.is_implemented)
+    refused = [
+        f"`{row.name}({arguments_of(row.function)})` raises `UnsupportedError`: {why}"
+        for row, why in _refused()
+    ]
     rules = [(name, rule.sentence) for name, rule in DTYPE_RULES.items()]
     others = [(f"`{name}`", hint) for name, hint in sorted(SPELLED.items())]
     return "\n".join(
@@ -137,7 +147,8 @@ def page() -> str:
             _table(["rule", "what it says"], rules),
             "\n## Names elsewhere\n",
             _table(["name", "here"], others),
-            f"\nNot implemented yet, and refused with `UnsupportedError`: {missing}.\n",
+            "\n## Refused\n",
+            "\n".join(refused) + "\n",
         )
     )
 
@@ -169,12 +180,14 @@ def _annotation(text: str) -> _Bare:
 
 
 def _signatures(row: OpRow) -> Iterator[inspect.Signature]:
-    """Yield a signature per overload: with a tensor in each place of an operand, then without."""
+    """Yield a signature per overload: with a tensor in each place of an operand, then without; else
+    the function's own."""
     found = inspect.signature(row.function)
     kinds = {p.name: p.annotation for p in found.parameters.values()}
     places = {name: _OF_SCALARS[kind] for name, kind in kinds.items() if kind in _OF_SCALARS}
     if found.return_annotation != "Operand" or not places:
-        yield _shown(found, {}, found.return_annotation)
+        for found in map(inspect.signature, get_overloads(row.function) or [row.function]):
+            yield _shown(found, {}, found.return_annotation)
         return
     for place in places:
         yield _shown(found, {place: "TensorView"}, "TensorView")
@@ -228,8 +241,8 @@ def differences() -> str:
     names: dict[str, list[str]] = {}
     for name, advice in fuser._REFUSED.items():
         names.setdefault(advice, []).append(f"fuser.{name}")
-    without = "not there yet: a call raises"
-    names[without] = [f"fd.ops.{row.name}" for row in ROWS.values() if not row.is_implemented]
+    for row, why in _refused():
+        names.setdefault(f"a call raises: {why}", []).append(f"fd.ops.{row.name}")
     without = "no tensor has this dtype: `define_tensor` raises"
     names[without] = [str(dtype) for dtype in DataType if not _has_tensors(dtype)]
     lines = (

@@ -99,8 +99,13 @@ inputs = [torch.rand(4, 8), torch.rand(4, 8), torch.rand(6, 4), torch.rand(2, 4,
         f"""{_OPEN}
 x, a, b, bias = real(4, 64), real(4, 16), real(16, 8), real(8)
 scale_a, scale_b = real(4, 1), real(1, 8)
+tokens8 = real(6, 4, dtype=DataType.Float8_e4m3fn)
+experts8 = real(2, 4, 3, dtype=DataType.Float8_e4m3fn)
+ends, scale_rows, scale_columns = real(2, dtype=DataType.Int32), real(6, 1), real(2, 1, 3)
 inputs = [torch.randn(4, 64), torch.randn(4, 16), torch.randn(16, 8), torch.randn(8),
-          torch.rand(4, 1), torch.rand(1, 8)]""",
+          torch.rand(4, 1), torch.rand(1, 8),
+          torch.rand(6, 4).to(torch.float8_e4m3fn), torch.rand(2, 4, 3).to(torch.float8_e4m3fn),
+          torch.tensor([2, 6], dtype=torch.int32), torch.rand(6, 1), torch.rand(2, 1, 3)]""",
         _CLOSE,
     ),
     "Attention": (

@@ -14,8 +14,9 @@ from itertools import takewhile
 from fuser.errors import UnsupportedError, user_code
 from fuser.ir import lookup, nodes
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.dtypes import DataType
-from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
+from fuser.ir.mma import GroupedMmaOp, ProductOp, ScaledMmaOp
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Const, Scalar
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
@@ -52,11 +53,11 @@ STATEMENTS: dict[type[nodes.TensorOp], Statement] = {}
 COMPILED = (nodes.Reshard,)
 
 
-def _row(kind: type[nodes.TensorOp]) -> Callable[[Statement], Statement]:
-    """Register the statement of a node class."""
+def _row(*kinds: type[nodes.TensorOp]) -> Callable[[Statement], Statement]:
+    """Register the statement of node classes."""
 
     def register(statement: Statement) -> Statement:
-        STATEMENTS[kind] = statement
+        STATEMENTS.update(dict.fromkeys(kinds, statement))
         return statement
 
     return register
@@ -263,18 +264,18 @@ def _linear(op: nodes.LinearOp) -> Call:
     return _ops("linear", op.x, op.weight, **_given(bias=(op.bias, None)))
 
 
-@_row(GroupedMmaOp)
-def _grouped_mm(op: GroupedMmaOp) -> Call:
-    return _ops("grouped_mm", op.mat1, op.mat2, op.offsets)
-
-
-@_row(ScaledMmaOp)
-def _scaled_mm(op: ScaledMmaOp) -> Call:
+@_row(GroupedMmaOp, ScaledMmaOp)
+def _product(op: ProductOp) -> Call:
+    given = [tv for field, tv in op.tensors() if field not in ("out", *op.OPTIONAL)]
+    if not op.is_scaled:
+        return _ops(op.name, *given)
     optional = {field: (getattr(op, field), None) for field in op.OPTIONAL}
-    factors = op.mat1, op.mat2, op.scale1, op.scale2
-    return replace(
-        _ops("scaled_mm", *factors, **_given(**optional), dtype=op.out.dtype()), unused=2
-    )
+    return replace(_ops(op.name, *given, **_given(**optional), dtype=op.out.dtype()), unused=2)
+
+
+@_row(GroupedScalesOp)
+def _grouped_scales(op: GroupedScalesOp) -> Call:
+    return _ops(op.name, op.inp, op.input_offsets, op.output_offsets)
 
 
 @_row(SdpaFwdOp)

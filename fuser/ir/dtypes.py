@@ -83,6 +83,10 @@ _UNSUPPORTED_TEXT = {
 }
 # Two elements share a byte; torch has a dtype for the pair.
 _PACKED = (D.Float4_e2m1fn, D.Float4_e2m1fn_x2)
+NO_FLOAT4 = (
+    "floats of four bits need a GPU of compute capability 10.0 or more, for which no kernels are "
+    "built"
+)
 _PACKED_IN_TORCH = "torch.float4_e2m1fn_x2"
 FROM_TEXT = {info.text: dtype for dtype, info in _HELD.items()}
 FROM_TORCH = {
@@ -115,9 +119,9 @@ def _checked(dtype: DtypeLike, what: str, known: Mapping[DataType, DtypeInfo]) -
     if isinstance(dtype, torch.dtype):
         dtype = from_torch(dtype)
     if dtype not in known:
-        packed = ": two elements share a byte, of which no kernel reads or writes a half"
+        packed = f": {NO_FLOAT4}: write Float8_e4m3fn"
         raise UnsupportedError(
-            f"{what}: dtype {dtype_text(dtype)} is not supported yet{packed * (dtype in _PACKED)}"
+            f"{what}: dtype {dtype_text(dtype)} is not supported{packed * (dtype in _PACKED)}"
         )
     return dtype
 

@@ -8,7 +8,7 @@ the first group from 0, up to offsets[i].
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from fuser.errors import VerifyError
@@ -20,16 +20,66 @@ if TYPE_CHECKING:
     from fuser.ir.domain import IterDomain
     from fuser.ir.tensor import TensorView
 
+# What floats of one byte may be multiplied.
+FACTORS = (DataType.Float8_e4m3fn, DataType.Float8_e5m2)
+
+
+def _is_one(axis: IterDomain) -> bool:
+    """Whether an axis has one element, and is not that element many times."""
+    return axis.is_broadcast and axis.expanded is None
+
 
 class ProductOp(LibraryOp):
-    """Base: `letters` names the axes of each tensor. The last axis of out is the reduction k,
-    unless its size is 1."""
+    """Base. With scales, matrices have floats of one byte, and
+    out = alpha * sum_k (scale1 * mat1) * (scale2 * mat2) + beta * bias, without what is not there.
+
+    The last axis of out is the reduction k, unless its size is 1.
+    """
 
     if TYPE_CHECKING:
         out: TensorView
+        mat1: TensorView
+        mat2: TensorView
+        scale1: TensorView | None
+        scale2: TensorView | None
+        alpha: TensorView | None
+        bias: TensorView | None
+        beta: TensorView | None
 
     RUNS_IN_STEPS: ClassVar[bool] = False
     KEEPS_EXPANDED: ClassVar[bool] = False
+    TAKES_EMPTY: ClassVar[bool] = True
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("alpha", "bias", "beta")
+    # The letters of what beside the matrices has so many axes; an axis of one element has none, and
+    # so has a tensor of one element with any other number of axes.
+    SCALES: ClassVar[dict[str, dict[int, str]]] = {
+        "scale1": {2: "m1"},
+        "scale2": {2: "1n"},
+        "alpha": {},
+        "bias": {1: "n", 2: "mn"},
+        "beta": {},
+    }
+
+    def template(self) -> str:
+        return self._template([f for f, _ in self.tensors() if f != "out"])
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
+            yield cls._variant([f for f, has in zip(cls.OPTIONAL, given, strict=True) if not has])
+
+    @classmethod
+    def _variant(cls, absent: list[str]) -> Variant:
+        fields = [f for f in cls.fields_of("operand") if f not in absent]
+        return {**dict.fromkeys(absent)}, cls._template(fields)
+
+    @classmethod
+    def _template(cls, fields: list[str]) -> str:
+        return f"{{out}} = {cls.__name__}(" + ", ".join(f"{f}={{{f}}}" for f in fields) + ")"
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.scale1 is not None
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
         """Yield each tensor with its field, the result last."""
@@ -38,9 +88,20 @@ class ProductOp(LibraryOp):
             if value is not None:
                 yield field, value
 
+    @classmethod
+    def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
+        """Return the letters of the axes of matrices and offsets, by field."""
+        raise NotImplementedError
+
     def letters(self, field: str) -> str:
         """Return the letters of a field's axes, reductions left out."""
-        raise NotImplementedError
+        known = self.matrices(self.mat1, self.mat2)
+        if field in known:
+            return known[field]
+        tv: TensorView = getattr(self, field)
+        letters = self.SCALES[field].get(tv.ndim, "1" * tv.ndim)
+        axes = zip(tv.domain.no_reductions, letters, strict=True)
+        return "".join("1" if _is_one(axis) else c for axis, c in axes)
 
     def is_whole(self, letter: str) -> bool:
         """Whether all of an axis is needed to compute any of it."""
@@ -71,18 +132,50 @@ class ProductOp(LibraryOp):
         letters = self._operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
+    def verify(self) -> None:
+        for field, tv in self.tensors():
+            self._verify_axes(field, tv)
+        scales = self.scale1, self.scale2, self.alpha, self.beta
+        if None in scales[:2] and any(tv is not None for tv in (*scales, self.bias)):
+            raise VerifyError(f"{self.name}: two scales or nothing beside matrices, of {self.out}")
+        if not self.is_scaled:
+            return
+        if self.mat1.dtype() not in FACTORS or self.mat2.dtype() not in FACTORS:
+            raise VerifyError(f"{self.name}: floats of one byte, not {self.mat1}, {self.mat2}")
+        if any(tv is not None and tv.dtype() is not DataType.Float for tv in scales):
+            raise VerifyError(f"{self.name}: scales are Float, not those of {self.out}")
+        if not is_floating(self.out.dtype()) or (self.beta is not None and self.bias is None):
+            raise VerifyError(
+                f"{self.name}: a floating result, and beta with a bias, not {self.out}"
+            )
+
+    def _verify_axes(self, field: str, tv: TensorView) -> None:
+        known = self.matrices(self.mat1, self.mat2)
+        forms = {len(known[field]): known[field]} if field in known else self.SCALES[field]
+        axes = zip(tv.domain.no_reductions, forms.get(tv.ndim, "1" * tv.ndim), strict=True)
+        has_more = any(c == "1" and not _is_one(axis) for axis, c in axes)
+        if has_more or (tv.ndim not in forms and field in (*known, "bias")):
+            wanted = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
+            raise VerifyError(f"{self.name}: {field} has axes {wanted or '[]'}, not {tv}")
+
 
 class GroupedMmaOp(ProductOp):
     """The ragged axis is the one that has no g beside it: k of two matrices, whose result then has
     an axis g, n of a batch and a matrix, m of a matrix and a batch. Of m and n what belongs to no
-    group is 0.
+    group is 0, without the bias.
+
+    Without scales, matrices have any floating dtype, which is the result's.
     """
 
     out: TensorView = result()
     mat1: TensorView = operand()
     mat2: TensorView = operand()
     offsets: TensorView = operand()
-    TEXT = "{out} = GroupedMmaOp(mat1={mat1}, mat2={mat2}, offsets={offsets})"
+    scale1: TensorView | None = operand()
+    scale2: TensorView | None = operand()
+    alpha: TensorView | None = operand()
+    bias: TensorView | None = operand()
+    beta: TensorView | None = operand()
     READS_ON_HOST: ClassVar[bool] = True
     # By the ranks of mat1 and mat2: the ragged axis, and the axes of mat1, mat2 and out.
     FORMS: ClassVar[dict[tuple[int, int], tuple[str, str, str, str]]] = {
@@ -90,6 +183,19 @@ class GroupedMmaOp(ProductOp):
         (3, 2): ("n", "gmk", "kn", "mn"),
         (2, 3): ("m", "mk", "gkn", "mn"),
     }
+    # Each may have an element, row, column or matrix per group.
+    SCALES: ClassVar[dict[str, dict[int, str]]] = {
+        "scale1": {2: "m1", 3: "gm1"},
+        "scale2": {2: "1n", 3: "g1n"},
+        "alpha": {1: "g"},
+        "bias": {1: "n", 2: "mn", 3: "gmn"},
+        "beta": {1: "g"},
+    }
+
+    @classmethod
+    def variants(cls) -> Iterator[Variant]:
+        yield cls._variant([*cls.SCALES])
+        yield from super().variants()
 
     @property
     def name(self) -> str:
@@ -99,11 +205,10 @@ class GroupedMmaOp(ProductOp):
     def ragged(self) -> str:
         return self.FORMS[self.mat1.ndim, self.mat2.ndim][0]
 
-    def letters(self, field: str) -> str:
-        if field == "offsets":
-            return "g"
-        _, *axes = self.FORMS[self.mat1.ndim, self.mat2.ndim]
-        return axes[("mat1", "mat2", "out").index(field)]
+    @classmethod
+    def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
+        _, *letters, out = cls.FORMS[mat1.ndim, mat2.ndim]
+        return {"mat1": letters[0], "mat2": letters[1], "offsets": "g", "out": out}
 
     def is_whole(self, letter: str) -> bool:
         """Groups anywhere in the ragged axis have their positions from its beginning."""
@@ -112,28 +217,16 @@ class GroupedMmaOp(ProductOp):
     def verify(self) -> None:
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
             raise VerifyError(f"grouped_mm: {self.mat1} and {self.mat2} are not of ranks 2 and 3")
-        for field, tv in self.tensors():
-            letters = self.letters(field)
-            if tv.ndim != len(letters):
-                raise VerifyError(f"grouped_mm: {field} has axes [{', '.join(letters)}], not {tv}")
-        same = self.mat1.dtype() is self.mat2.dtype() is self.out.dtype()
+        super().verify()
+        same = self.is_scaled or self.mat1.dtype() is self.mat2.dtype() is self.out.dtype()
         if not same or self.offsets.dtype() is not DataType.Int32:
             found = ", ".join(str(tv) for _, tv in self.tensors())
             raise VerifyError(f"grouped_mm: matrices of one dtype by Int32 offsets, not {found}")
 
 
-def _is_one(axis: IterDomain) -> bool:
-    """Whether an axis has one element, and is not that element many times."""
-    return axis.is_broadcast and axis.expanded is None
-
-
 class ScaledMmaOp(ProductOp):
-    """out[m, n] = alpha * sum_k scale1 mat1[m, k] * scale2 mat2[k, n] + beta * bias, without what
-    is not there.
-
-    Matrices have floats of one byte. A scale has one element, or one for each row of mat1 [m, 1]
-    and each column of mat2 [1, n]; bias is [n] or [m, n].
-    """
+    """A product of two matrices with scales of one element, or one for each row of mat1 [m, 1] and
+    each column of mat2 [1, n]; bias is [n] or [m, n]."""
 
     out: TensorView = result()
     mat1: TensorView = operand()
@@ -143,64 +236,14 @@ class ScaledMmaOp(ProductOp):
     alpha: TensorView | None = operand()
     bias: TensorView | None = operand()
     beta: TensorView | None = operand()
-    TAKES_EMPTY: ClassVar[bool] = True
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("alpha", "bias", "beta")
-    FACTORS: ClassVar[tuple[DataType, ...]] = (DataType.Float8_e4m3fn, DataType.Float8_e5m2)
-    # Of a tensor with so many axes; one with one element has no letter.
-    AXES: ClassVar[dict[str, dict[int, str]]] = {
-        "mat1": {2: "mk"},
-        "mat2": {2: "kn"},
-        "scale1": {2: "m1"},
-        "scale2": {2: "1n"},
-        "alpha": {},
-        "bias": {1: "n", 2: "mn"},
-        "beta": {},
-        "out": {2: "mn"},
-    }
 
     @property
     def name(self) -> str:
         return "scaled_mm"
 
-    def template(self) -> str:
-        return self._template([f for f in self.OPTIONAL if getattr(self, f) is not None])
-
     @classmethod
-    def variants(cls) -> Iterator[Variant]:
-        for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
-            has = dict(zip(cls.OPTIONAL, given, strict=True))
-            absent: dict[str, object] = {f: None for f, is_given in has.items() if not is_given}
-            yield absent, cls._template([f for f in has if f not in absent])
-
-    @staticmethod
-    def _template(optional: list[str]) -> str:
-        fields = ["mat1", "mat2", "scale1", "scale2", *optional]
-        return "{out} = ScaledMmaOp(" + ", ".join(f"{f}={{{f}}}" for f in fields) + ")"
-
-    def letters(self, field: str) -> str:
-        tv: TensorView = getattr(self, field)
-        letters = self.AXES[field].get(tv.ndim, "1" * tv.ndim)
-        if field in ("mat1", "mat2", "out"):
-            return letters
-        axes = zip(tv.domain.no_reductions, letters, strict=True)
-        return "".join("1" if _is_one(axis) else c for axis, c in axes)
+    def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
+        return {"mat1": "mk", "mat2": "kn", "out": "mn"}
 
     def is_whole(self, letter: str) -> bool:
         return letter == "k"
-
-    def verify(self) -> None:
-        for field, tv in self.tensors():
-            forms = self.AXES[field]
-            letters = forms.get(tv.ndim, "1" * tv.ndim)
-            axes = zip(tv.domain.no_reductions, letters, strict=True)
-            has_more = any(c == "1" and not _is_one(axis) for axis, c in axes)
-            if has_more or (field in ("mat1", "mat2", "out", "bias") and tv.ndim not in forms):
-                wanted = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
-                raise VerifyError(f"scaled_mm: {field} has axes {wanted or '[]'}, not {tv}")
-        ones = self.scale1, self.scale2, self.alpha, self.beta
-        if self.mat1.dtype() not in self.FACTORS or self.mat2.dtype() not in self.FACTORS:
-            raise VerifyError(f"scaled_mm: floats of one byte, not {self.mat1}, {self.mat2}")
-        if any(tv is not None and tv.dtype() is not DataType.Float for tv in ones):
-            raise VerifyError(f"scaled_mm: scales are Float, not those of {self.out}")
-        if not is_floating(self.out.dtype()) or (self.beta is not None and self.bias is None):
-            raise VerifyError(f"scaled_mm: a floating result, and beta with a bias, not {self.out}")

@@ -30,6 +30,8 @@ class Template:
 
 _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 _FUNCTION = re.compile(r"\s*([A-Za-z_](?:[\w.]|::)*)\s*\(")
+# Extents of a result may compare, too.
+_EQUALS = re.compile(r"(?<![=!<>])=(?!=)")
 _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 
@@ -38,8 +40,8 @@ def key_of(text: str, start: int) -> str:
     word = _STATEMENT.match(text, start)
     if word:
         return word[1]
-    equals = text.find("=", start)
-    function = _FUNCTION.match(text, equals + 1) if equals >= 0 else None
+    equals = _EQUALS.search(text, start)
+    function = _FUNCTION.match(text, equals.end()) if equals else None
     return function[1] if function else ""
 
 

@@ -106,6 +106,15 @@ def as_operand(value: OperandLike, op_name: str) -> Operand:
     return literal(value, dtype_of_python(value), op_name)
 
 
+def check_offsets(name: str, field: str, tv: TensorView) -> None:
+    """Raise `DtypeError` for what are no offsets of groups: Int32, of one axis."""
+    if tv.dtype() is not DataType.Int32 or tv.ndim != 1:
+        raise DtypeError(
+            f"{name}: Expected {field} of one axis and of dtype Int32, but found {tv} "
+            f"(at {user_line()})"
+        )
+
+
 def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
     """Return a number as a constant; raises `DefinitionError` where it does not fit."""
     problem = misfit(value, dtype)

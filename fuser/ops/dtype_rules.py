@@ -207,6 +207,7 @@ DTYPE_RULES: dict[str, DtypeRule] = {
         "Factors are Float8_e4m3fn or Float8_e5m2, scales Float; the result has the dtype that is "
         "given."
     ),
+    "groups": DtypeRule("Without scales as `equal`, with scales as `scaled`; offsets are Int32."),
     "blocks": DtypeRule("The values have the dtype that is given, their scales Float8_e8m0fnu."),
     "attention": DtypeRule(
         "Queries, keys and values have one dtype, which is the results'; logsumexp is Float, the "

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
+from fuser.ir.block_scales import GroupedScalesOp
 from fuser.ir.lookup import (
     EmbeddingFwdOp,
     GatherOp,
@@ -42,10 +43,16 @@ from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
 from fuser.ops import elementwise, factories, indexing, random, reductions, resize, scans, views
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
-from fuser.ops.contractions import grouped_mm, linear, matmul
+from fuser.ops.contractions import linear, matmul
+from fuser.ops.grouped import grouped_mm
+from fuser.ops.quantize import (
+    cutlass_nvfp4_grouped_mm,
+    nv_block_quantize,
+    nv_grouped_block_quantize,
+    preprocess_grouped_matmul_input_sf,
+)
 from fuser.ops.reshape import reshape
-from fuser.ops.scaled import nv_block_quantize, scaled_mm
-from fuser.ops.unsupported import not_implemented
+from fuser.ops.scaled import scaled_mm
 from fuser.pointwise import POINTWISE, PUBLIC
 from fuser.record import record
 
@@ -101,13 +108,10 @@ def _scan(function: Callable[..., Any], sample: str) -> OpRow:
     return OpRow(function.__name__, function, nodes, "keep", _SAME, sample)
 
 
-def _not_yet(name: str) -> OpRow:
-    return OpRow(name, not_implemented(name), is_implemented=False)
-
-
 _CHOICE = (BinaryOp, TernaryOp)
 _PARTS = (UnaryOp, BinaryOp)
 _SUMS = (ReductionOp, SqueezeOp, LoadStoreOp, FullOp)
+_BLOCKS = (ReshapeOp, ReductionOp, *_CHOICE, UnaryOp, LoadStoreOp, FullOp, SqueezeOp)
 
 _ROWS = (
     *(_pointwise(name, kind, rule) for name, (kind, rule) in PUBLIC.items()),
@@ -284,8 +288,8 @@ _ROWS = (
     OpRow(
         "grouped_mm",
         grouped_mm,
-        (GroupedMmaOp, FullOp),
-        "equal",
+        (GroupedMmaOp,),
+        "groups",
         "[m, k], [k, n] -> [g, m, n]; [g, m, k], [k, n] or [m, k], [g, k, n] -> [m, n].",
         "real_factors",
     ),
@@ -325,18 +329,28 @@ _ROWS = (
     OpRow(
         "nv_block_quantize",
         nv_block_quantize,
-        (ReshapeOp, ReductionOp, *_CHOICE, UnaryOp, LoadStoreOp, FullOp, SqueezeOp),
+        (*_BLOCKS, PadOp),
         "blocks",
-        "That of the operand; [.., k] -> [.., k / 32].",
+        "That of the operand; [.., k] -> [.., k / 32], or its tiles.",
         "rows",
     ),
-    *map(
-        _not_yet,
-        """
-        cutlass_nvfp4_grouped_mm nv_grouped_block_quantize
-        preprocess_grouped_matmul_input_sf
-        """.split(),
+    OpRow(
+        "nv_grouped_block_quantize",
+        nv_grouped_block_quantize,
+        (*_BLOCKS, GroupedScalesOp),
+        "blocks",
+        "That of the operand; the tiles of [m, k / 32].",
+        "matrices",
     ),
+    OpRow(
+        "preprocess_grouped_matmul_input_sf",
+        preprocess_grouped_matmul_input_sf,
+        (GroupedScalesOp,),
+        "keep",
+        "[m, k], [g], [g] -> [(m + 127 g) // 128 * 128, ceil(k / 4) * 4].",
+        "matrices",
+    ),
+    OpRow("cutlass_nvfp4_grouped_mm", cutlass_nvfp4_grouped_mm, is_implemented=False),
 )
 
 # By name; an op with arguments of its own stands in the place of the one that has none.

@@ -1,5 +1,5 @@
-"""What scaled_mm means in torch: its own kernel on CUDA, where it has one for the call, else a
-product in float32."""
+"""What scaled_mm means in torch, and grouped_mm for each group: its own kernel on CUDA, where it
+has one for the call, else a product in float32."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Given = Mapping[str, Tensor]
 _MULTIPLE = 16
 _NATIVE = (torch.bfloat16, torch.float16, torch.float32)
 _BIASED = (torch.bfloat16, torch.float16)
+# Of addresses, in bytes: what kernels load at a time.
+_ALIGNMENT = 16
 # (major, minor) of the first GPU with products of floats of one byte.
 _FIRST_CAPABILITY = 8, 9
 
@@ -67,8 +69,7 @@ def _in_one_call(given: Given, dtype: torch.dtype) -> Tensor | None:
         return _native(a, b, _fitting(scale1), _fitting(scale2), dtype, bias)
     if dtype is not torch.bfloat16:
         return None
-    rows = scale1.expand(a.shape[0], 1).contiguous()
-    columns = scale2.expand(1, b.shape[1]).contiguous()
+    rows, columns = scale1.expand(a.shape[0], 1), scale2.expand(1, b.shape[1])
     return _native(a, b, rows, columns, dtype, bias)
 
 
@@ -81,5 +82,14 @@ def _native(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Call torch's kernel, which reads rows of a and columns of b."""
-    rows, columns = a.contiguous(), b.t().contiguous().t()
-    return torch.ops.aten._scaled_mm(rows, columns, scale1, scale2, bias, out_dtype=dtype)
+    rows, columns = _aligned(a), _aligned(b.t()).t()
+    scales = _aligned(scale1), _aligned(scale2)
+    bias = None if bias is None else _aligned(bias)
+    return torch.ops.aten._scaled_mm(rows, columns, *scales, bias, out_dtype=dtype)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a contiguous tensor that begins where a vector may: parts of others, as groups have
+    them, begin anywhere."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x

@@ -20,6 +20,7 @@ from fuser.ir import nodes
 from fuser.ir import scalar as sc
 from fuser.ir.attention import SdpaBwdOp, SdpaFwdOp
 from fuser.ir.binding import bind_inputs
+from fuser.ir.block_scales import GroupedScalesOp, padding
 from fuser.ir.dtypes import FLOAT8, HALF_LIKE, DataType, is_complex, is_inexact, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.lookup import (
@@ -32,7 +33,7 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.mma import GroupedMmaOp, ScaledMmaOp
+from fuser.ir.mma import GroupedMmaOp, ProductOp, ScaledMmaOp
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
@@ -41,6 +42,7 @@ from fuser.ir.types import IterType
 from fuser.ops.attention_calls import backward, forward
 from fuser.ops.attention_kernels import Attention
 from fuser.ops.grouped_product import grouped_product
+from fuser.ops.grouped_scales import grouped_scales
 from fuser.ops.philox import random_numbers
 from fuser.ops.products import bind_contraction, linear, met_operands
 from fuser.ops.random import key_of
@@ -393,14 +395,18 @@ def _linear(op: nodes.LinearOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     return [cx.store(linear(*met_operands(op, inputs)), op.out)]
 
 
-def _grouped(op: GroupedMmaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    return [cx.store(grouped_product(op, *inputs), op.out)]
-
-
-def _scaled(op: ScaledMmaOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+def _product(op: ProductOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
     given = dict(zip((f for f, _ in op.tensors() if f != "out"), inputs, strict=True))
-    dtype = cx.torch_dtype(op.out.dtype())
-    return [cx.store(scaled_product(given, dtype, cx.dtype or torch.float32), op.out)]
+    dtype, wide = cx.torch_dtype(op.out.dtype()), cx.dtype or torch.float32
+    if isinstance(op, GroupedMmaOp):
+        return [grouped_product(op, given, dtype, wide)]
+    return [cx.store(scaled_product(given, dtype, wide), op.out)]
+
+
+def _grouped_scales(op: GroupedScalesOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
+    x, starts, begins = inputs
+    nothing = _byte(padding(op.out.dtype()), x.dtype)
+    return [grouped_scales(op, _bytes(x), starts, begins, nothing).view(x.dtype)]
 
 
 # ------------------------------------------------------------------ attention
@@ -479,8 +485,9 @@ NODES: dict[type[nodes.TensorOp], NodeRow] = {
     nodes.WelfordOp: NodeRow(_welford, "reduction"),
     nodes.MatmulOp: NodeRow(_matmul, "library"),
     nodes.LinearOp: NodeRow(_linear, "library"),
-    GroupedMmaOp: NodeRow(_grouped, "library"),
-    ScaledMmaOp: NodeRow(_scaled, "library"),
+    GroupedMmaOp: NodeRow(_product, "library"),
+    ScaledMmaOp: NodeRow(_product, "library"),
+    GroupedScalesOp: NodeRow(_grouped_scales, "library"),
     SdpaFwdOp: NodeRow(_sdpa, "library"),
     SdpaBwdOp: NodeRow(_sdpa_backward, "library"),
 }

@@ -35,7 +35,7 @@ LONG_ROW = 1 << 18
 # How often the blocks of a cluster may wait for one another for a row, and read what all rows
 # share; and where elements have four bytes or more, so that these waits are less of the whole.
 # Measured on an H200, 512 x 131072, bfloat16 and float32, beside several kernels: softmax (2) 133
-# us, 151; 175, 269; RMS norm (2) 96, 105; 153, 199; its gradients (3) 242, 231; 363, 439; layer
+# us, 151; 175, 269; RMS norm (2) 96, 105; 153, 199; its gradients (3) 242, 196; 363, 375; layer
 # norm (4) 125, 113; 183, 203.
 MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 

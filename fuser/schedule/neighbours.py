@@ -24,7 +24,7 @@ from fuser.schedule.inner_persistent_params import (
 from fuser.schedule.outer_persistent import OuterPersistentParams
 from fuser.schedule.plain import PlainParams
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction import ReductionParams
+from fuser.schedule.reduction_params import ReductionParams
 from fuser.schedule.transpose_params import TransposeParams
 
 MAX_THREADS = 1024

@@ -31,8 +31,18 @@ from fuser.ir.types import ParallelType
 from fuser.ops.torch_meaning import REDUCING
 from fuser.record import record
 from fuser.schedule.facts import Facts, RunExtents
-from fuser.schedule.pointwise import BYTES_IN_FLIGHT, common_rejection, loaded_bytes, unroll_of
+from fuser.schedule.pointwise import common_rejection, loaded_bytes
 from fuser.schedule.propagate import AxisMatcher
+from fuser.schedule.reduction_params import (
+    SHORT_ROWS,
+    THREADS_INNER,
+    THREADS_PER_SM,
+    THREADS_PER_SM_WELFORD,
+    ReductionParams,
+    inner_params,
+    outer_params,
+    short_params,
+)
 from fuser.schedule.space import Access, Space, iteration_space
 from fuser.schedule.tiling import (
     Loops,
@@ -46,81 +56,11 @@ from fuser.schedule.tiling import (
     split_tile,
     vectorize_last,
 )
-from fuser.schedule.vectorize import VectorWidths, power_of_two_at_least, power_of_two_at_most
+from fuser.schedule.vectorize import VectorWidths
 
 PT = ParallelType
-# Bytes of one input that a thread loads before it uses the first; measured on an H200.
-BYTES_INNER = 32
-BYTES_OUTER = 128
-MAX_UNROLL = 16
-# Threads that keep a multiprocessor busy. Fewer rows get more threads each, then several blocks.
-THREADS_PER_SM = 1024
-# The same where blocks put deviations together, which takes longer. Measured on an H200, batch norm
-# of 8192 x 1536 in bfloat16: 30.4 us with 1024, 25.0 with 512.
-THREADS_PER_SM_WELFORD = 512
-THREADS_INNER = 128
-THREADS_OUTER = 256
-# What one block reads in about the time in which blocks exchange partial results. Where a strip of
-# columns as wide as a unit of memory has no more bytes, one block sums it. Measured on an H200: a
-# column sum of 16 KB strips takes half the time so, one of 64 KB 0.9 to 1.4 of several blocks'.
-BYTES_ALONE = 32768
-BYTES_SECTOR = 32
-THREADS_ALONE = 512
-# Where a load is no wider than this, an odd number of half-precision columns: more threads keep as
-# many bytes under way. With them 4096 x 50257 took 133 us on an H200, torch.compile's kernel 128.
-NARROW = 2
-THREADS_OUTER_NARROW = 512
-MAX_THREADS_PER_ROW = 256
-# An outer reduction of at most this many rows is short: a thread sums whole columns.
-SHORT_ROWS = 16
-THREADS_SHORT = 128
-# Rows of at least this many vectors get two warps.
-LONG_ROW = 512
 # Columns that a CPU kernel reduces together: their accumulators stay in the first-level cache.
 CPU_COLUMNS = 256
-
-
-@record
-class ReductionParams:
-    """What the reduction scheduler decides. Zero threads: plain loops of the CPU.
-
-    `grid` splits the reduction over that many blocks (1: none). `unroll_outer` unrolls the outer
-    one of two reduced runs. `columns` counts the vectors of columns of a thread. `shifted`: rows of
-    any length are read in whole words of memory (`ir.domain.Shift`).
-    """
-
-    inner: bool
-    threads_x: int = 0
-    threads_y: int = 1
-    vector: int = 1
-    unroll: int = 1
-    grid: int = 1
-    unroll_outer: bool = False
-    columns: int = 1
-    shifted: bool = False
-
-    def is_near(self, other: ReductionParams) -> bool:
-        """Whether kernels of both differ in nothing that a small input would notice: how many
-        threads and blocks share a reduction makes a factor of two for inputs of 25 MB."""
-        mine, others = (replace(p, unroll=0, unroll_outer=False, columns=0) for p in (self, other))
-        return mine == others
-
-    def is_alike(self, other: ReductionParams) -> bool:
-        """Whether a kernel made with `other` serves, if less well."""
-        forms = [(p.inner, p.vector, bool(p.threads_x), p.shifted) for p in (self, other)]
-        return forms[0] == forms[1]
-
-    def __str__(self) -> str:
-        form = "inner" if self.inner else "outer"
-        if not self.threads_x:
-            return f"reduction({form}, loops)"
-        where = " of the outer run" if self.unroll_outer else ""
-        columns = f", columns {self.columns}" if self.columns > 1 else ""
-        return (
-            f"reduction({form}, threads {self.threads_x}x{self.threads_y}, vector {self.vector}, "
-            f"unroll {self.unroll}{where}, grid {self.grid}{columns}"
-            f"{', shifted' if self.shifted else ''})"
-        )
 
 
 # ------------------------------------------------------------------ what is accepted
@@ -249,9 +189,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
     if device.kind == "cpu":
         loops = ReductionParams(inner=runs.inner)
         return lambda facts: loops
-    logical, candidates = space.reference.domain.logical, space.vector_candidates(runs.innermost)
-    # An inner reduction's outputs are rows: none of them is stored in vectors.
-    widths = VectorWidths([a for a in candidates if not (runs.inner and a.is_output)])
+    logical = space.reference.domain.logical
+    widths = VectorWidths(space.vector_candidates(runs.innermost))
     widest = max((a.nbytes for a in space.accesses if not a.is_output), default=4)
     loaded = loaded_bytes(space)
     is_welford = any(isinstance(op, WelfordOp) for op in given.exprs)
@@ -267,15 +206,15 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
         last = (reduced if runs.inner else iterated)[-1]
         vector = widths.of(facts, last)
         if not runs.inner and prod(reduced) <= SHORT_ROWS:
-            return _short_params(prod(iterated), prod(reduced), vector, loaded, device)
+            return short_params(prod(iterated), prod(reduced), vector, loaded, device)
         words = shifted.wider(facts, last, vector)
         if words:
             reduced, step = [last + words - 1], (words, words * widest)
-            return replace(_inner_params(iterated, reduced, step, device), shifted=True)
+            return replace(inner_params(iterated, reduced, step, device), shifted=True)
         step = vector, vector * widest
         if runs.inner:
-            return _inner_params(iterated, reduced, step, device)
-        return _outer_params(iterated, reduced, step, loaded, busy, device)
+            return inner_params(iterated, reduced, step, device)
+        return outer_params(iterated, reduced, step, loaded, busy, device)
 
     return choose
 
@@ -286,88 +225,12 @@ def _is_loaded(space: Space, access: Access) -> bool:
 
 
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
-    """Return what is loaded ahead, where it is rows one behind the other; else nothing."""
-    found = tuple(a for a in space.accesses if _is_loaded(space, a))
+    """Return what is loaded ahead, and stored beside that, where it is rows one behind the other;
+    else nothing."""
+    stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
+    found = tuple(a for a in space.accesses if a.tv in stored or _is_loaded(space, a))
     has_rows = runs.inner and bool(runs.iterated) and len(runs.reduced) == 1
     return found if has_rows and space.are_dense(found) else ()
-
-
-def _inner_params(
-    iterated: list[int], reduced: list[int], step: tuple[int, int], device: DeviceInfo
-) -> ReductionParams:
-    vector, nbytes = step
-    rows, chunks, outer = prod(iterated), -(-reduced[-1] // vector), prod(reduced[:-1])
-    wanted = device.sm_count * THREADS_PER_SM
-    most = min(power_of_two_at_least(-(-wanted // rows)), MAX_THREADS_PER_ROW)
-    x = min(
-        power_of_two_at_least(chunks),
-        max(most, device.warp_size * (2 if chunks >= LONG_ROW else 1)),
-    )
-    per_thread = BYTES_INNER if most <= device.warp_size else 2 * BYTES_INNER
-    unroll = min(_unroll(per_thread, nbytes), power_of_two_at_least(-(-chunks // x)))
-    unroll_outer = unroll < 4 <= outer and chunks <= x
-    if unroll_outer:
-        unroll = 4
-    y = min(max(THREADS_INNER // x, 1), power_of_two_at_least(rows))
-    steps = -(-(outer * -(-chunks // x)) // unroll)
-    grid = _grid(-(-rows // y) * x * y, steps, wanted)
-    return ReductionParams(True, x, y, vector, unroll, grid, unroll_outer)
-
-
-def _outer_params(
-    iterated: list[int],
-    reduced: list[int],
-    step: tuple[int, int],
-    loaded: int,
-    busy: int,
-    device: DeviceInfo,
-) -> ReductionParams:
-    vector, nbytes = step
-    chunks, rows = -(-iterated[-1] // vector), prod(reduced)
-    x = min(power_of_two_at_least(chunks), device.warp_size)
-    threads = THREADS_OUTER_NARROW if nbytes <= NARROW else THREADS_OUTER
-    y = min(threads // x, power_of_two_at_least(rows))
-    unroll = min(_unroll(BYTES_OUTER, nbytes), power_of_two_at_least(-(-rows // y)))
-    blocks = prod(iterated[:-1]) * -(-chunks // x)
-    steps = -(-rows // (y * unroll))
-    grid = _grid(blocks * x * y, steps, busy)
-    chosen = ReductionParams(False, x, y, vector, unroll, grid)
-    narrow = max(min(x, BYTES_SECTOR // nbytes), 1)
-    most = rows * narrow * vector * loaded
-    return _alone(chosen, narrow, rows, most) if grid > 1 and most <= BYTES_ALONE else chosen
-
-
-def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
-    """Return parameters for strips of `x` lanes and few bytes, each of which one block sums."""
-    wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)
-    y = min(min(wanted, THREADS_ALONE) // x, power_of_two_at_least(rows))
-    unroll = min(chosen.unroll, power_of_two_at_least(-(-rows // y)))
-    return replace(chosen, threads_x=x, threads_y=y, unroll=unroll, grid=1)
-
-
-def _short_params(
-    columns: int, rows: int, vector: int, loaded: int, device: DeviceInfo
-) -> ReductionParams:
-    # Steps of equal length: a step that has fewer rows takes the slower path with tests.
-    steps = max(-(-rows * loaded * vector // BYTES_OUTER), 1)
-    unroll = max(-(-rows // steps), 1)
-    each = unroll_of(loaded * unroll, columns, vector, BYTES_IN_FLIGHT, device)
-    return ReductionParams(False, THREADS_SHORT, 1, vector, unroll, columns=each)
-
-
-def _unroll(per_thread: int, nbytes: int) -> int:
-    """Return how many loads of `nbytes` make the wanted bytes."""
-    return min(power_of_two_at_least(-(-per_thread // nbytes)), MAX_UNROLL)
-
-
-def _grid(threads: int, steps: int, wanted: int) -> int:
-    """Split a reduction of `steps` serial steps so that about `wanted` threads exist, none idle; of
-    all numbers of blocks only powers of two, and halfway between them."""
-    if threads * 2 > wanted:
-        return 1
-    most = max(min(wanted // threads, steps), 1)
-    power = power_of_two_at_most(most)
-    return power * 3 // 2 if power * 3 // 2 <= most else power
 
 
 # ------------------------------------------------------------------ application
@@ -429,16 +292,14 @@ def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionP
             if _is_loaded(space, access):
                 loaded[cache_input(access.tv)] = access
     stored: dict[TensorView, TensorView] = {}
-    if not runs.inner and params.vector > 1:
-        for access in space.accesses:
-            if (
-                access.is_output
-                and access.is_vector_candidate(runs.innermost)
-                and access.tv in below
-            ):
+    if params.vector > 1:
+        # Of an inner reduction, outputs beside it alone.
+        for access in space.vector_candidates(runs.innermost):
+            if access.is_output:
+                is_below = access.tv in below
                 registers, out = cache_output(access.tv)
                 stored[registers] = out
-                below.add(registers)
+                below.update([registers] if is_below else [])
     if not runs.inner and reference in stored.values():
         # The reduction moved into the registers; they are the reference now.
         reference = next(reg for reg, out in stored.items() if out is reference)
@@ -485,8 +346,10 @@ def _finish(
         elif not loops.repeat(tv) and (is_reduction or tv in fusion.outputs):
             raise AssertionError(f"{tv} does not follow {reference}")
     for tv in intermediates(fusion, ()):
-        if isinstance(tv.definition(), REDUCING) or tv in stored:
+        if isinstance(tv.definition(), REDUCING) or (tv in stored and tv in below):
             tv.compute_at = shared
+        elif tv in stored:
+            tv.compute_at = len(tv.domain.loop) - 1
         elif tv in loaded:
             tv.compute_at = loads_at
         else:

@@ -20,7 +20,7 @@ def two_kernels() -> FusionDefinition:
         w = fd.define_tensor([-1, -1], contiguity=True)
         factor = fd.define_scalar(dtype=fuser.DataType.Double)
         h = fd.ops.matmul(fd.ops.add(x, 1.0), w)
-        fd.add_output(fd.ops.sum(fd.ops.exp(h), dim=1))
+        fd.add_output(fd.ops.sum(fd.ops.exp(w), dim=1))
         fd.add_output(fd.ops.mul(h, factor))
     return fd
 

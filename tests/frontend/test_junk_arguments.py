@@ -28,7 +28,6 @@ from fuser.errors import (
     OtherEntranceError,
 )
 from fuser.ir.text import fusion_text
-from fuser.ops.rows import ROWS as OP_ROWS
 from fuser.pointwise import POINTWISE, PUBLIC
 from fuser.schedule import SchedulerType
 from multidevice import mesh as public_mesh
@@ -146,8 +145,13 @@ OPS: dict[str, Call] = {
     "welford": lambda t: (t.x, [0]),
     **{n: lambda t: (t.x, 0, None) for n in ("cumsum", "cumprod", "cummax", "cummin")},
     "argsort": lambda t: (t.x, 0, True, True),
-    "grouped_mm": lambda t: (t.x, t.y, t.ends),
+    "grouped_mm": lambda t: (t.bytes, t.bytes, t.ends, t.one, t.scale, None, t.x, None, D.Float),
     "nv_block_quantize": lambda t: (t.wide, None, False, 32, D.Float8_e4m3fn),
+    "nv_grouped_block_quantize": lambda t: (
+        *(t.wide, t.ends, t.ends),
+        *(None, 32, D.Float8_e4m3fn),
+    ),
+    "preprocess_grouped_matmul_input_sf": lambda t: (t.x, t.ends, t.ends),
     "scaled_mm": lambda t: (t.bytes, t.bytes, t.one, t.scale, None, t.x, None, D.Float),
     "topk": lambda t: (t.x, t.scalar, 0, True, True),
     "embedding_fwd": lambda t: (t.n, t.y),
@@ -158,7 +162,7 @@ OPS: dict[str, Call] = {
     "select": lambda t: (t.x, t.scalar, 0),
     "take_along_axis": lambda t: (t.x, t.n, 0),
     **{name: lambda t: (t.x, [0], True, D.Double) for name in ("sum", "prod", "max", "min")},
-    **{name: lambda t: (t.x,) for name, row in OP_ROWS.items() if not row.is_implemented},
+    "cutlass_nvfp4_grouped_mm": lambda t: (*(t.x,) * 8, D.BFloat16),
 }
 
 
@@ -242,6 +246,7 @@ def _mesh_call(name: str) -> Callable[[Bench], Callable[..., object]]:
 # (name in the messages, what to call, valid arguments)
 ROWS: list[tuple[str, Callable[[Bench], Callable[..., object]], Call]] = [
     *((n, lambda t, n=n: getattr(t.fd.ops, n), c) for n, c in OPS.items()),
+    ("grouped_mm", lambda t: t.fd.ops.grouped_mm, lambda t: (t.x, t.y, t.ends)),
     *((n, lambda t, n=n: getattr(t.fd, n), c) for n, c in DEFINITION.items()),
     *((n, lambda t, n=n: getattr(t.y, n), c) for n, c in TENSOR.items()),
     *((n, lambda t, n=n: getattr(t.fd.sched, n), c) for n, c in SCHEDULE.items()),

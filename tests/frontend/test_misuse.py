@@ -322,7 +322,8 @@ def test_a_guard_ends_with_its_name() -> None:
     del guard
     with pytest.raises(DefinitionError, match="no active fusion"):
         ops.neg(x)
-    assert FusionExecutorCache(fusion).execute([torch.ones(2)])[0].tolist() == [-1.0, -1.0]
+    cache = FusionExecutorCache(fusion)
+    assert cache.execute([torch.ones(2)])[0].tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("of", [FusionGuard, FusionExecutorCache])

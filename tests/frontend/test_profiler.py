@@ -49,12 +49,13 @@ def test_fields_have_the_names_of_nvfuser() -> None:
 
 
 def two_kernels() -> FusionDefinition:
-    """x [m, k], w [n, k], a row that is expanded: a linear, a pointwise kernel, a reduction."""
+    """x [m, k], w [n, k], a row that is expanded: a linear, a pointwise kernel, a reduction of
+    something else: that of y would be one kernel with y + 1."""
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         y = fd.ops.linear(x, w)
         fd.add_output(fd.ops.add(y, 1.0))
-        fd.add_output(fd.ops.sum(fd.ops.mul(y, y), [0, 1]))
+        fd.add_output(fd.ops.sum(fd.ops.mul(x, x), [0, 1]))
     return fd
 
 
@@ -83,19 +84,22 @@ def test_rows_of_a_program() -> None:
         outputs = fd.execute(given)
     want = torch.nn.functional.linear(*(t.double() for t in given))
     torch.testing.assert_close(outputs[0].double(), want + 1, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(outputs[1].double(), (want * want).sum(), atol=1e-4, rtol=1e-4)
+    total = (given[0].double() ** 2).sum()
+    torch.testing.assert_close(outputs[1].double(), total, atol=1e-4, rtol=1e-4)
     profile = prof.profile
     check_sums(profile)
     assert profile is fuser.get_fusion_profile()
-    library, *kernels = profile.kernel_profiles
-    assert (library.name, library.scheduler) == ("linear", "expr_eval")
+    kernels = [*profile.kernel_profiles]
+    library = kernels.pop(next(i for i, row in enumerate(kernels) if row.name == "linear"))
+    assert library.scheduler == "expr_eval"
     assert (library.input_bytes, library.output_bytes) == ((m + n) * k * FLOAT, m * n * FLOAT)
     assert library.grid_str == library.block_str == library.shared_mem_str == ""
     assert library.compile_time_ms == 0
     assert len({k.segment_id for k in profile.kernel_profiles}) == profile.segments
     assert profile.segments == fd.fec.statistics()["segments"]
     for kernel in kernels:
-        assert SchedulerType[kernel.scheduler] and kernel.input_bytes == m * n * FLOAT
+        wanted = {"pointwise": m * n, "reduction": m * k}[kernel.scheduler] * FLOAT
+        assert SchedulerType[kernel.scheduler] and kernel.input_bytes == wanted
         assert (kernel.grid_str, kernel.block_str) == ("[1, 1, 1]", "[1, 1, 1]")
         assert kernel.compile_time_ms > 0
     written = sum(k.output_bytes for k in kernels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from fuser import DataType, FusionDefinition, TensorView, ops
-from fuser.errors import DefinitionError, DtypeError, InputError, UnsupportedError
+from fuser.errors import DefinitionError, DtypeError, UnsupportedError
 from fuser.ir.fusion import Fusion
 from fuser.ir.guard import FusionGuard
 from fuser.ir.mma import ScaledMmaOp
@@ -21,7 +20,7 @@ from hostir.container import equal
 from hostir.parse import parse
 from multidevice import simulate
 from tests.frontend.test_attention_programs import cut
-from tests.frontend.test_float8 import check, run
+from tests.frontend.test_float8 import run
 
 D = DataType
 Tensor = torch.Tensor
@@ -235,131 +234,3 @@ def test_refusals() -> None:
 def test_texts_of_all_forms_are_distinct() -> None:
     texts = [text for _, text in ScaledMmaOp.variants()]
     assert len(set(texts)) == 8
-
-
-# ------------------------------------------------------------------ blocks
-def quantize(tv: Any) -> Any:
-    return ops.nv_block_quantize(tv, block_size=32, dtype=E4)
-
-
-def brute_force(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values and scales, a block at a time: the first power of two that is large enough."""
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty((*x.shape[:-1], x.shape[-1] // 32), dtype=torch.float8_e8m0fnu)
-    for place in itertools.product(*map(range, scales.shape)):
-        mine = slice(32 * place[-1], 32 * place[-1] + 32)
-        block = x[(*place[:-1], mine)].double()
-        exponent = -127
-        while exponent < 127 and float(block.abs().max()) > 448 * 2.0**exponent:
-            exponent += 1
-        values[(*place[:-1], mine)] = (block / 2.0**exponent).float().to(torch.float8_e4m3fn)
-        scales[place] = torch.tensor(2.0**exponent).to(torch.float8_e8m0fnu)
-    return values, scales
-
-
-@pytest.mark.parametrize("options", [["checked"], ["schedules_for(h200)"]], ids=["cpu", "h200"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_blocks_are_those_of_brute_force(dtype: torch.dtype, options: list[str]) -> None:
-    x = draw(5, 2, 96, dtype=torch.float64) * 10 ** draw(5, 2, 96, seed=9).double()
-    edges = torch.tensor([448.0, 448.001, 447.9, 896.0, 1e-30, 2.0**-126 * 448, 3e38, 0.0])
-    x[0, 0, :8], x[1], x[2, :, 32:64], x[3] = edges, 0.0, 1e-45, x[3] * 2.0**-120
-    x[4, 0, 0], x[4, 1, 40] = 448.0 * 2**3, 449.0 * 2**3
-    x = x.clamp(-6e4, 6e4) if dtype is torch.float16 else x
-    x = x.to(dtype)
-    values, scales = run(quantize, x, options=options)
-    expected, powers = brute_force(x)
-    check(scales, powers)
-    check(values, expected)
-
-
-def test_scales_times_values_are_near() -> None:
-    """Half a unit in the last of 3 digits of each number, or of the least one of the block."""
-    x = draw(64, 128)
-    values, scales = run(quantize, x)
-    power = scales.double().repeat_interleave(32, -1)
-    again = values.double() * power
-    unit = torch.maximum(x.double().abs() * 2.0**-4, power * 2.0**-10)
-    assert bool(((again - x).abs() <= unit).all())
-    assert bool((values.double().abs() <= 448).all())
-    # No smaller power would do.
-    blocks = x.double().unflatten(-1, (-1, 32)).abs().amax(-1)
-    assert bool((blocks > 448 * scales.double() / 2).all())
-
-
-def test_nan_and_infinity_stay_in_their_block() -> None:
-    x = draw(3, 64)
-    x[0, 3], x[1, 40], x[1, 41] = float("nan"), float("inf"), 2.0
-    values, scales = run(quantize, x)
-    assert values[0, :32].isnan().all() and scales[0, 0].isnan()
-    assert float(scales[1, 1]) == 2.0**127 and float(values[1, 41]) == 0.0
-    check(values[1, 40], torch.tensor(math.inf).to(torch.float8_e4m3fn))
-    rest, powers = brute_force(x[2:])
-    check(values[2:], rest)
-    check(scales[2:], powers)
-    check(values[0, 32:], brute_force(x[:1, 32:])[0][0])
-
-
-def test_symbolic_sizes() -> None:
-    with FusionDefinition() as fd:
-        x = fd.define_tensor([-1, -1], contiguity=True)
-        for tv in quantize(x):
-            fd.add_output(tv)
-    for shape in ((3, 64), (1, 32), (4, 96), (0, 32), (2, 0)):
-        x = draw(*shape)
-        for out, expected in zip(fd.execute([x]), brute_force(x), strict=True):
-            check(out, expected)
-    with pytest.raises(InputError, match="Total element counts"):
-        fd.execute([draw(2, 33)])
-
-
-def test_quantised_rows_on_ranks() -> None:
-    whole = draw(8, 64)
-
-    def program() -> list[Tensor]:
-        mesh = DeviceMesh(range(Communicator.instance().size()))
-        with FusionDefinition() as fd:
-            x = fd.define_tensor([8, 64], contiguity=True)
-            x.set_device_mesh(mesh)
-            cut(x, 0, mesh)
-            for tv in quantize(x):
-                fd.add_output(tv)
-        return fd.execute([shard_tensor(whole, x)])
-
-    with simulate(2) as world:
-        parts = world.run(program)
-    for k, expected in enumerate(brute_force(whole)):
-        bytes_of = [p[k].view(torch.uint8) for p in parts]
-        check(torch.cat(bytes_of).view(expected.dtype), expected)
-
-
-def test_what_is_no_block() -> None:
-    with FusionGuard(Fusion()):
-        x, one = define_tensor([-1, -1]), define_tensor([])
-        cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-            (UnsupportedError, "Float4_e2m1fn of T", lambda: ops.nv_block_quantize(x)),
-            (
-                UnsupportedError,
-                "global_scale T",
-                lambda: ops.nv_block_quantize(x, one, False, 32, E4),
-            ),
-            (
-                UnsupportedError,
-                "swizzle_block_scales, of T",
-                lambda: ops.nv_block_quantize(x, None, True, 32, E4),
-            ),
-            (
-                DefinitionError,
-                "Expected blocks of 32",
-                lambda: ops.nv_block_quantize(x, block_size=16, dtype=E4),
-            ),
-            (
-                DtypeError,
-                "Expected Half, BFloat16 or Float",
-                lambda: quantize(define_tensor([-1, 32], dtype=D.Double)),
-            ),
-            (DefinitionError, "Expected whole blocks", lambda: quantize(define_tensor([-1, 33]))),
-            (DefinitionError, "rank of at least 1", lambda: quantize(one)),
-        ]
-        for error, match, call in cases:
-            with pytest.raises(error, match=match):
-                call()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tests.fuzz import groups, scaled, views
+from tests.fuzz import blocks, groups, scaled, views
 from tests.fuzz.attend import statement
 from tests.fuzz.builder import Dim, joined_shapes
 from tests.fuzz.lookups import look_up
@@ -241,7 +241,12 @@ def _scaled(b: Sharded, name: str) -> None:
 
 def _blocks(b: Sharded, name: str) -> None:
     if b.dims[name] and len(b.inputs) < 7:
-        scaled.quantize(b, name, b.dim, b.tensor)
+        blocks.quantize(b, name, b.dim, b.tensor)
+
+
+def _tiles(b: Sharded, name: str) -> None:
+    if len(b.dims[name]) == 2 and len(b.inputs) < 7:
+        blocks.lay_out(b, name, b.dim, b.tensor)
 
 
 def _full(b: Sharded, name: str) -> None:
@@ -286,6 +291,7 @@ _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_groups, 6),
     (_scaled, 6),
     (_blocks, 4),
+    (_tiles, 3),
     (_where, 3),
     (_moments, 3),
     (_iota, 3),

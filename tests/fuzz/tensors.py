@@ -20,7 +20,13 @@ def make_tensor(
         1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
     )
     values = _values(span + offset, dtype, fill, torch.Generator().manual_seed(seed))
-    return values.as_strided(shape, strides, offset)
+    made = values.as_strided(shape, strides, offset)
+    if fill.startswith("these "):
+        # Of one axis, the last one again where it has more elements.
+        given = fill.split()[1:]
+        for i in range(len(made)):
+            made[i] = int(given[min(i, len(given) - 1)])
+    return made
 
 
 def _values(n: int, dtype: torch.dtype, fill: str, gen: torch.Generator) -> torch.Tensor:

@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.frontend.test_scaled_mm import brute_force
-from tests.fuzz import attention, elementwise, groups, lookups, oracle, reductions, scaled
+from tests.frontend.test_block_quantize import brute_force
+from tests.fuzz import attention, blocks, elementwise, groups, lookups, oracle, reductions, scaled
 from tests.fuzz.program import Ref, Stmt
 from tests.fuzz.runner import compare
 from tests.fuzz.table import DTYPES, FLOAT8, ROWS, Row
@@ -223,8 +223,7 @@ def test_products_of_scaled_factors() -> None:
     for dtype in ("Float", "BFloat16", "Float8_e4m3fn", "Float8_e8m0fnu"):
         like = DTYPES[dtype].torch
         more = exact(bias.double(), "Half"), exact(beta.double(), "Float")
-        value, *_ = scaled.scaled_mm(x, y, s, u, None, *more, dtype=dtype)
-        assert isinstance(value, Val)
+        value = scaled.product(x, y, s, u, None, *more, dtype=dtype)
         assert compare(product.to(like), value) is None
         assert compare((product + beta * bias).to(like), value) is not None
 
@@ -232,20 +231,53 @@ def test_products_of_scaled_factors() -> None:
 def test_products_of_groups() -> None:
     a, b = _inputs(0, 12 * 7).reshape(12, 7), _inputs(1, 3 * 7 * 4).reshape(3, 7, 4)
     offsets = exact(torch.tensor([2, 2, 9]), "Int32")
-    of_rows = groups.grouped_mm(exact(a.double(), "Float"), exact(b.double(), "Float"), offsets)
+    of_rows = groups.products(
+        exact(a.double(), "Float"), exact(b.double(), "Float"), offsets, dtype="Float"
+    )
     out = torch.cat([a[:2] @ b[0], a[2:9] @ b[2], torch.zeros(3, 4)])
     assert compare(out, of_rows) is None
     out[8] = a[8] @ b[1]
     assert compare(out, of_rows) is not None
     # The same matrices, each with the groups along its other axis.
     c, d = a.T.contiguous(), b.mT.contiguous()
-    of_columns = groups.grouped_mm(exact(d.double(), "Float"), exact(c.double(), "Float"), offsets)
+    of_columns = groups.products(
+        exact(d.double(), "Float"), exact(c.double(), "Float"), offsets, dtype="Float"
+    )
     assert torch.equal(of_columns.ref, of_rows.ref.T)
-    parts = groups.grouped_mm(exact(c.double(), "Float"), exact(a.double(), "Float"), offsets)
+    parts = groups.products(
+        exact(c.double(), "Float"), exact(a.double(), "Float"), offsets, dtype="Float"
+    )
     assert compare(torch.stack([c[:, :2] @ a[:2], 0 * c @ a, c[:, 2:9] @ a[2:9]]), parts) is None
     fallen = exact(torch.tensor([2, 1, 9]), "Int32")
     with pytest.raises(InvalidProgram):
-        groups.grouped_mm(exact(c.double(), "Float"), exact(a.double(), "Float"), fallen)
+        groups.products(
+            exact(c.double(), "Float"), exact(a.double(), "Float"), fallen, dtype="Float"
+        )
+
+
+def test_products_of_scaled_groups() -> None:
+    """Each form, beside a product per group in float32."""
+    a, b = _inputs(0, 12 * 7).reshape(12, 7), _inputs(1, 3 * 7 * 4).reshape(3, 7, 4)
+    a, b = a.to(torch.float8_e4m3fn).double(), b.to(torch.float8_e5m2).double()
+    rows, columns = _inputs(2, 36).reshape(3, 12, 1), _inputs(3, 12).reshape(3, 1, 4)
+    alpha, bias = torch.tensor([1.5, 0.0, -2.0]), _inputs(4, 36).reshape(3, 12, 1)
+    offsets = exact(torch.tensor([2, 2, 9]), "Int32")
+    few = [exact(t, "Float8_e5m2") for t in (a, b)]
+    scales = [exact(t.double(), "Float") for t in (rows, columns)]
+    more = {n: exact(t.double(), "Float") for n, t in (("alpha", alpha), ("bias", bias))}
+    value = groups.products(*few, offsets, *scales, dtype="Float", **more)
+    out = torch.zeros(12, 4)
+    for g, mine in ((0, slice(2)), (2, slice(2, 9))):
+        product = (a[mine] @ b[g]).float() * rows[g, mine] * columns[g] * alpha[g]
+        out[mine] = product + bias[g, mine]
+    assert compare(out, value) is None
+    out[1] += alpha[1] - alpha[0]
+    assert compare(out, value) is not None
+    # The same with groups of columns.
+    few, scales = [v.view(lambda t: t.mT) for v in few], [v.view(lambda t: t.mT) for v in scales]
+    more["bias"] = more["bias"].view(lambda t: t.mT)
+    turned = groups.products(*few[::-1], offsets, *scales[::-1], dtype="Float", **more)
+    assert torch.equal(turned.ref, value.ref.T)
 
 
 def test_added_rows() -> None:
@@ -276,7 +308,7 @@ def test_the_finite_part_of_an_infinite_complex_sum_is_rounded() -> None:
 def test_blocks_are_those_of_brute_force() -> None:
     x = _inputs(0, 640).reshape(2, 320) * 10 ** _inputs(1, 640).reshape(2, 320)
     x[0, :32], x[1, 5] = 0.0, math.inf
-    found = scaled.nv_block_quantize(exact(x.double(), "Float"), 32, "Float8_e4m3fn")
+    found = blocks.nv_block_quantize(exact(x.double(), "Float"), False, 32, "Float8_e4m3fn")
     assert all(v.is_exact for v in found)
     expected = brute_force(x[:, 32:])
     assert compare(expected[0], found[0].view(lambda t: t[:, 32:])) is None
@@ -286,7 +318,7 @@ def test_blocks_are_those_of_brute_force() -> None:
     torch.testing.assert_close(found[0].ref[1, 5], beyond, equal_nan=True)
     # Where the largest may be on both sides of a power's limit, so may the scale.
     near = Val(torch.full((32,), 448.0).double(), torch.full((32,), 0.1).double(), "Float")
-    values, scales = scaled.nv_block_quantize(near, 32, "Float8_e4m3fn")
+    values, scales = blocks.nv_block_quantize(near, False, 32, "Float8_e4m3fn")
     assert compare(torch.tensor([2.0]).to(torch.float8_e8m0fnu), scales) is None
     assert compare(torch.tensor([4.0]).to(torch.float8_e8m0fnu), scales) is not None
     assert bool(values.bound.isinf().all())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tests.fuzz import groups, lookups, scaled, scans
+from tests.fuzz import blocks, groups, lookups, scaled, scans
 from tests.fuzz.attend import statement
 from tests.fuzz.builder import Builder, Dim
 from tests.fuzz.fusions import FusionBuilder
@@ -312,7 +312,7 @@ def contraction(b: FusionBuilder) -> None:
 
 # What appends it, and to tensors of how many axes.
 _PRODUCTS = ((groups.multiply, (2, 3)),) * 2 + ((scaled.multiply, (2,)),) * 2
-_PRODUCTS += ((scaled.quantize, (1, 2, 3, 4)),)
+_PRODUCTS += ((blocks.quantize, (1, 2, 3, 4)), (blocks.lay_out, (2,)))
 
 
 def product(b: FusionBuilder) -> None:

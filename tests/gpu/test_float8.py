@@ -12,8 +12,19 @@ import torch
 from fuser import DataType, FusionDefinition
 from fuser.ops import scaled_product
 from tests.devices import moved, passed
+from tests.frontend.test_block_quantize import (
+    brute_force,
+    in_tiles,
+    of_groups,
+    quantize,
+    quantized,
+    same,
+    swizzled,
+)
 from tests.frontend.test_float8 import FLOAT8, OTHERS, check, check_bytes, codes
-from tests.frontend.test_scaled_mm import brute_force, draw, factors, quantize, wanted
+from tests.frontend.test_grouped_mm import FORMS
+from tests.frontend.test_grouped_scales import ALL, draw_given, reference
+from tests.frontend.test_scaled_mm import draw, factors, wanted
 
 D = DataType
 # So many floats at a time, of all 2^32.
@@ -85,6 +96,51 @@ def test_scaled_products(shape: tuple[int, int, int], dtype: DataType, on_host: 
         )
 
 
+@pytest.mark.parametrize("dtype", [D.BFloat16, D.Half, D.Float])
+@pytest.mark.parametrize("ragged", FORMS)
+def test_products_of_scaled_groups(ragged: str, dtype: DataType) -> None:
+    """Groups that torch's kernel takes beside those that it does not, with scales of each kind."""
+    letters: list[dict[str, str]] = [
+        {"scale1": "", "scale2": ""},
+        {"scale1": "m1", "scale2": "1n"},
+        {"scale1": "gm1", "scale2": "g1n", "bias": "n"},
+        ALL,
+    ]
+    sizes = {"g": 4, "m": 64, "n": 96, "k": 128, "1": 1}
+    for more, ends in itertools.product(letters, ([16, 16, 48, 64], [3, 20, 20, 33])):
+        given = draw_given(ragged, sizes, ends, more, torch.bfloat16)
+        with FusionDefinition() as fd:
+            tensors = dict(zip(given, map(fd.from_pytorch, given.values()), strict=True))
+            fd.add_output(fd.ops.grouped_mm(**tensors, dtype=dtype)[0])  # pyright: ignore
+        (out,) = fd.execute(passed(fd.fusion, [*given.values()]))
+        expected = reference(ragged, given)
+        # The tensor cores keep some 13 digits of partial sums.
+        off = 2.0**-11 * reference(ragged, given, sizes_only=True)
+        off = off + torch.finfo(out.dtype).eps * expected.abs() + 1e-5
+        error = (out.cpu().double() - expected).abs()
+        assert out.shape == expected.shape and bool((error <= off).all()), (more, ends)
+
+
+def test_torchs_kernel_is_called_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For groups of rows, as many as there are: once for each that has any."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs products of floats of one byte")
+    plain, called = scaled_product._native, list[int]()
+
+    def noted(a: torch.Tensor, *args: object) -> torch.Tensor:
+        called.append(len(a))
+        return plain(a, *args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(scaled_product, "_native", noted)
+    sizes = {"g": 4, "m": 64, "n": 96, "k": 128, "1": 1}
+    given = draw_given("m", sizes, [3, 20, 20, 33], {"scale1": "m1", "scale2": "g1n"})
+    with FusionDefinition() as fd:
+        tensors = dict(zip(given, map(fd.from_pytorch, given.values()), strict=True))
+        fd.add_output(fd.ops.grouped_mm(**tensors)[0])  # pyright: ignore
+    fd.execute([moved(t) for t in given.values()])
+    assert called == [3, 17, 13]
+
+
 def test_torchs_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """With scales on the GPU, and with CPU scalars, whose values are brought there."""
     if torch.cuda.get_device_capability() < (8, 9):
@@ -116,3 +172,17 @@ def test_blocks() -> None:
             fd.add_output(tv)
     for out, expected in zip(fd.execute([moved(x)]), brute_force(x), strict=True):
         check(out.cpu(), expected)
+
+
+def test_scales_in_tiles() -> None:
+    x, starts, begins = draw(140, 96), [0, 131, 131], [0, 256, 384]
+    given = [x, *(torch.tensor(at, dtype=torch.int32) for at in (starts, begins))]
+    with FusionDefinition() as fd:
+        tv, *offsets = map(fd.from_pytorch, given)
+        for out in (*swizzled(tv), *quantized(fd, tv, *offsets)):
+            fd.add_output(out)
+    values, powers = brute_force(x)
+    results = values, in_tiles(powers, 2), values, of_groups(powers, starts, begins)
+    for _ in range(3):
+        for out, expected in zip(fd.execute([moved(t) for t in given]), results, strict=True):
+            same(out.cpu(), expected)

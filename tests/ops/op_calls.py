@@ -19,7 +19,7 @@ from fuser import FusionDefinition, ops
 from fuser.ir.attention import SdpaFwdOp, TensorOp
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
-from fuser.ir.nodes import BroadcastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
+from fuser.ir.nodes import BinaryOp, BroadcastOp, CastOp, FullOp, IotaOp, LoadStoreOp, ReshapeOp
 from fuser.ir.resizing import SliceOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
@@ -355,13 +355,29 @@ def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     return scan
 
 
-def _grouped(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products of two groups, which end at 2 and at 5."""
+def _grouped(a: Tensor, b: Tensor, alpha: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """Return the products of two groups, which end at 2 and at 5, times a number of each."""
     if a.ndim == b.ndim:
-        return torch.stack([a[:, :2] @ b[:2], a[:, 2:] @ b[2:]])
+        return torch.stack([alpha[0] * a[:, :2] @ b[:2], alpha[1] * a[:, 2:] @ b[2:]])
     if a.ndim == 3:
-        return torch.cat([a[0] @ b[:, :2], a[1] @ b[:, 2:]], 1)
-    return torch.cat([a[:2] @ b[0], a[2:] @ b[1]])
+        return torch.cat([alpha[0] * a[0] @ b[:, :2], alpha[1] * a[1] @ b[:, 2:]], 1)
+    return torch.cat([alpha[0] * a[:2] @ b[0], alpha[1] * a[2:] @ b[1]])
+
+
+def _grouped_and_scaled(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    few = a.to(torch.float8_e4m3fn).double(), b.to(torch.float8_e5m2).double()
+    return _grouped(a, b), _grouped(*few, alpha=(1.5, 3.0))
+
+
+def _group(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView]:
+    ends, few = (
+        ops.iota(2, 2, 3, D.Int32),
+        (ops.cast(a, D.Float8_e4m3fn), ops.cast(b, D.Float8_e5m2)),
+    )
+    scales = ops.full([], 0.5, D.Float), ops.full([1, 1], 3.0, D.Float)
+    alpha = ops.iota(2, 1.0, 1.0, D.Float)
+    out, _, _ = ops.grouped_mm(*few, ends, *scales, alpha, dtype=D.Double)
+    return ops.grouped_mm(a, b, ends), out
 
 
 def _scaled(a: Tensor, b: Tensor) -> Tensor:
@@ -377,6 +393,51 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.flatten(-2), (2**exponents).float().to(torch.float8_e8m0fnu)
 
 
+def _in_tiles(x: Tensor, count: int) -> Tensor:
+    """Return so many rows of tiles, an element at a time."""
+    # The least value of a dtype without 0 has no bits.
+    nothing = 2.0**-127 if x.dtype is torch.float8_e8m0fnu else 0.0
+    columns = -(-x.shape[1] // 4)
+    out = torch.full((count * columns * 512,), nothing, dtype=widened(x).dtype).to(x.dtype)
+    for r, c in itertools.product(*map(range, x.shape)):
+        tile = r // 128 * columns + c // 4
+        out[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = x[r, c]
+    return out.view(count * 128, columns * 4)
+
+
+def _quantize(x: TensorView) -> list[TensorView]:
+    """Return values and scales; of a matrix also the scales in tiles."""
+    x = ops.cast(x, D.Float)
+    found = list(ops.nv_block_quantize(x, block_size=32, dtype=D.Float8_e4m3fn))
+    if x.ndim == 2:
+        found.append(ops.nv_block_quantize(x, None, True, 32, D.Float8_e4m3fn)[1])
+    return found
+
+
+def _quantized_tiled(x: Tensor) -> list[Tensor]:
+    values, scales = _quantized(x)
+    if x.ndim != 2:
+        return [values, scales]
+    return [values, scales, _in_tiles(scales, -(-len(x) // 128))]
+
+
+def _halves(m: Any) -> tuple[TensorView, TensorView]:
+    """Return where the first and the second half of m rows begin, and their tiles."""
+    half = ops.div(ops.add(m, 1), 2)
+    return ops.cast(ops.mul(ops.iota(2), half), D.Int32), ops.iota(2, 0, 128, D.Int32)
+
+
+def _in_halves(x: Tensor) -> Tensor:
+    half = (len(x) + 1) // 2
+    return torch.cat([_in_tiles(x[:half], 1), _in_tiles(x[half:], (len(x) + 254) // 128 - 1)])
+
+
+def _quantized_in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = _quantized(x)
+    return values, _in_halves(scales)
+
+
+_HALVED = (IotaOp, BinaryOp, CastOp)
 _CHOSEN: list[tuple[Shape, ...]] = [((5,),), ((2, 7),), ((3, 1, 4),), ((0, 3),)]
 CALLS |= {
     "argsort": OpCall(
@@ -388,15 +449,29 @@ CALLS |= {
     "cumprod": OpCall(lambda x: ops.cumprod(x, -1), _scanned(torch.prod)),
     "cumsum": OpCall(lambda x: ops.cumsum(x, -1), _scanned(torch.sum)),
     "grouped_mm": OpCall(
-        lambda a, b: ops.grouped_mm(a, b, ops.iota(2, 2, 3, D.Int32)),
-        _grouped,
+        _group,
+        _grouped_and_scaled,
         [((4, 5), (5, 3)), ((2, 4, 3), (3, 5)), ((5, 4), (2, 4, 3)), ((5, 0), (2, 0, 3))],
-        beside=(IotaOp,),
+        beside=(IotaOp, FullOp),
     ),
     "nv_block_quantize": OpCall(
-        lambda x: ops.nv_block_quantize(ops.cast(x, D.Float), block_size=32, dtype=D.Float8_e4m3fn),
-        _quantized,
-        [((32,),), ((3, 64),), ((0, 32),), ((2, 1, 96),)],
+        _quantize,
+        _quantized_tiled,
+        [((32,),), ((3, 64),), ((0, 32),), ((2, 1, 96),), ((130, 160),), ((1, 32),), ((2, 0),)],
+    ),
+    "nv_grouped_block_quantize": OpCall(
+        lambda x: ops.nv_grouped_block_quantize(
+            ops.cast(x, D.Float), *_halves(x.size(0)), None, 32, D.Float8_e4m3fn
+        ),
+        _quantized_in_halves,
+        [((5, 64),), ((1, 32),), ((0, 32),), ((130, 96),), ((3, 0),)],
+        beside=_HALVED,
+    ),
+    "preprocess_grouped_matmul_input_sf": OpCall(
+        lambda x: ops.preprocess_grouped_matmul_input_sf(x, *_halves(x.size(0))),
+        _in_halves,
+        [((5, 3),), ((1, 1),), ((0, 4),), ((130, 6),), ((3, 0),)],
+        beside=_HALVED,
     ),
     "scaled_mm": OpCall(
         lambda a, b: ops.scaled_mm(

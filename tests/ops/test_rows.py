@@ -43,7 +43,7 @@ def missing_parts(
 ) -> list[str]:
     """Return what a row lacks, in words."""
     if not row.is_implemented:
-        return [] if f"`{row.name}`" in page else ["docs/ops.md"]
+        return [] if f"`{row.name}(" in page else ["docs/ops.md"]
     parameters = list(inspect.signature(row.function).parameters.values())
     is_plain = row.name in PUBLIC and not row.sample
     parts = {

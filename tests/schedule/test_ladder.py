@@ -15,7 +15,7 @@ from fuser.schedule.facts import Facts
 from fuser.schedule.ladder import rungs
 from fuser.schedule.plain import PlainParams
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction import ReductionParams
+from fuser.schedule.reduction_params import ReductionParams
 from multidevice.communicator import Communicator
 from tests.schedule.programs import define, make_executor, random, run
 

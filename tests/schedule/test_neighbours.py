@@ -21,7 +21,7 @@ from fuser.schedule.neighbours import from_fields, neighbours, to_fields
 from fuser.schedule.outer_persistent import OuterPersistentParams
 from fuser.schedule.plain import PlainParams
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction import ReductionParams
+from fuser.schedule.reduction_params import ReductionParams
 from fuser.schedule.registry import UserParams
 from fuser.schedule.transpose_params import TransposeParams
 from tests.schedule.programs import define, make_executor, random, run, sizes_of

@@ -15,10 +15,10 @@ from fuser.ir.fusion import Fusion
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import IterType, ParallelType
 from fuser.ir.verify import verify_fusion
-from fuser.schedule import SCHEDULERS, find_scheduler, reduction, rejections, scheduler
+from fuser.schedule import SCHEDULERS, find_scheduler, reduction_params, rejections, scheduler
 from fuser.schedule.facts import Facts
 from fuser.schedule.pointwise import PointwiseParams
-from fuser.schedule.reduction import ReductionParams
+from fuser.schedule.reduction_params import ReductionParams
 from tests.schedule.programs import define, make_executor, random, run, scheduled, sizes_of
 
 BF16 = DataType.BFloat16
@@ -196,7 +196,7 @@ def test_few_rows_are_split_over_the_grid() -> None:
         ((100000, 8), ReductionParams(False, 1, 256, 8, 8, 48)),
         # Strips of 32 bytes that one block sums: no blocks wait for each other.
         ((512, 1024), ReductionParams(False, 2, 128, 8, 4, 1)),
-        ((2048, 384), ReductionParams(False, 32, 8, 8, 8, 32)),
+        ((2048, 384), ReductionParams(False, 32, 8, 4, 8, 32)),
         ((4096, 770), ReductionParams(False, 32, 8, 2, 16, 32)),
         ((4096, 50257), ReductionParams(False, 32, 16, 1, 16, 1)),
     ],
@@ -216,7 +216,7 @@ def test_columns_of_few_bytes(
     shape: tuple[int, int], dtype: torch.dtype, bytes_alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block sums a strip of columns, or several do and exchange what they have."""
-    monkeypatch.setattr(reduction, "BYTES_ALONE", bytes_alone)
+    monkeypatch.setattr(reduction_params, "BYTES_ALONE", bytes_alone)
 
     def build(x: TensorView) -> tuple[TensorView, TensorView]:
         wide = ops.cast(x, DataType.Float) if dtype is torch.bfloat16 else x

@@ -15,7 +15,7 @@ from fuser.ir.dtypes import DataType, from_torch
 from fuser.ir.tensor import TensorView
 from fuser.kernels.executor import KernelExecutor
 from fuser.schedule.facts import Facts
-from fuser.schedule.reduction import ReductionParams
+from fuser.schedule.reduction_params import ReductionParams
 from tests.lower.build import P
 from tests.schedule.programs import (
     Build,

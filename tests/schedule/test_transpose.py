@@ -266,11 +266,11 @@ def test_random_fusions_in_random_tiles(seed: int) -> None:
 LARGE = random((280, 520), torch.float32)
 ROW, COLUMN = LARGE[:1, :512].expand(256, 512), LARGE[:256, :1].expand(256, 512)
 LAYOUTS = {
-    "gap": (LARGE[:256, :512], TransposeParams(128, 4, 4, 32, 32)),
+    "gap": (LARGE[:256, :512], TransposeParams(256, 4, 4, 32, 64)),
     "begin that is not aligned": (LARGE[:256, 1:513], TransposeParams(128, 4, 1, 32, 32)),
     "rows that are not aligned": (LARGE[:255, :512], TransposeParams(128, 1, 4, 32, 32)),
     "turned": (random((512, 256), torch.float32).t(), None),
-    "repeated rows": (ROW, TransposeParams(128, 4, 4, 32, 32)),
+    "repeated rows": (ROW, TransposeParams(256, 4, 4, 32, 64)),
     "repeated columns": (COLUMN, None),
     "every second": (random((256, 1024), torch.float32)[:, ::2], None),
 }
@@ -317,8 +317,8 @@ def chosen(
 def test_tiles_by_type() -> None:
     for dtype, tile in {
         torch.bool: TransposeParams(128, 16, 16, 128, 128),
-        torch.bfloat16: TransposeParams(128, 8, 8, 64, 64),
-        torch.float32: TransposeParams(128, 4, 4, 64, 64),
+        torch.bfloat16: TransposeParams(512, 8, 8, 128, 128),
+        torch.float32: TransposeParams(512, 4, 4, 64, 64),
         torch.float64: TransposeParams(128, 2, 2, 32, 32),
     }.items():
         assert chosen(lambda x: turned(x, (1, 0)), (8192, 8192), dtype=dtype) == tile
@@ -350,7 +350,8 @@ def test_tiles_where_they_save_traffic(
     assert isinstance(params, TransposeParams) is is_tile, params
     if isinstance(params, TransposeParams):
         inner, other = shape[order[-1]], shape[-1]
-        assert params.staged_edge < 2 * other and (params.edge < 2 * inner or len(order) > 2)
+        is_short = params.staged_edge < 2 * other and params.edge < 2 * inner
+        assert is_short or len(order) > 2  # of several axes some may be one
         assert params.edge * params.staged_edge >= 1024
 
 

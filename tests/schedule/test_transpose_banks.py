@@ -149,7 +149,8 @@ def test_no_bank_conflicts_and_whole_lines(dtype: torch.dtype, extents: tuple[in
             assert bank_turns(begins, nbytes) == 1, (params, name, begins)
         elif extents == (2048, 2048):
             lines = {b // 128 for begin in begins for b in (begin, begin + nbytes - 1)}
-            assert len(lines) == WARP * nbytes // 128, (params, name)
+            row = min(params.edge, params.staged_edge) * dtype.itemsize
+            assert len(lines) <= WARP * nbytes // min(row, 128), (params, name)
     assert {n for name, shared, n in kinds if not shared} == {v * dtype.itemsize for v in vectors}
     # One barrier, in no loop.
     assert sum(isinstance(s, Sync) for s in walk(kernel.body)) == 1

@@ -1,0 +1,51 @@
+"""What preprocess_grouped_matmul_input_sf means in torch: rows put in their places, then tiles."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from fuser.errors import InputError, user_code
+from fuser.ir.block_scales import LANES, TILE_COLUMNS, TILE_ROWS, GroupedScalesOp
+from fuser.ir.scalar import Number
+
+Tensor = torch.Tensor
+
+
+def grouped_scales(
+    op: GroupedScalesOp, x: Tensor, input_offsets: Tensor, output_offsets: Tensor, nothing: Number
+) -> Tensor:
+    """Return the tiles of all groups, `nothing` where there is no row.
+
+    Raises `InputError` for offsets that fall, leave their axis or let groups overlap.
+    """
+    m, k = x.shape
+    tiles = (m + (TILE_ROWS - 1) * len(input_offsets)) // TILE_ROWS
+    columns = -(-k // TILE_COLUMNS)
+    placed = x.new_full((tiles * TILE_ROWS, columns * TILE_COLUMNS), nothing)
+    # A tensor without contents is asked for its shape alone.
+    if not input_offsets.is_meta:
+        starts, begins = input_offsets.tolist(), output_offsets.tolist()
+        _check(op, starts, begins, m, len(placed))
+        for begin, (start, end) in zip(begins, pairwise([*starts, m]), strict=True):
+            placed[begin : begin + end - start, :k] = x[start:end]
+    parts = placed.view(tiles, TILE_ROWS // LANES, LANES, columns, TILE_COLUMNS)
+    return parts.permute(0, 3, 2, 1, 4).reshape(placed.shape)
+
+
+def _check(op: GroupedScalesOp, starts: list[int], begins: list[int], m: int, rows: int) -> None:
+    if any(x > y for x, y in pairwise([*starts, m])) or (starts and starts[0]):
+        raise InputError(
+            f"{op.name}: Expected input_offsets that rise from 0 to at most {m}, the rows of "
+            f"{op.inp}, but {op.input_offsets} is {starts}{user_code(op.where)}"
+        )
+    sizes = [y - x for x, y in pairwise([*starts, m])]
+    spans = zip(begins, sizes, [*begins, rows][1:], strict=True)
+    overlaps = any(begin + size > limit for begin, size, limit in spans)
+    if overlaps or any(x % TILE_ROWS or x < 0 for x in begins):
+        raise InputError(
+            f"{op.name}: Expected output_offsets that are multiples of {TILE_ROWS} and rise by "
+            f"the sizes of the groups, {sizes}, up to {rows}, but {op.output_offsets} is {begins}"
+            f"{user_code(op.where)}"
+        )

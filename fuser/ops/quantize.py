@@ -1,0 +1,220 @@
+"""Floats of one byte with a scale per block, and these scales in tiles (`fuser.ir.block_scales`).
+
+Floats of four bits are refused: no GPU for which kernels are built here computes with them.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+from typing import cast as typing_cast
+
+import torch
+
+from fuser.errors import DtypeError, UnsupportedError, user_line
+from fuser.ir import scalar as sc
+from fuser.ir.block_scales import (
+    LANES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    GroupedScalesOp,
+    padding,
+    tiles_of_groups,
+    whole_tiles,
+)
+from fuser.ir.dtypes import NO_FLOAT4, DataType, DtypeLike, dtype_text
+from fuser.ir.guard import active_fusion
+from fuser.ir.tensor import TensorView
+from fuser.ops import reductions
+from fuser.ops.building import (
+    OperandLike,
+    add_op,
+    axes_of,
+    axis_of_extent,
+    broadcast_tensor,
+    check_offsets,
+    fail,
+    new_output,
+    same_extent,
+    unsupported,
+)
+from fuser.ops.elementwise import apply_pointwise, cast, check_rank_at_least
+from fuser.ops.reshape import reshape
+from fuser.ops.resize import pad
+from fuser.ops.views import permute
+
+# Elements that share a scale, and the largest value of what they become.
+_BLOCK = 32
+_LARGEST = 448.0
+_QUANTIZED = (DataType.Half, DataType.BFloat16, DataType.Float)
+
+
+def nv_block_quantize(
+    input: TensorView,
+    global_scale: TensorView | None = None,
+    swizzle_block_scales: bool = False,
+    block_size: int = 16,
+    dtype: DtypeLike = DataType.Float4_e2m1fn,
+) -> tuple[TensorView, TensorView]:
+    """Append (values, scales): Float8_e4m3fn [.., k] and Float8_e8m0fnu [.., k / 32] for which
+    values * scales, each for 32 neighbours, is near `input`.
+
+    A scale is the least power of two with which the largest of its elements is at most 448: none is
+    cut off. A NaN makes its block NaN; an infinity becomes what `cast` makes of it (448, or NaN
+    with older versions of torch), with the largest scale, 2^127. Half, BFloat16 and Float are
+    taken; Float4_e2m1fn and a global scale are refused.
+
+    `swizzle_block_scales`: scales of [m, k] are in tiles, [ceil(m / 128) * 128, ceil(k / 128) * 4].
+    Element (r, c) of a tile of 128 rows and 4 columns is number (r % 32) * 16 + (r // 32) * 4 + c
+    of its 512, and the next tile that of the next columns; what pads tiles has bits of 0.
+
+    Source: OCP Microscaling Formats (MX) v1.0, MXFP8 E4M3; rounding up as in Mishra et al. 2025,
+    Recipes for Pre-training LLMs with MXFP8. Tiles: cuBLAS, 1D block scaling factors layout.
+    """
+    name = "nv_block_quantize"
+    if swizzle_block_scales and input.ndim != 2:
+        raise unsupported(name, f"swizzle_block_scales are those of [m, k], but {input} is no such")
+    values, scales = _quantized(name, input, global_scale, block_size, dtype)
+    return values, _tiled(scales) if swizzle_block_scales else scales
+
+
+def nv_grouped_block_quantize(
+    input: TensorView,
+    input_offsets: TensorView,
+    output_offsets: TensorView,
+    global_scale: TensorView | None = None,
+    block_size: int = 16,
+    dtype: DtypeLike = DataType.Float4_e2m1fn,
+) -> tuple[TensorView, TensorView]:
+    """Append (values, scales) of [m, k]: what `nv_block_quantize` makes of it, the scales as
+    `preprocess_grouped_matmul_input_sf` lays them out.
+
+    Float8_e4m3fn with a block_size of 32 alone, without a global scale.
+    """
+    name = "nv_grouped_block_quantize"
+    _check_groups(name, input, input_offsets, output_offsets)
+    values, scales = _quantized(name, input, global_scale, block_size, dtype)
+    return values, _grouped(name, scales, input_offsets, output_offsets)
+
+
+def preprocess_grouped_matmul_input_sf(
+    input: TensorView, input_offsets: TensorView, output_offsets: TensorView
+) -> TensorView:
+    """Append the scales [m, k] of groups of rows in tiles, as a grouped product reads them:
+    [(m + 127 g) // 128 * 128, ceil(k / 4) * 4].
+
+    Group i has the rows from input_offsets[i] up to input_offsets[i + 1], the last one up to m; its
+    tiles begin at row output_offsets[i], a multiple of 128. Both are Int32 [g], the first one
+    begins with 0, and groups keep their order. In a tile, elements are in the order that
+    `nv_block_quantize` tells; what belongs to no group has bits of 0. The host reads the offsets in
+    each run. Of any dtype.
+
+    Raises: at run time `InputError` for offsets that fall, leave their axis or let groups overlap.
+    """
+    name = "preprocess_grouped_matmul_input_sf"
+    _check_groups(name, input, input_offsets, output_offsets)
+    return _grouped(name, input, input_offsets, output_offsets)
+
+
+def cutlass_nvfp4_grouped_mm(
+    mat1: TensorView,
+    mat2: TensorView,
+    scale1: TensorView,
+    scale2: TensorView,
+    alpha: TensorView,
+    problem_sizes: TensorView,
+    expert_offsets: TensorView,
+    sf_offsets: TensorView,
+    dtype: DtypeLike = DataType.BFloat16,
+) -> NoReturn:
+    """Raise `UnsupportedError`: floats of four bits need a GPU of compute capability 10.0 or more,
+    for which no kernels are built; write grouped_mm with scales, of Float8_e4m3fn."""
+    del scale1, scale2, alpha, problem_sizes, expert_offsets, sf_offsets, dtype
+    raise unsupported(
+        "cutlass_nvfp4_grouped_mm",
+        f"of {mat1} and {mat2}: {NO_FLOAT4}: write grouped_mm with scales, of Float8_e4m3fn",
+    )
+
+
+# ------------------------------------------------------------------ values and scales
+def _call(name: str, *operands: OperandLike) -> TensorView:
+    return typing_cast(TensorView, apply_pointwise(name, operands))
+
+
+def _quantized(
+    name: str,
+    input: TensorView,
+    global_scale: TensorView | None,
+    block_size: int,
+    dtype: DtypeLike,
+) -> tuple[TensorView, TensorView]:
+    """Append values and scales, in the order of their elements."""
+    if dtype is not DataType.Float8_e4m3fn and dtype is not torch.float8_e4m3fn:
+        raise _no_format(name, input, dtype)
+    if block_size != _BLOCK:
+        raise fail(name, f"Expected blocks of {_BLOCK} for Float8_e4m3fn, but got {block_size}")
+    if global_scale is not None:
+        raise unsupported(
+            name,
+            f"global_scale {global_scale} of {input}: MXFP8 has none, as its scales of blocks, "
+            "powers of two from 2^-127 to 2^127, reach all values by themselves",
+        )
+    if input.dtype() not in _QUANTIZED:
+        raise DtypeError(
+            f"{name}: Expected Half, BFloat16 or Float, but {input} is "
+            f"{dtype_text(input.dtype())} (at {user_line()})"
+        )
+    check_rank_at_least(name, input, 1)
+    *outer, last = input.shape()
+    count = sc.int_value(last)
+    if count is not None and count % _BLOCK:
+        raise fail(name, f"Expected whole blocks of {_BLOCK} along the last axis of {input}")
+    blocks = cast(reshape(input, [*outer, sc.truncdiv(last, _BLOCK), _BLOCK]), DataType.Float)
+    scales = _scales(reductions.max(_call("abs", blocks), input.ndim))
+    flags = (False,) * input.ndim + (True,)
+    scaled = _call("mul", blocks, broadcast_tensor(_call("reciprocal", scales), flags))
+    values = reshape(cast(scaled, DataType.Float8_e4m3fn), [*outer, last])
+    return values, cast(scales, DataType.Float8_e8m0fnu)
+
+
+def _no_format(name: str, input: TensorView, dtype: DtypeLike) -> UnsupportedError:
+    known = f"write dtype=DataType.Float8_e4m3fn with block_size={_BLOCK}"
+    is_float4 = "float4" in str(dtype).lower()
+    return unsupported(name, f"{dtype} of {input}: {f'{NO_FLOAT4}: ' * is_float4}{known}")
+
+
+def _scales(largest: TensorView) -> TensorView:
+    """Return, as Float, the least powers of two that are no less than largest / 448."""
+    ratio = _call("minimum", _call("div", largest, _LARGEST), 2.0**127)
+    near = cast(cast(ratio, DataType.Float8_e8m0fnu), DataType.Float)
+    return _call("where", _call("lt", near, ratio), _call("mul", near, 2.0), near)
+
+
+# ------------------------------------------------------------------ tiles
+def _tiled(scales: TensorView) -> TensorView:
+    """Append scales [m, k] in tiles: those of one group, without offsets to read."""
+    m, k = scales.shape()
+    rows, columns = whole_tiles(m, TILE_ROWS), whole_tiles(k, TILE_COLUMNS)
+    whole = sc.mul(rows, TILE_ROWS), sc.mul(columns, TILE_COLUMNS)
+    widths = 0, sc.sub(whole[1], k), 0, sc.sub(whole[0], m)
+    padded = pad(scales, widths, padding(scales.dtype()))
+    parts = reshape(padded, [rows, TILE_ROWS // LANES, LANES, columns, TILE_COLUMNS])
+    return reshape(permute(parts, [0, 3, 2, 1, 4]), list(whole))
+
+
+def _check_groups(name: str, input: TensorView, starts: TensorView, begins: TensorView) -> None:
+    if input.ndim != 2:
+        raise fail(name, f"Expected [m, k], but found {input}")
+    check_offsets(name, "input_offsets", starts)
+    check_offsets(name, "output_offsets", begins)
+    sizes = axes_of(starts)[0].size, axes_of(begins)[0].size
+    same_extent(active_fusion(), *sizes, f"{name}: {starts} and {begins}")
+
+
+def _grouped(name: str, scales: TensorView, starts: TensorView, begins: TensorView) -> TensorView:
+    m, k = scales.shape()
+    rows = sc.mul(tiles_of_groups(m, axes_of(starts)[0].size), TILE_ROWS)
+    columns = sc.mul(whole_tiles(k, TILE_COLUMNS), TILE_COLUMNS)
+    axes = [axis_of_extent(rows), axis_of_extent(columns)]
+    out = new_output(axes, scales.dtype(), [scales])
+    add_op(GroupedScalesOp(out, scales, starts, begins))
+    return out
