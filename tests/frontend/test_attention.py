@@ -27,7 +27,7 @@ from fuser.ops.attention_calls import forward
 D = DataType
 Tensors = Sequence[torch.Tensor]
 # Of values of about 1, in sums of up to 64.
-ATOL = {D.Float: 2e-6, D.Double: 1e-12, D.Half: 3e-3, D.BFloat16: 2e-2}
+ATOL = {D.Float: 8e-6, D.Double: 1e-12, D.Half: 3e-3, D.BFloat16: 2e-2}
 # log_sumexp is Float whatever the operands are; torch's kernel rounds half-like scores.
 LSE_ATOL = {D.Float: 2e-6, D.Double: 1e-6, D.Half: 2e-4, D.BFloat16: 2e-4}
 

@@ -48,7 +48,8 @@ def least_s(function: object) -> float:
 
 
 def test_gelu_loop_is_vectorised() -> None:
-    # Not vectorised, it takes 20 times as long as torch.
+    # Not vectorised, it takes 13 to 20 times as long as torch. With AVX-512 the compiler takes half
+    # of its width and torch all of it: 3 to 5 times as long.
     source = kernels.kernel(
         "gelu_loop",
         "const float* T0, float* T1, int64_t n",
@@ -68,7 +69,7 @@ def test_gelu_loop_is_vectorised() -> None:
         theirs = least_s(lambda: torch.nn.functional.gelu(x))
     finally:
         torch.set_num_threads(threads)
-    assert ours <= 4 * theirs, (ours, theirs)
+    assert ours <= 10 * theirs, (ours, theirs)
 
 
 class FailingDriver:
