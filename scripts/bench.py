@@ -1,11 +1,12 @@
 """Benchmarks. `python scripts/bench.py kernels [--json FILE] [--peers default,...] [--shapes ...]`
 
 kernels: generated kernels on one GPU (`kernel_patterns`), in the dtypes of `--dtypes`, beside torch
-and torch.compile in each mode of `--peers`, beside torch in float64, and beside a kernel that
-copies one tensor of the same shape. Method: K input sets are rotated so that their total exceeds
-four times the L2 cache and 256 MB; the K calls are captured in one CUDA graph, which is replayed in
-turns with the peers'; the time per call is the median of 15 replays after 10 warm-ups (minimum and
-maximum are reported too). Bytes are minimal bytes: each input read once, each output written once.
+and torch.compile in each mode of `--peers` (and QuACK's kernels, if that names `quack`: in no ratio
+to torch), beside torch in float64, and beside a kernel that copies one tensor of the same shape.
+Method: K input sets are rotated so that their total exceeds four times the L2 cache and 256 MB; the
+K calls are captured in one CUDA graph, which is replayed in turns with the peers'; the time per
+call is the median of 15 replays after 10 warm-ups (minimum and maximum are reported too). Bytes are
+minimal bytes: each input read once, each output written once.
 `--processes N` compiles N cells at a time, while one at a time uses the GPU; `--seconds S` ends in
 time, naming the cells that were not timed: `--rest` times these later. `--cpu` tries the benchmark
 itself on a machine without a GPU: its times mean nothing.
@@ -51,7 +52,7 @@ import torch
 from cold_start import bench_cold
 from compile_time import SCHEDULES, bench_compile
 from kernel_cells import DTYPES, Cell, Plan, measure_all
-from kernel_patterns import MAIN, PATTERNS, Operand, define
+from kernel_patterns import MAIN, PATTERNS, Operand, define, quack_peer
 from kernel_summary import is_wrong, read_rows, summarise
 from kernel_timing import Replay, set_count, time_interleaved, timer
 
@@ -75,7 +76,7 @@ ALL_SHAPES = (
 LARGE_COPY = (32768, 16384)
 # Neighbours of one choice that `explore` times at most.
 MAX_EXPLORED = 128
-PEERS = ("eager", "default", "max-autotune-no-cudagraphs")
+PEERS = ("eager", "default", "max-autotune-no-cudagraphs", quack_peer.NAME)
 
 
 # ------------------------------------------------------------------ kernels
@@ -103,10 +104,17 @@ def chosen_patterns(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def chosen_peers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the ways of torch: its own ops wherever a mode of torch.compile is timed."""
+    """Return the peers: torch's own ops wherever any is timed.
+
+    Raises:
+        SystemExit: one is none, or is not installed.
+    """
     if args.peers == "none":
         return ()
-    return tuple(dict.fromkeys(("eager", *chosen(args.peers, PEERS, "peer"))))
+    found = chosen(args.peers, PEERS, "peer")
+    if quack_peer.NAME in found and not quack_peer.is_installed():
+        raise SystemExit("peer 'quack' needs the package quack-kernels, which is not installed")
+    return tuple(dict.fromkeys(("eager", *found)))
 
 
 def chosen_cells(args: argparse.Namespace) -> list[Cell]:
@@ -515,7 +523,9 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="of summary: what kernels wrote")
     parser.add_argument("--json", type=Path, help="append one JSON line per measurement")
     parser.add_argument(
-        "--peers", default="default", help="modes of torch.compile, beside eager; eager; or none"
+        "--peers",
+        default="default",
+        help="modes of torch.compile, beside eager; eager; quack; or none",
     )
     parser.add_argument("--shapes", default="", help="rows x columns: 16384x8192,32768x1024; all")
     parser.add_argument("--only", default="", help="names of patterns, or main")

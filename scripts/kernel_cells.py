@@ -18,7 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from kernel_patterns import PATTERNS, Pattern
+from kernel_patterns import PATTERNS, Pattern, quack_peer
+from kernel_patterns.pattern import as_tuple
 from kernel_timing import Turn, set_count, take_turns_at_autotuning, time_interleaved, timer
 
 from fuser import FusionDefinition
@@ -53,7 +54,7 @@ class Cell(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How cells are timed: beside which ways of torch (eager, or modes of torch.compile), on which
+    """How cells are timed: beside which peers (eager, modes of torch.compile, QuACK), on which
     device, in turns with whom."""
 
     peers: tuple[str, ...]
@@ -62,21 +63,23 @@ class Plan(NamedTuple):
 
     @property
     def compiles(self) -> bool:
-        return bool({*self.peers} - {"eager"})
+        return bool({*self.peers} - {"eager", quack_peer.NAME})
 
 
 # ------------------------------------------------------------------ one cell
 class _Peers:
-    """Torch's ways that work, and why the others do not."""
+    """Torch's ways that work and QuACK's kernel, and why the others do not."""
 
-    def __init__(self, pattern: Pattern, plan: Plan) -> None:
-        eager = pattern.library or pattern.peer
-        self.works: dict[str, Callable[..., Any]] = {
-            name: eager
-            if name == "eager"
-            else torch.compile(pattern.peer, dynamic=False, mode=name)
-            for name in plan.peers
-        }
+    def __init__(self, name: str, plan: Plan) -> None:
+        pattern = PATTERNS[name]
+        self.works: dict[str, Callable[..., Any]] = {}
+        for peer in plan.peers:
+            if peer == "eager":
+                self.works[peer] = pattern.library or pattern.peer
+            elif peer != quack_peer.NAME:
+                self.works[peer] = torch.compile(pattern.peer, dynamic=False, mode=peer)
+            elif name in quack_peer.KERNELS:
+                self.works[peer] = quack_peer.KERNELS[name]
         self.failed: dict[str, str] = {}
         self._plan = plan
 
@@ -108,11 +111,13 @@ def measure(cell: Cell, plan: Plan, turn: Turn) -> Row:
     checked = _check(fd, pattern, sets[0], plan, turn)
     if plan.compiles:
         torch._dynamo.reset()
-    peers = _Peers(pattern, plan)
+    peers = _Peers(cell.pattern, plan)
 
     def first_call(name: str, peer: Callable[..., Any]) -> None:
         with turn if name == "eager" else nullcontext():
-            peer(*sets[0])
+            made = peer(*sets[0])
+            if name == quack_peer.NAME:
+                checked["quack_errors"] = pattern.errors(sets[0], as_tuple(made))[0]
             _free_memory(plan)
 
     peers.attempt(first_call)

@@ -1,6 +1,7 @@
 """What the lines of `bench.py kernels` amount to, as lines again; by dtype and by pattern.
 
-A cell is a pattern, a dtype and a shape. Its ratio is the least of torch's medians over ours.
+A cell is a pattern, a dtype and a shape. Its ratio is the least of torch's medians over ours;
+QuACK's is reported apart.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernel_patterns import quack_peer
+
 Row = dict[str, Any]
 BARS = (0.95, 0.85)
 # The largest relative error of a right result, by the dtype of the output.
@@ -22,7 +25,8 @@ SIGMAS = 5.0
 
 def ratio(row: Row) -> float | None:
     """Return best of torch / ours; None where either was not timed."""
-    theirs = [us for candidate, us in row.get("us", {}).items() if candidate != "ours"]
+    others = {"ours", quack_peer.NAME}
+    theirs = [us for candidate, us in row.get("us", {}).items() if candidate not in others]
     return min(theirs) / row["us"]["ours"] if theirs else None
 
 
@@ -83,6 +87,13 @@ def _pattern_line(dtype: str, name: str, rows: Sequence[Row]) -> Row:
     if values:
         line["best_of_torch_over_ours"] = geomean(values)
         line["ratios"] = {"{}x{}".format(*row["shape"]): round(ratio(row) or 0, 3) for row in rows}
+    quack = {
+        "{}x{}".format(*row["shape"]): round(row["us"][quack_peer.NAME] / row["us"]["ours"], 3)
+        for row in rows
+        if quack_peer.NAME in row["us"]
+    }
+    if quack:
+        line |= {"quack_over_ours": geomean(quack.values()), "quack_ratios": quack}
     line["launches"] = sorted({row["kernels"] + row["library_calls"] for row in rows})
     shares = [row["of_same_shape_copy"] for row in rows if row.get("of_same_shape_copy")]
     if shares:

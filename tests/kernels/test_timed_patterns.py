@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench
 import kernel_cells
 import kernel_timing
-from kernel_patterns import PATTERNS
-from kernel_patterns.pattern import as_tuple, in_double
+from kernel_patterns import PATTERNS, quack_peer
+from kernel_patterns.pattern import EPSILON, as_tuple, in_double
 from kernel_summary import ERROR_LIMITS, SIGMAS, is_wrong, ratio, read_rows, summarise
 from kernel_timing import Turn
 
@@ -196,6 +196,90 @@ def test_a_peer_that_fails_later_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     (row,) = (row for row in run(tmp_path / "rows.jsonl", only="cast") if "peers_failed" in row)
     assert row["peers_failed"] == {"eager": "ValueError('not in a graph')"}
     assert {*row["us"]} == {"ours"}
+
+
+# ------------------------------------------------------------------ QuACK's kernels
+def test_quack_is_timed_beside_and_in_no_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quack_peer, "is_installed", lambda: True)
+    monkeypatch.setitem(quack_peer.KERNELS, "softmax", lambda x: torch.softmax(x, -1))
+    monkeypatch.setitem(quack_peer.KERNELS, "rms_norm", lambda x, w: x)
+    rows = run(tmp_path / "rows.jsonl", only="softmax,rms_norm,dropout", peers="eager,quack")
+    found = {row["pattern"]: row for row in rows if "us" in row and "pattern" in row}
+    assert {*found["softmax"]["us"]} == {"ours", "eager", "quack"}
+    assert {*found["dropout"]["us"]} == {"ours", "eager"}
+    (error,) = found["softmax"]["quack_errors"]
+    assert error <= ERROR_LIMITS["bfloat16"]
+    assert found["rms_norm"]["quack_errors"][0] > ERROR_LIMITS["bfloat16"]
+    times = found["softmax"]["us"]
+    assert ratio(found["softmax"]) == times["eager"] / times["ours"]
+    lines = {row["of_pattern"]: row for row in rows if "of_pattern" in row}
+    assert lines["softmax"]["quack_ratios"] == {
+        f"{M}x{N}": round(times["quack"] / times["ours"], 3)
+    }
+    assert "quack_over_ours" not in lines["dropout"]
+
+
+def test_quack_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quack_peer, "is_installed", lambda: False)
+    with pytest.raises(SystemExit, match="needs the package quack-kernels"):
+        bench.bench_kernels(arguments(peers="quack"))
+
+
+def test_quack_computes_what_a_pattern_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions take inputs and return results in orders of their own: a stand-in with these
+    signatures (quack-kernels 0.6.5) shows that each place is right."""
+
+    def softmax_fwd(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x, -1)
+
+    def softmax_bwd(dy: torch.Tensor, y: torch.Tensor) -> Any:
+        return PATTERNS["softmax_backward"].peer(dy, y)
+
+    def rmsnorm_fwd(
+        x: Any,
+        weight: Any = None,
+        bias: Any = None,
+        residual: Any = None,
+        out_dtype: Any = None,
+        residual_dtype: Any = None,
+        eps: float = 1e-6,
+        store_rstd: bool = False,
+    ) -> Any:
+        h = x if residual is None else x + residual
+        y, r = PATTERNS["rms_norm_kept"].peer(h, weight)
+        assert bias is out_dtype is residual_dtype is None and eps == EPSILON
+        return y, h, r if store_rstd else None
+
+    def rmsnorm_bwd(x: Any, weight: Any, dout: Any, rstd: Any) -> Any:
+        return *PATTERNS["rms_norm_gradients"].peer(dout, x, weight, rstd), None, None
+
+    def layernorm_fwd(
+        x: Any, weight: Any, bias: Any, eps: float, return_rstd: bool, return_mean: bool
+    ) -> Any:
+        y, mean, rstd = PATTERNS["layer_norm_kept"].peer(x, weight, bias)
+        assert return_rstd and return_mean and eps == EPSILON
+        return y, rstd, mean
+
+    def layernorm_bwd(x: Any, weight: Any, dout: Any, rstd: Any, mean: Any) -> Any:
+        return PATTERNS["layer_norm_gradients"].peer(dout, x, weight, mean, rstd)
+
+    def cross_entropy_fwd(x: Any, target: Any, *, return_dx: bool = False) -> Any:
+        both = PATTERNS["cross_entropy_and_gradient"].peer(x, target)
+        return both if return_dx else both[0]
+
+    def cross_entropy_bwd(x: Any, target: Any, dloss: Any, lse: Any) -> Any:
+        return PATTERNS["cross_entropy_backward"].peer(dloss, x, target, lse)
+
+    known = {name: fn for name, fn in locals().items() if callable(fn)}
+    monkeypatch.setattr(quack_peer, "_from", lambda _: Namespace(**known))
+    for name, kernel in quack_peer.KERNELS.items():
+        torch.manual_seed(0)
+        pattern = PATTERNS[name]
+        inputs = pattern.random(M, N, torch.float32, device="cpu")
+        errors, _ = pattern.errors(inputs, as_tuple(kernel(*inputs)))
+        assert all(e <= ERROR_LIMITS["float32"] for e in errors), (name, errors)
 
 
 def test_wrong_results_are_found() -> None:
