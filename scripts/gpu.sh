@@ -10,9 +10,10 @@
 #   compare scripts/compare.py with the checkout in .base
 #   cold    scripts/bench.py cold: a fresh process to the encoder layer's first result
 #   host    benchmarks/host_time.py: the host's time per call, on one rank and on 2 and 4
-#   tests   pytest tests/gpu, and under mpirun on 2 or more GPUs
+#   tests   pytest -m gpu, eight at a time where pytest-xdist is installed and what failed then again
+#           alone; and under mpirun on 2 or more GPUs
 #   job     scripts/encode.py --device cuda on 1, 2 and 4 ranks, as far as there are GPUs, both dtypes
-#   bench   scripts/bench.py kernels on one GPU
+#   bench   scripts/bench.py kernels BENCH_ARGS on one GPU (--peers default,quack --shapes all ...)
 # A failing step does not stop the later ones; the exit code says whether any failed.
 #
 # Optional beside the checkout's files: .whl/*.whl (missing Python packages), .data/model.safetensors
@@ -109,8 +110,18 @@ step() {
 }
 
 run_tests() {
-  step "tests on 1 GPU" tests.log "${TESTS_LIMIT_S:-300}" none "$PY" -m pytest -q -m gpu tests
-  local flags=() n
+  local flags=() n before="$status"
+  has_module xdist && flags=(-n 8 --dist worksteal)
+  status=0
+  step "tests on 1 GPU" tests.log "${TESTS_LIMIT_S:-300}" none \
+    "$PY" -m pytest -q -m gpu ${flags[@]+"${flags[@]}"} tests
+  # Times of kernels are others beside seven processes: what fails then counts if it fails alone.
+  if [ "$status" != 0 ] && [ "${#flags[@]}" -gt 0 ]; then
+    status=0
+    step "tests that failed, alone" tests.log "${TESTS_LIMIT_S:-300}" none \
+      "$PY" -m pytest -q -m gpu --last-failed --last-failed-no-failures=none tests
+  fi
+  status=$((before | status)) flags=()
   # pytest-mpi's options, where it is installed; -m mpi selects the same tests without it
   has_module pytest_mpi && flags=(--with-mpi --only-mpi)
   for n in 2 4; do
@@ -139,7 +150,7 @@ run_job() {
 run_bench() {
   local result="$WORK/bench.jsonl" limit="${BENCH_LIMIT_S:-400}"
   CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "kernel benchmarks" bench.log \
-    "$limit" "$result" "$PY" scripts/bench.py kernels --json "$result" \
+    "$limit" "$result" "$PY" scripts/bench.py kernels --json "$result" ${BENCH_ARGS:-} \
     --processes "${BENCH_PROCESSES:-13}" --seconds "$((limit - 30))"
 }
 
