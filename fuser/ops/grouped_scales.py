@@ -35,12 +35,13 @@ def grouped_scales(
 
 
 def _check(op: GroupedScalesOp, starts: list[int], begins: list[int], m: int, rows: int) -> None:
-    if any(x > y for x, y in pairwise([*starts, m])) or (starts and starts[0]):
+    edges = [*starts, m]
+    if edges[0] or any(x > y for x, y in pairwise(edges)):
         raise InputError(
             f"{op.name}: Expected input_offsets that rise from 0 to at most {m}, the rows of "
             f"{op.inp}, but {op.input_offsets} is {starts}{user_code(op.where)}"
         )
-    sizes = [y - x for x, y in pairwise([*starts, m])]
+    sizes = [y - x for x, y in pairwise(edges)]
     spans = zip(begins, sizes, [*begins, rows][1:], strict=True)
     overlaps = any(begin + size > limit for begin, size, limit in spans)
     if overlaps or any(x % TILE_ROWS or x < 0 for x in begins):

@@ -310,7 +310,7 @@ def test_any_groups(strided: bool, dtype: torch.dtype) -> None:
     rng = random.Random(f"{dtype}{strided}")
     for _ in range(25):
         m, k = rng.choice((0, 1, 5, 40, 128, 130, 300)), rng.choice((0, 1, 4, 5))
-        count = rng.randrange(5)
+        count = rng.randrange(5) if m == 0 else rng.randrange(1, 5)
         starts, begins = draw_groups(rng, m, count)
         given = [draw_bits(m, k, dtype), int32(starts), int32(begins)]
         (out,) = define(grouped, given, strided=strided).execute(given)
@@ -383,6 +383,14 @@ def test_offsets_that_are_none(starts: list[int], begins: list[int], text: str) 
             fd.execute([x, int32(starts), int32(begins)])
         (out,) = fd.execute([x, int32([0, 4]), int32([0, 128])])
         same(out, of_groups(x, [0, 4], [0, 128]))
+
+
+def test_rows_of_no_group_are_refused() -> None:
+    fd = define(grouped, [draw_bits(9, 3, torch.float32), int32([]), int32([])])
+    with pytest.raises(InputError, match=r"rise from 0 to at most 9, .* is \[\]"):
+        fd.execute([draw_bits(9, 3, torch.float32), int32([]), int32([])])
+    (out,) = fd.execute([draw_bits(0, 3, torch.float32), int32([]), int32([])])
+    assert out.shape == (0, 4) and out.dtype == torch.float32
 
 
 def test_what_are_no_groups() -> None:

@@ -80,7 +80,7 @@ def preprocess_grouped_matmul_input_sf(v: Val, starts: Val, begins: Val) -> Val:
     m, first, begin = len(v.ref), starts.ref.tolist(), begins.ref.tolist()
     rows = (m + 127 * len(first)) // 128 * 128
     taken: list[int] = []
-    if len(first) != len(begin) or first[:1] not in ([], [0]):
+    if len(first) != len(begin) or [*first, m][0]:
         raise InvalidProgram(f"groups from {first} to {begin}")
     for at, (x, y) in zip(begin, pairwise([*first, m]), strict=True):
         if x > y or at % 128 or at < max([0, *(n + 1 for n in taken[-1:])]):
@@ -161,11 +161,14 @@ def _tiles(m: Dim, k: Dim, groups: Dim) -> list[Dim]:
 
 
 def _groups(b: Builder, m: Dim, extents: Callable[[], Dim], make: MakeInput) -> list[Ref]:
-    """Draw groups of rows: where they begin, and where their tiles do; [] where tiles are many."""
+    """Draw groups of rows: where they begin, and where their tiles do; [] where tiles are many, or
+    there are rows and no group."""
     rng = b.rng
     count = b.constant(rng.choice((1, 1, 2, 3))) if b.chance(0.7) else extents()
     count = type(count)(count.vec, count.static)
     if any((n + 127 * g) // 128 * 512 > b.cap for n, g in zip(m.vec, count.vec, strict=True)):
+        return []
+    if any(n and not g for n, g in zip(m.vec, count.vec, strict=True)):
         return []
     starts: list[list[int]] = []
     begins: list[list[int]] = []
