@@ -117,7 +117,9 @@ def measure(cell: Cell, plan: Plan, turn: Turn) -> Row:
         with turn if name == "eager" else nullcontext():
             made = peer(*sets[0])
             if name == quack_peer.NAME:
-                checked["quack_errors"] = pattern.errors(sets[0], as_tuple(made))[0]
+                with turn:
+                    checked["quack_errors"] = pattern.errors(sets[0], as_tuple(made))[0]
+            del made
             _free_memory(plan)
 
     peers.attempt(first_call)
