@@ -268,7 +268,7 @@ def main() -> int:
 
     if communicator.size() > 1:
         if device == "cuda":
-            device = f"cuda:{communicator.local_rank()}"
+            device = f"cuda:{torch.cuda.current_device()}"
         for row in bench_ranks(communicator, device):
             emit(row)
     for name in filter(None, args.only.split(",")):

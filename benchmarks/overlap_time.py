@@ -141,8 +141,7 @@ class Bench:
         self.device = torch.device("cpu")
         self.dtype, self.torch_dtype = DataType.Float, torch.float32
         if not self.is_cpu:
-            self.device = torch.device("cuda", self.communicator.local_rank())
-            torch.cuda.set_device(self.device)
+            self.device = torch.device("cuda", torch.cuda.current_device())
             self.dtype, self.torch_dtype = DataType.BFloat16, torch.bfloat16
         self.machine: Machine = machine_of(self.device) or H200
         self.rows: list[dict[str, Any]] = []

@@ -267,8 +267,9 @@ def _connect(launch: Launch) -> Communicator:
             launch = replace(launch, local_rank=launch.rank, local_size=launch.size)
         control = store = StoreControl(launch)
         on_cpu = lambda: GlooBackend(store)  # noqa: E731
-    if torch.cuda.is_available() and launch.local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(launch.local_rank)
+    if torch.cuda.is_available():
+        # More ranks than GPUs share them, in turns.
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     guard = Guard(control)
     control.connect_board()
 
@@ -278,7 +279,8 @@ def _connect(launch: Launch) -> Communicator:
         if device.type == "cuda":
             from multidevice.backends.nccl import NcclBackend
 
-            backend = NcclBackend(control, device)
+            cpu = torch.device("cpu")
+            backend = NcclBackend(control, device, on_cpu=lambda: communicator.backend_for(cpu))
             guard.reports.append(backend.kernels.failure)
             guard.watch()
             return backend

@@ -169,12 +169,10 @@ def main() -> None:
     args.k, args.n = args.k or op.sizes[0], args.n or op.sizes[1]
     communicator = Communicator.instance()
     d, rank = communicator.size(), communicator.rank()
-    device = torch.device("cpu") if args.cpu else torch.device("cuda", communicator.local_rank())
+    device = torch.device("cpu") if args.cpu else torch.device("cuda", torch.cuda.current_device())
     dtype, torch_dtype = (
         (DataType.Float, torch.float32) if args.cpu else (DataType.BFloat16, torch.bfloat16)
     )
-    if not args.cpu:
-        torch.cuda.set_device(device)
     generator = torch.Generator(device=device).manual_seed(0)
     x = torch.randn(args.m, args.k, device=device, generator=generator).to(torch_dtype) / 8
     w = torch.randn(args.n, args.k, device=device, generator=generator).to(torch_dtype) / 8

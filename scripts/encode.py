@@ -242,9 +242,8 @@ def main() -> int:
     comm = Communicator.instance()
     device = "cpu"
     if args.device == "cuda":
-        torch.cuda.set_device(comm.local_rank())
         torch.backends.cuda.matmul.allow_tf32 = False
-        device = f"cuda:{comm.local_rank()}"
+        device = f"cuda:{torch.cuda.current_device()}"
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.local_size()))
     if comm.rank() == 0:

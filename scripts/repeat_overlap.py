@@ -238,8 +238,7 @@ def run(args: argparse.Namespace) -> int:
     communicator = Communicator.instance()
     device = torch.device(args.device)
     if args.device == "cuda":
-        device = torch.device("cuda", communicator.local_rank())
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
     ranks = Ranks(args, communicator, device)
     if SHARDED * args.scale % communicator.size():
         ranks.say(

@@ -1,15 +1,24 @@
-"""Inputs of a definition on another device: as they lie in memory, CPU scalars on the host."""
+"""Inputs of a definition on another device: as they lie in memory, CPU scalars on the host; and
+which tests need a GPU for each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from fuser import TensorView
 from fuser.inputs import flatten
 from fuser.ir.fusion import Fusion
+from multidevice import Communicator
+
+
+def needs_a_gpu_per_rank(comm: Communicator) -> None:
+    """Skips a test of what only NCCL does, which ranks that share a GPU have not."""
+    if torch.cuda.device_count() < comm.local_size():
+        pytest.skip(f"{comm.local_size()} ranks, {torch.cuda.device_count()} GPUs")
 
 
 def moved(t: torch.Tensor, device: str = "cuda") -> torch.Tensor:

@@ -165,7 +165,7 @@ class DoneWork:
 DONE = DoneWork()
 
 
-class _FinishingWork:
+class FinishingWork:
     """Runs a local step, once, after the communication: the copy out of a staging buffer."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
@@ -517,11 +517,11 @@ class CheckedBackend(Captured, ABC):
                 if out is not None:
                     out.view(-1).copy_((wide.div_(count) if average else wide).view(-1))
 
-            return _FinishingWork(work, narrow)
+            return FinishingWork(work, narrow)
         work = self._start(replace(call, reduce=op))
         if not average or out is None:
             return work
-        return _FinishingWork(work, lambda: out.div_(count))
+        return FinishingWork(work, lambda: out.div_(count))
 
     def _start_ordered(self, call: Call, inp: torch.Tensor, *, is_max: bool) -> Work:
         """Reduces floats as integers of the same order: transports lose NaN in their MIN and MAX,
@@ -537,7 +537,7 @@ class CheckedBackend(Captured, ABC):
                 with self._on(stream):
                     out.copy_(from_ordered(found))
 
-        return _FinishingWork(work, finish)
+        return FinishingWork(work, finish)
 
     def _separate(self, call: Call) -> Call:
         """Copies the input when it shares memory with the output in a way that is not allowed."""

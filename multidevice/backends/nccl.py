@@ -5,12 +5,12 @@ program's stream switches are the whole truth, and collectives can be captured i
 Communicators are made per team at first use; call what is captured once before.
 
 An allreduce of at most MAX_NBYTES among GPUs of one host that can map each other's memory
-is not NCCL's: it is one kernel (`peer_allreduce`).
+is not NCCL's: it is one kernel (`peer_allreduce`). A team in which ranks share a GPU, which NCCL
+refuses, communicates through the memory of the host (`staged`).
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fuser.errors import CommunicationError, InputError
+from fuser.errors import CommunicationError, InputError, UnsupportedError, warn
 from multidevice.backends.allreduce_kernel import MAX_NBYTES
 from multidevice.backends.base import (
     DONE,
@@ -42,7 +42,8 @@ from multidevice.backends.nccl_binding import (
     load_binding,
 )
 from multidevice.backends.peer_allreduce import AllreduceKernels
-from multidevice.backends.protocol import Post, PostBatch, Team, Work
+from multidevice.backends.protocol import Backend, Post, PostBatch, Team, Work
+from multidevice.backends.staged import Staging
 from multidevice.control import Control
 from multidevice.waiting import Calls, Need, team_text
 
@@ -90,13 +91,21 @@ class NcclBackend(CheckedBackend):
         binding: NcclBinding | None = None,
         *,
         kernels_nbytes: int = MAX_NBYTES,
+        on_cpu: Callable[[], Backend] | None = None,
     ) -> None:
-        """`kernels_nbytes`: the largest allreduces that are not NCCL's."""
+        """`kernels_nbytes`: the largest allreduces that are not NCCL's. `on_cpu` returns what
+        carries the communications of ranks that share a GPU; without it they are refused."""
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
         self.device = device
         self.binding = load_binding() if binding is None else binding
         self._comms: dict[Team, NcclComm] = {}
+        # Of teams that have met: how they communicate where ranks share a GPU, None where each has
+        # its own.
+        self._shared: dict[Team, Staging | None] = {}
+        self._on_cpu = on_cpu
+        # The GPUs that a warning has named.
+        self._told: set[str] = set()
         self.kernels = AllreduceKernels(
             control,
             device,
@@ -108,6 +117,8 @@ class NcclBackend(CheckedBackend):
 
     def _forget(self, key: Calls) -> None:
         """Aborts the communicator of a stream of calls: what is left in it must not be matched."""
+        # The members of a team must meet at the same time, so they also forget at the same time.
+        self._shared.pop(key.team, None)
         lost = [team for team in self._comms if is_of(key, self.name, team)]
         if lost or key.kind == self.name:
             self.make_void()
@@ -115,7 +126,7 @@ class NcclBackend(CheckedBackend):
             _abort([self._comms.pop(team)])
 
     def can_capture(self, what: str) -> bool:
-        return what != "barrier"
+        return what != "barrier" and not any(self._shared.values())
 
     def poll(
         self,
@@ -154,17 +165,59 @@ class NcclBackend(CheckedBackend):
             self._comms[team] = comm
         return comm
 
+    def _staging(self, team: Team) -> Staging | None:
+        """Returns how a team communicates in which ranks share a GPU; None where each has its own.
+
+        All members get the same answer. Collective over the team at first use.
+        """
+        if team not in self._shared:
+            self._shared[team] = self._meet(team)
+        return self._shared[team]
+
+    def _meet(self, team: Team) -> Staging | None:
+        answers = self.control.exchange(_device_name(self.device).encode(), team=team)
+        users: dict[str, list[int]] = {}
+        for rank, answer in sorted(zip(team, answers, strict=True)):
+            users.setdefault(answer.decode(), []).append(rank)
+        shared = {name: ranks for name, ranks in users.items() if len(ranks) > 1}
+        if not shared:
+            return None
+        text = "; ".join(
+            f"ranks {', '.join(map(str, ranks))} share the GPU {name}"
+            for name, ranks in shared.items()
+        )
+        if self._on_cpu is None:
+            raise CommunicationError(f"{text}: NCCL needs one GPU per rank")
+        staging = Staging(self._on_cpu(), self._on, self._pinned, self.settle)
+        # One rank speaks for its team, once for a GPU.
+        is_speaker = self.rank == min(min(ranks) for ranks in shared.values())
+        if is_speaker and not self._told.issuperset(shared):
+            self._told.update(shared)
+            warn(
+                f"{text}: NCCL needs one GPU per rank, so teams with these ranks communicate "
+                f"through the memory of the host, over {staging.name}. Results are the same, times "
+                "are not. FUSER_ENABLE=peer_copies copies within the GPU instead; for speed start "
+                "one rank per GPU"
+            )
+        return staging
+
+    def settle(self, call: Call | Exchange) -> None:
+        """Returns when the device has done what the stream of a call holds so far.
+
+        Raises `UnsupportedError` where a graph is captured there.
+        """
+        with self._on(call.stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    f"{call.describe()}: ranks that share a GPU communicate through the host, "
+                    "which no CUDA graph can repeat"
+                )
+        stream = stream_at(self._handle(call.stream), self.device)
+        self.poll(stream.query, call.describe, list)
+
     def _connect(self, team: Team) -> NcclComm:
         unique_id = self.binding.unique_id() if team[0] == self.rank else b""
-        hello = json.dumps([unique_id.hex(), _device_name(self.device)]).encode()
-        answers = [json.loads(answer) for answer in self.control.exchange(hello, team=team)]
-        names = [name for _, name in answers]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise CommunicationError(
-                    f"ranks {team[names.index(name)]} and {team[index]} use the same GPU ({name}): "
-                    "NCCL needs one GPU per rank"
-                )
+        answers = self.control.exchange(unique_id, team=team)
         index = team.index(self.rank)
         result: list[NcclComm] = []
         failure: list[BaseException] = []
@@ -172,8 +225,7 @@ class NcclBackend(CheckedBackend):
         def connect() -> None:
             try:
                 torch.cuda.set_device(self.device)
-                unique = bytes.fromhex(answers[0][0])
-                result.append(self.binding.connect(len(team), unique, index))
+                result.append(self.binding.connect(len(team), answers[0], index))
             except Exception as error:
                 failure.append(error)
 
@@ -194,14 +246,22 @@ class NcclBackend(CheckedBackend):
         return result[0]
 
     def _start_reduction(self, call: Call) -> Work:
+        staging = self._staging(call.team)
+        if staging is not None:
+            return staging.start(call)
         work = self.kernels.start(call, self._handle(call.stream))
         return super()._start_reduction(call) if work is None else work
 
     def _bind_reduction(self, call: Call) -> Post | None:
+        if self._shared.get(call.team) is not None:
+            return None
         takes = self.kernels.takes(call)
         return self.kernels.bind(call) if takes else super()._bind_reduction(call)
 
-    def _start(self, call: Call) -> _StreamWork:
+    def _start(self, call: Call) -> Work:
+        staging = self._staging(call.team)
+        if staging is not None:
+            return staging.start(call)
         comm = self._comm(call.team)
         stream = self._handle(call.stream)
         try:
@@ -234,7 +294,10 @@ class NcclBackend(CheckedBackend):
 
         return start
 
-    def _start_batch(self, batch: Exchange) -> _StreamWork:
+    def _start_batch(self, batch: Exchange) -> Work:
+        staging = self._staging(batch.team)
+        if staging is not None:
+            return staging.start_batch(batch)
         comm = self._comm(batch.team)
         stream = self._handle(batch.stream)
         copies = [

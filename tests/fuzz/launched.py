@@ -58,8 +58,6 @@ def run_launched(seeds: range, seconds: float, schedules: str, device: str, with
     communicator = multidevice.Communicator.instance()
     rank, size = communicator.rank(), communicator.size()
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(communicator.local_rank() % torch.cuda.device_count())
     tally = Tally()
     started = time.monotonic()
     for seed in seeds:

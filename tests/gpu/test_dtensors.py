@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from multidevice import Communicator
+from tests.devices import needs_a_gpu_per_rank
 from tests.frontend.test_dtensors import CHECKS
 
 
@@ -15,7 +15,8 @@ from tests.frontend.test_dtensors import CHECKS
 def checks() -> Iterator[dict[str, Callable[[str], None]]]:
     from tests.multidevice.programs import dtensors
 
-    torch.cuda.set_device(Communicator.instance().local_rank())
+    # Torch's own process group is NCCL's. The communicator chooses this rank's GPU.
+    needs_a_gpu_per_rank(Communicator.instance())
     with dtensors.default_group("cuda"):
         yield dtensors.CHECKS
 

@@ -15,6 +15,7 @@ from fuser import DataType, FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh
 from fuser.runtime.graph_memory import STOCK
 from multidevice import Communicator
+from tests.devices import needs_a_gpu_per_rank
 from tests.hostir.graph_cases import CASES, ENOUGH, IN_PLACE, check, defined, repeat
 
 
@@ -151,9 +152,9 @@ def test_a_loop_over_blocks_of_half_precision() -> None:
 @pytest.mark.parametrize("replicated", [True, False])
 def test_collectives_are_repeated(replicated: bool, comm: Communicator) -> None:
     """NCCL's calls are part of the graph, and counted; a rank may capture before another one."""
+    needs_a_gpu_per_rank(comm)
     d, rank = comm.size(), comm.rank()
-    device = torch.device("cuda", comm.local_rank())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", torch.cuda.current_device())
     mesh = DeviceMesh(range(d))
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 16 * d], contiguity=True)

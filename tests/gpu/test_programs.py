@@ -1,4 +1,4 @@
-"""Whole sharded programs on 4 GPUs, under mpirun."""
+"""Whole sharded programs on GPUs, under mpirun on 4 ranks, which may share a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,5 @@ from tests.multidevice.programs import mlp
 
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("case", mlp.CASES, ids=lambda c: c.name)
-def test_mlp_on_four_gpus(case: mlp.Case, comm: Communicator) -> None:
-    device = f"cuda:{comm.local_rank()}"
-    torch.cuda.set_device(device)
-    mlp.check(case, device)
+def test_mlp_on_four_ranks(case: mlp.Case, comm: Communicator) -> None:
+    mlp.check(case, f"cuda:{torch.cuda.current_device()}")

@@ -41,8 +41,7 @@ def test_stream_loops_on_two_gpus(name: str, comm: Communicator) -> None:
     if comm.size() != executor_cases.D:
         pytest.skip(f"for {executor_cases.D} ranks")
     case = executor_cases.CASES[name]
-    device = torch.device("cuda", comm.local_rank())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", torch.cuda.current_device())
     executor, inputs, out = executor_cases.executor_of(case)
     generator = torch.Generator().manual_seed(0)
     for _ in range(REPETITIONS):

@@ -19,6 +19,7 @@ from hostir.noting import TracedOp
 from hostir.steps import Closure
 from hostir.watch import CuptiWatch, EventWatch, Timed
 from multidevice import Communicator
+from tests.devices import needs_a_gpu_per_rank
 
 SIZE = 4096
 # As far as two clocks of a device differ over a kernel: of events, and of CUPTI.
@@ -156,7 +157,7 @@ def test_a_trace_by_events() -> None:
 @pytest.mark.parametrize("peers", [False, True])
 def test_communications_of_two_gpus(comm: Communicator, peers: bool) -> None:
     d, chunks, size = comm.size(), 4, 4096
-    torch.cuda.set_device(comm.local_rank())
+    needs_a_gpu_per_rank(comm)
     with FusionDefinition() as fd:
         x = fd.define_tensor([chunks, d, size // d, size], contiguity=True, dtype=DataType.BFloat16)
         w = fd.define_tensor([size, size], contiguity=True, dtype=DataType.BFloat16)

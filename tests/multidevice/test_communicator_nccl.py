@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,10 +123,10 @@ class StandIn:
 class StandInBackend(nccl.NcclBackend):
     """The NCCL backend with the calls that need CUDA cut off."""
 
-    def __init__(self, control: Any, *, has_alltoall: bool) -> None:
+    def __init__(self, control: Any, *, has_alltoall: bool, on_cpu: bool = True) -> None:
         self.sim = SimulatedBackend(control)
         stand_in: Any = StandIn(self.sim, has_alltoall=has_alltoall)
-        super().__init__(control, CPU, stand_in)
+        super().__init__(control, CPU, stand_in, on_cpu=(lambda: self.sim) if on_cpu else None)
 
     def poll(self, done: Any, what: Any, needs: Any) -> None:
         # The thread that connects is no rank of the simulation, which would not wait for it.
@@ -133,6 +134,8 @@ class StandInBackend(nccl.NcclBackend):
         while what().startswith("connection of NCCL") and not done() and time.monotonic() < until:
             time.sleep(1e-4)
         super().poll(done, what, needs)
+
+    def settle(self, call: object) -> None: ...
 
     def _handle(self, stream: object) -> int:
         return 0
@@ -194,17 +197,116 @@ def test_collectives(no_cuda: None, size: int, has_alltoall: bool) -> None:
         world.run(check)
 
 
-def test_two_ranks_on_one_gpu_are_named(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_named_where_no_host_can_help(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nccl, "_device_name", lambda device: "GPU-0")
 
     def check() -> None:
-        backend = StandInBackend(Communicator.instance()._control, has_alltoall=True)
+        control = Communicator.instance()._control
+        backend = StandInBackend(control, has_alltoall=True, on_cpu=False)
         x = torch.ones(2)
-        with pytest.raises(CommunicationError, match=r"ranks 0 and 1 use the same GPU \(GPU-0\)"):
+        with pytest.raises(CommunicationError, match="ranks 0, 1 share the GPU GPU-0"):
             backend.allreduce(x, x, op="SUM", team=(0, 1))
 
     with multidevice.simulate(2) as world:
         world.run(check)
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
+    """Puts rank i on the GPU that the i-th letter names."""
+    monkeypatch.setattr(
+        nccl, "_device_name", lambda device: f"GPU-{gpus[Communicator.instance().rank()]}"
+    )
+
+
+@pytest.mark.finding("G44")
+@pytest.mark.parametrize("gpus", ["aa", "aaaa", "aabb", "abca"])
+def test_collectives_of_ranks_that_share_a_gpu_equal_brute_force(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, gpus: str
+) -> None:
+    on_gpus(monkeypatch, gpus)
+    world = tuple(range(len(gpus)))
+
+    def check() -> None:
+        comm = Communicator.instance()
+        backend = StandInBackend(comm._control, has_alltoall=True)
+        for dtype in collectives.DTYPES:
+            collectives.check_dtype(backend, comm.rank(), world, dtype, CPU, 5)
+        collectives.check_dtype(backend, comm.rank(), world[::-1], torch.float32, CPU, 3)
+        collectives.check_errors(comm, backend, world, CPU)
+        backend.barrier(team=world)
+        assert not backend.can_capture("allgather"), "the host carries them out"
+        assert not backend._comms, "NCCL would refuse the team"
+
+    with multidevice.simulate(len(gpus)) as ranks, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ranks.run(check)
+    (text,) = [str(w.message) for w in told if "share the GPU" in str(w.message)]
+    by_gpu = {gpu: [str(r) for r in world if gpus[r] == gpu] for gpu in gpus}
+    for gpu, users in by_gpu.items():
+        is_shared = len(users) > 1
+        assert (f"ranks {', '.join(users)} share the GPU GPU-{gpu}" in text) == is_shared
+    assert "over simulated" in text and "one rank per GPU" in text
+
+
+@pytest.mark.finding("G44")
+def test_teams_whose_ranks_have_a_gpu_each_keep_nccl_beside_teams_that_share_one(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch, "aabb")
+
+    def body() -> set[tuple[int, ...]]:
+        comm = Communicator.instance()
+        backend = StandInBackend(comm._control, has_alltoall=True)
+        me, same = comm.rank(), (0, 1) if comm.rank() < 2 else (2, 3)
+        across = (me % 2, me % 2 + 2)
+        for _ in range(2):
+            for team in (same, across, (0, 1, 2, 3)):
+                out = torch.empty(len(team))
+                backend.allgather(out, torch.tensor([float(me)]), team=team).wait()
+                assert out.tolist() == [float(rank) for rank in team]
+                backend.allreduce(out, out.clone(), op="SUM", team=team).wait()
+                assert out.tolist() == [float(len(team) * rank) for rank in team]
+            # What an error has parted meets anew, on all members.
+            for key in [k for k in comm._control.ledger.entered if k.kind == "nccl"]:
+                comm._control.lose(key)
+        return {team for team, staging in backend._shared.items() if staging is None}
+
+    with multidevice.simulate(4) as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = world.run(body)
+    assert found == [set()] * 4, "all teams were given up"
+
+
+@pytest.mark.finding("G44")
+@pytest.mark.parametrize("gpus", ["aa", "ab", "aaaa", "aabb", "aabc"])
+def test_programs_run_on_ranks_that_share_a_gpu(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, gpus: str
+) -> None:
+    """Whole programs, first run and replay, with and without stream loops."""
+    on_gpus(monkeypatch, gpus)
+    for name, case in PROGRAMS.items():
+        if case.ranks != len(gpus):
+            continue
+        program = case.build()
+
+        def body(program: Any = program, case: Any = case) -> list[list[torch.Tensor]]:
+            comm = Communicator.instance()
+            comm._backends["cpu", 0] = StandInBackend(comm._control, has_alltoall=True)
+            evaluator = HostIrEvaluator(program, comm, number_of_streams=N_STREAMS)
+            mine = shards_of(program, case.inputs(), comm.rank())
+            return [evaluator.run(mine) for _ in range(3)]
+
+        with multidevice.simulate(case.ranks) as world, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            by_rank = world.run(body)
+        for turn in range(3):
+            outputs = zip(program.outputs, case.expected(), strict=True)
+            for i, (tv, want) in enumerate(outputs):
+                shards = [runs[turn][i] for runs in by_rank]
+                whole = unshard(shards, tv) if tv.mesh is not None else shards[0]
+                torch.testing.assert_close(whole.double(), want, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_the_handle_0_is_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:

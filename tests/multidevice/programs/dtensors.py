@@ -282,8 +282,6 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device
     here = Communicator.instance()
-    if device == "cuda":
-        torch.cuda.set_device(here.local_rank())
     with default_group(device):
         for check in CHECKS.values():
             check(device)

@@ -123,8 +123,7 @@ def main() -> int:
     comm = Communicator.instance()
     device = args.device
     if device == "cuda":
-        device = f"cuda:{comm.local_rank()}"
-        torch.cuda.set_device(device)
+        device = f"cuda:{torch.cuda.current_device()}"
     for case in CASES:
         check(case, device)
     if comm.rank() == 0:
