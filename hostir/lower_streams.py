@@ -45,7 +45,7 @@ def lower_streams(
         values.exprs = exprs
     sizes = {s: v for s, v in symbol_values(program, {}).items() if isinstance(v, int)}
     found = InputClass.as_declared(fusion, sizes)
-    return build_program(fusion, found, backend_name=backend_name, params=params)[1]
+    return build_program(fusion, found, backend_name=backend_name, params=params).program
 
 
 def check_stream(tv: TensorView) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fuser.device import target_of
 from fuser.ir.binding import complete
@@ -28,7 +28,7 @@ from hostir.stream_loops import stands_alone
 from multidevice import sharding, streams
 from multidevice.localize import localize
 from multidevice.sharding import check_types
-from multidevice.sharding_passes import shard_fusion
+from multidevice.sharding_passes import ShardingResult, shard_fusion
 
 NO_SIZES: Mapping[Symbol, int] = {}
 
@@ -50,6 +50,14 @@ def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
     del name, text, note
 
 
+class Built(NamedTuple):
+    """The segments and the verified host program of a fusion, and its shardings before overlap."""
+
+    segmented: SegmentedFusion
+    program: HostIrContainer
+    shardings: ShardingResult
+
+
 def build_program(
     definition: Fusion,
     input_class: InputClass,
@@ -59,8 +67,8 @@ def build_program(
     dump: Dump = _no_dump,
     overlap: Overlap | None = None,
     settings: Settings = NO_SETTINGS,
-) -> tuple[SegmentedFusion, HostIrContainer]:
-    """Return the segments and the verified host program of a fusion for a class of inputs.
+) -> Built:
+    """Return what becomes of a fusion for a class of inputs.
 
     `definition` does not change. `backend_name` is written on communications; `overlap` may give
     tensors steps; `settings` are the options of the call.
@@ -78,7 +86,7 @@ def build_program(
     repeated = specialise(fusion, input_class)
     dump("fusion_ir_concretized", fusion.print_math)
     fusion_passes.run_passes(fusion)
-    shard_fusion(
+    shardings = shard_fusion(
         fusion,
         propagate=params.propagate,
         overlap=None if overlap is None else give_steps,
@@ -88,7 +96,7 @@ def build_program(
     if any(libraries):
         params = replace(params, step_backend=libraries[0])
     target = target_of(input_class.device, settings.argument("schedules_for"))
-    return lower_sharded(
+    segmented, program = lower_sharded(
         fusion,
         backend_name=backend_name,
         params=params,
@@ -99,6 +107,7 @@ def build_program(
         has_clusters=target.max_cluster > 1,
         settings=settings,
     )
+    return Built(segmented, program, shardings)
 
 
 def lower_sharded(

@@ -84,7 +84,7 @@ class UnitRunner:
                 if self._communicator is None
                 else self._communicator.backend_for(self._device).name.upper()
             )
-            segmented, program = build_program(
+            segmented, program, _ = build_program(
                 self._fusion,
                 found,
                 backend_name=backend,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fuser.errors import ShardingError, UnsupportedError, user_code
 from fuser.ir import scalar as sc
@@ -17,10 +17,12 @@ from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.passes.concretize import check_device_axis
 from multidevice.equivalence import Comparison
 from multidevice.placement import (
     SPREAD_TYPES,
     Cuts,
+    Placement,
     axis_cuts,
     cut_line,
     is_allocated_per_step,
@@ -47,10 +49,11 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies on its mesh."""
+    """How a tensor lies on its mesh; `cuts` are those of each axis, outermost first."""
 
     mesh: DeviceMesh
     axes: Mapping[ParallelType, int]
+    cuts: Placement = field(default=(), repr=False, compare=False)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
         """Return the logical axis cut along a device type, -1 when the tensor is replicated
@@ -64,7 +67,7 @@ def sharding_of(tv: TensorView) -> Sharding | None:
     if tv.mesh is None:
         return None
     found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
-    return Sharding(tv.mesh, {p: axis for p, axis in found.items() if axis >= 0})
+    return Sharding(tv.mesh, {p: axis for p, axis in found.items() if axis >= 0}, placement(tv))
 
 
 def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
@@ -147,12 +150,8 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
             assert isinstance(cut.count, int), f"{cut} of {tv} lies around a device cut"
             streams = cut.count
             continue
-        if cut.whole and rest != cut.devices:
-            raise ShardingError(
-                f"the extent {extent} of {axis} of {tv} is that of {tv.mesh} along "
-                f"{cut.ptype.text}, which has {cut.devices} devices"
-                f"{user_code(cut_line(tv, cut.ptype))}"
-            )
+        if cut.whole:
+            check_device_axis(tv, axis, rest)
         if rest % (cut.devices * streams) != 0:
             beside = "" if streams == 1 else f", each step of {streams} over them,"
             raise ShardingError(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from fuser.ir.fusion import Fusion
 from fuser.ir.nodes import Reshard
+from fuser.ir.storage import memory_order
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.ir.verify import verify_fusion
@@ -71,6 +72,8 @@ def drop_unit_axes(fusion: Fusion) -> None:
         mesh = tv.mesh
         if mesh is None:
             continue
+        if any(a.is_device and mesh.size_of(a.ptype) == 1 for a in tv.domain.allocation):
+            _allocate_whole(tv)
         for number, cuts in axis_cuts(tv).items():
             kept = tuple(c for c in cuts if not (c.ptype.is_device and c.count == 1))
             if kept and kept != cuts:
@@ -79,6 +82,16 @@ def drop_unit_axes(fusion: Fusion) -> None:
                 unparallelize(tv, lambda a, here=here: a in here)
                 add_cuts(tv, number, kept)
         unparallelize(tv, lambda a, mesh=mesh: a.is_device and mesh.size_of(a.ptype) == 1)
+
+
+def _allocate_whole(tv: TensorView) -> None:
+    """Let the allocation domain name logical axes instead of the parts that devices cut them into,
+    in the same order of memory: `finalize_domains` writes the parts that remain."""
+    order, domain = memory_order(tv), tv.domain
+    axes = [domain.no_reductions[p].number for p, _ in order]
+    reductions = [a.number for a in domain.logical if a.is_reduction()]
+    flags = [flag for _, flag in order] + [None] * len(reductions)
+    tv.domain = domain.with_allocation([*axes, *reductions], flags)
 
 
 def drop_unit_streams(fusion: Fusion) -> None:

@@ -68,7 +68,7 @@ def lowered(
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         found = Classifier(fd.fusion).classify(inputs, sizes, cpu)
         backend = params.backend or "NCCL"
-        return build_program(fd.fusion, found, backend_name=backend, params=params)[1]
+        return build_program(fd.fusion, found, backend_name=backend, params=params).program
 
     with multidevice.simulate(d) as world:
         return world.run(build)[0]

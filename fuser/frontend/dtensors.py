@@ -23,7 +23,7 @@ from fuser.ir.tensor import TensorView
 from fuser.recent import Recent
 from multidevice.agreement import Prepared
 from multidevice.communicator import Communicator
-from multidevice.placement import cut_line, placement
+from multidevice.placement import Placement, cut_line, placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -59,9 +59,11 @@ def prepare_dtensors(
     names = _check_inputs(defined, given)
     shards = [_shard(value) for value in given]
     claim, numbers, run = cache.prepare(shards)
-    program = cache.program_like(shards).segmented.fusion
-    outputs = [tv for tv in program.outputs if not program.is_hidden(tv)]
-    places = [(_mesh_of(tv), _axes_of(tv, f"output {i}")) for i, tv in enumerate(outputs)]
+    program = cache.program_like(shards)
+    meshes_of_outputs = [_mesh_of(tv) for tv in program.shown_outputs]
+    outputs = zip(program.shown_outputs, program.output_shardings, strict=True)
+    axes = [_axes_of(tv, f"output {i}", s.cuts) for i, (tv, s) in enumerate(outputs)]
+    places = [*zip(meshes_of_outputs, axes, strict=True)]
     meshes = [v.device_mesh for v in given if _is_dtensor(v)]
     makers = [_maker(mesh, meshes, names, cache.devices) for mesh, _ in places]
 
@@ -133,7 +135,7 @@ def _check_placed(position: int, tv: TensorView, value: Any) -> None:
         # Every rank has it whole, whatever propagation does with it.
         expected: Axes = (None,) * len(shape)
     elif (tv.mesh.shape, tv.mesh.devices) == (shape, ranks):
-        expected = _axes_of(tv, what)
+        expected = _axes_of(tv, what, placement(tv))
     else:
         raise DTensorError(
             f"{what} is on {tv.mesh} in the fusion, the DTensor on {_spelled(shape, ranks)}{where}"
@@ -188,14 +190,14 @@ def _mesh_of(tv: TensorView) -> DeviceMesh:
     return tv.mesh
 
 
-def _axes_of(tv: TensorView, what: str) -> Axes:
-    """Return the axis that each dimension of a tensor's mesh cuts.
+def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
+    """Return the axis that each dimension of a tensor's mesh cuts, when its axes have these cuts.
 
     Raises `UnsupportedError` where shards are no blocks as DTensors have them.
     """
     assert tv.mesh is not None
     axes: list[int | None] = [None] * tv.mesh.ndim
-    for position, cuts in enumerate(placement(tv)):
+    for position, cuts in enumerate(cuts_of_axes):
         dims = [tv.mesh.dim_of(c.ptype) if c.ptype.is_device else None for c in cuts]
         while dims and dims[-1] is None:
             dims.pop()  # steps of a stream within a shard

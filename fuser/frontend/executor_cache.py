@@ -51,7 +51,6 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.text import fusion_text
 from fuser.option_names import EFFECTS
 from fuser.options import Settings
-from fuser.passes.segment import SegmentedFusion
 from fuser.recent import Recent
 from fuser.schedule.vectorize import VECTOR_BYTES
 from hostir.auto_overlap import NoOverlap, Overlaps
@@ -62,7 +61,7 @@ from hostir.evaluate import HostIrEvaluator, Known
 from hostir.forms import NOTES, dumped
 from hostir.input_class import Classifier, InputClass
 from hostir.lower_params import DEFAULT, LowerParams
-from hostir.pipeline import build_program
+from hostir.pipeline import Built, build_program
 from hostir.steady import Steady, Surroundings
 from hostir.transfers import PEER_COPIES
 from multidevice import sharding
@@ -451,6 +450,26 @@ class FusionExecutorCache(Watching, Inspection):
         settings: Settings,
     ) -> BoundProgram:
         """Find or build the program, and bind it to this rank."""
+        program, overlaps = self._program(input_class, communicator, device, settings)
+        evaluator = HostIrEvaluator(
+            program.container,
+            communicator,
+            device=device,
+            make_runner=program.kernel,
+            settings=settings,
+            late_stream=settings.argument("late_stream"),
+            number_of_streams=self._number_of_streams,
+        )
+        return BoundProgram(program, evaluator, overlaps)
+
+    def _program(
+        self,
+        input_class: InputClass,
+        communicator: Communicator,
+        device: torch.device,
+        settings: Settings,
+    ) -> tuple[Program, Overlaps | NoOverlap]:
+        """Find or build the program, whether or not this job has the ranks that it names."""
         # Asked for outside of the cache's lock: it may connect.
         backend = self._params.backend or (
             PEER_COPIES
@@ -477,16 +496,7 @@ class FusionExecutorCache(Watching, Inspection):
             # Also those of a program that could not be built.
             for text in texts:
                 dumps.write(text, rank=communicator.rank())
-        evaluator = HostIrEvaluator(
-            program.container,
-            communicator,
-            device=device,
-            make_runner=program.kernel,
-            settings=settings,
-            late_stream=settings.argument("late_stream"),
-            number_of_streams=self._number_of_streams,
-        )
-        return BoundProgram(program, evaluator, overlaps)
+        return program, overlaps
 
     def _build(
         self,
@@ -505,7 +515,7 @@ class FusionExecutorCache(Watching, Inspection):
             if options.dump_enabled(name):
                 texts.append(Dump(name, label + user_code(where), text(), note))
 
-        def build() -> tuple[SegmentedFusion, HostIrContainer]:
+        def build() -> Built:
             return build_program(
                 self._fusion,
                 input_class,
@@ -520,7 +530,7 @@ class FusionExecutorCache(Watching, Inspection):
         while True:
             texts.clear()
             try:
-                segmented, program = build()
+                segmented, program, shardings = build()
             except FuserError as error:
                 if not overlaps.gives_up(input_class.sizes, str(error)):
                     raise
@@ -531,18 +541,21 @@ class FusionExecutorCache(Watching, Inspection):
         form = next(iter(options.dump_args("host_ir")), "")
         dump("host_ir", lambda: dumped(program, form), NOTES.get(form, "full form"))
         sent, rank = communications_text(program), Communicator.instance().rank()
-        return Program(segmented, program, sent, settings, label, rank, texts)
+        return Program(segmented, program, sent, settings, label, rank, texts, shardings.outputs)
 
     # ------------------------------------------------------------ looking inside
     def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
-        """Return the program of the most recent run, else lower one for inputs like these."""
+        """Return the program of the most recent run, else lower one for inputs like these: a job
+        of any size has the program of any mesh.
+        """
         if self._recent.get(Communicator.instance()) is not None:
             return self.host_program()
         inputs = self._completed(inputs)
         where = device_of(inputs, None)
         sizes = {s: v for s, v in self._binder.bind(inputs, where).items() if isinstance(v, int)}
         found = self._classifier.classify(inputs, sizes, where)
-        return self._bind(found, Communicator.instance(), where, self._settings).program.container
+        here = Communicator.instance()
+        return self._program(found, here, where, self._settings)[0].container
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
         """See `FusionDefinition.overlap_report`."""

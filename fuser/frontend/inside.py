@@ -17,7 +17,6 @@ from fuser.frontend.known_call import BoundProgram, Call, CallKey
 from fuser.frontend.program_cache import Program
 from fuser.inputs import device_of
 from fuser.ir.binding import Argument, Signature, signature_of
-from fuser.ir.mesh import DeviceMesh
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import scheduled_text
 from fuser.kernels.executor import KernelExecutor
@@ -28,7 +27,7 @@ from fuser.recent import Recent
 from fuser.runtime.sources import RT_FILES, preamble
 from hostir.container import HostIrContainer
 from multidevice.communicator import Communicator
-from multidevice.sharding import Sharding, sharding_of
+from multidevice.sharding import Sharding
 
 # A kernel of a program: the group that it is of, its executor, and its variant.
 Used = tuple[int, KernelExecutor, Variant]
@@ -90,16 +89,6 @@ def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
         storage = torch.empty(offset + 1 + sum(ends), dtype=dtype, device=device)
         made.append(storage.as_strided(shape, strides, offset))
     return made
-
-
-def output_shardings(program: Program) -> list[Sharding]:
-    """Return the sharding of every visible output, over an empty mesh for one without a mesh; []
-    when nothing has a mesh."""
-    fusion = program.segmented.fusion
-    if all(tv.mesh is None for tv in fusion.tensors()):
-        return []
-    shown = (o for o in fusion.outputs if not fusion.is_hidden(o))
-    return [sharding_of(o) or Sharding(DeviceMesh(()), {}) for o in shown]
 
 
 def launches_of(program: Program) -> dict[str, int]:
@@ -190,10 +179,15 @@ class Inspection:
         library_calls, aliases, collectives."""
         return launches_of(self._last().program)
 
-    def get_output_shardings(self) -> list[Sharding]:
-        """Return the sharding of every visible output, over an empty mesh for one without a mesh;
-        [] when nothing has a mesh."""
-        return output_shardings(self._last().program)
+    def get_output_shardings(self, inputs: Sequence[Argument] | None = None) -> list[Sharding]:
+        """Return the sharding of every visible output of the most recent program, or of that for
+        inputs like these; over an empty mesh for one without a mesh, [] when nothing has a mesh.
+
+        It is what users and propagation have said: streams that overlap chose are no part of it.
+        Raises `NotCompiledError`.
+        """
+        program = self._last().program if inputs is None else self.program_like(inputs)
+        return program.output_shardings
 
     def _last(self) -> BoundProgram:
         # After a simulation has ended, its programs can still be looked at.

@@ -47,8 +47,10 @@ def overlaps_of(
             "description, machine(measured) that of `python -m hostir calibrate` (docs/cost.md), "
             "and FUSER_ENABLE=steps takes steps whether they pay or not"
         )
-    # What a description says of links is true within a host. Asked for last: it may connect.
-    if not communicator.are_on_one_host(devices):
+    # What a description says of links is true within a host, on which ranks are thought to be that
+    # this job does not have. Asked for last: it may connect.
+    has_ranks = devices[-1] < communicator.size()
+    if has_ranks and not communicator.are_on_one_host(devices):
         return NoOverlap("the ranks are on several hosts")
     can_copy = communicator.have_access(device)
     transports = (PEER_COPIES, backend) if can_copy else (backend,)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fuser.dumps import Dump
+from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Symbol
+from fuser.ir.tensor import TensorView
 from fuser.kernels.alike import Lowered
 from fuser.kernels.executor import KernelExecutor
 from fuser.locks import make_reentrant_lock
@@ -24,7 +26,7 @@ from hostir.container import HostIrContainer, KernelGroup
 from hostir.digest import first_line
 from hostir.second_reads import Reads, second_reads
 from hostir.step_kernels import StepKernels, make_kernel_executor
-from multidevice.sharding import CutAxis, check_cuts, cut_axes
+from multidevice.sharding import CutAxis, Sharding, check_cuts, cut_axes
 
 # Programs that the process keeps; those used least lately go first.
 MAX_PROGRAMS = 256
@@ -36,7 +38,8 @@ class Program:
 
     `communications` is what it sends and receives: what the ranks compare before they run.
     `label` is what dumps call it, `rank` is that of the rank that made it, and `dumps` are the
-    texts of the stages that were asked for.
+    texts of the stages that were asked for. `shardings` are those of all outputs, hidden ones
+    included, as users and propagation have placed them; () without meshes.
     """
 
     segmented: SegmentedFusion
@@ -46,6 +49,7 @@ class Program:
     label: str
     rank: int
     dumps: list[Dump]
+    shardings: tuple[Sharding | None, ...] = ()
     _kernels: dict[int, KernelExecutor | StepKernels] = field(default_factory=dict)
     _lowered: Lowered = field(default_factory=Lowered)
 
@@ -53,6 +57,20 @@ class Program:
     def first_line(self) -> str:
         """The user's line of the first communication, "" for none."""
         return first_line(self.container)
+
+    @property
+    def shown_outputs(self) -> list[TensorView]:
+        """The outputs that callers get."""
+        fusion = self.segmented.fusion
+        return [out for out in fusion.outputs if not fusion.is_hidden(out)]
+
+    @property
+    def output_shardings(self) -> list[Sharding]:
+        """The shardings of `shown_outputs`, [] when nothing has a mesh."""
+        fusion = self.segmented.fusion
+        pairs = zip(fusion.outputs, self.shardings, strict=True) if self.shardings else ()
+        shown = (sharding for out, sharding in pairs if not fusion.is_hidden(out))
+        return [sharding or Sharding(DeviceMesh(()), {}) for sharding in shown]
 
     @cached_property
     def _reads(self) -> Mapping[int, Reads]:

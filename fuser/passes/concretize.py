@@ -4,7 +4,8 @@ Before: reshapes that could not be compared symbolically have `?` axes, as have 
 may leave one element, and any extent may be 0.
 After: no axis is `?`, the extents of one class are one scalar, and a tensor without elements (or a
 reduction over none) is a `full`. An extent of 0 is the constant 0, the symbol of any other is at
-least 1, wherever it stands. Every later stage relies on it.
+least 1, wherever it stands. A symbol that counts the devices of a mesh is the number of these.
+Every later stage relies on it.
 
     T1[?S2{i1}, ?S3{i2}] = reshape( T0[iS0{i0}] )       sizes i0=12, i1=3, i2=4
     T1[iS2{i1}rf, iS3{i2}rf] = reshape( T0[iS0{i0}] )   Split: iS4{i0} by factor i2 -> iS2, iS3
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from fuser.errors import InputError
+from fuser.errors import InputError, ShardingError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.binding import complete, size_of
 from fuser.ir.domain import IterDomain, TensorDomain
@@ -61,7 +62,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
 
     `sizes` binds the extent symbols (or the representatives of their classes) and integer scalar
     inputs. Raises `InputError` for a reshape whose element counts differ for these sizes, for a
-    gather whose index is larger than its table, and for a slice beyond an axis.
+    gather whose index is larger than its table, and for a slice beyond an axis; `ShardingError` for
+    an axis that counts the devices of a mesh and has another extent.
     """
     decide = KeyOfSizes(fusion)
     key = decide(sizes)
@@ -75,7 +77,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
         values = _all_values(new, sizes)
         clamps = key.clamps
     fill_empty(new, values)
-    known = decide.clamps.replacements(new, clamps, _decided(new, values.get))
+    decided = _decided(new, values.get) | _numbers_of_devices(new)
+    known = decide.clamps.replacements(new, clamps, decided)
     _use_representatives(new, values, known)
     verify_fusion(new, after="concretize")
     return new, key
@@ -106,6 +109,7 @@ class KeyOfSizes:
         self._extents = _used_extents(fusion)
         self._sizes = Computed(list(self._extents))
         self.clamps = Clamps(fusion)
+        self._counted = _device_axes(fusion)
         related = (x for pair in fusion.equal_extents() for x in pair)
         self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
@@ -113,6 +117,8 @@ class KeyOfSizes:
         values: Mapping[Symbol, Number] = sizes
         if not self._related <= sizes.keys():
             values = _all_values(self._fusion, sizes)
+        for tv, axis in self._counted:
+            check_device_axis(tv, axis, size_of(axis.size, values))
         plans: list[ReshapePlan] = []
         for op, counts in self._reshapes:
             if counts is not None:
@@ -271,6 +277,44 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
     if plan is None:
         raise InputError(f"reshape of {op.inp} from {ins} to {outs} cannot be expressed{_at(op)}")
     return plan
+
+
+# ------------------------------------------------------------------ devices
+def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
+    """Return the logical axes that count the devices of a mesh and have a symbolic extent, the
+    user's own first."""
+    return [
+        (tv, axis)
+        for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines)
+        if tv.mesh is not None
+        for axis in tv.domain.logical
+        if axis.is_device
+        and axis.number in tv.domain.loop_numbers
+        and sc.int_value(axis.size) is None
+    ]
+
+
+def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
+    """Raise `ShardingError` unless an axis that counts devices has as many elements as these."""
+    assert tv.mesh is not None, f"{tv} has no mesh"
+    count = tv.mesh.size_of(axis.ptype)
+    if extent != count:
+        line = tv.cut_lines.get(axis.ptype) or tv.user_line()
+        raise ShardingError(
+            f"the extent {extent} of {axis} of {tv} is that of {tv.mesh} along "
+            f"{axis.ptype.text}, which has {count} devices{user_code(line)}"
+        )
+
+
+def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
+    """Return the numbers of devices that replace symbolic extents of axes that count them."""
+    counts: dict[Scalar, Scalar] = {}
+    for tv, axis in _device_axes(fusion):
+        assert tv.mesh is not None, f"{tv} has no mesh"
+        symbol, count = fusion.canonical(axis.size), tv.mesh.size_of(axis.ptype)
+        if isinstance(symbol, Symbol) and count > 1:
+            counts[symbol] = sc.const(count)
+    return counts
 
 
 # ------------------------------------------------------------------ extents

@@ -9,7 +9,8 @@ import torch
 
 import fuser
 import multidevice
-from fuser import FusionDefinition, ParallelType, UnsupportedError
+from fuser import FusionDefinition, FusionExecutorCache, ParallelType, UnsupportedError
+from fuser.errors import ShardingError
 from fuser.ir.binding import Argument
 
 
@@ -156,6 +157,50 @@ def test_kernels_of_a_rank_are_of_its_shards() -> None:
 
     with multidevice.simulate(2) as world:
         world.run(run)
+
+
+def gathered_linear(d: int) -> FusionDefinition:
+    """x [DIDx(m), k] and w [DIDx(n), k] -> [m, DIDx(n)]."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1], contiguity=True)
+        w = fd.define_tensor([-1, -1], contiguity=True)
+        fd.add_output(fd.ops.linear(x, w))
+    for tv in (x, w):
+        tv.set_device_mesh(range(d))
+        tv.outer_split(0, d)
+        tv.axis(0).parallelize(ParallelType.mesh_x)
+    return fd
+
+
+@pytest.mark.finding("G5")
+@pytest.mark.parametrize("options", [(), ("steps",)])
+def test_output_shardings_have_no_streams_that_overlap_chose(options: tuple[str, ...]) -> None:
+    def run() -> None:
+        fd = gathered_linear(2)
+        shards = [torch.randn(4, 8), torch.randn(3, 8)]
+        fd.execute(shards, _enable_options=options)
+        assert ("FOR" in str(fd.fec.host_program())) == bool(options)
+        for given in ((), (shards,)):
+            (found,) = fd.fec.get_output_shardings(*given)
+            assert found.axes == {ParallelType.mesh_x: 1}
+            assert found.mesh == multidevice.DeviceMesh([0, 1])
+
+    with multidevice.simulate(2) as world:
+        world.run(run)
+
+
+@pytest.mark.finding("G7")
+@pytest.mark.parametrize("options", [(), ("machine(h200)",)])
+def test_programs_of_more_ranks_than_the_job_has_can_be_shown(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSER_ENABLE", ",".join(options))
+    fd = gathered_linear(64)
+    shards = [torch.randn(4, 8), torch.randn(3, 8)]
+    program = FusionExecutorCache(fd.fusion).program_for(shards)
+    assert "type=Allgather, team=(0..63)" in str(program)
+    with pytest.raises(ShardingError, match="names rank 63, but the job has 1 rank"):
+        gathered_linear(64).execute(shards)
 
 
 def test_enumerations_print_as_nvfusers() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, ParallelType, TensorView, multidevice
-from fuser.errors import ArgumentError, DefinitionError, InputError, PeerError, UnsupportedError
+from fuser.errors import (
+    ArgumentError,
+    DefinitionError,
+    InputError,
+    PeerError,
+    ShardingError,
+    UnsupportedError,
+)
+from fuser.ir.core import Op
 from fuser.ir.fusion import Fusion
 from fuser.multidevice import (
     CommunicatorBackend,
@@ -285,6 +294,86 @@ def test_programs_are_right_and_print_as_golden_texts(name: str) -> None:
         texts = world.run(body)
     assert len(set(texts)) == 1
     assert texts[0] == (GOLDEN / f"{name}.txt").read_text()
+
+
+def symbolic_like(fd: FusionDefinition, *shapes: Sequence[int]) -> list[TensorView]:
+    """Define tensors of any sizes where `static` gives numbers; 1 stays a broadcast."""
+    sizes = ([n if n == 1 else -1 for n in shape] for shape in shapes)
+    return [fd.define_tensor(shape, contiguity=True) for shape in sizes]
+
+
+def structure(program: HostIrContainer) -> list[tuple[int, str]]:
+    """Return the kind of every op and communication, and how many loops and branches hold it."""
+
+    def listed(ops: Sequence[Op], depth: int) -> Iterator[tuple[int, str]]:
+        for op in ops:
+            yield depth, f"{type(op).__name__} {getattr(op, 'type', '')}"
+            for body in op.regions:
+                yield from listed(body, depth + 1)
+
+    return [*listed(program.ops, 0)]
+
+
+IN_STEPS = [(n, case.params) for n, case in CASES.items() if case.ranks > 1]
+PEERS = {**RING, "backend_type": CommunicatorBackend.cuda, "inter_stream_synchronization": True}
+
+
+@pytest.mark.finding("G6")
+@pytest.mark.parametrize(("name", "params"), [*IN_STEPS, *((n, PEERS) for n, p in IN_STEPS if p)])
+def test_symbolic_extents_give_the_programs_of_constant_ones(
+    name: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(CASES[name], params=params)
+    xs = [torch.randn(shape) for shape in case.shapes]
+
+    def body() -> list[tuple[int, str]]:
+        executor, inputs, out = executor_of(case)
+        (got,) = executor.run([local(x, tv) for x, tv in zip(xs, inputs, strict=True)])
+        want = local(case.meaning(*(x.double() for x in xs)), out)
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+        program = executor.host_program()
+        assert equal(parse(program.full_text()), program)
+        return structure(program)
+
+    with simulate(case.ranks) as world:
+        constant = world.run(body)
+        monkeypatch.setattr(sys.modules[__name__], "static", symbolic_like)
+        assert world.run(body) == constant
+
+
+def ring_of_any_rows(d: int) -> tuple[MultiDeviceExecutor, TensorView]:
+    with FusionDefinition() as fd:
+        (x,) = symbolic(fd, 3)
+        y = fd.ops.set(x)
+        fd.add_output(y)
+    for tv in (x, y):
+        tv.set_device_mesh(range(d))
+    x.axis(0).parallelize(X)
+    y.axis(0).parallelize(STREAM)
+    params = MultiDeviceExecutorParams(offset_stream_indexing_by_rank=True)
+    return MultiDeviceExecutor(fd.fusion, params), x
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.finding("G6")
+def test_symbolic_extents_give_rings_under_mpirun(comm: multidevice.Communicator) -> None:
+    d = comm.size()
+    executor, x = ring_of_any_rows(d)
+    for rows in (6, 2):
+        whole = torch.arange(d * rows * 4.0).reshape(d, rows, 4)
+        (got,) = executor.run([local(whole, x)])
+        torch.testing.assert_close(got, whole)
+    assert "P2PCommunication" in str(executor) and "Allgather" not in str(executor)
+    with pytest.raises(ShardingError, match=f"the extent {2 * d} of .* has {d} devices"):
+        executor.run([torch.ones(2, 6, 4)])
+
+
+@pytest.mark.finding("G7")
+def test_a_program_of_more_ranks_than_the_job_has_can_be_shown() -> None:
+    executor, _ = ring_of_any_rows(64)
+    assert "FOR streamIdx in istreamIdx3{64}" in str(executor)
+    with pytest.raises(ShardingError, match="names rank 63, but the job has 1 rank"):
+        executor.run([torch.ones(1, 6, 4)])
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "matmul_reduce_scatter"])

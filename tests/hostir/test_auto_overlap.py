@@ -124,10 +124,9 @@ def decided(
         machine, backend="NCCL", transports=(PEER_COPIES, "NCCL"), captured=captured
     )
     found = InputClass.as_declared(fusion, values)
-    program = build_program(fusion, found, backend_name="NCCL", overlap=overlaps.steps_for(values))[
-        1
-    ]
-    return overlaps, values, program
+    steps = overlaps.steps_for(values)
+    built = build_program(fusion, found, backend_name="NCCL", overlap=steps)
+    return overlaps, values, built.program
 
 
 def _shapes(sizes: dict[str, int], count: int) -> list[tuple[int, int]]:
