@@ -258,8 +258,9 @@ def _pow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _clamp(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """min(max(x, low), high); NaN stays."""
-    return torch.minimum(torch.maximum(x, low), high)
+    """min(max(x, low), high), x itself where it equals a bound; NaN stays."""
+    above = torch.where((x < low) | low.isnan(), low, x)
+    return torch.where((above > high) | high.isnan(), high, above)
 
 
 def _threshold(x: torch.Tensor, limit: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -304,7 +304,7 @@ FUSER_DEVICE float fuser_smaller(float x, float y) {
   FUSER_DEVICE bool fm_signbit(T x) { return fuser_signbit(x); }                                                      \
   FUSER_DEVICE T fm_neg(T x) { return -x; }                                                                           \
   FUSER_DEVICE T fm_sign(T x) { return T(x > T(0)) - T(x < T(0)); }                                                   \
-  FUSER_DEVICE T fm_relu(T x) { return x <= T(0) ? T(0) : x; }                                                        \
+  FUSER_DEVICE T fm_relu(T x) { return x < T(0) ? T(0) : x; } /* -0.0 stays */                                         \
   FUSER_DEVICE T fm_frac(T x) { return x - fm_trunc(x); }                                                             \
   FUSER_DEVICE T fm_reciprocal(T x) { return T(1) / x; }                                                              \
   FUSER_DEVICE T fm_sigmoid(T x) {                                                                                    \
@@ -334,7 +334,11 @@ FUSER_DEVICE float fuser_smaller(float x, float y) {
     return fm_abs(weight) < T(0.5) ? start + weight * span : end - span * (T(1) - weight);                            \
   }                                                                                                                   \
   FUSER_DEVICE T fm_addcmul(T a, T b, T c, T value) { return a + b * c * value; }                                     \
-  FUSER_DEVICE T fm_clamp(T x, T lo, T hi) { return fm_minimum(fm_maximum(x, lo), hi); }                              \
+  /* x itself where a bound equals it, so that zeros keep their signs; a bound that is NaN gives NaN */                \
+  FUSER_DEVICE T fm_clamp(T x, T lo, T hi) {                                                                          \
+    const T y = x < lo || fuser_isnan(lo) ? lo : x;                                                                   \
+    return y > hi || fuser_isnan(hi) ? hi : y;                                                                        \
+  }                                                                                                                   \
   FUSER_DEVICE T fm_threshold(T x, T t, T value) { return x <= t ? value : x; }
 FUSER_FOR_FLOATING(FUSER_FLOATING)
 
