@@ -125,6 +125,7 @@ FUSER_FOR_FLOATING(FUSER_COMPLEX_PARTS)
 FUSER_DEVICE FuserComplex fuser_times_i(FuserComplex z) { return FuserComplex(-z.im, z.re); }
 FUSER_DEVICE FuserComplex fuser_over_i(FuserComplex z) { return FuserComplex(z.im, -z.re); }
 FUSER_DEVICE FuserComplex fuser_scaled(FuserComplex z, double by) { return FuserComplex(z.re * by, z.im * by); }
+FUSER_DEVICE FuserComplex fuser_divided(FuserComplex z, double by) { return FuserComplex(z.re / by, z.im / by); }
 FUSER_DEVICE double fuser_larger_part(FuserComplex z) { return fuser_larger(fm_abs(z.re), fm_abs(z.im)); }
 
 #define FUSER_PI 3.14159265358979323846
@@ -172,12 +173,34 @@ FUSER_FUNCTION FuserComplex fuser_c_exp(FuserComplex z) {
   return FuserComplex(grown * fm_cos(z.im) * again, grown * fm_sin(z.im) * again);
 }
 
+// A product that no compiler makes one operation with the sum that takes it.
+FUSER_DEVICE double fuser_product(double x, double y) {
+#ifdef FUSER_SIMT
+  double made = x * y;
+  __asm__("" : "+m"(made));
+  return made;
+#else
+  return __dmul_rn(x, y);
+#endif
+}
+// x + y - sum, exactly, where sum is x + y rounded.
+FUSER_DEVICE double fuser_lost(double x, double y, double sum) {
+  const double other = sum - x;
+  return (x - (sum - other)) + (y - other);
+}
+
 // ln|z|, with its digits near |z| = 1.
 FUSER_FUNCTION double fuser_log_abs(FuserComplex z) {
   const double x = fm_abs(z.re), y = fm_abs(z.im);
   if (fuser_isinf(x) || fuser_isinf(y)) return double(FUSER_INF);
   const double more = x > y ? x : y, less = x > y ? y : x;
-  if (more > 0.5 && more < 2.0) return 0.5 * fm_log1p((more - 1.0) * (more + 1.0) + less * less);
+  if (more > 0.5 && more < 2.0) {
+    // |z|^2 - 1 with what its roundings lose: near |z| = 1 the rest is small.
+    const double a = fuser_product(more, more), b = fuser_product(less, less);
+    const double top = a - 1.0, sum = top + b;
+    const double lost = fuser_lost(a, -1.0, top) + fuser_lost(top, b, sum);
+    return 0.5 * fm_log1p(sum + (lost + FUSER_LIBM(fma)(more, more, -a) + FUSER_LIBM(fma)(less, less, -b)));
+  }
   if (more > 1e300) return fm_log(fuser_hypot(x * 0.25, y * 0.25)) + 2.0 * FUSER_LN2;
   if (more < 1e-290 && more > 0.0) return fm_log(fuser_hypot(x * 0x1p+200, y * 0x1p+200)) - 200.0 * FUSER_LN2;
   return fm_log(fuser_hypot(x, y));
@@ -221,16 +244,20 @@ FUSER_FUNCTION FuserComplex fuser_c_sqrt(FuserComplex z) {
 }
 FUSER_FUNCTION FuserComplex fuser_c_rsqrt(FuserComplex z) { return fuser_c_div(FuserComplex(1.0), fuser_c_sqrt(z)); }
 FUSER_FUNCTION FuserComplex fuser_c_reciprocal(FuserComplex z) { return fuser_c_div(FuserComplex(1.0), z); }
-FUSER_FUNCTION FuserComplex fuser_c_log2(FuserComplex z) { return fuser_scaled(fuser_c_log(z), 1.0 / FUSER_LN2); }
-FUSER_FUNCTION FuserComplex fuser_c_log10(FuserComplex z) { return fuser_scaled(fuser_c_log(z), 1.0 / FUSER_LN10); }
+FUSER_FUNCTION FuserComplex fuser_c_log2(FuserComplex z) { return fuser_divided(fuser_c_log(z), FUSER_LN2); }
+FUSER_FUNCTION FuserComplex fuser_c_log10(FuserComplex z) { return fuser_divided(fuser_c_log(z), FUSER_LN10); }
 FUSER_FUNCTION FuserComplex fuser_c_exp2(FuserComplex z) { return fuser_c_exp(fuser_scaled(z, FUSER_LN2)); }
 FUSER_FUNCTION FuserComplex fuser_c_sigmoid(FuserComplex z) {
-  // By the exponential that does not grow.
-  const bool is_right = z.re >= 0.0;
-  const FuserComplex e = fuser_c_exp(is_right ? -z : z), one(1.0);
-  return fuser_c_div(is_right ? one : e, one + e);
+  // As torch computes it; by the exponential that does not grow where the other leaves the range.
+  const FuserComplex one(1.0);
+  if (z.re >= -700.0) return fuser_c_div(one, one + fuser_c_exp(-z));
+  const FuserComplex e = fuser_c_exp(z);
+  return fuser_c_div(e, one + e);
 }
-FUSER_FUNCTION FuserComplex fuser_c_silu(FuserComplex z) { return z * fuser_c_sigmoid(z); }
+FUSER_FUNCTION FuserComplex fuser_c_silu(FuserComplex z) {
+  if (z.re >= -700.0) return fuser_c_div(z, FuserComplex(1.0) + fuser_c_exp(-z));
+  return z * fuser_c_sigmoid(z);
+}
 FUSER_FUNCTION FuserComplex fuser_c_pow(FuserComplex z, FuserComplex to) {
   if (to.re == 0.0 && to.im == 0.0) return FuserComplex(1.0);
   if (z.re == 0.0 && z.im == 0.0) {

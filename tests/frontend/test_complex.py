@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mpmath  # pyright: ignore[reportMissingTypeStubs]
 import pytest
 import torch
 
@@ -387,3 +388,40 @@ def _product_over_ranks() -> None:
 def test_a_product_over_devices_is_refused() -> None:
     with simulate(2) as world:
         world.run(_product_over_ranks)
+
+
+# ------------------------------------------------------------------ rounding
+def _units(found: float, exact: Any, dtype: torch.dtype) -> float:
+    """Return the error in units of the last place of the exact value."""
+    digits, least = (24, -125) if dtype is torch.complex64 else (53, -1021)
+    _, exponent = math.frexp(float(exact))
+    return float(abs(mpmath.mpf(found) - exact) / mpmath.ldexp(1, max(exponent, least) - digits))
+
+
+@pytest.mark.finding("complex log2 and sigmoid")
+@BOTH
+@pytest.mark.parametrize("name", ["log", "log2", "log10", "sigmoid", "silu"])
+def test_complex_functions_are_rounded_as_well_as_torch(name: str, dtype: torch.dtype) -> None:
+    """The largest error of each part, also near |z| = 1, is no larger than that of torch."""
+    near_one = torch.polar(1 + 1e-3 * draw(150).real.double(), 3 * draw(150, seed=2).real.double())
+    x = torch.cat([3 * draw(150, dtype=torch.complex128, seed=1), near_one]).to(dtype)
+    torch_function = torch.nn.functional.silu if name == "silu" else getattr(torch, name)
+    fd = define(lambda fd, x: [getattr(fd.ops, name)(x)], [x])
+    found = [torch.view_as_real(y) for y in (fd.execute([x])[0], torch_function(x))]
+    meaning: dict[str, Callable[[Any], Any]] = {
+        "log": mpmath.log,
+        "log2": lambda z: mpmath.log(z) / mpmath.log(2),
+        "log10": lambda z: mpmath.log(z) / mpmath.log(10),
+        "sigmoid": lambda z: 1 / (1 + mpmath.exp(-z)),
+        "silu": lambda z: z / (1 + mpmath.exp(-z)),
+    }
+    worst = [[0.0, 0.0], [0.0, 0.0]]
+    with mpmath.workdps(60):
+        for i, z in enumerate(x.tolist()):
+            exact = meaning[name](mpmath.mpc(z.real, z.imag))
+            for which, parts in enumerate(found):
+                for k, part in enumerate((exact.real, exact.imag)):
+                    error = _units(parts[i, k].item(), part, dtype)
+                    worst[which][k] = max(worst[which][k], error)
+    # A unit more or less is the C library's, which differs by version.
+    assert all(ours <= max(theirs, 0.5) + 0.75 for ours, theirs in zip(*worst, strict=True)), worst
