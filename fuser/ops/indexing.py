@@ -7,12 +7,14 @@ no NaN. The checked mode of CPU kernels raises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import cast as typing_cast
 
 from fuser.errors import DtypeError, user_line
 from fuser.ir import scalar as sc
 from fuser.ir.domain import IterDomain
-from fuser.ir.dtypes import DataType, category, dtype_text
+from fuser.ir.dtypes import DataType, category, dtype_text, is_floating
 from fuser.ir.guard import active_fusion
 from fuser.ir.lookup import (
     INDEX_DTYPES,
@@ -24,19 +26,21 @@ from fuser.ir.lookup import (
     SelectOp,
     TakeAlongAxisOp,
 )
-from fuser.ir.scalar import Scalar
+from fuser.ir.scalar import Const, Scalar
 from fuser.ir.tensor import TensorView
+from fuser.ops import elementwise, reductions
 from fuser.ops.building import (
+    OperandLike,
     add_op,
     axes_of,
     broadcast_tensor,
     cast_tensor,
+    convert,
     fail,
     join_axes,
     new_output,
     same_extent,
     unexpanded,
-    unsupported,
     wrap_dim,
 )
 
@@ -104,22 +108,57 @@ def embedding_fwd(
 ) -> TensorView:
     """Take the row of `weight` [v, h] that each element of `input` [*i] says: [*i, h].
 
-    `padding_idx`, `scale_grad_by_freq` and `sparse` are about gradients, `norm_type` about the norm
-    that `max_norm` bounds: they change nothing here. `max_norm` is refused.
+    With `max_norm`, rows whose norm of the order `norm_type` (2) is larger are scaled down to it.
+    `weight` is only read, where torch also writes the scaled rows into it. `padding_idx`,
+    `scale_grad_by_freq` and `sparse` are about gradients: they change nothing here.
     """
     name = "embedding_fwd"
-    del padding_idx, norm_type, scale_grad_by_freq, sparse
+    del padding_idx, scale_grad_by_freq, sparse
     _check_index(name, input)
-    if max_norm is not None:
-        raise unsupported(
-            name, f"max_norm = {max_norm}, which would change rows of {weight}: scale them before"
+    if max_norm is not None and not is_floating(weight.dtype()):
+        raise DtypeError(
+            f"{name}: Expected a weight of a floating dtype for max_norm, but {weight} is "
+            f"{dtype_text(weight.dtype())} (at {user_line()})"
         )
     if weight.ndim != 2:
         raise fail(name, f"Expected a weight of rank 2, but found {weight}")
     axes = [*axes_of(input), axes_of(weight)[1]]
     out = new_output(_clone(axes), weight.dtype(), [input, weight])
     add_op(EmbeddingFwdOp(out, input, weight))
-    return out
+    return out if max_norm is None else _bounded(out, max_norm, norm_type)
+
+
+# What torch adds to the norm that it divides by.
+_ABOVE_NO_NORM = 1e-7
+
+
+def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar | None) -> TensorView:
+    """Scale the rows down whose norm is above `max_norm`."""
+    dtype = DataType.Double if rows.dtype() is DataType.Double else DataType.Float
+    wide = typing_cast(TensorView, convert(rows, dtype))
+    norm = _norm(wide, Const(2.0, DataType.Double) if norm_type is None else norm_type)
+    factor = _call("div", max_norm, _call("add", norm, _ABOVE_NO_NORM))
+    scale = _call("where", _call("gt", norm, max_norm), factor, 1.0)
+    return typing_cast(TensorView, convert(_call("mul", wide, scale), rows.dtype()))
+
+
+def _norm(rows: TensorView, order: Scalar) -> TensorView:
+    """Append the norms of rows [*i, h], of shape [*i, 1]."""
+    along = rows.ndim - 1
+    known = float(order.value.real) if isinstance(order, Const) else None
+    if known == 2.0:
+        return _call("sqrt", reductions.sum(_call("mul", rows, rows), along, True))
+    sizes = _call("abs", rows)
+    if known == math.inf:
+        return reductions.max(sizes, along, True)
+    if known == 1.0:
+        return reductions.sum(sizes, along, True)
+    total = reductions.sum(_call("pow", sizes, order), along, True)
+    return _call("pow", total, _call("reciprocal", order))
+
+
+def _call(name: str, *operands: OperandLike) -> TensorView:
+    return typing_cast(TensorView, elementwise.apply_pointwise(name, operands))
 
 
 def _check_ranks(name: str, table: TensorView, index: TensorView) -> None:

@@ -162,6 +162,35 @@ def has_a_profile() -> bool:
 
 
 # What the page calls a difference -> whether it is one.
+def scans_one_element() -> bool:
+    x = torch.tensor(3.0)
+    with fuser.FusionDefinition() as fd:
+        tv = fd.define_tensor([])
+        for name in ("cumsum", "cumprod", "cummax", "cummin"):
+            fd.add_output(getattr(fd.ops, name)(tv, 0))
+    return all(torch.equal(out, x) for out in fd.execute([x]))
+
+
+def leaves_the_table_as_it_is() -> bool:
+    table = torch.full((4, 4), 3.0)
+    with fuser.FusionDefinition() as fd:
+        index, weight = fd.define_tensor([-1], dtype=DataType.Int), fd.define_tensor([-1, 4])
+        fd.add_output(fd.ops.embedding_fwd(index, weight, None, fd.define_scalar(1.0)))
+    (out,) = fd.execute([torch.tensor([0, 2]), table])
+    return bool((table == 3.0).all()) and torch.allclose(out, torch.full((2, 4), 0.5))
+
+
+def rounds_complex_numbers_once() -> bool:
+    x = torch.complex(torch.randn(64), torch.randn(64))
+    with fuser.FusionDefinition() as fd:
+        tv = fd.define_tensor([-1], dtype=DataType.ComplexFloat)
+        fd.add_output(fd.ops.log2(tv))
+        fd.add_output(fd.ops.sigmoid(tv))
+    exact = [f(x.to(torch.complex128)).to(x.dtype) for f in (torch.log2, torch.sigmoid)]
+    found = zip(fd.execute([x]), exact, strict=True)
+    return all(torch.allclose(ours, best, rtol=1.2e-7, atol=0) for ours, best in found)
+
+
 DIFFERENCES: dict[str, Callable[[], object]] = {
     "devices": lambda: ran().fec.get_cuda_kernel([torch.ones(2, 8)]),
     "ranks without a launcher": lambda: cuts(sharded(first=False)) == [0],
@@ -214,6 +243,9 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
         lambda: written().execute([torch.ones(2, 8)], _enable_options=["no_option"]),
     ),
     "a program that waits for ever": lambda: options.timeout_s() > 0,
+    "`cumsum`, `cumprod`, `cummax`, `cummin` of a tensor without axes": scans_one_element,
+    "`embedding_fwd(max_norm=)`": leaves_the_table_as_it_is,
+    "`log2`, `sigmoid` of complex numbers": rounds_complex_numbers_once,
     "gradients": warns_of_gradients,
     "`ops.set` of an input, as an output": copies_what_is_set,
     "a CPU scalar that is an output, or is updated": refuses_cpu_scalars_as_outputs,

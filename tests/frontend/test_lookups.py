@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser import DataType, FusionDefinition
-from fuser.errors import DefinitionError, DtypeError, FuserError, InputError, UnsupportedError
+from fuser.errors import DefinitionError, DtypeError, FuserError, InputError
 from fuser.ir.tensor import TensorView
 from tests.ops.op_cases import lay_out
 
@@ -533,6 +534,47 @@ def test_scatter_into_what_is_repeated_and_outside() -> None:
     assert torch.equal(out, x)
 
 
+# ------------------------------------------------------------------ rows of a largest norm
+@pytest.mark.finding("embedding max_norm")
+@pytest.mark.parametrize(
+    ("order", "dtype"),
+    [
+        *((order, torch.float64) for order in (None, 1.0, 2.0, 3.0, 0.5, math.inf)),
+        (None, torch.float32),
+        (None, torch.bfloat16),
+    ],
+)
+def test_embedding_with_max_norm_equals_torch_and_leaves_the_table(
+    order: float | None, dtype: torch.dtype
+) -> None:
+    def build(fd: Any, index: Any, table: Any) -> TensorView:
+        given = None if order is None else fd.define_scalar(order)
+        return fd.ops.embedding_fwd(index, table, None, fd.define_scalar(2.5), given)
+
+    table, index = draw((12, 7), dtype), draw_index((2, 5), 12)
+    table[3], table[4, 0] = 0.0, math.nan
+    kept = table.clone()
+    (out,) = run(build, index, table, on=DEVICES[2])
+    # Torch writes into its table.
+    wide = table.double().clone()
+    expected = F.embedding(index, wide, max_norm=2.5, norm_type=order or 2.0)
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=close, atol=close, equal_nan=True)
+    assert out.dtype is dtype and torch.equal(table.nan_to_num(7.0), kept.nan_to_num(7.0))
+
+
+@pytest.mark.finding("embedding max_norm")
+def test_embedding_with_a_max_norm_of_each_call() -> None:
+    with FusionDefinition() as fd:
+        index, table = fd.define_tensor([-1], dtype=DataType.Int32), fd.define_tensor([-1, -1])
+        bound, order = fd.define_scalar(None), fd.define_scalar(None)
+        fd.add_output(fd.ops.embedding_fwd(index, table, None, bound, order))
+    where, rows = draw_index((6,), 5, torch.int32), draw((5, 9), torch.float32)
+    for most, p in ((1.0, 2.0), (100.0, 2.0), (0.5, 3.0)):
+        expected = F.embedding(where, rows.double(), max_norm=most, norm_type=p)
+        torch.testing.assert_close(fd.execute([where, rows, most, p])[0], expected.float())
+
+
 # ------------------------------------------------------------------ what is refused
 def test_refused() -> None:
     with FusionDefinition() as fd:
@@ -555,8 +597,9 @@ def test_refused() -> None:
         with pytest.raises(DefinitionError, match="Expected a weight of rank 2"):
             fd.ops.embedding_fwd(i1, i1)
         norm = fd.define_scalar(2.0)
-        with pytest.raises(UnsupportedError, match="embedding_fwd: max_norm = "):
-            fd.ops.embedding_fwd(i1, x, max_norm=norm)
+        whole = fd.define_tensor([-1, -1], dtype=DataType.Int)
+        with pytest.raises(DtypeError, match="a floating dtype for max_norm, but T"):
+            fd.ops.embedding_fwd(i1, whole, max_norm=norm)
         with pytest.raises(FuserError, match="padding_idx"):
             fd.ops.embedding_fwd(i1, x, padding_idx=1)  # pyright: ignore[reportArgumentType]
         with pytest.raises(FuserError, match="index"):
