@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 
 from fuser.errors import UnsupportedError
 from fuser.frontend.python_statements import is_stride_order, stride_order_of
-from fuser.ir.attention import AttentionOp
 from fuser.ir.domain import Merge, Split, Swizzle1D, Transform, contiguity_for
 from fuser.ir.fusion import Fusion
 from fuser.ir.mesh import DeviceMesh
@@ -24,7 +23,6 @@ from fuser.ir.path import transforms_between
 from fuser.ir.tensor import TensorView
 from fuser.ir.text import transform_text
 from fuser.ir.types import MemoryType, ParallelType
-from fuser.ops.attention import memory_order
 
 # The text of a value; it may write lines of its own.
 Text = Callable[[object], str]
@@ -208,10 +206,4 @@ def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, .
         return order, domain.contiguity
     if isinstance(definition, LoadStoreOp) and is_stride_order(definition):
         return order, domain.contiguity
-    if isinstance(definition, AttentionOp):
-        letters = definition.result_letters(tv)
-        lies = memory_order(letters)
-        if lies != letters:
-            axes = tuple(domain.logical[letters.index(c)] for c in lies)
-            return tuple(a.number for a in axes), contiguity_for(axes)
     return (), contiguity_for(domain.logical)

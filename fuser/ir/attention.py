@@ -29,11 +29,14 @@ class AttentionOp(LibraryOp):
 
     RUNS_IN_STEPS: ClassVar[bool] = False
     TAKES_EMPTY: ClassVar[bool] = True
+    TAKES_ANY_BATCHES: ClassVar[bool] = True
     # Equal queries have places of their own, and numbers of their own that are dropped.
     KEEPS_EXPANDED: ClassVar[bool] = False
     # Letters of the axes in front of n, the last of them next to it.
     LEADING: ClassVar[str] = "ZYXWVUTSRQPONMLKJIHGFEDCBA"
     AXES: ClassVar[dict[str, str]] = {}
+    # Results and the operands in whose memory order they lie.
+    FOLLOWED: ClassVar[dict[str, str]] = {}
     # Operands of which one element along an axis meets all of the others.
     REPEATED: ClassVar[tuple[str, ...]] = ()
     DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
@@ -63,6 +66,10 @@ class AttentionOp(LibraryOp):
     def operand_letters(self, operand_index: int) -> str:
         given = [f for f in self.fields_of("operand") if getattr(self, f) is not None]
         return self.letters(given[operand_index])
+
+    def followed_by(self, out: TensorView) -> TensorView | None:
+        followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
+        return next(map(self._value, followed), None)
 
     @property
     def draws(self) -> bool:
@@ -165,6 +172,7 @@ class SdpaFwdOp(AttentionOp):
         "bias": "nhls",
         "mask": "nhls",
     }
+    FOLLOWED: ClassVar[dict[str, str]] = {"out": "query"}
     REPEATED: ClassVar[tuple[str, ...]] = ("bias", "mask")
     DTYPES: ClassVar[dict[str, tuple[DataType, ...]]] = {
         **AttentionOp.DTYPES,
@@ -219,6 +227,9 @@ class SdpaBwdOp(AttentionOp):
         "log_sumexp": "nhl",
         "philox_seed": "p",
         "philox_offset": "",
+    }
+    FOLLOWED: ClassVar[dict[str, str]] = {
+        f"grad_{operand}": operand for operand in ("query", "key", "value")
     }
 
     @property

@@ -443,11 +443,19 @@ class LibraryOp(TensorOp):
     KEEPS_EXPANDED: ClassVar[bool] = True
     # Whether the host needs values of an operand, in each run.
     READS_ON_HOST: ClassVar[bool] = False
+    # Whether batches of an operand may lie anywhere, also inside of a matrix, without a copy.
+    TAKES_ANY_BATCHES: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
         """Whether results may depend on random numbers that torch draws in each run."""
         return False
+
+    def followed_by(self, out: TensorView) -> TensorView | None:
+        """Return the operand in whose memory order torch writes a result, which has its axes one by
+        one; None where results are row-major."""
+        del out
+        return None
 
 
 class Contraction(LibraryOp):

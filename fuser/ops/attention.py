@@ -15,8 +15,6 @@ from fuser.ir.tensor import TensorView
 from fuser.ops.building import add_op, as_operand, axes_of, fail, join_axes, mesh_of, unexpanded
 
 D = DataType
-# In memory the heads of a query lie side by side, as projections take them: torch's order, too.
-_IN_MEMORY = "nlhv", "nlhe", "nshe", "nshv"
 _RANK = 4
 
 
@@ -81,12 +79,6 @@ def sdpfa_bwd(
     kept = dropped, causal, philox_seed, philox_offset, factor
     add_op(SdpaBwdOp(grad_query, grad_key, grad_value, *read, *kept))
     return grad_query, grad_key, grad_value
-
-
-def memory_order(letters: str) -> str:
-    """Return the letters of a result's axes as it lies in memory."""
-    leading, mine = letters[:-_RANK], letters[-_RANK:]
-    return leading + next((o for o in _IN_MEMORY if {*o} == {*mine}), mine)
 
 
 # ------------------------------------------------------------------ numbers
@@ -197,8 +189,4 @@ class _Axes:
                 axes[c] = fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
         dtype = self._op.DTYPES.get(field, (self._given["query"].dtype(),))[0]
         # No other op makes what is only stored.
-        tv = fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))
-        order = memory_order(letters)
-        if order != letters:
-            tv.set_allocation_domain([axes[c] for c in order], True)
-        return tv
+        return fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))

@@ -10,8 +10,8 @@ An output that is a view of an input lies where that does, gaps included.
 
 An op follows its operand with most axes in memory, of equals the first; others order only axes that
 it lacks. Views carry an order along as far as it can be: a reshape that merges axes that are apart
-in memory ends it. So do library ops, which write row-major results. Factories and repeated axes
-have no order.
+in memory ends it. So do library ops, which write row-major results, but for those that say which
+operand a result follows (attention). Factories and repeated axes have no order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def infer_layouts(
     `is_part` tells the ops whose result names a part of their operand.
     """
     updated = {alias.out: alias.into for alias in fusion.aliases}
-    kept = {*fixed, *_read_by_library_ops(fusion, is_part)}
+    follows = {v for op in fusion.exprs for v in op.outputs if _followed_operand(op, v)}
+    kept = {*fixed, *(_read_by_library_ops(fusion, is_part) - follows)}
+    rows_read = _read_by_rows(fusion)
     orders = {v: _given(v, repeated) for v in fusion.inputs if isinstance(v, TensorView)}
     strides = {v: known_strides(v, v.shape()) for v in orders if declared_order(v) is not None}
     shown, results = views_of_inputs(fusion), set(fusion.outputs)
@@ -79,7 +81,7 @@ def infer_layouts(
             orders[out] = _followed(op, out, orders) if into is None else _given(into)
             if is_part(op) and out not in fixed:
                 copy_memory_order(op.inputs[0], out)  # pyright: ignore[reportArgumentType]
-            elif out not in kept:
+            elif out not in kept and not (out in rows_read and _ends_elsewhere(out, orders[out])):
                 _lay(out, orders[out], view if out in results else None)
 
 
@@ -89,9 +91,26 @@ def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) ->
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         is_view = (isinstance(op, VIEW_OPS) or is_part(op)) and not found.isdisjoint(op.outputs)
-        if is_view or isinstance(op, LibraryOp):
+        if is_view or (isinstance(op, LibraryOp) and not op.TAKES_ANY_BATCHES):
             found.update(v for _, v in tensor_operands(op) if v.ndim > 2)
     return found.difference(v for v in fusion.outputs if isinstance(v, TensorView))
+
+
+def _followed_operand(op: TensorOp, out: TensorView) -> TensorView | None:
+    """Return the operand in whose memory order torch writes a result, if there is one."""
+    return op.followed_by(out) if isinstance(op, LibraryOp) else None
+
+
+def _read_by_rows(fusion: Fusion) -> set[TensorView]:
+    """Return the tensors that library ops read whose batches may lie anywhere: torch copies those
+    whose last axis is not the innermost one."""
+    ops = (op for op in fusion.exprs if isinstance(op, LibraryOp) and op.TAKES_ANY_BATCHES)
+    return {v for op in ops for _, v in tensor_operands(op)}
+
+
+def _ends_elsewhere(tv: TensorView, order: Order) -> bool:
+    """Whether the innermost axis of an order is not the tensor's last one that memory holds."""
+    return bool(order) and order[-1] != max(order)
 
 
 def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
@@ -105,7 +124,10 @@ def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order])
     """Return the order of a result whose order is ours to choose; () where no operand has one."""
     stored = [p for p, a in enumerate(out.domain.no_reductions) if is_stored(a)]
     if isinstance(op, LibraryOp):
-        return tuple(stored)
+        followed = _followed_operand(op, out)
+        order = () if followed is None else orders[followed]
+        is_followed = bool(order) and not _ends_elsewhere(out, order)
+        return _joined([order], stored) if is_followed else tuple(stored)
     found = [_carried(op, index, orders[v], out) for index, v in tensor_operands(op)]
     if None in found:
         return tuple(stored)
