@@ -263,10 +263,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     local = _result_like(out, operand.mesh)
     unparallelize(local, lambda a: True)
     computed = op.map_values(lambda v: local if v is out else v)
-    try:
-        cuts = forward_cuts(computed, index, local)
-    except ShardingError:
-        return False
+    cuts = forward_cuts(computed, index, local)
     is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
     apply_steps(local, operand, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
     # Steps of the result are steps of what it is copied from, where the copy allows it.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fuser.errors import ShardingError, UnsupportedError
+from fuser.errors import UnsupportedError
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain import IterDomain, numbers
@@ -134,12 +134,9 @@ class _Readers:
         if isinstance(op, Contraction):
             self._found[op] = source, root
         elif isinstance(op, LoadStoreOp | ReshapeOp) and not is_copy(op):
-            here = None
-            if root is not None:
-                try:
-                    here = outermost_logical(op.out, root)
-                except ShardingError:
-                    why = f"the axis is an inner one of what {op.name} merges to {op.out.label}"
+            here = None if root is None else outermost_logical(op.out, root)
+            if root is not None and here is None:
+                why = f"the axis is an inner one of what {op.name} merges to {op.out.label}"
             axes = numbers(op.out.domain.no_reductions)
             place = axes.index(here.number) if here is not None and here.number in axes else None
             self._seen[op.out] = place, why, (*way, op)

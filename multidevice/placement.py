@@ -363,15 +363,8 @@ class _Outermost(Rules[bool]):
     def split(self, t: Split, inp: bool) -> tuple[bool | None, bool | None]:
         return (None, True) if _is_unit(self._axes[t.outer]) else (True, None)
 
-    def merge(self, t: Merge, outer: bool | None, inner: bool | None) -> bool:
-        if outer is None and not _is_unit(self._axes[t.outer]):
-            raise ShardingError(
-                "Expected the sharding to be on the outer reshaped id. "
-                f"{self._axes[t.inner]} is the inner input of "
-                f"{transform_text(t, self._tv.domain)} in {self._tv}"
-                f"{user_code(self._tv.user_line())}"
-            )
-        return True
+    def merge(self, t: Merge, outer: bool | None, inner: bool | None) -> bool | None:
+        return True if outer or _is_unit(self._axes[t.outer]) else None
 
     def swizzle(self, t: Swizzle1D, inp: bool) -> bool:
         return True
@@ -398,10 +391,8 @@ class _TowardsRoot(_Outermost):
 
 
 def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
-    """Return the outermost logical axis derived from a root axis; None behind a resize.
-
-    Raises `ShardingError` when a merge puts the axis on its inner side.
-    """
+    """Return the logical axis whose outermost part a root axis is, or the other way round; None
+    behind a resize, and where a merge puts the axis on its inner side."""
     domain = tv.domain
     steps = path(domain, domain.maybe_root, domain.logical)
     marked = replay(steps, {root.number: True}, _Outermost(tv))

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fuser.errors import ShardingError, user_code
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import parallel_axes, tensor_operands
 from fuser.ir.domain import IterDomain
@@ -70,11 +69,9 @@ Transfers = tuple[tuple[IterDomain, Cuts], ...]
 def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
     """Return the operand's cuts as cuts of `out`'s logical axes (reductions included).
 
-    Cuts on axes that the op resizes, or that `out` does not iterate, are left out.
-
-    Raises:
-        ShardingError: a reshape puts the cut axis on the inner side of a merge, or the outermost
-            reshaped axis is not divisible by the cut.
+    Left out are cuts on axes that the op resizes, or that `out` does not iterate, and those that a
+    reshape does not keep: on the inner side of a merge, or into more blocks than the outermost part
+    of a split has. Of an axis with several cuts, the outer ones may be kept.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(source)
@@ -87,18 +84,13 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
         # Consumers iterate a broadcast; there is nothing to cut.
         if is_plain_broadcast(root):
             continue
-        try:
-            target = outermost_logical(out, root)
-            if target is not None and target.number != root.number:
-                mine = _dividing(out, root, target, mine)
-        except ShardingError:
-            # What needs no step per block of the operand is computed in one step.
-            if not all(c.ptype.is_stream for c in mine):
-                raise
-            continue
+        target = outermost_logical(out, root)
         if target is None:
             continue
-        found.append((target, _resize_cuts(out.fusion, mine, axes[position], target)))
+        if target.number != root.number:
+            mine = _dividing(out, root, target, mine)
+        if mine:
+            found.append((target, _resize_cuts(out.fusion, mine, axes[position], target)))
     return tuple(found)
 
 
@@ -184,12 +176,13 @@ def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDom
 
 
 def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts may divide the axis; a symbolic extent is checked when it is bound, but for
-    streams, whose blocks may be ragged elsewhere."""
+    """Whether the cuts may divide the axis; a symbolic extent that is not known to leave a rest is
+    checked when it is bound, but for streams, whose blocks may be ragged elsewhere."""
     extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
     if any(c.ptype.is_stream for c in cuts):
         return sc.int_value(sc.mod(extent, count)) == 0
     size, devices = sc.int_value(extent), sc.int_value(count)
+    size = tv.fusion.even_parts.get(extent) if size is None else size
     return size is None or devices is None or size % devices == 0
 
 
@@ -200,16 +193,10 @@ def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -
 
 
 def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Return the cuts, without a stream's that makes other blocks; raises for devices."""
-    if _divide(tv, root, axis, cuts):
-        return cuts
-    rest = outside_streams(cuts)
-    if not _divides(tv, axis, rest):
-        raise ShardingError(
-            "Require the sharded ID to be divisible by the split factor: "
-            f"{axis} of {tv} by {sc.product(c.count for c in cuts)}{user_code(tv.user_line())}"
-        )
-    return rest
+    """Return the cuts of a root axis, from the outermost on, that make the same blocks of the
+    logical axis."""
+    prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
+    return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
 
 
 # ------------------------------------------------------------------ one tensor to another
@@ -338,8 +325,6 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
 def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
     """Give every tensor reachable from an annotated one a mesh and cuts; return where they came
     from.
-
-    Raises `ShardingError` when a sharding cannot pass a reshape.
     """
     for tv in fusion.tensors():
         if not tv.mesh_is_user_set and not any(a.is_device for a in spread_axes(tv)):

@@ -89,6 +89,8 @@ class Fusion:
         self.assumed: tuple[Scalar, ...] = ()
         # Sizes that it takes to be multiples of a number.
         self.divisible: dict[Symbol, int] = {}
+        # Symbolic extents -> how many devices may share them evenly: of the others, any.
+        self.even_parts: dict[Scalar, int] = {}
         # Products of extents that it takes to be at least a number.
         self.least: dict[Scalar, int] = {}
         # Whether the last vector of a tensor may be incomplete.
@@ -428,6 +430,7 @@ class Fusion:
             setattr(new, name, getattr(self, name))
         new.extents, new.origins = self.extents.copy(), self.origins
         new.assumed, new.divisible = self.assumed, dict(self.divisible)
+        new.even_parts = dict(self.even_parts)
         new.least, new.has_tails = dict(self.least), self.has_tails
         new.joined, new.resident_threads = self.joined, self.resident_threads
         new.cluster = self.cluster

@@ -16,6 +16,7 @@ What was decided is the key: equal keys mean that one result serves both sets of
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from math import gcd, lcm
 
 from fuser.errors import InputError, ShardingError, user_code
 from fuser.ir import scalar as sc
@@ -49,12 +50,14 @@ ExtentMap = Callable[[Scalar], Scalar]
 class ConcretizationKey:
     """The decisions: a plan per undecided reshape, and per undecided axis that a slice or pad makes
     or an expand names whether its size is 1, in program order; the extents that are 0, and which
-    argument each minimum or maximum of sizes is."""
+    argument each minimum or maximum of sizes is; of the extents that reshapes split and merge, how
+    many devices may share them evenly, () where all devices may."""
 
     plans: tuple[ReshapePlan, ...]
     ones: tuple[bool, ...]
     empty: tuple[Scalar, ...]
     clamps: tuple[int, ...]
+    even_parts: tuple[int, ...] = ()
 
 
 def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
@@ -79,6 +82,9 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
     fill_empty(new, values)
     decided = _decided(new, values.get) | _numbers_of_devices(new)
     known = decide.clamps.replacements(new, clamps, decided)
+    if isinstance(key, ConcretizationKey):
+        shared = zip(decide.shared, key.even_parts, strict=False)
+        new.even_parts = {sc.substitute(new.canonical(x), known): n for x, n in shared}
     _use_representatives(new, values, known)
     verify_fusion(new, after="concretize")
     return new, key
@@ -110,6 +116,9 @@ class KeyOfSizes:
         self._sizes = Computed(list(self._extents))
         self.clamps = Clamps(fusion)
         self._counted = _device_axes(fusion)
+        self._devices = _number_of_devices(fusion)
+        # The extents of which some ranks may have more than others.
+        self.shared = _reshaped_extents(fusion) if self._devices > 1 else ()
         related = (x for pair in fusion.equal_extents() for x in pair)
         self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
@@ -141,9 +150,12 @@ class KeyOfSizes:
                 _check_bounds(self._sliced, values)
         empty, clamps = tuple(self._empty(values)), self.clamps.decide(values)
         ones = tuple(self._ones(values))
-        if not (plans or ones or empty or clamps):
+        parts = tuple(gcd(size_of(x, values), self._devices) for x in self.shared)
+        if all(n == self._devices for n in parts):
+            parts = ()
+        if not (plans or ones or empty or clamps or parts):
             return ()
-        return ConcretizationKey(tuple(plans), ones, empty, clamps)
+        return ConcretizationKey(tuple(plans), ones, empty, clamps, parts)
 
     def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
         """Return of every deciding size whether it is 1."""
@@ -292,6 +304,26 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
         and axis.number in tv.domain.loop_numbers
         and sc.int_value(axis.size) is None
     ]
+
+
+def _number_of_devices(fusion: Fusion) -> int:
+    """Return a number that devices along any dimensions of a mesh divide; 1 without meshes."""
+    return lcm(*{tv.mesh.size for tv in fusion.tensors() if tv.mesh is not None})
+
+
+def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
+    """Return the symbolic extents that one side of a reshape has alone."""
+    found: dict[Scalar, None] = {}
+    for op in fusion.used_exprs():
+        if isinstance(op, ReshapeOp):
+            have, want = (
+                {fusion.canonical(a.size): None for a in tv.domain.no_reductions}
+                for tv in (op.inp, op.out)
+            )
+            both = (*have, *want)
+            alone = (x for x in both if not (x in have and x in want))
+            found.update((x, None) for x in alone if sc.int_value(x) is None)
+    return tuple(found)
 
 
 def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:

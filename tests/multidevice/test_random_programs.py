@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fuser import ops
-from fuser.errors import ShardingError
 from fuser.ir import scalar as sc
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
@@ -155,7 +154,6 @@ class _Maker:
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_random_programs(first: int) -> None:
-    ran = 0
     for seed in range(first, first + 10):
         print("seed", seed)
         maker = _Maker(seed)
@@ -163,15 +161,8 @@ def test_random_programs(first: int) -> None:
         expected = evaluate_fusion(maker.fusion, maker.values, dtype=torch.float64)
         maker.annotate()
         print(maker.fusion)
-        try:
-            done = run(maker.fusion, maker.values)
-        except ShardingError as error:
-            # The one refusal: a cut axis on the inner side of a reshape.
-            assert "outer reshaped id" in str(error) or "divisible by the split" in str(error)
-            continue
+        done = run(maker.fusion, maker.values)
         for got, want in zip(done.outputs, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
         assert all(communication_type(r) in SUPPORTED for r in done.result.communications)
         assert all(team_of(r).size > 1 for r in done.result.communications)
-        ran += 1
-    assert ran >= 4

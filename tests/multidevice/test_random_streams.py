@@ -28,8 +28,6 @@ from tests.multidevice.all_ranks import run
 
 # Why a program may be refused, as its error says.
 REFUSALS = (
-    "outer reshaped id",  # a device axis on the inner side of a reshape
-    "divisible by the split",
     "cannot be computed in steps",  # a stream that the user asked for
     "is not divisible by",  # devices inside of ragged steps
     "only Allgather, Allreduce",  # blocks of steps and blocks of devices, differently nested
