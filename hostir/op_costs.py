@@ -196,8 +196,14 @@ def _matmul_cost(
     memory = nbytes / machine.memory_bandwidth
     seconds = machine.matmul_launch_s + max(arithmetic, memory)
     seconds += packed / machine.memory_bandwidth
-    share = min(1.0, tiles / machine.multiprocessors)
-    return Cost(seconds, share, nbytes + packed, flops, machine.host_library_s)
+    return Cost(seconds, _occupancy(tiles, machine), nbytes + packed, flops, machine.host_library_s)
+
+
+def _occupancy(tiles: int, machine: Machine) -> float:
+    """Return which part of the multiprocessors so many tiles keep busy, on average over their
+    waves: the last one leaves room for what runs beside, such as a collective of NCCL."""
+    waves = math.ceil(tiles / machine.multiprocessors)
+    return tiles / (waves * machine.multiprocessors)
 
 
 def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> float:

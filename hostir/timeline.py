@@ -3,9 +3,12 @@
 Work waits for what its stream was given before, for what that stream waits for, and for those that
 it meets; the host is taken to be ahead. Then it takes what is left of the resources that it needs,
 in the order in which work became ready: multiprocessors, which kernels share, and a link out of
-each rank and one into it. With a part of what it needs it is as much slower. So two matmuls take
-the sum of their times, copies run beside kernels, and a collective that becomes ready beside a
-matmul waits where both want more multiprocessors than there are.
+each rank and one into it. Of what becomes ready together, what computes comes first, but for what
+is ready from the beginning: that follows the program. With a part of what it needs work is as much
+slower. So matmuls that fill the machine take the sum of their times,
+copies run beside kernels, and a collective of NCCL shares the device with a matmul: one that was
+ready before takes its multiprocessors from the matmul, which goes on with the others; one that
+becomes ready later goes on in what the matmul's last wave of tiles leaves idle.
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ class Simulator:
                     seen |= new
                     todo += new
         taken: dict[tuple[int, Resource], float] = {}
-        for work in sorted(found, key=lambda w: (w.ready, w.order)):
+        for work in sorted(found, key=_precedence):
             rate = 1.0
             for key, need in work.needs.items():
                 if need > 0:
@@ -145,6 +148,11 @@ class Simulator:
             self._push(now, work, work.version)
         elif rate > 0:
             self._push(now + work.left / rate, work, work.version)
+
+
+def _precedence(work: Work) -> tuple[float, bool, int]:
+    """Return the order in which active work takes resources."""
+    return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
 def critical_path(work: Iterable[Work]) -> list[tuple[Work, float]]:

@@ -3,18 +3,21 @@ allreduce, on 2 and 4 H200.
 
 python scripts/predict_streams.py [--machine FILE.json]
 
-Programs are lowered at full size on simulated ranks and not run. Measured are the lines of
-benchmarks/results/h200x2_streams.jsonl and h200x4_overlap.jsonl (the same programs) and, on 4 GPUs,
-other programs of the same shapes: torch's matmul, NCCL's collective, one after the other, and a
-pipeline of copy engines by hand, whose inputs lie in symmetric memory from the beginning.
+Programs are lowered at full size on simulated ranks and not run. Measured are the lines of the
+files of benchmarks/results that `FILES` names (the same programs; `tests/hostir/test_recorded.py`
+holds their order) and, on 4 GPUs, other programs of the same shapes: torch's matmul, NCCL's
+collective, one after the other, and a pipeline of copy engines by hand, whose inputs lie in
+symmetric memory from the beginning.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,6 +40,8 @@ from multidevice.sharding import local_sizes
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BF16 = DataType.BFloat16
+# What bench_streams.py and overlap_time.py measured of these programs, over NCCL and peer copies.
+FILES = ("h200x2_streams", "h200x2_auto", "h200x4_streams", "h200x2_overlap", "h200x4_overlap")
 # 4 GPUs, ms: op, M, K, N: matmul, NCCL, both in sequence; copy engines (None: not measured).
 FOUR: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] = {
     ("ag", 8192, 8192, 32768): (1.551, 0.367, 1.952, None),
@@ -111,11 +116,72 @@ def times(program: HostIrContainer, machine: Machine, streams: int = 4) -> RankT
     return predict(program, made).classes[0]
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A line of a file: the program, and the median, smallest and largest of its rounds, in ms.
+
+    `run` names the file and which of its runs: times of one run may be compared.
+    """
+
+    run: str
+    op: str
+    gpus: int
+    shape: tuple[int, int, int]
+    form: str
+    ms: float
+    smallest: float
+    largest: float
+
+    def __str__(self) -> str:
+        m, k, n = self.shape
+        return f"{self.op}, {self.gpus} GPUs, {m} x {k} x {n}, {self.form}"
+
+
+def recorded() -> list[Recorded]:
+    """Return the lines of all files whose programs can be lowered here."""
+    found: list[Recorded] = []
+    for name in FILES:
+        runs = 0
+        for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            runs += "described" in row
+            form = row.get("form") or {"as_defined": "unchunked", "copies": "copies"}.get(
+                row.get("method", "")
+            )
+            if form in (None, "auto") or row.get("op") not in bench.OPS or "ms" not in row:
+                continue
+            if "form" in row:
+                m, k, n = (int(size[1:]) for size in row["shape"].split())
+            else:
+                m, k, n = row["m"], row["k"], row["n"]
+            shape = m, k, n
+            numbers = (row["ms"], row["min"], row["max"])
+            found.append(Recorded(f"{name} {runs}", row["op"], row["gpus"], shape, form, *numbers))
+    return found
+
+
+@functools.cache
+def _program(op: str, gpus: int, shape: tuple[int, int, int], form: str) -> HostIrContainer:
+    steps = {name: (made, params) for name, made, params in bench.OPS[op].steps}
+    usual = "unchunked" if form == "unchunked" else "chunked"
+    made, params = steps.get(form, (usual, DEFAULT))
+    program = lowered(op, made, params, gpus, *shape)
+    return bench.with_head_wait_inside(program) if form.startswith("head wait") else program
+
+
+def predicted_ms(row: Recorded, machine: Machine) -> float:
+    """Return the predicted time of what a line measured."""
+    is_chunked = row.form.startswith("chunked on")
+    streams = int(row.form.split()[2]) if is_chunked else 4
+    program = _program(row.op, row.gpus, row.shape, "chunked" if is_chunked else row.form)
+    return times(program, machine, streams).seconds * 1e3
+
+
 def show(name: str, predicted: float, measured: float, errors: list[float]) -> None:
-    ratio = predicted * 1e3 / measured
+    ratio = predicted / measured
     errors.append(abs(ratio - 1))
     mark = "" if errors[-1] <= 0.15 else "  *"
-    print(f"| {name} | {predicted * 1e3:.2f} | {measured:.2f} | {ratio:.2f}{mark} |")
+    print(f"| {name} | {predicted:.2f} | {measured:.2f} | {ratio:.2f}{mark} |")
 
 
 def main() -> None:
@@ -124,39 +190,18 @@ def main() -> None:
     machine = find_machine(parser.parse_args().machine)
     errors: list[float] = []
     print("| program | predicted, ms | measured, ms | ratio (* beyond 15 %) |\n|---|---|---|---|")
-    for line in (RESULTS / "h200x4_overlap.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        form = {"as_defined": "unchunked", "copies": "copies"}.get(row.get("method", ""))
-        if form is None or row.get("op") not in ("ag", "rs") or "ms" not in row:
-            continue
-        op, m, k, n = (row[key] for key in ("op", "m", "k", "n"))
-        steps = {name: (made, params) for name, made, params in bench.OPS[op].steps}
-        made, params = steps.get(form, ("unchunked", DEFAULT))
-        program = lowered(op, made, params, 4, m, k, n)
-        name = f"{op}, 4 GPUs, {m} x {k} x {n}, {form}"
-        show(name, times(program, machine).seconds, row["ms"], errors)
-    for line in (RESULTS / "h200x2_streams.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        m, k, n = (int(size[1:]) for size in row["shape"].split())
-        op, form, d = row["op"], row["form"], row["gpus"]
-        steps = {name: (made, params) for name, made, params in bench.OPS[op].steps}
-        made, params = steps.get(form, ("unchunked" if form == "unchunked" else "chunked", DEFAULT))
-        program = lowered(op, made, params, d, m, k, n)
-        if form.startswith("head wait"):
-            program = bench.with_head_wait_inside(program)
-        streams = int(form.split()[2]) if form.startswith("chunked on") else 4
-        name = f"{op}, {d} GPUs, {m} x {k} x {n}, {form}"
-        show(name, times(program, machine, streams).seconds, row["ms"], errors)
+    for row in recorded():
+        show(str(row), predicted_ms(row, machine), row.ms, errors)
     for (op, m, k, n), (matmul, nccl, both, copies) in FOUR.items():
         one = times(in_sequence(op, 4, m, k, n), machine)
         name = f"{op}, 4 GPUs, {m} x {k} x {n}"
-        show(f"{name}, matmul", one.compute, matmul, errors)
-        show(f"{name}, NCCL", one.communication, nccl, errors)
-        show(f"{name}, in sequence", one.seconds, both, errors)
+        show(f"{name}, matmul", one.compute * 1e3, matmul, errors)
+        show(f"{name}, NCCL", one.communication * 1e3, nccl, errors)
+        show(f"{name}, in sequence", one.seconds * 1e3, both, errors)
         if copies is not None:
             form, params = next((f, p) for name, f, p in bench.OPS[op].steps if name == "copies")
             program = lowered(op, form, params, 4, m, k, n)
-            show(f"{name}, copies", times(program, machine).seconds, copies, errors)
+            show(f"{name}, copies", times(program, machine).seconds * 1e3, copies, errors)
     inside = sum(e <= 0.15 for e in errors)
     print(f"\n{inside} of {len(errors)} within 15 %, median {statistics.median(errors):.1%}")
 
