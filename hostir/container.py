@@ -28,6 +28,7 @@ from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported
 from fuser.ir.equality import fusion_key, op_key, values_key
 from fuser.ir.fusion import Alias, Fusion, Value
 from fuser.ir.guard import FusionGuard
+from fuser.ir.mesh import ranks_of
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import ONE, Scalar, Symbol, as_scalar, const, is_int, symbols
 from fuser.ir.tensor import TensorView
@@ -146,8 +147,7 @@ class HostIrContainer:
 
     def devices(self) -> tuple[int, ...]:
         """Return the ranks that some tensor's mesh names, in order; () for a program without."""
-        meshes = {tv.mesh for tv in self.tensors() if tv.mesh is not None}
-        return tuple(sorted({rank for mesh in meshes for rank in mesh.devices}))
+        return ranks_of(tv.mesh for tv in self.tensors() if tv.mesh is not None)
 
     def check_full(self) -> None:
         """Raise `VerifyError` for a program that was read from its short form."""

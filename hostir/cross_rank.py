@@ -17,6 +17,7 @@ from typing import Any
 
 from fuser.ir.core import Op
 from fuser.ir.dtypes import dtype_text
+from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Number, Scalar, Symbol
 from fuser.ir.tensor import TensorView
 from fuser.ir.types import ParallelType
@@ -101,7 +102,7 @@ class RankWalker:
         self.entered: dict[int, tuple[Teams, Array]] = {}
         # What stands for the views of several ranks' shards.
         self.gathers: dict[SymmetricContiguousView, Communication] = {}
-        self.held: dict[TensorView, Array] = {}
+        self.held: dict[DeviceMesh | None, Array] = {}
         self.me = np.arange(len(ranks))
         # The last place is that of every rank beyond, and of -1.
         self.place = np.full(max(ranks, default=0) + 2, -1)
@@ -417,11 +418,13 @@ class RankWalker:
 
     def holds(self, tv: TensorView) -> Array:
         """Return which ranks have a shard of a tensor."""
-        if tv not in self.held:
-            every = tv.mesh is None or tv.mesh.size == len(self.ranks)
-            here = [every or tv.mesh is None or tv.mesh.has(r) for r in self.ranks]
-            self.held[tv] = np.asarray(here)
-        return self.held[tv]
+        mesh = tv.mesh
+        if mesh not in self.held:
+            here = np.ones(len(self.ranks), dtype=bool)
+            if mesh is not None and mesh.size < len(self.ranks):
+                here = np.isin(self.values.ranks, mesh.devices)
+            self.held[mesh] = here
+        return self.held[mesh]
 
     def _open(self, op: StartCoalescing, site: Site) -> None:
         self.group = []

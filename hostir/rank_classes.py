@@ -40,7 +40,7 @@ class _Walker:
         self.differing: dict[int, list[Scalar]] = {}
         for mesh in {tv.mesh for tv in program.tensors()} - {None}:
             assert mesh is not None
-            self.split([mesh.has(rank) for rank in ranks])
+            self.split(np.isin(self.values.ranks, mesh.devices))
         for op in walk(program.ops):
             scalars = (v for v in (*op.inputs, *op.scalars) if isinstance(v, Scalar))
             self.differing[id(op)] = [x for x in scalars if RANK in sc.symbols(x)]

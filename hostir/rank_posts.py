@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from fuser.ir.mesh import DeviceMesh
@@ -58,8 +59,10 @@ class Teams:
     """
 
     def __init__(self, of: TeamOf, ranks: Sequence[int]) -> None:
-        mesh, place = of.mesh, {rank: i for i, rank in enumerate(ranks)}
-        grid = np.asarray([place[r] for r in mesh.devices], dtype=np.int64).reshape(mesh.shape)
+        mesh, known = of.mesh, np.asarray(ranks, dtype=np.int64)
+        order = np.argsort(known, kind="stable")
+        grid = order[np.searchsorted(known, mesh.devices, sorter=order)].reshape(mesh.shape)
+        assert (known[grid].reshape(-1) == mesh.devices).all(), f"{mesh} has ranks beyond {ranks}"
         free = [dim for p in of.ptypes if (dim := mesh.dim_of(p)) is not None]
         grid = np.moveaxis(grid, sorted(free), range(-len(free), 0))
         self.members = grid.reshape(-1, of.size)
@@ -67,8 +70,11 @@ class Teams:
         self.position = np.full(len(ranks), -1)
         self.team[self.members] = np.arange(len(self.members))[:, None]
         self.position[self.members] = np.arange(of.size)[None, :]
+
+    @cached_property
+    def sets(self) -> list[frozenset[int]]:
         rows: list[list[int]] = self.members.tolist()
-        self.sets: list[frozenset[int]] = [frozenset(row) for row in rows]
+        return [frozenset(row) for row in rows]
 
 
 @dataclass(eq=False)

@@ -9,7 +9,9 @@ import numpy
 
 from fuser.errors import DivisionByZeroError, InputError
 from fuser.ir import scalar as sc
+from fuser.ir.mesh import DeviceMesh
 from fuser.ir.scalar import Apply, Number, Poly, Scalar, Symbol
+from fuser.ir.types import ParallelType
 from hostir.ops import RANK
 
 # Arrays over ranks hold numbers of every kind, of which numpy's own types say nothing.
@@ -67,6 +69,18 @@ class RankValues:
         self._values = values
         self._depends: dict[Scalar, bool] = {}
         self._computed: dict[Scalar, tuple[PerRank, Array | None]] = {}
+        self._along: dict[tuple[DeviceMesh, ParallelType], Array] = {}
+
+    def along(self, mesh: DeviceMesh, ptype: ParallelType) -> Array:
+        """Return the position of each rank along a mesh axis; 0 for one that the mesh lacks."""
+        if (mesh, ptype) not in self._along:
+            devices = np.asarray(mesh.devices, dtype=np.int64)
+            order = np.argsort(devices, kind="stable")
+            places = np.searchsorted(devices, self.ranks, sorter=order)
+            places = order[np.minimum(places, mesh.size - 1)]
+            along = np.asarray(mesh.coordinates(ptype), dtype=np.int64)[places]
+            self._along[mesh, ptype] = np.where(devices[places] == self.ranks, along, 0)
+        return self._along[mesh, ptype]
 
     def bind(self, index: Symbol, value: Number | None) -> None:
         """Set the index of a loop; None after the loop."""

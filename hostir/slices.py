@@ -7,7 +7,7 @@ cuts an axis in blocks is kept (`ShardByStream`), and the slice holds one block.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from fuser.ir import scalar as sc
@@ -21,15 +21,20 @@ from fuser.ir.tensor import TensorView
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
 from hostir.container import HostIrContainer
 from hostir.ops import NUMBER_OF_STREAMS, RANK, LaunchKernel, PostOnStream
+from hostir.rank_values import np
 from multidevice.finalize import parallel_axes_to_front, shard_allocation
 from multidevice.placement import Cuts, add_cuts, clone_domain, placement, unparallelize
 from multidevice.streams import stream_axes
 
+# Of so many mesh axes it is remembered where ranks are along them.
+MAX_MESHES = 256
+
 
 # ------------------------------------------------------------------ scalars
+@lru_cache(MAX_MESHES)
 def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
     """Return the place of this rank along a mesh axis, as an expression of `rank`."""
-    at = {rank: mesh.coordinate(rank, ptype) for rank in mesh.devices}
+    at = dict(zip(mesh.devices, mesh.coordinates(ptype), strict=True))
     first = min(mesh.devices)
     size = mesh.size_of(ptype)
     stride = next((rank - first for rank in sorted(at) if at[rank] == 1), 1) or 1
@@ -47,13 +52,12 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
 def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
     """Return the rank that differs from this one by its place along a mesh axis."""
     here = coordinate(mesh, ptype)
-    ranks = {mesh.coordinate(rank, ptype): rank for rank in reversed(mesh.devices)}
-    steps = {ranks[c + 1] - ranks[c] for c in range(len(ranks) - 1)} or {1}
-    if len(steps) > 1 or not _is_regular(mesh, ptype, min(steps)):
+    step = _distance(mesh, ptype)
+    if step is None:
         return _device_at(mesh, {ptype: place})
     if mesh.ndim == 1:
-        return sc.add(sc.mul(place, min(steps)), ranks[0])
-    return sc.add(RANK, sc.mul(sc.sub(place, here), min(steps)))
+        return sc.add(sc.mul(place, step), mesh.devices[0])
+    return sc.add(RANK, sc.mul(sc.sub(place, here), step))
 
 
 def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
@@ -68,10 +72,16 @@ def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scala
     return found
 
 
-def _is_regular(mesh: DeviceMesh, ptype: ParallelType, step: int) -> bool:
-    """Whether every team along a mesh axis has ranks at this distance."""
-    teams = [mesh.team(rank, (ptype,)) for rank in mesh.devices]
-    return all(b - a == step for team in teams for a, b in pairwise(team))
+@lru_cache(MAX_MESHES)
+def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
+    """Return the distance of neighbours in every team along a mesh axis, 1 for teams of one; None
+    where it is not the same."""
+    dim = mesh.dim_of(ptype)
+    if dim is None:
+        return 1
+    grid = np.asarray(mesh.devices, dtype=np.int64).reshape(mesh.shape)
+    steps: list[int] = np.unique(np.diff(grid, axis=dim)).tolist() or [1]
+    return steps[0] if len(steps) == 1 else None
 
 
 def rotated(

@@ -114,7 +114,7 @@ class Shapes:
     def _coordinates(self, tv: TensorView, ptype: ParallelType) -> PerRank:
         mesh = tv.mesh
         assert mesh is not None, f"{tv} is cut without a mesh"
-        return np.asarray([mesh.coordinate(int(r), ptype) for r in self._values.ranks])
+        return self._values.along(mesh, ptype)
 
     def region(self, spot: Spot, *, without: int | None = None) -> Region | None:
         """Return what memory has of a name, without an axis of partial sums; None where that is

@@ -172,6 +172,7 @@ class _Checker:
         self.bound |= {s for s, _ in self.program.values.equal_extents()}
         self.names = {s.name for s in self.bound if isinstance(s, Symbol)}
         self.devices = self.program.devices()
+        self.meshes = {tv.mesh for tv in self.program.tensors()}
         ops = list(walk(self.program.ops))
         self.loop_indices = {op.index for op in ops if isinstance(op, ForLoop)}
         # The names that order the axes of another tensor anew.
@@ -225,10 +226,11 @@ class _Checker:
         if self.is_branch or isinstance(op, StartsCommunication):
             return
         touched = [e.tensor for e in effects if isinstance(e, Reads | Writes)]
-        meshed = ((tv, tv.mesh.devices) for tv in touched if tv.mesh is not None)
+        meshed = ((tv, tv.mesh) for tv in touched if tv.mesh is not None)
         for (one, mine), (other, theirs) in pairwise(meshed):
-            ranks = set(mine).symmetric_difference(theirs)
-            if ranks:
+            if mine == theirs:
+                continue
+            if ranks := {*mine.devices} ^ {*theirs.devices}:
                 raise VerifyError(
                     f"of {one} and {other}, {ranks_text(sorted(ranks))} has one without the other"
                 )
@@ -549,8 +551,11 @@ class _Checker:
             raise VerifyError(f"there are two communications {op.number}")
         if isinstance(op, Communication | CollectivePermute):
             held = self.devices
-            strange = [r for r in op.team.mesh.devices if r not in held]
-            if strange and held:
+            if not held or op.team.mesh in self.meshes:
+                return
+            known = {*held}
+            strange = [r for r in op.team.mesh.devices if r not in known]
+            if strange:
                 raise VerifyError(
                     f"the team {op.team} names {ranks_text(strange)}, "
                     f"the meshes of tensors have {ranks_text(held)}"

@@ -12,7 +12,7 @@ from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.core import Op
 from fuser.ir.domain import IterDomain
 from fuser.ir.fusion import Fusion
-from fuser.ir.mesh import DeviceMesh
+from fuser.ir.mesh import DeviceMesh, ranks_of
 from fuser.ir.nodes import TensorOp
 from fuser.ir.scalar import Scalar, Symbol
 from fuser.ir.tensor import TensorView
@@ -177,7 +177,7 @@ def has_mesh(fusion: Fusion) -> bool:
 
 def requested_devices(fusion: Fusion) -> tuple[int, ...]:
     """Return the ranks that some tensor's mesh names, in order; () without meshes."""
-    return tuple(sorted({r for tv in fusion.tensors() if tv.mesh for r in tv.mesh.devices}))
+    return ranks_of(tv.mesh for tv in fusion.tensors() if tv.mesh is not None)
 
 
 def requested_number_of_devices(fusion: Fusion) -> int:

@@ -29,6 +29,7 @@ interleaved.
 
 cold: a fresh process to the first result of an encoder layer, on the GPU where there is one.
 
+lowering: definition to host program of deep transformers and large meshes, beside what it may take
 compile: definition to CUDA text of long programs, in phases, beside what they may take; on any
 machine. `--only` takes the names of its cases.
 """
@@ -55,6 +56,7 @@ from kernel_cells import DTYPES, Cell, Plan, measure_all
 from kernel_patterns import MAIN, PATTERNS, Operand, define, quack_peer
 from kernel_summary import is_wrong, read_rows, summarise
 from kernel_timing import Replay, set_count, time_interleaved, timer
+from lowering_time import bench_lowering
 
 from fuser import FusionDefinition
 from fuser.errors import FuserError, KernelError
@@ -513,6 +515,7 @@ BENCHES = {
     "host": bench_host,
     "cpu": bench_cpu,
     "compile": lambda args: bench_compile(args.only),
+    "lowering": lambda args: bench_lowering(args.only),
     "cold": lambda args: bench_cold("cuda" if torch.cuda.is_available() else "cpu"),
 }
 

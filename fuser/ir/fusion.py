@@ -436,6 +436,8 @@ class Fusion:
         new.cluster = self.cluster
         new.read_again, new.goes_backwards = self.read_again, self.goes_backwards
         mapping: dict[TensorView, TensorView] = {}
+        # Equal meshes become one object, as which they are compared at once.
+        meshes: dict[DeviceMesh | None, DeviceMesh | None] = {}
         read = self.tensors() if ops is None else _tensors_of(ops)
         for tv in read:
             twin = TensorView(
@@ -444,7 +446,7 @@ class Fusion:
                 tv.domain,
                 tv.dtype(),
                 memory=tv.memory,
-                mesh=tv.mesh,
+                mesh=meshes.setdefault(tv.mesh, tv.mesh),
                 mesh_is_user_set=tv.mesh_is_user_set,
                 is_cpu_scalar=tv.is_cpu_scalar,
             )

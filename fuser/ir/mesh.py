@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import cast
 
@@ -31,6 +31,8 @@ _checked_init = partial(checked, name="DeviceMesh")
 
 def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
     """Return (row-major ids, shape) of nested sequences of ints."""
+    if isinstance(nested, range) and len(nested) <= MAX_DEVICES:
+        return [*nested], (len(nested),)
     if python_number(nested) is not None:
         return [take_integer(nested)], ()
     if depth > _MAX_DIMENSIONS:
@@ -75,6 +77,7 @@ class DeviceMesh:
         self.shape: tuple[int, ...] = shape or (1,)
         self._place = {rank: i for i, rank in enumerate(ids)}
         self._hash = hash((self.devices, self.shape))
+        self._along: dict[ParallelType, tuple[int, ...]] = {}
 
     @property
     def size(self) -> int:
@@ -114,6 +117,25 @@ class DeviceMesh:
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
+    def coordinates(self, ptype: ParallelType) -> tuple[int, ...]:
+        """Return the position of every device along `ptype`, in the order of `devices`."""
+        if ptype not in self._along:
+            dim = self.dim_of(ptype)
+            if dim is None:
+                self._along[ptype] = (0,) * self.size
+            else:
+                inner, outer = (math.prod(n) for n in (self.shape[dim + 1 :], self.shape[:dim]))
+                row = itertools.chain.from_iterable(
+                    itertools.repeat(i, inner) for i in range(self.shape[dim])
+                )
+                self._along[ptype] = tuple(row) * outer
+        return self._along[ptype]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The devices in ascending order."""
+        return tuple(sorted(self.devices))
+
     @checked
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
         """Return the ranks that share all of `rank`'s coordinates except those along `ptypes`.
@@ -121,17 +143,19 @@ class DeviceMesh:
         Mesh [[0 1 2][3 4 5]]: team(4, (mesh_x,)) = (3, 4, 5), team(4, (mesh_y,)) = (1, 4).
         """
         free = {self.dim_of(p) for p in ptypes}
-        mine = self._coordinates(rank)
-        along = [range(n) if d in free else (mine[d],) for d, n in enumerate(self.shape)]
-        strides = [math.prod(self.shape[d + 1 :]) for d in range(self.ndim)]
-        return tuple(
-            self.devices[sum(i * s for i, s in zip(place, strides, strict=True))]
-            for place in itertools.product(*along)
-        )
+        found = [self.devices]
+        for d, (n, at) in enumerate(zip(self.shape, self._coordinates(rank), strict=True)):
+            inner = math.prod(self.shape[d + 1 :])
+            chosen = range(n) if d in free else (at,)
+            if d == self.ndim - 1 and d in free:
+                break  # each part is a row of the team
+            found = [part[i * inner : (i + 1) * inner] for part in found for i in chosen]
+        return tuple(itertools.chain.from_iterable(found))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, DeviceMesh)
+            and self._hash == other._hash
             and self.devices == other.devices
             and self.shape == other.shape
         )
@@ -152,38 +176,47 @@ class DeviceMesh:
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
     """Return the items of one dimension, as ranges where there are three or more in a row."""
     count = len(ids) // shape[0] if shape[0] else 0
-    blocks = [ids[k * count : (k + 1) * count] for k in range(shape[0])]
 
-    def text(block: Sequence[int]) -> str:
+    def text(at: int) -> str:
         if len(shape) == 1:
-            return str(block[0])
+            return str(ids[at])
+        block = ids[at * count : (at + 1) * count]
         return "{" + _items_text(block, shape[1:], is_short=is_short) + "}"
 
     items: list[str] = []
     at = 0
-    while at < len(blocks):
-        length, step = _run(blocks, at) if is_short else (1, 0)
+    while at < shape[0]:
+        length, step = _run(ids, count, at) if is_short else (1, 0)
         if length >= 3:
             by = "" if step == count else f" by {step}"
-            items.append(f"{text(blocks[at])}..{text(blocks[at + length - 1])}{by}")
+            items.append(f"{text(at)}..{text(at + length - 1)}{by}")
         else:
-            items.append(text(blocks[at]))
+            items.append(text(at))
         at += length if length >= 3 else 1
     return (" " if len(shape) == 1 else "").join(items)
 
 
-def _run(blocks: Sequence[Sequence[int]], at: int) -> tuple[int, int]:
-    """Return how many blocks from `at` on follow each other by a step, and that step."""
-    if at + 1 == len(blocks):
+def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
+    """Return how many blocks of `count` ids from the block `at` on follow each other by a step,
+    and that step."""
+    if (at + 1) * count >= len(ids):
         return 1, 0
-    first, step = blocks[at], blocks[at + 1][0] - blocks[at][0]
-    length = 1
-    for block in blocks[at + 1 :]:
-        shift = length * step
-        if step < 1 or any(b != a + shift for a, b in zip(first, block, strict=True)):
-            break
-        length += 1
-    return length, step
+    step = ids[(at + 1) * count] - ids[at * count]
+    if step < 1:
+        return 1, step
+    start = at * count
+    # A block follows the one before by the step: so does each of its ids.
+    pairs = zip(
+        itertools.islice(ids, start, None), itertools.islice(ids, start + count, None), strict=False
+    )
+    same = itertools.takewhile(lambda pair: pair[1] - pair[0] == step, pairs)
+    return 1 + sum(1 for _ in same) // count, step
+
+
+def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
+    """Return the ranks that meshes name, in ascending order, each once."""
+    ranks = {mesh.ranks for mesh in set(meshes)}
+    return ranks.pop() if len(ranks) == 1 else tuple(sorted(set[int]().union(*ranks)))
 
 
 def read_mesh(cursor: Cursor) -> DeviceMesh:

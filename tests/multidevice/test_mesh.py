@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -59,3 +61,24 @@ def test_shard_tensor_uses_this_rank() -> None:
 
     with simulate(3) as world:
         assert world.run(body) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (4, 1, 1), (2, 1, 3), (1, 4)])
+def test_coordinates_and_teams_are_those_of_the_array(shape: tuple[int, ...]) -> None:
+    """Against the indices of the array of ranks, which are in no order."""
+    ranks = torch.randperm(3 * math.prod(shape), generator=torch.Generator().manual_seed(1))
+    grid = ranks[: math.prod(shape)].reshape(shape)
+    mesh = DeviceMesh(grid)
+    types = (X, Y, Z)[: len(shape)]
+    assert mesh.ranks == tuple(sorted(grid.flatten().tolist()))
+    for rank in mesh.devices:
+        place = (grid == rank).nonzero()[0].tolist()
+        for k, ptype in enumerate(types):
+            dim = len(shape) - 1 - k
+            assert mesh.coordinates(ptype)[mesh.devices.index(rank)] == place[dim]
+            row = (*place[:dim], slice(None), *place[dim + 1 :])
+            assert mesh.team(rank, (ptype,)) == tuple(grid[row].tolist())
+        assert mesh.team(rank, types) == mesh.devices
+    assert mesh.coordinates(Z if len(shape) < 3 else X) == tuple(
+        mesh.coordinate(rank, Z if len(shape) < 3 else X) for rank in mesh.devices
+    )

@@ -1,0 +1,272 @@
+"""Definition to host program of deep transformers and of large meshes; `bench.py lowering` runs it.
+
+python scripts/lowering_time.py CASE    measures one case in this process, prints one JSON object
+
+No rank runs anything: the program of a mesh of any size is made in one process. Seconds are those
+of the process's CPU, which other processes do not lengthen as they do the wall's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import thread_time
+from typing import Any, NamedTuple
+
+HIDDEN, HEADS, WIDE = 256, 16, 1024
+# What is left open in a definition; no tensor of this size is made.
+SIZE = 1 << 14
+REPEATS = 3
+
+
+# ------------------------------------------------------------------ programs
+class Builder:
+    """Defines tensors on a mesh of [batch, features] devices, which `None` leaves out."""
+
+    def __init__(self, fd: Any, mesh: Any) -> None:
+        from fuser import ParallelType
+
+        self.fd, self.ops, self.mesh = fd, fd.ops, mesh
+        self.batch, self.features = ParallelType.mesh_y, ParallelType.mesh_x
+
+    def tensor(self, shape: Sequence[int], cuts: Sequence[tuple[int, Any]] = ()) -> Any:
+        """Return an input whose axes are cut as `cuts` says: (axis, parallel type)."""
+        tv = self.fd.define_tensor(list(shape), contiguity=True)
+        if self.mesh is not None:
+            tv.set_device_mesh(self.mesh)
+            for axis, ptype in cuts:
+                tv.outer_split(axis, self.mesh.size_of(ptype))
+                tv.axis(axis).parallelize(ptype)
+        return tv
+
+    def by_columns(self, value: Any, rows: int, columns: int) -> Any:
+        """Return a linear whose weight's rows (results) the devices of a group share out."""
+        weight = self.tensor([rows, columns], [(0, self.features)])
+        return self.ops.linear(value, weight, self.tensor([rows], [(0, self.features)]))
+
+    def by_rows(self, value: Any, rows: int, columns: int) -> Any:
+        """Return a linear over features that the devices of a group share out."""
+        return self.ops.linear(value, self.tensor([rows, columns], [(1, self.features)]))
+
+    def layer_norm(self, value: Any) -> Any:
+        ops = self.ops
+        var, mean = ops.var_mean(value, dims=[2], correction=0, keepdim=True)
+        normal = ops.mul(ops.sub(value, mean), ops.rsqrt(ops.add(var, 1e-5)))
+        return ops.add(ops.mul(normal, self.tensor([HIDDEN])), self.tensor([HIDDEN]))
+
+    def softmax(self, scores: Any) -> Any:
+        ops = self.ops
+        shifted = ops.exp(ops.sub(scores, ops.max(scores, dims=[3], keepdim=True)))
+        return ops.div(shifted, ops.sum(shifted, dims=[3], keepdim=True))
+
+    def attention(self, value: Any) -> Any:
+        ops, size = self.ops, HIDDEN // HEADS
+
+        def heads() -> Any:
+            made = self.by_columns(value, HIDDEN, HIDDEN)
+            made = ops.reshape(made, [value.size(0), value.size(1), HEADS, size])
+            return ops.permute(made, [0, 2, 1, 3])
+
+        query, key, values = heads(), heads(), heads()
+        scores = ops.matmul(query, ops.permute(key, [0, 1, 3, 2]))
+        weights = self.softmax(ops.mul(scores, size**-0.5))
+        mixed = ops.permute(ops.matmul(weights, values), [0, 2, 1, 3])
+        mixed = ops.reshape(mixed, [value.size(0), value.size(1), HIDDEN])
+        return self.by_rows(mixed, HIDDEN, HIDDEN)
+
+    def gelu(self, value: Any) -> Any:
+        ops = self.ops
+        cube = ops.mul(ops.mul(value, value), value)
+        inner = ops.mul(ops.add(value, ops.mul(cube, 0.044715)), 0.7978845608)
+        return ops.mul(ops.mul(value, 0.5), ops.add(ops.tanh(inner), 1.0))
+
+    def layer(self, value: Any) -> Any:
+        """Return a pre-norm layer's result: attention, then two linears."""
+        value = self.ops.add(value, self.attention(self.layer_norm(value)))
+        wide = self.gelu(self.by_columns(self.layer_norm(value), WIDE, HIDDEN))
+        return self.ops.add(value, self.by_rows(wide, HIDDEN, WIDE))
+
+
+def define_transformer(fd: Any, layers: int, mesh: Any) -> None:
+    """`layers` layers forward: a batch cut over one dimension of a mesh, heads and features over
+    the other."""
+    make = Builder(fd, mesh)
+    value = make.tensor([-1, -1, HIDDEN], [(0, make.batch)])
+    for _ in range(layers):
+        value = make.layer(value)
+    fd.add_output(value)
+
+
+def define_reshardings(fd: Any, count: int, mesh: Any) -> None:
+    """A tensor whose cut goes from one axis to the other, `count` times."""
+    from fuser import ParallelType
+
+    value = fd.define_tensor([-1, -1], contiguity=True)
+    for i in range(count + 1):
+        if i:
+            value = fd.ops.set(fd.ops.mul(value, 2.0))
+        value.set_device_mesh(mesh)
+        value.outer_split(i % 2, mesh.size)
+        value.axis(i % 2).parallelize(ParallelType.mesh_x)
+    fd.add_output(value)
+
+
+class Case(NamedTuple):
+    """A program of so many layers (or reshardings) on a mesh, and the seconds it may take."""
+
+    define: Callable[[Any, int, Any], None]
+    layers: int
+    mesh: tuple[int, ...]
+    bar_s: float | None = None
+
+
+CASES = {
+    **{f"transformer {n}": Case(define_transformer, n, (8, 8)) for n in (8, 16, 32)},
+    "transformer 64": Case(define_transformer, 64, (8, 8), 12.0),
+    **{f"one device {n}": Case(define_transformer, n, ()) for n in (8, 64)},
+    **{f"devices {n}": Case(define_reshardings, 12, (n,)) for n in (64, 8192, 16384)},
+    "transformer 2 of 16384": Case(define_transformer, 2, (2048, 8)),
+    "transformer 2 of 64": Case(define_transformer, 2, (8, 8)),
+}
+# Of two cases, how many times the time of the second the first may take.
+RATIOS = {
+    ("transformer 64", "transformer 8"): 10.0,
+    ("one device 64", "one device 8"): 10.0,
+    ("devices 16384", "devices 64"): 1.5,
+    ("transformer 2 of 16384", "transformer 2 of 64"): 1.5,
+}
+
+
+def make_mesh(shape: Sequence[int]) -> Any:
+    """Return the mesh of this shape of ranks from 0 on, None for ()."""
+    import torch
+
+    from fuser.multidevice import DeviceMesh
+
+    if not shape:
+        return None
+    if len(shape) == 1:
+        return DeviceMesh(range(shape[0]))
+    count = int(torch.Size(shape).numel())
+    return DeviceMesh(torch.arange(count).reshape(list(shape)))
+
+
+def open_sizes(program: Any) -> dict[Any, int]:
+    """Return a size for each extent that the inputs of a program leave open."""
+    from fuser.ir.scalar import Symbol
+
+    return {x: SIZE for tv in program.inputs for x in tv.shape() if isinstance(x, Symbol)}
+
+
+def make_inputs(fd: Any) -> tuple[list[Any], dict[Any, int]]:
+    """Return one rank's inputs, without memory, and the sizes that the definition leaves open."""
+    import torch
+
+    from multidevice.sharding import local_sizes
+
+    inputs: list[Any] = []
+    sizes = open_sizes(fd.fusion)
+    for tv in fd.fusion.inputs:
+        shape = [sizes.get(s) or int(str(s)) for s in tv.shape()]
+        inputs.append(torch.empty(local_sizes(tv, shape), device="meta"))
+    return inputs, sizes
+
+
+def lower_case(case: Case, count: int) -> tuple[dict[str, float], str]:
+    """Return the seconds of each phase of a program of so many layers, and the program's text."""
+    import torch
+
+    from fuser import FusionDefinition
+    from hostir.before_run import check_before_run
+    from hostir.input_class import Classifier
+    from hostir.ops import NUMBER_OF_STREAMS, RANK
+    from hostir.pipeline import build_program
+
+    seconds, began = dict[str, float](), thread_time()
+
+    def end(phase: str) -> None:
+        nonlocal began
+        now = thread_time()
+        seconds[phase], began = now - began, now
+
+    mesh = make_mesh(case.mesh)
+    end("mesh")
+    with FusionDefinition() as fd:
+        case.define(fd, count, mesh)
+    end("define")
+    inputs, sizes = make_inputs(fd)
+    found = Classifier(fd.fusion).classify(inputs, sizes, torch.device("cpu"))
+    end("classify")
+    _, program = build_program(fd.fusion, found, backend_name="NCCL")
+    end("lower")
+    text = program.full_text()
+    end("text")
+    check_before_run(program, {**open_sizes(program), NUMBER_OF_STREAMS: 1, RANK: 0}, rank=0)
+    end("check")
+    return seconds, text
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Return the seconds of each phase in this process, which has lowered a small program."""
+    case = CASES[name]
+    lower_case(case, 1)
+    seconds, text = lower_case(case, case.layers)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {"seconds": seconds, "characters": len(text), "digest": digest}
+
+
+# ------------------------------------------------------------------ the table
+def run_fresh(name: str) -> dict[str, Any]:
+    """Measure in a new process."""
+    done = subprocess.run(
+        [sys.executable, __file__, name],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{name}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bench_lowering(only: str = "") -> list[dict[str, Any]]:
+    """Return the medians of fresh processes, a row per case, and the ratios of two cases; each row
+    says whether it keeps its bar."""
+    rows: list[dict[str, Any]] = []
+    totals: dict[str, float] = {}
+
+    def emit(**row: Any) -> None:
+        rows.append({"bench": "lowering", **row})
+        print(json.dumps(rows[-1]), flush=True)
+
+    for name in [n for n in CASES if not only or n in only.split(",")]:
+        runs = [run_fresh(name) for _ in range(REPEATS)]
+        runs.sort(key=lambda r: sum(r["seconds"].values()))
+        every, median = [sum(r["seconds"].values()) for r in runs], runs[REPEATS // 2]
+        totals[name], bar = every[REPEATS // 2], CASES[name].bar_s
+        emit(
+            case=name,
+            s=round(totals[name], 3),
+            s_min=round(every[0], 3),
+            s_max=round(every[-1], 3),
+            bar_s=bar,
+            is_kept=bar is None or totals[name] <= bar,
+            **{f"{phase}_s": round(s, 3) for phase, s in median["seconds"].items()},
+            characters=median["characters"],
+            digest=median["digest"],
+        )
+    for (more, fewer), bar in RATIOS.items():
+        if more in totals and fewer in totals:
+            times = totals[more] / totals[fewer]
+            emit(case=f"{more} / {fewer}", times=round(times, 2), bar=bar, is_kept=times <= bar)
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
