@@ -26,7 +26,7 @@ from hostir.lower import lower
 from hostir.lower_params import DEFAULT, LowerParams
 from hostir.stream_loops import stands_alone
 from multidevice import sharding, streams
-from multidevice.localize import localize
+from multidevice.localize import Known, localize
 from multidevice.sharding import check_types
 from multidevice.sharding_passes import ShardingResult, shard_fusion
 
@@ -128,15 +128,16 @@ def lower_sharded(
     `has_clusters`: a long row may be a cluster's."""
     values: dict[Symbol, Number] = dict(refined_sizes(sizes))
     complete(fusion, values)
+    known: Known = {}
 
     def scheduler_of(segment: Fusion) -> str | None:
         def suits(row: Scheduler) -> bool:
             return (has_clusters or not row.in_clusters) and row.suits(segment, values)
 
-        return find_scheduler(localize(segment)[0], suits=suits)
+        return find_scheduler(localize(segment, known=known)[0], suits=suits)
 
     def takes_both(union: Fusion) -> str | None:
-        is_taken = HORIZONTAL.accepts(localize(union)[0]) is None
+        is_taken = HORIZONTAL.accepts(localize(union, known=known)[0]) is None
         return HORIZONTAL.name if is_taken else None
 
     are_joined = are_joined and not settings.disabled("horizontal_fusion")

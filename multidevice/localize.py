@@ -33,8 +33,14 @@ from multidevice.placement import (
 from multidevice.sharding import has_mesh, has_streams, partial_sum_axes
 from multidevice.stream_steps import is_in_step
 
+# Local domains of tensors that several fusions have, under what they follow from, and the domains
+# of the whole tensors, which this keeps alive.
+Known = dict[tuple[object, ...], tuple[TensorDomain, TensorDomain]]
 
-def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[TensorView, TensorView]]:
+
+def localize(
+    fusion: Fusion, block: Block = "first", *, known: Known | None = None
+) -> tuple[Fusion, dict[TensorView, TensorView]]:
     """Return the fusion of local shards, and the map from the given tensors to its tensors.
 
     The result has no meshes and no device axes; a logical axis that is a device axis as a whole
@@ -45,20 +51,27 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
     Of a tensor that is computed in steps, or read in step by such ops, it has one step's block, of
     the size that `block` says (see `streams.block_extents`): kernels in loops run on slices.
 
+    `known` is of other parts of the fusion that this is a part of: each tensor is localized once.
+
     Raises:
         ShardingError: an op of the fusion is a resharding.
     """
-    if not (has_mesh(fusion) or has_streams(fusion) or any(map(_has_loops, fusion.tensors()))):
+    has_steps = has_streams(fusion)
+    if not (has_mesh(fusion) or has_steps or any(map(_has_loops, fusion.tensors()))):
         return fusion, {tv: tv for tv in fusion.tensors()}
+    known = {} if known is None else known
     local, twins = fusion.copy()
     for op in fusion.exprs:
         if isinstance(op, Reshard):
             raise ShardingError(f"a local fusion cannot hold the resharding\n{op}")
+    held = {*fusion.inputs, *fusion.outputs}
     for tv, twin in twins.items():
-        domain = local_domain(tv, block if is_block(tv) else None)
-        if domain.allocation and tv not in fusion.outputs and tv not in fusion.inputs:
-            domain = domain.in_logical_order()  # no memory holds it
-        twin.domain = domain.without_root() if tv.definition() is None else domain
+        part = block if has_steps and is_block(tv) else None
+        is_held = tv in held
+        key = id(tv.domain), tv.mesh, part, is_held, type(tv.definition())
+        if key not in known:
+            known[key] = tv.domain, _domain_of_twin(tv, part, is_held=is_held)
+        twin.domain = known[key][1]
         twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
     ops: list[TensorOp] = []
     for op, twin in zip(fusion.exprs, local.exprs, strict=True):
@@ -68,6 +81,13 @@ def localize(fusion: Fusion, block: Block = "first") -> tuple[Fusion, dict[Tenso
             ops += _partial_sum(local, op, twin, block)
     local.exprs = ops
     return local, twins
+
+
+def _domain_of_twin(tv: TensorView, block: Block | None, *, is_held: bool) -> TensorDomain:
+    domain = local_domain(tv, block)
+    if domain.allocation and not is_held:
+        domain = domain.in_logical_order()  # no memory holds it
+    return domain.without_root() if tv.definition() is None else domain
 
 
 def _has_loops(tv: TensorView) -> bool:

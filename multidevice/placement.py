@@ -75,7 +75,7 @@ def cut_line(tv: TensorView, ptype: ParallelType) -> str:
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
     """Return the loop axes with a device or stream type, reductions included."""
-    return tuple(a for a in tv.domain.loop if a.ptype in SPREAD_TYPES and not is_plain_broadcast(a))
+    return tv.domain.spread
 
 
 def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
@@ -152,15 +152,26 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
     """Return the cuts of every cut logical axis (by number), reductions included, outermost
     first.
     """
+    spread, known = spread_axes(tv), tv.domain.known
+    if not spread:
+        return {}
+    # A stream's count is written over what extents are equal to, which changes.
+    is_known = all(a.is_device for a in spread)
+    key = "cuts", tv.mesh, *(p for p in DEVICE_TYPES if p in ptypes)
+    if is_known and key in known:
+        return dict(known[key])
     found: dict[int, list[tuple[int, Cut]]] = {}
-    for axis in spread_axes(tv):
+    for axis in spread:
         if axis.ptype in ptypes:
             number, depth = cut_origin(tv, axis)
             swizzle = _swizzle_of(tv.domain, axis)
             cut = Cut(axis.ptype, _count(tv, axis), whole=depth == 0, swizzle=swizzle)
             found.setdefault(number, []).append((depth, cut))
     ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
-    return {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
+    made = {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
+    if is_known:
+        known[key] = dict(made)
+    return made
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:

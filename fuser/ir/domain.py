@@ -9,7 +9,7 @@ indices, strides or cuts is asked from `fuser.ir.path`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -521,6 +521,21 @@ class TensorDomain:
             allocation=(n for n, _ in flags) if self.allocation_numbers else (),
             contiguity=(f for _, f in flags),
             transforms=kept,
+        )
+
+    @remembered
+    def known(self) -> dict[Hashable, Any]:
+        """What analyses keep of the domain, which never changes, each under a key of its own."""
+        return {}
+
+    @remembered
+    def spread(self) -> tuple[IterDomain, ...]:
+        """The loop axes that devices or steps share out, reductions included; of an axis of one
+        element everybody has that."""
+        return tuple(
+            a
+            for a in self.loop
+            if (a.is_device or a.is_stream) and (not a.is_broadcast or a.expanded is not None)
         )
 
     @remembered

@@ -2,13 +2,16 @@
 
 The steps of a program, groups of kernel ops and all other ops, are a graph that merging contracts.
 A group is merged with whatever it may be merged with at once; what a scheduler refuses is halved.
+
+The steps have an order in which each follows what it needs. Whether one step needs another is asked
+of those between the two alone, and a contraction moves no others.
+
+Source: Pearce, Kelly: A dynamic topological sort algorithm for directed acyclic graphs, 2006.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fuser.ir import nodes
 from fuser.ir.fusion import Fusion
@@ -59,6 +62,18 @@ Pays = Callable[[Sequence[Fusion], Fusion], bool]
 _Step = int | TensorOp
 
 
+@record
+class _Contraction:
+    """Two groups that became one at the place of the first; `moved` has the steps that were given
+    other numbers in the order, and the numbers they had."""
+
+    place: int
+    group: Group
+    other: int
+    its_group: Group
+    moved: Mapping[_Step, int]
+
+
 class Merger:
     """Merges groups that share inputs or feed one another.
 
@@ -84,12 +99,16 @@ class Merger:
         self._kept = {*fusion.outputs, *(v for e in others for v in e.inputs)}
         self._producer: dict[TensorView, _Step] = {o: e for e in others for o in e.outputs}
         self._readers: dict[TensorView, set[int]] = {}
-        self._position = position
-        # Groups of several positions, and where these begin and end, see `_latest`.
-        self._long: set[int] = set()
-        self._ends: tuple[list[int], list[int]] | None = None
+        self._reading: dict[TensorView, list[TensorOp]] = {}
+        for e in others:
+            for v in e.inputs:
+                if isinstance(v, TensorView):
+                    self._reading.setdefault(v, []).append(e)
         for place, group in self._groups.items():
             self._enter(place, group)
+        # Each step's number, larger than those of all that it needs.
+        ends = {**{p: g.last for p, g in self._groups.items()}, **{e: position[e] for e in others}}
+        self._number = self._numbered(sorted(ends, key=ends.__getitem__))
         # Pairs of groups that no scheduler takes as one of a kind.
         self._refused: set[tuple[str | None, frozenset[TensorOp], frozenset[TensorOp]]] = set()
         self._spaces: dict[int, tuple[Group, tuple[object, ...]]] = {}
@@ -127,21 +146,20 @@ class Merger:
         where it refuses; return whether it took any."""
         most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
-            merged: list[tuple[int, Group, Group]] = []
+            merged: list[_Contraction] = []
             while len(merged) < most and (other := self._partner(place, kind)) is not None:
-                merged.append((other, self._groups[place], self._groups[other]))
-                self._contract(place, other)
+                merged.append(self._contract(place, other))
             if not merged:
                 return False
             union = self._accept(self._groups[place], _totals(merged) if kind == "rows" else ())
-            parts = [merged[0][1], *(its_group for _, _, its_group in merged)]
+            parts = [merged[0].group, *(one.its_group for one in merged)]
             if union is not None and self._is_wanted(place, parts, union, kind):
                 self._groups[place] = union
                 return True
-            for other, group, its_group in reversed(merged):
-                self._undo(place, group, other, its_group)
+            for one in reversed(merged):
+                self._undo(one)
             if len(merged) == 1:
-                self._refused.add((kind, merged[0][1].ops, merged[0][2].ops))
+                self._refused.add((kind, merged[0].group.ops, merged[0].its_group.ops))
             most = max(len(merged) // 2, 1)
 
     def _is_wanted(
@@ -208,7 +226,7 @@ class Merger:
             return False  # such a kernel goes over its rows several times
         if kind == "beside" and (feeds or not {a.scheduler, b.scheduler} <= {*BESIDE}):
             return False
-        if (kind, a.ops, b.ops) in self._refused or self._reaches(i, j) or self._reaches(j, i):
+        if (kind, a.ops, b.ops) in self._refused or self._are_apart(i, j):
             return False
         return self._may_share_kernel(next(iter(a.ops)), next(iter(b.ops)))
 
@@ -255,57 +273,95 @@ class Merger:
             self._sizes[tv] = str(elements(tv))
         return self._sizes[tv]
 
-    def _reaches(self, start: int, goal: int) -> bool:
+    def _are_apart(self, i: int, j: int) -> bool:
         """Whether one group needs another through a third step: merging them would be a cycle."""
-        first = self._groups[goal].first
-        todo = [step for step in self._sources(start) if step != goal]
+        start, goal = (i, j) if self._number[i] > self._number[j] else (j, i)
+        last = self._number[goal]
+        todo = [step for step in self._sources(start) if self._number[step] > last]
         seen: set[_Step] = set()
         while todo:
             step = todo.pop()
-            if step == goal:
-                return True
-            last = self._groups[step].last if isinstance(step, int) else self._position[step]
-            if step not in seen and self._latest(last) > first:
-                seen.add(step)
-                todo += self._sources(step)
+            if step in seen:
+                continue
+            seen.add(step)
+            for source in self._sources(step):
+                if source == goal:
+                    return True
+                if self._number[source] > last:
+                    todo.append(source)
         return False
-
-    def _latest(self, position: int) -> int:
-        """Return a position behind which is nothing that a step needs which ends at this one: other
-        groups that it needs may end later, as they began earlier."""
-        if self._ends is None:
-            spans = sorted((self._groups[p].first, self._groups[p].last) for p in self._long)
-            self._ends = [first for first, _ in spans], [*accumulate((e for _, e in spans), max)]
-        firsts, ends = self._ends
-        while (k := bisect_right(firsts, position)) and ends[k - 1] > position:
-            position = ends[k - 1]
-        return position
 
     def _sources(self, step: _Step) -> list[_Step]:
         """Return the steps that compute what a step reads."""
         read = self._groups[step].inputs if isinstance(step, int) else step.inputs
         return [self._producer[v] for v in read if v in self._producer]
 
+    def _targets(self, step: _Step) -> list[_Step]:
+        """Return the steps that read what a step computes."""
+        made = self._groups[step].outputs if isinstance(step, int) else step.outputs
+        return [s for v in made for s in (*self._readers.get(v, ()), *self._reading.get(v, ()))]
+
+    # ------------------------------------------------------------ order
+    def _numbered(self, steps: Iterable[_Step]) -> dict[_Step, int]:
+        """Return a number for each step, larger than those of all that it needs; the steps keep
+        their order where they can."""
+        number: dict[_Step, int] = {}
+        for first in steps:
+            todo = [first]
+            while todo:
+                missing = [s for s in self._sources(todo[-1]) if s not in number]
+                if missing:
+                    todo += missing
+                else:
+                    number.setdefault(todo.pop(), len(number))
+        return number
+
+    def _between(
+        self, start: int, is_between: Callable[[int], bool], next_of: Callable[[_Step], list[_Step]]
+    ) -> list[_Step]:
+        """Return what is reached from a step through steps with such numbers, in their order."""
+        found: set[_Step] = set()
+        todo: list[_Step] = [start]
+        while todo:
+            for step in next_of(todo.pop()):
+                if step not in found and is_between(self._number[step]):
+                    found.add(step)
+                    todo.append(step)
+        return sorted(found, key=self._number.__getitem__)
+
+    def _move_together(self, place: int, other: int) -> dict[_Step, int]:
+        """Number the steps between two groups anew, so that what these need comes before both and
+        what needs them behind; return the numbers that steps had."""
+        first, last = sorted((place, other), key=self._number.__getitem__)
+        ends = self._number[first], self._number[last]
+
+        def is_between(number: int) -> bool:
+            return ends[0] < number < ends[1]
+
+        before = self._between(last, is_between, self._sources)
+        behind = self._between(first, is_between, self._targets)
+        had = {step: self._number[step] for step in (*before, first, last, *behind)}
+        numbers = sorted(had.values())
+        self._number.update(zip(before, numbers, strict=False))
+        self._number.update(zip(reversed(behind), reversed(numbers), strict=False))
+        self._number[place] = numbers[len(before)]
+        return had
+
     # ------------------------------------------------------------ the contracted graph
     def _enter(self, place: int, group: Group) -> None:
-        if group.last > group.first:
-            self._long.add(place)
-            self._ends = None
         self._producer.update(dict.fromkeys(group.outputs, place))
         for t in group.inputs:
             self._readers.setdefault(t, set()).add(place)
 
     def _leave(self, place: int, group: Group) -> None:
-        if group.last > group.first:
-            self._long.remove(place)
-            self._ends = None
         for t in group.outputs:
             del self._producer[t]
         for t in group.inputs:
             self._readers[t].discard(place)
 
-    def _contract(self, place: int, other: int) -> None:
+    def _contract(self, place: int, other: int) -> _Contraction:
         """Make two groups one, which writes what others read."""
+        moved = self._move_together(place, other)
         a, b = self._groups[place], self._groups.pop(other)
         self._leave(place, a)
         self._leave(other, b)
@@ -315,13 +371,15 @@ class Merger:
         first, last = min(a.first, b.first), max(a.last, b.last)
         union = self._groups[place] = Group(a.ops | b.ops, outputs, inputs, first, last)
         self._enter(place, union)
+        return _Contraction(place, a, other, b, moved)
 
-    def _undo(self, place: int, group: Group, other: int, its_group: Group) -> None:
+    def _undo(self, done: _Contraction) -> None:
         """Make one group the two again that it was."""
-        self._leave(place, self._groups[place])
-        self._groups[place], self._groups[other] = group, its_group
-        self._enter(place, group)
-        self._enter(other, its_group)
+        self._leave(done.place, self._groups[done.place])
+        for place, group in ((done.place, done.group), (done.other, done.its_group)):
+            self._groups[place] = group
+            self._enter(place, group)
+        self._number.update(done.moved)
 
 
 def _is_tail(a: Group, b: Group, spaces: tuple[tuple[object, ...], ...]) -> bool:
@@ -339,9 +397,10 @@ def _are_rows_and_sums(a: Group, b: Group) -> bool:
     return are_both and {*sums.outputs}.isdisjoint(rows.inputs)
 
 
-def _totals(merged: Sequence[tuple[int, Group, Group]]) -> tuple[TensorView, ...]:
+def _totals(merged: Sequence[_Contraction]) -> tuple[TensorView, ...]:
     """Return what the second of two groups, of rows and of sums, sums up."""
-    ((_, a, b),) = merged
+    (one,) = merged
+    a, b = one.group, one.its_group
     sums = b if a.scheduler == "inner_persistent" else a
     reductions = (op for op in sums.ops if isinstance(op, REDUCTION_OPS))
     return tuple(sorted((op.out_tensor for op in reductions), key=lambda tv: tv.number))

@@ -133,6 +133,8 @@ class _Segmenter:
             else:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
         self.strides: dict[TensorView, Strides] = {}
+        # What schedulers said of candidates: groups of these ops, outputs, inputs and totals.
+        self.answers: dict[object, Group | None] = {}
 
     def run(self, takes_both: Callable[[Fusion], str | None] | None) -> SegmentedFusion:
         self._mark_aliases()
@@ -144,6 +146,7 @@ class _Segmenter:
         groups = self._split_rows(groups)
         if takes_both is not None:
             self.find_scheduler = takes_both
+            self.answers.clear()
             groups = self._merger(groups).run(("beside",))
         return SegmentedFusion(self.fusion, tuple(self._order(groups)))
 
@@ -314,17 +317,17 @@ class _Segmenter:
 
     def _accepted_cones(self, stored: dict[TensorView, None]) -> list[Group]:
         """Return the cones; what no scheduler accepts is cut where its reductions end."""
-        known: dict[object, Group] = {}
         while True:
+            made: list[Group] = []
             refused: Group | None = None
-            for group in (groups := self._cones(stored)):
-                accepted = known.get((group.ops, group.outputs)) or self._accepted(group)
+            for group in self._cones(stored):
+                accepted = self._accepted(group)
                 if accepted is None:
                     refused = group
                     break
-                known[group.ops, group.outputs] = accepted
+                made.append(accepted)
             if refused is None:
-                return [known[g.ops, g.outputs] for g in groups]
+                return made
             ends = [
                 out
                 for op in refused.ops
@@ -353,6 +356,13 @@ class _Segmenter:
     def _accepted(self, group: Group, totals: tuple[TensorView, ...] = ()) -> Group | None:
         """Return the group with its fusion and scheduler, None when no scheduler accepts it; with
         `totals`, if it makes only parts of these."""
+        key = group.ops, group.outputs, group.inputs, totals
+        if key not in self.answers:
+            self.answers[key] = self._ask(group, totals)
+        return self.answers[key]
+
+    def _ask(self, group: Group, totals: tuple[TensorView, ...]) -> Group | None:
+        """Return what `_accepted` does, of a candidate that comes for the first time."""
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
@@ -503,11 +513,22 @@ def extract(
         # No memory holds the others, which have no order in it: devices' cuts aside.
         order = t.domain.allocation_numbers
         if order and t not in held and {*order} <= {*t.domain.logical_numbers}:
-            t.domain = t.domain.in_logical_order()
+            t.domain = _once(t.domain, TensorDomain.in_logical_order)
     return part
 
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
     """Return the domain of a tensor that a segment reads: no root, no reductions, no rf marks."""
+    return _once(domain, _read)
+
+
+def _read(domain: TensorDomain) -> TensorDomain:
     made = domain.without_root()
     return made.with_axes(*(replace(a, rfactor=False) for a in made.axes.values() if a.rfactor))
+
+
+def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) -> TensorDomain:
+    """Return a changed domain, the same object whenever it is asked for."""
+    if change not in domain.known:
+        domain.known[change] = change(domain)
+    return domain.known[change]
