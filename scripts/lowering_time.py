@@ -202,7 +202,7 @@ def lower_case(case: Case, count: int) -> tuple[dict[str, float], str]:
     inputs, sizes = make_inputs(fd)
     found = Classifier(fd.fusion).classify(inputs, sizes, torch.device("cpu"))
     end("classify")
-    _, program = build_program(fd.fusion, found, backend_name="NCCL")
+    program = build_program(fd.fusion, found, backend_name="NCCL").program
     end("lower")
     text = program.full_text()
     end("text")
