@@ -42,6 +42,10 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "steps": "a matmul beside a communication takes the fastest of its steps, also where these "
         "do not pay, as those of small tensors on CPU ranks; fastest on the machine of "
         "machine(..), else on these GPUs where they are described, else on an H200",
+        "double_numbers": "a number beside integers or booleans alone gives Double or "
+        "ComplexDouble, as in nvFuser, and not Float or ComplexFloat, as in torch; read when the "
+        "block of a definition begins, and no option of a call: "
+        "FusionDefinition(double_numbers=True) chooses it for one definition",
         "tune": "the first run of a kernel for a class of inputs times parameters near the "
         "heuristic's choice on these inputs; the best is kept on disk; programs on several ranks "
         "are refused",
@@ -150,8 +154,15 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "PROF": {},
 }
 
-# Names that take part in what one process does once, so that one call cannot choose them.
-PROCESS_WIDE = frozenset({"allreduce_kernel", "multidevice"})
+# Names that one call cannot choose, and why: they take part in what one process does once, or in
+# how a definition is written.
+_PROCESS_WIDE = "holds for the whole process: set it in FUSER_DISABLE, not for one call"
+NOT_PER_CALL: Mapping[str, str] = {
+    "allreduce_kernel": _PROCESS_WIDE,
+    "multidevice": _PROCESS_WIDE,
+    "double_numbers": "says how a definition is written: give it to FusionDefinition, or set it in "
+    "FUSER_ENABLE before, not for one call",
+}
 # The argument of a name, one of these, where * is any text: a dump may have it, a feature must. The
 # others take none.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {

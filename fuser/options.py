@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fuser.arguments import Mismatch, list_items, show
 from fuser.errors import OptionError, warn
-from fuser.option_names import ARGUMENTS, EFFECTS, NO_EFFECT, PROCESS_WIDE
+from fuser.option_names import ARGUMENTS, EFFECTS, NO_EFFECT, NOT_PER_CALL
 
 
 @dataclass(frozen=True)
@@ -284,10 +284,8 @@ def _settings(
         for kind, options in (("ENABLE", enable), ("DISABLE", disable))
     ]
     for names in per_call:
-        for name in sorted(PROCESS_WIDE & names.keys()):
-            raise OptionError(
-                f"{name} holds for the whole process: set it in FUSER_DISABLE, not for one call"
-            )
+        for name in sorted(NOT_PER_CALL.keys() & names.keys()):
+            raise OptionError(f"{name} {NOT_PER_CALL[name]}")
     on = {**_parse("ENABLE", enable_text), **per_call[0]}
     off = {**_parse("DISABLE", disable_text), **per_call[1]}
     return _interned(

@@ -41,7 +41,7 @@ from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.locks import make_reentrant_lock
 from fuser.ops import define
-from fuser.options import NONE
+from fuser.options import NONE, settings
 from fuser.schedule.heuristic_params import HeuristicParams
 from multidevice.agreement import Prepared, run_agreed
 from multidevice.communicator import Communicator
@@ -87,7 +87,15 @@ class FusionDefinition:
     import fuser.ops as ops
     import fuser.schedule as sched
 
-    def __init__(self) -> None:
+    @checked
+    def __init__(self, *, double_numbers: bool | None = None) -> None:
+        """Make a definition that is written in a `with` block.
+
+        Args:
+            double_numbers: Whether a number beside integers or booleans alone gives Double, as in
+                nvFuser, and not Float, as in torch. None: as `FUSER_ENABLE=double_numbers` says.
+        """
+        self._double_numbers = double_numbers
         self._fusion: Fusion | None = None
         self._fusion_guard: FusionGuard | None = None
         self.fec: FusionExecutorCache
@@ -111,6 +119,9 @@ class FusionDefinition:
             what = f"with: a definition is written once, and this one {why}"
             raise DefinitionError(f"{what}{user_code(user_line())}")
         self._fusion = Fusion()
+        chosen = self._double_numbers
+        is_chosen = settings().enabled("double_numbers") if chosen is None else chosen
+        self._fusion.double_numbers = is_chosen
         self._fusion_guard = FusionGuard(self._fusion)
         return self
 

@@ -88,6 +88,8 @@ class _Writer:
     # ------------------------------------------------------------ the program
     def program(self) -> list[str]:
         """Return the lines of the body."""
+        if self._fusion.double_numbers:
+            self._add("fd.fusion.double_numbers = True")
         for value in self._fusion.inputs:
             self._input(value)
         self._declare(None)

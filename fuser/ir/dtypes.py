@@ -317,6 +317,20 @@ def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> D
     return D.Float if dtype in HALF_LIKE else dtype
 
 
+# The dtypes that torch gives to Python's numbers where nothing else decides about the width.
+_OF_NUMBERS = {D.Double: D.Float, D.ComplexDouble: D.ComplexFloat}
+
+
+def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataType, Rank]]:
+    """Return the operands of an op on tensors as torch's promotion sees them: a scalar has a
+    category and no width, which is torch's default where no tensor has one.
+
+    Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default
+    dtype float32.
+    """
+    return [(_OF_NUMBERS.get(d, d), r) if r == "scalar" else (d, r) for d, r in operands]
+
+
 def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
     """Return the promoted dtype before the half-to-Float rule."""
     assert operands, "promotion needs an operand"

@@ -82,6 +82,8 @@ class Fusion:
         self._next_axis = 0
         self._next_scalar = 0
         self._zero_is_numbered = False
+        # Whether a number beside integers alone gives Double, as in nvFuser, and not Float.
+        self.double_numbers = False
         self.extents = ExtentClasses()
         # Equalities that no op says of itself.
         self.declared: list[Declared] = []
@@ -433,7 +435,7 @@ class Fusion:
         new.even_parts = dict(self.even_parts)
         new.least, new.has_tails = dict(self.least), self.has_tails
         new.joined, new.resident_threads = self.joined, self.resident_threads
-        new.cluster = self.cluster
+        new.cluster, new.double_numbers = self.cluster, self.double_numbers
         new.read_again, new.goes_backwards = self.read_again, self.goes_backwards
         mapping: dict[TensorView, TensorView] = {}
         # Equal meshes become one object, as which they are compared at once.

@@ -26,6 +26,7 @@ from fuser.ir.dtypes import (
     dtype_text,
     is_complex,
     misfit,
+    number_width,
     promote_operands,
 )
 from fuser.ir.fusion import Fusion
@@ -209,14 +210,25 @@ def convert(value: Operand, dtype: DataType) -> Operand:
 
 def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], DataType]:
     """Return the operands converted to their common dtype, and that dtype."""
-    dtype = common_dtype([(operand_dtype(v), rank_class(v)) for v in values], config)
+    is_on_tensors = any(isinstance(v, TensorView) for v in values)
+    dtype = common_dtype(_promoted_as(values, is_on_tensors=is_on_tensors), config)
     return [convert(v, dtype) for v in values], dtype
 
 
-def promote_keeping_half(values: Sequence[Operand]) -> tuple[list[Operand], DataType]:
-    """As `promote` with the default config, but half-like dtypes stay."""
-    dtype = promote_operands([(operand_dtype(v), rank_class(v)) for v in values])
+def promote_keeping_half(
+    values: Sequence[Operand], *, is_on_tensors: bool
+) -> tuple[list[Operand], DataType]:
+    """As `promote` with the default config, but half-like dtypes stay. `is_on_tensors`: the op has
+    a tensor, here or among its other operands."""
+    dtype = promote_operands(_promoted_as(values, is_on_tensors=is_on_tensors))
     return [convert(v, dtype) for v in values], dtype
+
+
+def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tuple[DataType, Rank]]:
+    """Return the dtypes and rank classes that promotion counts; scalars alone stay as they are."""
+    operands: list[tuple[DataType, Rank]] = [(operand_dtype(v), rank_class(v)) for v in values]
+    is_wide = not is_on_tensors or active_fusion().double_numbers
+    return operands if is_wide else number_width(operands)
 
 
 # ------------------------------------------------------------------ pointwise domains

@@ -20,6 +20,7 @@ from fuser.ir.dtypes import (
     is_inexact,
     part_of,
 )
+from fuser.ir.tensor import TensorView
 from fuser.ops.building import (
     Operand,
     convert,
@@ -130,15 +131,19 @@ def _selected(name: str, values: list[Operand]) -> Typed:
             f"{name}: Condition should be of DataType Bool, not {dtype_text(cond)} "
             f"(at {user_line()})"
         )
-    rest, dtype = promote_keeping_half(values[1:])
+    is_on_tensors = any(isinstance(v, TensorView) for v in values)
+    rest, dtype = promote_keeping_half(values[1:], is_on_tensors=is_on_tensors)
     return [values[0], *rest], dtype
 
 
 # ------------------------------------------------------------------ the table
 DTYPE_RULES: dict[str, DtypeRule] = {
     "default": DtypeRule(
-        "Operands are promoted as torch promotes them, floats of one byte with others to at least "
-        "Float; Half, BFloat16 and Float8 become Float; the result has that dtype.",
+        "Operands are promoted as torch promotes them: of a number or scalar beside tensors only "
+        "the category counts, so that 0.5 beside integers or Bool alone gives Float, 2j "
+        "ComplexFloat (with the option `double_numbers` Double and ComplexDouble, as in nvFuser). "
+        "Floats of one byte with others become at least Float; Half, BFloat16 and Float8 become "
+        "Float; the result has that dtype.",
         _promoted("default"),
     ),
     "float": DtypeRule(

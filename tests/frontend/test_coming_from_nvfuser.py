@@ -103,6 +103,16 @@ def takes_numbers_of_numpy() -> bool:
         return fd.ops.sum(x, dim=numpy.int64(1)).ndim == 1  # pyright: ignore[reportArgumentType]
 
 
+def takes_numbers_as_torch() -> bool:
+    dtypes: list[DataType] = []
+    for options in ({}, {"double_numbers": True}):
+        with FusionDefinition(**options) as fd:
+            x = fd.define_tensor([-1], dtype=DataType.Int)
+            dtypes += [tv.dtype() for tv in (x + 0.5, fd.ops.where(x > 0, 1, 0.5), x * 2j)]
+    narrow = [DataType.Float, DataType.Float, DataType.ComplexFloat]
+    return dtypes == [*narrow, DataType.Double, DataType.Double, DataType.ComplexDouble]
+
+
 def warns_of_gradients() -> bool:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -201,6 +211,7 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
         and refuses((fuser.FuserError, TypeError), lambda: is_scalar_of("text"))
     ),
     "operators": lambda: TensorView.__add__ and TensorView.__matmul__ and TensorView.__getitem__,
+    "numbers beside integers or booleans alone": takes_numbers_as_torch,
     "`define_scalar(True)`": lambda: is_scalar_of(True) is DataType.Bool,
     "equal fusions": lambda: (
         written().fusion == written().fusion and hash(written().fusion) == hash(written().fusion)

@@ -41,6 +41,11 @@ def is_inexact(dtype: str) -> bool:
 _COMPLEX = {part: dtype for dtype, part in PARTS.items()}
 _ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 _NAME = {f.torch: n for n, f in DTYPES.items()}
+# What torch makes of a Python number that meets no tensor of its category.
+_OF_NUMBER = {
+    name: _NAME[torch.result_type(torch.empty((), dtype=torch.bool), number)]
+    for name, number in {"Double": 0.5, "Float": 0.5, "ComplexDouble": 2j}.items()
+}
 
 
 def _promote_pair(a: str, b: str) -> str:
@@ -55,12 +60,16 @@ def _promote_pair(a: str, b: str) -> str:
 
 def common_dtype(operands: Sequence[Val | Num]) -> str:
     """Return the promoted dtype: tensors outrank 0-d tensors, which outrank scalars; a lower class
-    counts only if its category is higher."""
+    counts only if its category is higher. Scalars, of which some operand is none, are numbers."""
     ranks: list[list[str]] = [[], [], []]
     for v in operands:
-        ranks[2 if isinstance(v, Num) else int(v.ref.ndim == 0)].append(v.dtype)
-    if len({d for r in ranks for d in r}) == 1:
-        return operands[0].dtype
+        if isinstance(v, Num):
+            ranks[2].append(_OF_NUMBER.get(v.dtype, v.dtype))
+        else:
+            ranks[int(v.ref.ndim == 0)].append(v.dtype)
+    found = {d for r in ranks for d in r}
+    if len(found) == 1:
+        return found.pop()
     result: str | None = None
     for members in reversed(ranks):
         if not members:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -94,14 +96,14 @@ def test_promotion_follows_torch_but_for_half(ranks: tuple[int, int]) -> None:
     [
         (D.BFloat16, 2.0, D.Float),
         (D.Float, 2.0, D.Float),
-        (D.Int, 1.5, D.Double),
+        (D.Int, 1.5, D.Float),
         (D.Int32, 3, D.Int32),
         (D.Bool, 1, D.Int),
         (D.Float, 2j, D.ComplexFloat),
         (D.Double, 2j, D.ComplexDouble),
         (D.Half, 2j, D.ComplexFloat),
         (D.Float8_e4m3fn, 2j, D.ComplexFloat),
-        (D.Int, 2j, D.ComplexDouble),
+        (D.Int, 2j, D.ComplexFloat),
         (D.ComplexFloat, 2.0, D.ComplexFloat),
         (D.ComplexFloat, 2j, D.ComplexFloat),
         (D.Half, 3, D.Float),
@@ -118,12 +120,82 @@ def test_promotion_with_scalars_and_where() -> None:
         cond = define_tensor([-1], dtype=D.Bool)
         assert ops.add(ints, define_scalar(1.5, D.Float)).dtype() is D.Float
         assert ops.where(cond, half, half).dtype() is D.Half
-        assert ops.where(cond, 1.0, 2.0).dtype() is D.Double
+        assert ops.where(cond, 1.0, 2.0).dtype() is D.Float
         assert ops.truediv(ints, ints).dtype() is D.Float
         assert ops.exp(ints).dtype() is D.Float
         z, f8 = define_tensor([-1], dtype=D.ComplexFloat), define_tensor([-1], dtype=D.Float8_e5m2)
         assert ops.add(z, f8).dtype() is D.ComplexFloat
         assert ops.where(cond, half, 1j).dtype() is D.ComplexFloat
+
+
+NUMBERS: list[Any] = [True, 3, 0.5, 2j, -0.0, numpy.float32(0.5), numpy.int64(3)]
+
+
+def torch_with_number(dtype: DataType, rank: int, number: Any, name: str) -> torch.dtype:
+    """Return torch's dtype of an op of a tensor and a number, of which half becomes Float."""
+    operand = torch.ones([2] * rank, dtype=to_torch(dtype))
+    plain = number if type(number) in (bool, int, float, complex) else number.item()
+    result = torch.result_type(operand, plain)
+    if name == "truediv" and not (result.is_floating_point or result.is_complex):
+        return torch.float32
+    if result is torch.complex32:
+        return torch.complex64
+    return torch.float32 if result in (torch.float16, torch.bfloat16) else result
+
+
+@pytest.mark.finding("G8")
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "pow", "maximum", "eq"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_dtypes_with_numbers_are_those_of_torch(name: str, rank: int) -> None:
+    op = getattr(ops, name)
+    dtypes = (D.Double, D.Float, D.Half, D.BFloat16, D.Int32, D.Int, D.Bool, *COMPLEX)
+    for dtype, number in itertools.product(dtypes, NUMBERS):
+        if name == "maximum" and (isinstance(number, complex) or dtype in COMPLEX):
+            continue  # not ordered
+        if name in ("sub", "truediv") and dtype is D.Bool and isinstance(number, bool):
+            continue  # torch refuses a difference of two booleans
+        with FusionGuard(Fusion()):
+            x = define_tensor([-1] * rank, dtype=dtype)
+            expected = torch_with_number(dtype, rank, number, name)
+            expected = torch.bool if name == "eq" else expected
+            for given in (number, define_scalar(number)):
+                assert to_torch(op(x, given).dtype()) is expected, (dtype, number)
+                assert to_torch(op(given, x).dtype()) is expected, (number, dtype)
+
+
+@pytest.mark.finding("G8")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_of_numbers_has_the_dtype_of_torch(rank: int) -> None:
+    for a, b in itertools.product((True, 1, 0.5, -0.0, 2j), repeat=2):
+        condition = torch.ones([1] * rank, dtype=torch.bool)
+        expected = torch.where(condition, a, b).dtype
+        with FusionGuard(Fusion()):
+            p = define_tensor([-1] * rank, dtype=D.Bool)
+            assert to_torch(ops.where(p, a, b).dtype()) is expected, (a, b)
+            scalars = define_scalar(a), define_scalar(b)
+            assert to_torch(ops.where(p, *scalars).dtype()) is expected, (a, b)
+
+
+def test_a_scalar_input_is_a_number_that_has_no_width() -> None:
+    with FusionGuard(Fusion()):
+        x, d = define_tensor([-1], dtype=D.Int), define_scalar(None, D.Double)
+        assert ops.mul(x, d).dtype() is D.Float
+        assert ops.mul(ops.cast(x, D.Double), d).dtype() is D.Double
+        # Scalars alone stay Python's numbers.
+        assert ops.mul(d, 2).dtype is D.Double
+        assert ops.mul(x, ops.mul(d, 2)).dtype() is D.Float
+
+
+def test_the_option_gives_numbers_the_width_of_nvfuser() -> None:
+    fusion = Fusion()
+    fusion.double_numbers = True
+    with FusionGuard(fusion):
+        x, p = define_tensor([-1], dtype=D.Int), define_tensor([-1], dtype=D.Bool)
+        assert ops.add(x, 0.5).dtype() is D.Double
+        assert ops.add(p, 2j).dtype() is D.ComplexDouble
+        assert ops.where(p, 1, 0.5).dtype() is D.Double
+        assert ops.add(ops.cast(x, D.Float), 0.5).dtype() is D.Float
+    assert fusion.copy()[0].double_numbers
 
 
 # ------------------------------------------------------------------ calls
