@@ -145,6 +145,13 @@ def is_users(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
 
 
+def is_users_comparison() -> bool:
+    """Return whether the caller, the method of `==`, was called by a user's code: the compiler and
+    the containers of the standard library compare by identity."""
+    module = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+    return module not in _OWN_PACKAGES and module not in sys.stdlib_module_names
+
+
 def user_line() -> str:
     """Return `file.py:12` of the innermost frame outside our packages."""
     frame = sys._getframe(1)

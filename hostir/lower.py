@@ -108,7 +108,9 @@ class Lowering:
             groups.setdefault(key, []).append(segment)
         if len(groups) == len(self.segmented.segments):
             return list(groups.values())
-        maker = {o: key for key, group in groups.items() for s in group for o in s.outputs}
+        maker: dict[object, object] = {
+            o: key for key, group in groups.items() for s in group for o in s.outputs
+        }
         needs = {
             key: {maker[v] for s in group for v in s.inputs if v in maker} - {key}
             for key, group in groups.items()

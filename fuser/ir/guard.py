@@ -22,6 +22,11 @@ def active_fusion() -> Fusion:
     return fusion
 
 
+def is_defining() -> bool:
+    """Whether a definition is being written."""
+    return _ACTIVE.get() is not None
+
+
 class FusionGuard:
     """Make a fusion the active one until the guard is closed or left.
 

@@ -10,10 +10,11 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Final, NoReturn, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
-from fuser.errors import ArgumentError, UnsupportedError, user_line
+from fuser.arguments import python_number
+from fuser.errors import ArgumentError, UnsupportedError, is_users_comparison, user_line
 from fuser.ir.dtypes import Category, DataType, category, dtype_of_python
 from fuser.ir.statement import Val
 
@@ -28,8 +29,8 @@ _S = TypeVar("_S", bound="Scalar")
 
 @Val.register
 class Scalar:
-    """Base of all scalars; immutable. Equal scalars are one object, so `==` and hashing are those
-    of `object`, whatever the depth."""
+    """Base of all scalars; immutable. Equal scalars are one object, so that the compiler's `==` and
+    hashing are those of `object`, whatever the depth. A user's `==` is the condition."""
 
     __slots__ = ("__weakref__", "depth", "dtype", "interval", "order", "symbols")
     dtype: DataType
@@ -47,8 +48,7 @@ class Scalar:
 
     __repr__ = __str__
 
-    # Arithmetic and order as Python writes them: `//` and `%` round down. Equality stays that of
-    # objects; as a condition it is `fuser.ir.scalar.eq`.
+    # Arithmetic and order as Python writes them: `//` and `%` round down.
     def __add__(self, other: ScalarLike) -> Scalar:
         return _arithmetic("+", self, other)
 
@@ -94,14 +94,24 @@ class Scalar:
     def __ge__(self, other: ScalarLike) -> Scalar:
         return _arithmetic("<=", other, self)
 
+    def __eq__(self, other: object) -> Any:
+        """Return the condition in a user's definition, else whether both are one object."""
+        return _equality("eq", self, other) if is_users_comparison() else NotImplemented
+
+    def __ne__(self, other: object) -> Any:
+        return _equality("ne", self, other) if is_users_comparison() else NotImplemented
+
+    __hash__ = object.__hash__
+
     def __bool__(self) -> bool:
         """Raise `ArgumentError` for a condition: none holds while a program is defined."""
         if self.dtype is not DataType.Bool:
             return True
         raise ArgumentError(
-            f"{self} is neither true nor false while a program is defined (at {user_line()}): in a "
-            "host program write hic.branch(...) for `if`, logical_and(a, b) for `and`, "
-            "logical_not(a) for `not`"
+            f"{self} is neither true nor false while a program is defined (at {user_line()}): "
+            "write the op where in place of `if`, in a host program hic.branch(...), "
+            "logical_and(a, b) for `and`, logical_not(a) for `not`; a is b asks whether two "
+            "scalars are the same"
         )
 
     # nvFuser's `Val` queries.
@@ -141,6 +151,22 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
     if not (isinstance(a, ScalarLike) and isinstance(b, ScalarLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         return NotImplemented
     return scalar.OPERATORS[op](a, b)
+
+
+def _equality(name: str, a: Scalar, other: object) -> Any:
+    """Return a comparison that a user writes: the condition in a definition or where it is
+    constant; NotImplemented for what is no scalar, and where no program could read a condition."""
+    from fuser.ir import scalar
+    from fuser.ir.guard import is_defining
+
+    b = other if isinstance(other, Scalar) else python_number(other)
+    if b is None:
+        return NotImplemented
+    condition = (scalar.eq if name == "eq" else scalar.ne)(a, cast("ScalarLike", b))
+    if is_defining():
+        return condition
+    is_known = isinstance(condition, Const) and a is not b
+    return bool(condition.value) if is_known else NotImplemented
 
 
 _known: WeakValueDictionary[object, Scalar] = WeakValueDictionary()

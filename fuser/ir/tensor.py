@@ -75,6 +75,9 @@ class TensorView:
         __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
         __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
         __lt__ = __le__ = __gt__ = __ge__ = _operator
+        # In a user's definition; elsewhere a bool (`fuser.ops.operators`).
+        __eq__ = __ne__ = _operator  # pyright: ignore[reportAssignmentType]
+        __hash__ = object.__hash__
 
         def __matmul__(self, other: TensorView) -> TensorView: ...
         def __neg__(self) -> TensorView: ...

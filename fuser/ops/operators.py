@@ -1,7 +1,9 @@
 """Python's operators on the tensors of a definition: `x + 1.0`, `-x`, `x @ w`, `x < y`, `x[1:, 0]`.
 
 Each appends an op; an operand may be a tensor, a scalar or a number, also numpy's or torch's. `x ==
-y` asks whether both are the same tensor, as sets and dictionaries of tensors do: the op is `eq`.
+y` in a user's definition is the op `eq`; `x is y` asks whether both are the same tensor. The
+compiler, the containers of the standard library, and code outside a definition, which can add no
+op, compare tensors by identity.
 """
 
 from __future__ import annotations
@@ -11,8 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 from fuser.arguments import python_number, show, wrong
-from fuser.errors import ArgumentError, DefinitionError, is_users, user_code, user_line
+from fuser.errors import (
+    ArgumentError,
+    DefinitionError,
+    is_users,
+    is_users_comparison,
+    user_code,
+    user_line,
+)
 from fuser.ir import scalar as sc
+from fuser.ir.guard import is_defining
+from fuser.ir.nodes import BinaryOp
 from fuser.ir.scalar import Scalar
 from fuser.ir.tensor import TensorView
 from fuser.ops.building import broadcast_tensor, unsupported
@@ -72,22 +83,26 @@ def _no_operand(op: str, tv: TensorView, other: object) -> ArgumentError:
 def _has_no_truth(self: TensorView) -> bool:
     if not is_users(sys._getframe(1)):
         return True
+    op = self.definition()
+    is_compared = isinstance(op, BinaryOp) and op.kind in ("eq", "ne")
+    hint = (
+        "; a is b asks whether two tensors are the same, any(t is a for t in tensors) whether one "
+        "is in a list"
+    )
     raise DefinitionError(
         f"{self} has no value while the program is written: use the op where, in place of if, and, "
-        f"or, not{user_code(user_line())}"
+        f"or, not{hint * is_compared}{user_code(user_line())}"
     )
 
 
-def _identity(sign: str, op: str) -> Callable[[TensorView, object], bool]:
-    """`x == y` and `x != y`, of which Python decides by identity; numbers are not meant so."""
+def _equality(op: str) -> Callable[[TensorView, object], Any]:
+    """Return `==` or `!=`: an op where a user writes a definition, else identity."""
+    append = _binary(op)
 
-    def operator(self: TensorView, other: object) -> bool:
-        if isinstance(other, NUMBERS) and is_users(sys._getframe(1)):
-            raise DefinitionError(
-                f"{self} {sign} {other!r} compares tensors by identity: the op is {op}"
-                f"{user_code(user_line())}"
-            )
-        return NotImplemented
+    def operator(self: TensorView, other: object) -> Any:
+        if other is None or not is_users_comparison() or not is_defining():
+            return NotImplemented
+        return append(self, other)
 
     return operator
 
@@ -196,8 +211,8 @@ METHODS: dict[str, Any] = {
     "__array_ufunc__": None,
     "__getattr__": _no_attribute,
     "__bool__": _has_no_truth,
-    "__eq__": _identity("==", "eq"),
-    "__ne__": _identity("!=", "ne"),
+    "__eq__": _equality("eq"),
+    "__ne__": _equality("ne"),
     "__hash__": object.__hash__,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -170,8 +172,11 @@ REFUSED: dict[str, tuple[Build, type[Exception], str]] = {
     "an end": (lambda x: x[:1.5], ArgumentError, r"an end of a slice is an integer, got 1\.5"),
     "if": (lambda x: 1 if x > 0 else 2, DefinitionError, "the op where, in place of if"),
     "and": (lambda x: x > 0 and x < 1, DefinitionError, "the op where"),
-    "== a number": (lambda x: x == 0, DefinitionError, "== 0 .*the op is eq"),
-    "!= a number": (lambda x: x != 0, DefinitionError, "!= 0 .*the op is ne"),
+    "if ==": (lambda x: 1 if x == 0 else 2, DefinitionError, "a is b asks whether two tensors"),
+    "in": (lambda x: x in [x[0:], x[1:]], DefinitionError, r"any\(t is a for t in tensors\)"),
+    "index": (lambda x: [x[0:], x].index(x), DefinitionError, "a is b asks"),
+    "== a string": (lambda x: x == "a", ArgumentError, "eq of T0.*number, got 'a'"),
+    "== a torch tensor": (lambda x: x == torch.ones(3), ArgumentError, "eq of T0.*it has data"),
     "bits of floats": (lambda x: x & 1, DtypeError, "bitwise_and"),
     "a string": (lambda x: x + "a", ArgumentError, "add of T0.*number, got 'a'"),
     "a product": (lambda x: x @ 2.0, ArgumentError, r"matmul of T0.*a tensor, got 2\.0"),
@@ -211,8 +216,73 @@ def test_numbers_of_any_library_stand_on_either_side(name: str) -> None:
     torch.testing.assert_close(run(lambda x: x < n, x), x < plain)
 
 
-def test_tensors_are_compared_as_objects() -> None:
+EQUALITIES: dict[str, Build] = {
+    "x == y": lambda x, y: x == y,
+    "x != y": lambda x, y: x != y,
+    "x == x": lambda x, y: x == x,
+    "x == 0": lambda x, y: x == 0,
+    "0 == x": lambda x, y: 0 == x,  # noqa: SIM300
+    "2.0 != x": lambda x, y: 2.0 != x,  # noqa: SIM300
+    "numpy": lambda x, y: x == np.float32(1),
+    "numpy before": lambda x, y: np.float32(1) == x,
+    "torch": lambda x, y: x == torch.tensor(1.0),
+    "a mask": lambda x, y: x * (x == y),
+    "a function of operator": lambda x, y: operator.ne(x, y),
+    "rank 0": lambda x, y: x == y[0],
+}
+
+
+@pytest.mark.finding("G14")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("name", EQUALITIES)
+def test_equality_is_an_op(name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([0, 1, 2, 3, 1]).to(dtype)
+    y = torch.tensor([0, 2, 2, 1, 1]).to(dtype)
+    expected = EQUALITIES[name](x, y)
+    torch.testing.assert_close(run(EQUALITIES[name], x, y), expected)
+
+
+@pytest.mark.finding("G14")
+def test_a_scalar_is_compared_with_a_tensor_from_both_sides() -> None:
+    with FusionDefinition() as fd:
+        x, s = fd.define_tensor([-1], contiguity=True), fd.define_scalar()
+        fd.add_output((x == s) | (s != x))
+        fd.add_output(s == x)
+    a = torch.tensor([1.0, 2.5])
+    either, same = fd.execute([a, 2.5])
+    assert either.tolist() == [True, True] and same.tolist() == [False, True]
+
+
+@pytest.mark.finding("G14")
+def test_equality_of_scalars_is_a_condition() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 5], contiguity=True, dtype=DataType.Double)
+        s, n = fd.define_scalar(), fd.define_scalar(dtype=DataType.Int)
+        fd.add_output(fd.ops.where(s == 1.0, x, -x))
+        fd.add_output(fd.ops.where(n != x.size(0), x, -x))
+        # Constants are known.
+        assert x.size(1) == 5 and not x.size(1) != np.int64(5)
+        with pytest.raises(ArgumentError, match="neither true nor false.*a is b asks whether"):
+            assert s == 1.0
+        assert {s: 1, n: 2}[n] == 2 and s != None and s != "s"  # noqa: E711
+    a = draw(2, 5)
+    for s, n in ((1.0, 2), (0.5, 3)):
+        by_float, by_int = fd.execute([a, s, n])
+        assert torch.equal(by_float, a if s == 1.0 else -a)
+        assert torch.equal(by_int, a if n != 2 else -a)
+    sizes = x.shape()
+    assert sizes[1] == 5 and sizes[0] != 5 and sizes == x.shape() and sizes[0] == x.size(0)
+
+
+def test_identity_is_asked_by_is_and_keeps_tables_of_tensors() -> None:
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
-        assert x == x and x != y and {x: 1, y: 2}[y] == 2 and y in [x, y]
-        fd.add_output(x)
+        z = x + y
+        assert {x: 1, y: 2}[y] == 2 and y in {x, y} and z not in {x, y}
+        assert x in [x, y] and x != None  # noqa: E711
+        kept = weakref.WeakKeyDictionary({x: 1, y: 2})
+        assert kept[y] == 2 and z not in kept
+        fd.add_output(z)
+    assert len(fd.fusion.exprs) == 1  # no comparison was added
+    # There is nothing to add an op to.
+    assert fd.fusion.outputs[0] == z and fd.fusion.inputs == [x, y] and x != y
