@@ -162,11 +162,12 @@ def _equality(name: str, a: Scalar, other: object) -> Any:
     b = other if isinstance(other, Scalar) else python_number(other)
     if b is None:
         return NotImplemented
-    condition = (scalar.eq if name == "eq" else scalar.ne)(a, cast("ScalarLike", b))
+    condition = (scalar.eq if name == "eq" else scalar.ne)(a, b)
     if is_defining():
         return condition
-    is_known = isinstance(condition, Const) and a is not b
-    return bool(condition.value) if is_known else NotImplemented
+    if a is b or not isinstance(condition, Const):
+        return NotImplemented
+    return bool(condition.value)
 
 
 _known: WeakValueDictionary[object, Scalar] = WeakValueDictionary()

@@ -105,8 +105,8 @@ def takes_numbers_of_numpy() -> bool:
 
 def takes_numbers_as_torch() -> bool:
     dtypes: list[DataType] = []
-    for options in ({}, {"double_numbers": True}):
-        with FusionDefinition(**options) as fd:
+    for is_double in (None, True):
+        with FusionDefinition(double_numbers=is_double) as fd:
             x = fd.define_tensor([-1], dtype=DataType.Int)
             dtypes += [tv.dtype() for tv in (x + 0.5, fd.ops.where(x > 0, 1, 0.5), x * 2j)]
     narrow = [DataType.Float, DataType.Float, DataType.ComplexFloat]
