@@ -9,6 +9,7 @@ import torch
 from fuser.ir.core import Op
 from fuser.ir.fusion import Value
 from fuser.ir.scalar import Number, Symbol
+from fuser.ir.tensor import TensorView
 from fuser.ir.text import op_text
 from hostir.bind import Argument
 from hostir.container import HostIrContainer, walk
@@ -37,7 +38,11 @@ def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:
         for operand in op.inputs:
             if op.where:
                 lines.setdefault(operand, f", used at {op.where},")
-    return tuple(f"input {i}, {value}{lines.get(value, '')}" for i, value in enumerate(inputs))
+    labels = [v.label if isinstance(v, TensorView) else str(v) for v in inputs]
+    return tuple(
+        f"input {i}, {label}{lines.get(value, '')}"
+        for i, (label, value) in enumerate(zip(labels, inputs, strict=True))
+    )
 
 
 def claim_of(
@@ -49,19 +54,40 @@ def claim_of(
     free: Iterable[int] = (),
     where: str = "",
     ops: Iterable[Op] = (),
+    fixed: int = 1,
 ) -> Claim:
     """Return what a rank claims to run: texts, what its structure depends on, local extents.
 
     `free` has the positions of the scalars on which the structure does not depend; `ops` are those
-    whose texts the parts hold.
+    whose texts the parts hold, the first `fixed` of which do not depend on the inputs.
     """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(
         (name, tuple(x.shape) if isinstance(x, torch.Tensor) else ())
         for name, x in zip(names, inputs, strict=True)
     )
-    numbers = tuple(names[i] for i in sorted(free))
-    return Claim((*parts, f"// sizes: {bound}"), extents, numbers, where, tuple(ops))
+    loose = frozenset(free)
+    numbers = tuple(names[i] for i in sorted(loose))
+    traits = tuple(
+        (name, _traits(x) if i not in loose else ())
+        for i, (name, x) in enumerate(zip(names, inputs, strict=True))
+    )
+    texts = (*parts, f"// sizes: {bound}")
+    return Claim(texts, extents, numbers, where, tuple(ops), fixed, traits)
+
+
+def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
+    """Return what of an input, besides its extents, a program may depend on: words and values."""
+    if not isinstance(x, torch.Tensor):
+        return (("the value", str(x)),)
+    # A stride that no index reaches is nobody's.
+    pairs = zip(x.shape, x.stride(), strict=True)
+    strides = ", ".join(str(stride) if n > 1 else "-" for n, stride in pairs)
+    return (
+        ("strides", f"[{strides}]"),
+        ("dtype", str(x.dtype).removeprefix("torch.")),
+        ("device", x.device.type),
+    )
 
 
 def program_claim(
@@ -84,4 +110,5 @@ def program_claim(
         free=free,
         where=first_line(program),
         ops=ops,
+        fixed=1 + len(parts),
     )

@@ -63,6 +63,9 @@ class Claim:
     sizes; `ops` are those of the program. `inputs` names each tensor input with its local extents,
     `numbers` the inputs whose values may change from call to call. `where` is the user's line of
     what is communicated.
+
+    The first `fixed` parts do not depend on the inputs. `traits` has what else of each input, by a
+    word for it, the other parts may depend on: ranks may differ there, where their parts do not.
     """
 
     parts: tuple[str, ...]
@@ -70,6 +73,8 @@ class Claim:
     numbers: tuple[str, ...] = ()
     where: str = ""
     ops: Sequence[Op] = field(default=(), compare=False)
+    fixed: int = 1
+    traits: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = field(default=(), compare=False)
 
     @cached_property
     def digest(self) -> bytes:
@@ -114,7 +119,8 @@ def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], 
         Exception: what `prepare` or the run raised here.
         PeerError: another rank raised while it prepared; names rank, type and message.
         InputError: the local extents, or the numbers, that the ranks were given differ.
-        ProgramMismatchError: they run different programs; shows the first differing line.
+        ProgramMismatchError: they run different programs; names the inputs, with strides and what
+            else differs, that make them so, and shows the first differing line.
         DeadlockError: ranks wait for each other in calls of different teams.
     """
     channel = communicator.channel(devices)
@@ -337,6 +343,8 @@ class Channel:
             if claim is None
             else (claim.definition, claim.definition_text()),
             "inputs": () if claim is None else claim.inputs,
+            "fixed": [] if claim is None else claim.parts[: claim.fixed][1:],
+            "traits": () if claim is None else claim.traits,
             "numbers": []
             if claim is None
             else [*zip(claim.numbers, map(str, numbers), strict=True)],
@@ -405,13 +413,35 @@ class Channel:
         self._check_inputs([s["inputs"] for s in statements])
         self._check_numbers([s["numbers"] for s in statements])
         if len({s["digest"] for s in statements}) > 1:
-            self._control.compare_texts(
-                "\n".join(claim.parts),
-                team=self._team,
-                where_of=lambda line: claim.where,
-                stream=CLAIMS,
-            )
+            is_of_inputs = all(s["fixed"] == statements[0]["fixed"] for s in statements)
+            traits = self._differing_traits([s["traits"] for s in statements])
+            try:
+                self._control.compare_texts(
+                    "\n".join(claim.parts),
+                    team=self._team,
+                    where_of=lambda line: claim.where,
+                    stream=CLAIMS,
+                )
+            except ProgramMismatchError as error:
+                if not (traits and is_of_inputs):
+                    raise
+                what = self._what(self._number)
+                raise ProgramMismatchError(
+                    f"{'; '.join(traits)}: what the ranks communicate depends on it, so inputs are "
+                    f"alike on all of them (in {what})\n{error}"
+                ) from None
         return True
+
+    def _differing_traits(self, traits: Sequence[list[Any]]) -> list[str]:
+        """Returns in words in which inputs the ranks differ, and in what of them."""
+        found: list[str] = []
+        for same in zip(*traits, strict=False):
+            name = same[0][0]
+            for k, (word, _) in enumerate(same[0][1]):
+                values = [given[k][1] if k < len(given) else "none" for _, given in same]
+                if len(set(values)) > 1:
+                    found.append(f"{name} has {word} {_by_rank(self._team, values)}")
+        return found
 
     def _check_threads(self, threads: Sequence[str], mine: BaseException | None) -> None:
         """Raises on all ranks alike where some have refused calls of several threads at once."""

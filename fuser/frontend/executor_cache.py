@@ -431,15 +431,15 @@ class FusionExecutorCache(Watching, Inspection):
         parts = (
             self._text,
             f"// options: {settings}",
-            f"// steps by the cost model: {overlaps.choose(sizes)}",
             f"// how it is lowered: {self._params}",
+            f"// steps by the cost model: {overlaps.choose(sizes)}",
             bound.program.communications,
         )
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
         line, ops = bound.program.first_line, self._fusion.exprs
         given = parts, self._names, inputs, fixed
-        claim = claim_of(*given, free=self._numbers, where=line, ops=ops)
+        claim = claim_of(*given, free=self._numbers, where=line, ops=ops, fixed=3)
         return bound, claim, known
 
     def _bind(

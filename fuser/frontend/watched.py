@@ -95,7 +95,8 @@ class Watching:
         """
         inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(Communicator.instance(), inputs, device, *options)
-        claim = replace(call.claim, parts=(*call.claim.parts, line))
+        (first, *rest), fixed = call.claim.parts, call.claim.fixed
+        claim = replace(call.claim, parts=(first, line, *rest), fixed=fixed + 1)
         numbers = draws.claimed(given, self._numbers, device, self._draws)
 
         def run() -> T:

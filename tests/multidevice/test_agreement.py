@@ -266,6 +266,89 @@ def test_extents_that_differ_name_the_call() -> None:
         assert "(in call 1 of the programs of team (0 1))" in found[1]
 
 
+# ------------------------------------------------------------------ inputs that lie otherwise
+def gathers(axis: int, *, with_relu: bool) -> FusionDefinition:
+    """An allgather of an input, or of a result, that is cut along an axis."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1])
+        y = fd.ops.relu(x) if with_relu else x
+        z = fd.ops.set(y)
+        fd.add_output(z)
+        for tv in dict.fromkeys((x, y, z)):
+            tv.set_device_mesh(DeviceMesh([0, 1]))
+        x.outer_split(axis, 2)
+        x.axis(axis).parallelize(ParallelType.mesh_x)
+    return fd
+
+
+def flipped(rank: int) -> torch.Tensor:
+    """A shard whose rows lie one behind the other on rank 0, and whose columns on rank 1."""
+    whole = torch.arange(32.0).view(4, 8)
+    return whole.t().contiguous().t() if rank else whole
+
+
+@pytest.mark.finding("G11")
+@pytest.mark.parametrize("axis", [0, 1])
+def test_strides_that_differ_name_input_ranks_and_both_strides(axis: int) -> None:
+    def act(rank: int) -> list[str]:
+        fd, found = gathers(axis, with_relu=False), list[str]()
+        for x in (flipped(rank), flipped(0)):
+            try:
+                found.append(str(tuple(fd.execute([x])[0].shape)))
+            except FuserError as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    for refused, then in on_ranks(act):
+        head, below, *rest = refused.splitlines()
+        assert head.startswith("ProgramMismatchError: input 0, T0_g_float, used at ")
+        assert "has strides [8, 1] on ranks (0) and [1, 4] on ranks (1)" in head
+        assert "iS" not in head, "the IR comes below"
+        assert below.startswith("the programs of the ranks differ at line ") and len(rest) == 2
+        assert then == ("(8, 8)" if axis == 0 else "(4, 16)")
+
+
+@pytest.mark.finding("G11")
+def test_strides_may_differ_where_what_is_communicated_is_alike() -> None:
+    def act(rank: int) -> list[str]:
+        (found,) = gathers(0, with_relu=True).execute([flipped(rank)])
+        return [str(found.tolist())]
+
+    wanted = str(torch.arange(32.0).view(4, 8).repeat(2, 1).tolist())
+    assert on_ranks(act) == [[wanted], [wanted]]
+
+
+@pytest.mark.finding("G11")
+def test_strides_are_not_blamed_for_options_that_differ() -> None:
+    def act(rank: int) -> list[str]:
+        options = ["peer_copies"] if rank else []
+        try:
+            gathers(0, with_relu=False).execute([flipped(rank)], _enable_options=options)
+        except FuserError as error:
+            return [f"{type(error).__name__}: {error}"]
+        return ["ran"]
+
+    for (text,) in on_ranks(act):
+        assert text.startswith("ProgramMismatchError: the programs of the ranks differ:")
+        assert "peer_copies" in text and "strides" not in text
+
+
+@pytest.mark.finding("G11")
+@pytest.mark.parametrize("word", ["the value", "dtype", "device"])
+def test_traits_that_differ_are_named_before_the_text(word: str) -> None:
+    def act(rank: int) -> list[str]:
+        values = (("strides", "[1]"), (word, f"v{rank}"))
+        traits = (("input 0, T0", (("strides", "[1]"),)), ("input 1, T1", values))
+        parts = ("a", "// options", f"Communication of v{rank}")
+        return [call(Claim(parts, fixed=2, traits=traits))]
+
+    for (text,) in on_ranks(act):
+        assert text.startswith(
+            f"ProgramMismatchError: input 1, T1 has {word} v0 on ranks (0) and v1 on "
+        )
+        assert "input 0" not in text and "Communication of v1" in text
+
+
 def test_a_forked_process_is_no_rank() -> None:
     def act(rank: int) -> list[str]:
         communicator = Communicator.instance()
