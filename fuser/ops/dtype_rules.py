@@ -163,6 +163,18 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     "keep_float": DtypeRule(
         "The result has the dtype of the operand, which is floating.", _kept_floating, "f"
     ),
+    "keep_wide": DtypeRule(
+        "The result has the dtype of the operand, which is floating; Half, BFloat16 and Float8 are "
+        "computed in Float and rounded once.",
+        takes="f",
+    ),
+    "mean": DtypeRule(
+        "As `keep_wide`, also of complex numbers; where a dtype is given, the operand is cast to "
+        "it first."
+    ),
+    "losses": DtypeRule(
+        "As `keep_wide`; of class probabilities in another dtype, the promoted one."
+    ),
     "part": DtypeRule(
         "The result has the dtype of the parts of a complex operand; of a real one, its own.", _part
     ),

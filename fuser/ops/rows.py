@@ -41,7 +41,17 @@ from fuser.ir.nodes import (
 )
 from fuser.ir.resizing import CatOp, PadOp, SliceOp
 from fuser.ir.scans import ArgsortOp, ScanOp, TopKOp
-from fuser.ops import elementwise, factories, indexing, random, reductions, resize, scans, views
+from fuser.ops import (
+    composites,
+    elementwise,
+    factories,
+    indexing,
+    random,
+    reductions,
+    resize,
+    scans,
+    views,
+)
 from fuser.ops.attention import sdpfa_bwd, sdpfa_fwd
 from fuser.ops.contractions import linear, matmul
 from fuser.ops.grouped import grouped_mm
@@ -111,6 +121,7 @@ def _scan(function: Callable[..., Any], sample: str) -> OpRow:
 _CHOICE = (BinaryOp, TernaryOp)
 _PARTS = (UnaryOp, BinaryOp)
 _SUMS = (ReductionOp, SqueezeOp, LoadStoreOp, FullOp)
+_ROWWISE = (*_SUMS, UnaryOp, *_CHOICE)
 _BLOCKS = (ReshapeOp, ReductionOp, *_CHOICE, UnaryOp, LoadStoreOp, FullOp, SqueezeOp)
 
 _ROWS = (
@@ -282,6 +293,33 @@ _ROWS = (
         (WelfordOp, SqueezeOp, FullOp, *_CHOICE),
         "counts",
         "The operand's without the reduced axes, of all three results.",
+        "float_rows",
+    ),
+    # Of torch.nn.functional, which expand into those above.
+    *(
+        OpRow(name, function, nodes, "keep_wide", shape, sample)
+        for name, function, nodes, shape, sample in (
+            ("softmax", composites.softmax, _ROWWISE, _SAME, "float_rows"),
+            ("log_softmax", composites.log_softmax, _ROWWISE, _SAME, "float_rows"),
+            ("gelu", composites.gelu, _PARTS, _SAME, "floats"),
+            ("dropout", composites.dropout, (RandomOp, BinaryOp, LoadStoreOp), _SAME, "floats"),
+            (
+                "layer_norm",
+                composites.layer_norm,
+                (WelfordOp, SqueezeOp, FullOp, UnaryOp, *_CHOICE),
+                _SAME,
+                "float_rows",
+            ),
+            ("rms_norm", composites.rms_norm, _ROWWISE, _SAME, "float_rows"),
+        )
+    ),
+    OpRow("mean", composites.mean, (*_SUMS, *_CHOICE), "mean", _REDUCED, "any_float_rows"),
+    OpRow(
+        "cross_entropy",
+        composites.cross_entropy,
+        (*_ROWWISE, IotaOp),
+        "losses",
+        "[C], [N, C] or [N, C, ..] -> that without C; no axes, where they are reduced.",
         "float_rows",
     ),
     # Products and attention.

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tests.fuzz import attention, blocks, groups, lookups, reductions, scaled, scans, shapes
+from tests.fuzz import (
+    attention,
+    blocks,
+    composites,
+    groups,
+    lookups,
+    reductions,
+    scaled,
+    scans,
+    shapes,
+)
 from tests.fuzz.elementwise import addcmul, as_num, clamp, pointwise, scalar_op
 from tests.fuzz.program import Arg, Dt, Program, Ref, ScalarInput, Size, Stmt, TensorArg
 from tests.fuzz.table import DTYPES, ROWS
@@ -52,6 +62,7 @@ _STRUCTURAL: dict[str, Callable[..., Any]] = {
     **groups.MEANINGS,
     **scaled.MEANINGS,
     **blocks.MEANINGS,
+    **composites.MEANINGS,
 }
 # The arguments of these that are numbers stay Python numbers.
 _ELEMENTWISE = {*ROWS, "addcmul"} - {"clamp"}

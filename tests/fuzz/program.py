@@ -35,7 +35,7 @@ class Dt:
     name: str
 
 
-Arg = Ref | Size | Dt | int | float | complex | bool | None | Sequence["Arg"]
+Arg = Ref | Size | Dt | int | float | complex | bool | str | None | Sequence["Arg"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tests.fuzz import blocks, groups, scaled, views
+from tests.fuzz import blocks, composites, groups, scaled, views
 from tests.fuzz.attend import statement
 from tests.fuzz.builder import Dim, joined_shapes
 from tests.fuzz.lookups import look_up
@@ -244,6 +244,11 @@ def _blocks(b: Sharded, name: str) -> None:
         blocks.quantize(b, name, b.dim, b.tensor)
 
 
+def _composite(b: Sharded, name: str) -> None:
+    if b.is_a(name, "f") and not any(d.expanded for d in b.dims[name]):
+        composites.composite(b, name, b.tensor, draws=False)
+
+
 def _tiles(b: Sharded, name: str) -> None:
     if len(b.dims[name]) == 2 and len(b.inputs) < 7:
         blocks.lay_out(b, name, b.dim, b.tensor)
@@ -291,6 +296,7 @@ _TABLE: tuple[tuple[Callable[[Sharded, str], None], int], ...] = (
     (_groups, 6),
     (_scaled, 6),
     (_blocks, 4),
+    (_composite, 7),
     (_tiles, 3),
     (_where, 3),
     (_moments, 3),

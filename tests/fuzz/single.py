@@ -88,6 +88,7 @@ _TABLE: tuple[tuple[Callable[[FusionBuilder], None], int], ...] = (
     (views.contraction, 4),
     (views.attend, 3),
     (views.product, 6),
+    (views.composite, 10),
     (views.look_up, 12),
     (views.scan_or_sort, 6),
 )

@@ -66,7 +66,7 @@ _ON_ONE_DEVICE = {*table.ROWS, "addcmul", "rand_like", "randn_like"}
 
 def _drawn(kind: str) -> tuple[set[str], set[str]]:
     """Return the ops, and the dtypes of inputs, of the programs of some seeds."""
-    programs = [worker.GENERATORS[kind](n) for n in range(2500 if kind == "single" else 1000)]
+    programs = [worker.GENERATORS[kind](n) for n in range(2500 if kind == "single" else 1500)]
     ops = {op for p in programs for op in re.findall(r"fd\.ops\.(\w+)\(", define_text(p))}
     dtypes = {i.dtype for p in programs for i in p.inputs if isinstance(i, TensorInput)}
     return ops, dtypes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tests.fuzz import blocks, groups, lookups, scaled, scans
+from tests.fuzz import blocks, composites, groups, lookups, scaled, scans
 from tests.fuzz.attend import statement
 from tests.fuzz.builder import Builder, Dim
 from tests.fuzz.fusions import FusionBuilder
@@ -331,6 +331,13 @@ def product(b: FusionBuilder) -> None:
             return
         name = b.input(dims, b.home if DTYPES[b.home].category == "float" else "Float")
     append(b, name, lambda: b.rng.choice(b.pool), b.input)
+
+
+def composite(b: FusionBuilder) -> None:
+    """An op of torch.nn.functional."""
+    name = b.pick(lambda n: b.is_a(n, "f"))
+    if name is not None:
+        composites.composite(b, name, b.input, draws=b.dtype[name] not in FLOAT8)
 
 
 def look_up(b: FusionBuilder) -> None:

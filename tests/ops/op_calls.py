@@ -345,6 +345,66 @@ CALLS |= {
 }
 
 
+def _losses(x: TensorView) -> list[TensorView]:
+    """Return losses of the first class everywhere, as they are and smoothed, and of the
+    probabilities that x itself would be."""
+    others = [n for i, n in enumerate(x.shape()) if i != min(x.ndim - 1, 1)]
+    target = ops.full(others, 0, D.Int)
+    return [
+        ops.cross_entropy(x, target, reduction="none"),
+        ops.cross_entropy(x, target, label_smoothing=0.25),
+        ops.cross_entropy(x, x, reduction="sum"),
+    ]
+
+
+def _losses_of_torch(x: Tensor) -> list[Tensor]:
+    dim = min(x.ndim - 1, 1)
+    target = torch.zeros([n for i, n in enumerate(x.shape) if i != dim], dtype=torch.int64)
+    return [
+        functional.cross_entropy(x, target, reduction="none"),
+        functional.cross_entropy(x, target, label_smoothing=0.25),
+        functional.cross_entropy(x, x, reduction="sum"),
+    ]
+
+
+_NORMED: list[tuple[Shape, ...]] = [((s), (s[-1],), (s[-1],)) for s in SHAPES if s]
+CALLS |= {
+    "softmax": OpCall(lambda x: ops.softmax(x, -1), lambda x: functional.softmax(x, -1)),
+    "log_softmax": OpCall(lambda x: ops.log_softmax(x, 0), lambda x: functional.log_softmax(x, 0)),
+    "mean": OpCall(
+        lambda x: [ops.mean(x, 0), ops.mean(x, keepdim=True)],
+        lambda x: [x.mean(0), x.mean(keepdim=True, dim=list(range(x.ndim)))],
+    ),
+    "gelu": OpCall(
+        lambda x: [ops.gelu(x), ops.gelu(x, "tanh")],
+        lambda x: [functional.gelu(x), functional.gelu(x, approximate="tanh")],
+    ),
+    "dropout": OpCall(ops.dropout, torch.empty_like, is_random=True),
+    "layer_norm": OpCall(
+        lambda x, w, b: ops.layer_norm(x, [x.size(-1)], w, b),
+        lambda x, w, b: functional.layer_norm(x, x.shape[-1:], w, b),
+        _NORMED,
+    ),
+    "rms_norm": OpCall(
+        lambda x, w, _: [
+            ops.rms_norm(x, [x.size(-1)], w, 1e-6),
+            ops.rms_norm(x, x.shape(), eps=0.5),
+        ],
+        lambda x, w, _: [
+            functional.rms_norm(x, x.shape[-1:], w, 1e-6),
+            functional.rms_norm(x, x.shape, eps=0.5),
+        ],
+        _NORMED,
+    ),
+    "cross_entropy": OpCall(
+        _losses,
+        _losses_of_torch,
+        [((5,),), ((3, 7),), ((0, 3),), ((2, 1),), ((2, 3, 11),), ((2, 4, 3, 5),)],
+        beside=(FullOp,),
+    ),
+}
+
+
 def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     """Return what a scan with the dtype of its operand gives; rows may be empty."""
 

@@ -1,0 +1,382 @@
+"""Ops of torch.nn.functional, which expand into others: softmax, norms, losses, activations.
+
+Names, arguments and meaning are torch's. No node of the IR stands for one of them: a definition
+shows the statements that it became. Half, BFloat16 and Float8 are computed in Float and rounded
+once; other floating dtypes are computed in themselves; what is not floating is refused, as by
+torch. Each is spelled so that the schedulers read a row once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast as typing_cast
+
+from fuser.errors import DtypeError, user_line
+from fuser.ir import scalar as sc
+from fuser.ir.dtypes import (
+    DataType,
+    DtypeLike,
+    category,
+    check_supported,
+    dtype_text,
+    is_floating,
+    is_inexact,
+    promote_operands,
+)
+from fuser.ir.guard import active_fusion
+from fuser.ir.scalar import Const
+from fuser.ir.tensor import TensorView
+from fuser.ops import reductions
+from fuser.ops.building import (
+    OperandLike,
+    SizeLike,
+    as_integer,
+    broadcast_tensor,
+    convert,
+    declare_extent,
+    fail,
+    wrap_dim,
+)
+from fuser.ops.elementwise import apply_pointwise, copy_tensor
+from fuser.ops.factories import iota
+from fuser.ops.random import uniform
+from fuser.ops.table import computed_in
+
+_SQRT_HALF, _SQRT_TWO_BY_PI, _CUBIC = 0.7071067811865476, 0.7978845608028654, 0.044715
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+# ------------------------------------------------------------------ what they share
+def _call(name: str, *operands: OperandLike) -> TensorView:
+    return typing_cast(TensorView, apply_pointwise(name, operands))
+
+
+def _in(tv: TensorView, dtype: DataType) -> TensorView:
+    return typing_cast(TensorView, convert(tv, dtype))
+
+
+def _result_dtype(name: str, input: TensorView, dtype: DtypeLike | None) -> DataType:
+    if dtype is None or dtype is DataType.Null:
+        return input.dtype()
+    return check_supported(dtype, name)
+
+
+def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> TensorView:
+    """Return the operand, cast to a given `dtype`, in the dtype in which it is computed; raises
+    `DtypeError` for one that is not floating."""
+    result = _result_dtype(name, input, dtype)
+    if not is_floating(result):
+        given = "" if dtype is None else f", to be cast to {dtype_text(result)}"
+        raise DtypeError(
+            f"{name}: a floating dtype is needed, but {input} is {dtype_text(input.dtype())}{given}"
+            f": cast it to DataType.Float first (at {user_line()})"
+        )
+    return _in(_in(input, result), computed_in(result))
+
+
+def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> TensorView:
+    """Return a weight in the dtype of `like`, in which the op computes; it is not wider."""
+    is_wider = tv.dtype() is DataType.Double and like.dtype() is not DataType.Double
+    if not is_floating(tv.dtype()) or is_wider:
+        raise DtypeError(
+            f"{name}: {field} {tv} is {dtype_text(tv.dtype())}, but the op computes in "
+            f"{dtype_text(like.dtype())}: cast it first (at {user_line()})"
+        )
+    return _in(tv, like.dtype())
+
+
+def _shifted(x: TensorView, axis: int) -> TensorView:
+    """Return x less the largest along an axis: its exponentials are at most 1."""
+    return _call("sub", x, reductions.max(x, axis, keepdim=True))
+
+
+def _log_total(shifted: TensorView, axis: int, *, keepdim: bool) -> TensorView:
+    return _call("log", reductions.sum(_call("exp", shifted), axis, keepdim))
+
+
+# ------------------------------------------------------------------ along an axis
+def softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
+    """Append exp(input) / sum(exp(input), dim); the operand is cast to `dtype` first, where that
+    is given.
+
+    A row of -inf alone gives NaN, as torch's does.
+    """
+    axis = wrap_dim(dim, input.ndim, "softmax", input)
+    x = _wide("softmax", input, dtype)
+    exponential = _call("exp", _shifted(x, axis))
+    out = _call("div", exponential, reductions.sum(exponential, axis, keepdim=True))
+    return _in(out, _result_dtype("softmax", input, dtype))
+
+
+def log_softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
+    """Append input - log(sum(exp(input), dim)); `dtype` as for softmax."""
+    axis = wrap_dim(dim, input.ndim, "log_softmax", input)
+    shifted = _shifted(_wide("log_softmax", input, dtype), axis)
+    out = _call("sub", shifted, _log_total(shifted, axis, keepdim=True))
+    return _in(out, _result_dtype("log_softmax", input, dtype))
+
+
+def mean(
+    input: TensorView,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: DtypeLike | None = None,
+    *,
+    dims: Sequence[int] | None = None,
+) -> TensorView:
+    """Append the mean over one axis or several (`dim`, also called `dims`), or all; the operand is
+    cast to `dtype` first, where that is given. Over no elements it is NaN."""
+    result = _result_dtype("mean", input, dtype)
+    if not is_inexact(result):
+        raise DtypeError(
+            f"mean: a floating or complex dtype is needed, but {input} is "
+            f"{dtype_text(input.dtype())}{f', given {dtype_text(result)}' * (dtype is not None)}: "
+            f"write mean(x, dtype=DataType.Float) (at {user_line()})"
+        )
+    x = _in(input, result)
+    x = _in(x, computed_in(result))
+    total = reductions.sum(x, dim, keepdim, dims=dims)
+    given = dim if dims is None else dims
+    axes = range(x.ndim) if given is None else [given] if isinstance(given, int) else given
+    count = sc.product(x.size(wrap_dim(d, x.ndim, "mean", x)) for d in axes) if x.ndim else 1
+    return _in(_call("div", total, count), result)
+
+
+# ------------------------------------------------------------------ norms over the last axes
+def layer_norm(
+    input: TensorView,
+    normalized_shape: Sequence[SizeLike],
+    weight: TensorView | None = None,
+    bias: TensorView | None = None,
+    eps: float = 1e-5,
+) -> TensorView:
+    """Append (input - mean) / sqrt(variance + eps) * weight + bias over the last axes, whose sizes
+    are `normalized_shape`: those of weight and bias, too."""
+    x = _wide("layer_norm", input)
+    axes = _last_axes("layer_norm", input, normalized_shape)
+    variance, average = reductions.var_mean(x, axes, 0, True)
+    inverse = _call("rsqrt", _call("add", variance, eps))
+    out = _call("mul", _call("sub", x, average), inverse)
+    for field, op, tv in (("weight", "mul", weight), ("bias", "add", bias)):
+        if tv is not None:
+            out = _call(op, out, _normalized("layer_norm", field, tv, input, axes, x))
+    return _in(out, input.dtype())
+
+
+def rms_norm(
+    input: TensorView,
+    normalized_shape: Sequence[SizeLike],
+    weight: TensorView | None = None,
+    eps: float | None = None,
+) -> TensorView:
+    """Append input / sqrt(mean(input ** 2) + eps) * weight over the last axes, whose sizes are
+    `normalized_shape`. Without an eps, it is that of the dtype in which the op computes."""
+    x = _wide("rms_norm", input)
+    axes = _last_axes("rms_norm", input, normalized_shape)
+    if eps is None:
+        eps = 2.0**-52 if x.dtype() is DataType.Double else 2.0**-23
+    count = sc.product(x.size(axis) for axis in axes)
+    square = _call("div", reductions.sum(_call("mul", x, x), axes, keepdim=True), count)
+    inverse = _call("rsqrt", _call("add", square, eps))
+    out = _call("mul", x, inverse)
+    if weight is not None:
+        out = _call("mul", out, _normalized("rms_norm", "weight", weight, input, axes, x))
+    return _in(out, input.dtype())
+
+
+def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[int]:
+    """Return the axes that a norm is over; raises `DefinitionError` where `shape` is not theirs."""
+    if not 0 < len(shape) <= input.ndim:
+        raise fail(name, f"normalized_shape has {len(shape)} sizes, for the last axes of {input}")
+    axes = list(range(input.ndim - len(shape), input.ndim))
+    for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+        given = as_integer(size, name, i, lowest=0)
+        what = f"{name}: normalized_shape[{i}] and axis {axis} of {input}"
+        declare_extent(active_fusion(), input.size(axis), given, what)
+    return axes
+
+
+def _normalized(
+    name: str, field: str, tv: TensorView, input: TensorView, axes: list[int], x: TensorView
+) -> TensorView:
+    """Return a weight of these axes of `input`, in the dtype of x."""
+    if tv.ndim != len(axes):
+        raise fail(name, f"{field} {tv} has not the {len(axes)} axes of normalized_shape")
+    for i, axis in enumerate(axes):
+        what = f"{name}: {field} {tv} and {input}"
+        declare_extent(active_fusion(), input.size(axis), tv.size(i), what)
+    return _parameter(name, field, tv, x)
+
+
+# ------------------------------------------------------------------ element by element
+def gelu(input: TensorView, approximate: str = "none") -> TensorView:
+    """Append input * P(X <= input) of a standard normal X: by erf, or by tanh where `approximate`
+    is "tanh"."""
+    x = _wide("gelu", input)
+    if approximate == "none":
+        inner = _call("erf", _call("mul", x, _SQRT_HALF))
+    elif approximate == "tanh":
+        cube = _call("mul", _call("mul", x, x), x)
+        inner = _call("add", x, _call("mul", cube, _CUBIC))
+        inner = _call("tanh", _call("mul", inner, _SQRT_TWO_BY_PI))
+    else:
+        raise fail("gelu", f'approximate is "none" or "tanh", not {approximate!r}')
+    out = _call("mul", _call("mul", x, 0.5), _call("add", inner, 1.0))
+    return _in(out, input.dtype())
+
+
+def dropout(input: TensorView, p: float = 0.5, training: bool = True) -> TensorView:
+    """Append input / (1 - p) where a random number in [0, 1) is below 1 - p, and input * 0
+    elsewhere; a copy where not `training` or p is 0.
+
+    Each call of the program draws anew, from torch's generator, as rand_like does.
+    """
+    x = _wide("dropout", input)
+    if not 0.0 <= p <= 1.0:
+        raise fail("dropout", f"p is a probability, from 0 to 1, not {p}")
+    if not training or p == 0.0:
+        return copy_tensor(input)
+    keep = 1.0 - p
+    if not keep:
+        return _in(_call("mul", x, 0.0), input.dtype())
+    drawn = uniform(0.0, 1.0, [input.size(i) for i in range(input.ndim)])
+    # A product, and no choice: what is infinite or NaN and dropped is NaN, as in torch.
+    kept = _call("mul", x, _in(_call("lt", drawn, keep), x.dtype()))
+    return _in(_call("mul", kept, 1.0 / keep), input.dtype())
+
+
+# ------------------------------------------------------------------ cross entropy
+def cross_entropy(
+    input: TensorView,
+    target: TensorView,
+    weight: TensorView | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> TensorView:
+    """Append -log_softmax(input) at the target, of logits [C], [N, C] or [N, C, ..]; the target is
+    of class indices (integers, without the axis C) or of probabilities (floating, as the input).
+
+    `weight` [C] scales the classes. `reduction` is "none", "mean" or "sum"; a mean is over the
+    weights of the targets that are not `ignore_index`, and of probabilities over the rows. An index
+    that is no class gives NaN, where torch raises.
+    """
+    name = "cross_entropy"
+    if reduction not in _REDUCTIONS:
+        raise fail(name, f"reduction is one of {', '.join(_REDUCTIONS)}, not {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise fail(name, f"label_smoothing is from 0 to 1, not {label_smoothing}")
+    if not input.ndim:
+        raise fail(name, f"{input} has no axis of classes")
+    x, axis = _wide(name, input), min(input.ndim - 1, 1)
+    if weight is not None:
+        if weight.ndim != 1:
+            raise fail(name, f"weight {weight} has not the axis of classes alone")
+        what = f"{name}: weight {weight} and axis {axis} of {input}"
+        declare_extent(active_fusion(), input.size(axis), weight.size(0), what)
+        weight = _along(_parameter(name, "weight", weight, x), axis, x.ndim)
+    is_index = category(target.dtype()) == "int"
+    given = x, target, weight, axis, ignore_index, label_smoothing
+    if is_index:
+        losses, weights = _of_indices(*given)
+    else:
+        losses, weights = _of_probabilities(*given), x
+    if reduction != "none":
+        losses = reductions.sum(losses)
+    if reduction == "mean" and is_index:
+        zero = Const(0.0, x.dtype())
+        counted = _call("where", _call("eq", target, ignore_index), zero, weights)
+        losses = _call("div", losses, reductions.sum(_in(counted, x.dtype())))
+    elif reduction == "mean":
+        rows = sc.product(x.size(i) for i in range(x.ndim) if i != axis)
+        losses = _call("div", losses, rows)
+    if is_index:
+        return _in(losses, input.dtype())
+    return _in(losses, promote_operands([(tv.dtype(), "dim") for tv in (input, target)]))
+
+
+def _of_indices(
+    x: TensorView,
+    target: TensorView,
+    weight: TensorView | None,
+    axis: int,
+    ignore_index: int,
+    smoothing: float,
+) -> tuple[TensorView, TensorView | Const]:
+    """Return the loss of each target, and the weight of its class."""
+    name, dtype, classes = "cross_entropy", x.dtype(), x.size(axis)
+    if target.ndim != x.ndim - 1:
+        raise fail(name, f"class indices {target} have not the axes of {x} without axis {axis}")
+    _declare(x, target, [i for i in range(x.ndim) if i != axis])
+    places = _along(iota(classes, dtype=DataType.Int), axis, x.ndim)
+    is_target = _call("eq", places, _beside(target, axis))
+    zero = Const(0.0, dtype)
+    shifted = _shifted(x, axis)
+    log_total = _log_total(shifted, axis, keepdim=False)
+    picked = reductions.sum(_call("where", is_target, shifted, zero), axis)
+    losses = _call("sub", log_total, picked)
+    of_class: TensorView | Const = Const(1.0, dtype)
+    if weight is not None:
+        of_class = reductions.sum(_call("where", is_target, weight, zero), axis)
+        losses = _call("mul", losses, of_class)
+    if smoothing:
+        spread = _smooth(shifted, log_total, weight, axis)
+        spread = _call("mul", spread, apply_pointwise("div", (smoothing, classes)))
+        losses = _call("add", _call("mul", losses, 1.0 - smoothing), spread)
+    is_class = _call("logical_and", _call("ge", target, 0), _call("lt", target, classes))
+    losses = _call("where", is_class, losses, Const(float("nan"), dtype))
+    return _call("where", _call("eq", target, ignore_index), zero, losses), of_class
+
+
+def _smooth(
+    shifted: TensorView, log_total: TensorView, weight: TensorView | None, axis: int
+) -> TensorView:
+    """Return -sum(weight * log_softmax) of each row."""
+    if weight is None:
+        whole = _call("mul", log_total, shifted.size(axis))
+        return _call("sub", whole, reductions.sum(shifted, axis))
+    less = _call("sub", _beside(log_total, axis), shifted)
+    return reductions.sum(_call("mul", weight, less), axis)
+
+
+def _of_probabilities(
+    x: TensorView,
+    target: TensorView,
+    weight: TensorView | None,
+    axis: int,
+    ignore_index: int,
+    smoothing: float,
+) -> TensorView:
+    """Return the loss of each row of class probabilities."""
+    name = "cross_entropy"
+    if ignore_index >= 0:
+        raise fail(name, f"ignore_index {ignore_index} has no meaning for probabilities {target}")
+    if target.ndim != x.ndim:
+        raise fail(name, f"class probabilities {target} have not the axes of {x}")
+    _declare(x, target, list(range(x.ndim)))
+    share = _parameter(name, "target", target, x)
+    if smoothing:
+        spread = apply_pointwise("div", (smoothing, x.size(axis)))
+        share = _call("add", _call("mul", share, 1.0 - smoothing), spread)
+    share = share if weight is None else _call("mul", share, weight)
+    shifted = _shifted(x, axis)
+    losses = _call("sub", _log_total(shifted, axis, keepdim=True), shifted)
+    return reductions.sum(_call("mul", share, losses), axis)
+
+
+def _along(tv: TensorView, axis: int, rank: int) -> TensorView:
+    """Return a vector along one of `rank` axes."""
+    return tv if rank == 1 else broadcast_tensor(tv, tuple(i != axis for i in range(rank)))
+
+
+def _beside(tv: TensorView, axis: int) -> TensorView:
+    """Return a tensor with a new axis."""
+    return broadcast_tensor(tv, tuple(i == axis for i in range(tv.ndim + 1)))
+
+
+def _declare(x: TensorView, target: TensorView, axes: list[int]) -> None:
+    """State that the axes of a target are these of x: none of them is repeated."""
+    for i, axis in enumerate(axes):
+        what = f"cross_entropy: target {target} and {x}"
+        declare_extent(active_fusion(), x.size(axis), target.size(i), what)
