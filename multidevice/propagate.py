@@ -13,10 +13,11 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fuser.errors import ShardingError, user_code, warn
 from fuser.ir import scalar as sc
 from fuser.ir.axis_graph import parallel_axes, tensor_operands
 from fuser.ir.domain import IterDomain
@@ -32,12 +33,14 @@ from multidevice.placement import (
     Placement,
     add_cut,
     axis_cuts,
+    cut_line,
     is_plain_broadcast,
     only_devices,
     origin_root,
     outermost_logical,
     outside_streams,
     placement,
+    sharded_axis,
     spread_axes,
     stream_cuts,
     without_streams,
@@ -325,12 +328,16 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
 def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
     """Give every tensor reachable from an annotated one a mesh and cuts; return where they came
     from.
+
+    Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
     """
     for tv in fusion.tensors():
         if not tv.mesh_is_user_set and not any(a.is_device for a in spread_axes(tv)):
             tv.mesh = None
     pass_ = _Propagation(fusion)
+    summed = _summed_cuts(fusion)
     pass_.forward(fusion.exprs)
+    _check_summed(summed)
     pass_.backward(reversed(fusion.exprs))
     # A backward step may have reached a tensor whose other consumers had nothing to go by before.
     pass_.forward(tuple(op for op in fusion.exprs if any(_is_bare(o) for o in op.outputs)))
@@ -362,11 +369,66 @@ def spread_reductions(fusion: Fusion) -> None:
     """Give every reduction axis the device types of what it reduces, and nothing else any.
 
     Where results lie is the user's say, how they are summed is not: each device sums what it has.
+    Raises `ShardingError` where the user cut a summed axis of a result, and no operand.
     """
+    summed = _summed_cuts(fusion)
     for op in fusion.exprs:
         for index in reference_operands(op):
             for out in op.outputs:
                 apply_transfers(out, _reduction_only(op, index, out), DEVICE_TYPES)
+    _check_summed(summed)
+
+
+# The op, its result, a summed axis of that, and its cut over devices.
+_Summed = tuple[TensorOp, TensorView, IterDomain, Cut]
+
+
+def _summed_cuts(fusion: Fusion) -> list[_Summed]:
+    """Return the cuts of summed axes over several devices that are there."""
+    return [
+        (op, out, axis, cut)
+        for op in fusion.exprs
+        for out in op.outputs
+        for axis in out.domain.logical
+        if axis.is_reduction()
+        for cut in axis_cuts(out, DEVICE_TYPES).get(axis.number, ())
+        if cut.count != 1
+    ]
+
+
+def _check_summed(summed: Sequence[_Summed]) -> None:
+    """Raise `ShardingError` for a cut of a summed axis along which no operand is cut: nothing of
+    the result would be, and each device would slice its operands. Where an operand is cut, the
+    cut says how devices share the sum; as users may mean an axis of the result, they are warned."""
+    for op, out, axis, cut in summed:
+        given = (c for i, _ in tensor_operands(op) for c in forward_cuts(op, i, out))
+        if any(a.number == axis.number and c.ptype is cut.ptype for a, cuts in given for c in cuts):
+            if sharded_axis(out, cut.ptype) is None and out.ndim:
+                warn(
+                    f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums: the "
+                    f"result is whole on each device, as without this cut. {_how_to_cut(out, cut)}"
+                    f"{user_code(cut_line(out, cut.ptype))}"
+                )
+            continue
+        operands = " and ".join(tv.label for _, tv in tensor_operands(op))
+        raise ShardingError(
+            f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums, but no axis "
+            f"of {operands}: the result would be whole. {_how_to_cut(out, cut)}; to share the sum, "
+            f"cut an operand{user_code(cut_line(out, cut.ptype))}"
+        )
+
+
+def _how_to_cut(tv: TensorView, cut: Cut) -> str:
+    """Return the calls that cut an axis of a result, not one that it sums over."""
+    places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
+    if not places:
+        return f"{tv.label} itself has no axis"
+    n, name = places[0], f"T{tv.number}"
+    return (
+        "split, axis and parallelize count summed axes, too: axis 0 of the result is number "
+        f"{n}, as in {name}.outer_split({n}, {cut.count}) and "
+        f"{name}.axis({n}).parallelize(ParallelType.{cut.ptype.name})"
+    )
 
 
 class _Propagation:
